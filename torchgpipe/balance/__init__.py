@@ -39,12 +39,12 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: Value, *,
 
     Args:
         partitions: Number of partitions.
-        module: The model. It is left as it is.
+        module: The model. It does not change.
         sample: A mini-batch, as the model would be called with one: a tensor of shape
             ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
         timeout: Approximate time in seconds.
         device: The device to measure on, one layer at a time; by default the accelerator.
-        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
+        batch_dim: The batch dimension: see :class:`~torchgpipe.GPipe`.
 
     Returns:
         The number of layers of each partition.
@@ -73,7 +73,7 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
 
     Args:
         partitions: Number of partitions.
-        module: The model. It is left as it is.
+        module: The model. It does not change.
         input: A mini-batch, as the model would be called with one: a tensor of shape
             ``(batch, …)``, a structure of such, or :class:`~torchgpipe.Arguments`.
         chunks: Number of micro-batches.
@@ -81,7 +81,7 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
             relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
         device: The device to run the layers on, one at a time; by default the accelerator. On
             ``'meta'`` they take no memory.
-        batch_dim: Where the batch is: see :class:`~torchgpipe.GPipe`.
+        batch_dim: The batch dimension: see :class:`~torchgpipe.GPipe`.
 
     Returns:
         The number of layers of each partition.

@@ -104,8 +104,8 @@ def _parts(pipeline: Any, model: nn.Module, layers: dict[str, str]
 def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
     """Replace the parameters and buffers of a model by the pipeline's.
 
-    Most are the same objects. The exceptions are buffers that were moved to a device, parameters
-    that cannot be moved in place, and tensors of a model on the meta device.
+    Most are the same objects. The exceptions are moved buffers, parameters that cannot be moved in
+    place, and tensors of a model on the meta device.
     """
     own, slots = _own(pipeline, layers), [*named_slots(model)]
     foreign = [name for name, _, x in slots if name not in own or own[name] is not x and (

@@ -1,4 +1,28 @@
-"""Sequential models from other modules."""
+"""Sequential models from other modules.
+
+Terms of this folder:
+
+block
+    A call of a module from a list or dict of such modules, if it feeds a later one of these.
+concretize
+    Turn a value of a recording into a plain Python value, which a guard then checks.
+constant
+    An object that a graph refers to by a name.
+converted model
+    The sequential module that was made from another module.
+grain
+    The places where a graph may be cut: at blocks, between layers, or between operations.
+guard
+    A step that checks that a value is the same as for the sample.
+leaf
+    A submodule that is called as one step, and not looked into.
+part
+    A module with some of the submodules, parameters and buffers of another module.
+recording
+    One run of a forward, which makes a graph of its steps.
+value
+    An object in a recording in place of a tensor or a number. It has the sample's as an example.
+"""
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -30,10 +54,10 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
                   check_sample: bool = True) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
-    Its forward is recorded for the sample, and cut into layers: its blocks, and calls with weights
-    beside these. A value that a later layer uses goes straight there, as a skip. The layers hold
-    the submodules, parameters and buffers of the module itself, under their names with the number
-    of a layer before them, such as ``3.blocks.0.norm.weight``.
+    The forward is recorded for the sample, and cut into layers: its blocks, and calls with weights
+    outside of blocks. A value that a later layer uses goes directly there, as a skip. The layers
+    hold the submodules, parameters and buffers of the module itself. Their names have the number
+    of the layer as a prefix, such as ``3.blocks.0.norm.weight``.
 
     >>> import torch
     >>> class Net(nn.Module):
@@ -55,37 +79,39 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
     (4, torch.Size([4, 3]), '1.blocks.0.weight')
 
     Args:
-        module: The module. It is as it was afterwards, and shares what it has with the layers.
-        sample: What it is called with: a tensor, any structure, or
-            :class:`~torchgpipe.Arguments` for several, with two samples at least. Without one,
-            less can be followed, and nothing is compared.
-        grain: How fine it is cut. ``'block'``: not within a block, of those that are repeated one
-            behind the other in a list, a dict or a sequential module, with two weights at least;
-            elsewhere as ``'layer'``: once between two calls with weights. ``'operation'``:
-            wherever it may be. Where there are fewer layers than partitions, a finer one helps.
-        leaves: Submodules that are leaf modules, called as one and not looked into: by names (with
-            ``*`` for anything), classes, or themselves. Layers of PyTorch's are anyway; and so are
-            modules whose program goes by the training mode, or changes grad mode or autocast.
-        batch_dim: Where the batch is in the sample: see :class:`~torchgpipe.GPipe`.
-        gather: The rule that :class:`~torchgpipe.GPipe` is given, for numbers in the output such
-            as losses. Its result for halves is compared with the module.
-        check_sample: Whether to compare outputs, gradients and buffers with those of the module,
-            in training and in evaluation mode, for the sample and for a micro-batch of it; and
-            whether the samples are mixed: outputs for halves of it are halves of that for it, and
-            a loss is the mean or the sum of those for halves, or is given by ``gather``.
+        module: The module. It does not change, and shares its submodules, parameters and buffers
+            with the layers.
+        sample: The input of the module, with two samples at least: a tensor, any structure, or
+            :class:`~torchgpipe.Arguments` for several arguments. Without it, fewer programs can be
+            followed, and results are not compared.
+        grain: The places of cuts. With ``'block'``, there are no cuts within blocks. These are
+            repeated one after the other in a list, a dict or a sequential module, and have two
+            weights at least. Elsewhere, cuts are as with ``'layer'``: once between two calls with
+            weights. With ``'operation'``, there are cuts wherever possible. If there are fewer
+            layers than partitions, use a finer grain.
+        leaves: Submodules that are called as one and not looked into, given as names (with ``*``
+            for anything), classes, or modules. PyTorch's own layers always are leaves. So are
+            modules whose program depends on the training mode, or changes grad mode or autocast.
+        batch_dim: The batch dimension of the sample: see :class:`~torchgpipe.GPipe`.
+        gather: The rule for :class:`~torchgpipe.GPipe`, for scalars in the output such as losses.
+            Its result for halves is compared with the module.
+        check_sample: Whether to compare outputs, gradients and buffers with the module's. The
+            comparison runs in training and in evaluation mode, for the sample and for a
+            micro-batch of it. It also checks that samples are not mixed. Outputs for halves of the
+            sample must be halves of the output. A loss must be the mean or the sum of the halves'
+            losses, or follow ``gather``.
 
     Returns:
-        The sequential module. Any batch size will do; where the program of the module goes by
-        other sizes, by types or by values that are no tensors, it checks that these are as they
-        were for the sample, and raises :exc:`ValueError` if they are not. Its attribute ``wholes``
-        has the modules that were not looked into, each with its share of the parameters and of the
-        time of one forward, and the reason, the largest one first. One that has most of the
-        parameters gives a warning.
+        The sequential module, for any batch size. The program of the module may depend on other
+        sizes, on types or on plain values. Then a guard raises :exc:`ValueError` unless these are
+        as for the sample. The attribute ``wholes`` has the modules that were not looked into, the
+        largest first. Each has its share of the parameters, its share of the time of one forward,
+        and the reason. A module with most of the parameters gives a warning.
 
     Raises:
-        ConversionError: The forward cannot be followed: the message shows the line, and the way
-            out. Or the numbers are not those of the module, or not those of micro-batches.
-        TypeError: Something is of the wrong type.
+        ConversionError: The forward cannot be followed; the message shows the line and the fix.
+            Or the results differ from the module's, or depend on the cut into micro-batches.
+        TypeError: An argument is of the wrong type.
         ValueError: The model has no such leaf, or the sample cannot be cut into micro-batches.
     """
     check_rules(batch_dim, gather)
@@ -106,7 +132,7 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
 def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
                 batch_dim: Any = 0, gather: Any = None, check_sample: bool = True
                 ) -> nn.Sequential:
-    """Make a sequential module by hand: of functions that use a model's submodules.
+    """Make a sequential module by hand, from functions that use a model's submodules.
 
     >>> import torch
     >>> class Net(nn.Module):
@@ -131,18 +157,18 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
       (head): Linear(in_features=8, out_features=3, bias=True)
     ), '0.embed.weight')
 
-    Each function is called with the module and a value, which may be of any nesting; the first one
-    with what the module is called with. In its layer, the module is the part of it that the
-    function has used with the sample. A submodule is a function of a value by itself.
+    Each function is called with the module and a value of any nesting. The first function gets the
+    arguments of the module instead. In a layer, the function's module argument is the part that
+    the function has used with the sample. A submodule is a function of a value by itself.
 
     Args:
         module: The module.
-        stages: The functions, in order. To pickle the result, they are defined in a module of
-            Python's, and not lambdas.
+        stages: The functions, in order. To pickle the result, define them in a Python module, not
+            as lambdas.
         sample, batch_dim, gather, check_sample: As for :func:`to_sequential`.
 
     Raises:
-        ConversionError: The stages do not give the numbers of the module.
+        ConversionError: The stages do not give the results of the module.
         ValueError: A stage has parameters that are not the module's.
     """
     check_rules(batch_dim, gather)
@@ -155,10 +181,10 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
 
 
 def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
-    """Return one sample of a sample of several, if it can be cut."""
+    """Return the first sample of a batch of several, if it can be cut."""
     try:
         batches, sizes, _ = cut(sample, sys.maxsize, fit_rule(batch_dim, sample, [module]))
-    except (TypeError, ValueError):  # What checks the sample, says so.
+    except (TypeError, ValueError):  # The check of the sample raises it again.
         return UNKNOWN
     return batches[0].value if len(sizes) > 1 else UNKNOWN
 
@@ -166,7 +192,7 @@ def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
 def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, gather: Any,
            advice: str) -> None:
     if is_on_meta(module):
-        return  # There are no numbers to compare.
+        return  # There are no values to compare.
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
     whole, halves = structure(tensors), [batch.value for batch in batches]
@@ -186,7 +212,7 @@ class Stage(Part, NamedLayer):
         put(self, root, names, attributes=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the function does."""
+        """Return the result of the function."""
         return self._function(self, *args, **kwargs)
 
     def _get_name(self) -> str:
@@ -235,7 +261,7 @@ def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
 
 def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
           kwargs: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Return what a function gives for a model, and the names of what it uses."""
+    """Return a function's result for a model, and the names in the model that it uses."""
     uses = _Uses(root)
     with watched(uses):
         uses.watches = True
@@ -246,7 +272,7 @@ def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
 
 
 class _Uses:
-    """Note which submodules are called, and which parameters and buffers are read."""
+    """Records the submodules that are called, and the parameters and buffers that are read."""
 
     def __init__(self, root: nn.Module) -> None:
         self.watches = False
@@ -255,7 +281,7 @@ class _Uses:
 
     def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
                kwargs: dict[str, Any]) -> Any:
-        """Note a submodule that is called; what it uses goes with it."""
+        """Record a submodule that is called, which includes everything that it uses."""
         if self._paths.get(module):
             self.names.setdefault(self._paths[module][:-1])
         self.watches = False
@@ -265,7 +291,7 @@ class _Uses:
             self.watches = True
 
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
-        """Note a parameter or a buffer; or a submodule, for the sake of its attributes."""
+        """Record a parameter or a buffer, or a submodule because of its attributes."""
         if isinstance(found, nn.Module) and found in self._paths:
             self.names.setdefault(f'{self._paths[found]}training')
         elif isinstance(found, Tensor) and module in self._paths:

@@ -1,31 +1,32 @@
 """Compare a converted model with the original, and detect models that mix samples.
 
-Both run in copies, which have the parameters of the model itself, so gradients are of the same
-ones, and neither buffers nor the state of layers change. In training a micro-batch of the sample
-goes through both, and in evaluation all of it: a program that was recorded for one number of
-samples shows there, and so does state that changes in each call. One sample alone is none for a
-batch normalization in training, and a loss of nothing but padding has no gradient: then it is the
-other way round, or all of it in both.
+:func:`check_conversion` runs both models in copies, which share the parameters of the model. So
+gradients are compared for the same parameters, and buffers and the state of layers do not change.
+In training, both models get a micro-batch of the sample, and in evaluation the whole sample. This
+detects a program that was recorded for one number of samples, and state that changes in each call.
+A batch normalization in training cannot take a single sample, and a loss of padding alone has no
+gradient. In these cases, the two inputs are exchanged, or the whole sample is used twice.
 
-::
+:func:`check_mixing` compares the model's results for the whole sample and for halves of it::
 
     sample    (8, 3)   ─▶  (8, 5)
     halves    (4, 3)   ─▶  (4, 5)  ┐ put together, they have to be the output for all of it
               (4, 3)   ─▶  (4, 5)  ┘
 
-Both halves count: the first one is right where a sample sees those before it, as steps in time do.
-It is seen in evaluation, as normalizations of batches mix samples in training by design. A plain
-value, such as the number of samples, has to be the same for the halves as for all of it.
+Both halves count. If a sample sees the samples before it, such as steps in time, the first half
+alone would be correct. The check runs in evaluation, because batch normalizations mix samples in
+training by design. A plain value, such as the number of samples, must be the same for the halves
+as for the whole sample.
 
 [Note: Losses that mix samples]
-A number, such as a loss, has to be the mean or the sum of those for the halves. If it is neither,
-samples need not be mixed: a mean over tokens that are not padding is a mean of halves with weights
-that nobody knows. So a half is repeated: for once, twice and three times the same samples, a sum
-grows evenly, and a mean by any weights stays the same. A loss that compares each sample with all
-others does neither: a contrastive one grows as log(1), log(2), log(3) by what it compares with.
-Such a model is refused. What cannot be told apart, as a loss of the hardest pair or a variance,
-gives a warning. A rule of ``GPipe(…, gather=…)`` puts halves together instead; a number that
-differs is refused.
+A scalar, such as a loss, must be the mean or the sum of the halves' scalars. If it is neither, the
+samples are not necessarily mixed. A mean over tokens that are not padding is a mean of halves with
+unknown weights. Therefore one half is repeated once, twice and three times. Then a sum grows
+evenly, and a weighted mean stays the same. A loss that compares each sample with all others does
+neither. For example, a contrastive loss grows as log(1), log(2), log(3). Such a model is refused.
+Cases that cannot be distinguished, such as a loss of the hardest pair or a variance, give a
+warning. A rule of ``GPipe(…, gather=…)`` combines the halves instead, and a scalar that differs is
+refused.
 """
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,33 +50,33 @@ from torchgpipe.sequential.refusals import ConversionError
 __all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'check_mixing', 'coarsest_tolerance',
            'compare_parts', 'differences', 'evaluated', 'first_of', 'tensors_of']
 
-#: Tensors that come of a call, by what they are.
+#: Tensors that result from a call, by description.
 NamedTensors = dict[str, Tensor]
 
 
 class Evaluated(NamedTuple):
-    """What a model was compared by in evaluation."""
+    """A run of the original model in evaluation."""
 
     #: The copy that ran.
     model: nn.Module
     value: Any
-    #: What it gave: tensors and plain values, by where they are.
+    #: Its results, tensors and plain values, by path in the output.
     outputs: dict[Path, Any]
 
 
 def check_conversion(module: nn.Module, converted: Converted, halves: Sequence[Any],
                      number: int, sample: Any, advice: str) -> Evaluated:
-    """Raise what is different in a converted model, with advice.
+    """Raise if the results of a converted model differ from the original's.
 
     Args:
-        module, converted: The model, and what it was converted to.
-        sample: What both are called with.
-        halves: How that was cut.
-        number: Of how many samples the first one is.
-        advice: What to do.
+        module, converted: The model and the converted model.
+        sample: The input of both.
+        halves: The halves of the sample.
+        number: The number of samples in the first half.
+        advice: The end of the error message.
 
     Raises:
-        ConversionError: Outputs, gradients or buffers differ, which are named.
+        ConversionError: Outputs, gradients or buffers differ. The message names them.
     """
     with one_at_a_time, torch.inference_mode(False):
         copy = copied(converted)
@@ -88,9 +89,9 @@ def check_conversion(module: nn.Module, converted: Converted, halves: Sequence[A
 
 
 def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any, NamedTensors]:
-    """Return a copy of a module that has run in training, with what, and what came of it.
+    """Return a copy of a module that has run in training, its input, and its results.
 
-    That is all of the sample if what comes of a part of it is no number.
+    The input is the whole sample if the results for a part of it are not finite.
     """
     original = copied(module)
     with same_random_numbers(), _fails_by_size(
@@ -104,7 +105,7 @@ def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any
 
 def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected: NamedTensors,
              advice: str) -> None:
-    """Raise what is different from what is expected of a copy of a converted model."""
+    """Raise if the results of a copy of a converted model differ from the expected ones."""
     is_cut = value is not sample
     with (same_random_numbers(), _fails_by_mode(copy, sample, training),
           _fails_by_size(lambda: is_cut and _takes(copy, sample, training), ValueError)):
@@ -119,12 +120,12 @@ def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected:
 def _run(module: nn.Module, value: Any, training: bool,
          original: Callable[[dict[str, Any]], dict[str, Any]] = dict
          ) -> tuple[dict[Path, Any], NamedTensors]:
-    """Return outputs of a module, and tensors: these, its buffers, and gradients in training.
+    """Return outputs of a module, and tensors: outputs, buffers, and in training gradients.
 
-    Names in the original, for those of the module, are given by ``original``.
+    ``original`` maps names of the module to names of the original.
     """
     module.train(training)
-    # What was made in inference mode has no graph.
+    # Tensors that were made in inference mode have no graph.
     learns = training and not any(x.is_inference() for x in module.parameters())
 
     def output_of(_: bool) -> Any:
@@ -162,9 +163,9 @@ def tensors_of(outputs: dict[Path, Any]) -> NamedTensors:
 
 def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | None = None
                 ) -> list[str]:
-    """Return which tensors differ by more than rounding, and by how much.
+    """Return the names of tensors that differ by more than rounding, with the differences.
 
-    Rounding may come to the tolerance or, without one, to what it does for the type of each.
+    Rounding errors may reach the tolerance, by default the rounding of each tensor's type.
     """
     kinds = itemgetter(slice(6))  # 'output', 'gradient of …', 'buffer …'
     return [f'{name} by {far:.1e}' for name, far in apart(expected, found, kinds).items()
@@ -179,7 +180,7 @@ def first_of(different: list[str]) -> str:
 
 @contextmanager
 def _fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterator[None]:
-    """Say of what fails that the number of samples is the reason, if it is."""
+    """Raise a :class:`ConversionError` instead, if the number of samples causes a failure."""
     try:
         yield
     except failure as error:
@@ -191,10 +192,10 @@ def _fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterat
 
 @contextmanager
 def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterator[None]:
-    """Say of what fails in one mode only that the mode is the reason."""
+    """Raise a :class:`ConversionError` instead, if a failure occurs in one mode only."""
     try:
         yield
-    except AttributeError:  # Stages by hand say what they lack.
+    except AttributeError:  # Stages made by hand name the missing attribute.
         raise
     except Exception as error:
         if _takes(converted, sample, training) or not _takes(converted, sample, not training):
@@ -223,12 +224,13 @@ def _takes(module: nn.Module, sample: Any, training: bool,
 
 def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
                  batch_dim: Any, rule: Any = None) -> None:
-    """Raise what is another number for halves of a sample than for all of it, in evaluation.
+    """Raise if results for halves of a sample differ from the whole sample's, in evaluation.
 
     Args:
-        known: The model, in a copy, and what it gave for one of these.
-        sample: All of it.
-        halves, sizes, batch_dim: How that was cut.
+        known: A copy of the model, with its results for one of these inputs.
+        sample: The whole sample.
+        halves, sizes, batch_dim: The cut of the sample.
+        rule: The rule of ``GPipe(…, gather=rule)``.
 
     Raises:
         ConversionError: Samples are mixed.
@@ -242,7 +244,7 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
         tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
         rules = _rules(rule, given)
         different, wrong, unsure = _compare_halves(whole, parts, sizes, rules, tolerance)
-        # Random numbers are others for other sizes.
+        # Random numbers differ between sizes.
         if not (different or wrong or unsure) or _reals_differ(
                 parts[0], _outputs(model, halves[0], seed=1), tolerance) or _is_rounding(
                 model, [sample, *halves], sizes, rules):
@@ -289,7 +291,7 @@ def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
         each, named = look_up(rule, path)
         if each not in (DEFAULT, None) and all(
                 isinstance(outputs.get(path), Tensor) for outputs in given) and (
-                named or isinstance(each, int) or x.dim() == 0):  # A word alone is for scalars.
+                named or isinstance(each, int) or x.dim() == 0):  # A single word is for scalars.
             found[f'output{path_name(path)}'] = each
     return found
 
@@ -297,10 +299,10 @@ def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
 def _compare_halves(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
                     rules: dict[str, Any], tolerance: float
                     ) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return mixed outputs, those with a wrong rule, and those that need one."""
+    """Return mixed outputs, outputs with a wrong rule, and outputs that need a rule."""
     joined = {}
     for name, rule in rules.items():
-        if rule != 'stack':  # which keeps numbers of micro-batches apart
+        if rule != 'stack':  # which keeps the values of micro-batches apart
             batches = [Chunk(*flatten({name: outputs[name]})) for outputs in halves]
             joined[name] = gather(batches, sizes, {name: rule})[name]
     others, *parts = ({name: x for name, x in outputs.items() if name not in rules}
@@ -310,10 +312,10 @@ def _compare_halves(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: 
 
 
 def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
-    """Raise which outputs that are no tensors are others for halves of a sample."""
+    """Raise if an output that is not a tensor differs for halves of a sample."""
     for path, value in given[0].items():
         found = [value, *(outputs.get(path, value) for outputs in given[1:])]
-        # By their texts, as NaN is not itself.
+        # Texts are compared, because NaN does not equal itself.
         if len({*map(repr, found)}) > 1 and not any(isinstance(x, Tensor) for x in found):
             name, (whole, *parts) = path_name(path), found
             raise ConversionError(
@@ -330,7 +332,7 @@ def _outputs(model: nn.Module, value: Any, seed: int = 0) -> NamedTensors:
 
 def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int],
                  rules: dict[str, Any]) -> bool:
-    """Return whether it is known that in float64 the halves of a sample are those of all of it."""
+    """Return whether a run in float64 shows that the halves differ by rounding only."""
     try:
         double = deepcopy(model).double()
         found = []
@@ -346,14 +348,14 @@ def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int],
 
 def compare_parts(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
                   tolerance: float) -> tuple[list[str], dict[str, str]]:
-    """Compare outputs for all of a sample with those for halves of some sizes.
+    """Compare outputs for a whole sample with outputs for its halves.
 
-    ``GPipe(…, gather=…)`` decides on outputs without a batch dimension. Rounding may come to the
-    tolerance.
+    ``GPipe(…, gather=…)`` decides on outputs without a batch dimension. Rounding errors may reach
+    the tolerance.
 
     Returns:
-        Which outputs for halves are not the halves, and how; and which numbers are neither the
-        mean nor the sum of the numbers for halves, with their values.
+        Descriptions of the outputs for halves that are not halves of the output. The names and
+        values of scalars that are neither the mean nor the sum of the halves' scalars.
     """
     found, unsure = [], {}
     joined: NamedTensors = {}
@@ -376,9 +378,9 @@ def compare_parts(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Se
 
 
 def _reals_differ(expected: NamedTensors, found: NamedTensors, tolerance: float) -> list[str]:
-    """Return differences in what is found, but for integers and truths.
+    """Return the differences, except in integers and booleans.
 
-    These may differ by much where what they are made of differs by rounding.
+    These may differ by much if the values that they are computed from differ by rounding.
     """
     reals = {name: x for name, x in found.items() if is_real(x)}
     return differences({name: expected[name] for name in reals}, reals, tolerance)
@@ -386,12 +388,12 @@ def _reals_differ(expected: NamedTensors, found: NamedTensors, tolerance: float)
 
 def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[str],
                     tolerance: float) -> list[str]:
-    """Return which numbers neither stay as they are nor grow evenly if a half is repeated."""
+    """Return the scalars that neither stay the same nor grow evenly if a half is repeated."""
     if not names:
         return []
     try:
         found = [_outputs(model, _repeated(half, sample, times)) for times in (1, 2, 3)]
-    except Exception:  # It does not take as many.
+    except Exception:  # The model does not take this number of samples.
         return []
     uneven = []
     for name in names:
@@ -404,7 +406,7 @@ def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[st
 
 
 def _repeated(half: Any, sample: Any, times: int) -> Any:
-    """Return a half of a sample several times over, by the dimension in which it is a half."""
+    """Return a half of a sample, repeated along the dimension that was cut."""
     (tensors, kind), (wholes, _) = flatten_nested(half), flatten_nested(sample)
     dims = [[k for k, size in enumerate(x.shape) if size != whole.shape[k]]
             for x, whole in zip(tensors, wholes)]
@@ -412,10 +414,10 @@ def _repeated(half: Any, sample: Any, times: int) -> Any:
 
 
 def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:
-    """Return what rounding may come to in the least precise of some tensors.
+    """Return the largest rounding error to expect in the least precise of some tensors.
 
-    Other sizes get other kernels, so rounding is another one; and those may compute with less
-    precision than what they are given has, under autocast, or by TF32, which has that of float16.
+    Other sizes use other kernels, which round differently. Under autocast or with TF32, kernels
+    may compute with less precision than their inputs have. TF32 has the precision of float16.
     """
     found: set[torch.dtype] = set()
     for x in tensors:

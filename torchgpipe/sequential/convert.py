@@ -26,7 +26,7 @@ __all__ = ['convert', 'is_on_meta', 'not_sequential']
 
 
 def not_sequential(module: object) -> TypeError:
-    """Return the error that a module is not sequential, which says whether it can be made so."""
+    """Return the error that a module is not sequential, and whether it can be converted."""
     rule = f'module must be nn.Sequential to be partitioned, but got {type(module).__name__}'
     if not isinstance(module, nn.Module):
         return TypeError(rule)
@@ -43,9 +43,9 @@ def not_sequential(module: object) -> TypeError:
 
 def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], grain: str = 'block',
             one: Any = UNKNOWN) -> Converted:
-    """Return a sequential module, without comparing it: see :func:`to_sequential`.
+    """Return a sequential module without comparing it: see :func:`to_sequential`.
 
-    It is good for ``one`` sample of the sample, too, if that takes no other program.
+    It also works for a batch of ``one`` sample, if this does not need another program.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f'a module is converted, not {type(module).__name__}')
@@ -61,18 +61,18 @@ def convert(module: nn.Module, sample: Any, leaves: Iterable[LeafLike], grain: s
         while True:
             try:
                 return _converted(module, sample, names, classes, grain, one)
-            except NeedsLeaf as error:  # It is converted anew, with more leaves.
+            except NeedsLeaf as error:  # The conversion starts again with more leaves.
                 why, *found = error.args
                 classes.update(dict.fromkeys(found, why))
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Return whether something of a module has no numbers."""
+    """Return whether a parameter or buffer of a module is on the meta device."""
     return any(x.is_meta for x in (*module.parameters(), *module.buffers()))
 
 
 def _call_once(module: nn.Module, sample: Any) -> None:
-    """Call a copy of a module: it may raise by itself, and fill its caches."""
+    """Call a copy of a module, which raises its own errors and fills its caches."""
     try:
         with same_random_numbers():
             without_grad(lambda _: call(copied(module), copied_value(sample)))
@@ -82,7 +82,7 @@ def _call_once(module: nn.Module, sample: Any) -> None:
                 f'{type(module).__name__} fails for a {type(sample).__name__} as its one argument,'
                 f' and its forward takes the keys {[*sample]} by name: pass Arguments(**batch) to '
                 'to_sequential, and call the pipeline by model(**batch)') from error
-        # Where it goes by numbers that are not there, its record need not.
+        # If it fails because values are missing, the recording may still succeed.
         if not isinstance(error, RuntimeError) or not is_on_meta(module):
             raise
 
@@ -123,7 +123,7 @@ def _converted(module: nn.Module, sample: Any, names: set[str], classes: dict[ty
 
 
 def _seconds(tracer: ForwardTracer) -> dict[str, float]:
-    """Return how long calls of modules took, by their names; and all the rest, by ``''``."""
+    """Return the seconds of calls by module name, and of all other steps by ``''``."""
     found: dict[str, float] = {}
     for node in tracer.graph.nodes:
         name = str(node.target) if node.op == 'call_module' else ''
@@ -132,14 +132,14 @@ def _seconds(tracer: ForwardTracer) -> dict[str, float]:
 
 
 def _check_modes(root: nn.Module, leaves: LeafModules) -> None:
-    """See that layers will have the modes that a model gives its submodules in ``train()``.
+    """Check that layers get the modes that a model gives its submodules in ``train()``.
 
     Args:
         root: A copy of the model, which is changed.
-        leaves: Those in it.
+        leaves: The leaf modules in it.
 
     Raises:
-        ConversionError: It has a ``train()`` of its own, which layers would not run.
+        ConversionError: A module has its own ``train()``, which layers would not run.
     """
     within = [*modules_within(root, leaves)]
     if not any(map(_has_own_train, within)):
@@ -165,8 +165,7 @@ def _has_own_train(module: nn.Module) -> bool:
 
 
 def _goes_by_training(cls: type) -> bool:
-    """Return whether a method of a class, or of one that it is derived from, reads ``training``.
-    """
+    """Return whether a method of a class or of a base class reads ``training``."""
     return any('training' in method.__code__.co_names
                for base in cls.__mro__ if base is not nn.Module
                for method in vars(base).values()
@@ -175,7 +174,7 @@ def _goes_by_training(cls: type) -> bool:
 
 def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str]
                  ) -> ConversionError:
-    """Return the error that submodules are in another mode, by one that is called one of names."""
+    """Return the error that submodules are in another mode, because of a named ``train()``."""
     inner = max((name for name in names if f'{others[0]}.'.startswith(f'{name}.')),
                 key=len, default=names[0])
     code = getattr(root.get_submodule(inner).train, '__code__', None)
@@ -192,7 +191,7 @@ def _other_modes(root: nn.Module, mode: bool, others: list[str], names: list[str
 
 def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[type, str],
               flipped: bool) -> tuple[ForwardTracer, Inputs]:
-    """Record a module, with the other training mode if that is wanted."""
+    """Record a module, in the other training mode if ``flipped``."""
     root = copied(module)  # It runs, and may be changed.
     for each in root.modules():
         each.training ^= flipped
@@ -204,7 +203,7 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[typ
         tracer.end()
     except Exception as error:
         args, kwargs = (), {}
-        clear_frames(error.__traceback__)  # which have values
+        clear_frames(error.__traceback__)  # which hold values
         _raise_again(error, root, tracer)
     finally:
         tracer.release()
@@ -212,7 +211,7 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[typ
 
 
 def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> NoReturn:
-    """Raise what is to be said of an error of a recording."""
+    """Raise the error that explains a failed recording."""
     if is_from_checkpoint(error):
         raise refused(root, 'it calls torch.utils.checkpoint',
                       line_of_error(error.__traceback__), tracer.inner,
@@ -222,8 +221,8 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
     if isinstance(error, NeedsLeaf):
         raise error
     if isinstance(error, ConversionError):
-        # What goes by the training mode may be to blame, and can be left to itself; if that is
-        # most of the model, as where it makes a cache in evaluation, that is no way out.
+        # The cause may be modules whose program depends on the training mode. They can be leaves,
+        # except a module with most of the model, such as one that makes a cache in evaluation.
         asking = [type(x) for use in tracer.uses_of_training for x in use.module
                   if not holds_most(x, root)]
         if asking:
@@ -231,14 +230,14 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
                             'mode only', *asking) from None
         raise error
     why = [f'it cannot be followed ({type(error).__name__}: {error})']
-    tracer.draws.check(why.append)  # What is drawn may be what could not be followed.
+    tracer.draws.check(why.append)  # Random numbers may be the cause.
     raise refused(root, '; '.join(why), line_of_error(error.__traceback__),
                   tracer.inner) from error
 
 
 def _values(tracer: ForwardTracer, module: nn.Module, sample: Any
             ) -> tuple[tuple[Any, ...], dict[str, Any], Inputs]:
-    """Return what a forward is recorded with, and what takes that from arguments."""
+    """Return the arguments to record a forward with, and the inputs that extract their tensors."""
     signature = _signature_of(module)
     bound = signature.bind_partial()
     if sample is UNKNOWN:
@@ -251,8 +250,8 @@ def _values(tracer: ForwardTracer, module: nn.Module, sample: Any
     tensors, structure = flatten_nested(given)
     names = ['_'.join(re.findall(r'\w+', path_name(leaf.path))) for leaf in leaves_of(given)
              if isinstance(leaf.value, Tensor)]
-    # Each is an argument of its own wherever it stands: in other calls another tensor may be
-    # there, or another memory.
+    # Each place has its own argument, because other calls may have another tensor or other memory
+    # there.
     values = [tracer.placeholder(name, x.detach().clone()) for name, x in zip(names, tensors)]
     bound.arguments.update(structure(values))
     inputs = Inputs(signature, structure=structure, number=len(tensors))

@@ -1,43 +1,44 @@
 """Cuts of a graph into layers, at blocks or between them, and the path of values.
 
-::
+:func:`blocks_among` finds the calls of blocks::
 
     stages.0.blocks.0 ─▶ stages.0.blocks.1 ─▶ stages.1.blocks.0     three blocks
     ╰──────────── stages.0 ──────────────╯    ╰── stages.1 ───╯     no blocks: these are in them
 
     experts.0(x) + experts.1(x)                                     no blocks: side by side
 
-A class is one of blocks if a list or a dict of modules, or a sequential one, has modules of it
-with two weights of two dimensions or more; and if what one call of these gives goes to a later
-one. All modules of that class in such a container count, unless blocks are in them.
+A class is a class of blocks under two conditions. A list, a dict or a sequential module has
+modules of the class with two weights of two dimensions or more. The result of a call of one such
+module goes to a later one. All modules of the class in such a container count, unless they contain
+blocks.
 
-A cut is made once between two calls with weights, where least goes across.
-
-::
+:func:`cut_graph` makes one cut between two calls with weights, where the least data crosses::
 
     conv1, bn, relu, pool │ conv2, bn, relu, add │ norm, linear, gelu │ linear, add
                           ▲                      ▲
           after the pool fewer elements go on    before the norm x alone goes on, and then
                                                  both x and norm(x)
 
-A call with weights is that of a leaf which the user named, of a layer with a weight of two
-dimensions or more, or of a function with such a weight. All else is cheap, and goes with the call
-before it or after it. A cut is not made where what goes across is no tensor and no plain value,
-and if possible not between a tensor and what changes it in place.
+A call with weights is a call of a leaf that the user named, or of a layer or function with a
+weight of two dimensions or more. All other steps are cheap, and join the call before or after
+them. Only tensors and plain values may cross a cut. If possible, there is no cut between a tensor
+and a step that changes it in place.
 
-That is the grain of layers. By that of blocks, a cut is made between blocks only, or behind what
-changes the input of one in place at its begin. By that of operations, there are also cuts between
-any two steps that give tensors, but not before a change in place.
+This is the grain of layers. With the grain of blocks, cuts are only made between blocks. A cut may
+also follow the first steps of a block, if these change its input in place. With the grain of
+operations, there are also cuts between any two steps that return tensors, but not before a change
+in place.
 
-A value is forwarded to the next layer, or skips those that have no use for it::
+:func:`routes` forwards a value to the next layer, or lets it skip layers that do not use it::
 
     layer      0            1            2            3
     a          made ──skip───────────▶ used ─forward▶ used       on to the next that uses it
     b                     made ─forward▶ used
     n          made ─forward▶ · ─forward▶ ·  ─forward▶ used      a number costs nothing
 
-So no value crosses a boundary twice, and a tensor is on no device that has no use for it. A device
-itself, of which a layer makes a tensor, goes nowhere: it is that of what the layer receives.
+So no value crosses a boundary twice, and no device holds a tensor that it does not use. A
+``torch.device``, on which a layer makes a tensor, is not passed on. The layer uses the device of
+its input instead.
 """
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,12 +66,12 @@ class Call(NamedTuple):
 
 
 def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the steps of each call that is one of a block.
+    """Return the steps of each call of a block.
 
     Args:
-        calls: Those of a recording.
+        calls: The calls of a recording.
         root: The model.
-        graph: What was recorded, as it was then.
+        graph: The recorded graph, unchanged.
     """
     container_of = {module: each for each in root.modules() if isinstance(each, _CONTAINERS)
                     for module in each.children()}
@@ -86,7 +87,7 @@ def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> lis
             classes.add(type(module))
         alike[kind] = alike.get(kind, 0) | 1 << k
     blocks: list[Call] = []
-    for each in inner:  # Those within a call end before it does.
+    for each in inner:  # Inner calls end before outer ones.
         if type(each.module) in classes and not any(
                 other.steps.start >= each.steps.start for other in blocks):
             blocks.append(each)
@@ -94,7 +95,7 @@ def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> lis
 
 
 def _calls_behind(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> list[int]:
-    """Return for each node the calls of whose steps it is made, as bits."""
+    """Return for each node, as bits, the calls whose steps it depends on."""
     bits = dict.fromkeys(nodes, 0)
     for k, call in enumerate(calls):
         for step in call.steps:
@@ -109,7 +110,7 @@ def _calls_behind(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> list[int]:
     return found
 
 
-#: How fine a graph may be cut.
+#: The grains of cuts, from coarse to fine.
 GRAINS = 'block', 'layer', 'operation'
 
 _WITH_WEIGHTS = frozenset((
@@ -122,9 +123,9 @@ _WITH_WEIGHTS = frozenset((
 def _ordered(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that compute something, in an order in which they can run.
 
-    What only tells the shape and the like of a tensor comes as soon as it can, so that the shape
-    goes to where it is used, and not the tensor. That of a parameter stays where it is asked for,
-    where the parameter mostly is, too.
+    Nodes that only return properties of a tensor, such as its shape, come as early as possible.
+    Then the shape is passed on to its user, and not the tensor. Properties of a parameter keep
+    their place, because the parameter is mostly used there as well.
     """
     steps: list[fx.Node] = []
     for node in graph.nodes:
@@ -139,7 +140,7 @@ def _ordered(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _earliest(node: fx.Node, steps: Sequence[fx.Node]) -> int:
-    """Return the position behind what gives a node's arguments, and behind what changes these."""
+    """Return the position after the steps that compute or change a node's arguments."""
     needed = set(node.all_input_nodes)
     for position in range(len(steps), 0, -1):
         step = steps[position - 1]
@@ -153,7 +154,7 @@ def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules, grain: str,
     """Return the steps of each layer that a graph is cut into.
 
     Args:
-        graph, root, leaves: What was recorded of which model, with which leaves.
+        graph, root, leaves: The recorded graph, its model and leaf modules.
         grain: As for :func:`~torchgpipe.sequential.to_sequential`.
         blocks: The nodes of each block.
     """
@@ -170,7 +171,7 @@ def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules, grain: str,
 
 def _between(calls: Sequence[int], may_cut: Callable[[int], bool], across: '_Across'
              ) -> Iterator[int]:
-    """Yield the best place between each two calls, if one is not within a block."""
+    """Yield the best place between any two calls, unless all places are within a block."""
     for before, after in zip(calls, calls[1:]):
         found = [*filter(may_cut, range(before + 1, after + 1))]
         if not all(map(across.is_in_block, found)):
@@ -186,7 +187,7 @@ def _has_weights(step: fx.Node, root: nn.Module, leaves: LeafModules) -> bool:
 
 
 class _Across:
-    """What goes across before each step of a graph, and behind the last one."""
+    """The values that cross each place before a step of a graph, and after the last step."""
 
     def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module,
                  blocks: Iterable[Iterable[fx.Node]]) -> None:
@@ -201,7 +202,7 @@ class _Across:
             own = {step for step in block if step in index}
             within = [index[step] for step in own if step.meta['kind'] != 'plain']
             first, last = min(within, default=0), max(within, default=0)
-            while first and steps[first - 1] in own:  # What tells the shape of its input.
+            while first and steps[first - 1] in own:  # steps that return its input's shape
                 first -= 1
             for k in range(first + 1, last + 1):
                 self._blocks[k] += 1
@@ -229,11 +230,12 @@ class _Across:
                 counted[name] = k
 
     def may_cut(self, k: int) -> bool:
-        """Return whether only tensors and plain values go across, and a tensor at least."""
+        """Return whether only tensors and plain values cross, with at least one tensor."""
         return not self._objects[k] and self._tensors[k] > 0
 
     def may_always_cut(self, k: int) -> bool:
-        """Return whether that is so, and no tensor goes across that is changed in place later."""
+        """Return whether a cut is possible, and no tensor that crosses is changed in place later.
+        """
         return self.may_cut(k) and not self._changes[k]
 
     def is_in_block(self, k: int) -> bool:
@@ -241,7 +243,7 @@ class _Across:
         return self._blocks[k] > 0
 
     def cost(self, k: int) -> tuple[Any, ...]:
-        """Return what makes one cut better than another."""
+        """Return a cost to compare cuts by."""
         return self._changes[k] > 0, self.is_in_block(k), self._bytes[k]
 
 
@@ -255,7 +257,7 @@ def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _aliases(changed: fx.Node, index: dict[fx.Node, int], position: int) -> list[fx.Node]:
-    """Return a node that a step changes, and those in whose memory it is that are used later."""
+    """Return a node that a step changes, and nodes with the same memory that are used later."""
     memory = changed.meta['memory']
     return [changed, *(node for node in index if node.meta['memory'] == memory is not None
                        and index[node] < position
@@ -264,7 +266,7 @@ def _aliases(changed: fx.Node, index: dict[fx.Node, int], position: int) -> list
 
 @dataclass
 class Route:
-    """What one layer gets and gives; of skips with their names."""
+    """The inputs and outputs of one layer; skips come with their names."""
 
     received: list[fx.Node] = field(default_factory=list)
     popped: list[tuple[str, fx.Node]] = field(default_factory=list)
@@ -275,7 +277,7 @@ class Route:
 def routes(graph: fx.Graph, layers: Sequence[Sequence[fx.Node]]) -> list[Route]:
     """Return the route of each layer that a graph is cut into.
 
-    Each layer but the last forwards a tensor at least, as a pipeline asks for.
+    Each layer but the last forwards at least one tensor, as a pipeline requires.
     """
     layer_of = {node: k for k, layer in enumerate(layers) for node in layer}
     last = len(layers) - 1
@@ -294,7 +296,7 @@ def routes(graph: fx.Graph, layers: Sequence[Sequence[fx.Node]]) -> list[Route]:
 
 
 def _forward_a_tensor(k: int, stops: dict[fx.Node, set[int]]) -> None:
-    """Let the smallest tensor that passes a boundary stop on both sides of it, if none does."""
+    """Make the smallest tensor that crosses a boundary stop on both sides, if none does yet."""
     passing = [node for node, layers in stops.items()
                if node.meta['kind'] == 'tensor' and min(layers) <= k < max(layers)]
     if not any({k, k + 1} <= stops[node] for node in passing):

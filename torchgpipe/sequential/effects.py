@@ -1,19 +1,21 @@
 """Values in a recording, and side effects of a forward that a graph would lack.
 
-::
+A :class:`TracedValue` replaces a tensor or a number while a forward is recorded::
 
     B, T = x.shape               two values, 4 and 7 for the sample; neither is concretized yet
     y = x.view(B * T, -1)        recorded: any batch size and length will do
     if T > 5:                    concretized: the graph gets a guard that T > 5 is true again
-    check(ok, f'got {T}')        a message, which nothing goes by: its text is that for the sample
+    check(ok, f'got {T}')        a message, which is only shown: it has the text for the sample
 
-A tensor cannot be concretized, as another one would be another way through the program.
+A tensor cannot be concretized, because another tensor could take another path of the program.
 
-A model runs in copies, which have its parameters and all else for themselves. What a graph would
-not repeat is noticed: another mode, a random number that is drawn unseen, an object that changes,
-and a value of the recording that somebody holds when it is over. Each run would hold another one.
-A function with a cache, which makes a table when it is first asked for, has it already: the model
-runs once before it is recorded, and what it has cached then are constants.
+A model is recorded in a copy (:func:`copied`), which shares the model's parameters. Side effects
+that a graph would not repeat are detected. These are changes of modes, random numbers
+(:class:`GeneratorStates`), changes of objects (:func:`ids_within`), and values that an object
+holds after the recording (:func:`held_beyond`). Each run would store another value there.
+
+The model runs once before it is recorded. A function that caches a table in its first call then
+has the table, which becomes a constant of the graph.
 """
 import copy
 import functools
@@ -39,12 +41,12 @@ __all__ = ['GeneratorStates', 'TracedValue', 'UNKNOWN', 'UnknownValue', 'copied'
            'has_values', 'held_beyond', 'ids_within', 'modes_now', 'name_of_holder', 'release',
            'same_random_numbers', 'without_grad']
 
-#: The example value where there is no sample.
+#: The example of a value if there is no sample.
 UNKNOWN: Any = object()
 
 
 class UnknownValue(fx.Proxy):
-    """A value without an example, as there is no sample."""
+    """A value without an example, because there is no sample."""
 
     _example = UNKNOWN
 
@@ -55,11 +57,11 @@ class UnknownValue(fx.Proxy):
 
 
 class TracedValue(UnknownValue):
-    """A value that a forward computes, as its recording sees it.
+    """A value that a forward computes, in a recording.
 
     Args:
-        node: The node that gives it.
-        tracer: Records what is done with it.
+        node: The node that computes it.
+        tracer: Records the operations on it.
         example: The value for the sample.
     """
 
@@ -93,7 +95,7 @@ class TracedValue(UnknownValue):
     def __repr__(self) -> str:
         return f'<{self.node.name} of a recording>'
 
-    # What looks a number up, or looks at its text, may go by it.
+    # Code that looks up a number or reads its text may depend on it.
 
     def __hash__(self) -> int:
         return id(self) if self.tracer.is_tensor(self) else hash(self._itself())
@@ -125,14 +127,14 @@ def _unchanged(example: Any) -> Any:
 
 def _in_place(name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        # A number is not changed in place, and a recorded `n += 1` would give its name another.
+        # Numbers are not changed in place, so `n += 1` is recorded as `n + 1`.
         function = getattr(operator, 'i' + name if self.tracer.is_tensor(self) else _PLAIN[name])
         return self.tracer.create_proxy('call_function', function, (self, other), {})
 
     return method
 
 
-# In a recording of PyTorch's, `x += y` would be `x + y`, which another name of x does not see.
+# torch.fx would record `x += y` as `x + y`, which does not change other references to x.
 _PLAIN = {'and': 'and_', 'or': 'or_'}
 for _operation in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'and', 'or',
                    'xor', 'lshift', 'rshift', 'matmul'):
@@ -145,17 +147,17 @@ TModule = TypeVar('TModule', bound=nn.Module)
 
 
 def copied(module: TModule) -> TModule:
-    """Return a copy of a module, with its very parameters, and tensors that belong to a graph.
+    """Return a copy of a module, which shares its parameters and tensors that belong to a graph.
 
     Raises:
-        ConversionError: It cannot be copied.
+        ConversionError: The module cannot be copied.
     """
     memo: dict[int, Any] = {id(x): x for x in module.parameters()}
     for each in module.modules():
         for x in vars(each).values():
             if isinstance(x, Tensor) and not x.is_leaf:
                 memo[id(x)] = x
-            elif type(x) in (dict, OrderedDict) and not x:  # No hooks: most of what there is.
+            elif type(x) in (dict, OrderedDict) and not x:  # Most attributes are empty hooks.
                 memo[id(x)] = type(x)()
     try:
         return copy.deepcopy(module, memo)
@@ -169,7 +171,7 @@ def copied(module: TModule) -> TModule:
 def copied_value(value: Any) -> Any:
     """Return a value with copies of its tensors, without their graph, and without marks.
 
-    One that is there twice is so again.
+    A tensor that occurs twice has one copy, which occurs twice.
     """
     tensors, structure = flatten_nested(value)
     copies = {id(x): x.detach().clone() for x in tensors}
@@ -177,21 +179,21 @@ def copied_value(value: Any) -> Any:
 
 
 def modes_now() -> tuple[Any, ...]:
-    """Return the modes that a part of a forward may be in, and a layer would not be."""
+    """Return the modes that a forward may change, and that a layer would not repeat."""
     kinds = autocast_types(torch.accelerator.current_accelerator())
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds))
 
 
 class GeneratorStates:
-    """Put generators back after each step, and see whether a forward has moved them by itself."""
+    """Restores generators after each step, and detects that a forward has used them by itself."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate(), _position_of_numpy()
 
     def check(self, refuse: Callable[[str], Any], pythons: bool = True) -> None:
-        """Refuse a forward that has drawn numbers; to ask whether Python's takes long."""
+        """Refuse a forward that has drawn numbers; the check of Python's generators is slow."""
         what = 'it draws random numbers of {}, here or before'
         if not torch.equal(torch.get_rng_state(), self._torch):
             refuse(what.format('PyTorch, by a function that is imported by its own name'))
@@ -201,7 +203,7 @@ class GeneratorStates:
 
     @contextmanager
     def restored(self, pythons: bool) -> Iterator[None]:
-        """Let a step draw what it will, of Python's too if that is known to be where it was."""
+        """Restore PyTorch's generator after a step, and Python's if its state is known."""
         try:
             yield
         finally:
@@ -218,9 +220,9 @@ def _position_of_numpy() -> Any:
 
 
 def without_grad(function: Callable[[bool], T]) -> T:
-    """Return what a function gives without grad mode; or in it, if it asks for gradients itself.
+    """Return a function's result without grad mode, or in grad mode if it needs gradients.
 
-    The function gets whether it is the latter.
+    The function's argument is whether it runs in grad mode.
     """
     try:
         with torch.no_grad():
@@ -234,11 +236,11 @@ def without_grad(function: Callable[[bool], T]) -> T:
 
 @contextmanager
 def same_random_numbers(seed: int = 0) -> Iterator[None]:
-    """Draw from a seed, and put the generators of PyTorch and Python back."""
+    """Draw from a seed, and restore the generators of PyTorch and Python afterwards."""
     python = random.getstate()
     try:
         with forked_rng():
-            # Other numbers than the recording has drawn, whose way they may change.
+            # These differ from the numbers in the recording, and so may change its path.
             torch.manual_seed(seed)
             random.seed(seed)
             yield
@@ -252,8 +254,9 @@ def has_values(thing: Any) -> bool:
 
 
 def ids_within(thing: Any) -> list[int]:
-    """Return the ids of all that an object holds: attributes, and contents of containers; and what
-    a function is bound to.
+    """Return the ids of all objects that an object holds.
+
+    These are attributes, contents of containers, and objects that a function is bound to.
 
     >>> things = {'a': [1]}
     >>> before = ids_within(things)
@@ -273,7 +276,7 @@ def _within(thing: Any) -> Iterator[Any]:
             continue
         found.add(id(each))
         yield each
-        if isinstance(each, fx.Proxy):  # It knows the recording.
+        if isinstance(each, fx.Proxy):  # It refers to the recording.
             continue
         if isinstance(each, Mapping):
             waiting += [*each.keys(), *each.values()]
@@ -299,7 +302,7 @@ def held_beyond(where: str = _SOMEWHERE) -> ConversionError:
 
 
 def name_of_holder(values: list[Any]) -> str:
-    """Return the name of what holds values: the nearest thing with one that leads to them."""
+    """Return the name of the nearest named object that leads to values."""
     inner, seen = values, {id(values)}
     for _ in range(5):
         seen |= {id(inner), *map(id, inner)}
@@ -313,7 +316,7 @@ def name_of_holder(values: list[Any]) -> str:
 
 
 def _name(thing: Any, inner: list[Any]) -> str:
-    """Return the name of something that refers to other things, if it has one."""
+    """Return the name of an object that refers to other objects, if it has a name."""
     if type(thing) is functools._lru_cache_wrapper:
         return f'the cache of {_qualified(thing)}'
     if isinstance(thing, FunctionType):
@@ -332,15 +335,15 @@ def _qualified(thing: Any) -> str:
 
 
 def release(values: list[Any]) -> None:
-    """Put examples in the place of values, as if the model had run by itself.
+    """Replace values by their examples, as if the model had run without a recording.
 
-    Else a cache that was empty would have them for good, and the model would not run any more.
-    Without a sample that is nothing. Sets, tuples and objects without a dictionary hold on.
+    Otherwise, a cache that was empty would keep the values, and the model would not run any more.
+    Without a sample, values are removed. Sets, tuples and objects without a dictionary keep them.
     """
     own = {id(value) for value in values}
     for holder in gc.get_referrers(*values) if values else ():
         if type(holder) is functools._lru_cache_wrapper:
-            holder.cache_clear()  # It has no other way to forget one.
+            holder.cache_clear()  # It cannot remove a single entry.
         elif type(holder) is CellType:
             example = holder.cell_contents._example
             holder.cell_contents = None if example is UNKNOWN else example
@@ -353,12 +356,12 @@ def release(values: list[Any]) -> None:
 
 def _release(names: Any, own: set[int]) -> None:
     if own.isdisjoint(map(id, chain(names.values(), names))):
-        return  # To look for a class takes long.
+        return  # The search for a class is slow.
     of_class = [each for each in gc.get_referrers(names) if isinstance(each, type)]
     for key, value in [*names.items()]:
         if id(value) not in own and id(key) not in own:
             continue
-        if of_class:  # A class remembers what it has.
+        if of_class:  # A class caches its attributes.
             delattr(of_class[0], key)
         else:
             del names[key]

@@ -1,11 +1,13 @@
 """A layer of a converted model: a part of its program with the submodules that it calls.
 
-The first one is called with the arguments of the original's forward, and takes their tensors.
+:func:`build` makes a :class:`Layer` for each list of steps, with its program as :class:`Code`. The
+:class:`FirstLayer` is called with the arguments of the original's forward, and :class:`Inputs`
+extracts their tensors.
 
 [Note: Names of a converted model]
-A layer holds submodules, parameters and buffers under the names that they have in the model. So
-all names of the sequential module are those of the model with the number of a layer before them,
-and a module, a parameter or a buffer that several layers use is in each of them::
+A layer holds submodules, parameters and buffers under their names in the model. So a name in the
+sequential module is the number of a layer and a name in the model. A module, a parameter or a
+buffer that several layers use is in each of them::
 
     model         conv1.weight      blocks.0.norm.weight
     sequential    0.conv1.weight    3.blocks.0.norm.weight
@@ -35,9 +37,9 @@ __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of',
 
 
 class Code:
-    """A function that was made of a graph: its source, and what this refers to by name.
+    """A function that was made from a graph: its source, and the objects that it refers to.
 
-    It may have a loss in it.
+    It may contain a loss.
     """
 
     def __init__(self, source: str, names: dict[str, Any], title: str, has_loss: bool = False
@@ -50,7 +52,7 @@ class Code:
         exec(compile(source, title, 'exec'), scope)  # noqa: S102
         self.function: Callable[..., Any] = (
             watches(scope['forward']) if has_loss else scope['forward'])
-        # Tracebacks show it.
+        # Tracebacks show the source.
         linecache.cache[title] = len(source), None, source.splitlines(True), title
 
     def __deepcopy__(self, memo: dict[int, Any]) -> 'Code':
@@ -71,13 +73,13 @@ def _code(source: str, names: dict[str, Any], modules: dict[str, str], title: st
 
 
 class Inputs:
-    """Take the tensors out of arguments, as they were taken out of the sample's.
+    """Extracts the tensors from arguments, in the same way as from the sample.
 
     Args:
-        signature: That of the original's forward.
+        signature: The signature of the original's forward.
         names: The parameters that get values, if there is no sample.
-        structure: How the arguments are put together from tensors, if there is one.
-        number: Of how many.
+        structure: The structure of the arguments, if there is a sample.
+        number: The number of tensors in the structure.
     """
 
     def __init__(self, signature: inspect.Signature, names: Sequence[str] = (),
@@ -96,7 +98,7 @@ class Inputs:
 
         Raises:
             TypeError: The original's forward does not take these arguments.
-            ValueError: The sample had others: the program may be another one with these.
+            ValueError: The sample had other arguments. The program may differ for these.
         """
         found = arguments_of(self.signature, args, kwargs)
         if self._structure is None:
@@ -125,7 +127,7 @@ class Inputs:
             f'{texts[0]}, but these are {texts[1]}; {way}')
 
     def _named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments by their names in a call, also those that go into ``**kwargs``."""
+        """Return arguments by their names in a call, including the ones in ``**kwargs``."""
         found = dict(arguments)
         for name, each in self.signature.parameters.items():
             if each.kind is each.VAR_KEYWORD:
@@ -152,7 +154,7 @@ class Inputs:
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                  ) -> dict[str, Any]:
-    """Return arguments by the names of parameters, without those that are the default."""
+    """Return arguments by the names of parameters, without defaults."""
     bound = signature.bind(*args, **kwargs).arguments
     parameters = signature.parameters
     return {name: value for name, value in bound.items()
@@ -160,7 +162,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 
 def called_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments and keywords that a sample stands for."""
+    """Return the positional and keyword arguments of a sample."""
     if type(sample) is Arguments:
         return sample.args, sample.kwargs
     return (sample,), {}
@@ -170,12 +172,12 @@ class Layer(NamedLayer):
     """Run a part of a program.
 
     Args:
-        code: Takes this module, what the layer before forwards, and what skips transfer; and
-            returns what the layer does, and what goes into skips.
-        number: How many values the layer before forwards.
-        pops: The names of skips that come here.
-        stashes: Those of skips that start here.
-        namespace: That of the skips.
+        code: A function of this module, the values from the previous layer, and popped skips. It
+            returns the output of the layer, and the skips to stash.
+        number: The number of values from the previous layer.
+        pops: The names of skips that the layer pops.
+        stashes: The names of skips that the layer stashes.
+        namespace: The namespace of the skips.
     """
 
     def __init__(self, code: Code, number: int, pops: Sequence[str], stashes: Sequence[str],
@@ -187,15 +189,15 @@ class Layer(NamedLayer):
         self._stashes: list[Key] = [(namespace, name) for name in stashes]
 
     def stashable(self) -> Iterator[Key]:
-        """Yield the skips that start here."""
+        """Yield the skips that the layer stashes."""
         return iter(self._stashes)
 
     def poppable(self) -> Iterator[Key]:
-        """Yield the skips that come here."""
+        """Yield the skips that the layer pops."""
         return iter(self._pops)
 
     def forward(self, value: Any) -> Any:
-        """Compute what the layer before has not."""
+        """Compute the output from the values of the previous layer."""
         return self._code.function(self, *((value,) if self._number == 1 else value))[0]
 
     @property
@@ -205,17 +207,17 @@ class Layer(NamedLayer):
             f'.{found[1]}' if found[1].isidentifier() else f'[{found[1]}]'), self._code.source)
 
     def extra_repr(self) -> str:
-        """Return which skips it pops and stashes."""
+        """Return the names of the skips that it pops and stashes, as text."""
         return '\n'.join(f'{what} {", ".join(name for _, name in keys)}' for what, keys in (
             ('pops', self._pops), ('stashes', self._stashes)) if keys)
 
 
 class SkipLayer(Layer):
-    """One that pops or stashes."""
+    """A layer that pops or stashes skips."""
 
-    @partial(uncompiled, recursive=False)  # What it calls is.
+    @partial(uncompiled, recursive=False)  # Functions that it calls are compiled.
     def forward(self, value: Any) -> Any:
-        """Compute what the layer before has not."""
+        """Compute the output from the values of the previous layer."""
         return self._run((value,) if self._number == 1 else value)
 
     @partial(uncompiled, recursive=False)
@@ -226,11 +228,11 @@ class SkipLayer(Layer):
 
 
 class FirstLayer(SkipLayer):
-    """The first one, which takes the arguments of the original's forward.
+    """The first layer, which takes the arguments of the original's forward.
 
     Args:
         code, stashes, namespace: As for :class:`Layer`.
-        inputs: Take the tensors out of the arguments.
+        inputs: Extracts the tensors from the arguments.
     """
 
     def __init__(self, code: Code, inputs: Inputs, stashes: Sequence[str], namespace: Namespace
@@ -240,7 +242,7 @@ class FirstLayer(SkipLayer):
 
     @property
     def forward(self) -> Any:  # type: ignore[override]
-        """Return the function; it has the signature of the original's forward."""
+        """A function with the signature of the original's forward."""
         return _Forward(self)
 
 
@@ -276,11 +278,11 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
     """Return a sequential module with a layer for each list of steps.
 
     Args:
-        graph: The graph that they are of.
+        graph: The graph of the steps.
         steps: The steps of each layer.
         root: The model.
-        inputs: Take the tensors out of what the first layer is called with.
-        constants: What the graph refers to by name.
+        inputs: Extracts the tensors from the arguments of the first layer.
+        constants: The constants of the graph, by name.
     """
     namespace = Namespace()
     names = all_names(root)
@@ -307,7 +309,7 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
 
 def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
              ) -> tuple[fx.Graph, list[str]]:
-    """Return the graph of one layer, and the names of what it calls and reads."""
+    """Return the graph of one layer, and the names of modules and tensors that it uses."""
     part = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     targets: dict[str, None] = {}
@@ -338,7 +340,7 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
 
 
 def _may_be_loss(root: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node calls a loss of PyTorch's, or a module that has one."""
+    """Return whether a node calls one of PyTorch's losses, or a module that contains one."""
     if node.op == 'call_module':
         return any(hasattr(x, 'reduction') for x in root.get_submodule(str(node.target)).modules())
     return node.op == 'call_function' and node.target in LOSSES
@@ -359,7 +361,7 @@ def _source(part: fx.Graph, root: nn.Module, constants: dict[str, Any]
 
 
 def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
-    """Return the name of the dictionary of a module that has what a step uses, if one does."""
+    """Return the name of a module's dictionary that has the target of a step, if one has it."""
     if target in constants:
         return '_buffers'
     path, _, name = target.rpartition('.')
@@ -369,10 +371,10 @@ def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
 
 
 def _direct(source: str, target: str, holder: str) -> str:
-    """Let a source find what it uses in dictionaries: a module is slow to look for attributes.
+    """Return a source that finds its target in dictionaries, because module attributes are slow.
 
-    Nor does it matter then if a module has the name of an attribute of layers. The holder is the
-    dictionary that has what is used; there is none for an attribute.
+    Also, the name of a module may then equal the name of a layer's attribute. The holder is the
+    dictionary that has the target; it is empty for an attribute.
 
     >>> _direct('y = self.body.norm(x)', 'body.norm', '_modules')
     'y = self._modules["body"]._modules["norm"](x)'

@@ -12,20 +12,20 @@ from torch.nn.parameter import is_lazy
 __all__ = ['LeafLike', 'LeafModules', 'Whole', 'holds_most', 'is_about_names', 'leaf_names',
            'modules_within']
 
-#: A name in the model, where ``*`` stands for anything, a class, or the module itself.
+#: A name in the model (``*`` matches anything), a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
 
-# What has layers in it, and of what it does with them nothing is known, or all.
+# Classes of containers, whose use of their layers is unknown or completely known.
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList,
                nn.ParameterDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[str]:
-    """Return the names of the leaves that the user wants: copies of the model have these, too.
+    """Return the names of the user's leaves, which copies of the model have as well.
 
     Raises:
-        TypeError: One of these is something else.
-        ValueError: The model has no such module, or it is the model.
+        TypeError: A leaf is neither a name, a class nor a module.
+        ValueError: The model has no such module, or it is the model itself.
     """
     inner = {name: module for name, module in root.named_modules(remove_duplicate=False) if name}
     found: set[str] = set()
@@ -48,12 +48,12 @@ def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[st
 
 
 class LeafModules:
-    """Which modules are leaves: called as one module, and not looked into.
+    """The modules that are leaves, which are called as one module and not looked into.
 
     Args:
-        root: The model, which never is one.
-        names: Those that the user names.
-        classes: Classes of modules that were found to have to be leaves, and why.
+        root: The model, which never is a leaf.
+        names: Names of the user's leaves.
+        classes: Classes of modules that the conversion needs as leaves, with the reasons.
     """
 
     def __init__(self, root: nn.Module, names: Iterable[str], classes: dict[type, str]) -> None:
@@ -62,7 +62,7 @@ class LeafModules:
         self._classes = classes
 
     def named(self, module: nn.Module) -> bool:
-        """Return whether the user named a module, or it was found that it has to be one."""
+        """Return whether the user named a module, or the conversion needs it as a leaf."""
         return module in self._modules or type(module) in self._classes
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -71,9 +71,9 @@ class LeafModules:
         return self.named(module) or _is_layer(module) or _is_more_than_its_forward(module)
 
     def wholes(self, seconds: Mapping[str, float]) -> list['Whole']:
-        """Return what is called as one module, but for layers of PyTorch's; the largest first.
+        """Return the leaves, except PyTorch's own layers, the largest first.
 
-        Calls of modules have taken ``seconds``, by their names; all that is none, by ``''``.
+        ``seconds`` has the times of modules' calls by name, and of all other steps by ``''``.
         """
         names = {module: name for name, module in self._root.named_modules()}
         time = sum(seconds.values())
@@ -94,16 +94,16 @@ class LeafModules:
 
 
 class Whole(NamedTuple):
-    """A module that a conversion has not looked into: its name, class, share, and the reason."""
+    """A module that a conversion did not look into: its name, class, shares, and the reason."""
 
     name: str
     kind: str
-    #: Of the parameters of the model.
+    #: Its share of the model's parameters.
     share: float
     why: str
-    #: Whether that is most of the model, and the user has not asked for it.
+    #: Whether it has most of the model, and the user did not name it.
     warns: bool
-    #: Of the time of one forward, which was measured once; none without a sample or numbers.
+    #: Its share of the time of one forward, measured once; ``None`` without a sample or values.
     time: float | None
 
     def __str__(self) -> str:
@@ -119,12 +119,12 @@ def _share(module: nn.Module, root: nn.Module) -> float:
 
 
 def holds_most(module: nn.Module, root: nn.Module, share: float = 0.5) -> bool:
-    """Return whether a module has modules in it, and more than a share of a model with them."""
+    """Return whether a module has submodules and more than a share of the model's parameters."""
     return _share(module, root) > share and any(x is not module for x in module.modules())
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer of PyTorch's, or derived from one."""
+    """Return whether a module's class is a PyTorch layer, or derived from one."""
     for cls in type(module).__mro__:
         if cls in _CONTAINERS:
             return False
@@ -134,7 +134,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _is_more_than_its_forward(module: nn.Module) -> bool:
-    """Return whether a module does what a recording of its forward would miss."""
+    """Return whether a module has behaviour that a recording of its forward would miss."""
     return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
             or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
             or bool(module._state_dict_hooks)
@@ -143,10 +143,10 @@ def _is_more_than_its_forward(module: nn.Module) -> bool:
 
 
 def is_about_names(hook: Any) -> bool:
-    """Return whether a hook for loading sees the state dict alone, and not its module.
+    """Return whether a hook for loading uses the state dict alone, and not its module.
 
-    So it can do its work for layers that have parts of that. It is a function, or a method that
-    does nothing with ``self``, without variables of a function around it.
+    Such a hook also works for layers that have parts of the module. It is a function, or a method
+    that does not use ``self``, without variables of an enclosing function.
     """
     function = getattr(hook.hook, '__func__', hook.hook)
     if hook.with_module or not isinstance(function, FunctionType) or function.__closure__:

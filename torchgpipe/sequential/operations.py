@@ -1,11 +1,13 @@
 """Traceable operations: they become nodes of a graph, with their execution and properties.
 
-::
+:class:`StepTracer` adds each operation to the graph, and computes it for the sample. The functions
+of this module are steps of the tracer's own, such as :func:`guard`, or properties of nodes, such
+as :func:`is_about`::
 
     y = f(x, {'scale': 2})      a value x, with a tensor for an example
         │
         ├─▶ graph               %y = call_function[f](%x, {'scale': 2})
-        ├─▶ f(tensor, …)        which tells what y is: a tensor, a number, parts to be taken apart
+        ├─▶ f(tensor, …)        which shows the type of y: a tensor, a number, or a structure
         ▼
     y                           a value, or a structure of values
 """
@@ -36,20 +38,20 @@ __all__ = ['Constant', 'StepTracer', 'apply', 'calls_in', 'compute', 'first_diff
            'learning', 'mapped', 'put_together', 'runs_python', 'same_constants', 'take_apart',
            'words']
 
-#: A method of Python or, from PyTorch 2.14 on, one of C++.
+#: A method in Python or, from PyTorch 2.14 on, in C++.
 _apply: Any = vars(Function)['apply']
 
 
 def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    """Apply a function that has a backward of its own, past an ``apply`` of its own."""
+    """Apply an autograd function by PyTorch's ``apply``, even if its class overrides it."""
     return _apply.__get__(None, function)(*args, **kwargs)
 
 
 def guard(found: Any, expected: Any, what: str, where: str) -> None:
-    """See that what the way through the program depends on is as it was for the sample.
+    """Check that a value that the program's path depends on is as for the sample.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The value differs.
     """
     if found is not expected and found != expected:
         raise _another_way(what, repr(expected), repr(found), where)
@@ -65,10 +67,10 @@ def _another_way(what: str, expected: str, found: str, where: str) -> ValueError
 
 def guard_ways(found: Sequence[Any], expected: Sequence[Any], others: Sequence[Any],
                sames: Sequence[bool], texts: Sequence[tuple[str, str]]) -> None:
-    """See that it is as it was for the sample, or as for one sample where that does the same.
+    """Check that values are as for the sample, or as for one sample if that gives the same result.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The values are different from both.
     """
     if not (found == others and all(sames)):
         for each in zip(found, expected, *zip(*texts)):
@@ -77,7 +79,7 @@ def guard_ways(found: Sequence[Any], expected: Sequence[Any], others: Sequence[A
 
 @uncompiled
 def is_same(before: Any, after: Any) -> bool:
-    """Return whether a step has given the tensor that it got, or all of it as it is."""
+    """Return whether the result of a step is its input, or an identical view of all of it."""
     if not all(isinstance(x, Tensor) and x.layout is torch.strided for x in (before, after)):
         return False
     one, other = ((x.shape, x.stride(), x.dtype, x.storage_offset(), storage_id(x),
@@ -86,12 +88,12 @@ def is_same(before: Any, after: Any) -> bool:
 
 
 def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
-    """Return the tensors of a value that is put together as it was for the sample."""
+    """Return the tensors of a value, and check that its structure is as for the sample."""
     try:
         tensors, kind = flatten(value)
     except TypeError as error:
         raise ValueError(f'{error}, at {where}') from None
-    # Tuples of tensors alone all have one kind, whatever their number.
+    # All tuples of only tensors have the same kind, regardless of their length.
     if (kind, len(tensors)) != expected:
         raise _another_way('the form of a value', form_of(*expected),
                            form_of(kind, len(tensors)), where)
@@ -99,7 +101,7 @@ def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
 
 
 def form_of(kind: Kind, number: int) -> str:
-    """Return what a value with some number of tensors looks like.
+    """Return a value with a number of tensors as text.
 
     >>> form_of(lambda tensors: {'x': tuple(tensors), 'n': 3}, 2)
     "{'x': (tensor, tensor), 'n': 3}"
@@ -109,7 +111,7 @@ def form_of(kind: Kind, number: int) -> str:
 
 
 def put_together(structure: Structure, tensors: Sequence[Any]) -> Any:
-    """Return a value of what is in it."""
+    """Return a value from its structure and tensors."""
     return structure(tensors)
 
 
@@ -125,7 +127,7 @@ class Constant:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the arguments of a step with a function of what is in them in its place."""
+    """Return the arguments of a step, with a function applied to each element."""
     if type(value) in (tuple, list):
         return type(value)([mapped(each, function) for each in value])
     if type(value) is dict:
@@ -136,7 +138,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a node gives for some arguments."""
+    """Return the result of a node for some arguments."""
     target: Any = node.target
     if node.op == 'call_module':
         return root.get_submodule(target)(*args, **kwargs)
@@ -146,13 +148,13 @@ def compute(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
 
 
 def learning(x: Any) -> Any:
-    """Return a tensor as a layer gets it in training, in the same memory; all else as it is."""
+    """Return a tensor that requires grad, in the same memory; return anything else unchanged."""
     learns = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
     return x.detach().requires_grad_() if learns else x
 
 
 def runs_python(root: nn.Module, node: fx.Node) -> bool:
-    """Return whether a node may run code of the user's, which may draw numbers of Python's."""
+    """Return whether a node may run the user's code, which may draw Python's random numbers."""
     if node.op == 'call_module':
         return any(not type(x).__module__.startswith('torch.nn.modules.')
                    or 'forward' in vars(x) or any(hooks_of(x))
@@ -160,7 +162,7 @@ def runs_python(root: nn.Module, node: fx.Node) -> bool:
     return node.target is apply
 
 
-# What a tensor tells of itself that does not depend on its elements.
+# Properties of a tensor that do not depend on its elements.
 _ABOUT = frozenset((
     'size', 'shape', 'dim', 'ndim', 'ndimension', 'numel', 'nelement', 'stride', 'dtype', 'device',
     'layout', 'is_floating_point', 'is_complex', 'is_signed', 'is_cuda', 'is_cpu', 'is_meta',
@@ -170,20 +172,20 @@ _ABOUT = frozenset((
 
 
 def is_about(node: fx.Node) -> bool:
-    """Return whether a node gives what does not depend on the elements of a tensor."""
+    """Return whether a node's result does not depend on the elements of a tensor."""
     if node.target is getattr:
         return node.args[1] in _ABOUT
     return getattr(node.target, '__name__', node.target) in _ABOUT
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Return whether a node changes its first argument, by its name, where there is no sample."""
+    """Return whether a node changes its first argument, judged by its name without a sample."""
     name = str(node.target)
     return node.op == 'call_method' and name.endswith('_') and not name.endswith('__')
 
 
 def gives_no_tensor(node: fx.Node) -> bool:
-    """Return whether a node gives no tensor, as far as is known without a sample."""
+    """Return whether a node's result is not a tensor, as far as is known without a sample."""
     inputs = node.all_input_nodes
     return node.op != 'placeholder' and (is_about(node) or (
         node.op == 'call_function' and bool(inputs)
@@ -196,7 +198,7 @@ _SYMBOLS = {'eq': '==', 'ne': '!=', 'lt': '<', 'le': '<=', 'gt': '>', 'ge': '>='
 
 
 def words(node: fx.Node) -> str:
-    """Return what a node gives, as the user has written it, more or less."""
+    """Return the expression of a node, approximately as the user has written it."""
     if node.op in ('get_attr', 'placeholder'):
         return str(node.target)
     if node.meta['kind'] == 'tensor':
@@ -215,7 +217,7 @@ def words(node: fx.Node) -> str:
 
 
 def calls_in(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes but for those that read an attribute, perhaps for nothing."""
+    """Return the nodes without reads of attributes, which may be unused."""
     return [node for node in graph.nodes if node.op != 'get_attr']
 
 
@@ -223,13 +225,13 @@ def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph
                      others: dict[str, Any]) -> int | None:
     """Return the number of calls before the first one that differs in two graphs, if one does.
 
-    What they refer to by name is in ``constants`` and ``others``.
+    ``constants`` and ``others`` have the constants of the graphs, by name.
     """
     for k, (a, b) in enumerate(zip(calls_in(graph), calls_in(other))):
         if a.format_node() != b.format_node() or not all(map(
                 same_constants, _constants_of(a, constants), _constants_of(b, others))):
             return k
-    return None  # Each ends with its output, so neither goes on where the other one ends.
+    return None  # Both graphs end with their outputs, so they have the same length.
 
 
 def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
@@ -240,7 +242,7 @@ def _constants_of(node: fx.Node, constants: dict[str, Any]) -> list[Any]:
 
 
 def same_constants(one: Any, other: Any) -> bool:
-    """Return whether two things that graphs refer to by name are alike."""
+    """Return whether two constants of graphs are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = [(x.shape, x.dtype, x.device) for x in (one, other)]
         return alike[0] == alike[1] and (one.is_meta or torch.equal(one, other))
@@ -249,26 +251,25 @@ def same_constants(one: Any, other: Any) -> bool:
 
 TValue = TypeVar('TValue', bound=UnknownValue)
 
-#: What the graph knows of a node that gives neither a tensor nor a plain value.
+#: Properties of a node whose result is neither a tensor nor a plain value.
 _OBJECT = {'kind': 'object', 'bytes': 0, 'memory': None, 'device': False}
 
 
 class StepTracer(fx.Tracer):
-    """Add steps to a graph.
+    """Adds steps to a graph.
 
     Args:
-        root: The module whose parameters, buffers and submodules they use.
+        root: The module whose parameters, buffers and submodules the steps use.
 
     Attributes:
-        graph: What was recorded. In ``meta``, each node has its ``kind`` (``'tensor'``,
-            ``'plain'`` or ``'object'``), its ``bytes`` and ``memory``, whether it depends on the
-            ``input``, and what it ``writes`` to; and of what was computed, in how many
-            ``seconds``.
-        constants: What it refers to by name.
+        graph: The recorded graph. In ``meta``, each node has its ``kind`` (``'tensor'``,
+            ``'plain'`` or ``'object'``), ``bytes`` and ``memory``. It has whether it depends on
+            the ``input``, and the nodes that it ``writes`` to. Computed nodes have ``seconds``.
+        constants: The constants of the graph, by name.
         runs: Whether the forward runs, and not a step.
-        put_back: Puts functions back that are replaced.
-        over: Whether it is over.
-        draws: Random numbers that steps draw.
+        put_back: Restores replaced functions for a time.
+        over: Whether the recording is over.
+        draws: The random numbers that steps draw.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -287,7 +288,7 @@ class StepTracer(fx.Tracer):
         self._ids = {id(module) for module in root.modules()}
 
     def check_modes(self) -> None:
-        """See before each step that the forward has not changed modes."""
+        """Check before each step that the forward has not changed modes."""
         raise NotImplementedError
 
     def refuse(self, why: str, hint: str = '') -> Any:
@@ -301,7 +302,7 @@ class StepTracer(fx.Tracer):
         return self.wrap(node, example)
 
     def value_of(self, tensor: Tensor) -> Any:
-        """Return the value that stands for a parameter or a buffer; other tensors as they are."""
+        """Return the value in place of a parameter or a buffer, or another tensor unchanged."""
         if id(tensor) not in self._tensors:
             return tensor
         path, _ = self._tensors[id(tensor)]
@@ -319,7 +320,7 @@ class StepTracer(fx.Tracer):
                         'torch.func.functional_call')
         self.check_modes()
         if target is torch._assert and args[0].node.meta['kind'] == 'plain' and (
-                type(args[0]) is TracedValue):  # As of Python's, there is no message in the graph.
+                type(args[0]) is TracedValue):  # As for `assert`, the graph has no message.
             return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         with self.put_back():
@@ -377,7 +378,7 @@ class StepTracer(fx.Tracer):
 
         synchronize(self._devices)
         start = perf_counter()
-        if node.op == 'call_module':  # It may do what a layer may.
+        if node.op == 'call_module':  # A module may use gradients.
             found = without_grad(run)
         else:
             with torch.no_grad():
@@ -387,7 +388,7 @@ class StepTracer(fx.Tracer):
         return found
 
     def wrap(self, node: fx.Node, example: Any) -> Any:
-        """Return a value for what a node gives, or a structure of values."""
+        """Return a value for the result of a node, or a structure of values."""
         meta, inputs = node.meta, node.all_input_nodes
         meta.update(_OBJECT, data=False, mode=False, grad=False)
         for name, default in (('input', False), ('where', ''), ('writes', [])):
@@ -432,10 +433,10 @@ class StepTracer(fx.Tracer):
         return value
 
     def end(self) -> None:
-        """See that nobody has a value.
+        """Check that no object holds a value any more.
 
         Raises:
-            ConversionError: Somebody holds one.
+            ConversionError: An object holds a value.
         """
         self._read.clear()
         if self._values_left():
@@ -445,7 +446,7 @@ class StepTracer(fx.Tracer):
                 raise held_beyond(name_of_holder(left))
 
     def release(self) -> None:
-        """Let nobody have a value, however the recording went."""
+        """Remove values from all objects that hold them, even after an error."""
         self._read.clear()
         release(self._values_left())
 
@@ -459,7 +460,7 @@ class StepTracer(fx.Tracer):
         return step
 
     def add_guard(self, node: fx.Node, expected: Any, what: str, hint: str = '') -> None:
-        """Add a step that checks that a node gives what it gave for the sample."""
+        """Add a step that checks that the result of a node is as for the sample."""
         self.add_step(guard, node, self.simple(expected), what,
                       in_one_line(line_of()) + hint)
 
@@ -469,7 +470,7 @@ class StepTracer(fx.Tracer):
         return Constant(name, value)
 
     def create_arg(self, a: Any) -> Any:
-        """Return what stands for a value in the graph."""
+        """Return the graph's representation of a value."""
         if isinstance(a, fx.Proxy):
             return a.node
         if type(a) in (Constant, bool, float, int, str, type(None)):
@@ -483,7 +484,7 @@ class StepTracer(fx.Tracer):
         if isinstance(a, torch.Generator):
             self.refuse('it draws random numbers from a torch.Generator')
         try:
-            if not is_dataclass(a):  # One has no value in it here.
+            if not is_dataclass(a):  # A dataclass has no value in it here.
                 return super().create_arg(a)
         except NotImplementedError:
             pass
@@ -493,7 +494,7 @@ class StepTracer(fx.Tracer):
         return self._constant(a)
 
     def simple(self, value: Any) -> Any:
-        """Return a value of what a graph has a form for; a step puts together all else."""
+        """Return a value in types that a graph supports, with steps that build other types."""
         return mapped(value, self._put_together)
 
     def _put_together(self, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Submodules, parameters, buffers and optimizer state in layers, by the names of the model.
 
-::
+A :class:`Part` of a module has some of its submodules, parameters and buffers::
 
     model                                   the part with blocks.0.norm and table
     ├── embed                               ├── table            the same parameter
@@ -9,17 +9,17 @@
         ├── 0: norm, attend                         └── norm     the same module
         └── 1: norm, attend
 
-In the sequential module, the number of a layer is before these names::
+In the sequential module (:class:`Converted`), the number of a layer precedes these names::
 
     model         blocks.0.norm.weight                  embed.weight
     sequential    3.blocks.0.norm.weight                0.embed.weight, 7.embed.weight
                   ▲
-                  the layer: what several layers use has a name in each of them
+                  the layer: a parameter of several layers has a name in each of them
 
-The number depends on how the model was cut into layers, so it does not count when a state dict is
-loaded: names of the model are taken, and those with other numbers.
+The number depends on the cut of the model into layers, so :func:`to_own_names` ignores it when a
+state dict is loaded. Names of the model and names with other numbers are accepted.
 
-::
+:func:`optimizer_state` translates the state of an optimizer::
 
     optimizer of the model     0  1  2  3         parameters by numbers, in an order of its own
                                │  │  │  │
@@ -47,7 +47,7 @@ __all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'optimiz
 
 
 class Part(nn.Module):
-    """A part of a module, which has its methods and its attributes if that is wanted."""
+    """A part of a module, which has its methods and attributes if ``attributes``."""
 
     def __init__(self, module: nn.Module, attributes: bool = False) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Part(nn.Module):
 
 
 class _PartOfList(Part):
-    """A part of what has modules by indices: they are those of the whole."""
+    """A part of a module with indices, which are the same as in the whole."""
 
     def __len__(self) -> int:
         return self._length
@@ -90,7 +90,7 @@ class _PartOfList(Part):
 
 
 class _Absent:
-    """A module of a list that a part does not have: it can be passed over, and not be used."""
+    """A module of a list that a part does not have: iteration may skip it, but use raises."""
 
     def __init__(self, name: str, whole: type) -> None:
         self.__dict__.update(_name=name, _whole=whole)
@@ -108,16 +108,16 @@ def _missing(name: str, whole: type) -> AttributeError:
         f"the sample, and '{name}' of a {whole.__name__} is none of them")
 
 
-# What each module has.
+# The attributes that each module has.
 _OF_EACH = frozenset(vars(nn.Module()))
 
 
 def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False
         ) -> None:
-    """Put what is called by some names in a model into a part of it.
+    """Put the objects with some names in a model into a part of the model.
 
-    These are names of submodules, parameters, buffers, or of an attribute such as ``training``,
-    for whose sake the module that has it is there, with its other attributes if that is wanted.
+    These are names of submodules, parameters, buffers, or an attribute such as ``training``. For
+    an attribute, the part gets its module, with other attributes if ``attributes``.
     """
     for name in names:
         path, _, last = name.rpartition('.')
@@ -125,7 +125,7 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool
         for atom in filter(None, path.split('.')):
             source = source._modules[atom]  # type: ignore[assignment]
             if target._modules.get(atom) is source:
-                break  # It is there as a whole.
+                break  # The whole module is already there.
             if atom not in target._modules:
                 kind = _PartOfList if hasattr(source, '__getitem__') else Part
                 target._modules[atom] = kind(source, attributes)
@@ -146,7 +146,7 @@ def _put(target: nn.Module, source: nn.Module, name: str) -> None:
 def all_names(root: nn.Module) -> dict[int, list[str]]:
     """Return all names of each submodule, parameter and buffer, by the id of the object.
 
-    Names within a module are those behind its first one.
+    Names within a module begin with its first name only.
     """
     found: dict[int, list[str]] = {}
     for prefix, module in root.named_modules():
@@ -159,7 +159,7 @@ def all_names(root: nn.Module) -> dict[int, list[str]]:
 
 def with_all_names(root: nn.Module, uses: Iterable[str], names: dict[int, list[str]]
                    ) -> Iterator[str]:
-    """Yield the names in :func:`all_names` of what is called by some; other attributes as is."""
+    """Yield all names of the objects with some names, and names of other attributes unchanged."""
     for name in uses:
         found = attrgetter(name)(root)
         yield from names[id(found)] if isinstance(found, (nn.Module, Tensor)) else [name]
@@ -171,8 +171,9 @@ def _tensors(module: nn.Module) -> list[str]:
 
 
 def _left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
-    """Return the names of what a model has in its state dict or its buffers, and no part of it; of
-    modules if all of a module is left out.
+    """Return the names of tensors in a model's state dict or buffers that none of its parts has.
+
+    If a whole module is left out, its name is returned instead.
     """
     there = {name for part in parts for name in _tensors(part)}
     names = [name for name in _tensors(root) if name not in there]
@@ -184,27 +185,27 @@ def _left_out(root: nn.Module, parts: Iterable[nn.Module]) -> list[str]:
     return [*found]
 
 
-#: What a module does to a state dict before it is loaded, and the name of the module.
+#: The name of a module, and its function that changes a state dict before it is loaded.
 _LoadHook = tuple[str, Callable[..., None]]
 
 
 class NamedLayer(nn.Module):
-    """A layer that has names of the model that it was made from, and its hooks for loading."""
+    """A layer with names of the model that it was made from, and the model's hooks for loading."""
 
     _load_hooks: Sequence[_LoadHook] = ()
 
-    #: A copy of the model without values, where that has none: its modules know the initial ones.
+    #: A copy of a model on the meta device, whose modules can make the initial values.
     original: nn.Module | None = None
 
 
 def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]:
-    """Return the hooks of modules that no layer has as they are, for a state dict of the model."""
+    """Return the hooks for the model's state dict, of modules that no layer has as a whole."""
     there = {module for layer in layers for module in layer.modules()}
     found = []
     for name, module in root.named_modules():
         for each in () if module in there else module._load_state_dict_pre_hooks.values():
             if is_about_names(each):
-                # Bound to the module, it would take all of it along wherever a layer goes.
+                # A bound method would hold the whole module wherever a layer is copied to.
                 function = getattr(each.hook, '__func__', None)
                 found.append((name and f'{name}.',
                               each.hook if function is None else partial(function, None)))
@@ -212,9 +213,9 @@ def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]
 
 
 def with_part(whole: nn.Module, part: nn.Module) -> nn.Module:
-    """Return a module like one of the original, with the tensors and modules that a part has."""
+    """Return a module like one of the original, with the tensors and modules of a part."""
     if not isinstance(part, (Part, NamedLayer)):
-        return part  # It is in the layer as it is.
+        return part  # The layer has the module as a whole.
     new = type(whole).__new__(type(whole))
     new.__dict__.update(whole.__dict__)
     new._parameters = {**whole._parameters, **part._parameters}
@@ -228,14 +229,15 @@ def with_part(whole: nn.Module, part: nn.Module) -> nn.Module:
 class Converted(Sequential):
     """A sequential module that was made from another module.
 
-    Its layers hold the submodules, parameters and buffers of that module. ``load_state_dict``
-    takes the names of the original, too. In ``wholes`` is what was not looked into.
+    Its layers hold the submodules, parameters and buffers of the original. ``load_state_dict``
+    also accepts the names of the original. ``wholes`` has the modules that were not looked into.
     """
     wholes: Sequence[Whole] = ()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
                         assign: bool = False) -> Any:
-        """Load a state dict, with names of the original or of layers; what is shared stays so."""
+        """Load a state dict with names of the original or of layers; shared tensors stay shared.
+        """
         with still_shared(self):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -250,7 +252,7 @@ class Converted(Sequential):
 
 
 def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False) -> Converted:
-    """Return the sequential module of layers; the last one has what no layer uses."""
+    """Return the sequential module of layers; the last one gets tensors that no layer uses."""
     put(layers[-1], root, _left_out(root, layers), attributes)
     hooks = _load_hooks(root, layers)
     tensors = [*root.parameters(), *root.buffers()]
@@ -268,14 +270,14 @@ def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False
 
 
 def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict of the original, of that of a converted model or a ``GPipe`` of it.
+    """Return the original's state dict from a converted model's, or from its ``GPipe``'s.
 
     >>> original_names({'0.embed.weight': 1, '7.embed.weight': 1, '7.norm.bias': 2})
     {'embed.weight': 1, 'norm.bias': 2}
 
     Args:
-        state_dict: It has names with the number of a layer before them. Where several layers have
-            a parameter in common, the last one's is given.
+        state_dict: A state dict whose names begin with the number of a layer. If several layers
+            share a parameter, the last one is returned.
 
     Raises:
         ValueError: A name does not begin with a number.
@@ -292,13 +294,13 @@ def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, nn.Module | None]
                  ) -> None:
-    """Rename what is in a state dict to the names that layers have for it, in place.
+    """Rename the entries of a state dict to the names of layers, in place.
 
-    A tensor that has several names needs one of them only, as files of safetensors have it.
+    A tensor that has several names needs only one of them, as in files of safetensors.
 
     Args:
-        state_dict: Its names are those of the original, or of layers with other numbers.
-        prefix: What stands before them.
+        state_dict: A state dict with names of the original, or of layers with other numbers.
+        prefix: The prefix of the names.
         layers: The layers, by their numbers.
     """
     mine = {f'{number}.{name}': x for number, layer in layers.items()
@@ -340,9 +342,9 @@ _PARAMETERS = ('params', 'param_names')
 
 def optimizer_state(state_dict: Mapping[str, Any], module: nn.Module, target: Optimizer,
                     source: Optimizer | None = None) -> dict[str, Any]:
-    """Return the state dict of an optimizer as one for another one, whose order is its own.
+    """Return the state dict of an optimizer for another one with another order of parameters.
 
-    One of them is of a model, the other one of what it was converted to.
+    One optimizer has the parameters of a model, the other one of the converted model.
 
     >>> import torch
     >>> from torchgpipe.sequential import to_sequential
@@ -362,16 +364,16 @@ def optimizer_state(state_dict: Mapping[str, Any], module: nn.Module, target: Op
     0.1
 
     Args:
-        state_dict: The state dict, with the names of parameters (PyTorch keeps them if an
-            optimizer is made of ``named_parameters()``); otherwise say ``source``.
+        state_dict: The state dict, with the names of parameters. PyTorch keeps these if an
+            optimizer is made from ``named_parameters()``. Otherwise, pass ``source``.
         module: The layers of the converted model, or the ``GPipe`` of them.
-        target: The optimizer that it is for.
-        source: The optimizer that it is of, or one that was made in the same way. Only its
+        target: The optimizer that will load the result.
+        source: The optimizer of the state dict, or one that was made in the same way. Only its
             parameters count, which may be on the meta device.
 
     Raises:
-        ValueError: Parameters have no names, or they are not those of the model, not the same in
-            both, or in other groups; or the optimizer keeps what is of no parameter.
+        ValueError: Parameters have no names, are not in the model, or differ between both
+            optimizers or their groups. Or the optimizer has state of no single parameter.
     """
     known = _Names(module)
     saved = state_dict['param_groups']
@@ -393,13 +395,13 @@ def optimizer_state(state_dict: Mapping[str, Any], module: nn.Module, target: Op
 
 
 class _Names:
-    """What the parameters of a converted model are called: in the model, and in layers.
+    """The names of the parameters of a converted model, in the model and in layers.
 
     A key is the id of a parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        #: One name of each.
+        #: One name of each parameter, by key.
         self.names: dict[int, str] = {}
         self._keys: dict[str, int] = {}
         for layer in module.children():
@@ -424,7 +426,7 @@ class _Names:
                 'them, and no names: make the optimizers of named_parameters(). For a state dict '
                 'without, pass source=…, an optimizer that is made as the one that it is of')
         names = [*chain(*(group['param_names'] for group in groups))]
-        # Those of the model, or of layers by any numbers.
+        # Names of the model, or of layers with any numbers.
         found = [each for each in ([*map(self._keys.get, names)], [
             self._keys.get(name.partition('.')[2]) for name in names]) if None not in each]
         if not found or found[0] != found[-1]:
@@ -438,7 +440,7 @@ class _Names:
 
 def _with_parameters(saved: Iterable[Mapping[str, Any]], source: Optimizer | None
                      ) -> list[Mapping[str, Any]]:
-    """Return the groups of a state dict, with parameters if it has no names of these."""
+    """Return the groups of a state dict, or the source's groups if it has no names."""
     if source is None or all('param_names' in group for group in saved):
         return [*saved]
     sizes, own = ([len(group['params']) for group in groups]

@@ -1,14 +1,15 @@
 """Observe a forward: functions are replaced while it runs.
 
-::
+:func:`watched` replaces methods of modules. :func:`followed` replaces functions of PyTorch and
+Python as well::
 
     self.layer(x)           nn.Module.__call__          a call of a leaf is recorded, others run
     self.weight             nn.Module.__getattr__       a value that stands for the parameter
-    self.training           a value in its place        so that it is read anew in each call
+    self.training           a value in its place        so that each call reads it again
     self.loss = y           nn.Module.__setattr__       refused
     random.random()         random.random, …            refused
     with torch.no_grad():   no_grad.__enter__, …        refused, or the module becomes a leaf
-    is_autocast_enabled()   torch.is_autocast_…, …      asked anew in each call
+    is_autocast_enabled()   torch.is_autocast_…, …      asked again in each call
     torch.arange(T)         torch.arange, …             PyTorch would ask for a number, not a value
     len(x), math.sqrt(T)    len, math.sqrt, …           so would Python
     Swish.apply(x)          Function.apply              PyTorch would ask for a tensor
@@ -16,15 +17,16 @@
     isinstance(x, Tensor)   isinstance                  the truth of the tensor, not of the value
 
 [Note: Process-wide replacements]
-A name is looked up in a module or a class, which all threads have in common, or in ``builtins``;
-Python has none for one thread alone. A value can't do without: ``len`` makes a number of what
-``__len__`` gives, ``math.sqrt`` of ``__float__``, and ``torch.zeros(n, 2)`` is refused before a
-``TorchFunctionMode`` is asked. PyTorch's C++ would believe a ``__class__`` that says Tensor, and
-read a value's memory as one's, so ``isinstance`` has to answer. So a replacement does what the
-original does, for other threads, for what runs within a leaf, and once the recording is over for
-who holds it still: see `_OfThread`. It has the name of the original, and that of a class is one.
-While a step is computed, the functions of PyTorch and Python are put back, as it may import a
-module that holds them from then on, such as PyTorch's compiler.
+Names are looked up in modules, classes or ``builtins``, which all threads share. Python has no
+names for a single thread. A value needs the replacements. For example, ``len`` converts the result
+of ``__len__`` to a number, and ``math.sqrt`` the result of ``__float__``. ``torch.zeros(n, 2)``
+raises before it asks a ``TorchFunctionMode``. ``isinstance`` is replaced, because a ``__class__``
+that claims to be Tensor would make PyTorch's C++ read a value's memory as a tensor's.
+
+A replacement therefore behaves like the original for other threads, within a leaf, and after the
+recording for code that still holds it: see `_OfThread`. It has the name of the original, and the
+replacement of a class is a class. While a step is computed, the functions of PyTorch and Python
+are restored. The step may import a module that keeps them, such as PyTorch's compiler.
 """
 import builtins
 import math
@@ -46,7 +48,7 @@ from torchgpipe.sequential.refusals import is_of_others
 
 __all__ = ['followed', 'one_at_a_time', 'watched']
 
-# What makes something of numbers, and would not take values for them.
+# Functions that take numbers, and would not accept values instead.
 _MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
            'normal', 'ones', 'rand', 'randint', 'randn', 'randperm', 'scalar_tensor', 'tensor',
            'tril_indices', 'triu_indices', 'zeros')
@@ -59,12 +61,12 @@ _OF_AUTOCAST = ('get_autocast_cpu_dtype', 'get_autocast_dtype', 'get_autocast_gp
                 'is_autocast_cpu_enabled', 'is_autocast_enabled')
 _MODES = (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
 
-#: Two threads would put back what the other one has replaced, or see what it draws.
+#: Two threads would restore each other's replacements, or detect each other's random numbers.
 one_at_a_time = threading.RLock()
 
 
 class Watcher(Protocol):
-    """Who sees which modules a forward calls, and what it reads of them, and says what it gets."""
+    """Handles a forward's calls of modules and reads of attributes, and returns the results."""
 
     @property
     def watches(self) -> bool: ...
@@ -76,7 +78,7 @@ class Watcher(Protocol):
 
 
 class Follower(Watcher, Protocol):
-    """Who sees all that a forward does, and is notified before it happens."""
+    """Observes everything that a forward does, before it happens."""
 
     def written(self, module: nn.Module, name: str, value: object) -> None: ...
 
@@ -96,7 +98,7 @@ TWatcher = TypeVar('TWatcher', bound=Watcher)
 
 
 class _OfThread(Generic[TWatcher]):
-    """Return a watcher when it is called in the thread that it watches, while it does."""
+    """Returns the watcher, if it is called in the watched thread while the watcher watches."""
 
     def __init__(self, watcher: TWatcher) -> None:
         self.watcher: TWatcher | None = watcher
@@ -108,13 +110,13 @@ class _OfThread(Generic[TWatcher]):
         return watcher if here and watcher.watches else None  # type: ignore[union-attr]
 
 
-#: An object, the name of its attribute, and what makes another one of that.
+#: An object, the name of its attribute, and a function that makes the replacement.
 _Replacement = tuple[Any, str, Callable[[Any], Any]]
 
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher see which modules this thread calls, and what it reads of them."""
+    """Notify a watcher of the modules that this thread calls, and of reads of attributes."""
     current = _OfThread(watcher)
     with _replaced(_of_modules(current)):
         try:
@@ -125,9 +127,9 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def followed(follower: Follower) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Let a follower see what this thread does; yield what puts functions back for a time."""
-    # PyTorch keeps lists of its functions, which it makes when they are first asked for; it must
-    # not find these here in them.
+    """Notify a follower of this thread's actions, and yield a context with original functions."""
+    # PyTorch makes lists of its functions when they are first needed. The replacements must not
+    # be in them.
     is_tensor_method_or_property(torch.add)
     current = _OfThread(follower)
     with _replaced([*_of_modules(current), *_of_functions(current)]) as put_back:
@@ -146,7 +148,7 @@ def _replaced(replacements: Sequence[_Replacement]
         others = [(owner, name, _named(make(getattr(owner, name)), owner, name))
                   for owner, name, make in replacements]
 
-        # To put those of a class with many derived ones back takes long.
+        # It is slow to restore attributes of a class that has many derived classes.
         in_modules = [(vars(owner), {name: value for each, name, value in owns if each is owner},
                        {name: value for each, name, value in others if each is owner})
                       for owner in {owner: None for owner, *_ in owns}
@@ -170,7 +172,7 @@ def _replaced(replacements: Sequence[_Replacement]
 
 
 def _named(function: Any, owner: Any, name: str) -> Any:
-    """Let a function of a module be found by its name, as a pickle would."""
+    """Set the name of a module's function, by which a pickle finds it."""
     if isinstance(owner, ModuleType):
         function.__module__ = owner.__name__
         function.__name__ = function.__qualname__ = name
@@ -189,7 +191,7 @@ def _set(attributes: Iterable[tuple[Any, str, Any]]) -> None:
 
 
 def _before(current: _OfThread[Any], tell: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return what makes functions that tell the watcher first."""
+    """Return a function that makes replacements which notify the watcher first."""
     def make(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             watcher = current()
@@ -202,7 +204,10 @@ def _before(current: _OfThread[Any], tell: Callable[..., Any]) -> Callable[[Any]
 
 def _instead(current: _OfThread[Any], call: Callable[..., Any], of_values: bool = False
              ) -> Callable[[Any], Any]:
-    """Return what makes functions that let the watcher call the original, if it gets values."""
+    """Return a function that makes replacements which pass the original to the watcher.
+
+    With ``of_values``, they do so only if an argument is a value.
+    """
     def make(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             concerns = not of_values or any(isinstance(x, fx.Proxy) for x in args)
@@ -249,14 +254,14 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
         recorded = _instead(current, made)(own)
 
         def run(*args: Any) -> Any:
-            # PyTorch and this package ask as well, for what makes no difference to the numbers.
+            # PyTorch and this package ask as well, which does not affect the results.
             return (own if is_of_others(sys._getframe(1)) else recorded)(*args)
         return run
 
     yield builtins, 'isinstance', instance
     for owner, name in ((builtins, 'len'), *((math, name) for name in _OF_NUMBERS)):
         yield owner, name, _instead(current, made, of_values=True)
-    # A value has __call__, as all of torch.fx have.
+    # A value has __call__, like all values of torch.fx.
     yield builtins, 'callable', _instead(
         current, lambda _, own, args, kwargs: own(args[0]._example), of_values=True)
     yield torch, '_check_with', _instead(current, _check_with, of_values=True)
@@ -265,26 +270,26 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
     for name in _OF_AUTOCAST:
         yield torch, name, asked
     yield Function, 'apply', lambda _: classmethod(_instead(current, made)(apply))
-    # Whoever applies one, asks for this first.
+    # `apply` reads `setup_context` first.
     yield type(Function), '__getattribute__', _before(current, lambda watcher, function, name: (
         watcher.applied(function) if name == 'setup_context' else None))
     yield nn.Module, '__setattr__', _before(current, lambda watcher, module, name, value: (
         watcher.written(module, name, value)))
     for name in _DRAWERS:
         yield random, name, _before(current, lambda watcher, *_: watcher.drew())
-    # The last one would not take x.device.type, a value.
+    # torch.autocast would not accept x.device.type, which is a value.
     for mode, name in (*((mode, '__enter__') for mode in _MODES), (torch.autocast, '__init__')):
         yield mode, name, _before(current, lambda watcher, *_: watcher.entered())
 
 
 def _check_with(_: object, own: Any, args: Any, kwargs: Any) -> Any:
-    """Check a truth itself, as PyTorch does not take a value for one."""
+    """Convert the condition to a bool, because PyTorch does not accept a value."""
     error, condition, *others = args
     return own(error, bool(condition), *others, **kwargs)
 
 
 def _as_class(own: type, call: Callable[..., Any]) -> type:
-    """Return a class that is called in a way of its own, and is another one in all else."""
+    """Return a class that behaves like another one, except when it is called."""
     class Like(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)

@@ -1,29 +1,34 @@
 """Record a forward: the graph of a module's operations, with guards, from one run.
 
-Each step is recorded, and computed for the sample, so that a program can go its way: whether a
-mask is there, how many parts a tensor was cut into. See :mod:`torchgpipe.sequential.effects` for
-what becomes of numbers, and :mod:`torchgpipe.sequential.patches` for how steps are seen.
+:class:`ForwardTracer` records each step, and computes it for the sample. So a program can choose
+its path, which may depend on whether there is a mask, or on the number of parts of a tensor. See
+:mod:`torchgpipe.sequential.effects` for values, and :mod:`torchgpipe.sequential.patches` for the
+detection of steps.
 
 [Note: Dependencies of a recording]
-The way of a program may depend on what is the same for each micro-batch. What it depends on is
-guarded in each run. It may not depend on the elements of tensors, but where the other way is an
-error, nor on whether the model is in training, nor on random numbers of Python's. It does what it
-does under one grad mode and autocast; whether there is autocast around the call is guarded, too. A
-submodule that depends on training or changes modes becomes a leaf module: as soon as one is found,
-its class is added to the leaves, and the recording starts again. In all other cases there is an
-error, so that nobody is surprised by how much is not looked into.
-Where a program goes by the training mode, it is recorded in the other mode, too: if it makes no
-difference, nothing has to be a leaf module. If it does, what asked for the mode last, before the
-recordings differ, is to blame.
+The path of a program may depend on values that are the same for each micro-batch. A guard checks
+these values in each run. The path may not depend on the elements of tensors, unless the other path
+is an error. Nor may it depend on the training mode or on Python's random numbers. The whole
+forward runs under one grad mode and autocast. A guard also checks whether the call is under
+autocast.
 
-::
+A submodule that depends on training or changes modes becomes a leaf module. When one is found, its
+class is added to the leaves, and the recording starts again. All other cases are errors, so that
+it is no surprise how much is not looked into.
 
-    if len(x) != len(rows):               8 and 1: the way of the sample
-        rows = rows.expand(len(x), -1)    1 and 1: the other way; to expand would change nothing
+If a program depends on the training mode, it is recorded in the other mode as well. If both
+recordings are the same, no leaf is needed. Otherwise, the cause is the module that last read the
+mode before the recordings differ.
 
-The graph of the sample is computed for one sample of it. If a guard does not pass, the forward is
-recorded for that one as well. If both graphs are the same, but for steps of the first one that
-give what they get, they are one program as long as these do: the guards become one of that.
+:func:`widen` makes a graph work for a batch of one sample::
+
+    if len(x) != len(rows):               8 and 1: the path of the sample
+        rows = rows.expand(len(x), -1)    1 and 1: the other path; to expand would change nothing
+
+The graph of the whole sample is computed for one sample. If a guard fails, the forward is recorded
+for the one sample as well. Both graphs may be the same, except for steps of the first graph that
+return their inputs. Then they are one program as long as these steps do so, and one guard that
+checks this replaces the failing guards.
 """
 import operator
 import sys
@@ -54,26 +59,26 @@ _LEN = len  # which is replaced while a forward runs
 
 
 class UseOfTraining(NamedTuple):
-    """Where a program goes by the training mode."""
+    """A place where a program depends on the training mode."""
 
-    #: How many calls were recorded before.
+    #: The number of calls that were recorded before.
     position: int
-    #: The innermost submodule, in a list; none for the model itself.
+    #: The innermost submodule, in a list that is empty for the model itself.
     module: list[nn.Module]
     line: str
 
 
 class ForwardTracer(StepTracer):
-    """Record one forward.
+    """Records one forward.
 
     Args:
-        root: The module, a copy, as its layers run and it may be changed.
-        leaves: Which modules in it are not looked into.
+        root: A copy of the module, because its layers run and it may be changed.
+        leaves: The modules in it that are not looked into.
 
     Attributes:
-        uses_of_training: Where its program goes by the training mode.
+        uses_of_training: Places where its program depends on the training mode.
         inner: The innermost submodule that has raised an error, if one has.
-        calls: Those of submodules that were looked into, in the order in which they ended.
+        calls: The calls of submodules that were looked into, in the order in which they ended.
     """
 
     def __init__(self, root: nn.Module, leaves: LeafModules) -> None:
@@ -84,14 +89,14 @@ class ForwardTracer(StepTracer):
         self.calls: list[Call] = []
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
-        #: The modes of those, and of what is within leaves.
+        #: The training modes of all modules, including modules within leaves.
         self._training = {each: each.training for each in root.modules()}
         self._guarded: set[tuple[fx.Node, str]] = set()
         self._stack: list[nn.Module] = []
         self._stopped: Exception | None = None
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the forward with values, and record it up to what it returns."""
+        """Run the forward with values, and record it up to its result."""
         if any(hooks_of(self.root)):
             self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
                         'GPipe')
@@ -120,7 +125,7 @@ class ForwardTracer(StepTracer):
 
     def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
                kwargs: dict[str, Any]) -> Any:
-        """Record the call of a leaf; look into another module."""
+        """Record the call of a leaf, or run another module to look into it."""
         if module not in self._paths:
             if next(module.parameters(), None) is not None:
                 self.refuse(f'it calls a {type(module).__name__} with parameters, which is not a '
@@ -144,7 +149,7 @@ class ForwardTracer(StepTracer):
         return self.value_of(found) if isinstance(found, Tensor) else found
 
     def written(self, module: nn.Module, name: str, value: object) -> None:
-        """Refuse it: each micro-batch would do so, on another device perhaps."""
+        """Refuse it: each micro-batch would do so, possibly on another device."""
         if module in self._paths:
             there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
             is_first = there.get(name) is None or isinstance(value, (bool, str))  # a table, a flag
@@ -152,15 +157,16 @@ class ForwardTracer(StepTracer):
                         'would do again', more=_CALL_IT_BEFORE if is_first else '')
 
     def entered(self) -> None:
-        """Let a module with a region of another mode be a leaf, whether it is another one now."""
+        """Make a module a leaf if a region of it sets a mode, even to the current mode."""
         self._need_leaf('it changes grad mode, inference mode or autocast for a part of it')
 
     def drew(self) -> None:
-        """Refuse it: the graph would have the one number that was drawn now."""
+        """Refuse it: the graph would contain the single number that was drawn now."""
         self.refuse('it draws random numbers of Python\'s')
 
     def applied(self, function: type) -> None:
-        """Refuse it: the graph would have its forward without its backward, or nothing."""
+        """Refuse it: the graph would have the function's forward without its backward, or nothing.
+        """
         name = function.__name__
         self.refuse(f'it calls {name}.apply by a name that was bound before, which a recording '
                     'does not see',
@@ -169,13 +175,13 @@ class ForwardTracer(StepTracer):
 
     def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
              ) -> Any:
-        """Record a call that PyTorch would not take values for."""
+        """Record a call of a function that does not accept values."""
         if any(x is CheckpointFunction for x in args):
             self.refuse('it calls torch.utils.checkpoint')
         return self.create_proxy('call_function', function, args, kwargs)
 
     def concretize(self, value: Any, how: Callable[[Any], Any]) -> Any:
-        """Return the number or the truth that a program goes its way by, and guard it."""
+        """Return the number or boolean that the path of a program depends on, and guard it."""
         node, example = value.node, value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             if how is bool and only_raises(sys._getframe(2)):
@@ -183,7 +189,7 @@ class ForwardTracer(StepTracer):
                 return bool(example)
             kind = type((self._stack or [self.root])[-1])
             more = OF_MASKS.get((kind, is_within('_detect_is_causal_mask')), '')
-            if more:  # That is better than to leave all of it to itself, as for the training mode.
+            if more:  # This advice is better than a leaf because of the training mode.
                 self.uses_of_training.clear()
             self.refuse('its program goes by the elements of a tensor', more=more)
         if node.meta['grad']:
@@ -201,15 +207,15 @@ class ForwardTracer(StepTracer):
         return result
 
     def to_bool(self, obj: Any) -> Any:
-        """Refuse to tell whether something unknown is true."""
+        """Refuse the conversion of an unknown value to a boolean."""
         self._refuse_unknown(f'its program goes by {words(obj.node)}')
 
     def iter(self, obj: Any) -> Any:
-        """Refuse to go through something unknown."""
+        """Refuse the iteration over an unknown value."""
         self._refuse_unknown(f'its program goes through {words(obj.node)}')
 
     def is_a(self, value: Any, classes: Any) -> bool:
-        """Answer ``isinstance``; without a sample, to PyTorch itself a value is a value."""
+        """Return the result of ``isinstance``, which without a sample is ``False`` for PyTorch."""
         if type(value) is TracedValue:
             return isinstance(value._example, classes)
         if not is_of_torch(sys._getframe(2)):
@@ -221,16 +227,16 @@ class ForwardTracer(StepTracer):
         return bool(value.node.meta['kind'] == 'tensor')
 
     def check_modes(self) -> None:
-        """See that the forward has not changed modes."""
+        """Check that the forward has not changed modes."""
         if modes_now() != self._modes:
             self.entered()
 
     def check_training(self, other: 'ForwardTracer') -> None:
-        """See that a recording in the other training mode is the same.
+        """Check that a recording in the other training mode is the same.
 
         Raises:
-            NeedsLeaf: It is not, by the doing of a submodule.
-            ConversionError: It is not, by that of the model itself.
+            NeedsLeaf: The recordings differ because of a submodule.
+            ConversionError: The recordings differ because of the model itself.
         """
         position = first_difference(self.graph, self.constants, other.graph, other.constants)
         if position is not None:
@@ -271,7 +277,7 @@ class ForwardTracer(StepTracer):
                 module.__dict__['training'] = mode
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Compute a step; a leaf has its mode by itself then."""
+        """Compute a step, with plain training modes in a leaf."""
         within = (list(self.root.get_submodule(str(node.target)).modules())
                   if node.op == 'call_module' else [])
         values = {each: vars(each)['training'] for each in within if each in self._training}
@@ -305,18 +311,18 @@ def _contents(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTracer]) -> None:
-    """Let one sample pass the guards of a graph, if what it computes is right for that.
+    """Let one sample pass the guards of a graph, if the graph is correct for one sample.
 
     Args:
-        tracer: What has recorded the graph.
+        tracer: The tracer that has recorded the graph.
         one: The inputs for one sample.
-        record: Records the forward for that.
+        record: Records the forward for one sample.
     """
     if not any(node.target is guard for node in tracer.graph.nodes):
         return
     try:
         found = _computed(tracer, one)
-    except Exception:  # It does not take one sample, as a batch normalization does not.
+    except Exception:  # The model does not accept one sample, such as a batch normalization.
         return
     failing = [node for node in tracer.graph.nodes if node.target is guard
                and found[node.args[0]] != node.args[1]]
@@ -332,12 +338,12 @@ def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTr
 
 
 def asks_for_all(tracer: StepTracer, other: StepTracer) -> bool:
-    """Return whether a graph is as another one, and guards at least what that does."""
+    """Return whether a graph is the same as another one, with at least the same guards."""
     return _Ways(tracer, other, {}).are_one()
 
 
 def _computed(tracer: StepTracer, inputs: Sequence[Tensor]) -> dict[Any, Any]:
-    """Return what each node of a graph gives for some inputs, past all guards."""
+    """Return the result of each node of a graph for some inputs, without guards."""
     found: dict[Any, Any] = {}
     left = iter(inputs)
 
@@ -355,7 +361,7 @@ def _computed(tracer: StepTracer, inputs: Sequence[Tensor]) -> dict[Any, Any]:
 
 
 def _arguments(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """Return the arguments of a node, with something for each node and object in them."""
+    """Return the arguments of a node, with nodes and constants replaced by their values."""
     def value(x: Any) -> Any:
         return value_of(x) if isinstance(x, fx.Node) else x.value if type(x) is Constant else x
 
@@ -366,12 +372,12 @@ class _Ways:
     """Two graphs of one forward, node by node.
 
     Args:
-        one, other: What has recorded them.
-        found: What each node of the first one gives with the inputs of the other.
+        one, other: The tracers that have recorded them.
+        found: The results of the first graph's nodes, with the inputs of the other.
 
     Attributes:
-        others: What guards of the first one expect in the other.
-        same: Steps of the first one alone, which give what they get.
+        others: By guard of the first graph, the different value that the other graph expects.
+        same: Steps of the first graph alone, which return their inputs.
     """
 
     def __init__(self, one: StepTracer, other: StepTracer, found: dict[Any, Any]) -> None:
@@ -394,7 +400,7 @@ class _Ways:
                     self._twins[a] = named[name]
 
     def are_one(self) -> bool:
-        """Return whether all nodes are the same, but for those that give what they get."""
+        """Return whether all nodes are the same, except nodes that return their inputs."""
         ahead, behind = [x for x in calls_in(self._other.graph) if x.op != 'placeholder'], []
         for node in calls_in(self._one.graph):
             if node.op == 'placeholder':
@@ -404,7 +410,7 @@ class _Ways:
                 self._twins[node] = behind[-1]
             elif node.op == 'output' or not self._may_be_left_out(node, behind):
                 return False
-        return True  # Each ends with its output.
+        return True  # Both graphs end with their outputs.
 
     def _match(self, a: fx.Node, b: fx.Node) -> bool:
         if a.op != b.op or a.target != b.target:
@@ -419,7 +425,7 @@ class _Ways:
 
     def _may_be_left_out(self, node: fx.Node, behind: Sequence[fx.Node]) -> bool:
         before: Any = node.args[0] if node.args else None
-        # A layer may do more than what it gives.
+        # A layer may have effects besides its result.
         if before in self._twins and node.op != 'call_module' and not node.meta['writes']:
             if is_same(self._found.get(before), self._found.get(node)):
                 self._twins[node] = self._twins[before]
@@ -427,14 +433,14 @@ class _Ways:
                 return True
         if node.meta['kind'] != 'plain':
             return node.target is guard
-        for twin in behind:  # It may have been asked for before.
+        for twin in behind:  # The other graph may have the same node earlier.
             if self._match(node, twin):
                 self._twins[node] = twin
         return True
 
 
 def _guard_both(graph: fx.Graph, ways: _Ways) -> None:
-    """Put one guard in the place of those that one of two ways does not pass."""
+    """Replace the guards that fail for one of two paths by a single guard."""
     sames = []
     for node in ways.same:
         with graph.inserting_after(node):

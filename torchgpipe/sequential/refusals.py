@@ -24,21 +24,21 @@ _OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
                 for package in (torch, torchgpipe))
 
 
-#: The way out where a program fills an object that is no structure of tensors.
+#: The fix if a program fills an object that is not a structure of tensors.
 NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without it: '
             'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
             'dataclass, or name the submodule that has to do with it as a leaf: '
             'to_sequential(model, sample, leaves=[…])')
 
-#: The one where a hook hands on a tensor of a module that is not looked into.
+#: The fix if a hook passes on a tensor of a module that is not looked into.
 OF_HOOKS = ('if hooks hand it on, as those for output_attentions=True of Hugging Face, let the '
             'module that gives it be looked into: without leaves=[…] for it, and without dropout '
             'of attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
             'in the config, so that its program is the same in both modes')
 
 _CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
-#: PyTorch compares a mask with a causal one, or looks where one for padding ends: by the class
-#: that does, and whether it is the former.
+#: The fixes if PyTorch compares a mask with a causal one, or searches the end of a padding mask.
+#: Keys are the class that does so, and whether it compares.
 OF_MASKS = {
     (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
     (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
@@ -48,7 +48,7 @@ OF_MASKS = {
 
 
 class ConversionError(ValueError):
-    """A module cannot be converted; the message says where, why, and what to do."""
+    """A module cannot be converted; the message has the line, the reason and the fix."""
 
 
 class NeedsLeaf(Exception):
@@ -64,14 +64,14 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
 
     Args:
         root: The model.
-        why: What its forward does.
-        line: Where it does.
-        inner: The name of the innermost submodule that does, ``None`` for the model itself.
-        hint: Another way out than the usual one, which is a leaf.
-        more: One beside that.
+        why: The reason, as a clause about its forward.
+        line: The line of the user's code.
+        inner: The name of the innermost submodule at fault, ``None`` for the model itself.
+        hint: A fix instead of the usual one, which is a leaf.
+        more: Another fix in addition.
     """
     module = root.get_submodule(inner or '')
-    # A leaf with nearly all of the model is no way out.
+    # A leaf with nearly all of the model would not help.
     if not hint and inner and not holds_most(module, root, 0.9):
         leaf = _of_its_kind(root, inner)
         hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{leaf!r}]), which is '
@@ -86,7 +86,7 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
 
 
 def _of_its_kind(root: nn.Module, name: str) -> str:
-    """Return the name of a submodule, or one for all of its class with other numbers in theirs."""
+    """Return the name of a submodule, or a pattern for all of its class with other numbers."""
     parts, kind = name.split('.'), type(root.get_submodule(name))
     others = [other.split('.') for other, module in root.named_modules() if type(module) is kind]
     alike = [other for other in others if len(other) == len(parts) and all(
@@ -97,7 +97,7 @@ def _of_its_kind(root: nn.Module, name: str) -> str:
 
 
 def line_of() -> str:
-    """Return the innermost line that runs now outside of PyTorch and of this package."""
+    """Return the innermost running line outside of PyTorch and of this package."""
     return _described(walk_stack(sys._getframe(1)))
 
 
@@ -107,28 +107,28 @@ def line_of_error(traceback: TracebackType | None) -> str:
 
 
 def in_one_line(where: str) -> str:
-    """Return a line that is described, and what stands in it, in one line."""
+    """Return the description of a line of code, and its text, in one line."""
     return where.strip().replace('\n    ', ': ')
 
 
 def is_of_torch(frame: FrameType) -> bool:
-    """Return whether it is PyTorch's code that runs in a frame."""
+    """Return whether a frame runs code of PyTorch."""
     return frame.f_code.co_filename.startswith(_OTHERS[0])
 
 
 def is_within(name: str) -> bool:
-    """Return whether a function of some name runs now, such as one of PyTorch's."""
+    """Return whether a function with a given name runs now."""
     return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def is_from_checkpoint(error: BaseException) -> bool:
-    """Return whether an error comes of what ``torch.utils.checkpoint`` runs."""
+    """Return whether an error comes from code that ``torch.utils.checkpoint`` runs."""
     return any(frame.f_code.co_filename == checkpoint.__file__
                for frame, _ in walk_tb(error.__traceback__))
 
 
 def is_of_others(frame: FrameType) -> bool:
-    """Return whether it is code of PyTorch or of this package that runs in a frame."""
+    """Return whether a frame runs code of PyTorch or of this package."""
     return _is_file_of_others(frame.f_code.co_filename)
 
 
@@ -147,10 +147,10 @@ def _described(lines: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def makes_a_message(frame: FrameType) -> bool:
-    """Return whether a text that is made in a frame is only shown, or not even that.
+    """Return whether a text that is made in a frame is only shown or dropped.
 
-    It is what a statement hands to a function that is known for it, as
-    ``torch._assert(ok, f'got {x.shape}')``. Any other function may look something up by it.
+    The text must be an argument of a statement that calls a known function, such as
+    ``torch._assert(ok, f'got {x.shape}')``. Any other function may use it for a look-up.
     """
     statement = _statement(frame)
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -164,7 +164,7 @@ def makes_a_message(frame: FrameType) -> bool:
     return not any(map(_may_make_text, others))
 
 
-#: Functions that show a text or drop it, and which of their arguments is the first one.
+#: Functions that show or drop a text, and the position of their first text argument.
 _SHOWS = ((torch._assert, 1), (warnings.warn, 0), (print, 0))
 
 
@@ -178,9 +178,9 @@ def _may_make_text(expression: ast.expr) -> bool:
 
 
 def only_raises(frame: FrameType) -> bool:
-    """Return whether a program raises an error if a truth that it asks for in a frame is another.
+    """Return whether the opposite value of a boolean in a frame would only raise an error.
 
-    As ``assert x.min() >= 0`` does, ``if x.min() < 0: raise …``, and ``torch._check``.
+    Examples are ``assert x.min() >= 0``, ``if x.min() < 0: raise …``, and ``torch._check``.
     """
     if is_within('_check_with'):
         return True
@@ -189,7 +189,7 @@ def only_raises(frame: FrameType) -> bool:
             isinstance(statement, ast.If) and not statement.orelse
             and [*map(type, statement.body)] == [ast.Raise]):
         return False
-    # What is made of several may come out the same by others.
+    # A condition of several booleans may be the same with other values of these.
     return not any(
         isinstance(each, (ast.BoolOp, ast.IfExp, ast.comprehension, ast.In, ast.NotIn))
         or (isinstance(each, ast.Compare) and len(each.ops) > 1)
@@ -210,13 +210,13 @@ def _statement(frame: FrameType) -> ast.stmt | None:
 def _statements(file: str) -> list[ast.stmt]:
     try:
         tree = ast.parse(''.join(linecache.getlines(file)))
-    except SyntaxError:  # A cell of a notebook may have more in it than Python.
+    except SyntaxError:  # A cell of a notebook may not be pure Python.
         return []
     return [each for each in ast.walk(tree) if isinstance(each, ast.stmt)]
 
 
 def _named_by(name: ast.expr, frame: FrameType) -> object:
-    """Return the global or what a module has by that name, if it is such a name."""
+    """Return the global or the attribute of a module that a name refers to, if it does."""
     if isinstance(name, ast.Name):
         code = frame.f_code
         if name.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):

@@ -111,8 +111,8 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
     """Return the normalizer of a loss: the given one, or its own; ``None`` for samples.
 
     Raises:
-        ValueError: The settings show that the loss is a sum without a number to divide by, is not
-            a scalar, or is a mean with an unknown count.
+        ValueError: By its settings, the loss is a sum without a number to divide by, no scalar, or
+            a mean with an unknown count.
     """
     if loss.reduction == 'none' and loss.is_of_pytorch:
         raise ValueError("the loss is one of each sample (reduction='none'), and a step takes a "
