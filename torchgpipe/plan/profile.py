@@ -9,8 +9,9 @@ outputs and skips of the previous layers, which :class:`Flow` holds::
     time         forward, backward     repeated; medians
     split        forward, backward     in turn with these, with a split backward; medians
 
-All phases run with the sample and with a quarter of it. The two times determine the part of a
-layer's time that does not shrink with the batch. This part is spent once per micro-batch.
+All phases but the split run with the sample and with a quarter of it. The two times determine the
+part of a layer's time that does not shrink with the batch. This part is spent once per
+micro-batch.
 
 [Note: Ownership of an activation]
 A tensor that autograd saves in forward counts if the graph of the results holds it. The leaves of
