@@ -77,4 +77,4 @@ def test_the_sandbox_holds_one_layer_at_a_time_in_training_mode():
     for layer in layerwise_sandbox(model, torch.device('meta')):
         assert layer.training and all(p.is_meta for p in layer.parameters())
     assert not any(layer.training or p.is_meta for layer in model for p in layer.parameters())
-    assert torchgpipe.plan.profile.layerwise_sandbox is layerwise_sandbox
+    assert torchgpipe.balance.profile.layerwise_sandbox is layerwise_sandbox

@@ -95,8 +95,10 @@ PLAIN_CALL = (
     'model(ones(4, 2)).sum().backward(); '
     "print(len(set(sys.modules) - before), 'torch._dynamo' in before, "
     "len([name for name in before if name.partition('.')[0] == 'torchgpipe']))")
-NAMES = ['skip.portal.PortalBlue', 'worker.spawn_workers', 'copy.Copy',
-         'skip.tracker.SkipTrackerThroughPortals', 'sequential.to_sequential']
+NAMES = ['skip.portal.PortalBlue', 'worker.spawn_workers', 'copy.Copy', 'microbatch.scatter',
+         'skip.tracker.SkipTrackerThroughPortals', 'skip.namespace.Namespace',
+         'balance.blockpartition.solve', 'balance.profile.layerwise_sandbox', 'balance.profile',
+         'sequential.to_sequential']
 USES = 'import torchgpipe; ' + ''.join(
     f'assert "{name}".endswith(torchgpipe.{name}.__name__); ' for name in NAMES) + (
     'assert not hasattr(torchgpipe, "gradients"); '

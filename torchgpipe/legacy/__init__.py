@@ -12,7 +12,6 @@ from typing import Any
 
 #: Old paths, each with the path that has its names now.
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
-    'balance.blockpartition': 'plan.balance',
     'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams', 'dependency': 'engine.streams',
     'microbatch': 'legacy.pipeline', 'phony': 'engine.streams',
     'pipeline': 'legacy.pipeline', 'skip.namespace': 'skip.tracker',
@@ -33,14 +32,15 @@ class _OldPaths(MetaPathFinder, Loader):
         sys.modules[module.__name__] = import_module(PATHS[module.__name__])
 
 
-def _name_of_portals(name: str) -> Any:
-    """Return an attribute that ``torchgpipe.skip`` and ``torchgpipe.skip.tracker`` had."""
+def _old_name(name: str) -> Any:
+    """Return an attribute that ``torchgpipe.skip`` or ``torchgpipe.skip.tracker`` had."""
+    if f'torchgpipe.skip.{name}' in PATHS:
+        return import_module(f'torchgpipe.skip.{name}')
     if 'ortal' in name or name == 'SkipTrackerThroughPotals':
-        portals = import_module('torchgpipe.skip.portal')
-        return portals if name == 'portal' else getattr(portals, name)
+        return getattr(import_module('torchgpipe.skip.portal'), name)
     raise AttributeError(f'torchgpipe.skip has no {name!r}')
 
 
 sys.meta_path.append(_OldPaths())
 for _owner in ('torchgpipe.skip', 'torchgpipe.skip.tracker'):
-    sys.modules[_owner].__dict__['__getattr__'] = _name_of_portals
+    sys.modules[_owner].__dict__['__getattr__'] = _old_name

@@ -47,7 +47,7 @@ __all__ = ['Balance', 'Profile', 'bounded_cuts', 'check_partitions', 'edges_for'
            'fastest', 'integers', 'positive', 'reachable', 'solve']
 
 Number = int | float
-Cost = TypeVar('Cost', int, float)
+TCost = TypeVar('TCost', int, float)
 
 #: By block, its possible ends in ascending order, after a first entry with the start of the
 #: sequence.
@@ -58,7 +58,7 @@ Ends = list[list[int]]
 Furthest = Sequence[Sequence[int]]
 
 
-def solve(sequence: Sequence[Cost], partitions: int = 1) -> list[list[Cost]]:
+def solve(sequence: Sequence[TCost], partitions: int = 1) -> list[list[TCost]]:
     """Cut a sequence into consecutive blocks whose largest sum is as small as possible.
 
     >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
@@ -274,7 +274,7 @@ class Balance(list[int]):
 class Profile:
     """Time and memory of the layers of a sequential module.
 
-    :func:`torchgpipe.plan.profile` makes it.
+    :func:`torchgpipe.balance.profile` makes it.
 
     Times are medians in seconds, sizes are in bytes, all for one training step on the whole
     sample, without checkpoints. ``print(profile)`` shows a table.

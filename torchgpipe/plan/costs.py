@@ -348,7 +348,7 @@ class Costs:
         [(1.0, 2.0, 1.5, 3), (1.0, 2.0, 1.0, 3)]
 
         Args:
-            profile: The profile of the layers, by :func:`torchgpipe.plan.profile`.
+            profile: The profile of the layers, by :func:`torchgpipe.balance.profile`.
             balance: The number of layers of each stage.
             chunks: The number of micro-batches, which count as equally large.
             checkpoint: As for :class:`~torchgpipe.GPipe`.

@@ -255,7 +255,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
     >>> loss = model.step(torch.rand(64, 8), torch.rand(64, 8), nn.MSELoss(), schedule='auto')
 
     Args:
-        module: The model, or its profile by :func:`torchgpipe.plan.profile`.
+        module: The model, or its profile by :func:`torchgpipe.balance.profile`.
         sample: A mini-batch, as an input of the model. Leave it out with a profile.
         devices: Each device once. All of them are used. With a profile, this machine need not have
             them.
