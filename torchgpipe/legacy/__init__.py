@@ -1,4 +1,4 @@
-"""Names that code for the internals of torchgpipe 0.0.7 imports; the engine does not use them.
+"""Old paths: names that code for torchgpipe 0.0.7 imports, and modules in pickles of old versions.
 
 Some of them are elsewhere in the engine under the same names; these modules can also be imported
 by their old paths. No module is loaded before it is used.
@@ -10,13 +10,23 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: Old paths, each with the path that has its names now.
-PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {
-    'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams', 'dependency': 'engine.streams',
-    'microbatch': 'legacy.pipeline', 'phony': 'engine.streams',
-    'pipeline': 'legacy.pipeline', 'skip.namespace': 'skip.tracker',
-    'skip.portal': 'legacy.portal', 'stream': 'engine.streams',
-    'worker': 'legacy.pipeline'}.items()}
+#: Paths of 0.0.7, and the modules that have their names now.
+OF_007 = {'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams',
+          'dependency': 'engine.streams', 'microbatch': 'legacy.pipeline',
+          'phony': 'engine.streams', 'pipeline': 'legacy.pipeline',
+          'skip.namespace': 'skip.tracker', 'skip.portal': 'legacy.portal',
+          'stream': 'engine.streams', 'worker': 'legacy.pipeline'}
+
+#: Paths in pickles of versions before 0.17, such as a saved plan or a saved converted model.
+IN_PICKLES = {'balance.profiled': 'plan.balance', 'plan.choice': 'plan.search',
+              'predict': 'legacy',  # a parent for the following paths
+              'predict.blocks': 'plan.costs', 'predict.costs': 'plan.costs',
+              'predict.simulate': 'plan.simulation', 'schedule.action': 'schedule.schedule',
+              'shard.gradients': 'shard.averaging', 'shard.nn.tag': 'shard.nn.module',
+              'structure': 'base.structure', 'timeline.lanes': 'timeline.timeline'}
+
+PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}'
+         for old, new in {**OF_007, **IN_PICKLES}.items()}
 
 
 class _OldPaths(MetaPathFinder, Loader):
