@@ -16,7 +16,7 @@ from tests.helpers import Spy, WeakLog, assert_same, gradients, on_first
 from tests.skip.layers import Pop
 from torchgpipe import GPipe
 from torchgpipe.base.private import innermost_hooks
-from torchgpipe.engine.workers import Workers, _Shared
+from torchgpipe.engine.workers import Workers, _Progress
 from torchgpipe.skip import skippable
 
 
@@ -184,8 +184,8 @@ def test_a_fault_at_each_action(devices, schedule, mode, error):
 @workers
 def test_no_action_starts_after_a_fault(devices, monkeypatch):
     stopped, calls = threading.Event(), []
-    note = _Shared.fail
-    monkeypatch.setattr(_Shared, 'fail', lambda *args: (note(*args), stopped.set()))
+    note = _Progress.fail
+    monkeypatch.setattr(_Progress, 'fail', lambda *args: (note(*args), stopped.set()))
 
     def wait(x):
         calls.append(x.detach())
@@ -254,7 +254,7 @@ def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
 
 
 def test_the_first_failure_of_the_schedule_counts_whichever_was_first_in_time():
-    shared, errors = _Shared({}, []), [ValueError(), KeyError(), KeyboardInterrupt()]
+    shared, errors = _Progress({}, []), [ValueError(), KeyError(), KeyboardInterrupt()]
     shared.fail(5, errors[0])
     assert [shared.stops(number) for number in (4, 5, 6)] == [False, False, True]
     shared.fail(3, errors[1])

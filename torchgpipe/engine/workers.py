@@ -291,7 +291,7 @@ def _pairs(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
     return [*zip(actions, actions[1:])]
 
 
-class _Shared(NamedTuple):
+class _Progress(NamedTuple):
     """The messages of workers: finished actions, and errors.
 
     ``None`` in a queue means that an action has failed.
@@ -331,7 +331,7 @@ def interpret(plan: WorkerPlan, run: Callable[[Action], None], workers: Workers,
         BaseException: The first error of an action in the order of steps, or an interrupt. Later
             actions were not started since then, and running actions have ended.
     """
-    shared = _Shared({key: SimpleQueue() for key in plan.rows}, [])
+    shared = _Progress({key: SimpleQueue() for key in plan.rows}, [])
     if len(plan.rows) == 1:
         for _, row in plan.rows.values():
             for action in row:
@@ -360,7 +360,7 @@ def interpret(plan: WorkerPlan, run: Callable[[Action], None], workers: Workers,
 
 
 def _follow(plan: WorkerPlan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
-            shared: _Shared) -> None:
+            shared: _Progress) -> None:
     """Run the actions of one worker."""
     get = shared.queues[key].get
     done: set[Action | None] = set()

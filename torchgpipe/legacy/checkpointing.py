@@ -108,7 +108,7 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             with enable_checkpointing():
                 return self._batch.call(self._function)
-        device, call = self._batch.device, _Call(self._function, self._batch.kind)
+        device, call = self._batch.device, _FunctionCall(self._function, self._batch.kind)
         self._recomputation = Recomputation(
             call, ThreadState.capture(), Draws(generators_of(device), Recorder()), None,
             current_stream(device))
@@ -131,7 +131,7 @@ class Checkpointing:
                 batch[:] = output
 
 
-class _Call:
+class _FunctionCall:
     """A function from value to value as a function from tensors to tensors; a graph owns it.
 
     Attributes:

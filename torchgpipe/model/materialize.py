@@ -85,7 +85,7 @@ def materialize(module: nn.Sequential, devices: Sequence[torch.device],
     helpless = []
     for name, layer in zip(module._modules, module):
         if init is None and not any(_pretrained(layer)):
-            helpless += _Plan(layer, _loaded(loader, name, layer), made).helpless
+            helpless += _Resets(layer, _loaded(loader, name, layer), made).helpless
         made.update({id(slot.tensor): slot for slot in _slots(layer) if slot.tensor.is_meta})
     if helpless:
         raise _without_value(module, helpless)
@@ -124,7 +124,7 @@ def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Lo
                  made: Made, module: nn.Sequential, init: Callable[[nn.Module], Any] | None
                  ) -> None:
     """Give values to one layer."""
-    plan = _Plan(layer, _loaded(loader, name, layer), made)
+    plan = _Resets(layer, _loaded(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
     _allocate(slots, CPU if plan.needed else device)
     more = [partial(init, each) for each in _parts_first(layer)] if init is not None else (
@@ -242,7 +242,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
     return new
 
 
-class _Plan:
+class _Resets:
     """The modules of a layer to reset, and the tensors that need a reset.
 
     Args:

@@ -80,7 +80,7 @@ class LayerInput:
         return join(tensor, get_phony(tensor.device, requires_grad=True))
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor that autograd saves; it lives as long as the graph that needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -194,21 +194,21 @@ class Measurement:
 
     def watch(self) -> None:
         """Run forward, detect the memory that autograd saves, and pass the results on."""
-        saved: list[weakref.ref[_Saved]] = []
+        saved: list[weakref.ref[_SavedTensor]] = []
 
-        def pack(x: Tensor) -> _Saved:
-            saved.append(weakref.ref(holder := _Saved(x)))
+        def pack(x: Tensor) -> _SavedTensor:
+            saved.append(weakref.ref(holder := _SavedTensor(x)))
             return holder
 
         try:
-            with saved_tensors_hooks(pack, _Saved.unpack):
+            with saved_tensors_hooks(pack, _SavedTensor.unpack):
                 self._watch(saved)
         except RuntimeError as error:
             if 'saved tensor hooks' not in str(error):
                 raise
             self._watch([])  # Transforms of `torch.func` refuse hooks.
 
-    def _watch(self, saved: list['weakref.ref[_Saved]']) -> None:
+    def _watch(self, saved: list['weakref.ref[_SavedTensor]']) -> None:
         input, tracker = self._start()
         given: list[tuple[Any, LayerInput]] = [*zip(input.tensors, self.inputs), *(
             (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]

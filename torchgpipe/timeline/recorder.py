@@ -186,7 +186,7 @@ def record(model: 'GPipe | Ranks', *, merge: bool = True) -> Iterator[Timeline]:
         RuntimeError: The model is being recorded already.
     """
     engine = model._running_engine()
-    recorder = _Observer(engine)
+    recorder = _ActionObserver(engine)
     ranks = None if isinstance(model, GPipe) or not merge else model
     timeline = Timeline((), recorder.lane_names if ranks is None else ranks.lane_names())
     try:
@@ -233,7 +233,7 @@ class _Local(threading.local):
         self.start: Stamp | None = None
 
 
-class _Observer:
+class _ActionObserver:
     """The observer that the engine notifies about its actions.
 
     Args:

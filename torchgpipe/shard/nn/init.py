@@ -128,7 +128,7 @@ def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.d
 
     Such operations draw the same numbers in blocks as in one call, or change each value by itself.
     """
-    recorder = _Recorder(shape, dtype)
+    recorder = _OperationRecorder(shape, dtype)
     try:
         tensor = recorder.full()
         with recorder:
@@ -138,7 +138,7 @@ def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.d
     return recorder.calls
 
 
-class _Recorder(DispatchMode):
+class _OperationRecorder(DispatchMode):
     """Record the operations on a full tensor, which has no values."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
