@@ -351,11 +351,11 @@ class GPipe(PipelineModule):
             counts, it is a function that is called like the model and counts in a micro-batch. A
             dict or a sequence has rules by keys of the output.
         weights: The values of parameters and buffers, by their names in ``module.state_dict()``.
-            They are a mapping, a file of ``torch.save`` or safetensors (``….safetensors``,
-            ``….safetensors.index.json``), or a folder of them, such as ``save_pretrained`` of
-            Transformers writes. They are read layer by layer. By default, a module on the meta
-            device is initialized layer by layer, by ``reset_parameters()`` of its modules and
-            ``_init_weights`` of a Transformers model.
+            They are a mapping, a file of ``torch.save`` or, if that package is installed, of
+            safetensors (``….safetensors``, ``….safetensors.index.json``), or a folder of them,
+            such as ``save_pretrained`` of Transformers writes. They are read layer by layer. By
+            default, a module on the meta device is initialized layer by layer, by
+            ``reset_parameters()`` of its modules and ``_init_weights`` of a Transformers model.
         init: ``init(module)`` initializes a module. It is called for all modules of each layer,
             the modules within a module first, as by ``module.apply(init)``. A model on the meta
             device needs it where its constructor initializes in another way than the above.

@@ -444,7 +444,7 @@ if hasattr(os, 'register_at_fork'):
 _lock = new_lock()
 
 #: Held by cells and recomputations that draw from the random generator of the CPU, which all
-#: threads share. A thread that holds it takes no other lock (rule 15).
+#: threads share. A thread that holds it takes no other lock, except to read a state (rule 15).
 generator_lock = new_lock()
 
 

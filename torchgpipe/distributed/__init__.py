@@ -13,7 +13,7 @@ message
 rank
     One process of the mesh, with its own stages.
 reduction
-    The sum or mean of gradients over replicas, once per step.
+    The sum of gradients over replicas, once per step.
 replica
     The ranks with the same position on the data axis: they train on one part of a mini-batch.
 stage

@@ -3,20 +3,21 @@
 The exchange is a collective of a few numbers. It also reports a rank that could not begin, such as
 for a wrong input, so that no other rank waits for it.
 
-::
+The clock offset of a rank results from one exchange::
 
     first rank     asks at t0                 has the answer at t1
     other rank                 answers: now                          now − (t0 + t1) / 2
 
-::
+Ranks compare the bits of the parameters and buffers that they share::
 
     data axis      all that is not split over it: weights, statistics
     tensor axis    all that is not split over it: layers without a style, norms
     pipe axis      tied weights, and buffers of modules that stand in stages of several ranks
 
-At the start of a step, ranks exchange one number for each axis. If numbers differ, the ranks
-search for the tensor, and all raise an error. A number is computed from the bits, as integers, and
-their places. So it depends neither on the device nor on an order of sums.
+At the start of a step with a comparison, ranks exchange one number for each axis. If numbers
+differ, the ranks search for the tensor, and all raise an error. A number is computed from the bits
+of the tensors, as integers, and their places. So it depends neither on the device nor on an order
+of sums.
 """
 import re
 import time
@@ -53,7 +54,7 @@ class Facts(NamedTuple):
             require grad, and which layers were replaced.
         given: A number for the samples, equal on ranks along the tensor axis.
         divisors: The divisors of its loss, in two numbers.
-        numbers: The numbers of its tensors, if ranks compare them: see `comparison`.
+        numbers: The numbers of its tensors, if ranks compare them: see :func:`numbers_of`.
     """
 
     m: int = 0

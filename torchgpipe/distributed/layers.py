@@ -7,8 +7,10 @@
     rank 0       0 1                 4                    one by one: layer i from (seed, i),
     rank 1                 2 3                 5          then cut into shards, then the next one
 
-Each rank has its own copy, which starts with the value in the first stage. In each step, it gets
-the sum of all gradients, so all copies stay equal to a single tensor::
+A tied tensor, such as the weight of embedding and head, is in stages of several ranks
+(:class:`Ties`). Each of these ranks has its own copy, which starts with the value in the first
+stage. In each step, each copy gets the sum of all gradients, so all copies stay equal to a single
+tensor::
 
     stage 0, rank 0      gradient ◀── gradient of rank 3
                            └─ sum ──▶ rank 3
@@ -281,7 +283,7 @@ class Ties:
 
     @property
     def shared(self) -> dict[int, tuple[str, int]]:
-        """The name and the number of other ranks of each tensor, by its number: `comparison`."""
+        """The name and the number of other ranks of each tensor, by its number."""
         return {id(getattr(module, name, None)): (first, others)
                 for module, name, first, others in self._slots}
 

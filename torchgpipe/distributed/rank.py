@@ -409,7 +409,7 @@ class Rank:
 
     def together(self, task: str, function: Callable[[], Facts | None]
                  ) -> dict[int, Facts]:
-        """Call a function on all ranks, and return the facts of each: see `start`."""
+        """Call a function on all ranks, and return the facts of each."""
         return together(task, function, self.everyone, self.device)
 
     def draw_alike(self) -> None:

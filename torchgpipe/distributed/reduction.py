@@ -24,7 +24,7 @@ already known.
                    step ──▶ gradients, side by side in one tensor ──▶ sum over replicas ──▶ .grad
     'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
                    gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
-                   with CPUOffloadPolicy, stage by stage: `units`
+                   with CPUOffloadPolicy, stage by stage: see Unit
     experts        each rank has some, which see the samples of all replicas
                    step ──▶ gradients, of all replicas already ──▶ .grad
 

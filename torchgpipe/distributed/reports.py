@@ -1,6 +1,7 @@
 """Reports: each rank's state in the store, and the search for the failed rank in all reports.
 
-It has its own connection because a connection is locked while a call on it waits.
+A :class:`Board` has its own connection to the store, because a connection is locked while a call
+on it waits.
 """
 import json
 import os

@@ -1,6 +1,7 @@
 """A watch: when a rank raises, dies or hangs, all other ranks end with an error that names it.
 
-Another thread reads it from the frames of the thread, so it costs the thread nothing.
+:func:`whereabouts` returns the position of a thread: its layer and line, and whether it waits for
+other ranks. Another thread reads it from the frames, so it costs the thread nothing.
 
 On each rank, a thread writes the rank's state to the store of ``torch.distributed`` each second.
 It reads the other states only when a rank has failed, or its own rank waits for long::

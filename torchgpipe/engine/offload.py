@@ -6,10 +6,10 @@ One stream of each device copies them, concurrently with the compute stream::
                      └wait┐                                                      ┌wait┘
     host stream           x ──▶ host                                 host ──▶ x'
 
-Ownership: x is allocated on the compute stream and read on the host stream. x' is allocated on
-the host stream and read on the compute stream. Both uses are recorded with the allocator. Host
-memory is pinned, because copies are asynchronous only with pinned memory. PyTorch reuses pinned
-memory only after copies from it and to it have ended.
+Ownership: x is allocated on the compute stream or a copy stream, and read on the host stream. x'
+is allocated on the host stream and read on the compute stream. Both uses are recorded with the
+allocator. Host memory is pinned, because copies are asynchronous only with pinned memory. PyTorch
+reuses pinned memory only after copies from it and to it have ended.
 
 An operation that changes x in place after the cell may run before or after the copy. It raises in
 backward, as without offload: an alias without memory has the version of x.
@@ -45,7 +45,7 @@ class Offload:
 
         Args:
             tensors: The tensors, of any shapes.
-            compute: The stream that computes the tensors.
+            compute: The stream on which the tensors are available.
         """
         device = get_device(self._stream)
         self._moved = [x.device == device and is_plain(x) and x.numel() > 0 for x in tensors]

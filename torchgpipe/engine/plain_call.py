@@ -44,12 +44,12 @@ from a checkpoint. In backward, micro-batches reach such a partition in the orde
 leave the next one.
 
 [Note: Order of draws]
-Cells that draw from the CPU's random generator run in the order of the unwrapped model, one
-micro-batch after the other. Therefore a seed gives the same random numbers as the unwrapped model,
-for any balance and devices. While these cells run, it could not be detected whether a concurrent
-cell begins to draw. So if any partition draws, all cells run one after the other, in the calling
-thread. They also do on one worker, if they share a module that may change, or if a hook or a mode
-of the user sees their order::
+Cells that draw from the CPU's random generator run in the order in which the unwrapped model would
+run them on one micro-batch after the other. Therefore a seed gives the random numbers of the
+unwrapped model on these micro-batches, for any balance and devices. While these cells run, it
+could not be detected whether a concurrent cell begins to draw. So if any partition draws, all
+cells run one after the other, in the calling thread. They also do on one worker, if they share a
+module that may change, or if a hook or a mode of the user sees their order::
 
     partition 0   0,0               1,0
     partition 1         0,1               1,1

@@ -394,7 +394,7 @@ class Run:
         """Make backward reach the fork of a phony only after partition ``j`` has finished."""
 
     def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
-        """Watch partitions again that were not known to draw, if the monitor detected a draw."""
+        """Watch partitions again that were seen not to draw, if the monitor detected a draw."""
         if monitor.anyone_drew():
             for j in partitions:
                 self._cells[j].watch_draws()

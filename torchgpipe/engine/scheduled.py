@@ -270,7 +270,7 @@ class Step(Run):
 
     def _carry(self, i: int, j: int, sources: Sequence[tuple[int, int]],
                tensors: list[Tensor]) -> list[Tensor]:
-        """Return tensors as leaves of a cell's graph, and keep the leaves for their gradients."""
+        """Return tensors in the graph of a cell, and keep its leaves for their gradients."""
         if self._engine.partitions[j].arrives:
             tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
             wait_stream(self._streams[j], self._copy_streams[j][i])
@@ -311,7 +311,10 @@ class Step(Run):
             is_last and self._engine.loss_draws is not False)
 
     def _loss_of(self, i: int, output: Any) -> Tensor:
-        """Return the loss of micro-batch ``i``, and record whether it draws if not known yet."""
+        """Return the loss of micro-batch ``i``.
+
+        Record whether it draws, if this is not known yet, or if no monitor covers the loss.
+        """
         with self._loss_lock:
             seen = self._engine.loss_draws  # The monitor of all cells also covers the loss.
             if self._engine.one_worker or seen or (seen is False and self._monitor is not None):

@@ -1,8 +1,9 @@
 """Streams of devices, and autograd functions: copies, waits, and the order of backward.
 
-All functions also take :data:`CPUStream`. Work on the CPU is done when the call returns, so a
-:data:`CPUStream` never has work to wait for, and they do nothing with it. Some functions here are
-for operations for which PyTorch does not have a generic form.
+Functions of streams also take :data:`CPUStream`. Work on the CPU is done when the call returns, so
+a :data:`CPUStream` never has work to wait for, and they do nothing for it. Only
+:func:`wait_stream` makes the host wait, if the CPU has to wait for an accelerator. Some functions
+here are for operations for which PyTorch does not have a generic form.
 
 :func:`fork` and :func:`join` set the order of backward by edges without data. ``fork`` branches a
 phony off a tensor, and ``join`` merges it into another tensor. In backward, nodes before the fork

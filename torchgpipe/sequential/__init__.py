@@ -3,7 +3,7 @@
 Terms of this folder:
 
 block
-    A call of a module from a list or dict of such modules, if it feeds a later one of these.
+    A call of a module from a list, a dict or a sequence of such modules, if it feeds a later one.
 concretize
     Turn a value of a recording into a plain Python value, which a guard then checks.
 constant

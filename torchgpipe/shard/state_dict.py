@@ -5,8 +5,8 @@ and the states of its shape are shards if it is one. A checkpoint names them by 
 
     optimizer.state.0.weight.exp_avg
 
-They are made here, because PyTorch takes a step with an optimizer that has not taken one yet, and
-does not know parameters that ranks share.
+This file makes the entries itself, because PyTorch would take a step with an optimizer that has
+not taken one yet, and does not know parameters that ranks share.
 
 ::
 

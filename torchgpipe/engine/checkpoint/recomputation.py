@@ -442,7 +442,7 @@ class Recomputation:
         return k
 
     def recompute(self, node: Any) -> None:
-        """Run again for the present backward pass. If it is the last one, release all data.
+        """Run again for this backward pass. If it is the last one, release the data for a run.
 
         Args:
             node: The node that calls it.

@@ -10,8 +10,8 @@ does not have to wait, a mismatch raises an error. On other devices, the loss an
 NaN, and the debug mode reports why.
 
 A row has a share `a` of each class `c`: the weight of the class times its probability in the
-target. Each rank has some of the classes. Two all-reduces combine some numbers per row, the first
-of them before (see :mod:`torchgpipe.shard.nn.loss`)::
+target. Each rank has some of the classes. Two all-reduces combine some numbers per row. The
+first one is the exchange of the largest logits, described above::
 
         forward                                            backward
     1   m = max of x[c]                ── maximum over ranks
