@@ -11,22 +11,26 @@ from types import ModuleType
 from typing import Any
 
 #: Paths of 0.0.7, and the modules that have their names now.
-OF_007 = {'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams',
+OF_007 = {'balance.blockpartition': 'plan.balance', 'balance.profile': 'plan.profile',
+          'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams',
           'dependency': 'engine.streams', 'microbatch': 'legacy.pipeline',
           'phony': 'engine.streams', 'pipeline': 'legacy.pipeline',
           'skip.namespace': 'skip.tracker', 'skip.portal': 'legacy.portal',
           'stream': 'engine.streams', 'worker': 'legacy.pipeline'}
 
-#: Paths in pickles of versions before 0.17, such as a saved plan or a saved converted model.
-IN_PICKLES = {'balance.profiled': 'plan.balance', 'plan.choice': 'plan.search',
+#: Paths in pickles and guides of versions before 0.17, such as a saved converted model or plan.
+BEFORE_017 = {'balance.profiled': 'plan.balance', 'plan.choice': 'plan.search',
               'predict': 'legacy',  # a parent for the following paths
               'predict.blocks': 'plan.costs', 'predict.costs': 'plan.costs',
               'predict.simulate': 'plan.simulation', 'schedule.action': 'schedule.schedule',
-              'shard.gradients': 'shard.averaging', 'shard.nn.tag': 'shard.nn.module',
-              'structure': 'base.structure', 'timeline.lanes': 'timeline.timeline'}
+              'sequential.errors': 'sequential.refusals',
+              'sequential.nodes': 'sequential.operations',
+              'sequential.optimizers': 'sequential.parts', 'shard.gradients': 'shard.averaging',
+              'shard.nn.tag': 'shard.nn.module', 'structure': 'base.structure',
+              'timeline.lanes': 'timeline.timeline', 'weights': 'model.weights'}
 
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}'
-         for old, new in {**OF_007, **IN_PICKLES}.items()}
+         for old, new in {**OF_007, **BEFORE_017}.items()}
 
 
 class _OldPaths(MetaPathFinder, Loader):
