@@ -99,9 +99,12 @@ NAMES = ['skip.portal.PortalBlue', 'worker.spawn_workers', 'copy.Copy', 'microba
          'skip.tracker.SkipTrackerThroughPortals', 'skip.namespace.Namespace',
          'balance.blockpartition.solve', 'balance.profile.layerwise_sandbox', 'balance.profile',
          'sequential.to_sequential']
-USES = 'import torchgpipe; ' + ''.join(
+USES = ('import torchgpipe; from importlib.util import find_spec; '
+        'assert find_spec("torchgpipe.balance.profile"); ') + ''.join(
     f'assert "{name}".endswith(torchgpipe.{name}.__name__); ' for name in NAMES) + (
     'assert not hasattr(torchgpipe, "gradients"); '
+    'import torchgpipe.balance.blockpartition, torchgpipe.balance.profile; '
+    'assert callable(torchgpipe.balance.profile); '
     'import torchgpipe.stream, torchgpipe.engine.streams as new; '
     'assert torchgpipe.stream is new and new.__spec__.name == new.__name__')
 FORKS = """

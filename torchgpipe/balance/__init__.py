@@ -14,7 +14,7 @@ from torchgpipe.base.devices import Device
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.engine.split import verify_module
-from torchgpipe.plan import balance as blockpartition
+from torchgpipe.plan import balance as blockpartition  # noqa: F401  # the name in 0.0.7
 from torchgpipe.plan.balance import Balance, Profile, check_partitions, edges_for, even_cuts
 from torchgpipe.plan.costs import LayerProfile, SkipProfile
 from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
@@ -22,8 +22,8 @@ from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
 __all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
            'balance_by_time', 'profile']
 
-# Modules of torchgpipe 0.0.7. One of them has the name of the function; both imports work.
-sys.modules[f'{__name__}.blockpartition'] = blockpartition
+# torchgpipe 0.0.7 had a module with the name of the function. Importing it would replace the
+# function here, if the module were not in `sys.modules` already.
 sys.modules[f'{__name__}.profile'] = sys.modules[layerwise_sandbox.__module__]
 setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
