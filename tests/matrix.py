@@ -1,7 +1,7 @@
 """The suite on several releases of PyTorch: ``python -m tests.matrix`` prints a table.
 
-Each row has its own virtual environment, and all rows run concurrently. The package is installed
-there as the README says. In an empty folder, the README's code runs, a comparison and a step. Then
+Each row has its own virtual environment, and all rows run concurrently. They install one wheel,
+which is built before, because builds in one folder would disturb each other. In an empty folder, the README's code runs, a comparison and a step. Then
 the core of the suite runs, or all of it. A release that this project names itself may be missing
 in the package index, which the table then says. A release that the user names by its number has to
 be there.
@@ -67,11 +67,12 @@ class Row:
         python: The Python.
         release: The release.
         folder: Where its virtual environment will be.
+        package: Path of the wheel to install.
     """
 
-    def __init__(self, python, release, folder):
+    def __init__(self, python, release, folder, package):
         self.cells = [release, python, '', '', '']
-        self._folder, self._release = folder, release
+        self._folder, self._release, self._package = folder, release, package
         bin = folder / 'venv' / 'bin'
         self._python = bin / 'python'
         path = f'{bin}{os.pathsep}{os.environ["PATH"]}'
@@ -101,14 +102,14 @@ class Row:
         release, python, *_ = cells
         try:
             self._run(python, '-m', 'venv', self._folder / 'venv')
-            self._install(*requirement(release), ROOT)
+            self._install(*requirement(release), self._package)
             cells[0], cells[1] = self._run(
                 self._python, '-c', 'import platform, torch; '
                 'print(torch.__version__, platform.python_version())').split()[-2:]
             cells[2] = 'failed'
             self._read_me()
             cells[2], cells[3] = 'passed', 'failed'
-            self._install(f'{ROOT}[tests]', '-c', self._constraints())
+            self._install(f'{self._package}[tests]', '-c', self._constraints())
             cells[3] = self._test(['--whole'] if whole else CORE, 'auto' if whole else 'off')
             return True
         except Failed as failed:
@@ -144,6 +145,13 @@ class Row:
         return re.findall(r'^=* ?(\d+ passed.*?) in \S+s', printed, re.M)[-1]
 
 
+def build(folder):
+    """Return the path of the package's wheel, built into a folder."""
+    subprocess.run([sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', folder, ROOT],
+                   check=True)
+    return next(Path(folder).glob('*.whl'))
+
+
 def main():
     """Run all rows, print the table, and fail if a row did."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -153,7 +161,8 @@ def main():
     parser.add_argument('--whole', action='store_true', help='run all tests, not their core')
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = [Row(python, release, Path(folder, str(k), release))
+        package = build(folder)
+        rows = [Row(python, release, Path(folder, str(k), release), package)
                 for k, python in enumerate(args.python or [sys.executable])
                 for release in args.releases]
         with ThreadPoolExecutor(len(rows)) as pool:

@@ -12,7 +12,7 @@ class Scripted(Row):
     """A row whose commands print given outputs, or fail with them."""
 
     def __init__(self, folder, outcomes, release='floor'):
-        super().__init__(sys.executable, release, folder)
+        super().__init__(sys.executable, release, folder, WHEEL)
         self.outcomes, self.commands = iter(outcomes), []
 
     def _run(self, *command, **options):
@@ -23,6 +23,7 @@ class Scripted(Row):
         return outcome
 
 
+WHEEL = 'torchgpipe.whl'
 GOOD = ['', '', '2.9.0 3.11.7', '', '', '....\n5 passed, 2 skipped in 3.2s\n']
 LACKS = 'ERROR: No matching distribution found for '
 
@@ -57,7 +58,7 @@ def test_what_is_run(whole, tmp_path):
     row = Scripted(tmp_path, GOOD)
     row.run(whole)
     _, first, _, page, second, tests = row.commands
-    assert first[-2:] == [*requirement('floor'), str(ROOT)] and second[5] == f'{ROOT}[tests]'
+    assert first[-2:] == [*requirement('floor'), WHEEL] and second[5] == f'{WHEEL}[tests]'
     assert 'to_sequential' in page[2] and 'check_parity' in page[2]
     assert tests[-2:] == ['auto', '--whole'] if whole else tests[-len(CORE):] == CORE
     assert 'torch==' not in (tmp_path / 'constraints.txt').read_text()
