@@ -46,7 +46,7 @@ from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
                                    layers_with_experts, tensor_plan)
 from torchgpipe.base.devices import CPU, current_device, is_cpu, synchronize
-from torchgpipe.base.text import format_bytes
+from torchgpipe.base.errors import format_bytes
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import Plan
 from torchgpipe.schedule import NAMES

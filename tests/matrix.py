@@ -1,14 +1,15 @@
 """The suite on several releases of PyTorch: ``python -m tests.matrix`` prints a table.
 
 Each row has its own virtual environment, and all rows run concurrently. They install one wheel,
-which is built before, because builds in one folder would disturb each other. In an empty folder, the README's code runs, a comparison and a step. Then
-the core of the suite runs, or all of it. A release that this project names itself may be missing
-in the package index, which the table then says. A release that the user names by its number has to
-be there.
+which is built before, because builds in one folder would disturb each other. In an empty folder,
+the README's code runs, a comparison and a step. Then the core of the suite runs, or all of it. A
+release that this project names itself may be missing in the package index, which the table then
+says. A release that the user names by its number has to be there.
 """
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -147,6 +148,7 @@ class Row:
 
 def build(folder):
     """Return the path of the package's wheel, built into a folder."""
+    shutil.rmtree(ROOT / 'build', ignore_errors=True)  # It may have modules of older versions.
     subprocess.run([sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', folder, ROOT],
                    check=True)
     return next(Path(folder).glob('*.whl'))

@@ -14,7 +14,7 @@ import torch
 import torchgpipe
 from benchmarks.harness.simulated import NAME
 from torchgpipe.base.devices import accelerator, accelerators, is_cpu
-from torchgpipe.base.text import table
+from torchgpipe.base.errors import table
 
 __all__ = ['Rows', 'add_line', 'cores', 'describe', 'kept_lines', 'machine', 'markdown',
            'output_folder', 'peak_tflops', 'replacing', 'table', 'write_json']

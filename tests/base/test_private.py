@@ -34,7 +34,7 @@ TABLE, ATTRIBUTES = (re.findall(r'^\| `([^`]+)` \|', part, re.M)
 
 
 #: Python's own.
-PYTHONS = {'_at_fork_reinit', '_current_frames', '_exit', '_fields', '_getframe',
+PYTHONS = {'_asdict', '_at_fork_reinit', '_current_frames', '_exit', '_fields', '_getframe',
            '_lru_cache_wrapper'}
 
 

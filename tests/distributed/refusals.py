@@ -24,7 +24,7 @@ from torchgpipe.distributed.steps import check_alike, check_counts, check_losses
 from torchgpipe.distributed.transport import Header, Messages, outline
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.lowering import Send
+from torchgpipe.schedule.schedule import Send
 from torchgpipe.shard.nn import Experts
 
 __all__ = ['REFUSALS']
@@ -60,7 +60,7 @@ def split_in_two_ways():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     mesh = init_device_mesh('cpu', (1,))
     first.weight = nn.Parameter(distribute_tensor(first.weight, mesh, [Shard(0)]))
-    tie_again([[('0.weight', first, 'weight'), ('1.weight', second, 'weight')]])
+    tie_again([['0.weight', '1.weight']], {'0': first, '1': second})
 
 
 def rank_of():

@@ -282,6 +282,31 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+class _NoTensor:
+    """The replacement of a tensor class that PyTorch does not have. It has no instances."""
+
+
+#: The class of tensors without memory that behave as tensors on a device.
+FakeTensor: Any = find('torch._subclasses.fake_tensor:FakeTensor', otherwise=_NoTensor)
+
+#: Makes fake tensors.
+FakeTensorMode: Any = find('torch._subclasses.fake_tensor:FakeTensorMode', 'a dry run')
+
+
+_mode_at: Any = find('torch._C:_get_dispatch_mode', otherwise=False)
+_key_of_fakes: Any = find('torch._C:_TorchDispatchModeKey', otherwise=False)
+
+
+def active_fake_mode() -> Any:
+    """Return the mode in which fake tensors are made now, or ``None``."""
+    return _mode_at(_key_of_fakes.FAKE) if _mode_at and _key_of_fakes else None
+
+
+def fake_store() -> Any:
+    """Return a store for process groups of the backend ``'fake'``, which do not communicate."""
+    return find('torch.testing._internal.distributed.fake_pg:FakeStore', 'a dry run')()
+
+
 class _Untransformed(Function):
     """A function that raises in transforms, because it does not define ``setup_context``."""
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import Buffer
 
 from torchgpipe.base.errors import nested
-from torchgpipe.base.private import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torchgpipe.base.private import (FakeTensor, tree_flatten, tree_flatten_with_path,
+                                     tree_unflatten)
 
 __all__ = ['Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated', 'Structure',
            'attributes', 'bare', 'call', 'check_nested', 'copy_of', 'flatten', 'flatten_nested',
@@ -80,9 +81,12 @@ def size_of(x: Tensor) -> int:
     return x.values().numel() * x.element_size() + 8 * x._nnz()
 
 
+_PLAIN = Tensor, nn.Parameter, Buffer, FakeTensor
+
+
 def is_plain(x: Any) -> bool:
-    """Return whether a value is an ordinary strided tensor, not a subclass."""
-    return type(x) in (Tensor, nn.Parameter, Buffer) and x.layout is torch.strided
+    """Return whether a value is an ordinary strided tensor, or a fake one; not a subclass."""
+    return type(x) in _PLAIN and x.layout is torch.strided
 
 
 def copy_of(x: Tensor, memories: Memories) -> Tensor:

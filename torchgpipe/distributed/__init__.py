@@ -26,7 +26,8 @@ watch
     The thread of a rank that reports its state and detects ranks that block the others.
 """
 from torchgpipe.distributed.checkpoint import load_checkpoint, save_checkpoint
+from torchgpipe.distributed.dry_runs.dry_run import dry_run
 from torchgpipe.distributed.mesh import init_mesh
 from torchgpipe.distributed.model import DistributedGPipe
 
-__all__ = ['DistributedGPipe', 'init_mesh', 'load_checkpoint', 'save_checkpoint']
+__all__ = ['DistributedGPipe', 'dry_run', 'init_mesh', 'load_checkpoint', 'save_checkpoint']

@@ -38,7 +38,7 @@ from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.shard.collectives import gathered
 
 __all__ = ['Tie', 'Ties', 'check_plan', 'fill', 'layout_of', 'shared_in', 'skeleton_of',
-           'split_apart', 'split_layer', 'tie_again', 'ties_of']
+           'split_apart', 'split_layer', 'style_of', 'tie_again', 'ties_of']
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
@@ -70,10 +70,14 @@ def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: Devi
     """
     if mesh is not None:
         for path, module in [*layer.named_modules(prefix=name)]:
-            for pattern, style in plan.items():
-                if fnmatchcase(path, pattern):
-                    parallelize_module(module, mesh, style)
-                    break
+            style = style_of(path, plan)
+            if style is not None:
+                parallelize_module(module, mesh, style)
+
+
+def style_of(path: str, plan: Mapping[str, Any]) -> Any:
+    """Return the style of a module in a plan, or ``None``."""
+    return next((style for pattern, style in plan.items() if fnmatchcase(path, pattern)), None)
 
 
 def layout_of(x: object) -> str:
@@ -87,19 +91,32 @@ def split_apart(layouts: Mapping[str, str]) -> ValueError:
                       f'there: {dict(layouts)}; let all of them be split alike')
 
 
-def tie_again(shared: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:
-    """Tie a parameter again that was split in each of its places.
+def tie_again(shared: Sequence[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:
+    """Tie parameters again that were split in each of their places.
+
+    Args:
+        shared: The names of each parameter that has several.
+        layers: The layers that were split.
 
     Raises:
-        ValueError: It was split in different ways.
+        ValueError: A parameter was split in different ways.
     """
-    for places in shared:
+    for names in shared:
+        places = [(full, *_place_of(full, layers)) for full in names
+                  if full.partition('.')[0] in layers]
         tensors = [getattr(module, name) for _, module, name in places]
         layouts = {full: layout_of(x) for (full, _, _), x in zip(places, tensors)}
         if len({*layouts.values()}) > 1:
             raise split_apart(layouts)
         for _, module, name in places[1:]:
             setattr(module, name, tensors[0])
+
+
+def _place_of(full: str, layers: Mapping[str, nn.Module]) -> tuple[nn.Module, str]:
+    """Return the module of a tensor and the name in it."""
+    path, _, name = full.rpartition('.')
+    layer, _, rest = path.partition('.')
+    return layers[layer].get_submodule(rest), name
 
 
 #: A tensor in several places: the stage of each, and its name there; in the order of stages.
@@ -218,12 +235,12 @@ def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
             for _, _, tensor in named_slots(skeleton.get_submodule(name)) if tensor.is_meta]
 
 
-def shared_in(layers: Mapping[str, nn.Module]) -> list[list[tuple[str, nn.Module, str]]]:
-    """Return the places of each tensor in several places, as (full name, module, name)."""
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+def shared_in(layers: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names of each tensor that has several."""
+    found: dict[int, list[str]] = {}
     for prefix, layer in layers.items():
-        for full, (module, name), x in named_slots(layer, prefix):
-            found.setdefault(id(x), []).append((full, module, name))
+        for full, _, x in named_slots(layer, prefix):
+            found.setdefault(id(x), []).append(full)
     return [places for places in found.values() if len(places) > 1]
 
 
@@ -235,8 +252,8 @@ def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
         stages: The names of the layers of each stage.
     """
     owners = {name: j for j, names in enumerate(stages) for name in names}
-    return [tuple((owners[full.partition('.')[0]], full) for full, _, _ in places)
-            for places in shared_in({name: model.get_submodule(name) for name in owners})]
+    return [tuple((owners[full.partition('.')[0]], full) for full in names)
+            for names in shared_in({name: model.get_submodule(name) for name in owners})]
 
 
 class Ties:
@@ -249,13 +266,15 @@ class Ties:
         ties: The stages and names of each.
         ranks: The rank of each stage.
         group: The ranks of the pipeline.
+        own: This rank; by default, the rank of this process.
 
     Attributes:
         names: The names of this rank's copies, each with the name in the first stage.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], ranks: Sequence[int],
-                 group: dist.ProcessGroup | None) -> None:
+                 group: dist.ProcessGroup | None, own: int | None = None) -> None:
+        self._own = own = dist.get_rank() if own is None else own
         self._group = group
         #: The modules and names by which this rank has them, and all ranks that do.
         self._ties: list[tuple[nn.Module, str, list[int]]] = []
@@ -267,19 +286,17 @@ class Ties:
         self._slots: list[tuple[nn.Module, str, str, int]] = []
         self._known: list[Any] = []
         for tie in ties:
-            own = [name for j, name in tie if ranks[j] == dist.get_rank()]
+            names = [name for j, name in tie if ranks[j] == own]
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
-            if own and len(owners) > 1:
-                path, _, name = own[0].rpartition('.')
-                layer, _, rest = path.partition('.')
-                module, first = layers[layer].get_submodule(rest), tie[0][1]
+            if names and len(owners) > 1:
+                (module, name), first = _place_of(names[0], layers), tie[0][1]
                 x = getattr(module, name)
-                others = len(owners) - 1 if owners[0] == dist.get_rank() else -1
+                others = len(owners) - 1 if owners[0] == own else -1
                 self._slots.append((module, name, first, others))
                 if isinstance(x, nn.Parameter):
                     self._ties.append((module, name, owners))
-                    self._layouts[first] = own[0], layout_of(x)
-                    self.names.update(dict.fromkeys(own, first))
+                    self._layouts[first] = names[0], layout_of(x)
+                    self.names.update(dict.fromkeys(names, first))
 
     @property
     def shared(self) -> dict[int, tuple[str, int]]:
@@ -316,12 +333,12 @@ class Ties:
         self._check_layouts()
         for module, name, (first, *others) in self._ties:
             x = local(module._parameters[name])  # type: ignore[arg-type]
-            if dist.get_rank() == first:
+            if self._own == first:
                 for rank in others:
-                    dist.send(x.contiguous().to(device), rank, self._group)
+                    self._send(x.contiguous().to(device), rank)
             else:
                 value = torch.empty_like(x, device=device, memory_format=torch.contiguous_format)
-                dist.recv(value, first, self._group)
+                self._receive(value, first)
                 x.copy_(value)
 
     def _check_layouts(self) -> None:
@@ -363,22 +380,33 @@ class Ties:
         result = like(x, grad)
         said = local(result).new_tensor([grad is not None, x.requires_grad])
         total, (first, *others) = torch.cat([local(result).reshape(-1), said]), ranks
-        if dist.get_rank() == first:
+        if self._own == first:
             for rank in others:
                 part = torch.empty_like(total)
-                dist.recv(part, rank, self._group)
+                self._receive(part, rank)
                 total += part
             for rank in others:
-                dist.send(total, rank, self._group)
+                self._send(total, rank)
         else:
-            dist.send(total, first, self._group)
-            dist.recv(total, first, self._group)
+            self._send(total, first)
+            self._receive(total, first)
         local(result).copy_(total[:-2].view_as(local(result)))
-        there, learning = total[-2:].tolist()
+        there, learning = self._counts_in(total[-2:], len(ranks))
         return result, int(there), int(learning)
+
+    def _send(self, x: Tensor, rank: int) -> None:
+        dist.send(x, rank, self._group)
+
+    def _receive(self, x: Tensor, rank: int) -> None:
+        dist.recv(x, rank, self._group)
+
+    def _counts_in(self, x: Tensor, ranks: int) -> list[float]:
+        """Return the values of a tensor of counts, none of which exceeds the number of ranks."""
+        found: list[float] = x.tolist()
+        return found
 
     @property
     def copies(self) -> set[int]:
         """The numbers of this rank's parameters that the rank of an earlier stage has."""
         return {id(module._parameters[name]) for module, name, ranks in self._ties
-                if ranks[0] != dist.get_rank()}
+                if ranks[0] != self._own}

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.shard.world import wait_at_exit
 
-__all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'device_of', 'init_mesh', 'lines_of', 'whole_group']
+__all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'check_sizes', 'device_of', 'init_mesh',
+           'lines_of', 'whole_group']
 
 #: The axes of a mesh, by name; one that a mesh does not have has size 1.
 AXES = ('data', 'pipe', 'tensor')
@@ -80,13 +81,21 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
         store = dist.HashStore() if alone else None  # type: ignore[attr-defined]
         place: dict[str, Any] = {'store': store, 'rank': 0, 'world_size': 1} if alone else {}
         dist.init_process_group('gloo' if is_cpu(kind) else None, timeout=timeout, **place)
-    sizes, world = (data, pipe, tensor), dist.get_world_size()
-    if min(sizes) < 1 or data * pipe * tensor != world:
+    check_sizes(data, pipe, tensor, dist.get_world_size())
+    return init_device_mesh(kind, (data, pipe, tensor), mesh_dim_names=AXES)
+
+
+def check_sizes(data: int, pipe: int, tensor: int, world: int) -> None:
+    """Check the sizes of a mesh.
+
+    Raises:
+        ValueError: The axes do not multiply to the number of processes.
+    """
+    if min(data, pipe, tensor) < 1 or data * pipe * tensor != world:
         raise ValueError(
             f'a mesh of data={data} × pipe={pipe} × tensor={tensor} takes {data * pipe * tensor} '
             f'processes, but there are {world}; start as many: torchrun --nproc-per-node='
             f'{data * pipe * tensor} script.py')
-    return init_device_mesh(kind, sizes, mesh_dim_names=AXES)
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> Axis:

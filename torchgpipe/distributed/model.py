@@ -97,6 +97,10 @@ class DistributedGPipe(PipelineModule):
 
     _rank: Rank
     _steps: Steps
+    #: The classes of its parts, for which a dry run has others.
+    _watch_type: Callable[..., Watch] = Watch
+    _rank_type: Callable[..., Rank] = Rank
+    _steps_type: Callable[..., Steps] = Steps
 
     def __init__(self, module: nn.Sequential | Sequence[Callable[[], nn.Module]],
                  balance: Iterable[int] | Settings, *, mesh: DeviceMesh, chunks: int = 1,
@@ -110,7 +114,7 @@ class DistributedGPipe(PipelineModule):
                  timeout: timedelta | None = None, compare_every: int = 100) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
-        self._watch = Watch(mesh, timeout)
+        self._watch = self._watch_type(mesh, timeout)
         with self._watch.run('the making of this model'):
             skeleton = skeleton_of(module)
             devices = self._set(skeleton, balance, None, chunks, checkpoint, batch_dim, gather,
@@ -120,7 +124,8 @@ class DistributedGPipe(PipelineModule):
             if data not in DATA:
                 raise ValueError(f'data must be one of {DATA}, but is {data!r}')
             names = iter(skeleton._modules)
-            rank = Rank(mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
+            rank = self._rank_type(
+                mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
             plan, policies = dict(tensor_plan or {}), {name: policy for name, policy in (
                 ('mp_policy', mp_policy), ('offload_policy', offload_policy)) if policy}
             if policies and (data != 'shard' or 'data' not in (mesh.mesh_dim_names or ())):
@@ -141,7 +146,7 @@ class DistributedGPipe(PipelineModule):
         """Use the layers of a rank."""
         self.devices = [rank.device] * len(self.balance)
         self._rank, self._engine = rank, rank.engine
-        self._steps = Steps(rank, self, self._watch.at, self._compare_every)
+        self._steps = self._steps_type(rank, self, self._watch.at, self._compare_every)
         self._place(names, rank.made, nn.ModuleList(rank.partitions), training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> 'DistributedGPipe':

@@ -57,6 +57,7 @@ class Rank:
         at_place: For each rank along the pipe axis, all ranks that have the same stages.
         lines: By axis, the ranks along it, for each place along the others.
         exchanges: Whether replicas exchange samples: the model has experts.
+        tied: The tensors in several places.
         replaced: The names of layers that were replaced since the last step.
         ties: The parameters that other ranks also have.
         replicas: The stages, and the reduction of their gradients.
@@ -71,6 +72,7 @@ class Rank:
     exchanges: bool
     ties: Ties
     replicas: Replicas
+    _ties_type = Ties
 
     def __init__(self, mesh: DeviceMesh, places: Sequence[int] | None,
                  stages: Sequence[Sequence[str]]) -> None:
@@ -84,7 +86,8 @@ class Rank:
         self.at_place = [alike(mesh, 'pipe', place) for place in range(self.pipe.size)]
         self.lines = lines_of(mesh)
         self.last = self.at_place[self.places[-1]]
-        self._stages = stages
+        #: The names of the layers of each stage.
+        self.stages = stages
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
         self.replaced: list[str] = []
@@ -125,11 +128,11 @@ class Rank:
             data: ``'replicate'`` or ``'shard'``: the use of parameters along the data axis.
             policies: The policies of FSDP2.
         """
-        stages, own = self._stages, self.own
+        stages, own = self.stages, self.own
         self.exchanges = self.data.size > 1 and any(
             isinstance(module, Experts) for module in skeleton.modules())
         # Shared tensors are detected while the layers are as the user made them.
-        self._tied = ties_of(skeleton, stages)
+        self.tied = ties_of(skeleton, stages)
         self._layout = layout = inspect_skip_layout([
             nn.Sequential(OrderedDict((name, skeleton.get_submodule(name)) for name in names))
             for names in stages])
@@ -167,9 +170,10 @@ class Rank:
         def make() -> None:
             made: dict[str, nn.Module] = {}
             for group in groups:  # The device has the layers of one group at a time.
-                made.update(fill(model, skeleton, [name for j in group for name in stages[j]],
-                                 self.device, seed, weights, init, finish))
-                tie_again(shared)
+                made.update(self._fill(
+                    model, skeleton, [name for j in group for name in stages[j]], seed, weights,
+                    init, finish))
+                tie_again(shared, made)
                 self._fill_partitions(group, made)
                 if data == 'shard' and (self.data.group is not None or policies):
                     self._units.update(dict.fromkeys(group, self._unit(group, late)))
@@ -184,15 +188,20 @@ class Rank:
         self._unused = {id(x): (name, weakref.ref(x)) for name, x in kept if id(x) not in live}
         self.together('this model', self._check_unused)
 
+    def _fill(self, *args: Any) -> Mapping[str, nn.Module]:
+        """Return some layers with their values: see :func:`fill`."""
+        model, skeleton, own, *rest = args
+        return fill(model, skeleton, own, self.device, *rest)
+
     def _stages_of_ties(self, skeleton: nn.Sequential) -> set[int]:
         """Return the stages of this rank with a parameter of which other ranks have a copy."""
         parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-        return {j for tie in self._tied if len({self.ranks[each] for each, _ in tie}) > 1
+        return {j for tie in self.tied if len({self.ranks[each] for each, _ in tie}) > 1
                 for j, full in tie if j in self.own and full in parameters}
 
     def _fill_partitions(self, stages: Iterable[int], made: Mapping[str, nn.Module]) -> None:
         for j in stages:
-            self.partitions[j]._modules.update((name, made[name]) for name in self._stages[j])
+            self.partitions[j]._modules.update((name, made[name]) for name in self.stages[j])
 
     def _unit(self, stages: Sequence[int], late: Container[int]) -> Unit:
         """Shard the parameters of some stages over replicas."""
@@ -231,7 +240,8 @@ class Rank:
     def _assemble(self) -> None:
         """Build partitions, ties, replicas and engine for the current layers."""
         self._fill_partitions(self.own, self.made)
-        self.ties = Ties(self.made, self._tied, self.ranks, self.pipe.group)
+        self.ties = self._ties_type(
+            self.made, self.tied, self.ranks, self.pipe.group, self.pipe.ranks[self.pipe.rank])
         self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._policies,
                                  self._units)
         self.replicas.tied = bool(self.ties.names)
@@ -258,7 +268,7 @@ class Rank:
         Raises:
             ValueError: A layer is on another rank, or one that other ranks share or have parts of.
         """
-        tied = {full.partition('.')[0] for tie in self._tied for _, full in tie}
+        tied = {full.partition('.')[0] for tie in self.tied for _, full in tie}
         for name, layer in layers.items():
             if name not in self.made:
                 raise ValueError(f"layer '{name}' is on another rank; replace it there")
@@ -351,7 +361,7 @@ class Rank:
         Raises:
             RuntimeError: It draws values for tensors of which ranks have parts.
         """
-        names = [name for stage in self._stages for name in stage]
+        names = [name for stage in self.stages for name in stage]
 
         def run() -> None:
             for name, layer in self.made.items():

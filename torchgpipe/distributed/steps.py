@@ -29,7 +29,7 @@ from torchgpipe.engine.microbatches import Chunk, check_arguments, cut, fit_rule
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.lowering import Message, Row, with_messages
+from torchgpipe.schedule.schedule import Message, Row, with_messages
 from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
                                         no_mean_in_the_model, no_mean_over_samples, seen_means,
                                         with_counts)

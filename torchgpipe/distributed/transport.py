@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.base.private import versions
-from torchgpipe.base.structure import Kind, bare, leaves_of
+from torchgpipe.base.structure import Kind, bare, is_plain, leaves_of
 from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -46,7 +46,7 @@ from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.engine.streams import graph_leaves
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.lowering import Message, Receive, Row, Send
+from torchgpipe.schedule.schedule import Message, Receive, Row, Send
 from torchgpipe.skip.transfer import Skip
 
 __all__ = ['Evaluation', 'Header', 'Messages', 'Outline', 'Training', 'Way', 'drive', 'outline']
@@ -102,7 +102,7 @@ def outline(k: int, x: Tensor, aliased: bool = False, common: bool = False) -> O
     Raises:
         TypeError: It is sparse, nested, or of a subclass.
     """
-    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_nested:
+    if not is_plain(x) or x.is_nested:
         raise TypeError(
             f'a stage gave a {type(x).__name__} ({x.layout}) to a stage on another rank, but only '
             'plain dense tensors travel between ranks; make it one in the last layer of that '

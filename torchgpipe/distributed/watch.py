@@ -36,7 +36,7 @@ from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.distributed.reports import Board, Record, blame, doing, names_of, text_of
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.lowering import Message
+from torchgpipe.schedule.schedule import Message
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'WatchThread', 'Whereabouts', 'is_from_others',
            'watched', 'whereabouts']
@@ -371,16 +371,16 @@ class Watch:
     """The watch of one rank over its model.
 
     Args:
-        mesh: The ranks of the model.
+        mesh: The ranks of the model; ``None`` to watch no other rank.
         timeout: How long a rank may wait for others.
     """
 
-    def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None = None) -> None:
         self._depth = 0
         self._limit, self._failed = (timeout or _LIMIT).total_seconds(), False
         self._own = own = Own()
         self._watcher: WatchThread | None = None
-        if mesh.size() > 1 and mesh.get_coordinate() is not None:
+        if mesh is not None and mesh.size() > 1 and mesh.get_coordinate() is not None:
             self._watcher = watcher = WatchThread(own, mesh, self._limit)
             thread = threading.Thread(target=watcher.loop, name='torchgpipe watch', daemon=True)
             thread.start()

@@ -26,9 +26,8 @@ from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.state import LayerRecorder, Layers, Observed
 from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
-from torchgpipe.engine.offload import Offload
 from torchgpipe.engine.partition import Partition
-from torchgpipe.engine.streams import AbstractStream, CPUStream
+from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload
 from torchgpipe.skip.tracker import Key
 from torchgpipe.skip.transfer import arrive, leave
 

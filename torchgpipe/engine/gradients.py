@@ -37,12 +37,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from torchgpipe.base.private import innermost_hooks, is_transformed, tree_map_only
+from torchgpipe.base.private import FakeTensor, innermost_hooks, is_transformed, tree_map_only
 from torchgpipe.base.structure import Slot
 from torchgpipe.engine.checkpoint.state import Swap, substituted
 
-__all__ = ['DeferredWork', 'Give', 'Leaves', 'Weight', 'edge_of', 'give', 'leaf_of', 'within']
+__all__ = ['DeferredWork', 'FakeWeights', 'Give', 'Leaves', 'Weight', 'edge_of', 'give', 'leaf_of',
+           'within']
 
 #: Functions that compute some gradients of weights and accumulate them.
 Work = list[Callable[[], None]]
@@ -86,6 +88,14 @@ class Weight(nn.Parameter):
         return _as_parameter(func, types, args, kwargs or {})
 
 
+class FakeWeights(TorchFunctionMode):
+    """A mode in which fake parameters have a split backward, as a :class:`Weight` has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = _SPLIT[func](*args, **(kwargs or {})) if func in _SPLIT else None
+        return func(*args, **(kwargs or {})) if output is None else output
+
+
 def _plain(weight: Weight) -> Tensor:
     plain: Tensor = _as_parameter(Tensor.as_subclass, (), (weight, Tensor), {})
     return plain
@@ -93,10 +103,11 @@ def _plain(weight: Weight) -> Tensor:
 
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a call defers its gradients of weights."""
-    return (isinstance(weight, Weight) and weight.deferred.work is not None
+    deferred = getattr(weight, 'deferred', None)
+    return (deferred is not None and deferred.work is not None
             and torch.is_grad_enabled()
-            and (isinstance(bias, Weight) or bias is None)
-            and type(input) is Tensor and input.layout is torch.strided
+            and (hasattr(bias, 'deferred') or bias is None)
+            and type(input) in (Tensor, FakeTensor) and input.layout is torch.strided
             and not input.is_complex() and not is_transformed()
             and not torch.is_autocast_enabled(input.device.type) and _is_run_again_alike())
 
@@ -294,11 +305,10 @@ class Leaves:
         key = id(x), id(deferred)
         if key not in self._leaves:
             data = x.detach()
-            if deferred is None or type(data) is not Tensor:
-                leaf = nn.Parameter(data)
-            else:
-                leaf = Weight(data)
-                leaf.deferred = deferred
+            kind = Weight if deferred is not None and type(data) is Tensor else nn.Parameter
+            leaf = kind(data)
+            if deferred is not None and type(data) in (Tensor, FakeTensor):
+                leaf.deferred = deferred  # type: ignore[attr-defined]
             leaf.__dict__.update(x.__dict__)
             if self._dtype is not None:
                 leaf.grad_dtype = self._dtype
@@ -320,7 +330,8 @@ class Leaves:
         for x, leaf in self._leaves.values():
             if only is not None and id(x) not in only:
                 continue
-            if x.layout is torch.strided and leaf.data_ptr() != x.data_ptr():
+            if not isinstance(x, FakeTensor) and x.layout is torch.strided \
+                    and leaf.data_ptr() != x.data_ptr():
                 x.data = leaf.data  # A layer has replaced the tensor.
             if leaf.grad is not None:
                 found.append((x, leaf.grad))

@@ -32,6 +32,22 @@ a copy stream on each side, so that the compute streams continue to compute::
 Ownership: the copy is allocated on copy stream B and read on compute stream B. Its source is
 allocated on compute stream A and read on the copy streams. Either may lose its last reference
 while the other stream still reads it, so both uses are recorded with the allocator.
+
+Offload: tensors move to host memory, and return before they are needed.
+
+One stream of each device copies them, concurrently with the compute stream::
+
+    compute        cell i ──▶ cell i+1 ──▶ …          … ──▶ backward of i+1 ──▶ recomputation of i
+                     └wait┐                                                      ┌wait┘
+    host stream           x ──▶ host                                 host ──▶ x'
+
+Ownership: x is allocated on the compute stream or a copy stream, and read on the host stream. x'
+is allocated on the host stream and read on the compute stream. Both uses are recorded with the
+allocator. Host memory is pinned, because copies are asynchronous only with pinned memory. PyTorch
+reuses pinned memory only after copies from it and to it have ended.
+
+An operation that changes x in place after the cell may run before or after the copy. It raises in
+backward, as without offload: an alias without memory has the version of x.
 """
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,14 +57,16 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.devices import CPU, has_streams
-from torchgpipe.base.structure import Value
+from torchgpipe.base.private import unseen
+from torchgpipe.base.structure import Tensors, Value, is_plain
 from torchgpipe.schedule.schedule import Action
 
 __all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'Checkpoint', 'Copy', 'Fork', 'Join',
-           'Observer', 'Recompute', 'Tie', 'Wait', 'as_accelerator', 'as_cuda', 'copy_tensor',
-           'current_stream', 'default_stream', 'find_grad', 'fork', 'get_device', 'get_phony',
-           'graph_leaves', 'is_accelerator', 'is_cuda', 'join', 'new_stream', 'no_context',
-           'observers', 'record_stream', 'tie', 'use_device', 'use_stream', 'wait_stream']
+           'Observer', 'Offload', 'Recompute', 'Tie', 'Wait', 'as_accelerator', 'as_cuda',
+           'copy_tensor', 'current_stream', 'default_stream', 'find_grad', 'fork', 'get_device',
+           'get_phony', 'graph_leaves', 'is_accelerator', 'is_cuda', 'join', 'new_stream',
+           'no_context', 'observers', 'record_stream', 'tie', 'use_device', 'use_stream',
+           'wait_stream']
 
 
 # Streams of devices.
@@ -408,8 +426,7 @@ class Copy(torch.autograd.Function):
     Takes tensors of any shapes, and returns a tuple of copies. In backward, gradients are copied
     in the opposite direction.
 
-    >>> from torchgpipe.engine.streams import CPUStream
-    >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
+    >>>     >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
     (tensor([1., 1.]),)
     """
 
@@ -439,8 +456,7 @@ class Wait(torch.autograd.Function):
     In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
     only mark the place in the graph, and are returned as a tuple.
 
-    >>> from torchgpipe.engine.streams import CPUStream
-    >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
+    >>>     >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
     (tensor([1., 1.]),)
     """
 
@@ -472,3 +488,68 @@ def graph_leaves(nodes: list[Any]) -> list[Tensor]:
         seen |= new
         nodes += new
     return found
+
+
+# Inputs of checkpointed cells in host memory.
+
+
+class Offload:
+    """Tensors that are kept in host memory until they are needed.
+
+    Args:
+        stream: The stream that copies them.
+    """
+
+    __slots__ = ('_moved', '_stream', 'aliases')
+
+    def __init__(self, stream: AbstractStream) -> None:
+        self._stream = stream
+        self._moved: list[bool] = []
+        #: Tensors without memory that have the versions of the stored tensors.
+        self.aliases: list[Tensor] = []
+
+    def store(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
+        """Return copies in host memory. Tensors on another device than the stream's stay.
+
+        Args:
+            tensors: The tensors, of any shapes.
+            compute: The stream on which the tensors are available.
+        """
+        device = get_device(self._stream)
+        self._moved = [x.device == device and is_plain(x) and x.numel() > 0 for x in tensors]
+        wait_stream(self._stream, compute)
+        with unseen(), use_stream(self._stream):
+            self.aliases = [_without_memory(x) for x in tensors]
+            return tuple(self._to_host(x) if moved else x
+                         for x, moved in zip(tensors, self._moved))
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        host = torch.empty_like(x, device='cpu', pin_memory=True, requires_grad=False)
+        host.copy_(x.detach(), non_blocking=True)
+        record_stream(x, self._stream)
+        return host.requires_grad_(x.requires_grad)
+
+    def fetch(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
+        """Return the tensors, copied back to the device.
+
+        Args:
+            tensors: The result of :meth:`store`.
+            compute: The stream that will use them.
+        """
+        with unseen(), use_stream(self._stream):
+            fetched = tuple(self._to_device(x, compute) if moved else x
+                            for x, moved in zip(tensors, self._moved))
+        wait_stream(compute, self._stream)
+        return fetched
+
+    def _to_device(self, x: Tensor, compute: AbstractStream) -> Tensor:
+        y = x.detach().to(get_device(self._stream), non_blocking=True)
+        record_stream(y, compute)
+        return y.requires_grad_(x.requires_grad)
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    """Return a tensor that shares only the version with another one."""
+    alias = x.detach()
+    alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
+    return alias

@@ -26,8 +26,7 @@ profile
 stage
     One partition in a schedule. A device may have several stages.
 """
-from torchgpipe.plan.costs import Costs, Link, StageCosts
-from torchgpipe.plan.overhead import measure_links, measure_overhead
+from torchgpipe.plan.costs import Costs, Link, StageCosts, measure_links, measure_overhead
 from torchgpipe.plan.search import Plan, plan
 from torchgpipe.plan.simulation import Simulation, simulate
 

@@ -37,7 +37,7 @@ from math import inf, lcm
 from operator import sub
 from typing import Any, TypeVar
 
-from torchgpipe.base.text import format_bytes, table
+from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.plan.costs import (Blocks, Costs, LayerProfile, MemoryLimit, Peak, SkipProfile,
                                    check_numbers, memory_limits, peaks)
 from torchgpipe.plan.simulation import simulate

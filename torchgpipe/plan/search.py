@@ -27,14 +27,14 @@ import torch
 from torch import nn
 
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
+from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.base.settings import Settings
 from torchgpipe.base.structure import Value
-from torchgpipe.base.text import format_bytes, table
 from torchgpipe.engine.workers import device_key
 from torchgpipe.plan.balance import Profile, bounded_cuts, check_partitions, fastest, positive
 from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, SkipProfile,
-                                   StageCosts, memory_limits, peaks)
-from torchgpipe.plan.overhead import measure_links, measure_overhead
+                                   StageCosts, measure_links, measure_overhead, memory_limits,
+                                   peaks)
 from torchgpipe.plan.profile import profile
 from torchgpipe.plan.simulation import Simulation, simulate
 from torchgpipe.schedule import NAMES, Schedule, make

@@ -19,8 +19,8 @@ world
 """
 from torchgpipe.shard import distributed, nn
 from torchgpipe.shard.averaging import GradScaler, average_gradients, clip_grad_norm_
+from torchgpipe.shard.collectives import draws
 from torchgpipe.shard.ddp import register_ddp_gathered_features, register_ddp_parameters_to_ignore
-from torchgpipe.shard.draws import draws
 from torchgpipe.shard.parameter import (_ORDER_ATTR, _PARALLEL_DIM, dtensor, get_parallel_dim,
                                         register_parallel_attribute, register_parallel_dim,
                                         set_attribute)

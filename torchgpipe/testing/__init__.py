@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.devices import forked_rng, is_cpu
 from torchgpipe.base.distance import arbitrary_loss
-from torchgpipe.base.errors import add_note
-from torchgpipe.base.text import table
+from torchgpipe.base.errors import add_note, table
 from torchgpipe.engine.split import parse_balance
 from torchgpipe.testing.differences import (Difference, Differences, compare, quiet, ways_out,
                                             why_of_micro_batches, why_of_the_pipeline)

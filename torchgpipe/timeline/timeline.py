@@ -7,7 +7,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torchgpipe.base.text import duration
+from torchgpipe.base.errors import duration
 from torchgpipe.schedule.schedule import Action, Timed
 
 __all__ = ['Comparison', 'Copied', 'LEGEND', 'Lanes', 'Timeline', 'compare', 'draw', 'save']

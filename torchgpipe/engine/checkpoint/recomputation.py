@@ -46,15 +46,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input, nested, other_path
-from torchgpipe.base.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
-                                     compiled_code, current_node, retains_graph, uncompiled,
-                                     unseen, versions)
+from torchgpipe.base.private import (APPLY, FakeTensor, Hooks, PythonNode, at_end_of_backward,
+                                     backward_pass, compiled_code, current_node, retains_graph,
+                                     uncompiled, unseen, versions)
 from torchgpipe.base.structure import Kind, Tensors, check_nested, once
 from torchgpipe.engine.checkpoint.random import Draws
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.state import CellState, run_on
-from torchgpipe.engine.offload import Offload
-from torchgpipe.engine.streams import AbstractStream, Checkpoint, use_stream
+from torchgpipe.engine.streams import AbstractStream, Checkpoint, Offload, use_stream
 
 __all__ = ['PendingComparison', 'Recomputation', 'RecomputedTensors', 'Sample', 'Saved', 'agree',
            'compare', 'compare_pending', 'elements_of', 'keep']
@@ -109,7 +108,7 @@ def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
         every: Whether to read tensors of any dtype, such as integers.
     """
     x = x.detach()
-    if x.is_meta or x.layout is not torch.strided:
+    if x.is_meta or isinstance(x, FakeTensor) or x.layout is not torch.strided:
         return None
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())

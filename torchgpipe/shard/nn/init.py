@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchgpipe.base.private import DispatchMode, on_cpu_without_memory
 from torchgpipe.shard import sizes
-from torchgpipe.shard.draws import same_draws
+from torchgpipe.shard.collectives import same_draws
 from torchgpipe.shard.parameter import global_shape, storage_dim
 from torchgpipe.shard.world import needed_by
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgpipe.shard import sizes
-from torchgpipe.shard.collectives import from_first
+from torchgpipe.shard.collectives import draws, from_first
 from torchgpipe.shard.ddp import check_wrapped
-from torchgpipe.shard.draws import draws
 from torchgpipe.shard.parameter import (Layout, check_dim, get_parallel_dim, is_tagged,
                                         register_parallel_dim)
 from torchgpipe.shard.world import needed_by

@@ -3,14 +3,14 @@ import pytest
 import torch
 
 from tests.devices import workers
-from torchgpipe.plan import Costs, Link, StageCosts, measure_links, overhead, plan, simulate
+from torchgpipe.plan import Costs, Link, StageCosts, costs, measure_links, plan, simulate
 from torchgpipe.schedule import make
 
 
 @pytest.fixture
 def seconds(monkeypatch):
     """Let a copy take a second, and one more for each MiB."""
-    monkeypatch.setattr(overhead, '_seconds', lambda x, target: 1 + x.numel() / 2 ** 20)
+    monkeypatch.setattr(costs, '_seconds', lambda x, target: 1 + x.numel() / 2 ** 20)
 
 
 @workers
@@ -56,9 +56,9 @@ def test_both_devices_have_ended_when_the_clock_is_read(devices, monkeypatch):
             log.append('clock')
             return 0.0
 
-    monkeypatch.setattr(overhead, 'time', Clock())
+    monkeypatch.setattr(costs, 'time', Clock())
     monkeypatch.setattr(torch.accelerator, 'synchronize', log.append)
     one, other = map(torch.device, devices.distinct(2))
-    overhead._seconds(torch.zeros(4, device=one), other)
+    costs._seconds(torch.zeros(4, device=one), other)
     ended = [one, other] if devices.are_accelerators else []
-    assert log == [*ended, 'clock'] * 2 * overhead.COPIES
+    assert log == [*ended, 'clock'] * 2 * costs.COPIES

@@ -12,8 +12,7 @@ from tests.helpers import (MODES, WeakLog, assert_same, call, compare_all_pendin
                            memory_of, train_both)
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk, no_recompute
-from torchgpipe.engine.offload import Offload
-from torchgpipe.engine.streams import current_stream, new_stream
+from torchgpipe.engine.streams import Offload, current_stream, new_stream
 
 
 @pytest.mark.accelerator

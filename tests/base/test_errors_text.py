@@ -1,7 +1,7 @@
 """Text output: aligned tables, and numbers with three digits."""
 import pytest
 
-from torchgpipe.base.text import duration, format_bytes, table
+from torchgpipe.base.errors import duration, format_bytes, table
 
 
 def test_the_first_column_is_aligned_left_and_numbers_right():

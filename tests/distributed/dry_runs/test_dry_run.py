@@ -1,0 +1,185 @@
+"""A dry run has the sizes, messages, collectives and memory of the real run."""
+from itertools import cycle
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.dry_runs.real import MODELS, SIZE, WIDTH, arguments, real
+from tests.shard.processes import run
+from tests.whole import first
+from torchgpipe.distributed import dry_run
+
+pytestmark = cpu_only('fake tensors are on the CPU')
+
+SCHEDULES = ['gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v']
+
+MESHES = [(data, pipe, world // data // pipe) for world in (2, 4, 8) for pipe in (2, 1, 4, 8)
+          for data in (1, 2, 4, 8) if world % (data * pipe) == 0]
+
+
+def dry(model, mesh, schedule, data, checkpoint='except_last', **more):
+    """Return the report of a case."""
+    module, balance, options = arguments(model, mesh, schedule, data, checkpoint)
+    x = torch.empty(SIZE, WIDTH, dtype=torch.float64, device='meta')
+    return dry_run(module, balance, x, x, F.mse_loss, mesh=mesh, schedule=schedule,
+                   optimizer=torch.optim.AdamW, **options, **more)
+
+
+def check(cases):
+    """Compare dry runs with real runs of the same number of ranks."""
+    found = run(prod(cases[0][1].values()), real, cases)
+    for k, case in enumerate(cases):
+        report = dry(*case)
+        for rank, facts in zip(report.ranks, [each[k] for each in found], strict=True):
+            sizes, shapes, sends, collectives, counted, allocated = facts
+            assert {name: getattr(rank, name) for name in sizes} == sizes, case
+            assert report.shapes(rank.rank) == shapes, case
+            assert report.messages(rank.rank) == sends, case
+            assert report.collectives(rank.rank) == collectives, case
+            peak = rank.total - rank.parameters - rank.optimizer - rank.buffers
+            assert peak == pytest.approx(counted, rel=.05), (case, rank)
+            # Gloo's threads allocate memory, and free it later.
+            if len(report.ranks) == report.mesh['pipe']:
+                assert peak == pytest.approx(allocated, rel=.1), (case, rank)
+
+
+@pytest.mark.parametrize('data, pipe, tensor', first(1, MESHES))
+def test_sizes_messages_collectives_and_peaks_are_the_real_ones(data, pipe, tensor):
+    mesh, models = {'data': data, 'pipe': pipe, 'tensor': tensor}, cycle(MODELS)
+    cases = [(next(models), mesh, schedule, use)
+             for use in ('replicate', 'shard')[:1 + (data > 1)] for schedule in SCHEDULES]
+    # Eight processes take a while: each mesh has one case of each use.
+    check(cases if data * pipe * tensor < 8 else cases[MESHES.index((data, pipe, tensor)) % 5::5])
+
+
+def linear(number=4, width=8):
+    """Return equal layers on the meta device."""
+    with torch.device('meta'):
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(number)))
+
+
+def small(module=None, balance=(2, 2), mesh=None, size=8, loss=F.mse_loss, width=8, **options):
+    """Make a dry run of a small model."""
+    x = torch.empty(size, width)
+    return dry_run(linear() if module is None else module, balance, x, x, loss,
+                   mesh={'pipe': 2} if mesh is None else mesh, **options)
+
+
+@pytest.mark.parametrize('checkpoint', ['always', 'never'])
+@pytest.mark.parametrize('schedule', SCHEDULES)
+def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule, monkeypatch):
+    """With many micro-batches, a part of them runs; of equal stages, one."""
+    pipe, stages = 8, 8 * (1 + (schedule in ('interleaved', 'zb-v')))
+    options = {'mesh': {'pipe': pipe, 'data': 2}, 'schedule': schedule, 'size': 63, 'chunks': 30,
+               'checkpoint': checkpoint, 'optimizer': torch.optim.AdamW, 'width': 64}
+    if schedule == 'zb-v':
+        options['places'] = [*range(pipe), *reversed(range(pipe))]
+    report = small(linear(16, 64), [16 // stages] * stages, **options)
+    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run.REPEATS', 30)
+    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run._signature',
+                        lambda rank, skeleton, plan, place, crossed: place)
+    whole = small(linear(16, 64), [16 // stages] * stages, **options)
+    for one, other in zip(report.ranks, whole.ranks, strict=True):
+        assert report.messages(one.rank) == whole.messages(one.rank)
+        assert report.collectives(one.rank) == whole.collectives(one.rank)
+        assert one.total == pytest.approx(other.total, rel=.01)
+    assert report.stages == whole.stages and report.traffic == whole.traffic
+
+
+def test_layers_that_get_other_inputs_are_not_alike():
+    """The second place gets a wider input than the third, although their layers are equal."""
+    class Wide(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).repeat(2, 1) if len(x) == 2 else super().forward(x)[:2]
+
+    with torch.device('meta'):
+        layers = [nn.Linear(8, 8), Wide(8, 8), Wide(8, 8), Wide(8, 8), Wide(8, 8), nn.Linear(8, 8)]
+    report = small(nn.Sequential(*layers), [1] * 6, {'pipe': 6}, 8, lambda y, t: y.sum(), chunks=4)
+    sent = [{bytes for to, bytes in report.messages(rank) if to > rank} for rank in range(6)]
+    assert sent == [{64}, {128}, {64}, {128}, {64}, set()]
+
+
+def test_flops_are_those_of_the_unwrapped_model():
+    from torch.utils.flop_counter import FlopCounterMode
+    report = small(checkpoint='never', chunks=4)
+    with FlopCounterMode(display=False) as counter:
+        F.mse_loss(linear()(torch.empty(8, 8, device='meta')),
+                   torch.empty(8, 8, device='meta')).backward()
+    assert sum(each.forward_flops + each.backward_flops
+               for each in report.stages) == counter.get_total_flops()
+    assert sum(each.forward_flops for each in report.stages) == 4 * 2 * 8 ** 3
+
+
+def test_two_dry_runs_are_equal_and_leave_nothing():
+    options = {'mesh': {'data': 2, 'pipe': 2}, 'chunks': 4, 'optimizer': torch.optim.AdamW}
+    module = linear()
+    before = [id(x) for x in module.parameters()]
+    assert small(module, **options).to_dict() == small(module, **options).to_dict()
+    assert [id(x) for x in module.parameters()] == before and not dist.is_initialized()
+    assert all(x.is_meta for x in module.parameters())
+
+
+class Heads(nn.Linear):
+    """A layer that splits its output into three heads."""
+
+    def forward(self, x):
+        return super().forward(x).view(len(x), 3, -1).flatten(1)
+
+
+@pytest.mark.parametrize('options, error, text', [
+    ({'mesh': {'pipe': 2}, 'processes': 3}, ValueError, 'takes 2 processes, but there are 3'),
+    ({'mesh': {'pip': 2}}, ValueError, r"this one has \['pip'\]"),
+    ({'mesh': {'pipe': 0}}, ValueError, 'pipe=0'),
+    ({'balance': [2, 3]}, ValueError, 'balance'),
+    ({'places': [0, 0]}, ValueError, 'takes at least one of 2 stages'),
+    ({'mesh': {'pipe': 2, 'tensor': 2}, 'tensor_plan': {'*.c_fc': ColwiseParallel()}}, ValueError,
+     "tensor_plan names '\\*.c_fc', but no module"),
+    ({'mesh': {'pipe': 2, 'tensor': 2}}, ValueError, 'tensor_plan says of no layer'),
+    ({'schedule': 'interleaved', 'balance': [1] * 5, 'module': linear(5)}, ValueError,
+     "'interleaved' takes 2 partitions on each device, but there are 5"),
+    ({'schedule': 'zb-v'}, ValueError, r'put them in this order: places=\[0, 0\]'),
+    ({'size': 0}, ValueError, 'the batch is empty'),
+    ({'loss': lambda y, t: F.mse_loss(y, t) * (1 if y.sum() > 0 else 2)}, RuntimeError,
+     'reads the value of a tensor'),
+    ({'data': 'sharded'}, ValueError, "data must be one of"),
+])
+def test_wrong_configurations_raise_the_errors_of_a_real_run(options, error, text):
+    with pytest.raises(error, match=text):
+        small(**options)
+    assert not dist.is_initialized()
+
+
+def test_heads_that_ranks_cannot_share_raise_the_error_of_the_layer():
+    with torch.device('meta'):
+        module = nn.Sequential(nn.Linear(8, 8), Heads(8, 12))
+    with pytest.raises(RuntimeError, match=r"shape .*\n.*partition 1|view") as caught:
+        small(module, [1, 1], {'pipe': 2, 'tensor': 2}, tensor_plan={'1': ColwiseParallel()})
+    assert "in layer '1'" in str(caught.value) or caught.value.__notes__
+
+
+def test_a_skip_to_an_earlier_stage_is_an_error():
+    from tests.distributed.models import Down, Out
+    with pytest.raises(TypeError, match='pop'):
+        small(nn.Sequential(Out(8), Down(8)), [1, 1])
+
+
+def test_a_rank_beyond_its_memory_is_named():
+    report = small(memory_limit=2000, optimizer=torch.optim.AdamW)
+    assert len(report.problems) == 2 and 'rank 0 (pipe 0) needs' in report.problems[0]
+    assert 'more than the limit of 1.95 KiB: optimizer take the most' in report.problems[0]
+    assert not small(memory_limit=1 << 20).problems
+
+
+def test_an_initialized_group_is_refused():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match='in a process of its own'):
+            small()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""The report: parts of ranks, equal places in one line, links, uneven ranks, data and picture."""
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.dry_runs.test_dry_run import linear, small
+from torchgpipe.distributed.dry_runs.report import Kept
+
+pytestmark = cpu_only('fake tensors are on the CPU')
+
+
+@pytest.mark.parametrize('at, part', [
+    ((0, 0), (2, 3)), ((1, 0), (1, 3)), ((0, 1), (2, 3)), ((0, 2), (2, 3)), ((1, 3), (0, 3))])
+def test_the_part_of_a_rank(at, part):
+    """The tensor axis splits 9 rows into 3, 3, 3 and 0, and the data axis 3 into 2 and 1."""
+    kept = Kept('parameters', 'weight', (9, 3), 4, (('tensor', 0), ('data', 0)))
+    data, tensor = at
+    assert kept.part({'data': 2, 'tensor': 4}, {'data': data, 'tensor': tensor}) == part
+
+
+def test_equal_places_have_one_line():
+    report = small(linear(8), [1] * 8, {'data': 2, 'pipe': 8}, chunks=2, schedule='gpipe',
+                   checkpoint='never')
+    lines = str(report).splitlines()
+    assert lines[0] == '16 ranks: data 2 × pipe 8 × tensor 1; 2 micro-batches'
+    assert any(line.startswith('1–6') and '1 … 6' in line for line in lines)
+    sends = [line for line in lines if line.startswith('pipe send')]
+    assert ['0–6 to pipe +1' in sends[0], '1–7 to pipe -1' in sends[1]] == [True, True]
+
+
+def test_links_within_hosts_and_between():
+    report = small(linear(4), [1] * 4, {'data': 2, 'pipe': 4}, chunks=4, devices_per_host=2)
+    sends = {(each.source, each.target): each.link for each in report.traffic
+             if each.operation == 'send'}
+    assert sends == {(0, 1): 'host', (1, 0): 'host', (1, 2): 'network', (2, 1): 'network',
+                     (2, 3): 'host', (3, 2): 'host'}
+    assert {each.link for each in report.traffic if each.axis == 'data'} == {'network'}
+    assert {each.link for each in small().traffic} == {''}
+
+
+def test_uneven_stages_are_named():
+    report = small(linear(4), [3, 1], chunks=4)
+    assert any('pipe 0 has 2.' in line for line in report.uneven)
+    assert any('needs' in line and 'times the memory' in line for line in report.uneven)
+
+
+def test_the_report_as_data_and_as_a_picture(tmp_path):
+    report = small(chunks=4, optimizer=torch.optim.Adam, memory_limit=1000)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert [each['rank'] for each in data['ranks']] == [0, 1] and len(data['problems']) == 2
+    report.save(tmp_path / 'report.png', 'two ranks')
+    assert (tmp_path / 'report.png').stat().st_size > 10000
+
+
+def test_a_total_is_the_sum_of_its_parts():
+    for data in ('replicate', 'shard'):
+        report = small(mesh={'data': 2, 'pipe': 2}, chunks=4, optimizer=torch.optim.Adam,
+                       data=data, loss=F.l1_loss)
+        for rank in report.ranks:
+            assert rank.total == (rank.parameters + rank.gradients + rank.optimizer + rank.buffers
+                                  + rank.activations + rank.messages + rank.gathered)
+            assert (rank.gathered > 0) == (data == 'shard') and rank.activations > 0

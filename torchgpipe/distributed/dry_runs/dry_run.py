@@ -1,0 +1,334 @@
+"""``dry_run``: a step of each rank of a mesh, in one process, without devices and values.
+
+::
+
+    mesh, model, step ─▶ virtual ranks ─▶ a step ─▶ an entry for each item ─▶ replay ─▶ report
+                         one for places   of a few                            of all
+                         that are alike   micro-batches                       places and items
+
+Replicas and ranks along the tensor axis do the same work. So one virtual rank runs for each place
+along the pipe axis, and for one of several places with equal layers. It runs a few micro-batches
+of each kind. The change of memory, the FLOPs, messages and collectives of each action are recorded
+then. The replay adds them up over the whole row of each place.
+"""
+import sys
+from collections import Counter as Counted
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchgpipe.base.private import fake_store
+from torchgpipe.base.structure import flatten_nested, storage_id
+from torchgpipe.distributed.dry_runs.counters import Entry, seen_resizes
+from torchgpipe.distributed.dry_runs.report import Account, DryRun, Kept
+from torchgpipe.distributed.dry_runs.virtual import (REPEATS, Rendezvous, VirtualModel,
+                                                     VirtualRank, micro_batch_of)
+from torchgpipe.distributed.layers import skeleton_of, style_of
+from torchgpipe.distributed.mesh import AXES, check_sizes
+from torchgpipe.distributed.reduction import local
+from torchgpipe.engine.gradients import FakeWeights
+from torchgpipe.schedule import Action, ScheduleLike
+from torchgpipe.schedule.schedule import Message, Row, with_messages
+
+__all__ = ['dry_run']
+
+
+def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: Any, input: Any,
+            target: Any, loss_fn: Callable[[Any, Any], Tensor], *, mesh: Mapping[str, int],
+            schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
+            optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+            processes: int | None = None, devices_per_host: int | None = None,
+            memory_limit: int | None = None, **options: Any) -> DryRun:
+    """Run a step on each rank of a mesh that does not exist, and report what each rank needs.
+
+    The model and the step are the ones of :class:`~torchgpipe.distributed.DistributedGPipe`, with
+    its checks and errors. Tensors have no memory and no values, and messages are handed over
+    within this process. So a step of thousands of ranks takes seconds, without a device.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from torchgpipe.distributed import dry_run
+    >>> with torch.device('meta'):
+    ...     module = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    >>> report = dry_run(module, [2, 1], torch.empty(64, 256), torch.empty(64, 256),
+    ...                  nn.functional.mse_loss, mesh={'data': 2, 'pipe': 2}, chunks=8,
+    ...                  optimizer=torch.optim.AdamW)
+    >>> [rank.parameters for rank in report.ranks]
+    [1052672, 1049600, 1052672, 1049600]
+
+    Args:
+        module: As of :class:`~torchgpipe.distributed.DistributedGPipe`, best on the meta device.
+        balance: As of :class:`~torchgpipe.distributed.DistributedGPipe`.
+        input: The input of one replica. Only shapes and types of tensors matter, so tensors may be
+            on the meta device.
+        target: The target of one replica, in the same way.
+        loss_fn: As of :meth:`~torchgpipe.distributed.DistributedGPipe.step`.
+        mesh: The sizes of the axes, such as ``{'data': 64, 'pipe': 8, 'tensor': 8}``.
+        schedule: As of :meth:`~torchgpipe.distributed.DistributedGPipe.step`.
+        target_dim: As of :meth:`~torchgpipe.distributed.DistributedGPipe.step`.
+        normalizer: As of :meth:`~torchgpipe.distributed.DistributedGPipe.step`.
+        optimizer: Makes the optimizer from a list of parameters, such as ``torch.optim.AdamW``. It
+            takes a step, and the size of its state is reported. By default there is none.
+        processes: The number of processes that will be started; by default, as many as the mesh
+            has ranks.
+        devices_per_host: The number of devices of a host, of which each runs one rank. If it is
+            given, the report divides messages and collectives into those within a host and those
+            between hosts.
+        memory_limit: The memory of a device in bytes. If it is given, the report lists the ranks
+            that need more.
+        options: The other arguments of :class:`~torchgpipe.distributed.DistributedGPipe`, such as
+            ``chunks``, ``checkpoint``, ``data`` and ``tensor_plan``.
+
+    Raises:
+        ValueError: As ``DistributedGPipe`` and its ``step`` raise for these arguments.
+        RuntimeError: ``torch.distributed`` is initialized, or a layer reads a value of a tensor.
+    """
+    step = partial(_step, input, target, loss_fn, optimizer, schedule=schedule,
+                   target_dim=target_dim, normalizer=normalizer)
+    skeleton = skeleton_of(module)
+    with _fake_mesh(mesh, processes) as found:
+        make = partial(VirtualModel, balance=balance, mesh=found, compare_every=0,
+                       **{**options, 'weights': None, 'init': None})
+        meeting, models, kept = _run(make, skeleton, step, options.get('tensor_plan') or {})
+        if not _are_alike(meeting, models):
+            meeting, models, kept = _run(make, skeleton, step, None)
+        return _report(meeting, models, kept, devices_per_host, memory_limit)
+
+
+@contextmanager
+def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]:
+    """Create a mesh of fake processes, of which this process is the first one."""
+    unknown = [name for name in sizes if name not in AXES]
+    if unknown:
+        raise ValueError(f'a mesh has axes of {AXES}, but this one has {unknown}')
+    shape = data, pipe, tensor = [sizes.get(name, 1) for name in AXES]
+    product = data * pipe * tensor
+    check_sizes(data, pipe, tensor, product if processes is None else processes)
+    if dist.is_initialized():
+        raise RuntimeError('a dry run has a fake group of processes, but torch.distributed is '
+                           'initialized already: run it in a process of its own')
+    hook = sys.excepthook  # PyTorch would print the number of the rank before each line.
+    dist.init_process_group('fake', rank=0, world_size=product, store=fake_store())
+    try:
+        with seen_resizes():
+            yield init_device_mesh('cpu', tuple(shape), mesh_dim_names=AXES)
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+Models = dict[int, VirtualModel]
+
+
+def _run(make: Callable[..., VirtualModel], skeleton: nn.Sequential, step: Callable[..., Any],
+         plan: Mapping[str, Any] | None) -> tuple[Rendezvous, Models, dict[int, tuple[Kept, ...]]]:
+    """Run a step of the virtual ranks; return their models, and the memory that they keep.
+
+    Args:
+        make: Makes the model of a virtual rank.
+        skeleton: The layers.
+        step: Takes a step of a model.
+        plan: The tensor plan, if one rank may run for several places that are alike.
+    """
+    meeting = Rendezvous()
+    models = {0: make(partial(VirtualRank, meeting, 0), skeleton)}
+    rank = models[0]._rank
+    like = _like(rank, skeleton, plan) if plan is not None else [*range(rank.pipe.size)]
+    for place in sorted({*like} - {0}):
+        models[place] = make(partial(VirtualRank, meeting, place), skeleton)
+    meeting.like = like
+    kept: dict[int, tuple[Kept, ...]] = {}
+
+    def run(place: int) -> None:
+        kept[place] = step(models[place])
+
+    meeting.turns.run([partial(run, place) for place in models])
+    return meeting, models, kept
+
+
+def _step(input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor],
+          optimizer: Callable[[list[nn.Parameter]], Optimizer] | None, model: VirtualModel,
+          **options: Any) -> tuple[Kept, ...]:
+    """Take a step of a model and of its optimizer; return the tensors that stay afterwards."""
+    rank = model._rank
+    meeting, counter = rank.meeting, rank.counter
+    counter.others = {storage_id(local(x)) for x in (*model.parameters(), *model.buffers())}
+    # In the first step DTensor learns how operations split tensors, which takes memory.
+    for rank.repeats in (1, REPEATS):
+        model.zero_grad()
+        counter.restart()
+        with counter, FakeWeights():
+            model.step(_fake(meeting, input), _fake(meeting, target), loss_fn, **options)
+            counter.at(None)
+    parameters = [*model.parameters()]
+    states: Mapping[Any, Any] = {}
+    if optimizer is not None:
+        with counter:
+            made = optimizer(parameters)
+            made.step()
+            states = made.state
+    return (*(_kept('parameters', x, name) for name, x in model.named_parameters()),
+            *(_kept('gradients', x.grad) for x in parameters if x.grad is not None),
+            *(_kept('optimizer', each) for x in states for each in _tensors_in(states[x])),
+            *(_kept('buffers', x, name) for name, x in model.named_buffers()))
+
+
+def _fake(meeting: Rendezvous, value: Any) -> Any:
+    """Return a value with fake tensors."""
+    tensors, structure = flatten_nested(value)
+    return structure([meeting.fake(x) for x in tensors])
+
+
+def _tensors_in(state: Any) -> Iterable[Tensor]:
+    return [x for x in (state.values() if isinstance(state, dict) else [state])
+            if isinstance(x, Tensor)]
+
+
+def _kept(kind: str, x: Tensor, name: str = '') -> Kept:
+    """Return the description of a tensor that stays after a step."""
+    axes = []
+    if isinstance(x, DTensor):
+        names = x.device_mesh.mesh_dim_names or ()
+        # The tensor axis splits first, and the data axis splits the resulting part.
+        axes = sorted([(name, placement.dim) for name, placement in zip(names, x.placements)
+                       if hasattr(placement, 'dim')], reverse=True)
+    return Kept(kind, name, tuple(x.shape), x.element_size(), tuple(axes))
+
+
+# Places that are alike.
+
+
+def _like(rank: VirtualRank, skeleton: nn.Sequential, plan: Mapping[str, Any]) -> list[int]:
+    """Return for each place along the pipe axis the first place with equal layers."""
+    first: dict[Any, int] = {}
+    names = {stage for tie in rank.tied for stage, _ in tie}
+    crossed = {stage for pair in rank.skips for stage in pair} | names
+    return [first.setdefault(_signature(rank, skeleton, plan, place, crossed), place)
+            for place in range(rank.pipe.size)]
+
+
+def _signature(rank: VirtualRank, skeleton: nn.Sequential, plan: Mapping[str, Any], place: int,
+               crossed: set[int]) -> Any:
+    """Return a value that is equal for places whose virtual ranks would do the same."""
+    stages = rank.stages_of(place)
+    last = len(rank.places) - 1
+    if crossed & {*stages} or 0 in stages or last in stages:
+        return place
+    names = [name for j in stages for name in rank.stages[j]]
+    return tuple([(len(rank.stages[j]), rank.places[j - 1] == place,
+                   rank.places[j + 1] == place) for j in stages]), tuple(
+        _form(name, skeleton.get_submodule(name), plan) for name in names)
+
+
+def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
+    """Return a value that is equal for layers that do the same with tensors of equal shapes.
+
+    Args:
+        name: The name of the layer.
+        layer: The layer.
+        plan: How layers are split along the tensor axis.
+    """
+    return tuple((
+        path.count('.'), style_of(path, plan), type(module), module.training,
+        tuple((name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
+              for tensors in (module._parameters, module._buffers) for name, x in tensors.items()),
+        tuple((name, _plain(value)) for name, value in vars(module).items()
+              if not name.startswith('_') or name.endswith('_hooks')))
+        for path, module in layer.named_modules(prefix=name))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that can be compared, or its identity."""
+    if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_plain, value))
+    if isinstance(value, (dict, set)) and not value:
+        return type(value)
+    return id(value)
+
+
+def _are_alike(meeting: Rendezvous, models: Models) -> bool:
+    """Return whether places that are alike have messages with equal headers."""
+    rank = models[0]._rank
+    for place, like in enumerate(meeting.like):
+        for j, k in zip(rank.stages_of(place), rank.stages_of(like)) if like != place else ():
+            for i in meeting.micro_batches:
+                for end in (0, 1):  # its input, and its output
+                    own = Message(Action(j - 1 + end, 'F', i), j + end)
+                    other = Message(Action(k - 1 + end, 'F', i), k + end)
+                    if meeting.headers.get(rank.twin(own)) != meeting.headers.get(other):
+                        return False
+    return True
+
+
+# The replay.
+
+
+def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, ...]],
+            devices_per_host: int | None, memory_limit: int | None) -> DryRun:
+    model, rank = models[0], models[0]._rank
+    assert meeting.schedule is not None
+    rows = with_messages(meeting.schedule, sorted(rank.skips), rank.places)
+    sizes = {axis: getattr(rank, axis).size for axis in AXES}
+    groups = {each.group_name: name for name, each in (('all', rank.everyone), *(
+        (axis, getattr(rank, axis).group) for axis in AXES)) if each is not None}
+    accounts = []
+    for place, row in enumerate(rows):
+        like = meeting.like[place]
+        accounts.append(Account(tuple(rank.stages_of(place)), tuple(_replayed(
+            meeting, place, row, models[like]._rank)), kept[like], groups))
+    return DryRun(sizes, tuple(model.balance), tuple(rank.places), len(meeting.kinds),
+                  tuple(accounts), rank.replicas.offloads, devices_per_host, memory_limit)
+
+
+def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank
+              ) -> Iterator[tuple[Action | Message | None, Entry]]:
+    """Yield each item in the row of a place, with its entry.
+
+    The first items of a kind have the entries of the first such items that have run. All later
+    ones have the last of these entries.
+
+    Args:
+        meeting: The micro-batches that have run.
+        place: The place.
+        row: Its row, with all micro-batches.
+        like: The virtual rank that has run for it.
+    """
+    begin, *entries = like.counter.entries
+    known: defaultdict[Any, list[Entry]] = defaultdict(list)
+    numbers = {j: k for k, j in enumerate(like.own)}
+    for entry in entries:
+        known[entry.item and _kind(meeting, numbers, entry.item)].append(entry)
+    numbers, seen = {j: k for k, j in enumerate(like.stages_of(place))}, Counted[Any]()
+    yield None, begin
+    for item in row:
+        kind = _kind(meeting, numbers, item)
+        yield item, known[kind][min(seen[kind], len(known[kind]) - 1)]
+        seen[kind] += 1
+    for entry in known[None]:
+        yield None, entry
+
+
+def _kind(meeting: Rendezvous, numbers: Mapping[int, int], item: Action | Message) -> Any:
+    """Return the kind of an item: equal items have equal entries, except the first ones.
+
+    Args:
+        meeting: The kinds of micro-batches.
+        numbers: The stages of the rank, each with its number on it.
+        item: The item.
+    """
+    kind = meeting.kinds[micro_batch_of(item)]
+    if isinstance(item, Action):
+        return kind, item.kind, numbers[item.stage]
+    (stage, name, _), to = item
+    return kind, name, to - stage, numbers.get(stage), numbers.get(to)

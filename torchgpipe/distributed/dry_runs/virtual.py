@@ -1,0 +1,391 @@
+"""Virtual ranks: the ranks of a pipeline as threads of one process, which take turns.
+
+The model, the step and the messages are the ones of :class:`DistributedGPipe`. Layers have fake
+tensors, groups of processes are fake, and messages are handed over in memory::
+
+    rank 0    0F0 0F0>1 0F1 0F1>1 ┐                      ┌ 1B0>0 0B0 …
+    rank 1                        └ 0F0>1 1F0 0F1>1 1B0 ─┘
+
+A rank runs until it waits for a message or for the facts of the others. Then another one runs.
+"""
+import pickle
+from collections import Counter as Collected
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from threading import Semaphore, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchgpipe.base.context import ThreadState
+from torchgpipe.base.private import FakeTensorMode
+from torchgpipe.base.settings import checkpoint_stops
+from torchgpipe.base.structure import size_of
+from torchgpipe.distributed.agreement import Facts
+from torchgpipe.distributed.dry_runs.counters import Counter
+from torchgpipe.distributed.layers import Ties
+from torchgpipe.distributed.model import DistributedGPipe
+from torchgpipe.distributed.rank import Rank
+from torchgpipe.distributed.reduction import local
+from torchgpipe.distributed.steps import Steps
+from torchgpipe.distributed.transport import AHEAD, Header, Messages, Way
+from torchgpipe.distributed.watch import Watch
+from torchgpipe.engine.microbatches import Chunk
+from torchgpipe.schedule import Action, Schedule
+from torchgpipe.schedule.schedule import Message
+from torchgpipe.sequential.parts import NamedLayer
+from torchgpipe.training.losses import Losses
+
+__all__ = ['REPEATS', 'Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
+
+
+#: How many micro-batches of each kind run. After these, sends free as much memory as they take.
+REPEATS = AHEAD + 2
+
+
+class _Ended(BaseException):
+    """Another rank has raised."""
+
+
+class _Turn:
+    """One rank of :class:`Turns`."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        #: Whether the rank can go on.
+        self.ready: Callable[[], bool] = lambda: True
+        self.go, self.back = Semaphore(0), Semaphore(0)
+        self.error: BaseException | None = None
+        self.done = False
+
+
+class Turns:
+    """Functions that run in threads, one at a time, until each waits for another.
+
+    The order depends on nothing but the functions, so results are repeatable.
+    """
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+        self._now: _Turn | None = None
+        self._ends = False
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Let other functions run until a condition holds."""
+        turn = self._now
+        assert turn is not None
+        while not ready():
+            turn.ready = ready
+            turn.back.release()
+            turn.go.acquire()
+            if self._ends:
+                raise _Ended
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Run functions to their ends.
+
+        Raises:
+            BaseException: The error of the first function that raised.
+            RuntimeError: All functions wait.
+        """
+        state = ThreadState.capture()
+        self._turns = [_Turn(function) for function in functions]
+        threads = [Thread(target=self._serve, args=[turn, state], daemon=True)
+                   for turn in self._turns]
+        for thread in threads:
+            thread.start()
+        try:
+            while open := [turn for turn in self._turns if not turn.done]:
+                able = [turn for turn in open if turn.ready()]
+                if not able:
+                    raise RuntimeError('all ranks wait for each other')
+                for turn in able:
+                    self._let(turn)
+        finally:
+            self._ends = True
+            for turn in self._turns:
+                if not turn.done:
+                    self._let(turn)
+            for thread in threads:
+                thread.join()
+
+    def _let(self, turn: _Turn) -> None:
+        self._now = turn
+        turn.go.release()
+        turn.back.acquire()
+        if turn.error is not None and not self._ends:
+            raise turn.error
+
+    def _serve(self, turn: _Turn, state: ThreadState) -> None:
+        turn.go.acquire()
+        try:
+            if not self._ends:
+                state.run(turn.run, state.num_threads)
+        except _Ended:
+            pass
+        except BaseException as error:
+            turn.error = error
+        finally:
+            turn.done = True
+            turn.back.release()
+
+
+class Rendezvous:
+    """The exchanges between the virtual ranks of one pipeline.
+
+    Some places along the pipe axis have no virtual rank, because they are like another place.
+    Their messages have the headers of messages of that place.
+
+    Attributes:
+        headers: The headers of messages that were sent.
+        like: For each place, the place of the virtual rank that stands for it.
+        kinds: The kind of each micro-batch: its size, and where it is recomputed.
+        micro_batches: The micro-batches that the virtual ranks run.
+        schedule: The schedule of the step, with all micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.headers: dict[Message, Header] = {}
+        self.like: list[int] = []
+        self.kinds: list[Any] = []
+        self.micro_batches: Collection[int] = ()
+        self.schedule: Schedule | None = None
+        self._facts: defaultdict[int, dict[int, Facts]] = defaultdict(dict)
+        self._rounds: defaultdict[int, int] = defaultdict(int)
+
+    def fake(self, x: Tensor) -> Tensor:
+        """Return a fake tensor on the CPU in place of a tensor."""
+        with self.mode:
+            new = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
+        new = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else \
+            new.requires_grad_(x.requires_grad)
+        new.__dict__.update(x.__dict__)
+        return new
+
+    def choose(self, sizes: Sequence[int], stops: Sequence[int], repeats: int) -> None:
+        """Choose the micro-batches to run: the first ones of each kind.
+
+        Args:
+            sizes: The number of samples of each micro-batch.
+            stops: By stage, the number of recomputed micro-batches.
+            repeats: How many micro-batches of each kind run.
+        """
+        self.kinds = [(size, *(i < stop for stop in {*stops})) for i, size in enumerate(sizes)]
+        seen: Collected[Any] = Collected()
+        self.micro_batches = [i for i, kind in enumerate(self.kinds)
+                              if not seen.update([kind]) and seen[kind] <= repeats]
+
+    def meet(self, place: int, facts: Facts) -> list[Facts]:
+        """Return the facts of all places."""
+        if not self.like:  # Models are made one after the other.
+            return []
+        number = self._rounds[place]
+        self._rounds[place] += 1
+        there = self._facts[number]
+        there[place] = facts
+        self.turns.wait(lambda: len(there) == len({*self.like}))
+        return [there[each] for each in self.like]
+
+
+class _InFlight:
+    """A send or a receive, as of a backend that reports its end only to a rank that waits.
+
+    Args:
+        counter: Counts the memory in flight.
+        bytes: The size of the message.
+    """
+
+    def __init__(self, counter: Counter, bytes: int) -> None:
+        self._counter, self._bytes = counter, bytes
+        counter.messages += bytes
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._counter.messages -= self._bytes
+
+
+class VirtualMessages(Messages):
+    """The messages of a virtual rank. All ranks know a header when its message is sent."""
+
+    def __init__(self, rank: 'VirtualRank') -> None:
+        super().__init__(rank.pipe.group, rank.ranks, rank.device, rank.meeting.headers)
+        self._rank = rank
+
+    def send(self, message: Message, header: Header, tensors: Sequence[Tensor]) -> None:
+        """Send a message."""
+        if header.varies:  # Then each message has a header, in two parts.
+            sizes = [torch.long.itemsize, len(pickle.dumps(header))]
+            self._rank.counter.sent += [(self._ranks[message.stage], size) for size in sizes]
+            header = header._replace(varies=False)
+        self._known.setdefault(message, header)
+        super().send(message, header, tensors)
+
+    def receive(self, message: Message) -> None:
+        """Wait until a message was sent, and receive it."""
+        twin = self._rank.twin(message)
+        self._rank.meeting.turns.wait(lambda: twin in self._known)
+        self._known[message] = self._known[twin]
+        super().receive(message)
+
+    def finish(self) -> None:
+        """Wait until all sends have ended, which is no part of the last action."""
+        self._rank.counter.at(None)
+        super().finish()
+
+    def _put(self, x: Tensor, rank: int) -> None:
+        counter = self._rank.counter
+        counter.sent.append((rank, x.numel()))
+        self._sent[rank][-1].append((_InFlight(counter, x.numel()), x))
+
+    def _get(self, x: Tensor, rank: int) -> Any:
+        return _InFlight(self._rank.counter, x.numel())
+
+
+class VirtualTies(Ties):
+    """The tied parameters of a virtual rank."""
+
+    counter: Counter
+
+    def spread(self, device: torch.device) -> None:
+        """Check that the copies are split alike; they have no values."""
+
+    def _send(self, x: Tensor, rank: int) -> None:
+        self.counter.sent.append((rank, size_of(x)))
+
+    def _receive(self, x: Tensor, rank: int) -> None:
+        pass
+
+    def _counts_in(self, x: Tensor, ranks: int) -> list[float]:
+        return [ranks] * len(x)
+
+
+class VirtualRank(Rank):
+    """A rank whose layers have fake tensors.
+
+    Args:
+        meeting: The exchanges with the other ranks.
+        place: Its place along the pipe axis.
+        args: The arguments of :class:`~torchgpipe.distributed.rank.Rank`.
+
+    Attributes:
+        counter: Counts its operations.
+        repeats: How many micro-batches of each kind it runs in a step.
+    """
+
+    _ties_type = VirtualTies
+
+    def __init__(self, meeting: Rendezvous, place: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.meeting, self.counter, self.repeats = meeting, Counter(meeting.mode), 1
+        self.pipe = self.pipe._replace(rank=place)
+        self.own = self.stages_of(place)
+
+    def stages_of(self, place: int) -> list[int]:
+        """Return the stages of a place."""
+        return [j for j, each in enumerate(self.places) if each == place]
+
+    def twin(self, message: Message) -> Message:
+        """Return the message of a virtual rank with the same header.
+
+        ::
+
+            places      0          1          2          3          2 is like 1
+            forward     0F0>1 ───▶ 1F0>2 ───▶ 2F0>3 ───▶            2F0>3 is like 1F0>2
+            backward         ◀─── 1B0>0 ◀─── 2B0>1 ◀─── 3B0>2       2B0>1 is like 3B0>2
+
+        It is a message of the stage before in forward, and of the stage after in backward, so that
+        no rank waits for itself. Stages between have equal layers.
+        """
+        (stage, kind, i), to = message
+        like = self.meeting.like
+        step = -1 if kind == 'F' else 1
+        other = stage
+        while like[self.places[other]] != self.places[other]:
+            other += step
+        return Message(Action(other, kind, i), other + to - stage)
+
+    def _fill(self, *args: Any) -> Mapping[str, nn.Module]:
+        _, skeleton, own, *_, finish = args
+        layers = {name: skeleton.get_submodule(name) for name in own}
+        memo: dict[int, Any] = {}
+        for layer in layers.values():
+            if isinstance(layer, NamedLayer):
+                memo[id(layer.__dict__.get('original'))] = None
+            for x in (*layer.parameters(), *layer.buffers()):
+                if id(x) not in memo:
+                    memo[id(x)] = self.meeting.fake(x)
+        copies = {name: deepcopy(layer, memo) for name, layer in layers.items()}
+        for name, layer in copies.items():
+            finish(name, layer)
+        return copies
+
+    def _assemble(self) -> None:
+        super()._assemble()
+        self.ties.counter = self.counter  # type: ignore[attr-defined]
+        self.counter.gathered = lambda: sum(
+            local(x).untyped_storage().nbytes() for x in self.replicas.seen.values())
+
+    def together(self, task: str, function: Callable[[], Facts | None]) -> dict[int, Facts]:
+        """Call a function, and return the facts of all ranks; replicas have the same ones."""
+        facts = function() or Facts()
+        if self.everyone is not None:
+            own = torch.empty(len(facts) + 4, dtype=torch.float64)
+            dist.all_gather([own] * self.everyone.size(), own, self.everyone)
+        said = self.meeting.meet(self.pipe.rank, facts)
+        return {rank: each for ranks, each in zip(self.at_place, said) for rank in ranks}
+
+
+class VirtualSteps(Steps):
+    """The steps of a virtual rank."""
+
+    _rank: VirtualRank
+
+    def __init__(self, rank: VirtualRank, model: DistributedGPipe, at: Any, compare_every: int
+                 ) -> None:
+        super().__init__(rank, model, rank.counter.at, compare_every)
+
+    def _given(self, batches: Sequence[Chunk]) -> int:
+        return 0  # Ranks along the tensor axis have the same samples.
+
+    def _losses(self, sizes: list[int], *args: Any, **options: Any) -> Losses:
+        self._rank.meeting.choose(sizes, checkpoint_stops(
+            self._model.checkpoint, len(sizes), len(self._model.balance)), self._rank.repeats)
+        losses = super()._losses(sizes, *args, **options)
+        losses.monitor = None  # It compares values.
+        return losses
+
+    def _way(self, schedule: Schedule, kind: Any) -> Way:
+        way, meeting = super()._way(schedule, kind), self._rank.meeting
+        meeting.schedule = schedule
+        row = tuple([each for each in way.row if micro_batch_of(each) in meeting.micro_batches])
+        return way._replace(row=row, messages=VirtualMessages(self._rank))
+
+
+def micro_batch_of(item: Action | Message) -> int:
+    """Return the micro-batch of an action or a message."""
+    return (item if isinstance(item, Action) else item.action).micro_batch
+
+
+class VirtualModel(DistributedGPipe):
+    """The model of a virtual rank.
+
+    Args:
+        rank: Makes the rank.
+        args, options: As of :class:`~torchgpipe.distributed.DistributedGPipe`.
+    """
+
+    _rank: VirtualRank
+    _steps_type = VirtualSteps
+    _watch_type = staticmethod(
+        lambda mesh, timeout: Watch(None, timeout))
+
+    def __init__(self, rank: Callable[..., VirtualRank], *args: Any, **options: Any) -> None:
+        self.__dict__['_rank_type'] = rank
+        super().__init__(*args, **options)
