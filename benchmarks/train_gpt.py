@@ -5,6 +5,7 @@
     python -m benchmarks train-gpt                                    a small model, one process
     python -m benchmarks train-gpt --data 2 --pipe 2                  four processes of its own
     torchrun --nproc-per-node 8 -m benchmarks.train_gpt --pipe 8      processes of torchrun
+    python -m benchmarks train-gpt --pipe 64 --dry-run                what 64 ranks would need
 
     options ─▶ checked ─▶ launch ─▶ train: plan, model, optimizer, newest checkpoint
                             ▲ │       each step: samples ─▶ model.step ─▶ clip ─▶ AdamW ─▶ log
@@ -47,7 +48,7 @@ from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers
                                    layers_with_experts, tensor_plan)
 from torchgpipe.base.devices import CPU, current_device, is_cpu, synchronize
 from torchgpipe.base.errors import format_bytes
-from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.plan import Plan
 from torchgpipe.schedule import NAMES
 from torchgpipe.timeline import record
@@ -67,11 +68,47 @@ def train_gpt(**options: Any) -> None:
     bubble: the share of the step's time in which ranks wait.
     """
     config = checked(Namespace(**options))
+    if config.dry_run:
+        rehearse(config)
+        return
     check_files(config)
     if 'RANK' in os.environ or config.world == 1 and not config.restarts:
         train(config)
     else:
         launch(train, config, [2, NOT_FINITE])
+
+
+def rehearse(config: Namespace) -> None:
+    """Print what each rank would need, and draw it; exit with 1 if a rank has too little memory.
+
+    Blocks are divided evenly, with the embedding and the head beside the first and the last one.
+    """
+    module, options = arguments_of(config, CPU)
+    stages = config.pipe * config.virtual
+    each, more = divmod(config.sizes.depth, stages)
+    balance = [each + (j < more) + (j == 0) + (j == stages - 1) for j in range(stages)]
+    if config.schedule == 'zb-v':
+        options['places'] = [*range(config.pipe), *reversed(range(config.pipe))]
+    samples = torch.empty(config.chunks * config.micro_batch_size, config.block_size,
+                          dtype=torch.long, device='meta')
+    try:
+        with autocast(config, CPU):
+            found = dry_run(
+                module, balance, samples, samples, loss_of,
+                mesh={'data': config.data, 'pipe': config.pipe, 'tensor': config.tensor},
+                schedule=config.schedule, chunks=config.chunks, checkpoint=config.checkpoint,
+                optimizer=partial(optimizer_of, config), devices_per_host=config.devices_per_host,
+                memory_limit=config.memory, **options)
+    except (RuntimeError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(found)
+    path = Path(output_folder(config.output)) / 'dry-run'
+    found.save(path.with_suffix('.png'))
+    with replacing(path.with_suffix('.json')) as new:
+        new.write_text(json.dumps(found.to_dict()) + '\n')
+    click.echo(f"\n{path.with_suffix('.png')}\n{path.with_suffix('.json')}")
+    if found.problems:
+        raise SystemExit(1)
 
 
 def check_files(config: Namespace) -> None:
@@ -145,9 +182,8 @@ def autocast(config: Namespace, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == 'bfloat16')
 
 
-def made(config: Namespace, mesh: Any, found: Plan, device: torch.device
-         ) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
-    """Return the model and its optimizer."""
+def arguments_of(config: Namespace, device: torch.device) -> tuple[nn.Sequential, dict[str, Any]]:
+    """Return the layers, on the meta device, and the options of the model."""
     with torch.device('meta'):
         module = layers_of(config, config.sizes)
     shards = {name: style for name, style in tensor_plan().items()
@@ -157,14 +193,27 @@ def made(config: Namespace, mesh: Any, found: Plan, device: torch.device
         options['mp_policy'] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if config.offload:
         options['offload_policy'] = CPUOffloadPolicy(pin_memory=not is_cpu(device))
-    model = DistributedGPipe(module, found, mesh=mesh, seed=config.seed, tensor_plan=shards,
+    return module, {**options, 'tensor_plan': shards}
+
+
+def optimizer_of(config: Namespace, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay for matrices."""
+    groups = [{'params': [x for x in parameters if x.dim() > 1]},
+              {'params': [x for x in parameters if x.dim() < 2], 'weight_decay': 0.}]
+    return torch.optim.AdamW([group for group in groups if group['params']], config.lr, (.9, .95),
+                             weight_decay=config.weight_decay)
+
+
+def made(config: Namespace, mesh: Any, found: Plan, device: torch.device
+         ) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
+    """Return the model and its optimizer."""
+    module, options = arguments_of(config, device)
+    model = DistributedGPipe(module, found, mesh=mesh, seed=config.seed,
                              init=partial(init_gpt2, depth=config.sizes.depth), **options)
     if config.compile:
         for block in [x for x in model.modules() if isinstance(x, (Block, Mixture))]:
             block.compile()
-    groups = [{'params': [x for x in model.parameters() if x.dim() > 1]},
-              {'params': [x for x in model.parameters() if x.dim() < 2], 'weight_decay': 0.}]
-    return model, torch.optim.AdamW(groups, config.lr, (.9, .95), weight_decay=config.weight_decay)
+    return model, optimizer_of(config, [*model.parameters()])
 
 
 def parameters_of(config: Namespace) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The options of ``train-gpt``, and whether they fit each other."""
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,22 @@ DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.
 
 FILE, FOLDER = click.Path(exists=True, dir_okay=False), click.Path(exists=True, file_okay=False)
 COUNT, NUMBER = click.IntRange(1), click.FloatRange(0)
+
+
+class Bytes(click.ParamType):
+    """A number of bytes, such as 80GiB."""
+
+    name = 'size'
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Return the number."""
+        found = re.fullmatch(r'(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B', str(value))
+        if found is None or not float(found[1]):
+            self.fail(f'{value!r} is no size above zero, such as 80GiB or 24GB', param, ctx)
+        unit = (1024 if found[3] else 1000) ** ' KMGT'.index(found[2] or ' ')
+        return int(float(found[1]) * unit)
+
+
 #: Names, type (or a list of choices), default and help of each option.
 OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--model', [*MODELS], None, 'A published model; the next five options change it.'),
@@ -71,7 +88,10 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--eval-batches', click.IntRange(0), 16, 'Batches of a validation; 0 for all.'),
     ('--generate', click.IntRange(0), 200, 'Tokens to generate in the end.'),
     ('--peak-tflops', NUMBER, None, "A device's peak, for MFU.  [default: by its name]"),
-    ('--output', str, 'results', 'A folder for the picture of the losses.')]
+    ('--dry-run', bool, False, 'Print what each rank would need, and end.'),
+    ('--devices-per-host', COUNT, 8, 'Devices of a host, to tell links apart in a dry run.'),
+    ('--memory', Bytes(), None, 'Memory of a device, such as 80GiB, for a dry run.'),
+    ('--output', str, 'results', 'A folder for the pictures.')]
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +150,10 @@ def checked(config: Namespace) -> Namespace:
             f'--micro-batch-size {config.micro_batch_size}')
     config.world, launched = data * pipe * tensor, 'RANK' in os.environ
     config.accelerated = bool(accelerators()) and not config.cpu
+    require(not (config.dry_run and config.plan),
+            '--plan measures layers on a device, which a --dry-run does not have')
+    if config.dry_run:
+        return config
     there = int(os.environ['WORLD_SIZE']) if launched else (
         len(accelerators()) if config.accelerated else config.world)
     require(config.world == there or config.world < there and not launched,

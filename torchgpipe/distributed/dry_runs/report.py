@@ -144,7 +144,7 @@ class Traffic(NamedTuple):
 
     Args:
         axis: The axis of the mesh along which they go; ``'all'`` for all ranks.
-        operation: ``'send'``, or the collective.
+        operation: ``'send'``, ``'send of a tied parameter'``, or the collective.
         source: The place along the pipe axis of the ranks that send.
         target: For a message, the place of the ranks that receive.
         bytes: The size of one.
@@ -242,14 +242,17 @@ class DryRun:
 
     def messages(self, rank: int) -> list[tuple[int, int]]:
         """Return the messages that a rank sends in a step, in order: receiver and bytes."""
+        return [(to, bytes) for _, to, bytes in self._sends(rank)]
+
+    def _sends(self, rank: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the messages of a rank: their kind, receiver and bytes."""
         at = self._position(rank)
-        found = []
         for item, entry in self.accounts[at['pipe']].row:
             for to, bytes in entry.sent:  # The rank that has run may stand for another place.
                 place = (self.places[item.stage] if isinstance(item, Send)
                          else self._position(to)['pipe'])
-                found.append((self._rank_at(at['data'], place, at['tensor']), bytes))
-        return found
+                yield ('send' if item else 'send of a tied parameter',
+                       self._rank_at(at['data'], place, at['tensor']), bytes)
 
     def collectives(self, rank: int) -> list[tuple[str, str, int]]:
         """Return the collectives of a rank in a step, in order: operation, axis and bytes."""
@@ -263,9 +266,9 @@ class DryRun:
         found = []
         for pipe in range(self.mesh['pipe']):
             rank = self._rank_at(0, pipe, 0)
-            for (to, bytes), count in Counter(self.messages(rank)).items():
+            for (kind, to, bytes), count in Counter(self._sends(rank)).items():
                 target = self._position(to)['pipe']
-                found.append(Traffic('pipe', 'send', pipe, target, bytes, count,
+                found.append(Traffic('pipe', kind, pipe, target, bytes, count,
                                      self._link([rank, to])))
             for (name, axis, bytes), count in Counter(self.collectives(rank)).items():
                 found.append(Traffic(axis, name, pipe, None, bytes, count,
@@ -412,6 +415,8 @@ class DryRun:
         image = sends.imshow(bytes, cmap='Blues')
         sends.set(xlabel='to place', ylabel='from place', title='messages in a step, GiB')
         figure.colorbar(image, ax=sends)
+        for axis in (memory.xaxis, sends.xaxis, sends.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         if title is not None:
             figure.suptitle(title)
         return figure
