@@ -110,7 +110,7 @@ class Steps:
         training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
                             rank.replicas.precision.reduce_dtype, checkpoint_stops=stops,
                             common=start.common, offload=model.offload)
-        training.losses = losses.monitor
+        training.losses, training.keeps_output = losses.monitor, return_output
         self._cast_output(training)
         whole: list[Tensor] = []
         others = [x for module in losses.modules for x in module.parameters(recurse=False)]

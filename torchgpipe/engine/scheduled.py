@@ -125,6 +125,8 @@ class Step(Run):
     """
 
     has_backward = True
+    #: Whether the outputs of all micro-batches are kept until the end.
+    keeps_output = True
     _give = staticmethod(give)
 
     def __init__(self, engine: Engine, batches: list[Chunk], rows: tuple[tuple[Action, ...], ...],
@@ -300,7 +302,7 @@ class Step(Run):
             self._keep(i, j, cell, [leaf_of(y) for y in output])
             roots += [(k, edge_of(y)) for k, y in enumerate(output) if y.requires_grad]
         else:
-            self._keep(i, j, cell, [y.detach() for y in output])
+            self._keep(i, j, cell, [y.detach() for y in output if self.keeps_output])
             loss = self._loss_of(i, cell.kind(output))
             roots.append((0, get_gradient_edge(loss)))
             self._grads[i, j] = {0: torch.ones_like(loss)}

@@ -10,6 +10,7 @@ item and starts the next one::
 """
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -94,10 +95,6 @@ class Counter(DispatchMode):
         self._fakes = fakes
         self.others: Container[int] = ()
         self.gathered: Callable[[], int] = int
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the account of a step."""
         self.entries: list[Entry] = []
         self.sent: list[tuple[int, int]] = []
         self.messages = 0
@@ -122,17 +119,14 @@ class Counter(DispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # The operations on its local tensor come next.
         kwargs = kwargs or {}
-        space, _, operation = str(schema_of(func).name).partition('::')
+        space, operation, makes, flops = _known(func)
         if operation == '_local_scalar_dense' and isinstance(args[0], FakeTensor):
             return _read()
         active = active_fake_mode()
         if active is not None and active is not self._fakes:
             return func(*args, **kwargs)  # DTensor looks for the shape of a result.
-        makes = not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs)))
         with self._fakes if makes else no_context:
             result = func(*args, **kwargs)
-        name = _LIKE.get(operation, operation)
-        flops = flop_registry.get(getattr(torch.ops.aten, name)) if space == 'aten' else None
         if flops is not None:
             self._flops += flops(*args, **kwargs, out_val=result)
         if space in ('c10d', '_c10d_functional', '_dtensor'):
@@ -165,7 +159,22 @@ class Counter(DispatchMode):
         self._peak = max(self._peak, self._bytes)
 
     def _free(self, key: int) -> None:
-        self._bytes -= self._sizes.pop(key, 0)
+        self._bytes -= self._sizes.pop(key)
+
+
+@cache
+def _known(func: Any) -> tuple[str, str, bool, Any]:
+    """Return facts about an operation.
+
+    Returns:
+        Its namespace, its name, whether it makes tensors from none, and its FLOPs as a function.
+    """
+    schema = schema_of(func)
+    space, _, operation = str(schema.name).partition('::')
+    makes = not any('Tensor' in str(each.type) for each in schema.arguments)
+    name = _LIKE.get(operation, operation)
+    return space, operation, makes, (
+        flop_registry.get(getattr(torch.ops.aten, name)) if space == 'aten' else None)
 
 
 @contextmanager

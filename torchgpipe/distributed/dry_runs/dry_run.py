@@ -30,8 +30,8 @@ from torchgpipe.base.private import fake_store
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.dry_runs.counters import Entry, seen_resizes
 from torchgpipe.distributed.dry_runs.report import Account, DryRun, Kept
-from torchgpipe.distributed.dry_runs.virtual import (REPEATS, Rendezvous, VirtualModel,
-                                                     VirtualRank, micro_batch_of)
+from torchgpipe.distributed.dry_runs.virtual import (Rendezvous, VirtualModel, VirtualRank,
+                                                     micro_batch_of)
 from torchgpipe.distributed.layers import skeleton_of, style_of
 from torchgpipe.distributed.mesh import AXES, check_sizes
 from torchgpipe.distributed.reduction import local
@@ -95,7 +95,8 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
     step = partial(_step, input, target, loss_fn, optimizer, schedule=schedule,
                    target_dim=target_dim, normalizer=normalizer)
     skeleton = skeleton_of(module)
-    with _fake_mesh(mesh, processes) as found:
+    # The caller may make the model and call this on the meta device.
+    with torch.device('cpu'), _fake_mesh(mesh, processes) as found:
         make = partial(VirtualModel, balance=balance, mesh=found, compare_every=0,
                        **{**options, 'weights': None, 'init': None})
         meeting, models, kept = _run(make, skeleton, step, options.get('tensor_plan') or {})
@@ -162,13 +163,9 @@ def _step(input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor],
     rank = model._rank
     meeting, counter = rank.meeting, rank.counter
     counter.others = {storage_id(local(x)) for x in (*model.parameters(), *model.buffers())}
-    # In the first step DTensor learns how operations split tensors, which takes memory.
-    for rank.repeats in (1, REPEATS):
-        model.zero_grad()
-        counter.restart()
-        with counter, FakeWeights():
-            model.step(_fake(meeting, input), _fake(meeting, target), loss_fn, **options)
-            counter.at(None)
+    with counter, FakeWeights():
+        model.step(_fake(meeting, input), _fake(meeting, target), loss_fn, **options)
+        counter.at(None)
     parameters = [*model.parameters()]
     states: Mapping[Any, Any] = {}
     if optimizer is not None:

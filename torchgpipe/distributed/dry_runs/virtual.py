@@ -39,11 +39,11 @@ from torchgpipe.schedule.schedule import Message
 from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.training.losses import Losses
 
-__all__ = ['REPEATS', 'Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
+__all__ = ['Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
 
 
-#: How many micro-batches of each kind run. After these, sends free as much memory as they take.
-REPEATS = AHEAD + 2
+#: How many micro-batches of each kind run. The last send frees as much memory as it takes.
+REPEATS = AHEAD + 1
 
 
 class _Ended(BaseException):
@@ -167,18 +167,17 @@ class Rendezvous:
         new.__dict__.update(x.__dict__)
         return new
 
-    def choose(self, sizes: Sequence[int], stops: Sequence[int], repeats: int) -> None:
+    def choose(self, sizes: Sequence[int], stops: Sequence[int]) -> None:
         """Choose the micro-batches to run: the first ones of each kind.
 
         Args:
             sizes: The number of samples of each micro-batch.
             stops: By stage, the number of recomputed micro-batches.
-            repeats: How many micro-batches of each kind run.
         """
         self.kinds = [(size, *(i < stop for stop in {*stops})) for i, size in enumerate(sizes)]
         seen: Collected[Any] = Collected()
         self.micro_batches = [i for i, kind in enumerate(self.kinds)
-                              if not seen.update([kind]) and seen[kind] <= repeats]
+                              if not seen.update([kind]) and seen[kind] <= REPEATS]
 
     def meet(self, place: int, facts: Facts) -> list[Facts]:
         """Return the facts of all places."""
@@ -276,14 +275,13 @@ class VirtualRank(Rank):
 
     Attributes:
         counter: Counts its operations.
-        repeats: How many micro-batches of each kind it runs in a step.
     """
 
     _ties_type = VirtualTies
 
     def __init__(self, meeting: Rendezvous, place: int, *args: Any) -> None:
         super().__init__(*args)
-        self.meeting, self.counter, self.repeats = meeting, Counter(meeting.mode), 1
+        self.meeting, self.counter = meeting, Counter(meeting.mode)
         self.pipe = self.pipe._replace(rank=place)
         self.own = self.stages_of(place)
 
@@ -356,7 +354,7 @@ class VirtualSteps(Steps):
 
     def _losses(self, sizes: list[int], *args: Any, **options: Any) -> Losses:
         self._rank.meeting.choose(sizes, checkpoint_stops(
-            self._model.checkpoint, len(sizes), len(self._model.balance)), self._rank.repeats)
+            self._model.checkpoint, len(sizes), len(self._model.balance)))
         losses = super()._losses(sizes, *args, **options)
         losses.monitor = None  # It compares values.
         return losses
