@@ -155,6 +155,45 @@ def test_the_guide_has_a_word_on_each_option():
     assert '`--no-such-option' not in page
 
 
+def test_a_dry_run_prints_and_draws_what_each_rank_needs(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, 'launch', None)
+    monkeypatch.setattr(train_gpt, 'train', None)
+    mesh = ['--data', '2', '--pipe', '2', '--tensor', '2']
+    words = [*TINY, '--output', tmp_path, *mesh, '--dry-run']
+    code, out, _ = run('train-gpt', *words)
+    assert code == 0 and out.startswith('8 ranks: data 2 × pipe 2 × tensor 2; 8 micro-batches')
+    report = json.loads((tmp_path / 'dry-run.json').read_text())
+    assert (tmp_path / 'dry-run.png').exists() and len(report['ranks']) == 8
+    config = options_of(tmp_path, *mesh)
+    module, _ = train_gpt.arguments_of(config, CPU)
+    whole = sum(x.numel() * x.element_size() for x in module.parameters())
+    ranks = [each['parameters'] for each in report['ranks']]
+    assert ranks[:4] == ranks[4:] and whole / 4 < max(ranks) < whole
+    code, out, _ = run('train-gpt', *words, '--memory', '1KiB')
+    assert code == 1 and 'more than the limit of 1.00 KiB' in out
+
+
+@pytest.mark.slow
+@cases('schedule, options', [
+    (schedule, []) for schedule in ('gpipe', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-v')
+] + [('1f1b', ['--shard']), ('1f1b', ['--dtype', 'bfloat16'])])
+def test_a_dry_run_of_each_schedule(run, tmp_path, schedule, options):
+    code, out, _ = run('train-gpt', *TINY, '--output', tmp_path, '--data', '2', '--pipe', '2',
+                       '--schedule', schedule, '--dry-run', *options)
+    assert code == 0 and out.startswith('4 ranks')
+
+
+@cases('args, reason', [
+    (['--memory', '80'], "'80' is no size above zero"),
+    (['--memory', '0GiB'], 'no size above zero'),
+    (['--plan', 'auto'], '--plan measures layers'),
+    (['--experts', '4', '--data', '2'], 'a dry run has no values')])
+def test_a_dry_run_that_cannot_be_made_gets_one_line(run, tmp_path, args, reason):
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dry-run', *args)
+    assert code == 2 and not out
+    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+
+
 def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, 'train', None)
     for name, value in (('RANK', '0'), ('WORLD_SIZE', '2')):
