@@ -282,8 +282,8 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-class _NoTensor:
-    """The replacement of a tensor class that PyTorch does not have. It has no instances."""
+class _NoTensor(Exception):
+    """The replacement of a class of fake tensors that PyTorch does not have."""
 
 
 #: The class of tensors without memory that behave as tensors on a device.
@@ -292,6 +292,11 @@ FakeTensor: Any = find('torch._subclasses.fake_tensor:FakeTensor', otherwise=_No
 #: Makes fake tensors.
 FakeTensorMode: Any = find('torch._subclasses.fake_tensor:FakeTensorMode', 'a dry run')
 
+
+#: The errors of operations whose result depends on values that fake tensors do not have.
+NO_VALUES: Any = (
+    find('torch._subclasses.fake_tensor:DataDependentOutputException', otherwise=_NoTensor),
+    find('torch._subclasses.fake_tensor:DynamicOutputShapeException', otherwise=_NoTensor))
 
 _mode_at: Any = find('torch._C:_get_dispatch_mode', otherwise=False)
 _key_of_fakes: Any = find('torch._C:_TorchDispatchModeKey', otherwise=False)

@@ -160,7 +160,8 @@ class Heads(nn.Linear):
     ({'schedule': 'zb-v'}, ValueError, r'put them in this order: places=\[0, 0\]'),
     ({'size': 0}, ValueError, 'the batch is empty'),
     ({'loss': lambda y, t: F.mse_loss(y, t) * (1 if y.sum() > 0 else 2)}, RuntimeError,
-     'reads the value of a tensor'),
+     'reads values of a tensor'),
+    ({'loss': lambda y, t: y[y > 0].mean()}, RuntimeError, 'reads values of a tensor'),
     ({'data': 'sharded'}, ValueError, "data must be one of"),
 ])
 def test_wrong_configurations_raise_the_errors_of_a_real_run(options, error, text):

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import (DISPATCH_MODES, DispatchMode, FakeTensor, active_fake_mode,
-                                     schema_of, tree_leaves)
+from torchgpipe.base.private import (DISPATCH_MODES, NO_VALUES, DispatchMode, FakeTensor,
+                                     active_fake_mode, schema_of, tree_leaves)
 from torchgpipe.base.structure import is_plain, size_of
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.schedule import Message
@@ -125,8 +125,11 @@ class Counter(DispatchMode):
         active = active_fake_mode()
         if active is not None and active is not self._fakes:
             return func(*args, **kwargs)  # DTensor looks for the shape of a result.
-        with self._fakes if makes else no_context:
-            result = func(*args, **kwargs)
+        try:
+            with self._fakes if makes else no_context:
+                result = func(*args, **kwargs)
+        except NO_VALUES as error:
+            raise _no_values(operation) from error
         if flops is not None:
             self._flops += flops(*args, **kwargs, out_val=result)
         if space in ('c10d', '_c10d_functional', '_dtensor'):
@@ -206,10 +209,14 @@ def _read() -> Any:
         RuntimeError: A layer or the loss reads it.
     """
     if context.micro_batch is not None:
-        raise RuntimeError('a layer or loss_fn reads the value of a tensor, such as by .item() or '
-                           'an if, but a dry run has no values. Compute with tensors there, such '
-                           'as by torch.where')
+        raise _no_values('item')
     return 1
+
+
+def _no_values(operation: str) -> RuntimeError:
+    return RuntimeError(f'a layer or loss_fn reads values of a tensor ({operation}), such as by '
+                        '.item() or an if, but a dry run has no values. Compute with tensors '
+                        'whose shapes depend on shapes only, such as by torch.where')
 
 
 def _bytes_in(value: Any) -> int:
