@@ -426,7 +426,8 @@ class Copy(torch.autograd.Function):
     Takes tensors of any shapes, and returns a tuple of copies. In backward, gradients are copied
     in the opposite direction.
 
-    >>>     >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
+    >>> from torchgpipe.engine.streams import CPUStream
+    >>> Copy.apply(CPUStream, CPUStream, torch.ones(2))
     (tensor([1., 1.]),)
     """
 
@@ -456,7 +457,8 @@ class Wait(torch.autograd.Function):
     In forward ``next`` waits for ``prev``, in backward ``prev`` waits for ``next``. The tensors
     only mark the place in the graph, and are returned as a tuple.
 
-    >>>     >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
+    >>> from torchgpipe.engine.streams import CPUStream
+    >>> Wait.apply(CPUStream, CPUStream, torch.ones(2))
     (tensor([1., 1.]),)
     """
 

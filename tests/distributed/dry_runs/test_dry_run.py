@@ -1,4 +1,7 @@
 """A dry run has the sizes, messages, collectives and memory of the real run."""
+import sys
+import threading
+from functools import partial
 from itertools import cycle
 from math import prod
 
@@ -13,6 +16,7 @@ from tests.devices import cpu_only
 from tests.distributed.dry_runs.real import MODELS, SIZE, WIDTH, arguments, real
 from tests.shard.processes import run
 from tests.whole import first
+from torchgpipe import NoChunk
 from torchgpipe.distributed import dry_run
 
 pytestmark = cpu_only('fake tensors are on the CPU')
@@ -33,7 +37,7 @@ def dry(model, mesh, schedule, data, checkpoint='except_last', **more):
 
 def check(cases):
     """Compare dry runs with real runs of the same number of ranks."""
-    found = run(prod(cases[0][1].values()), real, cases)
+    found = run(prod(cases[0][1].values()), real, cases, timeout=280)
     for k, case in enumerate(cases):
         report = dry(*case)
         for rank, facts in zip(report.ranks, [each[k] for each in found], strict=True):
@@ -82,8 +86,8 @@ def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule
         options['places'] = [*range(pipe), *reversed(range(pipe))]
     report = small(linear(16, 16), [16 // stages] * stages, **options)
     monkeypatch.setattr('torchgpipe.distributed.dry_runs.virtual.REPEATS', 30)
-    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run._signature',
-                        lambda rank, skeleton, plan, place, crossed: place)
+    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run._like',
+                        lambda model, skeleton, plan: [*range(pipe)])
     whole = small(linear(16, 16), [16 // stages] * stages, **options)
     for one, other in zip(report.ranks, whole.ranks, strict=True):
         assert report.messages(one.rank) == whole.messages(one.rank)
@@ -103,6 +107,83 @@ def test_layers_that_get_other_inputs_are_not_alike():
     report = small(nn.Sequential(*layers), [1] * 6, {'pipe': 6}, 8, lambda y, t: y.sum(), chunks=4)
     sent = [{bytes for to, bytes in report.messages(rank) if to > rank} for rank in range(6)]
     assert sent == [{64}, {128}, {64}, {128}, {64}, set()]
+
+
+def test_stages_with_other_checkpoints_are_not_alike():
+    report = small(linear(5), [1] * 5, {'pipe': 5}, chunks=2,
+                   checkpoint=['never', 'never', 'always', 'never', 'never'])
+    assert [each.backward_flops for each in report.stages] == [1024, 2048, 3072, 2048, 2048]
+    activations = [each.activations for each in report.ranks]
+    assert activations[2] != activations[1] and activations[3] != activations[2]
+
+
+class Window(nn.Linear):
+    """A layer whose work depends on an attribute."""
+
+    def __init__(self, times):
+        super().__init__(8, 8)
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+def test_stages_with_other_attributes_are_not_alike():
+    with torch.device('meta'):
+        module = nn.Sequential(*map(Window, (1, 1, 2, 1, 2, 1)))
+    report = small(module, [1] * 6, {'pipe': 6}, chunks=2, checkpoint='never')
+    assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
+
+
+class Named(nn.Module):
+    """A layer whose work depends on the name of its part, and with attributes of all kinds."""
+
+    def __init__(self, name):
+        super().__init__()
+        self._parts = nn.ModuleDict({name: nn.Linear(8, 8)})
+        self._lock, self.mask = threading.Lock(), torch.ones(8, device='cpu')
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        with self._lock:
+            for _ in range(1 + ('twice' in self._parts)):
+                for part in self._parts.values():
+                    x = part(x) * self.mask
+        return self.norm(x)
+
+
+@pytest.mark.parametrize('checkpoint', ['always', 'never'])
+def test_stages_with_other_names_and_layers_of_all_kinds(checkpoint):
+    names = ('once', 'once', 'twice', 'once', 'twice', 'once')
+    functions = [partial(Named, name) for name in names]
+    report = small(functions, [1] * 6, {'pipe': 6}, chunks=2, checkpoint=checkpoint,
+                   deferred_batch_norm=True)
+    assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
+
+
+def test_frozen_parameters_and_shared_inputs():
+    class Add(nn.Linear):
+        def forward(self, pair):
+            return super().forward(pair[0]) + pair[1], pair[1]
+
+    with torch.device('meta'):
+        module = nn.Sequential(Add(8, 8), Add(8, 8))
+    module[1].bias.requires_grad_(False)
+    pair = torch.empty(8, 8), NoChunk(torch.empty(8))
+    report = dry_run(module, [1, 1], pair, torch.empty(8, 8), lambda y, t: F.mse_loss(y[0], t),
+                     mesh={'pipe': 2}, chunks=4, compare_every=5)
+    assert [each.gradients for each in report.ranks] == [288, 256]
+    assert report.messages(0)[0] == (1, 64) and report.messages(0)[1] == (1, 32)
+
+
+def test_a_loss_that_counts_has_no_values_to_compare():
+    """The divisors of a loss in a function are not compared. Micro-batches have two sizes."""
+    def loss(y, target):
+        return F.nll_loss(y, torch.zeros(len(y), dtype=torch.long))
+
+    assert small(size=7, chunks=2, loss=loss).ranks
 
 
 def test_flops_are_those_of_the_unwrapped_model():
@@ -131,12 +212,13 @@ def test_outputs_of_the_last_stage_are_not_kept():
 
 
 def test_two_dry_runs_are_equal_and_leave_nothing():
+    hook = sys.excepthook
     options = {'mesh': {'data': 2, 'pipe': 2}, 'chunks': 4, 'optimizer': torch.optim.AdamW}
     module = linear()
     before = [id(x) for x in module.parameters()]
     assert small(module, **options).to_dict() == small(module, **options).to_dict()
     assert [id(x) for x in module.parameters()] == before and not dist.is_initialized()
-    assert all(x.is_meta for x in module.parameters())
+    assert all(x.is_meta for x in module.parameters()) and sys.excepthook is hook
 
 
 class Heads(nn.Linear):
@@ -163,6 +245,8 @@ class Heads(nn.Linear):
      'reads values of a tensor'),
     ({'loss': lambda y, t: y[y > 0].mean()}, RuntimeError, 'reads values of a tensor'),
     ({'data': 'sharded'}, ValueError, "data must be one of"),
+    ({'devices_per_host': 0}, ValueError, 'devices_per_host must be a number above zero'),
+    ({'memory_limit': '80GiB'}, ValueError, "above zero, but is '80GiB'"),
 ])
 def test_wrong_configurations_raise_the_errors_of_a_real_run(options, error, text):
     with pytest.raises(error, match=text):

@@ -11,11 +11,13 @@ along the pipe axis, and for one of several places with equal layers. It runs a 
 of each kind. The change of memory, the FLOPs, messages and collectives of each action are recorded
 then. The replay adds them up over the whole row of each place.
 """
+import re
 import sys
 from collections import Counter as Counted
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchgpipe.base.private import fake_store
+from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.dry_runs.counters import Entry, seen_resizes
 from torchgpipe.distributed.dry_runs.report import Account, DryRun, Kept
@@ -89,16 +92,20 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
             ``chunks``, ``checkpoint``, ``data`` and ``tensor_plan``.
 
     Raises:
-        ValueError: As ``DistributedGPipe`` and its ``step`` raise for these arguments.
+        ValueError: As ``DistributedGPipe`` and its ``step`` raise for these arguments; or
+            ``devices_per_host`` or ``memory_limit`` is no number above zero.
         RuntimeError: ``torch.distributed`` is initialized, or a layer reads a value of a tensor.
     """
+    for name, number in (('devices_per_host', devices_per_host), ('memory_limit', memory_limit)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f'{name} must be a number above zero, but is {number!r}')
     step = partial(_step, input, target, loss_fn, optimizer, schedule=schedule,
                    target_dim=target_dim, normalizer=normalizer)
     skeleton = skeleton_of(module)
     # The caller may make the model and call this on the meta device.
     with torch.device('cpu'), _fake_mesh(mesh, processes) as found:
-        make = partial(VirtualModel, balance=balance, mesh=found, compare_every=0,
-                       **{**options, 'weights': None, 'init': None})
+        options |= {'compare_every': 0, 'weights': None, 'init': None}
+        make = partial(VirtualModel, balance=balance, mesh=found, **options)
         meeting, models, kept = _run(make, skeleton, step, options.get('tensor_plan') or {})
         if not _are_alike(meeting, models):
             meeting, models, kept = _run(make, skeleton, step, None)
@@ -143,7 +150,7 @@ def _run(make: Callable[..., VirtualModel], skeleton: nn.Sequential, step: Calla
     meeting = Rendezvous()
     models = {0: make(partial(VirtualRank, meeting, 0), skeleton)}
     rank = models[0]._rank
-    like = _like(rank, skeleton, plan) if plan is not None else [*range(rank.pipe.size)]
+    like = _like(models[0], skeleton, plan) if plan is not None else [*range(rank.pipe.size)]
     for place in sorted({*like} - {0}):
         models[place] = make(partial(VirtualRank, meeting, place), skeleton)
     meeting.like = like
@@ -181,8 +188,8 @@ def _step(input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor],
 
 def _fake(meeting: Rendezvous, value: Any) -> Any:
     """Return a value with fake tensors."""
-    tensors, structure = flatten_nested(value)
-    return structure([meeting.fake(x) for x in tensors])
+    # A copy keeps objects such as NoChunk.
+    return deepcopy(value, {id(x): meeting.fake(x) for x in flatten_nested(value)[0]})
 
 
 def _tensors_in(state: Any) -> Iterable[Tensor]:
@@ -204,30 +211,27 @@ def _kept(kind: str, x: Tensor, name: str = '') -> Kept:
 # Places that are alike.
 
 
-def _like(rank: VirtualRank, skeleton: nn.Sequential, plan: Mapping[str, Any]) -> list[int]:
+def _like(model: VirtualModel, skeleton: nn.Sequential, plan: Mapping[str, Any]) -> list[int]:
     """Return for each place along the pipe axis the first place with equal layers."""
-    first: dict[Any, int] = {}
-    names = {stage for tie in rank.tied for stage, _ in tie}
-    crossed = {stage for pair in rank.skips for stage in pair} | names
-    return [first.setdefault(_signature(rank, skeleton, plan, place, crossed), place)
-            for place in range(rank.pipe.size)]
-
-
-def _signature(rank: VirtualRank, skeleton: nn.Sequential, plan: Mapping[str, Any], place: int,
-               crossed: set[int]) -> Any:
-    """Return a value that is equal for places whose virtual ranks would do the same."""
-    stages = rank.stages_of(place)
-    last = len(rank.places) - 1
-    if crossed & {*stages} or 0 in stages or last in stages:
-        return place
-    names = [name for j in stages for name in rank.stages[j]]
-    return tuple([(len(rank.stages[j]), rank.places[j - 1] == place,
-                   rank.places[j + 1] == place) for j in stages]), tuple(
-        _form(name, skeleton.get_submodule(name), plan) for name in names)
+    rank, first = model._rank, dict[Any, int]()
+    modes = checkpoint_stops(model.checkpoint, 2, len(model.balance))
+    crossed = {stage for pair in rank.skips for stage in pair}
+    crossed |= {stage for tie in rank.tied for stage, _ in tie}
+    crossed |= {0, len(rank.places) - 1}
+    found = []
+    for place in range(rank.pipe.size):
+        stages = rank.stages_of(place)
+        forms = [(modes[j], rank.places[j - 1] == place, rank.places[j + 1] == place, *(
+            _form(name, skeleton.get_submodule(name), plan) for name in rank.stages[j]))
+            for j in stages if not crossed & {*stages}]
+        found.append(first.setdefault(tuple(forms) or place, place))
+    return found
 
 
 def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
     """Return a value that is equal for layers that do the same with tensors of equal shapes.
+
+    Numbers in names do not count, because layers of one kind differ in them.
 
     Args:
         name: The name of the layer.
@@ -235,22 +239,24 @@ def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
         plan: How layers are split along the tensor axis.
     """
     return tuple((
-        path.count('.'), style_of(path, plan), type(module), module.training,
+        re.sub(r'\d+', '', path), style_of(path, plan), type(module),
         tuple((name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
               for tensors in (module._parameters, module._buffers) for name, x in tensors.items()),
         tuple((name, _plain(value)) for name, value in vars(module).items()
-              if not name.startswith('_') or name.endswith('_hooks')))
+              if name not in ('_parameters', '_buffers', '_modules')))
         for path, module in layer.named_modules(prefix=name))
 
 
 def _plain(value: Any) -> Any:
     """Return a value that can be compared, or its identity."""
     if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
-        return value
+        return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_plain, value))
-    if isinstance(value, (dict, set)) and not value:
-        return type(value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_plain, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key, _plain(each)) for key, each in value.items())
     return id(value)
 
 

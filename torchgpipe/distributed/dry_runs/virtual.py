@@ -36,7 +36,6 @@ from torchgpipe.distributed.watch import Watch
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.schedule import Message
-from torchgpipe.sequential.parts import NamedLayer
 from torchgpipe.training.losses import Losses
 
 __all__ = ['Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
@@ -310,15 +309,17 @@ class VirtualRank(Rank):
         return Message(Action(other, kind, i), other + to - stage)
 
     def _fill(self, *args: Any) -> Mapping[str, nn.Module]:
+        """Return copies of some layers with fake tensors."""
         _, skeleton, own, *_, finish = args
         layers = {name: skeleton.get_submodule(name) for name in own}
         memo: dict[int, Any] = {}
-        for layer in layers.values():
-            if isinstance(layer, NamedLayer):
-                memo[id(layer.__dict__.get('original'))] = None
-            for x in (*layer.parameters(), *layer.buffers()):
-                if id(x) not in memo:
+        for module in nn.ModuleList(layers.values()).modules():
+            for x in (*module._parameters.values(), *module._buffers.values(),
+                      *vars(module).values()):
+                if isinstance(x, Tensor) and id(x) not in memo:
                     memo[id(x)] = self.meeting.fake(x)
+                elif not isinstance(x, Tensor):
+                    _keep_if_not_copied(x, memo)
         copies = {name: deepcopy(layer, memo) for name, layer in layers.items()}
         for name, layer in copies.items():
             finish(name, layer)
@@ -338,6 +339,15 @@ class VirtualRank(Rank):
             dist.all_gather([own] * self.everyone.size(), own, self.everyone)
         said = self.meeting.meet(self.pipe.rank, facts)
         return {rank: each for ranks, each in zip(self.at_place, said) for rank in ranks}
+
+
+def _keep_if_not_copied(value: Any, memo: dict[int, Any]) -> None:
+    """Let copies share an object that cannot be copied, such as a lock."""
+    if not isinstance(value, (dict, list, tuple, set, nn.Module)):
+        try:
+            deepcopy(value, {**memo})
+        except Exception:
+            memo[id(value)] = value
 
 
 class VirtualSteps(Steps):

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import HOOKS, generator_key, unseen, versions
+from torchgpipe.base.private import HOOKS, FakeTensor, generator_key, unseen, versions
 from torchgpipe.base.structure import (Memories, Slot, copy_of, is_plain, size_of, storage_id,
                                        view_of)
 from torchgpipe.engine.checkpoint.random import Recorder, operation_of
@@ -497,6 +497,8 @@ def _is_other(restore: Restore, now: Tensor | None) -> bool:
     before = restore.args[0]
     if before is None or now is None or not is_plain(now) or not is_plain(before):
         return now is not before
+    if isinstance(now, FakeTensor):
+        return False  # It has no values.
     return before.shape != now.shape or before.dtype != now.dtype or not torch.equal(before, now)
 
 
