@@ -170,7 +170,6 @@ class DryRun:
         balance: The number of layers of each stage.
         places: The place along the pipe axis of each stage.
         micro_batches: The number of micro-batches of a replica.
-        accounts: The account of each place along the pipe axis.
         offloads: Whether parameters, gradients and optimizer state are on the host.
         devices_per_host: The number of devices of a host, if it is known.
         memory_limit: The memory of a device in bytes, if it is known.
@@ -180,6 +179,7 @@ class DryRun:
     balance: tuple[int, ...]
     places: tuple[int, ...]
     micro_batches: int
+    # The account of each place along the pipe axis.
     accounts: tuple[Account, ...]
     offloads: bool = False
     devices_per_host: int | None = None
