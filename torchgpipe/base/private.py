@@ -307,6 +307,11 @@ def active_fake_mode() -> Any:
     return _mode_at(_key_of_fakes.FAKE) if _mode_at and _key_of_fakes else None
 
 
+def forget_meshes() -> None:
+    """Let DTensor forget its plans of operations, which hold meshes and their groups."""
+    find('torch.distributed.tensor.debug:_clear_sharding_prop_cache', 'a dry run')()
+
+
 def fake_store() -> Any:
     """Return a store for process groups of the backend ``'fake'``, which do not communicate."""
     return find('torch.testing._internal.distributed.fake_pg:FakeStore', 'a dry run')()

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
@@ -273,6 +274,14 @@ def test_a_rank_beyond_its_memory_is_named():
     assert len(report.problems) == 2 and 'rank 0 (pipe 0) needs' in report.problems[0]
     assert 'more than the limit of 1.95 KiB: optimizer take the most' in report.problems[0]
     assert not small(memory_limit=1 << 20).problems
+
+
+def test_dtensor_uses_no_group_of_a_dry_run_afterwards():
+    """Its plans hold meshes. A mesh of a later run is equal, but has other groups."""
+    plan = {'0': ColwiseParallel(), '1': RowwiseParallel()}
+    for mesh in ({'tensor': 2}, {'data': 2, 'tensor': 2}):
+        small(linear(2), [2], mesh, tensor_plan=plan)
+        assert _get_python_sharding_prop_cache_info().currsize == 0
 
 
 def test_an_initialized_group_is_refused():

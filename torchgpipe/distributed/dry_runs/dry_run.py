@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchgpipe.base.private import fake_store
+from torchgpipe.base.private import fake_store, forget_meshes
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.dry_runs.counters import Entry, seen_resizes
@@ -130,6 +130,8 @@ def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]
         with seen_resizes():
             yield init_device_mesh('cpu', tuple(shape), mesh_dim_names=AXES)
     finally:
+        # A later mesh may equal this one, but has other groups.
+        forget_meshes()
         dist.destroy_process_group()
         sys.excepthook = hook
 
