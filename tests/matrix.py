@@ -25,7 +25,8 @@ CORE = ['tests/base/test_private.py', 'tests/engine/test_compiled.py', 'tests/te
         'tests/engine/test_workers_interpreter.py', 'tests/engine/test_scheduled_numbers.py',
         'tests/engine/checkpoint/test_random.py', 'tests/engine/checkpoint/test_state.py',
         'tests/base/test_context_thread_state.py',
-        'tests/distributed/dry_runs/test_counters.py', 'tests/distributed/dry_runs/test_dry_run.py',
+        'tests/distributed/dry_runs/test_counters.py',
+        'tests/distributed/dry_runs/test_dry_run.py',
         'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
         'tests/shard/test_averaging_scaler.py', 'tests/skip/test_gpipe_gradients.py']
 

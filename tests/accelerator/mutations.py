@@ -9,7 +9,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import offload, plain_call, run, scheduled, shared, streams, workers
+from torchgpipe.engine import plain_call, run, scheduled, shared, streams, workers
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.streams import default_stream, no_context
 
@@ -143,12 +143,12 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
      P.layers_make_tensors),
 
     # Inputs that wait on the host
-    (offload.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
-    (offload.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
-    (offload.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
-    (offload.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
-    (offload.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
-    (offload.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
+    (streams.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
+    (streams.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+    (streams.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
+    (streams.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+    (streams.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
+    (streams.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
     (workers.Workers.host_stream, 'new_stream(device)', P.inputs_go_and_come_beside_cells,
      'mutated(torch.sim.default_stream(device))'),
 

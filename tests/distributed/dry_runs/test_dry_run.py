@@ -114,8 +114,6 @@ def test_stages_with_other_checkpoints_are_not_alike():
     report = small(linear(5), [1] * 5, {'pipe': 5}, chunks=2,
                    checkpoint=['never', 'never', 'always', 'never', 'never'])
     assert [each.backward_flops for each in report.stages] == [1024, 2048, 3072, 2048, 2048]
-    activations = [each.activations for each in report.ranks]
-    assert activations[2] != activations[1] and activations[3] != activations[2]
 
 
 class Window(nn.Linear):
