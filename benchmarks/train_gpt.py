@@ -5,7 +5,7 @@
     python -m benchmarks train-gpt                                    a small model, one process
     python -m benchmarks train-gpt --data 2 --pipe 2                  four processes of its own
     torchrun --nproc-per-node 8 -m benchmarks.train_gpt --pipe 8      processes of torchrun
-    python -m benchmarks train-gpt --pipe 64 --dry-run                what 64 ranks would need
+    python -m benchmarks train-gpt --pipe 64 --dry-run                the needs of 64 ranks
 
     options ─▶ checked ─▶ launch ─▶ train: plan, model, optimizer, newest checkpoint
                             ▲ │       each step: samples ─▶ model.step ─▶ clip ─▶ AdamW ─▶ log
@@ -79,7 +79,7 @@ def train_gpt(**options: Any) -> None:
 
 
 def rehearse(config: Namespace) -> None:
-    """Print what each rank would need, and draw it; exit with 1 if a rank has too little memory.
+    """Print and draw the needs of each rank; exit with 1 if a rank has too little memory.
 
     Blocks are divided evenly, with the embedding and the head beside the first and the last one.
     """

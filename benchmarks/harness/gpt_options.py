@@ -88,7 +88,7 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--eval-batches', click.IntRange(0), 16, 'Batches of a validation; 0 for all.'),
     ('--generate', click.IntRange(0), 200, 'Tokens to generate in the end.'),
     ('--peak-tflops', NUMBER, None, "A device's peak, for MFU.  [default: by its name]"),
-    ('--dry-run', bool, False, 'Print what each rank would need, and end.'),
+    ('--dry-run', bool, False, 'Print the needs of each rank, and end.'),
     ('--devices-per-host', COUNT, 8, 'Devices of a host, to tell links apart in a dry run.'),
     ('--memory', Bytes(), None, 'Memory of a device, such as 80GiB, for a dry run.'),
     ('--output', str, 'results', 'A folder for the pictures.')]

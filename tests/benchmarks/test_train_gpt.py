@@ -155,7 +155,7 @@ def test_the_guide_has_a_word_on_each_option():
     assert '`--no-such-option' not in page
 
 
-def test_a_dry_run_prints_and_draws_what_each_rank_needs(run, tmp_path, monkeypatch):
+def test_a_dry_run_prints_and_draws_the_needs_of_each_rank(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, 'launch', None)
     monkeypatch.setattr(train_gpt, 'train', None)
     mesh = ['--data', '2', '--pipe', '2', '--tensor', '2']

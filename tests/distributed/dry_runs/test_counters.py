@@ -1,4 +1,4 @@
-"""Counters: memory until it is freed, FLOPs, collectives, and values that nobody has."""
+"""Counters: memory until it is freed, FLOPs, collectives, and values that do not exist."""
 import pytest
 import torch
 from torch import nn

@@ -51,7 +51,7 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
             optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
             processes: int | None = None, devices_per_host: int | None = None,
             memory_limit: int | None = None, **options: Any) -> DryRun:
-    """Run a step on each rank of a mesh that does not exist, and report what each rank needs.
+    """Run a step on each rank of a mesh that does not exist, and report the needs of each rank.
 
     The model and the step are the ones of :class:`~torchgpipe.distributed.DistributedGPipe`, with
     its checks and errors. Tensors have no memory and no values, and messages are handed over
