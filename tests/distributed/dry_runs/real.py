@@ -103,13 +103,8 @@ def peak_of(profiler):
     return peak
 
 
-def real(cases):
-    """Take steps on this rank for each case; return the facts of each."""
-    groups = {}
-    return [_real(groups, *case) for case in cases]
-
-
-def _real(groups, model, mesh, schedule, data, checkpoint='except_last'):
+def real(model, mesh, schedule, data, checkpoint='except_last'):
+    """Take steps on this rank; return the facts of the second one, and the peak of a third one."""
     module, balance, options = arguments(model, mesh, schedule, data, checkpoint)
     model = DistributedGPipe(module, balance, mesh=init_mesh(**mesh), compare_every=0, **options)
     parameters = [*model.parameters()]
@@ -128,10 +123,9 @@ def _real(groups, model, mesh, schedule, data, checkpoint='except_last'):
     with Sends() as sends, seen_resizes(), counter:
         step()
     counter.at(None)
-    # DTensor may use the equal mesh of an earlier case.
-    groups.update((group.group_name, axis) for axis, group in (
+    groups = {group.group_name: axis for axis, group in (
         ('all', rank.everyone), ('data', rank.data.group), ('pipe', rank.pipe.group),
-        ('tensor', rank.tensor.group)) if group)
+        ('tensor', rank.tensor.group)) if group}
     collectives = [(each.name.strip('_'), groups[each.group], each.bytes)
                    for each in counter.entries[0].collectives
                    if each.name not in ('send', 'recv_')]
@@ -140,7 +134,11 @@ def _real(groups, model, mesh, schedule, data, checkpoint='except_last'):
         'gradients': bytes_of(x.grad for x in parameters if x.grad is not None),
         'optimizer': bytes_of(each for state in made.state.values() for each in state.values()),
         'buffers': bytes_of(model.buffers())}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+    allocated = None
+    if mesh['data'] == mesh['tensor'] == 1:  # Otherwise Gloo's threads allocate memory as well.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True,
+                     acc_events=True) as profiler:
+            step()
+        allocated = peak_of(profiler)
     shapes = {name: tuple(local(x).shape) for name, x in model.named_parameters()}
-    return sizes, shapes, sends, collectives, counter.entries[0].peak, peak_of(profiler)
+    return sizes, shapes, sends, collectives, counter.entries[0].peak, allocated

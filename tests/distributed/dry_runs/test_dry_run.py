@@ -36,31 +36,30 @@ def dry(model, mesh, schedule, data, checkpoint='except_last', **more):
                    optimizer=torch.optim.AdamW, **options, **more)
 
 
-def check(cases):
-    """Compare dry runs with real runs of the same number of ranks."""
-    found = run(prod(cases[0][1].values()), real, cases, timeout=280)
-    for k, case in enumerate(cases):
-        report = dry(*case)
-        for rank, facts in zip(report.ranks, [each[k] for each in found], strict=True):
-            sizes, shapes, sends, collectives, counted, allocated = facts
-            assert {name: getattr(rank, name) for name in sizes} == sizes, case
-            assert report.shapes(rank.rank) == shapes, case
-            assert report.messages(rank.rank) == sends, case
-            assert report.collectives(rank.rank) == collectives, case
-            peak = rank.total - rank.parameters - rank.optimizer - rank.buffers
-            assert peak == pytest.approx(counted, rel=.05), (case, rank)
-            # Gloo's threads allocate memory, and free it later.
-            if len(report.ranks) == report.mesh['pipe']:
-                assert peak == pytest.approx(allocated, rel=.1), (case, rank)
+def all_cases():
+    """Return models, meshes, schedules and uses of parameters; with many ranks, a few of them."""
+    models, found = cycle(MODELS), []
+    for k, (data, pipe, tensor) in enumerate(MESHES):
+        mesh = {'data': data, 'pipe': pipe, 'tensor': tensor}
+        cases = [(next(models), mesh, schedule, use)
+                 for use in ('replicate', 'shard')[:1 + (data > 1)] for schedule in SCHEDULES]
+        found += cases if data * pipe * tensor == 2 else cases[k % 5::5]
+    return found
 
 
-@pytest.mark.parametrize('data, pipe, tensor', first(1, MESHES))
-def test_sizes_messages_collectives_and_peaks_are_the_real_ones(data, pipe, tensor):
-    mesh, models = {'data': data, 'pipe': pipe, 'tensor': tensor}, cycle(MODELS)
-    cases = [(next(models), mesh, schedule, use)
-             for use in ('replicate', 'shard')[:1 + (data > 1)] for schedule in SCHEDULES]
-    # Eight processes take a while: each mesh has one case of each use.
-    check(cases if data * pipe * tensor < 8 else cases[MESHES.index((data, pipe, tensor)) % 5::5])
+@pytest.mark.parametrize('model, mesh, schedule, data', first(1, all_cases()))
+def test_sizes_messages_collectives_and_peaks_are_the_real_ones(model, mesh, schedule, data):
+    case = model, mesh, schedule, data
+    report = dry(*case)
+    for rank, facts in zip(report.ranks, run(prod(mesh.values()), real, *case), strict=True):
+        sizes, shapes, sends, collectives, counted, allocated = facts
+        assert {name: getattr(rank, name) for name in sizes} == sizes
+        assert report.shapes(rank.rank) == shapes
+        assert report.messages(rank.rank) == sends
+        assert report.collectives(rank.rank) == collectives
+        peak = rank.total - rank.parameters - rank.optimizer - rank.buffers
+        assert peak == pytest.approx(counted, rel=.05)
+        assert allocated is None or peak == pytest.approx(allocated, rel=.1)
 
 
 def linear(number=4, width=8):
