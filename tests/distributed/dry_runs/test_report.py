@@ -63,3 +63,7 @@ def test_a_total_is_the_sum_of_its_parts():
             assert rank.total == (rank.parameters + rank.gradients + rank.optimizer + rank.buffers
                                   + rank.activations + rank.messages + rank.gathered)
             assert (rank.gathered > 0) == (data == 'shard') and rank.activations > 0
+        assert report.totals['total'] == sum(rank.total for rank in report.ranks)
+        copies = 2 if data == 'replicate' else 1
+        assert report.totals['parameters'] == copies * 4 * (8 * 8 + 8) * 4
+        assert 'all ranks' in str(report)

@@ -198,6 +198,12 @@ class DryRun:
             found.append(self._memory(rank, at, bytes, peaks[at['pipe']]))
         return tuple(found)
 
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        """The memory of all ranks together, in bytes, by kind."""
+        return {kind: sum(getattr(each, kind) for each in self.ranks)
+                for kind in (*KINDS, 'total')}
+
     def _position(self, rank: int) -> dict[str, int]:
         """Return the position of a rank along each axis."""
         rest, tensor = divmod(rank, self.mesh['tensor'])
@@ -338,7 +344,7 @@ class DryRun:
         """Return the report as plain values for JSON."""
         return {'mesh': dict(self.mesh), 'balance': [*self.balance], 'places': [*self.places],
                 'micro_batches': self.micro_batches,
-                'ranks': [each._asdict() for each in self.ranks],
+                'ranks': [each._asdict() for each in self.ranks], 'totals': self.totals,
                 'stages': [each._asdict() for each in self.stages],
                 'traffic': [each._asdict() for each in self.traffic],
                 'uneven': [*self.uneven], 'problems': [*self.problems]}
@@ -368,6 +374,8 @@ class DryRun:
                   f'{flops[pipe] / 1e12:,.3g}'] for pipe, each in sorted(largest.items())]
         rows = [[*_span(pipes, [cells[pipe][0] for pipe in pipes]), *values]
                 for pipes, values in _runs([each[1:] for each in cells])]
+        rows.append(['all ranks', '', *(format_bytes(self.totals[kind])
+                                        for kind in (*kinds, 'total')), ''])
         return table(['pipe', 'stages', *kinds, 'total', 'TFLOP'], rows).split('\n')
 
     def _traffic_table(self) -> list[str]:
