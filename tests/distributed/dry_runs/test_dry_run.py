@@ -19,6 +19,8 @@ from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe import NoChunk
 from torchgpipe.distributed import dry_run
+from torchgpipe.distributed.dry_runs.virtual import VirtualRank
+from torchgpipe.sequential import from_stages
 
 pytestmark = cpu_only('fake tensors are on the CPU')
 
@@ -92,8 +94,41 @@ def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule
     for one, other in zip(report.ranks, whole.ranks, strict=True):
         assert report.messages(one.rank) == whole.messages(one.rank)
         assert report.collectives(one.rank) == whole.collectives(one.rank)
+        assert report.shapes(one.rank) == whole.shapes(one.rank)
         assert one.total == pytest.approx(other.total, rel=.01)
     assert report.stages == whole.stages and report.traffic == whole.traffic
+
+
+@pytest.mark.parametrize('function, ran', [
+    (lambda k: lambda model, x: call(k, model, x), 6), (lambda k: partial(call, k), 6),
+    (lambda k: Callee(f'{k}'), 3), (lambda k: f'{k}', 3)])
+def test_stages_of_a_model_are_alike_if_their_functions_are(function, ran, monkeypatch):
+    """A function is compared by its state, in which a name of a module means its place."""
+    made, make = [], VirtualRank.__init__
+    monkeypatch.setattr(VirtualRank, '__init__', lambda *args: made.append(0) or make(*args))
+    with torch.device('cpu'):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    stages = [model[k] if isinstance(each := function(k), str) else each for k in range(6)]
+    module = from_stages(model, stages, torch.zeros(2, 8))
+    report = small(module, [1] * 6, {'pipe': 6}, chunks=2)
+    assert len(made) == ran
+    assert [[*report.shapes(rank)] for rank in range(6)] == [
+        [f'{k}.{k}.weight', f'{k}.{k}.bias'] for k in range(6)]
+
+
+class Callee:
+    """A function with a state."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, model, x):
+        return model.get_submodule(self.name)(x)
+
+
+def call(k, model, x):
+    """Call a layer."""
+    return model.get_submodule(f'{k}')(x)
 
 
 def test_layers_that_get_other_inputs_are_not_alike():

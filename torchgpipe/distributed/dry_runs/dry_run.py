@@ -109,7 +109,7 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
         meeting, models, kept = _run(make, skeleton, step, options.get('tensor_plan') or {})
         if not _are_alike(meeting, models):
             meeting, models, kept = _run(make, skeleton, step, None)
-        return _report(meeting, models, kept, devices_per_host, memory_limit)
+        return _report(meeting, models, kept, skeleton, devices_per_host, memory_limit)
 
 
 @contextmanager
@@ -240,26 +240,43 @@ def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
         layer: The layer.
         plan: How layers are split along the tensor axis.
     """
+    modules = dict(layer.named_modules(prefix=name))
+    names = {path.removeprefix(f'{name}.'): k for k, path in enumerate(modules)}
     return tuple((
         re.sub(r'\d+', '', path), style_of(path, plan), type(module),
         tuple((name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
               for tensors in (module._parameters, module._buffers) for name, x in tensors.items()),
-        tuple((name, _plain(value)) for name, value in vars(module).items()
+        tuple((name, _plain(value, names, ())) for name, value in vars(module).items()
               if name not in ('_parameters', '_buffers', '_modules')))
-        for path, module in layer.named_modules(prefix=name))
+        for path, module in modules.items())
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that can be compared, or its identity."""
-    if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
+def _plain(value: Any, names: Mapping[str, int], within: tuple[int, ...]) -> Any:
+    """Return a value that can be compared, or its identity.
+
+    Args:
+        value: The value.
+        names: The modules in the layer by name, each with its number.
+        within: The identities of the objects that the value is a part of.
+    """
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, (int, float, type(None), torch.dtype, torch.device)):
         return type(value), value
+    if isinstance(value, (Tensor, nn.Module)) or id(value) in within:
+        return id(value)
+    plain = partial(_plain, names=names, within=(*within, id(value)))
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_plain, value))
+        return type(value), tuple(map(plain, value))
     if isinstance(value, (set, frozenset)):
-        return frozenset(map(_plain, value))
+        return frozenset(map(plain, value))
     if isinstance(value, dict):
-        return type(value), tuple((key, _plain(each)) for key, each in value.items())
-    return id(value)
+        return type(value), tuple((key, plain(each)) for key, each in value.items())
+    try:
+        reduced = value.__reduce_ex__(4)  # As pickle describes an object: its type and its state.
+    except Exception:
+        return id(value)
+    return tuple(map(plain, reduced)) if isinstance(reduced, tuple) else id(value)
 
 
 def _are_alike(meeting: Rendezvous, models: Models) -> bool:
@@ -280,7 +297,8 @@ def _are_alike(meeting: Rendezvous, models: Models) -> bool:
 
 
 def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, ...]],
-            devices_per_host: int | None, memory_limit: int | None) -> DryRun:
+            skeleton: nn.Sequential, devices_per_host: int | None, memory_limit: int | None
+            ) -> DryRun:
     model, rank = models[0], models[0]._rank
     assert meeting.schedule is not None
     rows = with_messages(meeting.schedule, sorted(rank.skips), rank.places)
@@ -291,9 +309,23 @@ def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, 
     for place, row in enumerate(rows):
         like = meeting.like[place]
         accounts.append(Account(tuple(rank.stages_of(place)), tuple(_replayed(
-            meeting, place, row, models[like]._rank)), kept[like], groups))
+            meeting, place, row, models[like]._rank)), _named(
+                kept[like], rank, skeleton, like, place), groups))
     return DryRun(sizes, tuple(model.balance), tuple(rank.places), len(meeting.kinds),
                   tuple(accounts), rank.replicas.offloads, devices_per_host, memory_limit)
+
+
+def _named(kept: Iterable[Kept], rank: VirtualRank, skeleton: nn.Sequential, like: int,
+           place: int) -> tuple[Kept, ...]:
+    """Return the tensors that a place keeps, given those of a place that is like it."""
+    if like == place:
+        return (*kept,)
+    own = dict(zip(*([
+        f'{layer}.{name}' for j in rank.stages_of(each) for layer in rank.stages[j]
+        for values in ('named_parameters', 'named_buffers')
+        for name, _ in getattr(skeleton.get_submodule(layer), values)()]
+        for each in (like, place))))
+    return tuple([each._replace(name=own.get(each.name, each.name)) for each in kept])
 
 
 def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank
