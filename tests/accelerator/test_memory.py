@@ -33,17 +33,21 @@ def layers(kinds):
 
 
 def keep_pace(gpipe):
-    """Let a partition send a gradient when the one before it has begun with the last one.
+    """Let a partition begin with a gradient when the one before it has begun with the last one.
 
     Autograd has a thread for each device. A thread that is ahead of another keeps more memory, up
     to a gradient for each micro-batch. That differs from run to run.
     """
     begun = [threading.Semaphore(1) for _ in range(N + 1)]
 
+    def begin(j, first):
+        if not first:
+            begun[j].acquire(timeout=30)
+        begun[j + 1].release()
+
     def look(j, args, output):
-        output.register_hook(lambda grad: begun[j + 1].release())
-        if args[0].requires_grad:
-            args[0].register_hook(lambda grad: begun[j].acquire(timeout=30) and None)
+        first = not args[0].requires_grad
+        output.register_hook(lambda grad: begin(j, first))
     for j, partition in enumerate(gpipe.partitions):
         partition.register_forward_hook(lambda _, *values, j=j: look(j, *values))
 
