@@ -185,7 +185,7 @@ def _step(input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor],
     return (*(_kept('parameters', x, name) for name, x in model.named_parameters()),
             *(_kept('gradients', x.grad) for x in parameters if x.grad is not None),
             *(_kept('optimizer', each) for x in states for each in _tensors_in(states[x])),
-            *(_kept('buffers', x, name) for name, x in model.named_buffers()))
+            *(_kept('buffers', x) for x in model.buffers()))
 
 
 def _fake(meeting: Rendezvous, value: Any) -> Any:
@@ -309,23 +309,16 @@ def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, 
     for place, row in enumerate(rows):
         like = meeting.like[place]
         accounts.append(Account(tuple(rank.stages_of(place)), tuple(_replayed(
-            meeting, place, row, models[like]._rank)), _named(
-                kept[like], rank, skeleton, like, place), groups))
+            meeting, place, row, models[like]._rank)), kept[like], groups,
+            dict(zip(_names(rank, skeleton, like), _names(rank, skeleton, place)))))
     return DryRun(sizes, tuple(model.balance), tuple(rank.places), len(meeting.kinds),
                   tuple(accounts), rank.replicas.offloads, devices_per_host, memory_limit)
 
 
-def _named(kept: Iterable[Kept], rank: VirtualRank, skeleton: nn.Sequential, like: int,
-           place: int) -> tuple[Kept, ...]:
-    """Return the tensors that a place keeps, given those of a place that is like it."""
-    if like == place:
-        return (*kept,)
-    own = dict(zip(*([
-        f'{layer}.{name}' for j in rank.stages_of(each) for layer in rank.stages[j]
-        for values in ('named_parameters', 'named_buffers')
-        for name, _ in getattr(skeleton.get_submodule(layer), values)()]
-        for each in (like, place))))
-    return tuple([each._replace(name=own.get(each.name, each.name)) for each in kept])
+def _names(rank: VirtualRank, skeleton: nn.Sequential, place: int) -> list[str]:
+    """Return the names of the parameters of a place."""
+    return [f'{layer}.{name}' for j in rank.stages_of(place) for layer in rank.stages[j]
+            for name, _ in skeleton.get_submodule(layer).named_parameters()]
 
 
 def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank

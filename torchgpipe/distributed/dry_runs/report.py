@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
     Args:
         kind: ``'parameters'``, ``'gradients'``, ``'optimizer'`` or ``'buffers'``.
-        name: The name of a parameter or a buffer in the model, or ''.
+        name: The name of a parameter in the model, or ''.
         shape: The shape of the whole tensor.
         itemsize: The bytes of an element.
         splits: The axes of the mesh along which it is split, each with the dimension. An axis
@@ -68,12 +68,14 @@ class Account(NamedTuple):
         row: Each item of the row with its entry; the item is ``None`` at the start and the end.
         kept: The tensors that stay from step to step.
         groups: The axis of each process group, by its name.
+        names: The name of each parameter, by its name at the place that has run.
     """
 
     stages: tuple[int, ...]
     row: tuple[tuple[Action | Message | None, Entry], ...]
     kept: tuple[Kept, ...]
     groups: Mapping[str, str]
+    names: Mapping[str, str]
 
     def peak(self) -> dict[str, int]:
         """Return the memory at the peak of a step, by kind."""
@@ -243,8 +245,9 @@ class DryRun:
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a rank's parameters, or of its parts of them, by name."""
         at = self._position(rank)
-        return {each.name: each.part(self.mesh, at) for each in self.accounts[at['pipe']].kept
-                if each.kind == 'parameters'}
+        account = self.accounts[at['pipe']]
+        return {account.names.get(each.name, each.name): each.part(self.mesh, at)
+                for each in account.kept if each.kind == 'parameters'}
 
     def messages(self, rank: int) -> list[tuple[int, int]]:
         """Return the messages that a rank sends in a step, in order: receiver and bytes."""
