@@ -52,10 +52,12 @@ def test_sizes_that_change_count_only_where_they_are_seen():
         counter.at(None)
         kept[-1].untyped_storage().resize_(800)
 
-    kept = []
+    kept, before = [], torch.zeros(100)
 
     with seen_resizes():
         first, second = entries(run)
+        entry, = entries(lambda counter: before.untyped_storage().resize_(800))
+    assert entry.bytes == 0
     assert (first.bytes, first.peak, second.bytes) == (0, 400, 800)
     first, second = entries(run)
     assert (first.bytes, second.bytes) == (400, 0)
@@ -78,6 +80,8 @@ def test_a_value_is_one_where_no_cell_reads_it():
     found = []
     entries(lambda counter: found.append(torch.zeros(3).sum().item()), FakeTensorMode())
     assert found == [1]
+    entries(lambda counter: found.append(torch.tensor(7).item()), FakeTensorMode())
+    assert found == [1, 7]  # This one has a value.
 
 
 def test_tensors_of_another_fake_mode_do_not_count():
