@@ -123,6 +123,38 @@ def test_stages_of_a_model_are_alike_if_their_functions_are(function, ran, monke
         [f'{k}.{k}.weight', f'{k}.{k}.bias'] for k in range(6)]
 
 
+class Shared:
+    """An object that copies of a layer share."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def nested(depth, times, cyclic=False):
+    """Return lists in lists."""
+    innermost = found = []
+    for _ in range(depth):
+        found = [found] * times
+    innermost += [found] * cyclic
+    return found
+
+
+@pytest.mark.parametrize('value, ran', [
+    (lambda: nested(2, 2), 3), (lambda: nested(2, 2, True), 3), (lambda: nested(60, 2), 3),
+    (lambda: nested(9999, 1), 6)], ids=['short', 'cyclic', 'shared', 'deep'])
+def test_attributes_of_any_form_are_compared(value, ran, monkeypatch):
+    made, make = [], VirtualRank.__init__
+    monkeypatch.setattr(VirtualRank, '__init__', lambda *args: made.append(0) or make(*args))
+    module = linear(6)
+    for layer in module:
+        layer.value = Shared(value())
+    small(module, [1] * 6, {'pipe': 6}, chunks=2)
+    assert len(made) == ran
+
+
 class Callee:
     """A function with a state."""
 

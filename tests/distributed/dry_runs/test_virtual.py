@@ -25,13 +25,20 @@ def test_one_function_runs_at_a_time_in_a_repeatable_order():
 
 
 def test_an_error_ends_all():
+    """Later errors of the others are not reported, and keep none of them from its end."""
     def fail():
         raise ValueError('no')
+
+    def wait():
+        try:
+            turns.wait(lambda: False)
+        finally:
+            raise KeyError('later')
 
     turns = Turns()
     before = threading.active_count()
     with pytest.raises(ValueError, match='no'):
-        turns.run([lambda: turns.wait(lambda: False), fail])
+        turns.run([wait, wait, fail])
     assert threading.active_count() == before
 
 

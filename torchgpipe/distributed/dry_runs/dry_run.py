@@ -242,36 +242,44 @@ def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
     """
     modules = dict(layer.named_modules(prefix=name))
     names = {path.removeprefix(f'{name}.'): k for k, path in enumerate(modules)}
-    return tuple((
-        re.sub(r'\d+', '', path), style_of(path, plan), type(module),
-        tuple((name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
-              for tensors in (module._parameters, module._buffers) for name, x in tensors.items()),
-        tuple((name, _plain(value, names, ())) for name, value in vars(module).items()
-              if name not in ('_parameters', '_buffers', '_modules')))
-        for path, module in modules.items())
+    seen: dict[int, Any] = {}
+    try:
+        return tuple([(
+            re.sub(r'\d+', '', path), style_of(path, plan), type(module),
+            tuple([(name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
+                   for tensors in (module._parameters, module._buffers)
+                   for name, x in tensors.items()]),
+            tuple([(name, _plain(value, names, seen)) for name, value in vars(module).items()
+                   if name not in ('_parameters', '_buffers', '_modules')]))
+            for path, module in modules.items()])
+    except RecursionError:  # Such as for a long linked list.
+        return id(layer)
 
 
-def _plain(value: Any, names: Mapping[str, int], within: tuple[int, ...]) -> Any:
+def _plain(value: Any, names: Mapping[str, int], seen: dict[int, Any]) -> Any:
     """Return a value that can be compared, or its identity.
 
     Args:
         value: The value.
         names: The modules in the layer by name, each with its number.
-        within: The identities of the objects that the value is a part of.
+        seen: Objects of the layer, each with its number, by identity.
     """
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, (int, float, type(None), torch.dtype, torch.device)):
         return type(value), value
-    if isinstance(value, (Tensor, nn.Module)) or id(value) in within:
+    if isinstance(value, (Tensor, nn.Module)):
         return id(value)
-    plain = partial(_plain, names=names, within=(*within, id(value)))
+    if id(value) in seen:
+        return seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # As long as it is there, no other one has its identity.
+    plain = partial(_plain, names=names, seen=seen)
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(plain, value))
     if isinstance(value, (set, frozenset)):
         return frozenset(map(plain, value))
     if isinstance(value, dict):
-        return type(value), tuple((key, plain(each)) for key, each in value.items())
+        return type(value), tuple([(key, plain(each)) for key, each in value.items()])
     try:
         reduced = value.__reduce_ex__(4)  # As pickle describes an object: its type and its state.
     except Exception:
