@@ -63,7 +63,8 @@ def run(world, function, *args, group=None, timeout=120):
     Args:
         world: The number of ranks. function: A function that can be pickled, such as one of a test
         file. args: The arguments of the function. group: The size of the parallel groups; None
-        leaves them to the function. timeout: After so many seconds the processes are ended.
+        leaves them to the function. timeout: A collective that takes longer raises, in seconds.
+        The processes are ended after a quarter more.
 
     Raises:
         RuntimeError: A rank has failed. The message has its number and its traceback.
@@ -88,7 +89,8 @@ def outcomes(world, function, *args, group=None, timeout=120, stop=False):
         call = pickle.dumps((function, args))
         for rank, each in enumerate(ranks):
             each.end.send((rank, world, group, timeout, str(path), stop, call))
-        found = _collect([each.end for each in ranks], time.monotonic() + timeout, stop)
+        deadline = time.monotonic() + 1.25 * timeout  # The errors of collectives come first.
+        found = _collect([each.end for each in ranks], deadline, stop)
         failed = any(isinstance(each, Failure) for each in found)
         kept = not (stop and failed) and all(each.ends_call() for each in ranks)
         return found
