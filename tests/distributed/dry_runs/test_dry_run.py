@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
@@ -209,21 +210,55 @@ def test_stages_with_other_attributes_are_not_alike():
     assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
 
 
-class Named(nn.Module):
-    """A layer whose work depends on the name of its part, and with attributes of all kinds."""
+class Twice(nn.Linear):
+    """A layer with the attributes of a linear layer, and twice its work."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize('one, other', [
+    (lambda: nn.Linear(8, 8), lambda: Twice(8, 8)),
+    (lambda: WithPart('once'), lambda: WithPart('twice'))], ids=['types', 'names'])
+def test_stages_with_other_types_or_names_are_not_alike(one, other):
+    with torch.device('meta'):
+        module = nn.Sequential(one(), one(), other(), one(), other(), one())
+    report = small(module, [1] * 6, {'pipe': 6}, chunks=2, checkpoint='never')
+    assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
+
+
+def test_stages_with_other_parts_along_the_tensor_axis_are_not_alike():
+    plan = {'2': ColwiseParallel(output_layouts=Replicate())}
+    report = small(linear(6), [1] * 6, {'pipe': 6, 'tensor': 2}, chunks=2, tensor_plan=plan)
+    assert [report.shapes(2 * k)[f'{k}.weight'] for k in range(6)] == [
+        (8, 8), (8, 8), (4, 8), (8, 8), (8, 8), (8, 8)]
+
+
+class WithPart(nn.Module):
+    """A layer whose work depends on the name of its part."""
 
     def __init__(self, name):
         super().__init__()
         self._parts = nn.ModuleDict({name: nn.Linear(8, 8)})
+
+    def forward(self, x):
+        for _ in range(1 + ('twice' in self._parts)):
+            for part in self._parts.values():
+                x = part(x)
+        return x
+
+
+class Named(WithPart):
+    """Such a layer with attributes of all kinds."""
+
+    def __init__(self, name):
+        super().__init__(name)
         self._lock, self.mask = threading.Lock(), torch.ones(8, device='cpu')
         self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x):
         with self._lock:
-            for _ in range(1 + ('twice' in self._parts)):
-                for part in self._parts.values():
-                    x = part(x) * self.mask
-        return self.norm(x)
+            return self.norm(super().forward(x) * self.mask)
 
 
 @pytest.mark.parametrize('checkpoint', ['always', 'never'])
