@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from tests.devices import cpu_only
 from tests.distributed.dry_runs.real import MODELS, SIZE, WIDTH, arguments, real
 from tests.shard.processes import run
+from tests.skip.layers import Pop, StashLinear
 from tests.whole import first
 from torchgpipe import NoChunk
 from torchgpipe.distributed import dry_run
 from torchgpipe.distributed.dry_runs.virtual import VirtualRank
 from torchgpipe.sequential import from_stages
+from torchgpipe.skip import Namespace
 
 pytestmark = cpu_only('fake tensors are on the CPU')
 
@@ -232,6 +234,34 @@ def test_stages_with_other_parts_along_the_tensor_axis_are_not_alike():
     report = small(linear(6), [1] * 6, {'pipe': 6, 'tensor': 2}, chunks=2, tensor_plan=plan)
     assert [report.shapes(2 * k)[f'{k}.weight'] for k in range(6)] == [
         (8, 8), (8, 8), (4, 8), (8, 8), (8, 8), (8, 8)]
+
+
+def skips():
+    """Return equal stages that send skips over different distances."""
+    near, far = Namespace(), Namespace()
+    return [nn.Linear(8, 8), StashLinear(8).isolate(far), StashLinear(8).isolate(near),
+            Pop().isolate(near), nn.Linear(8, 8), Pop().isolate(far), nn.Linear(8, 8)]
+
+
+def ties():
+    """Return equal stages, of which some share a parameter."""
+    layers = [nn.Linear(8, 8) for _ in range(7)]
+    layers[2].weight = layers[4].weight
+    return layers
+
+
+@pytest.mark.parametrize('layers', [skips, ties])
+def test_stages_with_skips_and_ties_are_not_alike(layers, monkeypatch):
+    def found():
+        with torch.device('meta'):
+            module = nn.Sequential(*layers())
+        report = small(module, [1] * 7, {'pipe': 7}, chunks=2)
+        return [(report.messages(rank), each.total) for rank, each in enumerate(report.ranks)]
+
+    few = found()
+    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run._like',
+                        lambda model, skeleton, plan: [*range(7)])
+    assert few == found()
 
 
 class WithPart(nn.Module):

@@ -217,15 +217,14 @@ def _like(model: VirtualModel, skeleton: nn.Sequential, plan: Mapping[str, Any])
     """Return for each place along the pipe axis the first place with equal layers."""
     rank, first = model._rank, dict[Any, int]()
     modes = checkpoint_stops(model.checkpoint, 2, len(model.balance))
-    crossed = {stage for pair in rank.skips for stage in pair}
-    crossed |= {stage for tie in rank.tied for stage, _ in tie}
-    crossed |= {0, len(rank.places) - 1}
+    # Stages with ends of skips differ by the names or the namespaces.
+    alone = {0, len(rank.places) - 1, *(stage for tie in rank.tied for stage, _ in tie)}
     found = []
     for place in range(rank.pipe.size):
         stages = rank.stages_of(place)
         forms = [(modes[j], rank.places[j - 1] == place, rank.places[j + 1] == place, *(
             _form(name, skeleton.get_submodule(name), plan) for name in rank.stages[j]))
-            for j in stages if not crossed & {*stages}]
+            for j in stages if not alone & {*stages}]
         found.append(first.setdefault(tuple(forms) or place, place))
     return found
 
