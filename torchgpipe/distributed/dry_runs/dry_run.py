@@ -222,7 +222,7 @@ def _like(model: VirtualModel, skeleton: nn.Sequential, plan: Mapping[str, Any])
     found = []
     for place in range(rank.pipe.size):
         stages = rank.stages_of(place)
-        forms = [(modes[j], rank.places[j - 1] == place, rank.places[j + 1] == place, *(
+        forms = [(modes[j], rank.places[j + 1] == place, *(
             _form(name, skeleton.get_submodule(name), plan) for name in rank.stages[j]))
             for j in stages if not alone & {*stages}]
         found.append(first.setdefault(tuple(forms) or place, place))
