@@ -14,7 +14,7 @@ from tests.helpers import MODES, Spy, WeakLog, assert_same, call, gradients, thr
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.workers import Workers
-from torchgpipe.skip.tracker import current_skip_tracker
+from torchgpipe.skip.transfer import current_skip_tracker
 
 
 class Oops(Exception):

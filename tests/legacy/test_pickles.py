@@ -17,7 +17,7 @@ OBJECTS = {'structure': [Arguments, NoChunk], 'balance.profiled': [Balance, Prof
            'predict.blocks': [LayerProfile, SkipProfile],
            'predict.costs': [Costs, Link, StageCosts], 'predict.simulate': [Simulation],
            'plan.choice': [Plan], 'schedule.action': [Action, Timed],
-           'skip.namespace': [Namespace], 'timeline.lanes': [Copied],
+           'skip.namespace': [Namespace], 'skip.tracker': [Namespace], 'timeline.lanes': [Copied],
            'sequential.nodes': [operations.guard, operations.guard_ways, operations.is_same,
                                 operations.apply, operations.put_together,
                                 operations.take_apart],

@@ -13,7 +13,7 @@ from tests.skip.models import WIDTH
 from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, skippable, stash
-from torchgpipe.skip.tracker import current_skip_tracker
+from torchgpipe.skip.transfer import current_skip_tracker
 
 
 def make(devices, mode, layer=None):

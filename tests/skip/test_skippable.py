@@ -18,7 +18,7 @@ from tests.helpers import assert_same, call
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.skip.transfer import SkipTracker, use_skip_tracker
 
 
 class Base(nn.Module):

@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.skip.transfer import Skip, arrive, keep, leave, take
+from torchgpipe.skip.transfer import Skip, SkipTracker, arrive, keep, leave, take
 
 A, B, C = (None, 'a'), (None, 'b'), (None, 'c')
 ROUTES = [(2, A), (2, B)]

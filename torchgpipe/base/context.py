@@ -124,7 +124,7 @@ class _Context(threading.local):
         self.recomputing = False
         #: Whether a layer has asked for the pass. Then it handles its own attributes.
         self.asked = False
-        #: The :class:`~torchgpipe.skip.tracker.SkipTracker` in which layers stash and pop skips.
+        #: The :class:`~torchgpipe.skip.transfer.SkipTracker` in which layers stash and pop skips.
         self.skips: Any = None
         #: The ids of the :class:`~torchgpipe.engine.workers.Workers` that wait for this thread, so
         #: that it must not wait for them.

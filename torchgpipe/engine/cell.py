@@ -28,8 +28,7 @@ from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
 from torchgpipe.engine.partition import Partition
 from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload
-from torchgpipe.skip.tracker import Key
-from torchgpipe.skip.transfer import arrive, leave
+from torchgpipe.skip.transfer import Key, arrive, leave
 
 __all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
 

@@ -21,7 +21,7 @@ from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import Value, call, flatten
 from torchgpipe.engine.partition import Partition
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.skip.transfer import SkipTracker, use_skip_tracker
 
 __all__ = ['add_culprit', 'blame', 'left_grad_mode']
 

@@ -51,8 +51,7 @@ from torchgpipe.engine.partition import Engine, Partition
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.streams import AbstractStream, CPUStream, current_stream, no_context
 from torchgpipe.schedule.schedule import Action
-from torchgpipe.skip.tracker import Key
-from torchgpipe.skip.transfer import Skip, changed_in_place, keep, take
+from torchgpipe.skip.transfer import Key, Skip, changed_in_place, keep, take
 
 __all__ = ['Aliasing', 'Run']
 

@@ -15,8 +15,9 @@ OF_007 = {'balance.blockpartition': 'plan.balance', 'balance.profile': 'plan.pro
           'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams',
           'dependency': 'engine.streams', 'microbatch': 'legacy.pipeline',
           'phony': 'engine.streams', 'pipeline': 'legacy.pipeline',
-          'skip.namespace': 'skip.tracker', 'skip.portal': 'legacy.portal',
-          'stream': 'engine.streams', 'worker': 'legacy.pipeline'}
+          'skip.namespace': 'skip.transfer', 'skip.portal': 'legacy.portal',
+          'skip.tracker': 'skip.transfer', 'stream': 'engine.streams',
+          'worker': 'legacy.pipeline'}
 
 #: Paths in pickles and guides of versions before 0.17, such as a saved converted model or plan.
 BEFORE_017 = {'balance.profiled': 'plan.balance', 'plan.choice': 'plan.search',
@@ -56,5 +57,5 @@ def _old_name(name: str) -> Any:
 
 
 sys.meta_path.append(_OldPaths())
-for _owner in ('torchgpipe.skip', 'torchgpipe.skip.tracker'):
+for _owner in ('torchgpipe.skip', 'torchgpipe.skip.transfer'):
     sys.modules[_owner].__dict__['__getattr__'] = _old_name

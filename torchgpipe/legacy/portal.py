@@ -26,7 +26,7 @@ from torchgpipe.engine.streams import (AbstractStream, copy_tensor, current_stre
                                        get_phony)
 from torchgpipe.legacy.pipeline import Batch
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.skip.tracker import Key, Namespace, SkipTracker
+from torchgpipe.skip.transfer import Key, Namespace, SkipTracker
 
 __all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange', 'SkipTrackerThroughPortals',
            'SkipTrackerThroughPotals']

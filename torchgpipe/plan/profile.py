@@ -50,7 +50,7 @@ from torchgpipe.plan.balance import Profile
 from torchgpipe.plan.costs import LayerProfile, SkipProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.skip.tracker import Key, SkipTracker, use_skip_tracker
+from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
 
 __all__ = ['Flow', 'Measurement', 'layerwise_sandbox', 'profile', 'profile_bytes']
 

@@ -29,7 +29,7 @@ from torchgpipe.sequential.cuts import Route, routes
 from torchgpipe.sequential.operations import Constant, form_of
 from torchgpipe.sequential.parts import (Converted, NamedLayer, all_names, converted, put,
                                          with_all_names)
-from torchgpipe.skip.tracker import Key, Namespace, current_skip_tracker
+from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
 from torchgpipe.training.losses import LOSSES, watches
 
 __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of', 'build',

@@ -17,7 +17,7 @@ tracker
 """
 from torchgpipe.skip.skippable import (SkipGenerator, Skippable, pop, skippable, stash,
                                        verify_skippables)
-from torchgpipe.skip.tracker import Namespace
+from torchgpipe.skip.transfer import Namespace
 
 __all__ = ['Namespace', 'SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash',
            'verify_skippables']

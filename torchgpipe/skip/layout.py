@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from torchgpipe.skip.tracker import Key, Namespace
+from torchgpipe.skip.transfer import Key, Namespace
 
 __all__ = ['DeclaresSkips', 'SkipLayout', 'inspect_skip_layout']
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.private import uncompiled
 from torchgpipe.skip.layout import DeclaresSkips
-from torchgpipe.skip.tracker import Key, Namespace, current_skip_tracker
+from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
 
 __all__ = ['SkipGenerator', 'Skippable', 'pop', 'run_generator', 'skippable', 'stash',
            'verify_skippables']

@@ -24,7 +24,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.microbatches import Chunk, cut, gather
 from torchgpipe.engine.split import Sequential
 from torchgpipe.gpipe import GPipe
-from torchgpipe.skip.tracker import Namespace, SkipTracker, use_skip_tracker
+from torchgpipe.skip.transfer import Namespace, SkipTracker, use_skip_tracker
 
 __all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Unwrapped', 'Wrapped']
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.structure import Tensors, Value
 from torchgpipe.skip.layout import DeclaresSkips
-from torchgpipe.skip.tracker import Key, SkipTracker, use_skip_tracker
+from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
 
 __all__ = ['carry']
 

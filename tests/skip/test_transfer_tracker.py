@@ -11,7 +11,7 @@ from torchgpipe import GPipe
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.streams import CPUStream
-from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from torchgpipe.skip.transfer import SkipTracker, current_skip_tracker, use_skip_tracker
 
 batch = Chunk((torch.ones(1),), bare)
 
