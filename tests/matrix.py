@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 #: The tests that depend most on PyTorch, in less than three minutes.
-CORE = ['tests/base/test_private.py', 'tests/engine/test_compiled.py', 'tests/test_gpipe.py',
-        'tests/test_batchnorm.py', 'tests/model/test_materialize.py',
+CORE = ['tests/base/test_private.py', 'tests/engine/test_partition_compiled.py',
+        'tests/test_gpipe.py', 'tests/test_batchnorm.py', 'tests/model/test_materialize.py',
         'tests/engine/test_workers_interpreter.py', 'tests/engine/test_scheduled_numbers.py',
         'tests/engine/checkpoint/test_random.py', 'tests/engine/checkpoint/test_state.py',
         'tests/base/test_context_thread_state.py',

@@ -24,9 +24,8 @@ from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, ge
 from torchgpipe.engine.checkpoint.recomputation import Recomputation, compare_pending
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.state import LayerRecorder, Layers, Observed
-from torchgpipe.engine.compiled import compiled
 from torchgpipe.engine.culprit import add_culprit, blame, left_grad_mode
-from torchgpipe.engine.partition import Partition
+from torchgpipe.engine.partition import Partition, compiled
 from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload
 from torchgpipe.skip.transfer import Key, arrive, leave
 

@@ -1,12 +1,19 @@
-"""Partitions: their modules and tensors, and the engine's state between forward passes.
+"""Partitions: their modules, tensors and compiled layers, and the engine's state between passes.
 
 One module, parameter or buffer may be in several places. This package detects it by identity, as
 PyTorch does.
+
+Autograd has a thread for each accelerator, and gives all of them the same copy of the caller's
+context variables. Compiled code enters this copy in backward, which two threads cannot do
+concurrently ("cannot enter context"). In a pipeline, two threads would do so.
 """
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
+from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +21,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.context import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.devices import is_cpu, memory_key
+from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 from torchgpipe.base.structure import Slot
 from torchgpipe.engine.checkpoint.recomputation import PendingComparison
 from torchgpipe.engine.checkpoint.state import Observed
@@ -21,8 +29,9 @@ from torchgpipe.engine.streams import Observer, no_context, observers
 from torchgpipe.engine.workers import Workers, device_key
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
-__all__ = ['Engine', 'Partition', 'holder_of', 'is_pipeline', 'modules_of', 'named_slots',
-           'only_computes', 'shared_modules', 'shared_slots', 'tensor_of']
+__all__ = ['Engine', 'Partition', 'compiled', 'has_compiled', 'holder_of', 'is_pipeline',
+           'modules_of', 'named_slots', 'only_computes', 'part_contexts', 'shared_modules',
+           'shared_slots', 'tensor_of']
 
 
 def is_pipeline(module: nn.Module) -> bool:
@@ -113,6 +122,75 @@ def only_computes(module: nn.Module) -> bool:
             and 'forward' not in module.__dict__
             and not module._buffers and not module._forward_pre_hooks
             and getattr(module, 'max_norm', None) is None)
+
+
+# --- compiled layers
+# ----------------------------------------------------------------------------------
+
+
+def has_compiled(partition: nn.Module) -> bool:
+    """Return whether a partition is compiled, or a layer in it."""
+    return 'forward' in partition.__dict__ or any(
+        map(is_compiled_module, partition.modules()))
+
+
+def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
+    """Give each compiled node its own context.
+
+    Args:
+        inputs: The nodes at which the searched part of the graph begins.
+        outputs: The tensors with which it ends.
+    """
+    if not compiled_codes():
+        return
+    seen = set(inputs)
+    found: list[Any] = [y.grad_fn for y in outputs]
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_compiled(node):
+            node.register_prehook(own_context)
+        found += [next for next, _ in node.next_functions]
+
+
+def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return a function that calls layers in order, compiled together where possible.
+
+    Args:
+        layers: The layers.
+        *args: The positional arguments of :func:`torch.compile`.
+        **kwargs: The keyword arguments of :func:`torch.compile`.
+    """
+    # PyTorch does not compile a loop if it cannot compile one of its layers.
+    is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
+    runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), layers,
+                    tuple([name for name, _ in group]))
+            for _, group in groupby(zip(layers._modules, is_left), itemgetter(1))]
+    return partial(_run_all, runs)
+
+
+def _run(layers: nn.Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of some of the layers."""
+    name, *others = names
+    value = layers._modules[name](*args, **kwargs)
+    for name in others:
+        value = layers._modules[name](value)
+    return value
+
+
+def _own_code(function: Any) -> Callable[..., Any]:
+    """Copy a function, because PyTorch limits how often it compiles the same code."""
+    return FunctionType(function.__code__.replace(), function.__globals__)
+
+
+def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    run, *others = runs
+    value = run(*args, **kwargs)
+    for run in others:
+        value = run(value)
+    return value
 
 
 # --- the engine's state

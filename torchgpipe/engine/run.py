@@ -45,9 +45,8 @@ from torchgpipe.base.structure import is_among, share_memory
 from torchgpipe.engine.cell import Cell, Cells
 from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.compiled import part_contexts
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.partition import Engine, Partition, part_contexts
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.streams import AbstractStream, CPUStream, current_stream, no_context
 from torchgpipe.schedule.schedule import Action

@@ -30,10 +30,9 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.state import Swap, are_same, state_of, substituted
-from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.engine.partition import Engine, Partition
+from torchgpipe.engine.partition import Engine, Partition, has_compiled
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import (CPUStream, Wait, copy_tensor, no_context, use_stream,
                                        wait_stream)

@@ -41,9 +41,9 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.checkpoint.state import substituted
-from torchgpipe.engine.compiled import has_compiled
 from torchgpipe.engine.gradients import DeferredWork, Leaves
 from torchgpipe.engine.microbatches import Chunk, cut, fit_rule
+from torchgpipe.engine.partition import has_compiled
 from torchgpipe.engine.split import verify_module
 from torchgpipe.engine.streams import get_phony, graph_leaves, join, use_device
 from torchgpipe.plan.balance import Profile
