@@ -23,9 +23,8 @@ from torchgpipe.shard.collectives import draws
 from torchgpipe.shard.ddp import register_ddp_gathered_features, register_ddp_parameters_to_ignore
 from torchgpipe.shard.parameter import (_ORDER_ATTR, _PARALLEL_DIM, dtensor, get_parallel_dim,
                                         register_parallel_attribute, register_parallel_dim,
-                                        set_attribute)
+                                        set_attribute, slice)
 from torchgpipe.shard.saving import load_checkpoint, save_checkpoint
-from torchgpipe.shard.sizes import slice
 from torchgpipe.shard.state_dict import (collect_optimizer_state_dict, collect_state_dict,
                                          relocate_optimizer_state_dict, relocate_state_dict)
 

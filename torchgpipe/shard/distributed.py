@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchgpipe.base.private import is_transformed
-from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
 from torchgpipe.shard.ddp import counted, of_own_rows
-from torchgpipe.shard.parameter import register_parallel_dim, tagged_full
+from torchgpipe.shard.parameter import lengths, register_parallel_dim, tagged_full
 from torchgpipe.shard.world import (destroy_process_group, get_data_group, get_data_rank,
                                     get_group, get_group_size, get_mesh, get_rank, get_world_size,
                                     init_process_group, is_initialized)
@@ -50,7 +49,7 @@ def scatter(x: Tensor, dim: int = -1) -> Tensor:
         A new tensor, tagged -1 if its last dimension is split. Its gradient is gathered.
     """
     group = get_group()
-    slice, join = _slicing(group, dim, sizes.lengths(x.size(dim), group.size()))
+    slice, join = _slicing(group, dim, lengths(x.size(dim), group.size()))
     shard = _apply(x, slice, join, makes_shards=True)
     if dim % x.dim() == x.dim() - 1:
         register_parallel_dim(shard, -1)
@@ -74,15 +73,14 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
         ValueError: The shard does not have the length that ``size`` implies.
     """
     group = get_group()
-    lengths = (all_sizes(x, group, dim) if size is None else
-               sizes.lengths(size, group.size()))
-    if x.size(dim) != lengths[group.rank()]:
+    found = all_sizes(x, group, dim) if size is None else lengths(size, group.size())
+    if x.size(dim) != found[group.rank()]:
         raise ValueError(f'of a size of {size}, the shard of rank {group.rank()} of '
-                         f'{group.size()} is {lengths[group.rank()]} long; this one is '
+                         f'{group.size()} is {found[group.rank()]} long; this one is '
                          f'{x.size(dim)}: leave size out where shards have other lengths')
     if of_own_rows(x, dim):
         x = counted(x)
-    slice, join = _slicing(group, dim, lengths)
+    slice, join = _slicing(group, dim, found)
     return tagged_full(_apply(x, join, slice))
 
 

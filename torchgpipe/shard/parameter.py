@@ -1,10 +1,13 @@
-"""Sharded parameters, and tags of tensors: the dimension that is split over the parallel group.
+"""Sharded parameters: the split dimension, in tags of tensors, and the length of each shard.
 
 A tag is an attribute of one tensor object. The result of an operation on that tensor has no tag.
 So the functions of this package tag their results, and never their inputs. If a tag was lost, the
 autograd graph may still show that a tensor is a shard.
 
 Attributes of the parameter hold the full shape and the tag.
+
+All shards have the size of the first one, except the last ones, which may be smaller or empty.
+``torch.chunk`` and DTensors split in the same way.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from torchgpipe.shard import sizes
 from torchgpipe.shard.world import current
 
-__all__ = ['Layout', 'check_dim', 'dtensor', 'get_parallel_dim', 'global_shape',
-           'is_made_of_shards', 'is_split', 'is_tagged', 'knows_shape', 'place',
-           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'shard_shape',
-           'sharded_parameters', 'storage_dim', 'tagged_full', 'to_storage']
+__all__ = ['Layout', 'check_dim', 'dtensor', 'find', 'get_parallel_dim', 'global_shape',
+           'is_made_of_shards', 'is_split', 'is_tagged', 'knows_shape', 'lengths', 'own', 'place',
+           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'shard',
+           'shard_shape', 'sharded_parameters', 'slice', 'storage_dim', 'tagged_full',
+           'to_storage']
 
 #: The attribute that holds the parallel dimension: None for a full tensor, or 0, 1, -1.
 _PARALLEL_DIM = 'parallel_dim'
@@ -31,6 +34,65 @@ _ORDER_ATTR = 'order_type'
 
 #: The dimension in memory along which a weight is split, by its order and its parallel dimension.
 _STORAGE = {0: {None: None, 0: 1, 1: 0, -1: 0}, 1: {None: None, 0: 0, 1: 1, -1: 1}}
+
+
+def shard(size: int, n: int, rank: int) -> tuple[int, int]:
+    """Return where a rank's shard begins, and how long it is.
+
+    >>> [shard(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    longest = -(-size // n)
+    begin = min(rank * longest, size)
+    return begin, min(longest, size - begin)
+
+
+def own(size: int) -> tuple[int, int]:
+    """Return where the shard of this rank begins, and how long it is."""
+    world = current()
+    return shard(size, world.tensor_size, world.tensor_rank)
+
+
+def find(index: int, size: int) -> int | None:
+    """Return where an index is within the shard of this rank; None if it is not there."""
+    begin, length = own(size)
+    return index - begin if begin <= index < begin + length else None
+
+
+def lengths(size: int, n: int) -> list[int]:
+    """Return the lengths of all shards.
+
+    >>> lengths(7, 2), lengths(5, 4)
+    ([4, 3], [2, 2, 1, 0])
+    """
+    return [shard(size, n, rank)[1] for rank in range(n)]
+
+
+def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
+          contiguous: bool = False) -> tuple[Tensor, ...]:
+    """Cut a tensor into shards, one for each rank; some may be empty.
+
+    >>> import torch
+    >>> [piece.tolist() for piece in slice(torch.arange(5), 4)]
+    [[0, 1], [2, 3], [4], []]
+
+    Args:
+        tensor: The tensor to cut.
+        num_partitions: The number of shards.
+        dim: The dimension that is cut; the last one by default.
+        contiguous: Whether each shard is made contiguous in memory.
+
+    Returns:
+        Views of the tensor; copies where a shard has to be made contiguous.
+
+    Raises:
+        ValueError: The number of shards is less than one.
+    """
+    if num_partitions < 1:
+        raise ValueError(f'a tensor is cut into at least one shard, not {num_partitions}')
+    dim = -1 if dim is None else dim
+    pieces = torch.split(tensor, lengths(tensor.size(dim), num_partitions), dim)
+    return tuple(piece.contiguous() for piece in pieces) if contiguous else tuple(pieces)
 
 
 def check_dim(dim: Any) -> int | None:
@@ -203,7 +265,7 @@ def shard_shape(parameter: Tensor) -> torch.Size:
 def _local(shape: Sequence[int], dim: int | None) -> list[int]:
     local = list(shape)
     if dim is not None:
-        local[dim] = sizes.own(shape[dim])[1]
+        local[dim] = own(shape[dim])[1]
     return local
 
 

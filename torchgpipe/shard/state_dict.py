@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import broadcast, gathered, raise_on_all_ranks
-from torchgpipe.shard.parameter import (dtensor, global_shape, place, shard_shape,
+from torchgpipe.shard.parameter import (dtensor, global_shape, lengths, own, place, shard_shape,
                                         sharded_parameters, storage_dim)
 from torchgpipe.shard.world import current
 
@@ -396,8 +395,8 @@ def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
     because gloo's threads may hold sent tensors for a while.
     """
     here, shard, dim = current(), view.to_local(), view.placements[-1].dim
-    lengths = sizes.lengths(view.size(dim), here.tensor_size)
-    shapes = [[*view.shape[:dim], length, *view.shape[dim + 1:]] for length in lengths]
+    numbers = lengths(view.size(dim), here.tensor_size)
+    shapes = [[*view.shape[:dim], length, *view.shape[dim + 1:]] for length in numbers]
     with raise_on_all_ranks(f'collecting {name}'):
         full = (torch.empty(view.shape, dtype=shard.dtype, device=device or shard.device) if keeps
                 else None)
@@ -409,7 +408,7 @@ def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
         # As bytes, because backends do not support all types.
         broadcast(piece.view(-1).view(torch.uint8), here.tensor_group, rank)
         if full is not None:
-            full.narrow(dim, sum(lengths[:rank]), lengths[rank]).copy_(piece)
+            full.narrow(dim, sum(numbers[:rank]), numbers[rank]).copy_(piece)
     return full
 
 
@@ -433,7 +432,7 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
             if value.shape != shape:
                 wrong[key] = value
             elif dim is not None:  # A copy, so that the full tensor can be freed.
-                value = value.narrow(dim, *sizes.own(shape[dim])).clone()
+                value = value.narrow(dim, *own(shape[dim])).clone()
         relocated[key] = value
     check_shapes(wrong, {key: global_shape(sharded[key]) for key in wrong})
     return relocated

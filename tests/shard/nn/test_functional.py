@@ -5,13 +5,13 @@ import torch.nn.functional as F
 
 import torchgpipe.shard as ts
 from tests.shard.processes import run
-from torchgpipe.shard import sizes
 from torchgpipe.shard.nn import functional
+from torchgpipe.shard.parameter import own
 
 
 def shard(x, dim):
     """Return this rank's part of a tensor."""
-    return x.narrow(dim, *sizes.own(x.size(dim))).clone()
+    return x.narrow(dim, *own(x.size(dim))).clone()
 
 
 def without_tags():

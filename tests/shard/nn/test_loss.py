@@ -15,15 +15,15 @@ import torchgpipe.shard as ts
 from benchmarks.harness.live import LiveTensors
 from tests.shard.processes import run
 from tests.whole import first
-from torchgpipe.shard import sizes
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss, parallel_cross_entropy
+from torchgpipe.shard.parameter import own
 
 SIZES = (5, 7, 31, 32)
 
 
 def sharded(x, tag=-1):
     """Give this rank's part of whole logits, as the output of a layer has it: tagged."""
-    begin, length = sizes.own(x.size(-1))
+    begin, length = own(x.size(-1))
     part = x.detach()[..., begin:begin + length].clone()
     ts.register_parallel_dim(part, tag)
     return part

@@ -4,11 +4,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.shard import sizes
 from torchgpipe.shard.nn.functional import embedding
 from torchgpipe.shard.nn.init import shard_init_helper_
 from torchgpipe.shard.nn.module import ParallelModule, convert
-from torchgpipe.shard.parameter import Layout, check_dim
+from torchgpipe.shard.parameter import Layout, check_dim, find
 
 __all__ = ['ParallelEmbedding']
 
@@ -63,7 +62,7 @@ class ParallelEmbedding(ParallelModule):
         shard_init_helper_(nn.init.normal_, self.weight)
         row = self.padding_idx
         if row is not None and self.dim == 0:
-            row = sizes.find(row, self.num_embeddings)
+            row = find(row, self.num_embeddings)
         if row is not None:
             with torch.no_grad():
                 self.weight[row] = 0

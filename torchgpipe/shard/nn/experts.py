@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_to_all, broadcast
+from torchgpipe.shard.parameter import lengths
 
 __all__ = ['Experts', 'Routes', 'routes', 'top']
 
@@ -255,7 +255,7 @@ class Experts(nn.Module):
         """Return the experts' outputs for rows in the order of experts, on any rank."""
         if group is None:
             return self._run(rows, admitted[:, 0].tolist())
-        parts = admitted.split(sizes.lengths(self.experts, group.size()))
+        parts = admitted.split(lengths(self.experts, group.size()))
         own, rank = parts[group.rank()], group.rank()
         send, receive = [int(part[:, rank].sum()) for part in parts], own.sum(0).tolist()
         there = _exchange(rows, send, receive, group)

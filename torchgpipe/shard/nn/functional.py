@@ -3,13 +3,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import all_gather, all_sizes
 from torchgpipe.shard.distributed import copy, gather, reduce_, scatter
 from torchgpipe.shard.nn.loss import parallel_cross_entropy
-from torchgpipe.shard.parameter import (check_dim, global_shape, is_split, is_tagged, knows_shape,
-                                        register_parallel_dim, set_attribute, storage_dim,
-                                        tagged_full, to_storage)
+from torchgpipe.shard.parameter import (check_dim, find, global_shape, is_split, is_tagged,
+                                        knows_shape, lengths, own, register_parallel_dim,
+                                        set_attribute, storage_dim, tagged_full, to_storage)
 from torchgpipe.shard.world import World, current
 
 __all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 'set_attribute']
@@ -85,7 +84,7 @@ def _shard_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: W
         return x
     if in_features not in (None, x.size(-1)):
         raise _misfit(x, name, f'a full one has {in_features}')
-    if sizes.own(x.size(-1))[1] != length:
+    if own(x.size(-1))[1] != length:
         raise _misfit(x, name, f'the shard of rank {world.tensor_rank} has {length}')
     return scatter(x)
 
@@ -142,7 +141,7 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
                          'it')
     else:
         world = current()
-        length = sizes.own(number)[1]
+        length = own(number)[1]
         if length != rows:
             raise ValueError(
                 f'parallel_embedding: of num_embeddings={number} rows, the shard of rank '
@@ -179,11 +178,11 @@ def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | N
     wrong = ids[(ids < 0) | (ids >= number)]
     if len(wrong):
         raise IndexError(f'{int(wrong[0])} is not the number of a row in a table of {number}')
-    begin, length = sizes.own(number)
+    begin, length = own(number)
     # Only rows of this rank: others would count as looked up, for `max_norm` and the frequency.
     flat = ids.reshape(-1)
     here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
-    padding = None if padding_idx is None else sizes.find(padding_idx, number)
+    padding = None if padding_idx is None else find(padding_idx, number)
     found = F.embedding(flat[here] - begin, weight, padding, max_norm, norm_type,
                         scale_grad_by_freq, sparse)
     term = found.new_zeros(len(flat), weight.size(1)).index_copy(0, here, found)
@@ -196,7 +195,7 @@ def _scale_rows(ids: Tensor, weight: Tensor, columns: int, max_norm: float,
     """Scale looked-up rows to at most a norm, over all columns."""
     group = current().tensor_group
     rows = ids.unique()
-    full = all_gather(weight[rows], group, 1, sizes.lengths(columns, group.size()))
+    full = all_gather(weight[rows], group, 1, lengths(columns, group.size()))
     norm = full.norm(norm_type, 1)
     scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1)  # as nn.Embedding has it
     weight[rows] *= scale[:, None]

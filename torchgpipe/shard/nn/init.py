@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.private import DispatchMode, on_cpu_without_memory
-from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import same_draws
-from torchgpipe.shard.parameter import global_shape, storage_dim
+from torchgpipe.shard.parameter import global_shape, own, storage_dim
 from torchgpipe.shard.world import needed_by
 
 __all__ = ['shard_init_helper_']
@@ -75,7 +74,7 @@ def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], d
          kwargs: dict[str, Any]) -> None:
     """Set this rank's shard of the values that a method sets in a tensor of some shape."""
     size = 1 if dim is None else shape[dim]
-    begin, length = (0, 1) if dim is None else sizes.own(size)
+    begin, length = (0, 1) if dim is None else own(size)
     calls = _calls(init_method, shape, shard.dtype, kwargs)
     if calls is None:
         full = torch.empty(shape, dtype=shard.dtype, device='cpu')

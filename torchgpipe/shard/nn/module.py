@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgpipe.shard import sizes
 from torchgpipe.shard.collectives import draws, from_first
 from torchgpipe.shard.ddp import check_wrapped
 from torchgpipe.shard.parameter import (Layout, check_dim, get_parallel_dim, is_tagged,
-                                        register_parallel_dim)
+                                        register_parallel_dim, slice)
 from torchgpipe.shard.world import needed_by
 
 __all__ = ['ParallelDropout', 'ParallelModule', 'RegisterParallelDim', 'convert']
@@ -145,7 +144,7 @@ def _shard_of_first(full: Tensor, layout: Layout) -> Tensor:
         return torch.empty(layout.local_shape(), dtype=full.dtype, device='meta')
     if world is None:
         return full.detach().clone()
-    pieces = (full,) if dim is None else sizes.slice(full, world.tensor_size, dim)
+    pieces = (full,) if dim is None else slice(full, world.tensor_size, dim)
     for rank, piece in enumerate(pieces):
         sent = piece.to(world.mesh.device_type).clone(
             memory_format=torch.contiguous_format)

@@ -6,7 +6,7 @@ import torch
 
 import torchgpipe.shard as ts
 from tests.cases import cases
-from torchgpipe.shard import sizes
+from torchgpipe.shard.parameter import lengths, shard
 
 
 @cases('n, size', [*product(range(1, 7), range(12))])
@@ -18,9 +18,9 @@ def test_parts_are_those_of_torch_chunk(size, n):
     assert [piece.tolist() for piece in pieces] == [
         *map(torch.Tensor.tolist, chunks), *[[]] * (n - len(chunks))]
     for rank, piece in enumerate(pieces):
-        begin, length = sizes.shard(size, n, rank)
+        begin, length = shard(size, n, rank)
         assert piece.equal(x[begin:begin + length])
-    assert sizes.lengths(size, n) == [len(piece) for piece in pieces]
+    assert lengths(size, n) == [len(piece) for piece in pieces]
 
 
 def test_the_last_dimension_is_cut_unless_another_is_named():
