@@ -392,6 +392,9 @@ class GPipe(PipelineModule):
                  init: Callable[[nn.Module], Any] | None = None, seed: int | None = None,
                  offload: bool = False) -> None:
         super().__init__()
+        if isinstance(balance, Settings) and balance.mesh:
+            raise ValueError(f'this plan is for the processes of a mesh, {balance.mesh}: '
+                             'DistributedGPipe(module, plan, mesh=init_mesh(**plan.mesh))')
         devices = self._set(module, balance, devices, chunks, checkpoint, batch_dim, gather,
                             offload)
         self.devices = parse_devices(devices, len(self.balance))

@@ -1,6 +1,6 @@
 """Settings of a pipeline as data: the values of a plan, and the checkpointed micro-batches."""
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -65,3 +65,8 @@ class Settings:
     checkpoint: str
     #: The name of each layer that it was made for, and the bytes of the layer's parameters.
     layers: tuple[tuple[str, int], ...]
+    #: The sizes of the axes of a mesh, by name; none for the devices of one process.
+    mesh: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    #: On a mesh, ``'replicate'`` or ``'shard'``: see
+    #: :class:`~torchgpipe.distributed.DistributedGPipe`.
+    data: str = field(default='replicate', kw_only=True)

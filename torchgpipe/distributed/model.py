@@ -20,6 +20,7 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
 from torchgpipe.distributed.agreement import Facts, digest, merge
 from torchgpipe.distributed.layers import check_plan, skeleton_of
+from torchgpipe.distributed.mesh import lines_of
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.reduction import DATA, clip
 from torchgpipe.distributed.steps import Steps
@@ -53,7 +54,8 @@ class DistributedGPipe(PipelineModule):
             a list of functions of which each makes a layer. On the meta device, layer ``i`` gets
             initial values that depend on ``(seed, i)`` only, not on the mesh. The same holds for
             layers made by functions. A module with values keeps the first replica's values.
-        balance: The number of layers in each stage.
+        balance: The number of layers in each stage; or a plan by
+            :func:`torchgpipe.plan.plan` in place of balance, chunks, checkpoint, places and data.
         mesh: A mesh with the axes ``'data'``, ``'pipe'`` and ``'tensor'``, or some of these; see
             :func:`~torchgpipe.distributed.init_mesh`.
         chunks: The number of micro-batches of each replica.
@@ -119,6 +121,8 @@ class DistributedGPipe(PipelineModule):
             skeleton = skeleton_of(module)
             devices = self._set(skeleton, balance, None, chunks, checkpoint, batch_dim, gather,
                                 offload)
+            if isinstance(balance, Settings) and balance.mesh:
+                data = _data_of(balance, mesh, data)
             if places is None and devices is not None:
                 places = [[*dict.fromkeys(devices)].index(device) for device in devices]
             if data not in DATA:
@@ -301,6 +305,21 @@ class DistributedGPipe(PipelineModule):
             RuntimeError: A rank cannot read its part, or could not begin.
         """
         return checkpoints.load(self, self._rank, folder, optimizer, extra)
+
+
+def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:
+    """Return ``data`` as a plan says it.
+
+    Raises:
+        ValueError: The plan is for another mesh, or ``data`` is given as well.
+    """
+    sizes = {axis: len(lines[0]) for axis, lines in lines_of(mesh).items()}
+    if {axis: plan.mesh.get(axis, 1) for axis in sizes} != sizes:
+        raise ValueError(f'the plan is for the mesh {dict(plan.mesh)}, but this one is {sizes}: '
+                         'mesh=init_mesh(**plan.mesh)')
+    if data not in (DATA[0], plan.data):
+        raise ValueError(f'the plan says data={plan.data!r}, so leave data={data!r} out')
+    return plan.data
 
 
 def _deferred(model: Any, skeleton: nn.Module, chunks: int) -> Any:

@@ -1,7 +1,8 @@
 """Predict the time and memory of a step before it runs, and choose its settings.
 
 :func:`simulate` takes a schedule and the costs of its stages. :func:`plan` searches balance,
-chunks, checkpoints, schedule and virtual stages for the fastest step within the devices' memory.
+chunks, checkpoints, schedule and virtual stages for the fastest step within the devices' memory;
+for a mesh also the sizes of its axes.
 
 Terms of this folder:
 
@@ -27,8 +28,12 @@ stage
     One partition in a schedule. A device may have several stages.
 """
 from torchgpipe.plan.costs import Costs, Link, StageCosts, measure_links, measure_overhead
-from torchgpipe.plan.search import Plan, plan
+from torchgpipe.plan.machines import MACHINES, Machine
+from torchgpipe.plan.mesh_search import MeshPlan, plan, plan_mesh
+from torchgpipe.plan.search import Plan, plan_devices
 from torchgpipe.plan.simulation import Simulation, simulate
+from torchgpipe.plan.transformers import ParameterBytes, Transformer
 
-__all__ = ['Costs', 'Link', 'Plan', 'Simulation', 'StageCosts', 'measure_links',
-           'measure_overhead', 'plan', 'simulate']
+__all__ = ['Costs', 'Link', 'MACHINES', 'Machine', 'MeshPlan', 'ParameterBytes', 'Plan',
+           'Simulation', 'StageCosts', 'Transformer', 'measure_links', 'measure_overhead', 'plan',
+           'plan_devices', 'plan_mesh', 'simulate']

@@ -30,7 +30,7 @@ even one.
 """
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Sized
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fractions import Fraction
 from itertools import accumulate
 from math import inf, lcm
@@ -491,9 +491,12 @@ def _peak(blocks: Blocks, partitions: int, checkpoint: str) -> Peak:
 
 def _make(cls: type[T], data: Any) -> T:
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    if not isinstance(data, dict) or set(data) != names:
+    # A profile may be older than a field with a default.
+    needed = {field.name for field in fields(cls)  # type: ignore[arg-type]
+              if field.default is MISSING}
+    if not isinstance(data, dict) or not needed <= {*data} <= names:
         problem = f'{data!r} is one' if not isinstance(data, dict) else \
-            f'missing {sorted(names - set(data))}, unknown {sorted(set(data) - names)}'
+            f'missing {sorted(needed - set(data))}, unknown {sorted(set(data) - names)}'
         raise ValueError(f'this is not a profile: fields of a {cls.__name__}: {problem}')
     try:
         return cls(**data)

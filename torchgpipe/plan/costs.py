@@ -112,6 +112,9 @@ class LayerProfile:
     #: ``None`` if not measured.
     input_share: float | None = None
     weight_share: float | None = None
+    #: Memory that the backward needs only while it runs, if known, in addition to the gradients of
+    #: input and output.
+    backward_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -191,7 +194,8 @@ class Blocks:
         self.activations = [0, *accumulate(x.activation_bytes for x in layers)]
         #: Size of the tensors that cross each edge, and of each layer's input and output together.
         self.inputs = [input_bytes, *(x.output_bytes for x in layers)]
-        self.passing = [a + b for a, b in zip(self.inputs, self.inputs[1:])]
+        self.passing = [a + b + x.backward_bytes for a, b, x in zip(
+            self.inputs, self.inputs[1:], layers)]
 
     def seconds(self, checkpoint: str) -> list[float]:
         """Return the seconds of each layer, with recomputations."""
@@ -304,6 +308,11 @@ class StageCosts:
     #: Memory in use throughout the step, such as parameters and optimizer state; for all
     #: micro-batches.
     resident_bytes: float = 0.0
+    #: Seconds of collectives over replicas: parameters before the step, gradients after it.
+    gather: float = 0.0
+    reduction: float = 0.0
+    #: Seconds of the optimizer.
+    update: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -349,6 +358,9 @@ class Costs:
     skips: Sequence[SkipProfile] = ()
     #: The links between devices, which are the rows of a schedule.
     links: Links = Link()
+    #: Whether replicas exchange while stages compute: a gather runs during the first forward of
+    #: its stage, and a reduction starts with the last backward.
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         last = len(self.stages) - 1

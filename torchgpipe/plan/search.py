@@ -1,10 +1,10 @@
 """Search a plan: balance, chunks, checkpoints, schedule and virtual stages, within memory.
 
-For each schedule, :func:`plan` simulates all numbers of chunks, modes of checkpointing and numbers
-of stages, with the balance whose stages are equally fast. Then it checks whether these plans fit
-into memory, the fastest first. A plan that does not fit gets another balance that does. The new
-plan joins the others at the place of its own time. The first plan that fits is the best of its
-schedule::
+For each schedule, :func:`plan_devices` simulates all numbers of chunks, modes of checkpointing and
+numbers of stages, with the balance whose stages are equally fast. Then it checks whether these
+plans fit into memory, the fastest first. A plan that does not fit gets another balance that does.
+The new plan joins the others at the place of its own time. The first plan that fits is the best of
+its schedule::
 
     never, 8 chunks      too much    ▶ 0.9 s with another balance ┐
     except_last, 16      fits        ◀── the best                 │
@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -40,10 +40,10 @@ from torchgpipe.plan.simulation import Simulation, simulate
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
-__all__ = ['Limits', 'Plan', 'excess', 'fit', 'neighbours', 'plan', 'schedule_of']
+__all__ = ['Limits', 'Plan', 'excess', 'fit', 'neighbours', 'plan_devices', 'schedule_of']
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int, ...] = ()
                 ) -> Schedule:
     """Return a schedule, with recomputations."""
@@ -53,11 +53,14 @@ def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int,
     return schedule.recomputing(stops) if any(stops) else schedule
 
 
+TPlan = TypeVar('TPlan', bound='Plan')
+
+
 @dataclass(frozen=True)
 class Plan(Settings):
     """The settings to run a model with, and predictions of time and memory.
 
-    :func:`plan` makes it. ``GPipe(module, plan)`` uses its settings, and then
+    :func:`~torchgpipe.plan.plan` makes it. ``GPipe(module, plan)`` uses its settings, and then
     ``model.step(…, schedule='auto')`` its schedule. ``print(plan)`` shows a table. Predictions are
     for one training step, without the loss and the optimizer.
     """
@@ -114,12 +117,16 @@ class Plan(Settings):
         return (f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
                 'these schedules')
 
+    def check(self) -> None:
+        """Raise a :exc:`ValueError` if the plan is inconsistent."""
+        self.simulation
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in types that JSON supports: dictionaries, lists, strings, numbers."""
         return {'version': 1, **_unlimited(asdict(self), inf, None)}
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> 'Plan':
+    @classmethod
+    def from_dict(cls: type[TPlan], data: dict[str, Any]) -> TPlan:
         """Return a plan from the result of :meth:`to_dict`, possibly after a trip through JSON.
 
         Raises:
@@ -128,7 +135,7 @@ class Plan(Settings):
         try:
             if data['version'] != 1:
                 raise ValueError(f"its version is {data['version']!r}, not 1")
-            return _plan(_unlimited(data, None, inf))
+            return _plan(_unlimited(data, None, inf), cls)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError('this is not a plan, as Plan.to_dict() writes it: '
                              f'{type(error).__name__}: {error}') from None
@@ -144,7 +151,7 @@ def _unlimited(data: Any, old: float | None, new: float | None) -> Any:
     return data
 
 
-def _plan(data: dict[str, Any]) -> Plan:
+def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     data.pop('version', None)
     costs = data['costs']
     links = costs['links']
@@ -152,13 +159,14 @@ def _plan(data: dict[str, Any]) -> Plan:
         tuple(StageCosts(**each) for each in costs['stages']),
         tuple(SkipProfile(**each) for each in costs['skips']),
         Link(**links) if isinstance(links, dict) else tuple(
-            tuple(Link(**each) for each in row) for row in links))
+            tuple(Link(**each) for each in row) for row in links), costs.get('overlap', False))
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
-    data['runners_up'] = tuple(_plan(each) for each in data['runners_up'])
-    for name in ('balance', 'devices'):
-        data[name] = tuple(data[name])
-    plan = Plan(**data)
-    plan.simulation  # raises if the data is inconsistent
+    data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])
+    for name in ('balance', 'devices', 'peaks'):
+        if name in data:
+            data[name] = tuple(data[name])
+    plan = cls(**data)
+    plan.check()
     return plan
 
 
@@ -237,12 +245,13 @@ MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
 TRIES = 100
 
 
-def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
-         batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
-         schedules: Iterable[str] = (PLAIN_CALL, *NAMES), chunks: Iterable[int] | None = None,
-         checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
-         links: Links | None = None, overhead: Mapping[str, float] | None = None,
-         timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
+def plan_devices(
+        module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
+        batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
+        schedules: Iterable[str] = (PLAIN_CALL, *NAMES), chunks: Iterable[int] | None = None,
+        checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
+        links: Links | None = None, overhead: Mapping[str, float] | None = None,
+        timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
     """Find the fastest way to train a model on several devices, within their memory.
 
     Measurements are made of the layers, one at a time on the first device, of copies between
@@ -250,7 +259,7 @@ def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequ
 
     >>> from torchgpipe import GPipe
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
-    >>> found = plan(model, torch.rand(64, 8), devices=['cpu:0', 'cpu:1'], timeout=0.01)
+    >>> found = plan_devices(model, torch.rand(64, 8), devices=['cpu:0', 'cpu:1'], timeout=0.01)
     >>> model = GPipe(model, found)
     >>> loss = model.step(torch.rand(64, 8), torch.rand(64, 8), nn.MSELoss(), schedule='auto')
 

@@ -22,17 +22,24 @@ For one micro-batch, :func:`bytes_over_time` counts on a device::
 
 While a stage keeps its activations, its output is one of them. Copies start at once, so an input
 waits on the device that receives it.
+
+Replicas add collectives at both ends of a device's row. With overlap, the reduction of a stage
+runs concurrently with actions of other stages::
+
+    gather of parameters ─▶ 0F0 0F1 … 1B1 0B0 0B1 ─▶ reduction of gradients ─▶ update by optimizer
 """
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
-__all__ = ['Simulation', 'bytes_over_time', 'simulate']
+__all__ = ['Collected', 'Simulation', 'bytes_over_time', 'simulate']
 
 #: Pairs of a second and the bytes that a device holds from then on.
 Line = tuple[tuple[float, float], ...]
@@ -42,6 +49,21 @@ Times = dict[tuple[int, str, int], Timed]
 
 #: By stage and kind of an action, its predecessors: their stages, kinds and delays in seconds.
 Waits = dict[tuple[int, str], list[tuple[int, str, float]]]
+
+
+class Collected(NamedTuple):
+    """A collective over replicas, or the update after it, with its time."""
+
+    #: The row of the schedule.
+    device: int
+    #: The stage whose parameters are involved.
+    stage: int
+    #: ``'gather'``, ``'reduction'`` or ``'update'``.
+    kind: str
+    #: Seconds from the start of the step.
+    start: float
+    #: Seconds from the start of the step.
+    end: float
 
 
 @dataclass(frozen=True)
@@ -62,11 +84,13 @@ class Simulation:
     costs: Costs
     #: The number of devices, rows of the schedule.
     devices: int
+    #: Collectives over replicas and updates, in order for each device.
+    collected: tuple[Collected, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
         """The time of the step."""
-        return max(timed.end for timed in self.actions)
+        return max(chain((x.end for x in self.actions), (x.end for x in self.collected)))
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -105,6 +129,19 @@ class Simulation:
         """The most bytes that each device holds at a time."""
         return tuple(max(bytes for _, bytes in line) for line in self.bytes)
 
+    @cached_property
+    def peak_parts(self) -> tuple[dict[str, float], ...]:
+        """The bytes of each device at its peak, by kind: see :func:`bytes_over_time`."""
+        peaks = [max(line, key=itemgetter(1))[0] for line in self.bytes]
+        parts: list[dict[str, float]] = [defaultdict(float) for _ in peaks]
+        times: Times = {x.action: x for x in self.actions}
+        for device, size in enumerate(_resident(times, self.costs, self.devices)):
+            parts[device]['resident'] = size
+        for hold in _holds(times, self.costs):
+            if hold.start <= peaks[hold.device] < hold.end:
+                parts[hold.device][hold.kind] += hold.bytes
+        return tuple(map(dict, parts))
+
 
 def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Action]] = ()
              ) -> Simulation:
@@ -131,13 +168,48 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
         raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule has '
                          f'{1 + max(places)}')
     costs.check_links(len(schedule.rows))
-    times = _run(schedule, _seconds(schedule, costs), _waits(costs, places), pairs)
+    times = _run(schedule, _seconds(schedule, costs), _waits(costs, places), pairs, (
+        sum(_gathers(row, costs).values()) for row in schedule.rows))
     if times is None:
         schedule.validate()
         raise ValueError('the schedule cannot go on with what actions wait for as well')
     timed = tuple(Timed(device, action, *times[action])
                   for device, row in enumerate(schedule.rows) for action in row)
-    return Simulation(timed, costs, len(schedule.rows))
+    return Simulation(timed, costs, len(schedule.rows),
+                      tuple(_collected(schedule, costs, times)))
+
+
+def _gathers(row: Iterable[Action], costs: Costs) -> dict[int, float]:
+    """Return the seconds for which gathers of stages keep a row from its first action.
+
+    With overlap, the first stage is gathered while it runs, layer by layer; the others later.
+    """
+    stages = {action.stage: costs.stages[action.stage] for action in row}
+    if not costs.overlap:
+        return {stage: each.gather for stage, each in stages.items()}
+    return {stage: max(0.0, each.gather - each.forward)
+            for stage, each in [*stages.items()][:1]}
+
+
+def _collected(schedule: Schedule, costs: Costs, times: dict[Action, tuple[float, float]]
+               ) -> Iterator[Collected]:
+    """Yield collectives over replicas and updates, as far as actions wait for them."""
+    for device, row in enumerate(schedule.rows):
+        now = 0.0
+        for stage, seconds in _gathers(row, costs).items():
+            yield Collected(device, stage, 'gather', now, now + seconds)
+            now += seconds
+        last = {action.stage: times[action] for action in row}
+        end = max(end for _, end in last.values())
+        free = 0.0
+        for stage, (start, stop) in sorted(last.items(), key=itemgetter(1)):
+            start = max(free, start if costs.overlap else end)
+            free = max(stop, start + costs.stages[stage].reduction)
+            yield Collected(device, stage, 'reduction', start, free)
+        now = max(end, free)
+        for stage in last:
+            yield Collected(device, stage, 'update', now, now + costs.stages[stage].update)
+            now += costs.stages[stage].update
 
 
 def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
@@ -177,7 +249,8 @@ def _waits(costs: Costs, places: dict[int, int]) -> Waits:
 
 
 def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
-         pairs: Iterable[tuple[Action, Action]]) -> dict[Action, tuple[float, float]] | None:
+         pairs: Iterable[tuple[Action, Action]], starts: Iterable[float]
+         ) -> dict[Action, tuple[float, float]] | None:
     """Return the start and end of each action, or ``None`` if the devices deadlock."""
     also: dict[Action, list[Action]] = defaultdict(list)
     for one, later in pairs:
@@ -186,7 +259,7 @@ def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
     waiting: dict[Any, list[int]] = defaultdict(list)
     rows = [iter(row) for row in schedule.rows]
     stopped: list[Action | None] = [next(row, None) for row in rows]
-    now = [0.0] * len(rows)
+    now = [*starts]
     ready = [*range(len(rows))]
     while ready:
         device = ready.pop()
@@ -218,16 +291,26 @@ class _Hold(NamedTuple):
     start: float
     end: float
     bytes: float
+    kind: str
 
 
-def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tuple[Line, ...]:
-    """Return the memory that each device holds over time."""
-    times: Times = {x.action: x for x in actions}
+def _resident(times: Times, costs: Costs, devices: int) -> list[float]:
     resident = [0.0] * devices
     for stage, device in {action[0]: x.device for action, x in times.items()}.items():
         resident[device] += costs.stages[stage].resident_bytes
+    return resident
+
+
+def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tuple[Line, ...]:
+    """Return the memory that each device holds over time.
+
+    Kinds are ``'resident'``, ``'activations'``, ``'inputs'``, ``'gradients'`` of outputs,
+    ``'backward'`` for temporary memory, and ``'output'`` of the model.
+    """
+    times: Times = {x.action: x for x in actions}
+    resident = _resident(times, costs, devices)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
-    for device, start, end, bytes in _holds(times, costs):
+    for device, start, end, bytes, _ in _holds(times, costs):
         if bytes:
             changes[device] += [(start, bytes), (end, -bytes)]
     lines = []
@@ -254,9 +337,9 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
         if kind == 'F':
             yield from _of_forward(times, costs, edges[stage], stage, i)
             if stage == len(costs.stages) - 1:
-                yield _Hold(timed.device, timed.end, end, each.output_bytes)
+                yield _Hold(timed.device, timed.end, end, each.output_bytes, 'output')
         elif kind in 'BI':
-            yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes)
+            yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')
 
 
 def _of_forward(times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int,
@@ -268,17 +351,17 @@ def _of_forward(times: Times, costs: Costs, edges: Iterable[tuple[int, float, bo
     first = forward
     if i < each.recomputed:
         first = times.get((stage, 'R', i), backward) or forward
-    yield _Hold(forward.device, first.start, last.end, each.activation_bytes)
+    yield _Hold(forward.device, first.start, last.end, each.activation_bytes, 'activations')
     for source, bytes, waits in edges:
         before, gets = times[source, 'F', i], _backward(times, source, i)
         recomputed = i < costs.stages[source].recomputed
         if waits and recomputed:
-            yield _Hold(before.device, before.end, forward.start, bytes)
+            yield _Hold(before.device, before.end, forward.start, bytes, 'inputs')
         if recomputed or before.device != forward.device:
             start = forward.start if waits else before.end
-            yield _Hold(forward.device, start, last.end, bytes)
+            yield _Hold(forward.device, start, last.end, bytes, 'inputs')
         if backward is not None and gets is not None:
-            yield _Hold(before.device, backward.end, gets.start, bytes)
+            yield _Hold(before.device, backward.end, gets.start, bytes, 'gradients')
 
 
 def _backward(times: Times, stage: int, i: int) -> Timed | None:

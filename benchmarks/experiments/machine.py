@@ -1,0 +1,224 @@
+"""This machine as data: products, memory, attention and links, and GPT blocks as a check."""
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from benchmarks.harness.processes import Processes
+from benchmarks.harness.report import Rows, cores, describe
+from benchmarks.harness.report import machine as here
+from benchmarks.harness.report import output_folder, peak_tflops, table, write_json
+from benchmarks.models.gpt import Block, Sizes
+from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
+from torchgpipe.plan import Link, Machine, Transformer
+from torchgpipe.plan.machines import MACHINES
+
+__all__ = ['COMMANDS', 'measure_machine']
+
+#: Sizes of products, on accelerators and on the CPU.
+SIZES = (128, 256, 512, 1024, 2048, 4096, 8192), (32, 64, 128, 256, 512, 1024)
+
+#: Bytes of the collectives that are timed.
+SMALL, LARGE = 4, 2 ** 24
+
+#: Width, heads, tokens and sequences of the blocks that are timed, on accelerators and on the CPU.
+BLOCKS = (((2048, 16, 2048, 4), (4096, 32, 2048, 4), (8192, 64, 2048, 2), (12288, 96, 2048, 1)),
+          ((128, 4, 64, 8), (256, 8, 128, 8), (512, 8, 128, 4)))
+
+
+def seconds(call: Callable[[], object], device: torch.device, least: float = .1,
+            recorded: bool = False) -> float:
+    """Return the seconds of a call: the median of several rounds, after some that do not count.
+
+    Args:
+        call: What to time.
+        device: Where it runs.
+        least: The seconds of all rounds together.
+        recorded: Whether an accelerator replays a graph, so that the host's time does not count.
+    """
+    if recorded and device.type == 'cuda':
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                call()
+        return seconds(graph.replay, device, least) / 20
+
+    def round(number: int) -> float:
+        synchronize([device])
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        synchronize([device])
+        return (time.perf_counter() - start) / number
+
+    round(2)
+    number = max(1, int(least / 5 / max(round(1), 1e-7)))
+    return median(round(number) for _ in range(5))
+
+
+def products(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+    """Return FLOP/s by the size of square matrices."""
+    found = {}
+    for size in SIZES[is_cpu(device)]:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        multiply = partial(torch.mm, a, b, out=torch.empty_like(a))
+        found[size] = 2 * size ** 3 / seconds(multiply, device, recorded=True)
+    return found
+
+
+def bandwidth(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the bytes per second of a sum of large tensors, which reads two and writes one."""
+    size = 2 ** 20 if is_cpu(device) else 2 ** 26
+    a, b = (torch.ones(size, device=device, dtype=dtype) for _ in range(2))
+    return 3 * a.nbytes / seconds(partial(torch.add, a, b, out=torch.empty_like(a)), device)
+
+
+def attention(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of a fused, causal attention, forward and backward."""
+    batch, heads, length, size = (4, 4, 128, 32) if is_cpu(device) else (4, 32, 2048, 128)
+    q, k, v = (torch.randn(batch, heads, length, size, device=device).to(dtype).requires_grad_()
+               for _ in range(3))
+
+    def step() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    # Two products forward, five backward; half of the scores are masked.
+    return 7 * batch * heads * length ** 2 * size / seconds(step, device)
+
+
+class Ring:
+    """A process that takes part in all-reduces."""
+
+    def seconds(self, bytes: int) -> float:
+        """Return the seconds of one."""
+        x = torch.ones(bytes // 4)
+        dist.all_reduce(x)
+        times = []
+        for _ in range(9):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(x)
+            times.append(time.perf_counter() - start)
+        return median(times)
+
+
+def gloo() -> Link:
+    """Return the link between processes of this machine, by all-reduces of two."""
+    with Processes(2, Ring) as group:
+        small, large = (max(group.call('seconds', bytes)) for bytes in (SMALL, LARGE))
+    # An all-reduce of two devices takes twice the latency, and moves half of the bytes twice.
+    return Link(small / 2, LARGE / max(large - small, 1e-9))
+
+
+def measure_machine(device: torch.device | None = None) -> Machine:
+    """Measure this machine, with the threads that this process has.
+
+    On an accelerator, links are the ones of its data sheet, because they take several devices.
+    """
+    device = device or (current_device() if accelerator() else CPU)
+    name = 'this machine'
+    if is_cpu(device):
+        rates = products(device, torch.float32)
+        peak = max(rates.values())
+        return Machine(
+            name, {'float32': peak},
+            tuple((float(size), rate / peak) for size, rate in rates.items()),
+            attention(device, torch.float32) / peak,
+            os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / len(cores()),
+            bandwidth(device, torch.float32),
+            seconds(partial(torch.add, torch.ones(1), 1), device), 0., gloo(), Link(),
+            len(cores()))
+    known = MACHINES.get(next((each for each in MACHINES if each in torch.cuda.get_device_name()),
+                              'H100'))
+    assert known is not None
+    rates = products(device, torch.bfloat16)
+    one = torch.ones(1, device=device)
+    tiny = partial(torch.add, one, one, out=torch.empty_like(one))
+    peak = (peak_tflops(device) or max(rates.values()) / 1e12) * 1e12
+    return Machine(
+        name, {'bfloat16': peak, 'float32': max(products(device, torch.float32).values())},
+        tuple((float(size), rate / peak) for size, rate in rates.items()),
+        attention(device, torch.bfloat16) / peak,
+        float(torch.cuda.get_device_properties(device).total_memory),
+        bandwidth(device, torch.bfloat16),
+        seconds(tiny, device, recorded=True), seconds(tiny, device), known.host, known.network,
+        known.devices_per_host)
+
+
+def timed_block(found: Machine, device: torch.device, width: int, heads: int, length: int,
+                batch: int) -> dict[str, Any]:
+    """Time and measure a GPT block, and predict the same."""
+    dtype = torch.float32 if is_cpu(device) else torch.bfloat16
+    block = Block(Sizes(width=width, heads=heads)).to(device, dtype)
+    x = torch.randn(batch, length, width, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.ones_like(x)
+
+    def step() -> None:
+        block(x).backward(grad)
+        block.zero_grad(set_to_none=False)
+
+    both, forward = seconds(step, device, .3), seconds(partial(block, x), device, .3)
+    saved: float | None = None
+    if not is_cpu(device):
+        before = torch.cuda.memory_allocated()
+        kept = [block(x)]
+        saved = torch.cuda.memory_allocated() - before
+        kept.clear()
+    one = Transformer(1, width, heads, 1, length, dtype='float32' if is_cpu(device) else 'bfloat16'
+                      ).profile(found, 1, batch).layers[1]
+    return {'width': width, 'tokens': batch * length, 'forward': forward,
+            'backward': both - forward, 'saved': saved, 'predicted': {
+                'forward': one.forward_seconds, 'backward': one.backward_seconds,
+                'saved': one.activation_bytes}}
+
+
+@click.command()
+@click.option('--output', default='results', show_default=True, metavar='DIR',
+              help='Where the JSON file goes.')
+def machine(output: str) -> None:
+    """Measure this machine, for plans of a mesh; and predict GPT blocks that are also timed."""
+    folder = output_folder(output)
+    device = current_device() if accelerator() else CPU
+    torch.set_num_threads(1)  # as a rank has, if there are as many as cores
+    found = measure_machine(device)
+    click.echo(describe(here(), not is_cpu(device)) + '\n\n' + table(*machine_rows(found)))
+    checked = [timed_block(found, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
+    click.echo('\n' + table(*block_rows(checked)))
+    results = {'machine': found.to_dict(), 'blocks': checked}
+    click.echo(f"\n{write_json(folder, 'machine', results)}")
+
+
+def machine_rows(found: Machine) -> Rows:
+    """Return a table of a machine."""
+    rows = [[f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most']
+            for dtype, rate in found.flops.items()]
+    rows += [[f'  of size {size:.0f}', f'{share:.1%} of it'] for size, share in found.shares]
+    rows += [['fused attention', f'{found.attention_share:.1%} of it'],
+             ['memory', f'{found.bandwidth / 1e9:.4g} GB/s'],
+             ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
+             ['link on a host', f'{found.host.bandwidth / 1e9:.3g} GB/s, '
+              f'{found.host.latency * 1e6:.3g} µs']]
+    return ['what', 'measured'], rows
+
+
+def block_rows(rows: list[dict[str, Any]]) -> Rows:
+    """Return a table of blocks: predicted / measured."""
+    def cell(row: dict[str, Any], name: str, unit: float) -> str:
+        measured, predicted = row[name], row['predicted'][name]
+        return '' if measured is None else (f'{predicted / unit:.3g} / {measured / unit:.3g}, '
+                                            f'{predicted / measured - 1:+.0%}')
+
+    return ['width', 'tokens', 'forward, ms', 'backward, ms', 'saved, MiB'], [
+        [str(row['width']), str(row['tokens']), cell(row, 'forward', 1e-3),
+         cell(row, 'backward', 1e-3), cell(row, 'saved', 2 ** 20)] for row in rows]
+
+
+COMMANDS = [machine]

@@ -1,0 +1,225 @@
+"""Plans for a mesh: bounds, steady states, the best of all candidates, reasons, refusals."""
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from torchgpipe import GPipe
+from torchgpipe.balance import Profile
+from torchgpipe.plan import (MACHINES, Link, Machine, MeshPlan, ParameterBytes, Transformer, plan,
+                             plan_mesh)
+from torchgpipe.plan.costs import LayerProfile
+from torchgpipe.plan.mesh_search import MeshSearch, _Case
+
+pytestmark = cpu_only('it computes numbers')
+
+H100 = MACHINES['H100']
+GPT = Transformer(14, 2048, 16, 50304, 2048)
+
+
+def case(mesh=(1, 4, 1), schedule='1f1b', virtual=1, micro_batch=1, recomputation='none',
+         data='replicate'):
+    return _Case(mesh, schedule, virtual, micro_batch, recomputation, data)
+
+
+CASES = [case(mesh, schedule, virtual, 2, recomputation, data) for
+         (schedule, virtual), mesh, recomputation, data in product(
+             (('1f1b', 1), ('gpipe', 1), ('interleaved', 2), ('interleaved', 3),
+              ('looped-bfs', 2), ('zb-h1', 1), ('zb-h2', 1), ('zb-v', 2)),
+             ((2, 4, 2), (1, 5, 1), (4, 2, 4)), ('none', 'full'), ('replicate', 'shard'))]
+
+
+@pytest.mark.parametrize('overlap', [(), ('data', 'tensor')])
+@pytest.mark.parametrize('one', CASES, ids=str)
+def test_bounds_and_steady_states(one, overlap):
+    """The prediction is the simulation of all micro-batches, and no bound is above it."""
+    search = MeshSearch(GPT, H100, 2 * 121 * one.mesh[0], ParameterBytes(), overlap)
+    costs, m = search.costs(one), search.chunks(one)
+    assert m == 121
+    seconds, few = search.predict(one, costs)
+    all = search.simulation(one, costs, m)
+    assert seconds == pytest.approx(all.seconds, rel=1e-6)
+    if one.schedule not in ('gpipe', 'looped-bfs'):
+        assert few.peak_bytes == pytest.approx(all.peak_bytes, rel=.005)
+    low, bytes = search.bound(one, costs)
+    assert .5 * seconds < low <= all.seconds * (1 + 1e-9)
+    assert bytes <= max(all.peak_bytes)
+
+
+def test_the_best_of_all():
+    """A search with bounds finds the plan that simulating each candidate finds."""
+    options = {'machine': H100, 'batch': 64, 'micro_batches': (1, 2, 4), 'virtual': 2}
+    found = plan(GPT, mesh=8, **options)
+    each = [plan(GPT, mesh=dict(zip(('data', 'pipe', 'tensor'), sizes)), machine=H100, batch=64,
+                 schedules=[schedule], micro_batches=[micro_batch], recomputations=[recomputation],
+                 shardings=[sharding], virtual=2)
+            for sizes in product((1, 2, 4, 8), repeat=3) if sizes[0] * sizes[1] * sizes[2] == 8
+            for schedule in ('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')
+            if sizes[1] > 1 or schedule == '1f1b'
+            for micro_batch in (1, 2, 4) if 64 // sizes[0] % micro_batch == 0
+            for recomputation in ('none', 'full') for sharding in ('replicate', 'shard')]
+    assert found.seconds == min(each, key=lambda x: x.seconds).seconds
+    by_mesh = {}
+    for one in each:
+        by_mesh[one.name] = min(one.seconds, by_mesh.get(one.name, one.seconds))
+    assert {x.name: x.seconds for x in (found, *found.runners_up)} == pytest.approx(by_mesh)
+    assert [x.seconds for x in found.runners_up] == sorted(x.seconds for x in found.runners_up)
+    assert found.simulation.seconds == pytest.approx(found.seconds)
+
+
+def test_parts_add_up_and_links_are_their_reason():
+    slow = replace(H100, host=Link(1e-5, 1e9))
+    found = plan(GPT, mesh=4, machine=slow, batch=16, virtual=1)
+    assert found.mesh['tensor'] == 1
+    four = next(x for x in found.runners_up if x.mesh['tensor'] == 4)
+    assert four.reason.endswith(': tensor') and four.parts['tensor'] > .5 * four.seconds
+    for one in (found, *found.runners_up):
+        assert all(seconds >= -1e-9 for seconds in one.parts.values()), one.parts
+        assert sum(one.parts.values()) == one.seconds
+        # On all devices, the work is what one device without links would do.
+        assert one.parts['compute'] * 4 == pytest.approx(found.parts['compute'] * 4, rel=.2)
+
+
+def test_few_micro_batches_make_a_bubble():
+    found = plan(GPT, mesh={'pipe': 4}, machine=H100, batch=4, schedules=['1f1b'])
+    assert found.parts['bubble'] > .3 * found.seconds
+    many = plan(GPT, mesh={'pipe': 4}, machine=H100, batch=64, schedules=['1f1b'])
+    assert many.parts['bubble'] < .2 * many.seconds
+
+
+@pytest.mark.parametrize('overlap', [False, True])
+def test_replicas_reduce_gradients(overlap):
+    found, one = (plan(GPT, mesh={'data': d}, machine=H100, batch=8 * d, shardings=['replicate'],
+                       overlap=['data'] if overlap else [], memory_limit=1e12) for d in (64, 1))
+    whole = H100.all_reduce(4 * GPT.parameters, 64)
+    if overlap:
+        assert found.parts['data'] < whole
+    else:
+        assert found.parts['data'] == pytest.approx(whole)
+        assert found.seconds - one.seconds == pytest.approx(whole)
+
+
+def test_shards_take_less_memory_and_a_gather():
+    whole, parts = (plan(GPT, mesh={'data': 8}, machine=H100, batch=64, shardings=[x])
+                    for x in ('replicate', 'shard'))
+    saved = 12 * 7 / 8 * GPT.parameters
+    assert max(whole.peaks) - max(parts.peaks) == pytest.approx(saved)
+    assert parts.parts['update'] == pytest.approx(whole.parts['update'] / 8)
+    assert parts.parts['data'] == pytest.approx(
+        H100.gather(4 * GPT.parameters, 8) + H100.gather(2 * GPT.parameters, 8))
+
+
+def test_memory_decides():
+    """Less memory: first other settings, then fewer meshes, then none, which says why."""
+    free = plan(GPT, mesh=8, machine=H100, batch=64)
+    less = plan(GPT, mesh=8, machine=H100, batch=64, memory_limit=8e9)
+    assert max(less.peaks) <= 8e9 < max(free.peaks) and less.seconds > free.seconds
+    assert less.refused['data 8 × pipe 1 × tensor 1'].endswith(' on a rank, of 7.45 GiB')
+    with pytest.raises(ValueError, match='no plan for this mesh:\ndata 1 .* takes at least .* on a '
+                                         'rank, of 954 MiB'):
+        plan(GPT, mesh=8, machine=H100, batch=64, memory_limit=1e9)
+
+
+def test_the_plan_runs_within_its_memory_as_simulated():
+    found = plan(GPT, mesh=8, machine=H100, batch=64)
+    assert found.simulation.peak_bytes == pytest.approx(found.peaks, rel=.01)
+    parts = found.simulation.peak_parts
+    assert [sum(x.values()) for x in parts] == pytest.approx(
+        found.simulation.peak_bytes)
+    assert {'resident', 'activations'} <= {*parts[0]}
+
+
+def measured(seconds, tensor=1):
+    return Profile(tuple(LayerProfile(str(k), seconds / tensor, 2 * seconds / tensor, 800, 0, 0,
+                                      100, 40) for k in range(8)), (), 1, 40, 'cpu')
+
+
+def test_measured_layers():
+    found = plan(measured(1.), mesh=2, machine=H100, batch=8, state=ParameterBytes(4, 4, 0),
+                 micro_batches=[1])
+    assert found.mesh == {'data': 2, 'pipe': 1, 'tensor': 1}
+    assert found.parts['compute'] == pytest.approx(8 * 8 * 3 / 2)
+    assert max(found.peaks) == 8 * 2 * 800 + 8 * 100 + 4 * 40 + 4 * 40 + 2 * 40
+    assert found.refused == {'data 1 × pipe 1 × tensor 2': 'there is no profile for 2 ranks of '
+                             'the tensor axis, only for 1'}
+    both = plan({1: measured(1.), 2: measured(1., 4)}, mesh=2, machine=H100, batch=8,
+                micro_batches=[1])
+    assert both.mesh['tensor'] == 2
+
+
+def test_a_module_is_measured():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    found = plan(model, torch.rand(8, 16), mesh={'pipe': 2}, machine=H100, batch=32, timeout=.01)
+    assert sum(found.balance) == 4 and found.mesh['pipe'] == 2 and found.chunks >= 1
+    assert found.layers[0] == ('0', 16 * 17 * 4)
+
+
+def test_json():
+    found = plan(GPT, mesh=4, machine=H100, batch=16)
+    again = MeshPlan.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert again == found and again.runners_up == found.runners_up and str(again) == str(found)
+    broken = found.to_dict()
+    broken['devices'] = broken['devices'][1:]
+    with pytest.raises(ValueError, match='this is not a plan'):
+        MeshPlan.from_dict(broken)
+
+
+def test_text_and_picture(tmp_path):
+    found = plan(GPT, mesh=4, machine=H100, batch=16, memory_limit=25e9)
+    text = str(found)
+    assert text.count('\n') > 4 and 'the first: compute' in text
+    assert all(x.reason in text for x in found.runners_up)
+    assert all(f'{name}: {why}' in text for name, why in found.refused.items())
+    figure = found.draw('a title')
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        'seconds of a step', 'place along the pipe axis']
+    figure.savefig(tmp_path / 'plan.svg')
+
+
+def test_a_plan_for_a_mesh_is_not_for_one_process():
+    found = plan(measured(1.), mesh=2, machine=H100, batch=8)
+    with pytest.raises(ValueError, match='this plan is for the processes of a mesh'):
+        GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(8))), found)
+
+
+@pytest.mark.parametrize('options, error, text', [
+    ({'mesh': 0}, ValueError, 'mesh must be a positive integer, but is 0'),
+    ({'mesh': 1.5}, TypeError, 'mesh must be an integer'),
+    ({'mesh': {'expert': 2}}, ValueError, r"axes of .*, but this one has \['expert'\]"),
+    ({'mesh': {'data': 0}}, ValueError, 'data must be a positive integer'),
+    ({'machine': 'H1000'}, ValueError, "there is no machine 'H1000'; there are A100, H100, B200"),
+    ({'batch': 0}, ValueError, 'batch must be a positive integer'),
+    ({'batch': 3}, ValueError, 'data 2 × pipe 1 × tensor 1: 2 replicas cannot share 3 samples'),
+    ({'schedules': ['1f2b']}, ValueError, r"schedules are of .*, but are \['1f2b'\]"),
+    ({'schedules': []}, ValueError, 'schedules are of'),
+    ({'recomputations': ['some']}, ValueError, 'recomputations are of'),
+    ({'shardings': ['both']}, ValueError, 'shardings are of'),
+    ({'overlap': ['pipe']}, ValueError, r"overlap are of \('data', 'tensor'\)"),
+    ({'micro_batches': [3]}, ValueError, r'no micro-batch of \[3\] divides the 8 samples'),
+    ({'mesh': {'pipe': 17}}, ValueError, '16 layers are too few for 17 stages'),
+    ({'mesh': {'tensor': 3}}, ValueError, '3 ranks cannot share 16 heads'),
+    ({'mesh': {'pipe': 9}, 'schedules': ['zb-v']}, ValueError, 'runs 16 layers on 9 ranks')])
+def test_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        plan(GPT, **{'mesh': {'data': 2}, 'machine': H100, 'batch': 16} | options)
+
+
+def test_devices_or_a_mesh():
+    for options in {}, {'devices': ['cpu'], 'mesh': 2}:
+        with pytest.raises(TypeError, match='give one of devices=… and mesh=…'):
+            plan(nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1), **options)
+
+
+@pytest.mark.parametrize('devices', [64, 4096])
+def test_gpt3_on_many_devices(devices):
+    """Megatron's way is near: tensor parallel within a host, pipelines over hosts."""
+    gpt3 = Transformer(96, 12288, 96, 51200, 2048)
+    found = plan_mesh(gpt3, mesh=devices, machine='H100', batch=1024, virtual=1,
+                      schedules=['1f1b'], micro_batches=[1, 2])
+    assert 2 <= found.mesh['tensor'] <= 8 and found.mesh['pipe'] >= 8
+    assert max(found.peaks) <= H100.memory
+    assert isinstance(H100, Machine)

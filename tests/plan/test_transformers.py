@@ -1,0 +1,137 @@
+"""Transformers: formulas against the published ones, and against a GPT that runs."""
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
+from tests.devices import cpu_only
+from torchgpipe.distributed import dry_run
+from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
+
+pytestmark = cpu_only('it computes numbers')
+
+A100 = MACHINES['A100']
+
+#: The models of Korthikanti et al., 2022.
+GPT_22B = Transformer(48, 6144, 64, 51200, 2048, dropout=True, fused=False)
+
+
+@pytest.mark.parametrize('parallel', [False, True])
+@pytest.mark.parametrize('recomputation', ['none', 'selective'])
+def test_saved_tensors_are_those_of_the_paper(parallel, recomputation):
+    """Korthikanti et al., 2022, equations 1 to 4."""
+    s, b, h, a, t = 2048, 4, 6144, 64, 8
+    model = replace(GPT_22B, sequence_parallel=parallel)
+    block = model.profile(A100, t, b, recomputation).layers[1]
+    scores = 0 if recomputation == 'selective' else 5 * a * s / (h * t)
+    assert block.activation_bytes == s * b * h * ((10 / t if parallel else 10) + 24 / t + scores)
+
+
+def test_a_full_recomputation_is_up_to_the_schedule():
+    full, none = (GPT_22B.profile(A100, 8, 4, mode) for mode in ('full', 'none'))
+    assert full == none
+
+
+@pytest.mark.parametrize('layers, width, heads, batch, petaflops', [
+    (48, 6144, 64, 4, 1.143), (96, 12288, 96, 64, 141.1)])
+def test_flops_are_those_of_the_paper(layers, width, heads, batch, petaflops):
+    """72 B l s h² (1 + s / 6h + v / 12hl): Narayanan et al., 2021, without recomputation."""
+    s, v, h = 2048, 51200, width
+    paper = 72 * batch * layers * s * h ** 2 * (1 + s / (6 * h) + v / (12 * h * layers))
+    found = Transformer(layers, width, heads, v, s).flops(batch)
+    assert found == pytest.approx(paper)
+    assert found / 1e15 == pytest.approx(petaflops, rel=.002)
+
+
+@pytest.mark.parametrize('model, billions', [
+    (Transformer(48, 1600, 25, 50257, 1024), 1.557611200),
+    (Transformer(32, 4096, 32, 128256, 8192, key_heads=8, features=14336, gated=True, tied=False,
+                 biases=False), 8.030261248),
+    (Transformer(80, 8192, 64, 128256, 8192, key_heads=8, features=28672, gated=True, tied=False,
+                 biases=False), 70.553706496)])
+def test_parameters_of_published_models(model, billions):
+    """GPT-2 XL, Llama 3 8B and 70B, to the last one."""
+    assert model.parameters == round(billions * 1e9)
+
+
+@pytest.mark.parametrize('tensor', [1, 2, 4])
+def test_a_gpt_that_runs(tensor):
+    """FLOPs, parameters and saved tensors of each layer, as a dry run counts them."""
+    sizes = Sizes(256, 128, 64, 4, 3, tied=False)
+    with torch.device('meta'):
+        module = layers(GPT(sizes))
+    tokens = torch.empty(2, 128, dtype=torch.long, device='meta')
+    report = dry_run(module, [1] * 5, tokens, tokens, lambda y, t: F.cross_entropy(
+        y.flatten(0, 1), t.flatten()), mesh={'pipe': 5, 'tensor': tensor}, checkpoint='never',
+        tensor_plan=tensor_plan() if tensor > 1 else None)
+    model = Transformer(3, 64, 4, 256, 128, tied=False, dtype='float32')
+    profile = model.profile(A100, tensor, 2)
+    ranks = report.ranks[::tensor]
+    assert [x.parameter_bytes for x in profile.layers] == [x.parameters for x in ranks]
+    # Backward has twice as many, and computes the scores of fused attention again.
+    assert sum(x.forward_flops for x in report.stages) * tensor == model.flops(2) / 3
+    block, one = ranks[2], profile.layers[2]
+    assert one.activation_bytes < block.activations < (
+        one.activation_bytes + one.backward_bytes + 4 * one.output_bytes)
+
+
+def test_ranks_share_products_and_their_collectives_take_time():
+    one, eight = (GPT_22B.profile(A100, t, 4).layers[1] for t in (1, 8))
+    assert one.forward_seconds / 8 < eight.forward_seconds < one.forward_seconds / 2
+    free = GPT_22B.profile(A100.without_links(), 8, 4).layers[1]
+    exchange = A100.all_reduce(2 * 4 * 2048 * 6144, 8)
+    for name in ('forward_seconds', 'backward_seconds'):
+        assert getattr(eight, name) - getattr(free, name) == pytest.approx(2 * exchange)
+    hidden = GPT_22B.profile(A100, 8, 4, overlap=True).layers[1]
+    assert hidden.forward_seconds - free.forward_seconds == pytest.approx(2 * exchange / 8)
+
+
+def test_sequence_parallelism_divides_messages():
+    whole, parts = (replace(GPT_22B, sequence_parallel=x).profile(A100, 8, 4).layers[1]
+                    for x in (False, True))
+    assert parts.output_bytes == whole.output_bytes / 8
+
+
+def test_fused_attention_is_half_masked_and_saves_no_scores():
+    whole, fused = (replace(GPT_22B, fused=x, dropout=False).profile(A100, 8, 4).layers[1]
+                    for x in (False, True))
+    assert fused.activation_bytes < whole.activation_bytes
+    assert fused.forward_seconds < whole.forward_seconds
+    again = replace(GPT_22B, dropout=False).profile(A100, 8, 4, 'selective').layers[1]
+    assert again.backward_seconds > whole.backward_seconds
+
+
+def test_halves_of_backward():
+    for layer in GPT_22B.profile(A100, 8, 4).layers[1:]:
+        assert layer.input_share + layer.weight_share == pytest.approx(1)
+        assert .2 < layer.weight_share < .5
+
+
+def test_a_host_that_starts_operations_slowly():
+    small = Transformer(1, 128, 4, 256, 64)
+    slow = small.profile(replace(A100, launch=1e-3)).layers[1]
+    assert slow.forward_seconds >= 1e-2
+    large = GPT_22B.profile(replace(A100, launch=1e-5), 1, 4)
+    assert large == GPT_22B.profile(A100, 1, 4)
+
+
+@pytest.mark.parametrize('model, tensor, text', [
+    (GPT_22B, 3, '3 ranks cannot share 64 heads'),
+    (replace(GPT_22B, key_heads=4), 8, '8 ranks cannot share 4 key_heads'),
+    (replace(GPT_22B, features=4 * 6144 + 1), 2, '2 ranks cannot share 24577 features')])
+def test_ranks_that_cannot_share(model, tensor, text):
+    with pytest.raises(ValueError, match=text):
+        model.profile(A100, tensor)
+
+
+def test_refused_recomputation():
+    with pytest.raises(ValueError, match="must be one of .*'selective', 'full'.*, but is 'some'"):
+        GPT_22B.profile(A100, recomputation='some')
+
+
+def test_bytes_of_a_parameter():
+    assert ParameterBytes().on_a_rank('replicate', 4) == 18
+    assert ParameterBytes().on_a_rank('shard', 4) == 9
+    assert ParameterBytes(4, 4, 8).traffic == 36

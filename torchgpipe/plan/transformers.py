@@ -1,0 +1,288 @@
+"""Transformers as data: the operations, memory and messages of each layer, by formulas.
+
+A block is a row of parts. The tensor axis divides parts by heads and features; the other parts
+are repeated on each of its ranks, or with sequence parallelism divided by tokens::
+
+    gather ─ norm ─ qkv ─ attention ─ projection ─ reduce ─ norm ─ feed-forward ─ reduce
+             tokens  heads and features             tokens          features
+
+Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM" (2021), for the operations; Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models" (2022), for the tensors that autograd saves, of which the formulas are
+the sums.
+"""
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torchgpipe.plan.balance import Profile
+from torchgpipe.plan.costs import LayerProfile
+from torchgpipe.plan.machines import Machine, Product
+
+__all__ = ['ParameterBytes', 'RECOMPUTATIONS', 'Transformer']
+
+#: What backward computes again: nothing, the attention of each block, or all of a stage.
+RECOMPUTATIONS = ('none', 'selective', 'full')
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of a parameter on a rank: itself, its gradient, the state of the optimizer.
+
+    The default is Adam of mixed precision: parameters in bfloat16, gradients, parameters and both
+    moments in float32.
+
+    >>> ParameterBytes().on_a_rank('replicate', 8), ParameterBytes().on_a_rank('shard', 8)
+    (18.0, 7.5)
+    """
+
+    parameter: float = 2.0
+    gradient: float = 4.0
+    optimizer: float = 12.0
+
+    @property
+    def traffic(self) -> float:
+        """The bytes that an update and the norm of gradients read and write, per parameter."""
+        return 2 * (self.parameter + self.optimizer) + 3 * self.gradient
+
+    def on_a_rank(self, data: str, replicas: int) -> float:
+        """Return the bytes of a parameter on each rank during a step.
+
+        With ``'shard'``, parameters are gathered for the step, and gradients are complete until
+        its end.
+        """
+        return self.parameter + self.gradient + (
+            self.optimizer / replicas if data == 'shard' else self.optimizer)
+
+
+class _Operations(NamedTuple):
+    """A part of a layer, on one rank, for one micro-batch."""
+
+    #: Matrix products with parameters or activations.
+    products: tuple[Product, ...] = ()
+    #: The bytes that operations on elements read and write, in forward and backward.
+    forward: float = 0.0
+    backward: float = 0.0
+    #: The bytes that autograd saves.
+    saved: float = 0.0
+    #: FLOPs of fused attention, in forward.
+    attention: float = 0.0
+    #: The number of operations in forward.
+    operations: int = 1
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The sizes of a transformer that predicts the next token, and how it computes.
+
+    >>> gpt3 = Transformer(layers=96, width=12288, heads=96, vocabulary=51200, length=2048)
+    >>> f'{gpt3.parameters / 1e9:.1f} billion, {gpt3.flops(1536) / 1e18:.2f} EFLOP'
+    '175.1 billion, 3.39 EFLOP'
+    """
+
+    #: The number of blocks.
+    layers: int
+    #: The features of a token.
+    width: int
+    #: The heads of queries.
+    heads: int
+    #: The number of tokens that there are.
+    vocabulary: int
+    #: The tokens of a sequence.
+    length: int
+    #: The heads of keys and values; as many as of queries if 0.
+    key_heads: int = 0
+    #: The features within the feed-forward part; four times the width if 0.
+    features: int = 0
+    #: Whether the feed-forward part has a gate (SwiGLU), and so three matrices.
+    gated: bool = False
+    #: Whether the head has the weight of the embedding.
+    tied: bool = True
+    #: Whether there are embeddings of positions and biases, as in GPT-2.
+    biases: bool = True
+    #: Whether there is dropout.
+    dropout: bool = False
+    #: Whether attention is fused (FlashAttention), so that its scores are never in memory.
+    fused: bool = True
+    #: Whether ranks of the tensor axis divide the other parts by tokens (sequence parallelism).
+    sequence_parallel: bool = False
+    #: The dtype of products. Activations have it as well.
+    dtype: str = 'bfloat16'
+
+    @property
+    def _keys(self) -> int:
+        return self.key_heads or self.heads
+
+    @property
+    def _hidden(self) -> int:
+        return self.features or 4 * self.width
+
+    @property
+    def _inner(self) -> int:
+        """The features of the largest product in a block."""
+        return self._hidden * (2 if self.gated else 1)
+
+    @property
+    def size(self) -> int:
+        """The bytes of a number."""
+        return 4 if self.dtype == 'float32' else 2
+
+    def block_parameters(self, tensor: int = 1) -> int:
+        """Return the number of parameters of a block on each of the ranks that share it."""
+        h, f = self.width, self._hidden
+        qkv = h + 2 * self._keys * h // self.heads
+        shared = h * qkv + h * h + (3 if self.gated else 2) * h * f
+        if not self.biases:
+            return shared // tensor + 2 * h
+        # Biases of sums over ranks are whole on each of them, and so are norms.
+        return (shared + qkv + f) // tensor + 6 * h
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        h = self.width
+        ends = self.vocabulary * h * (1 if self.tied else 2) + (
+            self.length * h + 2 * h if self.biases else h)
+        return self.layers * self.block_parameters() + ends
+
+    def flops(self, sequences: float) -> float:
+        """Return the FLOPs of a step, without recomputations, as publications count them.
+
+        Matrix products only, attention to all tokens, backward twice as much as forward.
+        """
+        tokens, h = sequences * self.length, self.width
+        qkv = h + 2 * self._keys * h // self.heads
+        block = h * qkv + h * h + (3 if self.gated else 2) * h * self._hidden + 2 * self.length * h
+        return 6 * tokens * (self.layers * block + self.vocabulary * h)
+
+    def profile(self, machine: Machine, tensor: int = 1, micro_batch: int = 1,
+                recomputation: str = 'none', overlap: bool = False) -> Profile:
+        """Return time and memory of each layer on one rank, for one micro-batch.
+
+        The layers are the embedding, each block, and the head with the loss.
+
+        Args:
+            machine: The machine.
+            tensor: The number of ranks that divide each layer.
+            micro_batch: The number of sequences.
+            recomputation: One of ``'none'``, ``'selective'`` and ``'full'``. Attention that is
+                computed again is part of backward here. A full recomputation is not, because the
+                schedule has it.
+            overlap: Whether products run concurrently with the collectives beside them, in as many
+                steps as there are ranks, so that only the first step takes time of its own.
+
+        Raises:
+            ValueError: The ranks cannot share the heads, features or tokens.
+        """
+        for what, number in (('heads', self.heads), ('key_heads', self._keys),
+                             ('features', self._hidden)):
+            if number % tensor:
+                raise ValueError(f'{tensor} ranks cannot share {number} {what}')
+        if recomputation not in RECOMPUTATIONS:
+            raise ValueError(f'recomputation must be one of {RECOMPUTATIONS}, but is '
+                             f'{recomputation!r}')
+        n, h, t, w = micro_batch * self.length, self.width, tensor, self.size
+        output = n * h * w // (t if self.sequence_parallel else 1)
+        exchange = machine.all_reduce(n * h * w, t) / (t if overlap else 1)
+        attention, others = self._attention(n, t, micro_batch), self._others(n, t)
+        parts = [*others, attention]
+        forward, backward, weights = self._seconds(machine, parts)
+        saved = sum(part.saved for part in parts)
+        if recomputation == 'selective':
+            backward += self._seconds(machine, [attention])[0]
+            saved -= attention.saved
+        backward += 2 * exchange
+        block = LayerProfile(
+            '', forward + 2 * exchange, backward, w * self.block_parameters(t), 0, 0,
+            round(saved), output, input_share=1 - weights / backward,
+            weight_share=weights / backward,
+            backward_bytes=round((4 * h * self._inner + w * n * self._inner) / t))
+        return Profile(
+            (self._embedding(machine, n, t, output),
+             *(replace(block, name=str(k + 1)) for k in range(self.layers)),
+             self._head(machine, n, t)), (), micro_batch, 8 * n, machine.name)
+
+    def _tokens(self, n: float, t: int) -> float:
+        """Return the tokens of a rank in the parts between collectives."""
+        return n / t if self.sequence_parallel else n
+
+    def _attention(self, n: float, t: int, batch: int) -> _Operations:
+        """Return scores, softmax, dropout and the weighted sum of values, for the heads of a rank.
+        """
+        w, s, d = self.size, self.length, self.width / self.heads
+        heads = batch * self.heads / t
+        if self.fused:
+            own = w * n * d * (self.heads + self._keys) / t
+            return _Operations(attention=4 * heads * s * s * d, forward=2 * own, backward=4 * own,
+                         saved=w * n * self.width / t + 4 * heads * s)
+        scores = heads * s * s
+        products = Product(s, d, s, heads), Product(s, s, d, heads)
+        mask = self.dropout
+        return _Operations(products, forward=scores * (2 * w + (2 * w + 1) * mask),
+                     backward=scores * (3 * w + (2 * w + 1) * mask),
+                     saved=scores * (w + (w + 1) * mask), operations=2 + mask)
+
+    def _others(self, n: float, t: int) -> Iterator[_Operations]:
+        """Yield the parts of a block but for attention."""
+        w, h, f, own = self.size, self.width, self._hidden, self._tokens(n, t)
+        qkv = (h + 2 * self._keys * h / self.heads) / t
+        mask = self.dropout
+        for _ in range(2):  # normalization, and the sum with its input
+            yield _Operations(forward=own * h * (5 * w + mask), backward=own * h * (6 * w + mask),
+                        saved=own * h * (w + mask), operations=2)
+        yield _Operations((Product(n, h, qkv),), saved=w * (own * h + n * qkv))
+        yield _Operations((Product(n, h / t, h),), saved=0 if self.fused else w * n * h / t)
+        inner = self._inner / t
+        yield _Operations((Product(n, h, inner), Product(n, f / t, h)),
+                    forward=w * n * (inner + f / t), backward=w * n * (2 * inner + f / t),
+                    saved=w * (own * h + n * (inner + f / t)), operations=1)
+
+    def _embedding(self, machine: Machine, n: float, t: int, output: int) -> LayerProfile:
+        w, h, own = self.size, self.width, self._tokens(n, t)
+        seconds = machine.latency + 3 * w * n * h / machine.bandwidth
+        parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
+        return LayerProfile('0', seconds + machine.all_reduce(n * h * w, t), seconds, parameters,
+                            0, 0, round(own * h * self.dropout), output)
+
+    def _head(self, machine: Machine, n: float, t: int) -> LayerProfile:
+        """Return the last normalization, the product with the vocabulary, and the loss."""
+        w, h, v, own = self.size, self.width, self.vocabulary / t, self._tokens(n, t)
+        # Scores and their softmax in float32: the loss reads and writes them several times, and
+        # backward starts with both, and with gradients of both dtypes.
+        part = _Operations((Product(n, h, v),), forward=4 * w * own * h + 24 * n * v,
+                     backward=6 * w * own * h + 14 * n * v,
+                     saved=2 * w * own * h + 10 * n * v, operations=8)
+        exchange = machine.all_reduce(n * h * w, t)
+        forward, backward, weights = self._seconds(machine, [part])
+        backward += exchange
+        return LayerProfile(
+            str(self.layers + 1), forward, backward,
+            round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))), 0, 0,
+            round(part.saved), 4, input_share=1 - weights / backward,
+            weight_share=weights / backward)
+
+    def _seconds(self, machine: Machine, parts: Iterable[_Operations]) -> tuple[float, float, float]:
+        """Return the seconds of parts in forward, in backward, and for gradients of weights.
+
+        Backward has two products for each. Fused attention computes its scores again in backward:
+        five products for two. The host starts operations while the device runs others.
+        """
+        peak = machine.peak(self.dtype)
+        forward = backward = weights = 0.0
+        number = 0
+        for part in parts:
+            number += part.operations + len(part.products) + bool(part.attention)
+            fused = part.attention / 2 / (peak * machine.attention_share)  # half is masked
+            forward += fused + part.forward / machine.bandwidth + (
+                part.operations + bool(part.attention)) * machine.latency
+            backward += 2.5 * fused + part.backward / machine.bandwidth + (
+                part.operations + bool(part.attention)) * machine.latency
+            for x in part.products:
+                forward += machine.product_seconds(x, self.dtype)
+                backward += machine.product_seconds(Product(x.m, x.n, x.k, x.batch), self.dtype)
+                other = machine.product_seconds(Product(x.k, x.m, x.n, x.batch), self.dtype)
+                if x.batch == 1:  # a weight, whose gradient is added to earlier ones
+                    other += 3 * self.size * x.k * x.n / machine.bandwidth
+                    weights += other
+                backward += other
+        return (max(forward, number * machine.launch), max(backward, 2 * number * machine.launch),
+                weights)
