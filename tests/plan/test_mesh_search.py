@@ -119,8 +119,8 @@ def test_memory_decides():
     less = plan(GPT, mesh=8, machine=H100, batch=64, memory_limit=8e9)
     assert max(less.peaks) <= 8e9 < max(free.peaks) and less.seconds > free.seconds
     assert less.refused['data 8 × pipe 1 × tensor 1'].endswith(' on a rank, of 7.45 GiB')
-    with pytest.raises(ValueError, match='no plan for this mesh:\ndata 1 .* takes at least .* on a '
-                                         'rank, of 954 MiB'):
+    with pytest.raises(ValueError, match='no plan for this mesh:\ndata 1 .* takes at least .* on '
+                                         'a rank, of 954 MiB'):
         plan(GPT, mesh=8, machine=H100, batch=64, memory_limit=1e9)
 
 

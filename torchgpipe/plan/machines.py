@@ -55,9 +55,9 @@ class Machine:
     >>> machine = MACHINES['H100']
     >>> product = Product(8192, 8192, 8192)
     >>> f'{product.flops / machine.product_seconds(product) / 1e12:.0f} TFLOP/s'
-    '681 TFLOP/s'
+    '692 TFLOP/s'
     >>> f'{machine.all_reduce(1e9, 8) * 1e3:.1f} ms, {machine.all_reduce(1e9, 16) * 1e3:.1f} ms'
-    '4.9 ms, 41.7 ms'
+    '5.3 ms, 5.9 ms'
     """
 
     #: The name.

@@ -54,7 +54,7 @@ class ParameterBytes(NamedTuple):
             self.optimizer / replicas if data == 'shard' else self.optimizer)
 
 
-class _Operations(NamedTuple):
+class _Work(NamedTuple):
     """A part of a layer, on one rank, for one micro-batch."""
 
     #: Matrix products with parameters or activations.
@@ -76,7 +76,7 @@ class Transformer:
 
     >>> gpt3 = Transformer(layers=96, width=12288, heads=96, vocabulary=51200, length=2048)
     >>> f'{gpt3.parameters / 1e9:.1f} billion, {gpt3.flops(1536) / 1e18:.2f} EFLOP'
-    '175.1 billion, 3.39 EFLOP'
+    '174.6 billion, 3.39 EFLOP'
     """
 
     #: The number of blocks.
@@ -205,34 +205,34 @@ class Transformer:
         """Return the tokens of a rank in the parts between collectives."""
         return n / t if self.sequence_parallel else n
 
-    def _attention(self, n: float, t: int, batch: int) -> _Operations:
+    def _attention(self, n: float, t: int, batch: int) -> _Work:
         """Return scores, softmax, dropout and the weighted sum of values, for the heads of a rank.
         """
         w, s, d = self.size, self.length, self.width / self.heads
         heads = batch * self.heads / t
         if self.fused:
             own = w * n * d * (self.heads + self._keys) / t
-            return _Operations(attention=4 * heads * s * s * d, forward=2 * own, backward=4 * own,
+            return _Work(attention=4 * heads * s * s * d, forward=2 * own, backward=4 * own,
                          saved=w * n * self.width / t + 4 * heads * s)
         scores = heads * s * s
         products = Product(s, d, s, heads), Product(s, s, d, heads)
         mask = self.dropout
-        return _Operations(products, forward=scores * (2 * w + (2 * w + 1) * mask),
+        return _Work(products, forward=scores * (2 * w + (2 * w + 1) * mask),
                      backward=scores * (3 * w + (2 * w + 1) * mask),
                      saved=scores * (w + (w + 1) * mask), operations=2 + mask)
 
-    def _others(self, n: float, t: int) -> Iterator[_Operations]:
+    def _others(self, n: float, t: int) -> Iterator[_Work]:
         """Yield the parts of a block but for attention."""
         w, h, f, own = self.size, self.width, self._hidden, self._tokens(n, t)
         qkv = (h + 2 * self._keys * h / self.heads) / t
         mask = self.dropout
         for _ in range(2):  # normalization, and the sum with its input
-            yield _Operations(forward=own * h * (5 * w + mask), backward=own * h * (6 * w + mask),
+            yield _Work(forward=own * h * (5 * w + mask), backward=own * h * (6 * w + mask),
                         saved=own * h * (w + mask), operations=2)
-        yield _Operations((Product(n, h, qkv),), saved=w * (own * h + n * qkv))
-        yield _Operations((Product(n, h / t, h),), saved=0 if self.fused else w * n * h / t)
+        yield _Work((Product(n, h, qkv),), saved=w * (own * h + n * qkv))
+        yield _Work((Product(n, h / t, h),), saved=0 if self.fused else w * n * h / t)
         inner = self._inner / t
-        yield _Operations((Product(n, h, inner), Product(n, f / t, h)),
+        yield _Work((Product(n, h, inner), Product(n, f / t, h)),
                     forward=w * n * (inner + f / t), backward=w * n * (2 * inner + f / t),
                     saved=w * (own * h + n * (inner + f / t)), operations=1)
 
@@ -248,7 +248,7 @@ class Transformer:
         w, h, v, own = self.size, self.width, self.vocabulary / t, self._tokens(n, t)
         # Scores and their softmax in float32: the loss reads and writes them several times, and
         # backward starts with both, and with gradients of both dtypes.
-        part = _Operations((Product(n, h, v),), forward=4 * w * own * h + 24 * n * v,
+        part = _Work((Product(n, h, v),), forward=4 * w * own * h + 24 * n * v,
                      backward=6 * w * own * h + 14 * n * v,
                      saved=2 * w * own * h + 10 * n * v, operations=8)
         exchange = machine.all_reduce(n * h * w, t)
@@ -260,7 +260,7 @@ class Transformer:
             round(part.saved), 4, input_share=1 - weights / backward,
             weight_share=weights / backward)
 
-    def _seconds(self, machine: Machine, parts: Iterable[_Operations]) -> tuple[float, float, float]:
+    def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.
 
         Backward has two products for each. Fused attention computes its scores again in backward:
