@@ -11,9 +11,10 @@ from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile
 from torchgpipe.plan import (MACHINES, Link, Machine, MeshPlan, ParameterBytes, Transformer, plan,
-                             plan_mesh)
+                             plan_mesh, simulate)
 from torchgpipe.plan.costs import LayerProfile
-from torchgpipe.plan.mesh_search import MeshSearch, _Case
+from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _Case
+from torchgpipe.plan.search import schedule_of
 
 pytestmark = cpu_only('it computes numbers')
 
@@ -41,11 +42,11 @@ def test_bounds_and_steady_states(one, overlap):
     costs, m = search.costs(one), search.chunks(one)
     assert m == 121
     seconds, few = search.predict(one, costs)
-    all = search.simulation(one, costs, m)
-    assert seconds == pytest.approx(all.seconds, rel=1e-6)
+    all = simulate(schedule_of(one.schedule, one.mesh[1], m, one.virtual, costs.stops), costs)
+    assert seconds == pytest.approx(all.seconds, rel=1e-4)
     if one.schedule not in ('gpipe', 'looped-bfs'):
         assert few.peak_bytes == pytest.approx(all.peak_bytes, rel=.005)
-    low, bytes = search.bound(one, costs)
+    low, bytes = search.bound(one)
     assert .5 * seconds < low <= all.seconds * (1 + 1e-9)
     assert bytes <= max(all.peak_bytes)
 
@@ -66,7 +67,11 @@ def test_the_best_of_all():
     by_mesh = {}
     for one in each:
         by_mesh[one.name] = min(one.seconds, by_mesh.get(one.name, one.seconds))
-    assert {x.name: x.seconds for x in (found, *found.runners_up)} == pytest.approx(by_mesh)
+    for one in (found, *found.runners_up):
+        if by_mesh[one.name] < HOPELESS * found.seconds:
+            assert one.seconds == pytest.approx(by_mesh[one.name])
+        assert one.seconds >= by_mesh[one.name] * (1 - 1e-6)
+    assert len(found.runners_up) == len(by_mesh) - 1
     assert [x.seconds for x in found.runners_up] == sorted(x.seconds for x in found.runners_up)
     assert found.simulation.seconds == pytest.approx(found.seconds)
 

@@ -2,7 +2,8 @@
 from types import SimpleNamespace
 
 from torchgpipe.balance import LayerProfile, Profile
-from torchgpipe.plan.search import fit, neighbours
+from torchgpipe.plan.balance import neighbours
+from torchgpipe.plan.search import fit
 
 
 def blocks_of(times, parameters):

@@ -4,7 +4,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-__all__ = ['Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint', 'stops_of_mode']
+__all__ = ['AXES', 'Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint',
+           'stops_of_mode']
+
+#: The axes of a mesh, by name, from the outermost one; one that a mesh lacks has size 1.
+AXES = ('data', 'pipe', 'tensor')
 
 #: A mode for all partitions, a mode for each, or a function from a partition's index to a mode.
 Checkpoint = str | Sequence[str] | Callable[[int], str]

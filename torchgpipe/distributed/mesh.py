@@ -19,13 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
+from torchgpipe.base.settings import AXES
 from torchgpipe.shard.world import wait_at_exit
 
 __all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'check_sizes', 'device_of', 'init_mesh',
            'lines_of', 'whole_group']
-
-#: The axes of a mesh, by name; one that a mesh does not have has size 1.
-AXES = ('data', 'pipe', 'tensor')
 
 
 class Axis(NamedTuple):

@@ -29,8 +29,8 @@ stage
 """
 from torchgpipe.plan.costs import Costs, Link, StageCosts, measure_links, measure_overhead
 from torchgpipe.plan.machines import MACHINES, Machine
-from torchgpipe.plan.mesh_search import MeshPlan, plan, plan_mesh
-from torchgpipe.plan.search import Plan, plan_devices
+from torchgpipe.plan.mesh_search import plan, plan_mesh
+from torchgpipe.plan.search import MeshPlan, Plan, plan_devices
 from torchgpipe.plan.simulation import Simulation, simulate
 from torchgpipe.plan.transformers import ParameterBytes, Transformer
 

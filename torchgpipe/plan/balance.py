@@ -29,7 +29,7 @@ layers × log layers): Galil and Park, "Dynamic programming with convexity, conc
 even one.
 """
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -44,7 +44,7 @@ from torchgpipe.plan.simulation import simulate
 from torchgpipe.schedule.generators import plain_call
 
 __all__ = ['Balance', 'Profile', 'bounded_cuts', 'check_partitions', 'edges_for', 'even_cuts',
-           'fastest', 'integers', 'positive', 'reachable', 'solve']
+           'fastest', 'integers', 'neighbours', 'positive', 'reachable', 'solve']
 
 Number = int | float
 TCost = TypeVar('TCost', int, float)
@@ -239,6 +239,21 @@ def _choose(prefix: Sequence[int], bound: int, points: Sequence[tuple[int, int, 
         spans += [span for span in ((left, middle, low, place + 1),
                                     (middle + 1, right, place, high)) if span[0] < span[1]]
     return costs, choice
+
+
+def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the balances that differ in one cut, which is at the next edge or the one before.
+
+    >>> [*neighbours([2, 1, 3], edges=[0, 1, 2, 3, 4, 5, 6])]
+    [[1, 2, 3], [2, 2, 2]]
+    """
+    cuts = [0, *accumulate(balance)]
+    for k in range(1, len(cuts) - 1):
+        place = edges.index(cuts[k]) if cuts[k] in edges else -1
+        for cut in (edges[place - 1], edges[place + 1]) if place > 0 else ():
+            if cuts[k - 1] < cut < cuts[k + 1]:
+                moved = [*cuts[:k], cut, *cuts[k + 1:]]
+                yield [b - a for a, b in zip(moved, moved[1:])]
 
 
 T = TypeVar('T')

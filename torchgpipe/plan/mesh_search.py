@@ -2,12 +2,12 @@
 
 ::
 
-    meshes of N devices ─▶ candidates ─▶ bounds on time and memory of each
-                                              │ those that fit, the lowest bound first
-                                              ▼
-    a mesh ends when no bound of it  ◀── simulated: its schedule, with messages and collectives
-    is below its best time                    │ the best of each mesh
-                                              ▼
+    meshes of N devices ─▶ candidates of each ─▶ bounds on time and memory
+                                                      │ if they fit, the lowest bound first
+                                                      ▼
+    a mesh ends when no bound of it  ◀── simulated: the schedule, with messages and collectives
+    is below its best time                            │ the best of each mesh
+                                                      ▼
                            the best of all, and the others with the reason why each is slower
 
 The bound of a rank: its first micro-batch arrives through the stages before, then it works, then
@@ -18,143 +18,35 @@ The steady state of a schedule is periodic. So a candidate with many micro-batch
 with two smaller numbers of them, between which the time of one more is known; the plan that is
 returned simulates all.
 """
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
-from heapq import heapify, heappop
 from itertools import accumulate, product
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from torch import nn
 
 from torchgpipe.base.devices import CPU, Device, accelerator
-from torchgpipe.base.errors import format_bytes, table
+from torchgpipe.base.errors import format_bytes
+from torchgpipe.base.settings import AXES
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts
 from torchgpipe.plan.machines import MACHINES, Machine
 from torchgpipe.plan.profile import profile
-from torchgpipe.plan.search import Plan, plan_devices, schedule_of
-from torchgpipe.plan.simulation import Simulation, simulate
+from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedule_of
+from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import RECOMPUTATIONS, ParameterBytes, Transformer
 from torchgpipe.schedule.generators import NAMES, stages_per_device
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ['MeshPlan', 'plan', 'plan_mesh']
-
-#: The axes of a mesh, from the outermost to the innermost.
-AXES = ('data', 'pipe', 'tensor')
+__all__ = ['MeshSearch', 'plan', 'plan_mesh']
 
 #: Schedules that a search tries by default: no other is faster in less memory.
 SCHEDULES = ('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')
 
 #: A bound that exceeds the best time of all meshes by this factor ends the search of a mesh.
-HOPELESS = 2.0
-
-#: The least number of micro-batches that are simulated, if there are as many.
-FEW = 48
-
-
-@dataclass(frozen=True)
-class MeshPlan(Plan):
-    """The settings of a training on a mesh, and predictions of time and memory.
-
-    :func:`plan` makes it, if it gets ``mesh``. ``DistributedGPipe(module, plan,
-    mesh=init_mesh(**plan.mesh))`` uses its settings, and ``model.step(…, schedule='auto')`` its
-    schedule. ``print(plan)`` shows a table. Predictions are for one step with the optimizer.
-    """
-
-    #: The samples of a micro-batch.
-    micro_batch: int = field(default=1, kw_only=True)
-    #: What backward computes again: ``'none'``, ``'selective'`` (attention) or ``'full'``.
-    recomputation: str = field(default='none', kw_only=True)
-    #: The seconds of the step by cause, as means over ranks: see :func:`plan_mesh`.
-    parts: dict[str, float] = field(default_factory=dict, kw_only=True)
-    #: How much slower than the best plan it is, and the main cause.
-    reason: str = field(default='', kw_only=True)
-    #: The best plan of each other mesh, the fastest one first.
-    runners_up: tuple['MeshPlan', ...] = ()
-    #: Meshes without a plan, and why.
-    refused: dict[str, str] = field(default_factory=dict, kw_only=True)
-    #: The most bytes at a time, by place along the pipe axis.
-    peaks: tuple[float, ...] = field(default=(), kw_only=True)
-
-    @property
-    def seconds(self) -> float:
-        """The time of a step."""
-        return sum(self.parts.values())
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """The most bytes of a rank at a time, by place along the pipe axis."""
-        return {place: -int(-bytes // 1) for place, bytes in
-                zip(dict.fromkeys(self.devices), self.peaks)}
-
-    @property
-    def name(self) -> str:
-        """The mesh in words."""
-        return _name(self.mesh[axis] for axis in AXES)
-
-    def check(self) -> None:
-        """Raise a :exc:`ValueError` if the plan is inconsistent."""
-        if not len(self.costs.stages) == len(self.balance) == len(self.devices) or (
-                {*self.mesh} != {*AXES}):
-            raise ValueError(f'it has {len(self.costs.stages)} stages with costs, and a balance '
-                             f'of {len(self.balance)}, on the mesh {self.mesh}')
-
-    def _row(self) -> list[str]:
-        most = max(self.bytes.values())
-        stages = len(self.balance) // self.mesh['pipe']
-        return [*(str(self.mesh[axis]) for axis in AXES), self.schedule, str(stages),
-                str(self.micro_batch), str(self.chunks), self.recomputation, self.data,
-                f'{self.seconds:.4g}', format_bytes(most), self.reason]
-
-    def __str__(self) -> str:
-        header = [*AXES, 'schedule', 'stages', 'micro-batch', 'chunks', 'recomputed', 'parameters',
-                  'step, s', 'memory', 'slower by']
-        text = table(header, [each._row() for each in (self, *self.runners_up[:9])])
-        if len(self.runners_up) > 9:
-            text += f'\n… and {len(self.runners_up) - 9} other meshes'
-        causes = ', '.join(f'{cause} {seconds / self.seconds:.0%}' for cause, seconds in
-                           self.parts.items() if seconds >= .005 * self.seconds)
-        text += f'\n\nthe first: {causes}'
-        return text + ''.join(f'\n{mesh}: {why}' for mesh, why in [*self.refused.items()][:9])
-
-    def draw(self, title: str | None = None) -> 'Figure':
-        """Draw the seconds of the best plans by cause, and the memory of its ranks by kind.
-
-        Raises:
-            ImportError: There is no matplotlib, which the extra ``pictures`` brings.
-        """
-        from matplotlib.figure import Figure
-        figure = Figure((10, 6), layout='constrained')
-        above, below = figure.subplots(2)
-        plans = [self, *self.runners_up[:9]][::-1]
-        lefts = [0.0] * len(plans)
-        for cause in self.parts:
-            seconds = [each.parts[cause] for each in plans]
-            above.barh([each.name for each in plans], seconds, left=lefts, label=cause)
-            lefts = [left + more for left, more in zip(lefts, seconds)]
-        above.set_xlabel('seconds of a step')
-        ranks = self.simulation.peak_parts
-        bottoms = [0.0] * len(ranks)
-        for kind in dict.fromkeys(kind for parts in ranks for kind in parts):
-            sizes = [parts.get(kind, 0.0) / 2 ** 30 for parts in ranks]
-            below.bar(range(len(ranks)), sizes, bottom=bottoms, label=kind)
-            bottoms = [bottom + more for bottom, more in zip(bottoms, sizes)]
-        below.set(xlabel='place along the pipe axis', ylabel='GiB at the peak')
-        for axes in above, below:
-            axes.legend(fontsize='small')
-        figure.suptitle(title or self.name)
-        return figure
-
-
-def _name(sizes: Iterable[int]) -> str:
-    return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
-
+HOPELESS = 1.2
 
 #: The layers of a model: a formula, or profiles by the number of ranks along the tensor axis.
 Layers = Transformer | Profile | Mapping[int, Profile]
@@ -187,6 +79,30 @@ class _Case(NamedTuple):
     data: str
 
 
+class _Found(NamedTuple):
+    """A simulated candidate: its seconds, and means over ranks of two parts of them."""
+
+    seconds: float
+    case: _Case
+    #: Collectives over replicas, for which a rank waits.
+    data: float
+    #: The optimizer.
+    update: float
+
+
+class _PipeRank(NamedTuple):
+    """A rank of a pipeline, for bounds of one micro-batch."""
+
+    #: Seconds from the start to its first micro-batch, and from its last one to the end.
+    before: float
+    #: Seconds of a micro-batch.
+    work: float
+    #: The number of parameters.
+    parameters: float
+    #: Bytes that forward of a stage keeps, at least.
+    activations: float
+
+
 class _Stages(NamedTuple):
     """The stages of a rank's layers, for one micro-batch."""
 
@@ -212,10 +128,16 @@ def _stages_on(name: str, device: int, devices: int, virtual: int) -> Iterable[i
     return range(device, devices * virtual, devices)
 
 
-def _few(devices: int, m: int) -> tuple[int, int]:
-    """Return two numbers of micro-batches between which a schedule is in its steady state."""
-    groups = max(3, -(-FEW // devices))
-    return (groups - 1) * devices + m % devices, groups * devices + m % devices
+def _ends(simulation: Simulation) -> tuple[float, float]:
+    """Return the means over devices of the waits for replicas, and of the optimizer."""
+    last = {timed.device: timed.end for timed in simulation.actions}
+    data = update = 0.0
+    for device, _, kind, start, end in simulation.collected:
+        if kind == 'update':
+            update += end - start
+        else:
+            data += end - start if kind == 'gather' else max(0.0, end - max(start, last[device]))
+    return data / len(last), update / len(last)
 
 
 class MeshSearch:
@@ -237,6 +159,7 @@ class MeshSearch:
         self._profile = cache(self._measure)
         self._stages = cache(self._divide)
         self._even = cache(self._equally_fast)
+        self._ranks = cache(self._divide_ranks)
 
     def _measure(self, linked: bool, tensor: int, micro_batch: int, recomputation: str) -> Profile:
         machine = self._machine if linked else self._machine.without_links()
@@ -295,91 +218,100 @@ class MeshSearch:
                 update=state.traffic * parameters / (data if shards else 1) / machine.bandwidth))
         return Costs((*stages,), (), machine.links(pipe, tensor), 'data' in self._overlap)
 
-    def bound(self, case: _Case, costs: Costs) -> tuple[float, float]:
-        """Return bounds on the seconds and the bytes of a case."""
-        (_, pipe, _), m = case.mesh, self.chunks(case)
-        most = _most_in_flight(case.schedule, pipe, min(m, _few(pipe, m)[1]), case.virtual)
-        seconds = bytes = before = 0.0
+    def _divide_ranks(self, tensor: int, micro_batch: int, recomputation: str, name: str,
+                      pipe: int, virtual: int) -> list[_PipeRank]:
+        """Return for each rank of a pipeline what bounds need of it."""
+        found = self._stages(True, tensor, micro_batch, recomputation, pipe * virtual)
+        again, splits = recomputation == 'full', name.startswith('zb')
+        ranks, before = [], 0.0
         for device in range(pipe):
-            own = [costs.stages[j] for j in _stages_on(case.schedule, device, pipe, case.virtual)]
-            work = m * sum(x.forward + (x.forward if x.recomputed else 0.0) + x.backward
-                           for x in own)
-            ends = sum(x.update + (0.0 if costs.overlap else x.gather + x.reduction) for x in own)
-            seconds = max(seconds, before + work + ends)
-            first = costs.stages[device]
-            before += first.forward + (0.0 if case.schedule.startswith('zb') else first.backward)
-            held = min(0.0 if x.recomputed else x.activation_bytes for x in own)
-            bytes = max(bytes, sum(x.resident_bytes for x in own) + most[device] * held)
+            own = [*_stages_on(name, device, pipe, virtual)]
+            costs = [found.costs[j] for j in own]
+            ranks.append(_PipeRank(
+                before, sum(x.forward * (1 + again) + x.backward for x in costs),
+                sum(found.parameters[j] for j in own),
+                0.0 if again else min(x.activation_bytes for x in costs)))
+            before += costs[0].forward + (0.0 if splits else costs[0].backward)
+        return ranks
+
+    def bound(self, case: _Case) -> tuple[float, float]:
+        """Return bounds on the seconds and the bytes of a case."""
+        (data, pipe, tensor), m, state = case.mesh, self.chunks(case), self._state
+        shards, most = case.data == 'shard', self.in_flight(case)
+        kept, exposed = state.on_a_rank(case.data, data), 'data' not in self._overlap
+        seconds = bytes = 0.0
+        for x, number in zip(self._ranks(tensor, case.micro_batch, case.recomputation,
+                                         case.schedule, pipe, case.virtual), most):
+            ends = state.traffic * x.parameters / (data if shards else 1) / self._machine.bandwidth
+            if exposed and data > 1:
+                ends += 2 * self._machine.gather(x.parameters * (
+                    (state.gradient + state.parameter) / 2 if shards else state.gradient),
+                    data, pipe * tensor)
+            seconds = max(seconds, x.before + m * x.work + ends)
+            bytes = max(bytes, kept * x.parameters + number * x.activations)
         return seconds, bytes
 
-    def simulation(self, case: _Case, costs: Costs, m: int) -> Simulation:
-        """Simulate a case with some of its micro-batches."""
-        return simulate(schedule_of(case.schedule, case.mesh[1], m, case.virtual, costs.stops),
-                        costs)
+    def in_flight(self, case: _Case) -> tuple[int, ...]:
+        """Return by rank the most activations of stages that it holds at a time."""
+        pipe, m = case.mesh[1], self.chunks(case)
+        return _most_in_flight(case.schedule, pipe, min(m, few(case.schedule, pipe, m)[1]),
+                               case.virtual)
 
     def predict(self, case: _Case, costs: Costs) -> tuple[float, Simulation]:
         """Return the seconds of a case, and the simulation of some of its micro-batches."""
-        m = self.chunks(case)
-        low, high = _few(case.mesh[1], m)
+        pipe, m = case.mesh[1], self.chunks(case)
+        low, high = few(case.schedule, pipe, m)
+
+        def simulation(number: int) -> Simulation:
+            return simulate(schedule_of(case.schedule, pipe, number, case.virtual, costs.stops),
+                            costs)
+
+        found = simulation(min(m, high))
         if m <= high:
-            found = self.simulation(case, costs, m)
             return found.seconds, found
-        few, found = (self.simulation(case, costs, number) for number in (low, high))
-        each = (found.seconds - few.seconds) / (high - low)
+        each = (found.seconds - simulation(low).seconds) / (high - low)
         return found.seconds + (m - high) * each, found
 
-    def plan(self, case: _Case, best: 'MeshPlan | None' = None) -> 'MeshPlan':
+    def plan(self, found: _Found, best: 'MeshPlan | None' = None) -> 'MeshPlan':
         """Return the plan of a case, with the reason why it is slower than the best plan."""
+        case, seconds = found.case, found.seconds
         costs, m, (data, pipe, tensor) = self.costs(case), self.chunks(case), case.mesh
-        seconds, simulation = self.predict(case, costs)
-        parts = self._parts(case, costs, seconds, simulation)
+        close = pipe > 1 and (best is None or seconds < HOPELESS * best.seconds)
+        unlinked = self.predict(case, replace(costs, links=Link()))[0] if close else seconds
+        parts = self._parts(found, costs, seconds - unlinked)
         reason = ''
         if best is not None:
             cause = max(parts, key=lambda each: parts[each] - best.parts[each])
             reason = f'{seconds / best.seconds - 1:.1%}: {cause}'
-        found = self._stages(True, tensor, case.micro_batch, case.recomputation,
-                             pipe * case.virtual)
+        stages = self._stages(True, tensor, case.micro_batch, case.recomputation,
+                              pipe * case.virtual)
         places = {stage: device for device in range(pipe)
                   for stage in _stages_on(case.schedule, device, pipe, case.virtual)}
         return MeshPlan(
-            case.schedule, found.balance,
-            tuple(f'pipe {places[stage]}' for stage in range(len(found.balance))), m,
-            'always' if case.recomputation == 'full' else 'never', found.layers,
+            case.schedule, stages.balance,
+            tuple(f'pipe {places[stage]}' for stage in range(len(stages.balance))), m,
+            'always' if case.recomputation == 'full' else 'never', stages.layers,
             self._batch // data, parts['compute'] * data * pipe * tensor, costs,
             mesh=dict(zip(AXES, case.mesh)), data=case.data, micro_batch=case.micro_batch,
-            recomputation=case.recomputation, parts=parts, reason=reason,
-            peaks=simulation.peak_bytes)
+            recomputation=case.recomputation, parts=parts, reason=reason)
 
-    def _parts(self, case: _Case, costs: Costs, seconds: float, simulation: Simulation
-               ) -> dict[str, float]:
+    def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""
-        m, pipe = self.chunks(case), case.mesh[1]
-        free = self.costs(case, linked=False)
+        case, m = found.case, self.chunks(found.case)
+        splits = case.schedule.startswith('zb')
 
-        def mean(what: Callable[[StageCosts], float], of: Costs) -> float:
-            return m * sum(map(what, of.stages)) / pipe
+        def mean(kinds: str, of: Costs) -> float:
+            return m * sum(x.seconds(kind) for x in of.stages for kind in kinds) / case.mesh[1]
 
-        def work(x: StageCosts) -> float:
-            kinds = 'IW' if case.schedule.startswith('zb') else 'B'
-            return sum(map(x.seconds, kinds))
+        def work(of: Costs) -> tuple[float, float]:
+            again = mean('R', of) if case.recomputation == 'full' else 0.0
+            return mean('FIW' if splits else 'FB', of), again
 
-        compute = mean(lambda x: x.forward + work(x), free)
-        again = mean(lambda x: x.seconds('R') if x.recomputed else 0.0, free)
-        tensor = mean(lambda x: x.forward + work(x) + (
-            x.seconds('R') if x.recomputed else 0.0), costs) - compute - again
-        last = {timed.device: timed.end for timed in simulation.actions}
-        ends = dict(last)
-        update = gather = 0.0
-        for device, _, kind, start, end in simulation.collected:
-            update += (end - start) / pipe if kind == 'update' else 0.0
-            gather += (end - start) / pipe if kind == 'gather' else 0.0
-            ends[device] = max(ends[device], end) if kind == 'reduction' else ends[device]
-        data = gather + sum(ends[device] - last[device] for device in last) / pipe
-        parts = {'compute': compute, 'recomputation': again, 'tensor': tensor, 'data': data,
-                 'update': update}
-        rest = seconds - sum(parts.values())
-        unlinked = self.predict(case, replace(costs, links=Link()))[0] if pipe > 1 else seconds
-        return {**parts, 'messages': seconds - unlinked, 'bubble': rest - (seconds - unlinked)}
+        compute, again = work(self.costs(case, linked=False))
+        parts = {'compute': compute, 'recomputation': again,
+                 'tensor': sum(work(costs)) - compute - again, 'data': found.data,
+                 'update': found.update, 'messages': messages}
+        return {**parts, 'bubble': found.seconds - sum(parts.values())}
 
 
 def _meshes(devices: int | Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
@@ -496,32 +428,28 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
     _check_names(schedules, recomputations, shardings, overlap)
     search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance)
     refused: dict[str, str] = {}
-    heap: list[tuple[float, int, _Case, Costs]] = []
+    meshes: list[list[tuple[float, _Case]]] = []
     for sizes in _meshes(mesh):
-        name = _name(sizes)
         try:
-            found = [*_cases(search, sizes, batch, schedules, virtual, micro_batches,
-                             recomputations, shardings)]
+            cases = [(*search.bound(case), case) for case in _cases(
+                search, sizes, batch, schedules, virtual, micro_batches, recomputations,
+                shardings)]
         except ValueError as error:
-            refused[name] = str(error)
+            refused[name_of(sizes)] = str(error)
             continue
-        bounds = [(*search.bound(case, costs), case, costs) for case, costs in found]
-        fitting = [(seconds, case, costs) for seconds, bytes, case, costs in bounds
-                   if bytes <= limit]
+        fitting = sorted((seconds, case) for seconds, bytes, case in cases if bytes <= limit)
+        meshes += [fitting] if fitting else []
         if not fitting:
-            least = min(bytes for _, bytes, _, _ in bounds)
-            refused[name] = (f'takes at least {format_bytes(least)} on a rank, of '
-                             f'{format_bytes(limit)}')
-        heap += [(seconds, len(heap) + k, case, costs)
-                 for k, (seconds, case, costs) in enumerate(fitting)]
-    best = _best(search, heap, limit, refused)
-    if not best:
+            least = min(bytes for _, bytes, _ in cases)
+            refused[name_of(sizes)] = (f'takes at least {format_bytes(least)} on a rank, of '
+                                       f'{format_bytes(limit)}')
+    found = sorted(_best(search, sorted(meshes), limit, refused))
+    if not found:
         raise ValueError('no plan for this mesh:\n' + '\n'.join(
             f'{name}: {why}' for name, why in refused.items()))
-    (_, first), *others = sorted((seconds, case) for seconds, case in best.values())
-    fastest_plan = search.plan(first)
-    return replace(fastest_plan, refused=refused, runners_up=tuple(sorted(
-        (search.plan(case, fastest_plan) for _, case in others), key=lambda each: each.seconds)))
+    fastest_plan = search.plan(found[0])
+    return replace(fastest_plan, refused=refused, runners_up=tuple(
+        search.plan(each, fastest_plan) for each in found[1:]))
 
 
 def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
@@ -538,9 +466,8 @@ def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
 
 def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedules: Sequence[str],
            virtual: int | Iterable[int], micro_batches: Sequence[int],
-           recomputations: Sequence[str], shardings: Sequence[str]
-           ) -> Iterator[tuple[_Case, Costs]]:
-    """Yield the candidates of a mesh with their costs, or raise a :exc:`ValueError`."""
+           recomputations: Sequence[str], shardings: Sequence[str]) -> Iterator[_Case]:
+    """Yield the candidates of a mesh, or raise a :exc:`ValueError`."""
     data, pipe, tensor = sizes
     if batch % data:
         raise ValueError(f'{data} replicas cannot share {batch} samples')
@@ -559,8 +486,7 @@ def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedule
     for (name, v), b, recomputation, sharding in product(
             stages, sizes_of_micro_batches, recomputations,
             shardings if data > 1 else ['replicate']):
-        case = _Case(sizes, name, v, b, recomputation, sharding)
-        yield case, search.costs(case)
+        yield _Case(sizes, name, v, b, recomputation, sharding)
 
 
 def _virtual(name: str, pipe: int, virtual: int | Iterable[int]) -> Iterable[int]:
@@ -574,25 +500,24 @@ def _virtual(name: str, pipe: int, virtual: int | Iterable[int]) -> Iterable[int
     return [v for v in virtual if least <= v <= most]
 
 
-def _best(search: MeshSearch, heap: list[tuple[float, int, _Case, Costs]], limit: float,
-          refused: dict[str, str]) -> dict[tuple[int, int, int], tuple[float, _Case]]:
-    """Simulate candidates, the lowest bound first; return the best of each mesh."""
-    best: dict[tuple[int, int, int], tuple[float, _Case]] = {}
+def _best(search: MeshSearch, meshes: list[list[tuple[float, _Case]]], limit: float,
+          refused: dict[str, str]) -> Iterator[_Found]:
+    """Simulate the candidates of each mesh, the lowest bound first; yield the best of each."""
     fastest_of_all = inf
-    heapify(heap)
-    while heap:
-        bound, _, case, costs = heappop(heap)
-        known = best.get(case.mesh)
-        if known and (bound >= known[0] or bound > HOPELESS * fastest_of_all):
-            continue
-        seconds, simulation = search.predict(case, costs)
-        most = max(simulation.peak_bytes)
-        if most > limit:
-            if not known:
-                refused[_name(case.mesh)] = (f'takes {format_bytes(most)} on a rank, of '
-                                             f'{format_bytes(limit)}')
-        elif not known or seconds < known[0]:
-            best[case.mesh] = seconds, case
-            fastest_of_all = min(fastest_of_all, seconds)
-            refused.pop(_name(case.mesh), None)
-    return best
+    for cases in meshes:
+        best, most = None, inf
+        for bound, case in cases:
+            if best and bound >= min(best.seconds, HOPELESS * fastest_of_all):
+                break
+            seconds, simulation = search.predict(case, search.costs(case))
+            if best is None or seconds < best.seconds:
+                size = max(simulation.peak_bytes)
+                most = min(most, size)
+                if size <= limit:
+                    best = _Found(seconds, case, *_ends(simulation))
+        if best:
+            fastest_of_all = min(fastest_of_all, best.seconds)
+            yield best
+        else:
+            refused[name_of(cases[0][1].mesh)] = (
+                f'takes {format_bytes(most)} on a rank, of {format_bytes(limit)}')

@@ -16,31 +16,36 @@ bounded cut. A device may need more or less memory than the sum of its stages, b
 their peaks at different times. The difference corrects the device's limit for the next cut.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
 from math import inf
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.base.errors import format_bytes, table
-from torchgpipe.base.settings import Settings
+from torchgpipe.base.settings import AXES, Settings
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
-from torchgpipe.plan.balance import Profile, bounded_cuts, check_partitions, fastest, positive
+from torchgpipe.plan.balance import (Profile, bounded_cuts, check_partitions, fastest, neighbours,
+                                     positive)
 from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, SkipProfile,
                                    StageCosts, measure_links, measure_overhead, memory_limits,
                                    peaks)
 from torchgpipe.plan.profile import profile
-from torchgpipe.plan.simulation import Simulation, simulate
+from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
-__all__ = ['Limits', 'Plan', 'excess', 'fit', 'neighbours', 'plan_devices', 'schedule_of']
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ['Limits', 'MeshPlan', 'Plan', 'excess', 'fit', 'name_of', 'plan_devices',
+           'schedule_of']
 
 
 @lru_cache(maxsize=16)
@@ -141,6 +146,111 @@ class Plan(Settings):
                              f'{type(error).__name__}: {error}') from None
 
 
+def name_of(sizes: Iterable[int]) -> str:
+    """Return a mesh in words, from the sizes of its axes."""
+    return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
+
+
+@dataclass(frozen=True)
+class MeshPlan(Plan):
+    """The settings of a training on a mesh, and predictions of time and memory.
+
+    :func:`~torchgpipe.plan.plan` makes it, if it gets ``mesh``. ``DistributedGPipe(module, plan,
+    mesh=init_mesh(**plan.mesh))`` uses its settings, and ``model.step(…, schedule='auto')`` its
+    schedule. ``print(plan)`` shows a table. Predictions are for one step with the optimizer.
+    """
+
+    #: The samples of a micro-batch.
+    micro_batch: int = field(default=1, kw_only=True)
+    #: What backward computes again: ``'none'``, ``'selective'`` (attention) or ``'full'``.
+    recomputation: str = field(default='none', kw_only=True)
+    #: The seconds of the step by cause, as means over ranks: see :func:`plan_mesh`.
+    parts: dict[str, float] = field(default_factory=dict, kw_only=True)
+    #: How much slower than the best plan it is, and the main cause.
+    reason: str = field(default='', kw_only=True)
+    #: The best plan of each other mesh, the fastest one first.
+    runners_up: tuple['MeshPlan', ...] = ()
+    #: Meshes without a plan, and why.
+    refused: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return sum(self.parts.values())
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """The most bytes of a rank at a time, by place along the pipe axis."""
+        ranks = self.mesh['pipe']
+        m = min(self.chunks, few(self.schedule, ranks, self.chunks)[1])
+        return simulate(schedule_of(self.schedule, ranks, m, len(self.balance) // ranks,
+                                    self.costs.stops), self.costs).peak_bytes
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The most bytes of a rank at a time, by place along the pipe axis."""
+        return {place: -int(-bytes // 1) for place, bytes in
+                zip(dict.fromkeys(self.devices), self.peaks)}
+
+    @property
+    def name(self) -> str:
+        """The mesh in words."""
+        return name_of(self.mesh[axis] for axis in AXES)
+
+    def check(self) -> None:
+        """Raise a :exc:`ValueError` if the plan is inconsistent."""
+        if not len(self.costs.stages) == len(self.balance) == len(self.devices) or (
+                {*self.mesh} != {*AXES}):
+            raise ValueError(f'it has {len(self.costs.stages)} stages with costs, and a balance '
+                             f'of {len(self.balance)}, on the mesh {self.mesh}')
+
+    def _row(self) -> list[str]:
+        most = max(self.bytes.values())
+        stages = len(self.balance) // self.mesh['pipe']
+        return [*(str(self.mesh[axis]) for axis in AXES), self.schedule, str(stages),
+                str(self.micro_batch), str(self.chunks), self.recomputation, self.data,
+                f'{self.seconds:.4g}', format_bytes(most), self.reason]
+
+    def __str__(self) -> str:
+        header = [*AXES, 'schedule', 'stages', 'micro-batch', 'chunks', 'recomputed', 'parameters',
+                  'step, s', 'memory', 'slower by']
+        text = table(header, [each._row() for each in (self, *self.runners_up[:9])])
+        if len(self.runners_up) > 9:
+            text += f'\n… and {len(self.runners_up) - 9} other meshes'
+        causes = ', '.join(f'{cause} {seconds / self.seconds:.0%}' for cause, seconds in
+                           self.parts.items() if seconds >= .005 * self.seconds)
+        text += f'\n\nthe first: {causes}'
+        return text + ''.join(f'\n{mesh}: {why}' for mesh, why in [*self.refused.items()][:9])
+
+    def draw(self, title: str | None = None) -> 'Figure':
+        """Draw the seconds of the best plans by cause, and the memory of its ranks by kind.
+
+        Raises:
+            ImportError: There is no matplotlib, which the extra ``pictures`` brings.
+        """
+        from matplotlib.figure import Figure
+        figure = Figure((10, 6), layout='constrained')
+        above, below = figure.subplots(2)
+        plans = [self, *self.runners_up[:9]][::-1]
+        lefts = [0.0] * len(plans)
+        for cause in self.parts:
+            seconds = [each.parts[cause] for each in plans]
+            above.barh([each.name for each in plans], seconds, left=lefts, label=cause)
+            lefts = [left + more for left, more in zip(lefts, seconds)]
+        above.set_xlabel('seconds of a step')
+        ranks = self.simulation.peak_parts
+        bottoms = [0.0] * len(ranks)
+        for kind in dict.fromkeys(kind for parts in ranks for kind in parts):
+            sizes = [parts.get(kind, 0.0) / 2 ** 30 for parts in ranks]
+            below.bar(range(len(ranks)), sizes, bottom=bottoms, label=kind)
+            bottoms = [bottom + more for bottom, more in zip(bottoms, sizes)]
+        below.set(xlabel='place along the pipe axis', ylabel='GiB at the peak')
+        for axes in above, below:
+            axes.legend(fontsize='small')
+        figure.suptitle(title or self.name)
+        return figure
+
+
 def _unlimited(data: Any, old: float | None, new: float | None) -> Any:
     """Replace the value that stands for unlimited bandwidth, because JSON has no infinity."""
     if isinstance(data, dict):
@@ -162,9 +272,8 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
             tuple(Link(**each) for each in row) for row in links), costs.get('overlap', False))
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
     data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])
-    for name in ('balance', 'devices', 'peaks'):
-        if name in data:
-            data[name] = tuple(data[name])
+    for name in ('balance', 'devices'):
+        data[name] = tuple(data[name])
     plan = cls(**data)
     plan.check()
     return plan
@@ -184,21 +293,6 @@ def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
     """Return the bytes by which each device exceeds its limit."""
     return [0.0 if limit is None else max(0.0, size - limit)
             for size, limit in zip(bytes, limits)]
-
-
-def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the balances that differ in one cut, which is at the next edge or the one before.
-
-    >>> [*neighbours([2, 1, 3], edges=[0, 1, 2, 3, 4, 5, 6])]
-    [[1, 2, 3], [2, 2, 2]]
-    """
-    cuts = [0, *accumulate(balance)]
-    for k in range(1, len(cuts) - 1):
-        place = edges.index(cuts[k]) if cuts[k] in edges else -1
-        for cut in (edges[place - 1], edges[place + 1]) if place > 0 else ():
-            if cuts[k - 1] < cut < cuts[k + 1]:
-                moved = [*cuts[:k], cut, *cuts[k + 1:]]
-                yield [b - a for a, b in zip(moved, moved[1:])]
 
 
 def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,

@@ -8,8 +8,9 @@ the computation::
                   ╲ copy                 ╱ copy
     device 1       ▶ 1F0 ─────▶ 1B0 ────╱
 
-So the times do not depend on the order in which devices are simulated. Each device runs until a
-predecessor's time is unknown, and continues when it is known.
+So the times do not depend on the order in which devices are simulated. Each device continues until
+an action's predecessor is missing. That order is kept: another simulation of the schedule, with
+other costs, needs one pass.
 
 For one micro-batch, :func:`bytes_over_time` counts on a device::
 
@@ -29,9 +30,9 @@ runs concurrently with actions of other stages::
     gather of parameters ─▶ 0F0 0F1 … 1B1 0B0 0B1 ─▶ reduction of gradients ─▶ update by optimizer
 """
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from typing import Any, NamedTuple
 from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
-__all__ = ['Collected', 'Simulation', 'bytes_over_time', 'simulate']
+__all__ = ['Collected', 'Simulation', 'bytes_over_time', 'few', 'simulate']
 
 #: Pairs of a second and the bytes that a device holds from then on.
 Line = tuple[tuple[float, float], ...]
@@ -47,8 +48,8 @@ Line = tuple[tuple[float, float], ...]
 #: When each action runs, by stage, kind and micro-batch.
 Times = dict[tuple[int, str, int], Timed]
 
-#: By stage and kind of an action, its predecessors: their stages, kinds and delays in seconds.
-Waits = dict[tuple[int, str], list[tuple[int, str, float]]]
+#: By stage and kind of an action, its predecessors: their stages, kinds and edges.
+Waits = dict[tuple[int, str], list[tuple[int, str, int]]]
 
 
 class Collected(NamedTuple):
@@ -168,15 +169,16 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
         raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule has '
                          f'{1 + max(places)}')
     costs.check_links(len(schedule.rows))
-    times = _run(schedule, _seconds(schedule, costs), _waits(costs, places), pairs, (
-        sum(_gathers(row, costs).values()) for row in schedule.rows))
-    if times is None:
+    order = _order(schedule, tuple((skip.source, skip.target) for skip in costs.skips), (*pairs,))
+    if order is None:
         schedule.validate()
         raise ValueError('the schedule cannot go on with what actions wait for as well')
-    timed = tuple(Timed(device, action, *times[action])
-                  for device, row in enumerate(schedule.rows) for action in row)
-    return Simulation(timed, costs, len(schedule.rows),
-                      tuple(_collected(schedule, costs, times)))
+    starts, ends = _times(order, costs, [
+        sum(_gathers(row, costs).values()) for row in schedule.rows])
+    timed = [tuple(map(Timed._make, ((device, order.actions[k], starts[k], ends[k])
+                                     for k in row))) for device, row in enumerate(order.rows)]
+    return Simulation(tuple(chain.from_iterable(timed)), costs, len(schedule.rows),
+                      tuple(_collected(timed, costs)))
 
 
 def _gathers(row: Iterable[Action], costs: Costs) -> dict[int, float]:
@@ -191,15 +193,14 @@ def _gathers(row: Iterable[Action], costs: Costs) -> dict[int, float]:
             for stage, each in [*stages.items()][:1]}
 
 
-def _collected(schedule: Schedule, costs: Costs, times: dict[Action, tuple[float, float]]
-               ) -> Iterator[Collected]:
+def _collected(rows: Sequence[Sequence[Timed]], costs: Costs) -> Iterator[Collected]:
     """Yield collectives over replicas and updates, as far as actions wait for them."""
-    for device, row in enumerate(schedule.rows):
+    for device, row in enumerate(rows):
         now = 0.0
-        for stage, seconds in _gathers(row, costs).items():
+        for stage, seconds in _gathers((x.action for x in row), costs).items():
             yield Collected(device, stage, 'gather', now, now + seconds)
             now += seconds
-        last = {action.stage: times[action] for action in row}
+        last = {x.action.stage: (x.start, x.end) for x in row}
         end = max(end for _, end in last.values())
         free = 0.0
         for stage, (start, stop) in sorted(last.items(), key=itemgetter(1)):
@@ -212,76 +213,130 @@ def _collected(schedule: Schedule, costs: Costs, times: dict[Action, tuple[float
             now += costs.stages[stage].update
 
 
-def _seconds(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the seconds of each action; a backward includes a recomputation that has no R."""
-    kinds = [{kind: stage.seconds(kind) for kind in KINDS} for stage in costs.stages]
-    stops = costs.stops
-    seconds = {action: kinds[action.stage][action.kind] for row in schedule.rows for action in row}
-    for action in seconds:
-        stage, kind, i = action
-        if kind in 'BI' and i < stops[stage] and (stage, 'R', i) not in seconds:
-            seconds[action] += kinds[stage]['R']
-    if len(seconds) < sum(map(len, schedule.rows)):
-        schedule.validate()  # An action is there twice.
-    return seconds
+class _Order(NamedTuple):
+    """A schedule in an order in which each action comes after its predecessors.
+
+    It does not depend on costs, so that simulations of one schedule share it.
+    """
+
+    actions: list[Action]
+    #: By action, its device.
+    devices: list[int]
+    #: By action, its predecessors as indices of actions and of edges.
+    before: list[list[tuple[int, int]]]
+    #: Messages between stages: from, to, and the index of the skip that it carries, if any.
+    edges: list[tuple[int, int, int | None]]
+    #: By device, the indices of its actions.
+    rows: list[list[int]]
+    #: By stage, its device.
+    places: dict[int, int]
+    #: Backwards that include a recomputation, if the stage recomputes the micro-batch.
+    without_r: list[int]
 
 
-def _waits(costs: Costs, places: dict[int, int]) -> Waits:
-    """Return the predecessors of actions by stage and kind, with the delays after their end."""
-    waits: Waits = {(stage, kind): [] for stage in places for kind in KINDS}
-
-    def add(stage: int, kind: str, other: int, what: str, bytes: float) -> None:
-        if other in places and stage in places:
-            one, two = places[other], places[stage]
-            delay = 0.0 if one == two else costs.link(one, two).seconds(bytes)
-            waits[stage, kind].append((other, what, delay))
-
-    for stage, kind in [*waits]:
-        for on, what in WAITS[kind]:
-            bytes = costs.stages[min(stage, stage + on)].output_bytes
-            add(stage, kind, stage + on, what, bytes)
-    for skip in costs.skips:
-        add(skip.target, 'F', skip.source, 'F', skip.bytes)
-        for kind in 'BI':
-            for what in 'BI':
-                add(skip.source, kind, skip.target, what, skip.bytes)
-    return waits
-
-
-def _run(schedule: Schedule, seconds: dict[Action, float], waits: Waits,
-         pairs: Iterable[tuple[Action, Action]], starts: Iterable[float]
-         ) -> dict[Action, tuple[float, float]] | None:
-    """Return the start and end of each action, or ``None`` if the devices deadlock."""
+@lru_cache(maxsize=8)
+def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
+           pairs: tuple[tuple[Action, Action], ...]) -> _Order | None:
+    """Return the order of a schedule, or ``None`` if devices deadlock or an action is repeated."""
+    places = {action.stage: device for device, row in enumerate(schedule.rows) for action in row}
+    there = {action for row in schedule.rows for action in row}
+    if len(there) < sum(map(len, schedule.rows)):
+        return None
+    edges: list[tuple[int, int, int | None]] = [(0, 0, None)]
+    waits = _waits(places, skips, edges)
     also: dict[Action, list[Action]] = defaultdict(list)
     for one, later in pairs:
         also[later].append(one)
-    times: dict[Any, tuple[float, float]] = {}
+    found = _Order([], [], [], edges, [[] for _ in schedule.rows], places, [])
+    index: dict[Any, int] = {}
     waiting: dict[Any, list[int]] = defaultdict(list)
     rows = [iter(row) for row in schedule.rows]
     stopped: list[Action | None] = [next(row, None) for row in rows]
-    now = [*starts]
     ready = [*range(len(rows))]
     while ready:
         device = ready.pop()
         while (action := stopped[device]) is not None:
             stage, kind, i = action
-            start = now[device]
-            before = [((s, k, i), delay) for s, k, delay in waits[stage, kind]]
-            for other, delay in [*before, *((other, 0.0) for other in also[action])] \
-                    if action in also else before:
-                if other in times:
-                    start = max(start, times[other][1] + delay)
-                elif other in seconds:
-                    waiting[other].append(device)
-                    break
-            else:
-                now[device] = start + seconds[action]
-                times[action] = start, now[device]
-                ready += waiting.pop(action, ())
-                stopped[device] = next(rows[device], None)
-                continue
-            break
-    return None if any(stopped) else times
+            others = [((s, k, i), edge) for s, k, edge in waits[stage, kind]]
+            others += [((*other,), 0) for other in also.get(action, ())]
+            late = [other for other, _ in others if other in there and other not in index]
+            if late:
+                waiting[late[0]].append(device)
+                break
+            k = index[action] = len(index)
+            found.actions.append(action)
+            found.devices.append(device)
+            found.before.append([(index[other], edge) for other, edge in others if other in there])
+            found.rows[device].append(k)
+            if kind in 'BI' and (stage, 'R', i) not in there:
+                found.without_r.append(k)
+            ready += waiting.pop(action, ())
+            stopped[device] = next(rows[device], None)
+    return None if any(stopped) else found
+
+
+def _waits(places: dict[int, int], skips: Iterable[tuple[int, int]],
+           edges: list[tuple[int, int, int | None]]) -> Waits:
+    """Return the predecessors of actions by stage and kind, and add the edges from them."""
+    waits: Waits = {(stage, kind): [] for stage in places for kind in KINDS}
+
+    def add(stage: int, kind: str, other: int, what: str, skip: int | None) -> None:
+        if other in places and stage in places:
+            waits[stage, kind].append((other, what, len(edges)))
+            edges.append((other, stage, skip))
+
+    for stage, kind in [*waits]:
+        for on, what in WAITS[kind]:
+            add(stage, kind, stage + on, what, None)
+    for number, (source, target) in enumerate(skips):
+        add(target, 'F', source, 'F', number)
+        for kind in 'BI':
+            for what in 'BI':
+                add(source, kind, target, what, number)
+    return waits
+
+
+def _times(order: _Order, costs: Costs, now: list[float]) -> tuple[list[float], list[float]]:
+    """Return the start and end of each action, if devices start at given times."""
+    kinds = {(j, kind): stage.seconds(kind) for j, stage in enumerate(costs.stages)
+             for kind in KINDS}
+    seconds = [kinds[stage, kind] for stage, kind, _ in order.actions]
+    stops = costs.stops
+    for k in order.without_r if any(stops) else ():
+        stage, _, i = order.actions[k]
+        if i < stops[stage]:
+            seconds[k] += kinds[stage, 'R']
+    delays = [_delay(order.places[one], order.places[other], costs,
+                     costs.stages[min(one, other)].output_bytes if skip is None else
+                     costs.skips[skip].bytes) for one, other, skip in order.edges]
+    starts: list[float] = []
+    ends: list[float] = []
+    for device, before, length in zip(order.devices, order.before, seconds):
+        start = now[device]
+        for other, edge in before:
+            arrives = ends[other] + delays[edge]
+            if arrives > start:
+                start = arrives
+        starts.append(start)
+        now[device] = start + length
+        ends.append(start + length)
+    return starts, ends
+
+
+def _delay(one: int, other: int, costs: Costs, bytes: float) -> float:
+    return 0.0 if one == other else costs.link(one, other).seconds(bytes)
+
+
+#: The least number of micro-batches that are simulated, if there are as many.
+FEW = 48
+
+
+def few(name: str, devices: int, m: int) -> tuple[int, int]:
+    """Return two numbers of micro-batches between which a schedule is in its steady state."""
+    groups = max(3, -(-FEW // devices))
+    # Only interleaved stages take groups of as many micro-batches as there are devices.
+    rest = m % devices if name == 'interleaved' else 0
+    return (groups - 1) * devices + rest, groups * devices + rest
 
 
 class _Hold(NamedTuple):
