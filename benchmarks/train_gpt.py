@@ -5,6 +5,7 @@
     python -m benchmarks train-gpt                                    a small model, one process
     python -m benchmarks train-gpt --data 2 --pipe 2                  four processes of its own
     torchrun --nproc-per-node 8 -m benchmarks.train_gpt --pipe 8      processes of torchrun
+    python -m benchmarks train-gpt --plan auto --devices 4            a mesh that a plan chooses
     python -m benchmarks train-gpt --pipe 64 --dry-run                the needs of 64 ranks
 
     options ─▶ checked ─▶ launch ─▶ train: plan, model, optimizer, newest checkpoint
@@ -37,19 +38,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.harness.blocks import plan_blocks
+from benchmarks.experiments.machine import measure_machine
+from benchmarks.harness.blocks import plan_blocks, profiles_of
 from benchmarks.harness.curves import Panel, draw_curves
 from benchmarks.harness.gpt_options import DTYPES, add_options, checked, require
 from benchmarks.harness.launch import launch
-from benchmarks.harness.report import (add_line, kept_lines, output_folder, peak_tflops, replacing,
-                                       table)
+from benchmarks.harness.report import (add_line, cores, kept_lines, output_folder, peak_tflops,
+                                       replacing, table)
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
                                    layers_with_experts, tensor_plan)
-from torchgpipe.base.devices import CPU, current_device, is_cpu, synchronize
+from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
 from torchgpipe.base.errors import format_bytes
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
-from torchgpipe.plan import Plan
+from torchgpipe.plan import MACHINES, ParameterBytes, Plan, Transformer, plan
 from torchgpipe.schedule import NAMES
 from torchgpipe.timeline import record
 
@@ -67,7 +69,10 @@ def train_gpt(**options: Any) -> None:
     parameters) and its part of the peak (MFU). It also logs the largest memory of a rank, and the
     bubble: the share of the step's time in which ranks wait.
     """
-    config = checked(Namespace(**options))
+    config = Namespace(**options)
+    if config.plan and config.devices:
+        choose_mesh(config)
+    config = checked(config)
     if config.dry_run:
         rehearse(config)
         return
@@ -76,6 +81,40 @@ def train_gpt(**options: Any) -> None:
         train(config)
     else:
         launch(train, config, [2, NOT_FINITE])
+
+
+def choose_mesh(config: Namespace) -> None:
+    """Set the mesh and the step by a plan, and print it."""
+    require('RANK' not in os.environ, '--devices starts processes, but torchrun has started some')
+    require((config.data, config.pipe, config.tensor) == (1, 1, 1) and not (
+        config.experts or config.offload), '--devices chooses --data, --pipe and --tensor, '
+        'without --experts and --offload')
+    devices, plan_for = config.devices, config.machine
+    sizes = checked(Namespace(**{**vars(config), 'plan': None, 'devices': None, 'machine': None,
+                                 'dry_run': True}))
+    known, device = sizes.sizes, CPU if config.cpu or not accelerator() else current_device()
+    limit = {'memory_limit': config.memory} if config.memory else {}
+    if plan_for:
+        model: Any = Transformer(known.depth, known.width, known.heads, known.vocabulary,
+                                 sizes.block_size, tied=known.tied, dtype=config.dtype)
+        machine = MACHINES[plan_for]
+    else:
+        torch.set_num_threads(max(1, len(cores()) // devices))
+        machine = measure_machine(device)
+        ranks = [t for t in range(1, devices + 1) if devices % t == 0 and known.heads % t == 0]
+        model = profiles_of(known, ranks, torch.zeros(4, sizes.block_size).long(), device, machine)
+    try:
+        found = plan(model, mesh=devices, machine=machine, batch=config.global_batch_size,
+                     state=ParameterBytes(4, 4, 8), **limit)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(f'{found}\n')
+    for axis, size in found.mesh.items():
+        setattr(config, axis, size)
+    config.schedule, config.checkpoint = found.schedule, found.checkpoint
+    config.virtual, config.micro_batch_size = len(found.balance) // config.pipe, found.micro_batch
+    config.shard = config.shard or found.data == 'shard'
+    config.plan = config.devices = config.machine = None
 
 
 def rehearse(config: Namespace) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes
 from benchmarks.harness.report import Rows, cores, describe
 from benchmarks.harness.report import machine as here
@@ -135,7 +136,7 @@ def measure_machine(device: torch.device | None = None) -> Machine:
             os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / len(cores()),
             bandwidth(device, torch.float32),
             seconds(partial(torch.add, torch.ones(1), 1), device), 0., gloo(), Link(),
-            len(cores()))
+            64, len(cores()))
     known = MACHINES.get(next((each for each in MACHINES if each in torch.cuda.get_device_name()),
                               'H100'))
     assert known is not None
@@ -221,4 +222,12 @@ def block_rows(rows: list[dict[str, Any]]) -> Rows:
          cell(row, 'backward', 1e-3), cell(row, 'saved', 2 ** 20)] for row in rows]
 
 
+def _parts(results: dict[str, Any]) -> list[str | Rows]:
+    """Return the tables of the page."""
+    found = Machine.from_dict(results['machine'])
+    return [machine_rows(found), 'Blocks of GPTs, predicted / measured:',
+            block_rows(results['blocks'])]
+
+
 COMMANDS = [machine]
+SECTION = Section('A machine for plans of a mesh', 'machine', _parts)

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.models.gpt import GPT2, MINGPT, Sizes
 from torchgpipe.base.devices import accelerators
+from torchgpipe.plan import MACHINES
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 
@@ -56,6 +57,8 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--virtual', COUNT, 2, 'Stages on each rank, for schedules that take several.'),
     ('--checkpoint', ['never', 'except_last', 'always'], 'never', 'Micro-batches to recompute.'),
     ('--plan', ['auto'], None, 'Choose schedule, micro-batches, checkpoints and balance by it.'),
+    ('--devices', COUNT, None, 'With --plan auto, also choose the mesh of as many devices.'),
+    ('--machine', [*MACHINES], None, 'The machine of this plan.  [default: this one, measured]'),
     ('--shard', bool, False, 'Shard parameters over replicas (FSDP2).'),
     ('--cpu', bool, False, 'Train on the CPU, also where there are accelerators.'),
     ('--offload', bool, False, 'Shard, and keep parameters, gradients and optimizer on the host.'),
@@ -139,6 +142,8 @@ def checked(config: Namespace) -> Namespace:
             f'{pipe * config.virtual} stages of --pipe {pipe} --schedule {config.schedule}')
     require(not config.offload or pipe == 1 and not config.plan,
             '--offload runs one layer after the other: with --pipe 1, and without --plan')
+    require(config.plan or not (config.devices or config.machine),
+            '--devices and --machine are for --plan auto')
     config.virtual = sizes.depth + 2 if config.offload else config.virtual
     share = config.global_batch_size // data
     # Auxiliary losses of experts are of a micro-batch, so its size is the same on all meshes.

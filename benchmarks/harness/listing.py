@@ -33,7 +33,7 @@ def listing(modules: Sequence[ModuleType]) -> None:
     others = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
     click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
                'model + activations, in GB in the GPipe paper.\n'
-               f"Without published figures: {', '.join(others)}. More: COMMAND --help.")
+               f"Without published figures: {', '.join(others)}.\nMore: COMMAND --help.")
 
 
 def _row(experiment: Experiment, setting: Setting) -> list[str]:

@@ -133,7 +133,8 @@ def _other(section: Section) -> str:
     parts = [part if isinstance(part, str) else markdown(part)
              for part in section.parts(kept['results'])]
     parts += [_picture(section.title, name) for name in _pictures(section.name)]
-    return _section(section.title, f'python -m benchmarks {section.name}', kept, *parts)
+    return _section(section.title, f'python -m benchmarks {section.name}', kept, *parts,
+                    accelerated=bool(kept['machine']['gpus']))
 
 
 def _command(name: str, summary: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from tests.benchmarks import killing
 from tests.cases import cases
 from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.plan import MACHINES
 
 pytestmark = [pytest.mark.distributed,
               pytest.mark.skipif(not is_available(), reason='needs gloo')]
@@ -171,6 +172,42 @@ def test_a_dry_run_prints_and_draws_the_needs_of_each_rank(run, tmp_path, monkey
     assert ranks[:4] == ranks[4:] and whole / 4 < max(ranks) < whole
     code, out, _ = run('train-gpt', *words, '--memory', '1KiB')
     assert code == 1 and 'more than the limit of 1.00 KiB' in out
+
+
+def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--plan', 'auto', '--devices',
+                         8, '--machine', 'H100', '--dtype', 'bfloat16', '--dry-run')
+    assert code == 0, err
+    assert 'slower by' in out and 'the first: compute' in out
+    mesh = re.search(r'^8 ranks: data (\d+) × pipe (\d+) × tensor (\d+)', out, re.MULTILINE)
+    assert out.splitlines()[2].split()[:3] == [*mesh.groups()]
+
+
+@pytest.mark.slow
+def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
+    """Losses match a training in one process."""
+    monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
+    words = [*TINY, '--output', tmp_path, '--log', tmp_path / 'log']
+    code, out, err = run('train-gpt', *words, '--plan', 'auto', '--devices', 2)
+    assert code == 0 and 'starting 2 processes' in err and 'slower by' in out, err
+    first = [x['loss'] for x in lines_of(tmp_path / 'log')]
+    (tmp_path / 'log').unlink()
+    process = subprocess.run([*COMMAND, *map(str, words)], cwd=ROOT, capture_output=True)
+    assert process.returncode == 0, process.stderr
+    assert first == pytest.approx([x['loss'] for x in lines_of(tmp_path / 'log')], rel=1e-9)
+
+
+@cases('args, reason', [
+    (['--devices', 2], '--devices and --machine are for --plan auto'),
+    (['--machine', 'H100'], '--devices and --machine are for --plan auto'),
+    (['--plan', 'auto', '--devices', 2, '--data', 2], '--devices chooses --data'),
+    (['--plan', 'auto', '--devices', 2, '--experts', 2], '--devices chooses --data'),
+    (['--plan', 'auto', '--devices', 2, '--machine', 'H100', '--memory', '1KiB'],
+     'no plan for this mesh'),
+    (['--plan', 'auto', '--devices', 2, '--machine', 'H1'], "'H1' is not one of 'A100', 'H100'")])
+def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path, args, reason):
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dtype', 'float32', *args)
+    assert (code, out) == (2, '') and reason in err
 
 
 @pytest.mark.slow

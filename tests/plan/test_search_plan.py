@@ -1,8 +1,12 @@
 """Plans as data, and as a table."""
 import json
+import random
 
 import pytest
+import torch
+from torch import nn
 
+from tests.devices import cpu_only
 from tests.plan.test_search import GPUS, made_up
 from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.plan import Link, Plan, plan
@@ -29,6 +33,24 @@ def test_something_else_is_not_a_plan(change):
         Plan.from_dict({**data, **change})
     with pytest.raises(ValueError, match='this is not a plan'):
         Plan.from_dict([])
+
+
+@cpu_only('workers of the CPU are measured')
+def test_a_plan_changes_nothing():
+    """Generators, parameters, buffers, modes and the number of threads stay."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    model[2].eval()
+    x = torch.rand(16, 4)
+
+    def state():
+        return [torch.get_rng_state().tolist(), random.getstate(), torch.get_num_threads(),
+                [each.training for each in model.modules()], [x.grad for x in model.parameters()],
+                [value.tolist() for value in model.state_dict().values()]]
+
+    before = state()
+    for where in {'devices': ['cpu:0', 'cpu:1']}, {'mesh': 2, 'machine': 'H100', 'batch': 16}:
+        plan(model, x, timeout=.01, **where)
+        assert state() == before
 
 
 def test_a_table():

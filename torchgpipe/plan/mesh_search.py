@@ -267,10 +267,21 @@ class MeshSearch:
                             costs)
 
         found = simulation(min(m, high))
-        if m <= high:
-            return found.seconds, found
-        each = (found.seconds - simulation(low).seconds) / (high - low)
-        return found.seconds + (m - high) * each, found
+        seconds = found.seconds
+        if m > high:
+            seconds += (m - high) * (seconds - simulation(low).seconds) / (high - low)
+        return max(seconds, self._shared(case, costs)), found
+
+    def _shared(self, case: _Case, costs: Costs) -> float:
+        """Return the seconds that the cores of a host take for the work of all its devices."""
+        (data, pipe, tensor), cores = case.mesh, self._machine.cores
+        if not cores:
+            return 0.0
+        kinds = ('FIW' if case.schedule.startswith('zb') else 'FB') + 'R' * (
+            case.recomputation == 'full')
+        each = sum(self.chunks(case) * x.seconds(kind) for x in costs.stages for kind in kinds)
+        each += sum(x.update for x in costs.stages)
+        return each * min(data * tensor, self._machine.devices_per_host / pipe) / cores
 
     def plan(self, found: _Found, best: 'MeshPlan | None' = None) -> 'MeshPlan':
         """Return the plan of a case, with the reason why it is slower than the best plan."""
