@@ -39,12 +39,12 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.experiments.machine import measure_machine
-from benchmarks.harness.blocks import plan_blocks, profiles_of
+from benchmarks.harness.blocks import LARGE, plan_blocks, profiles_of
 from benchmarks.harness.curves import Panel, draw_curves
 from benchmarks.harness.gpt_options import DTYPES, add_options, checked, require
 from benchmarks.harness.launch import launch
-from benchmarks.harness.report import (add_line, cores, kept_lines, output_folder, peak_tflops,
-                                       replacing, table)
+from benchmarks.harness.report import (add_line, kept_lines, output_folder, peak_tflops, replacing,
+                                       table)
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
                                    layers_with_experts, tensor_plan)
@@ -93,16 +93,14 @@ def choose_mesh(config: Namespace) -> None:
     sizes = checked(Namespace(**{**vars(config), 'plan': None, 'devices': None, 'machine': None,
                                  'dry_run': True}))
     known, device = sizes.sizes, CPU if config.cpu or not accelerator() else current_device()
-    limit = {'memory_limit': config.memory} if config.memory else {}
-    if plan_for:
-        model: Any = Transformer(known.depth, known.width, known.heads, known.vocabulary,
-                                 sizes.block_size, tied=known.tied, dtype=config.dtype)
-        machine = MACHINES[plan_for]
-    else:
-        torch.set_num_threads(max(1, len(cores()) // devices))
-        machine = measure_machine(device)
+    limit: dict[str, Any] = {'memory_limit': config.memory} if config.memory else {}
+    machine = MACHINES[plan_for] if plan_for else measure_machine(device)
+    model: Any = Transformer(known.depth, known.width, known.heads, known.vocabulary,
+                             sizes.block_size, tied=known.tied, dtype=config.dtype)
+    if is_cpu(device) and not plan_for:
         ranks = [t for t in range(1, devices + 1) if devices % t == 0 and known.heads % t == 0]
-        model = profiles_of(known, ranks, torch.zeros(4, sizes.block_size).long(), device, machine)
+        model = profiles_of(known._replace(context=sizes.block_size), devices, ranks, machine)
+        limit['micro_batches'] = (1, 2, 4, LARGE)  # as far as they are measured
     try:
         found = plan(model, mesh=devices, machine=machine, batch=config.global_batch_size,
                      state=ParameterBytes(4, 4, 8), **limit)

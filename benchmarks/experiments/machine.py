@@ -136,7 +136,7 @@ def measure_machine(device: torch.device | None = None) -> Machine:
             os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / len(cores()),
             bandwidth(device, torch.float32),
             seconds(partial(torch.add, torch.ones(1), 1), device), 0., gloo(), Link(),
-            64, len(cores()))
+            64)
     known = MACHINES.get(next((each for each in MACHINES if each in torch.cuda.get_device_name()),
                               'H100'))
     assert known is not None

@@ -5,68 +5,96 @@
     measured    embedding   block                 head
     planned     embedding   block block block …   head      over the ranks of a pipeline
 """
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks.models.gpt import GPT, Sizes, layers
-from torchgpipe.balance import Profile, profile
-from torchgpipe.plan import Costs, Machine, Plan, measure_overhead, plan
+from benchmarks.harness.processes import Processes
+from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
+from torchgpipe.balance import LayerProfile, Profile, profile
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.plan import Costs, Machine, Plan, Transformer, measure_overhead, plan
 
-__all__ = ['plan_blocks', 'profiles_of']
+__all__ = ['LARGE', 'plan_blocks', 'profiles_of']
 
 #: Bytes of a parameter, its gradient and the state of Adam, relative to the parameter.
 ADAM = 4
 
 
-def profiles_of(sizes: Sizes, tensors: Iterable[int], sample: Tensor, device: torch.device,
-                machine: Machine) -> dict[int, Profile]:
-    """Measure the layers of a GPT as each rank of the tensor axis has them.
+class _Rank:
+    """A process that takes part in steps of small GPTs."""
 
-    A rank has rows or columns of a weight, by the styles of ``tensor_plan``. Collectives are added
-    by the machine's link.
+    def seconds(self, sizes: Sizes, tensor: int, micro_batch: int, chunks: int) -> float:
+        """Return the seconds of a step, without the reduction of gradients."""
+        mesh = init_mesh(dist.get_world_size() // tensor, 1, tensor, device_type='cpu')
+        with torch.device('meta'):
+            module = layers(GPT(sizes))
+        model = DistributedGPipe(module, [len(module)], mesh=mesh, chunks=chunks,
+                                 checkpoint='never',
+                                 tensor_plan=tensor_plan() if tensor > 1 else None)
+        x = torch.zeros(micro_batch * chunks, sizes.context, dtype=torch.long)
+        times = []
+        with model.no_sync():
+            for _ in range(5):
+                start = time.perf_counter()
+                model.step(x, x, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+                times.append(time.perf_counter() - start)
+                model.zero_grad()
+        return median(times[1:])
+
+
+def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine
+                ) -> dict[int, Profile]:
+    """Return profiles of the layers of a GPT, by the number of ranks that share each layer.
+
+    Steps of small GPTs are timed on all processes at once: with one block and with three, with
+    few and with more micro-batches, with small and with large ones. So times include collectives,
+    the runtime, and the contention of processes for cores and memory. Sizes follow formulas.
 
     Args:
         sizes: The sizes.
+        devices: The number of processes.
         tensors: Numbers of ranks along the tensor axis.
-        sample: Tokens, of the samples of a micro-batch.
-        device: Where to measure.
         machine: The machine.
-
-    Returns:
-        The profile of all layers, by the number of ranks.
     """
     found = {}
-    for tensor in tensors:
-        model = GPT(sizes._replace(depth=1, vocabulary=-(-sizes.vocabulary // tensor)))
-        for module in model.transformer['h'][0].modules():
-            _narrow(module, tensor)
-        costs = profile(layers(model).to(device), sample.to(device), device=device, timeout=1.)
-        size = sample.numel() * sizes.width * 4
-        exchange = machine.all_reduce(size, tensor)
-        scores = machine.gather(sample.numel() * sizes.vocabulary * 4, tensor)
-        first, block, last = (replace(x, forward_seconds=x.forward_seconds + more,
-                                      backward_seconds=x.backward_seconds + less)
-                              for x, more, less in zip(costs.layers, (
-                                  exchange, 2 * exchange, scores), (0., 2 * exchange, exchange)))
-        found[tensor] = replace(costs, layers=(
-            first, *(replace(block, name=str(k + 1)) for k in range(sizes.depth)),
-            replace(last, name=str(sizes.depth + 1), output_bytes=4)))
+    with Processes(devices, _Rank) as group:
+        for tensor in tensors:
+            times = [_times(group, sizes, tensor, batch) for batch in (1, LARGE)]
+            one = Transformer(sizes.depth, sizes.width, sizes.heads, sizes.vocabulary,
+                              sizes.context, tied=sizes.tied, dtype='float32').profile(
+                                  machine, tensor, LARGE)
+            found[tensor] = replace(one, layers=tuple(
+                _timed(x, *(both[0 < k <= sizes.depth] for both in times))
+                for k, x in enumerate(one.layers)))
     return found
 
 
-def _narrow(module: nn.Module, tensor: int) -> None:
-    """Give a linear layer of a block the weight that it has on one of the ranks."""
-    name = {id(x): name for name, x in module.named_children()}
-    for child in module.children():
-        if isinstance(child, nn.Linear):
-            dim = 1 if name[id(child)] == 'c_proj' else 0
-            child.weight = nn.Parameter(child.weight.detach().chunk(tensor, dim)[0].clone())
-            if dim == 0:
-                child.bias = nn.Parameter(child.bias.detach().chunk(tensor)[0].clone())
+#: Samples of a large micro-batch.
+LARGE = 8
+
+
+def _times(group: Processes, sizes: Sizes, tensor: int, batch: int) -> tuple[float, float]:
+    """Return the seconds of an embedding or a head, and of a block, for one micro-batch."""
+    few, blocks, more = (max(group.call('seconds', sizes._replace(depth=depth), tensor, batch,
+                                        chunks)) for depth, chunks in ((1, 2), (3, 2), (1, 4)))
+    block = max(0., blocks - few) / 4
+    return max(0., (more - few) / 2 - block) / 2, block
+
+
+def _timed(layer: LayerProfile, small: float, large: float) -> LayerProfile:
+    """Return a layer with times: backward takes twice as long as forward."""
+    overhead = min(small, max(0., small - (large - small) / (LARGE - 1)))
+    return replace(layer, forward_seconds=large / 3, backward_seconds=2 * large / 3,
+                   forward_overhead=overhead / 3, backward_overhead=2 * overhead / 3,
+                   input_share=None, weight_share=None)
 
 
 def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, depth: int,

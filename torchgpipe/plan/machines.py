@@ -83,8 +83,6 @@ class Machine:
     network: Link
     #: The number of devices on a host.
     devices_per_host: int = 8
-    #: The cores that the devices of a host share, if devices are processes on its CPU.
-    cores: int | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)

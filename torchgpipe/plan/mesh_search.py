@@ -270,18 +270,7 @@ class MeshSearch:
         seconds = found.seconds
         if m > high:
             seconds += (m - high) * (seconds - simulation(low).seconds) / (high - low)
-        return max(seconds, self._shared(case, costs)), found
-
-    def _shared(self, case: _Case, costs: Costs) -> float:
-        """Return the seconds that the cores of a host take for the work of all its devices."""
-        (data, pipe, tensor), cores = case.mesh, self._machine.cores
-        if not cores:
-            return 0.0
-        kinds = ('FIW' if case.schedule.startswith('zb') else 'FB') + 'R' * (
-            case.recomputation == 'full')
-        each = sum(self.chunks(case) * x.seconds(kind) for x in costs.stages for kind in kinds)
-        each += sum(x.update for x in costs.stages)
-        return each * min(data * tensor, self._machine.devices_per_host / pipe) / cores
+        return seconds, found
 
     def plan(self, found: _Found, best: 'MeshPlan | None' = None) -> 'MeshPlan':
         """Return the plan of a case, with the reason why it is slower than the best plan."""
@@ -505,7 +494,7 @@ def _virtual(name: str, pipe: int, virtual: int | Iterable[int]) -> Iterable[int
     least, most = stages_per_device(name)
     least = min(2, most)  # One of several would be another schedule.
     if pipe == 1:
-        return [1] if least == 1 else []
+        return [1] if most == 1 and not name.startswith('zb') else []
     if isinstance(virtual, int):
         return range(least, 1 + min(most, virtual))
     return [v for v in virtual if least <= v <= most]
