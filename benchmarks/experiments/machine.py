@@ -39,7 +39,7 @@ def seconds(call: Callable[[], object], device: torch.device, least: float = .1,
     """Return the seconds of a call: the median of several rounds, after some that do not count.
 
     Args:
-        call: What to time.
+        call: The call.
         device: Where it runs.
         least: The seconds of all rounds together.
         recorded: Whether an accelerator replays a graph, so that the host's time does not count.
@@ -207,7 +207,7 @@ def machine_rows(found: Machine) -> Rows:
              ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
              ['link on a host', f'{found.host.bandwidth / 1e9:.3g} GB/s, '
               f'{found.host.latency * 1e6:.3g} µs']]
-    return ['what', 'measured'], rows
+    return ['quantity', 'measured'], rows
 
 
 def block_rows(rows: list[dict[str, Any]]) -> Rows:

@@ -220,7 +220,7 @@ class MeshSearch:
 
     def _divide_ranks(self, tensor: int, micro_batch: int, recomputation: str, name: str,
                       pipe: int, virtual: int) -> list[_PipeRank]:
-        """Return for each rank of a pipeline what bounds need of it."""
+        """Return the numbers of each rank of a pipeline that bounds need."""
         found = self._stages(True, tensor, micro_batch, recomputation, pipe * virtual)
         again, splits = recomputation == 'full', name.startswith('zb')
         ranks, before = [], 0.0
@@ -350,7 +350,7 @@ def plan(module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = 
     data 8 × pipe 1 × tensor 1
 
     Args:
-        module: The model, or what is known about its layers.
+        module: The model, its profile, or the sizes of a transformer.
         sample: A mini-batch, as an input of the model. Leave it out if no layers are measured.
         devices: The devices of this process: with the options of :func:`plan_devices`.
         mesh: The number of devices, or the sizes of the axes of a mesh: with the options of

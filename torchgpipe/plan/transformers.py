@@ -21,7 +21,7 @@ from torchgpipe.plan.machines import Machine, Product
 
 __all__ = ['ParameterBytes', 'RECOMPUTATIONS', 'Transformer']
 
-#: What backward computes again: nothing, the attention of each block, or all of a stage.
+#: Recomputations in backward: of nothing, of the attention of each block, or of a whole stage.
 RECOMPUTATIONS = ('none', 'selective', 'full')
 
 
