@@ -308,8 +308,9 @@ class StageCosts:
     #: Memory in use throughout the step, such as parameters and optimizer state; for all
     #: micro-batches.
     resident_bytes: float = 0.0
-    #: Seconds of collectives over replicas: parameters before the step, gradients after it.
+    #: Seconds in which replicas gather parameters, before the step.
     gather: float = 0.0
+    #: Seconds in which replicas reduce gradients, after the step.
     reduction: float = 0.0
     #: Seconds of the optimizer.
     update: float = 0.0
@@ -358,8 +359,8 @@ class Costs:
     skips: Sequence[SkipProfile] = ()
     #: The links between devices, which are the rows of a schedule.
     links: Links = Link()
-    #: Whether replicas exchange while stages compute: a gather runs during the first forward of
-    #: its stage, and a reduction starts with the last backward.
+    #: Whether replicas exchange while stages compute. A gather then runs during the first forward
+    #: of its stage, and a reduction starts with the last backward.
     overlap: bool = False
 
     def __post_init__(self) -> None:

@@ -52,6 +52,7 @@ class Product(NamedTuple):
 class Machine:
     """Equal devices, several on each host, and the links between them.
 
+    >>> from torchgpipe.plan.machines import MACHINES, Product
     >>> machine = MACHINES['H100']
     >>> product = Product(8192, 8192, 8192)
     >>> f'{product.flops / machine.product_seconds(product) / 1e12:.0f} TFLOP/s'
@@ -64,8 +65,8 @@ class Machine:
     name: str
     #: The peak of matrix products in FLOP/s, by dtype.
     flops: Mapping[str, float]
-    #: The part of the peak that a product reaches, by its size, in ascending order: see
-    #: :attr:`Product.size`.
+    #: The part of the peak that a product reaches, by its size, in ascending order. The size is the
+    #: edge of a cube with as many operations.
     shares: tuple[tuple[float, float], ...]
     #: The part of the peak that a fused attention reaches.
     attention_share: float

@@ -162,9 +162,10 @@ class MeshPlan(Plan):
 
     #: The samples of a micro-batch.
     micro_batch: int = field(default=1, kw_only=True)
-    #: The recomputation in backward: ``'none'``, ``'selective'`` (attention) or ``'full'``.
+    #: The recomputation in backward, ``'none'``, ``'selective'`` (attention) or ``'full'``.
     recomputation: str = field(default='none', kw_only=True)
-    #: The seconds of the step by cause, as means over ranks: see :func:`plan_mesh`.
+    #: The seconds of the step by cause, as means over ranks. See
+    #: :func:`~torchgpipe.plan.plan_mesh`.
     parts: dict[str, float] = field(default_factory=dict, kw_only=True)
     #: How much slower than the best plan it is, and the main cause.
     reason: str = field(default='', kw_only=True)

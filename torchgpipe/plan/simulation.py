@@ -132,7 +132,11 @@ class Simulation:
 
     @cached_property
     def peak_parts(self) -> tuple[dict[str, float], ...]:
-        """The bytes of each device at its peak, by kind: see :func:`bytes_over_time`."""
+        """The bytes of each device at its peak, by kind.
+
+        Kinds are ``'resident'``, ``'activations'``, ``'inputs'``, ``'gradients'`` of outputs,
+        ``'backward'`` for temporary memory, and ``'output'`` of the model.
+        """
         peaks = [max(line, key=itemgetter(1))[0] for line in self.bytes]
         parts: list[dict[str, float]] = [defaultdict(float) for _ in peaks]
         times: Times = {x.action: x for x in self.actions}
@@ -357,11 +361,7 @@ def _resident(times: Times, costs: Costs, devices: int) -> list[float]:
 
 
 def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tuple[Line, ...]:
-    """Return the memory that each device holds over time.
-
-    Kinds are ``'resident'``, ``'activations'``, ``'inputs'``, ``'gradients'`` of outputs,
-    ``'backward'`` for temporary memory, and ``'output'`` of the model.
-    """
+    """Return the memory that each device holds over time."""
     times: Times = {x.action: x for x in actions}
     resident = _resident(times, costs, devices)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
