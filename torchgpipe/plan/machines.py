@@ -65,8 +65,8 @@ class Machine:
     name: str
     #: The peak of matrix products in FLOP/s, by dtype.
     flops: Mapping[str, float]
-    #: The part of the peak that a product reaches, by its size, in ascending order. The size is the
-    #: edge of a cube with as many operations.
+    #: The part of the peak that a product reaches, by its size, in ascending order. The size is
+    #: the edge of a cube with as many operations.
     shares: tuple[tuple[float, float], ...]
     #: The part of the peak that a fused attention reaches.
     attention_share: float
