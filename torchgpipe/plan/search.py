@@ -147,7 +147,7 @@ class Plan(Settings):
 
 
 def name_of(sizes: Iterable[int]) -> str:
-    """Return a mesh in words, from the sizes of its axes."""
+    """Return the sizes of axes as a text."""
     return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
 
 
@@ -392,29 +392,31 @@ def plan_devices(
             memory limits. The message then has the missing bytes.
     """
     names = _names(devices)
-    costs = module if isinstance(module, Profile) else _as_a_worker(names, partial(
-        profile, module, sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim))
-    costs = costs if batch is None else costs.scaled(positive(batch, 'batch'))
+    schedules, measured = [*schedules], not isinstance(module, Profile)
+    measure: Callable[..., Profile] = partial(
+        profile, sample=sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim)
+    costs = plain = module if isinstance(module, Profile) else _as_a_worker(
+        names, partial(measure, module))
+    if measured and PLAIN_CALL in schedules and len(names) > 1 and all(map(is_cpu, names)):
+        plain = _with_backward(costs, measure(module))
+    size = costs.batch_size if batch is None else positive(batch, 'batch')
+    costs, plain = costs.scaled(size), plain.scaled(size)
     check_partitions(costs.layers, len(names))
-    measured = not isinstance(module, Profile)
     if links is None:
         links = measure_links(names) if measured else Link()
     if overhead is None:
         overhead = measure_overhead(names) if measured else {}
     limits = memory_limits(memory_limit, len(names), 'devices')
-    search = _Search(costs, names, limits, param_scale, links, overhead)
+    search = _Search(costs, plain, names, limits, param_scale, links, overhead)
     search.check_parameters()
-    counts = _chunks(len(names), costs.batch_size) if chunks is None else sorted({
-        min(positive(each, 'chunks'), costs.batch_size) for each in chunks})
-    for name in (schedules := [*schedules]):
-        if name != PLAIN_CALL and name not in NAMES:
-            raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, '
-                             f'{", ".join(NAMES)}')
+    counts = _chunks(len(names), size) if chunks is None else sorted({
+        min(positive(each, 'chunks'), size) for each in chunks})
+    for name in {*schedules} - {PLAIN_CALL, *NAMES}:
+        raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, '
+                         f'{", ".join(NAMES)}')
     found = [each for name in schedules
              if (each := search.best(name, counts, [*checkpoints], virtual))]
-    if not found:
-        found = [each] if (each := search.nearby()) else []
-    if not found:
+    if not (found := found or [each for each in [search.nearby()] if each]):
         raise search.error()
     best, *others = sorted(found, key=lambda each: (
         _about(each.seconds), max(each.bytes.values())))
@@ -422,16 +424,13 @@ def plan_devices(
 
 
 class _Search:
-    """A search over a profile."""
+    """A search over a profile, and the profile of the plain call."""
 
-    def __init__(self, costs: Profile, devices: Sequence[str], limits: Limits,
+    def __init__(self, costs: Profile, plain: Profile, devices: Sequence[str], limits: Limits,
                  param_scale: float, links: Links, overhead: Mapping[str, float]) -> None:
-        self._profile = costs
-        self._devices = devices
-        self._limits = limits
-        self._param_scale = param_scale
-        self._links = links
-        self._overhead = overhead
+        self._profile, self._plain = costs, plain
+        self._devices, self._limits, self._param_scale = devices, limits, param_scale
+        self._links, self._overhead = links, overhead
         self._seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
         self._balances: dict[tuple[int, int, str], list[int]] = {}
         #: By schedule, the plan closest to the limits, and the bytes by which it exceeds one.
@@ -491,7 +490,8 @@ class _Search:
         return self._balances[key]
 
     def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
-        costs = Costs.of(self._profile, balance, m, checkpoint, param_scale=self._param_scale,
+        profile = self._plain if name == PLAIN_CALL else self._profile
+        costs = Costs.of(profile, balance, m, checkpoint, param_scale=self._param_scale,
                          links=self._links, overhead=self._overhead)
         n = len(self._devices)
         if name == PLAIN_CALL:
@@ -569,6 +569,13 @@ def _as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Prof
         return measure()
     finally:
         torch.set_num_threads(threads)
+
+
+def _with_backward(costs: Profile, other: Profile) -> Profile:
+    """Return a profile with the backward of another one: one thread of the plain call has all."""
+    return replace(costs, layers=tuple(
+        replace(x, backward_seconds=y.backward_seconds, backward_overhead=y.backward_overhead)
+        for x, y in zip(costs.layers, other.layers)))
 
 
 def _about(seconds: float) -> float:
