@@ -20,13 +20,14 @@ GPT_22B = Transformer(48, 6144, 64, 51200, 2048, dropout=True, fused=False)
 
 @pytest.mark.parametrize('parallel', [False, True])
 @pytest.mark.parametrize('recomputation', ['none', 'selective'])
-def test_saved_tensors_are_those_of_the_paper(parallel, recomputation):
+def test_saved_tensors_match_the_paper(parallel, recomputation):
     """Korthikanti et al., 2022, equations 1 to 4."""
     s, b, h, a, t = 2048, 4, 6144, 64, 8
     model = replace(GPT_22B, sequence_parallel=parallel)
     block = model.profile(A100, t, b, recomputation).layers[1]
     scores = 0 if recomputation == 'selective' else 5 * a * s / (h * t)
-    assert block.activation_bytes == s * b * h * ((10 / t if parallel else 10) + 24 / t + scores)
+    assert block.activation_bytes == pytest.approx(
+        s * b * h * ((10 / t if parallel else 10) + 24 / t + scores), abs=1)
 
 
 def test_a_full_recomputation_is_up_to_the_schedule():
@@ -36,7 +37,7 @@ def test_a_full_recomputation_is_up_to_the_schedule():
 
 @pytest.mark.parametrize('layers, width, heads, batch, petaflops', [
     (48, 6144, 64, 4, 1.143), (96, 12288, 96, 64, 141.1)])
-def test_flops_are_those_of_the_paper(layers, width, heads, batch, petaflops):
+def test_flops_match_the_paper(layers, width, heads, batch, petaflops):
     """72 B l s h² (1 + s / 6h + v / 12hl): Narayanan et al., 2021, without recomputation."""
     s, v, h = 2048, 51200, width
     paper = 72 * batch * layers * s * h ** 2 * (1 + s / (6 * h) + v / (12 * h * layers))

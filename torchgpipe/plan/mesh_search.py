@@ -455,13 +455,13 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
 def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
                  shardings: Sequence[str], overlap: Collection[str]) -> None:
     """Raise a :exc:`ValueError` if a name is unknown, or there are none."""
-    for what, names, known in (
+    for option, names, known in (
             ('schedules', schedules, (*NAMES,)),
             ('recomputations', recomputations, RECOMPUTATIONS),
             ('shardings', shardings, ('replicate', 'shard')), ('overlap', overlap, AXES[::2])):
         unknown = [name for name in names if name not in known]
-        if unknown or not (names or what == 'overlap'):
-            raise ValueError(f'{what} are of {known}, but are {[*names]}')
+        if unknown or not (names or option == 'overlap'):
+            raise ValueError(f'{option} are of {known}, but are {[*names]}')
 
 
 def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedules: Sequence[str],

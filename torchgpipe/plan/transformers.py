@@ -173,10 +173,10 @@ class Transformer:
         Raises:
             ValueError: The ranks cannot share the heads, features or tokens.
         """
-        for what, number in (('heads', self.heads), ('key_heads', self._keys),
+        for size, number in (('heads', self.heads), ('key_heads', self._keys),
                              ('features', self._hidden)):
             if number % tensor:
-                raise ValueError(f'{tensor} ranks cannot share {number} {what}')
+                raise ValueError(f'{tensor} ranks cannot share {number} {size}')
         if recomputation not in RECOMPUTATIONS:
             raise ValueError(f'recomputation must be one of {RECOMPUTATIONS}, but is '
                              f'{recomputation!r}')
