@@ -10,9 +10,11 @@ from tests.devices import cpu_only
 from tests.distributed.models import MODELS, Block, batch, full, train
 from tests.distributed.test_model import alone, check, part
 from tests.shard.processes import outcomes, run
+from torchgpipe import plan as plans
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.layers import check_plan
 from torchgpipe.distributed.reduction import like
+from torchgpipe.plan import Transformer
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -45,6 +47,31 @@ def test_data_and_pipe_and_tensor(data):
     found = run(8, trained, {'tensor': 2, 'pipe': 2, 'data': 2}, 'perceptron', 4, data,
                 'interleaved')
     check(found, alone('perceptron'))
+
+
+def planned(axes):
+    """Train by a plan that knows sizes alone."""
+    data = axes.get('data', 1)
+    found = plans.plan(Transformer(6, 8, 2, 10, 6), mesh=axes, machine='H100', batch=6 * data,
+                       schedules=['zb-v'], shardings=['shard'], micro_batches=[2])
+    with torch.device('meta'):
+        module = MODELS['perceptron']()
+    options = {'tensor_plan': plan()} if 'tensor' in axes else {}
+    with pytest.raises(ValueError, match='the plan is for the mesh .*, but this one is'):
+        DistributedGPipe(module, found, mesh=init_mesh(data=4), **options)
+    mesh = init_mesh(**found.mesh)
+    if data == 1:
+        with pytest.raises(ValueError, match="the plan says data='replicate', so leave"):
+            DistributedGPipe(module, found, mesh=mesh, data='shard', **options)
+    model = DistributedGPipe(module, found, mesh=mesh, **options)
+    assert model.chunks == 3 and len(model.balance) == 4
+    assert any(isinstance(x, DTensor) for x in model.parameters())
+    return train(model, lambda x: part(x, data, mesh.get_local_rank('data')), schedule='auto')
+
+
+@pytest.mark.parametrize('axes', [{'data': 2, 'pipe': 2}, {'pipe': 2, 'tensor': 2}])
+def test_a_plan_for_a_mesh(axes):
+    check(run(4, planned, axes), alone('perceptron'))
 
 
 def initial(axes, stages):

@@ -2,6 +2,7 @@
 import gc
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.distributed.models import batch, full, perceptron, tied
 from tests.distributed.saving import OFFLOAD, PLAN
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
-from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import DistributedGPipe, init_mesh, reduction
 from torchgpipe.distributed.reduction import Unit, grouped
 from torchgpipe.distributed.steps import Steps
 
@@ -220,11 +221,11 @@ class Peak(TorchDispatchMode):
 
 
 def peak(axes, stages, options):
-    """Give the peak of bytes in three steps with 14 layers."""
+    """Give the peak of bytes in three steps with 14 layers, each of which is a bucket."""
     def layer():
         return nn.Linear(96, 96)
 
-    with Peak() as found:
+    with mock.patch.object(reduction, 'BUCKET', 4 * (96 * 96 + 96)), Peak() as found:
         model = DistributedGPipe([layer] * 14, [14 // stages] * stages, mesh=init_mesh(**axes),
                                  chunks=2, **options)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -241,6 +242,11 @@ def test_two_replicas_have_half_of_what_one_process_has():
     whole, = run(1, peak, {}, 1, {})
     shards = run(2, peak, {'data': 2}, 14, OFFLOAD)
     assert whole > 4 and max(shards) < .55 * 4, (whole, shards)
+
+
+def test_replicas_reduce_gradients_without_a_second_set_of_them():
+    peaks = run(2, peak, {'data': 2}, 1, {})
+    assert max(peaks) < 4 + 2.5 / 14, peaks
 
 
 # --- other parts of a step

@@ -135,4 +135,5 @@ def test_refused_recomputation():
 def test_bytes_of_a_parameter():
     assert ParameterBytes().on_a_rank('replicate', 4) == 18
     assert ParameterBytes().on_a_rank('shard', 4) == 9
+    assert ParameterBytes(4, 4, 8).on_a_rank('shard', 4) == 11
     assert ParameterBytes(4, 4, 8).traffic == 36

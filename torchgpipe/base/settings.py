@@ -67,7 +67,8 @@ class Settings:
     chunks: int
     #: The checkpoint mode of all partitions.
     checkpoint: str
-    #: The name of each layer that it was made for, and the bytes of the layer's parameters.
+    #: The name of each layer that it was made for, and the bytes of the layer's parameters; none
+    #: if it is for sizes rather than a module.
     layers: tuple[tuple[str, int], ...]
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
     mesh: Mapping[str, int] = field(default_factory=dict, kw_only=True)

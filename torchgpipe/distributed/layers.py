@@ -377,7 +377,7 @@ class Ties:
 
         Gradients are added up in the order of ranks, and the first rank sends the sum to all.
         """
-        result = like(x, grad)
+        result = like(x, grad).clone()
         said = local(result).new_tensor([grad is not None, x.requires_grad])
         total, (first, *others) = torch.cat([local(result).reshape(-1), said]), ranks
         if self._own == first:

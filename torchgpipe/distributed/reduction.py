@@ -413,6 +413,7 @@ class Replicas(nn.Module):
             if id(x) in kept:
                 before = self.pending.get(id(x))
                 self.pending[id(x)] = grad if before is None else before + grad
+        gradients.clear()  # Each can be freed when it is reduced.
         if not self.syncs:
             return found
         own = {number: self.pending.pop(number) for number in kept if number in self.pending}
@@ -440,24 +441,48 @@ def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.
 
     Args:
         parameters: The parameters of this rank, as on all other ranks.
-        found: Their gradients on this rank, by number.
+        found: Their gradients on this rank, by number. It is emptied bucket by bucket, so that
+            there is no second set of gradients.
         group: The replicas.
     """
+    sums, counts = [], []
+    for bucket in _buckets(parameters):
+        grads = [like(x, found.get(id(x))) for x in bucket]
+        there = local(grads[0]).new_tensor([float(found.pop(id(x), None) is not None)
+                                            for x in bucket])
+        flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
+        grads.clear()
+        dist.all_reduce(flat, group=group)
+        *totals, there = flat.split([*(local(x).numel() for x in bucket), len(bucket)])
+        for x, total in zip(bucket, totals):
+            result = torch.empty_like(x, dtype=flat.dtype)
+            local(result).copy_(total.view_as(local(x)))
+            sums.append((x, result))
+        counts.append(there.clone())
+    # One look at the device for all buckets, because it waits for them.
+    anywhere = torch.cat(counts).tolist() if counts else ()
+    yield from (each for each, count in zip(sums, anywhere) if count)
+
+
+#: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
+BUCKET = 25 * 2 ** 20
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters whose gradients are reduced in one message: of one dtype, BUCKET bytes."""
     def kind(x: Tensor) -> str:
         return str(x.dtype)
 
-    for _, each in groupby(sorted(parameters, key=kind), kind):
-        same = [*each]
-        grads = [like(x, found.get(id(x))) for x in same]
-        there = [float(id(x) in found) for x in same]
-        flat = torch.cat([*(local(grad).reshape(-1) for grad in grads),
-                          local(grads[0]).new_tensor(there)])
-        dist.all_reduce(flat, group=group)
-        *sums, counts = flat.split([*(local(grad).numel() for grad in grads), len(same)])
-        for x, grad, total, count in zip(same, grads, sums, counts.tolist()):
-            if count:
-                local(grad).copy_(total.view_as(local(grad)))
-                yield x, grad
+    for _, same in groupby(sorted(parameters, key=kind), kind):
+        bucket, size = [], 0
+        for x in same:
+            bucket.append(x)
+            size += local(x).nbytes
+            if size >= BUCKET:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
 
 
 def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
@@ -467,13 +492,13 @@ def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
 
 
 def like(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a gradient in the layout of its parameter; zeros if there is none."""
+    """Return a gradient in the placements of its parameter; zeros if there is none."""
     if grad is None:
         return torch.zeros_like(x)
     _check_dense(x, grad)
     if isinstance(grad, DTensor) and isinstance(x, DTensor):
-        grad = grad.redistribute(placements=x.placements)
-    return grad.clone(memory_format=torch.preserve_format)
+        return grad.redistribute(placements=x.placements)
+    return grad
 
 
 def _check_dense(x: Tensor, grad: Tensor) -> None:

@@ -179,7 +179,7 @@ def verify_source(balance: Any, module: nn.Module) -> None:
         ValueError: The layers have other names, or other sizes of parameters.
     """
     expected = getattr(balance, 'layers', None)
-    if not isinstance(expected, tuple):
+    if not (isinstance(expected, tuple) and expected):  # A formula names no layers.
         return
     layers = module._modules.items()
     if len(expected) != len(layers):

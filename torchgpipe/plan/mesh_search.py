@@ -110,8 +110,6 @@ class _Stages(NamedTuple):
     balance: tuple[int, ...]
     #: The number of parameters.
     parameters: tuple[float, ...]
-    #: Name and bytes of parameters, by layer.
-    layers: tuple[tuple[str, int], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -180,8 +178,7 @@ class MeshSearch:
             parameters = (parameters[0] - self._model.vocabulary * self._model.width / tensor,)
         timed = self._profile(linked, tensor, micro_batch, recomputation)
         costs = Costs.of(timed, balance, 1, mode, param_scale=0.0)
-        return _Stages((*costs.stages,), (*balance,), parameters, tuple(
-            (x.name, x.parameter_bytes) for x in profile.layers))
+        return _Stages((*costs.stages,), (*balance,), parameters)
 
     def _equally_fast(self, tensor: int, mode: str, number: int) -> Sequence[int]:
         """Return the balance with equally fast stages, of any micro-batch."""
@@ -285,12 +282,15 @@ class MeshSearch:
             reason = f'{seconds / best.seconds - 1:.1%}: {cause}'
         stages = self._stages(True, tensor, case.micro_batch, case.recomputation,
                               pipe * case.virtual)
+        whole = {1: self._model} if isinstance(self._model, Profile) else self._model
+        layers = whole[1].layers if isinstance(whole, Mapping) and 1 in whole else ()
         places = {stage: device for device in range(pipe)
                   for stage in _stages_on(case.schedule, device, pipe, case.virtual)}
         return MeshPlan(
             case.schedule, stages.balance,
             tuple(f'pipe {places[stage]}' for stage in range(len(stages.balance))), m,
-            'always' if case.recomputation == 'full' else 'never', stages.layers,
+            'always' if case.recomputation == 'full' else 'never',
+            tuple((x.name, x.parameter_bytes) for x in layers),
             self._batch // data, parts['compute'] * data * pipe * tensor, costs,
             mesh=dict(zip(AXES, case.mesh)), data=case.data, micro_batch=case.micro_batch,
             recomputation=case.recomputation, parts=parts, reason=reason)

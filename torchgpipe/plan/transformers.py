@@ -48,10 +48,12 @@ class ParameterBytes(NamedTuple):
         """Return the bytes of a parameter on each rank during a step.
 
         With ``'shard'``, parameters are gathered for the step, and gradients are complete until
-        its end.
+        its end. A rank's own part of the parameters remains, too. If gradients have more bytes
+        than parameters, this part is the optimizer's copy.
         """
+        own = self.optimizer + (self.parameter if self.parameter >= self.gradient else 0)
         return self.parameter + self.gradient + (
-            self.optimizer / replicas if data == 'shard' else self.optimizer)
+            own / replicas if data == 'shard' else self.optimizer)
 
 
 class _Work(NamedTuple):
