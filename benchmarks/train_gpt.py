@@ -32,6 +32,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from click.core import ParameterSource
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -83,12 +84,17 @@ def train_gpt(**options: Any) -> None:
         launch(train, config, [2, NOT_FINITE])
 
 
+#: The options that a plan for a mesh sets.
+CHOSEN = ('data', 'pipe', 'tensor', 'schedule', 'virtual', 'checkpoint', 'micro_batch_size')
+
+
 def choose_mesh(config: Namespace) -> None:
     """Set the mesh and the step by a plan, and print it."""
     require('RANK' not in os.environ, '--devices starts processes, but torchrun has started some')
-    require((config.data, config.pipe, config.tensor) == (1, 1, 1) and not (
-        config.experts or config.offload), '--devices chooses --data, --pipe and --tensor, '
-        'without --experts and --offload')
+    source, typed = click.get_current_context().get_parameter_source, ParameterSource.COMMANDLINE
+    given = [f"--{name.replace('_', '-')}" for name in CHOSEN if source(name) is typed]
+    require(not given, f"--devices chooses {', '.join(given)}: leave it out, or --devices")
+    require(not (config.experts or config.offload), '--devices is without --experts and --offload')
     devices, plan_for = config.devices, config.machine
     sizes = checked(Namespace(**{**vars(config), 'plan': None, 'devices': None, 'machine': None,
                                  'dry_run': True}))

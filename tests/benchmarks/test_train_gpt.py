@@ -200,8 +200,10 @@ def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
 @cases('args, reason', [
     (['--devices', 2], '--devices and --machine are for --plan auto'),
     (['--machine', 'H100'], '--devices and --machine are for --plan auto'),
-    (['--plan', 'auto', '--devices', 2, '--data', 2], '--devices chooses --data'),
-    (['--plan', 'auto', '--devices', 2, '--experts', 2], '--devices chooses --data'),
+    (['--plan', 'auto', '--devices', 2, '--data', 2], '--devices chooses --data: leave it out'),
+    (['--plan', 'auto', '--devices', 2, '--checkpoint', 'always', '--micro-batch-size', 1],
+     '--devices chooses --checkpoint, --micro-batch-size: leave'),
+    (['--plan', 'auto', '--devices', 2, '--experts', 2], 'without --experts and --offload'),
     (['--plan', 'auto', '--devices', 2, '--machine', 'H100', '--memory', '1KiB'],
      'no plan for this mesh'),
     (['--plan', 'auto', '--devices', 2, '--machine', 'H1'], "'H1' is not one of 'A100', 'H100'")])

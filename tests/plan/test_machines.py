@@ -44,7 +44,7 @@ def test_a_gather_is_a_ring_over_the_slowest_link(devices, stride, seconds):
 
 def test_hosts_are_never_faster_than_their_own_links():
     fast = replace(MACHINE, network=Link(0., 1e9))
-    assert fast.gather(100., 4) == pytest.approx(3 * 25 / 100)
+    assert fast.gather(100., 4) == pytest.approx(3 * (1. + 25 / 100))
 
 
 def test_links_of_a_pipeline():
@@ -68,13 +68,21 @@ def test_machines_survive_json(name):
 @pytest.mark.parametrize('change, text', [
     ({'flops': {}}, 'has peaks by dtype'),
     ({'flops': {'bfloat16': 0.}}, 'has peaks by dtype'),
-    ({'shares': ()}, 'shares of the peak'),
+    ({'shares': ()}, 'shares by ascending sizes'),
     ({'shares': ((8, .5), (4, .5))}, 'ascending'),
     ({'shares': ((8, 0.),)}, 'above zero'),
+    ({'bandwidth': 0.}, 'above zero'),
+    ({'devices_per_host': 0}, 'above zero'),
+    ({'attention_share': 0.}, 'above zero'),
     ({'bandwidth': -1.}, "'bandwidth' of a Machine")])
 def test_refused(change, text):
     with pytest.raises(ValueError, match=text):
         replace(MACHINE, **change)
+
+
+def test_not_a_machine():
+    with pytest.raises(ValueError, match="this is not a machine, .*: KeyError: 'shares'"):
+        Machine.from_dict({})
 
 
 def test_no_peak_for_a_dtype():

@@ -167,10 +167,10 @@ def test_json():
     found = plan(GPT, mesh=4, machine=H100, batch=16)
     again = MeshPlan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert again == found and again.runners_up == found.runners_up and str(again) == str(found)
-    broken = found.to_dict()
-    broken['devices'] = broken['devices'][1:]
-    with pytest.raises(ValueError, match='this is not a plan'):
-        MeshPlan.from_dict(broken)
+    for wrong in ({'devices': found.devices[1:]}, {'chunks': 3}, {'parts': {}}, {'mesh': {}},
+                  {'balance': [0, *found.balance[1:]]}):
+        with pytest.raises(ValueError, match='this is not a plan'):
+            MeshPlan.from_dict({**found.to_dict(), **wrong})
 
 
 def test_text_and_picture(tmp_path):
@@ -205,9 +205,20 @@ def test_a_plan_for_a_mesh_is_not_for_one_process():
     ({'shardings': ['both']}, ValueError, 'shardings are of'),
     ({'overlap': ['pipe']}, ValueError, r"overlap are of \('data', 'tensor'\)"),
     ({'micro_batches': [3]}, ValueError, r'no micro-batch of \[3\] divides the 8 samples'),
-    ({'mesh': {'pipe': 17}}, ValueError, '16 layers are too few for 17 stages'),
+    ({'mesh': {'pipe': 17}}, ValueError, '17 ranks have a stage each, but there are 16 at most'),
     ({'mesh': {'tensor': 3}}, ValueError, '3 ranks cannot share 16 heads'),
-    ({'mesh': {'pipe': 9}, 'schedules': ['zb-v']}, ValueError, 'runs 16 layers on 9 ranks')])
+    ({'mesh': {'pipe': 9}, 'schedules': ['zb-v']}, ValueError,
+     r"none of .*'zb-v'.* runs on 9 ranks, with \[1, 2, 3, 4\] stages on each and 16 at most"),
+    ({'mesh': {'pipe': 2}, 'balance': [8, 7]}, ValueError, r'16 layers, but is \[8, 7\]'),
+    ({'mesh': {'pipe': 2}, 'balance': [16, 0]}, ValueError, 'must divide 16 layers'),
+    ({'mesh': {'pipe': 2}, 'balance': [5, 5, 6]}, ValueError, 'runs on 2 ranks'),
+    ({'machine': None}, ValueError, 'there is no machine None'),
+    ({'micro_batches': [0]}, ValueError, 'micro_batches must be a positive integer, but is 0'),
+    ({'virtual': 0}, ValueError, 'virtual must be a positive integer, but is 0'),
+    ({'virtual': [2, 0]}, ValueError, 'virtual must be a positive integer, but is 0'),
+    ({'recomputations': []}, ValueError, 'recomputations are of'),
+    ({'memory_limit': float('nan')}, ValueError, 'memory_limit must be a number of bytes'),
+    ({'memory_limit': '80GiB'}, ValueError, 'memory_limit must be a number of bytes')])
 def test_refused(options, error, text):
     with pytest.raises(error, match=text):
         plan(GPT, **{'mesh': {'data': 2}, 'machine': H100, 'batch': 16} | options)
@@ -217,6 +228,12 @@ def test_devices_or_a_mesh():
     for options in {}, {'devices': ['cpu'], 'mesh': 2}:
         with pytest.raises(TypeError, match='give one of devices=… and mesh=…'):
             plan(nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1), **options)
+    with pytest.raises(TypeError, match=r'measured with a sample: plan\(module, sample, …\)'):
+        plan(nn.Sequential(nn.Linear(1, 1)), mesh=2, machine=H100, batch=2)
+    with pytest.raises(TypeError, match="for a module, a profile or a Transformer, not 'gpt2'"):
+        plan('gpt2', mesh=2, machine=H100, batch=2)
+    with pytest.raises(ValueError, match="^H100 has no peak for 'int8'"):
+        plan(replace(GPT, dtype='int8'), mesh=2, machine=H100, batch=2)
 
 
 @pytest.mark.parametrize('devices', [64, 4096])

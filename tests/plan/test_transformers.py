@@ -127,7 +127,20 @@ def test_ranks_that_cannot_share(model, tensor, text):
         model.profile(A100, tensor)
 
 
+@pytest.mark.parametrize('change, error, text', [
+    ({'layers': 0}, ValueError, 'layers must be a positive integer, but is 0'),
+    ({'length': 2.5}, TypeError, 'length must be an integer'),
+    ({'features': -5}, ValueError, 'features must be a positive integer'),
+    ({'key_heads': 3}, ValueError, 'heads of key_heads, but they are 6144, 64 and 3'),
+    ({'heads': 5, 'key_heads': 5}, ValueError, 'must be a multiple of heads')])
+def test_refused_sizes(change, error, text):
+    with pytest.raises(error, match=text):
+        replace(GPT_22B, **change)
+
+
 def test_refused_recomputation():
+    with pytest.raises(ValueError, match='tensor must be a positive integer'):
+        GPT_22B.profile(A100, 0)
     with pytest.raises(ValueError, match="must be one of .*'selective', 'full'.*, but is 'some'"):
         GPT_22B.profile(A100, recomputation='some')
 

@@ -47,7 +47,7 @@ __all__ = ['Blocks', 'Costs', 'LayerProfile', 'Link', 'Links', 'MemoryLimit', 'P
            'SkipProfile', 'StageCosts', 'check_numbers', 'measure_links', 'measure_overhead',
            'memory_limits', 'peaks']
 
-MemoryLimit = None | int | Sequence[int | None]
+MemoryLimit = None | float | Sequence[float | None]
 
 
 def check_numbers(record: Any, unlimited: str = '') -> None:

@@ -12,7 +12,7 @@ work of the network's links, one for each device.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import inf, log, pow
+from math import log, pow
 from typing import Any, NamedTuple
 
 from torchgpipe.plan.costs import Link, check_numbers
@@ -89,10 +89,10 @@ class Machine:
         check_numbers(self)
         sizes = [size for size, _ in self.shares]
         rates = [*self.flops.values(), *(share for _, share in self.shares), self.attention_share]
-        if not (self.flops and sizes and sizes == sorted({*sizes}) and min(rates) > 0):
-            raise ValueError('a machine has peaks by dtype, and shares of the peak by ascending '
-                             f'sizes, all above zero, but {self.name!r} has {self.flops} and '
-                             f'{self.shares}')
+        if not (self.flops and sizes and sizes == sorted({*sizes}) and min(
+                *rates, self.bandwidth, self.devices_per_host) > 0):
+            raise ValueError('a machine has peaks by dtype, shares by ascending sizes, bandwidth, '
+                             f'and devices_per_host, all above zero, but this is {self}')
 
     def share(self, size: float) -> float:
         """Return the part of the peak that a product reaches, by its size."""
@@ -128,13 +128,11 @@ class Machine:
             stride: The distance of one of its devices to the next, such as 8 for the first device
                 of each host.
         """
-        if devices == 1:
-            return 0.0
-        local = max(1, min(devices, self.devices_per_host // stride))
-        link = self.host
-        if local < devices:
-            link = Link(self.network.latency, min(
-                self.host.bandwidth if local > 1 else inf, local * self.network.bandwidth))
+        local = max(1, self.devices_per_host // stride)
+        link = self.network if local == 1 else self.host
+        if 1 < local < devices:
+            link = Link(max(self.host.latency, self.network.latency), min(
+                self.host.bandwidth, local * self.network.bandwidth))
         return (devices - 1) * link.seconds(bytes / devices)
 
     def all_reduce(self, bytes: float, devices: int, stride: int = 1) -> float:
@@ -160,9 +158,17 @@ class Machine:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> 'Machine':
-        """Return a machine from the result of :meth:`to_dict`."""
-        return Machine(**{**data, 'shares': tuple((*each,) for each in data['shares']),
-                          'host': Link(**data['host']), 'network': Link(**data['network'])})
+        """Return a machine from the result of :meth:`to_dict`.
+
+        Raises:
+            ValueError: The dictionary is not a machine.
+        """
+        try:
+            return Machine(**{**data, 'shares': tuple((*each,) for each in data['shares']),
+                              'host': Link(**data['host']), 'network': Link(**data['network'])})
+        except (KeyError, TypeError) as error:
+            raise ValueError('this is not a machine, as Machine.to_dict() writes it: '
+                             f'{type(error).__name__}: {error}') from None
 
 
 #: Parts of the share of large products, by size: measured on an H100, whose power is limited; and

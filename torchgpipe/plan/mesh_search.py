@@ -32,7 +32,7 @@ from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import AXES
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
-from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts
+from torchgpipe.plan.costs import Costs, Link, StageCosts, memory_limits
 from torchgpipe.plan.machines import MACHINES, Machine
 from torchgpipe.plan.profile import profile
 from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedule_of
@@ -185,9 +185,19 @@ class MeshSearch:
         profile = self._profile(True, tensor, 1, 'none')
         return fastest(profile, profile.blocks(1, 0.0), number, mode)
 
-    def layers(self, tensor: int) -> tuple[LayerProfile, ...]:
-        """Return the layers of a rank; raise a :exc:`ValueError` if ranks cannot share them."""
-        return self._profile(True, tensor, 1, 'none').layers
+    def stages(self, tensor: int) -> Collection[int]:
+        """Return possible numbers of stages.
+
+        Raises:
+            ValueError: The ranks of the tensor axis cannot share the layers, or the balance is for
+                other layers.
+        """
+        number = len(self._profile(True, tensor, 1, 'none').layers)
+        if self._balance is None:
+            return range(1, number + 1)
+        if sum(self._balance) != number or min(self._balance) < 1:
+            raise ValueError(f'balance must divide {number} layers, but is {[*self._balance]}')
+        return [len(self._balance)]
 
     def chunks(self, case: _Case) -> int:
         """Return the number of micro-batches of a replica."""
@@ -309,9 +319,10 @@ class MeshSearch:
 
         compute, again = work(self.costs(case, linked=False))
         parts = {'compute': compute, 'recomputation': again,
-                 'tensor': sum(work(costs)) - compute - again, 'data': found.data,
+                 'tensor': max(0.0, sum(work(costs)) - compute - again), 'data': found.data,
                  'update': found.update, 'messages': messages}
-        return {**parts, 'bubble': found.seconds - sum(parts.values())}
+        # Rounding must leave no time below zero.
+        return {**parts, 'bubble': max(0.0, found.seconds - sum(parts.values()))}
 
 
 def _meshes(devices: int | Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
@@ -368,6 +379,8 @@ def plan(module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = 
     if (devices is None) == (mesh is None):
         raise TypeError('a plan is for the devices of this process or for a mesh: give one of '
                         'devices=… and mesh=…')
+    if isinstance(module, nn.Module) and sample is None:
+        raise TypeError('layers are measured with a sample: plan(module, sample, …)')
     if mesh is None:
         return plan_devices(module, sample, devices=devices, **options)
     return plan_mesh(module, sample, mesh=mesh, **options)
@@ -377,7 +390,7 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
               mesh: int | Mapping[str, int], machine: Machine | str, batch: int,
               memory_limit: float | None = None, state: ParameterBytes = ParameterBytes(),
               schedules: Sequence[str] = SCHEDULES, virtual: int | Iterable[int] = 4,
-              micro_batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
+              micro_batches: Iterable[int] = (1, 2, 4, 8, 16, 32),
               recomputations: Sequence[str] = RECOMPUTATIONS,
               shardings: Sequence[str] = ('replicate', 'shard'), overlap: Collection[str] = (),
               balance: Sequence[int] | None = None, timeout: float = 1.0) -> MeshPlan:
@@ -405,7 +418,9 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
         timeout: Approximate time in seconds for the measurement of layers.
 
     Returns:
-        The fastest plan, and as ``runners_up`` the best plan of each other mesh. ``parts`` are
+        The fastest plan, and as ``runners_up`` the best plan of each other mesh. A mesh
+        whose plans all take at least 1.2 times as long is not searched to its end, so it may have
+        a faster plan than its runner-up. ``parts`` are
         the seconds by cause: ``'compute'``, ``'recomputation'``, collectives along the
         ``'tensor'`` and the ``'data'`` axis, the optimizer's ``'update'``, ``'messages'`` between
         stages, and the ``'bubble'``, in which ranks wait for each other.
@@ -414,18 +429,26 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
         TypeError: A number is not an integer, or the module is not sequential.
         ValueError: An argument is wrong, or no plan keeps the memory limit.
     """
-    if isinstance(machine, str):
-        if machine not in MACHINES:
-            raise ValueError(f'there is no machine {machine!r}; there are {", ".join(MACHINES)}; '
-                             '`python -m benchmarks machine` measures this one')
+    if isinstance(machine, str) and machine in MACHINES:
         machine = MACHINES[machine]
+    if not isinstance(machine, Machine):
+        raise ValueError(f'there is no machine {machine!r}; there are {", ".join(MACHINES)}; '
+                         '`python -m benchmarks machine` measures this one')
     layers = profile(module, sample, timeout=timeout, device=accelerator() or CPU) if isinstance(
         module, nn.Module) else module
+    if isinstance(layers, Transformer):
+        machine.peak(layers.dtype)
+    elif not isinstance(layers, (Profile, Mapping)):
+        raise TypeError(f'a plan is for a module, a profile or a Transformer, not {layers!r}')
+    memory_limits(memory_limit, 1, 'limits')
     limit = machine.memory if memory_limit is None else memory_limit
+    _check_names(schedules, recomputations, shardings, overlap)
     if not (isinstance(layers, Transformer) and not layers.fused):
         # There are no scores in memory.
         recomputations = [each for each in recomputations if each != 'selective'] or ['none']
-    _check_names(schedules, recomputations, shardings, overlap)
+    micro_batches = [positive(b, 'micro_batches') for b in micro_batches]
+    virtual = [*range(1, 1 + positive(virtual, 'virtual'))] if isinstance(virtual, int) else [
+        positive(v, 'virtual') for v in virtual]
     search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance)
     refused: dict[str, str] = {}
     meshes: list[list[tuple[float, _Case]]] = []
@@ -465,7 +488,7 @@ def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
 
 
 def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedules: Sequence[str],
-           virtual: int | Iterable[int], micro_batches: Sequence[int],
+           virtual: Sequence[int], micro_batches: Sequence[int],
            recomputations: Sequence[str], shardings: Sequence[str]) -> Iterator[_Case]:
     """Yield the candidates of a mesh, or raise a :exc:`ValueError`."""
     data, pipe, tensor = sizes
@@ -476,28 +499,27 @@ def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedule
     if not sizes_of_micro_batches:
         raise ValueError(f'no micro-batch of {micro_batches} divides the {share} samples of a '
                          'replica')
-    number = len(search.layers(tensor))
-    if pipe > number:
-        raise ValueError(f'{number} layers are too few for {pipe} stages')
+    numbers = search.stages(tensor)
+    if pipe > max(numbers):
+        raise ValueError(f'{pipe} ranks have a stage each, but there are {max(numbers)} at most')
     stages = [(name, v) for name in schedules for v in _virtual(name, pipe, virtual)
-              if pipe * v <= number]
+              if pipe * v in numbers]
     if not stages:
-        raise ValueError(f'none of the schedules {schedules} runs {number} layers on {pipe} ranks')
+        raise ValueError(f'none of the schedules {schedules} runs on {pipe} ranks, with {virtual} '
+                         f'stages on each and {max(numbers)} at most')
     for (name, v), b, recomputation, sharding in product(
             stages, sizes_of_micro_batches, recomputations,
             shardings if data > 1 else ['replicate']):
         yield _Case(sizes, name, v, b, recomputation, sharding)
 
 
-def _virtual(name: str, pipe: int, virtual: int | Iterable[int]) -> Iterable[int]:
+def _virtual(name: str, pipe: int, virtual: Iterable[int]) -> Iterable[int]:
     """Return the numbers of stages on a rank, of which one rank has one."""
-    least, most = stages_per_device(name)
-    least = min(2, most)  # One of several would be another schedule.
+    _, most = stages_per_device(name)
     if pipe == 1:
         return [1] if most == 1 and not name.startswith('zb') else []
-    if isinstance(virtual, int):
-        return range(least, 1 + min(most, virtual))
-    return [v for v in virtual if least <= v <= most]
+    # One of several stages would be another schedule.
+    return [v for v in virtual if min(2, most) <= v <= most]
 
 
 def _best(search: MeshSearch, meshes: list[list[tuple[float, _Case]]], limit: float,

@@ -37,7 +37,7 @@ from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, Skip
                                    StageCosts, measure_links, measure_overhead, memory_limits,
                                    peaks)
 from torchgpipe.plan.profile import profile
-from torchgpipe.plan.simulation import Simulation, few, simulate
+from torchgpipe.plan.simulation import MEMORY, Simulation, few, simulate
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
@@ -117,8 +117,7 @@ class Plan(Settings):
         header = ['schedule', 'chunks', 'checkpoint', 'partitions', 'step, ms', 'bubble',
                   'speed-up', 'most memory']
         own = table(['partition', 'device', 'layers'], [
-            [str(j), device, number] for j, (device, number) in enumerate(
-                zip(self.devices, self.balance))])
+            [str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))])
         return (f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
                 'these schedules')
 
@@ -200,28 +199,29 @@ class MeshPlan(Plan):
 
     def check(self) -> None:
         """Raise a :exc:`ValueError` if the plan is inconsistent."""
-        if not len(self.costs.stages) == len(self.balance) == len(self.devices) or (
-                {*self.mesh} != {*AXES}):
-            raise ValueError(f'it has {len(self.costs.stages)} stages with costs, and a balance '
-                             f'of {len(self.balance)}, on the mesh {self.mesh}')
+        if (not len(self.costs.stages) == len(self.balance) == len(self.devices)
+                or {*self.mesh} != {*AXES} or min(self.balance) < 1
+                or self.batch_size != self.chunks * self.micro_batch or not self.seconds > 0):
+            raise ValueError(f'stages with costs are {len(self.costs.stages)}, and the balance is '
+                             f'{self.balance}, on {self.mesh}: {self.batch_size} samples in '
+                             f'{self.chunks} × {self.micro_batch}, in {self.seconds} s')
 
     def _row(self) -> list[str]:
-        most = max(self.bytes.values())
         stages = len(self.balance) // self.mesh['pipe']
         return [*(str(self.mesh[axis]) for axis in AXES), self.schedule, str(stages),
                 str(self.micro_batch), str(self.chunks), self.recomputation, self.data,
-                f'{self.seconds:.4g}', format_bytes(most), self.reason]
+                f'{self.seconds:.4g}', format_bytes(max(self.bytes.values())), self.reason]
 
     def __str__(self) -> str:
         header = [*AXES, 'schedule', 'stages', 'micro-batch', 'chunks', 'recomputed', 'parameters',
                   'step, s', 'memory', 'slower by']
         text = table(header, [each._row() for each in (self, *self.runners_up[:9])])
-        if len(self.runners_up) > 9:
-            text += f'\n… and {len(self.runners_up) - 9} other meshes'
+        text += f'\n… and {len(self.runners_up) - 9} other meshes' * (len(self.runners_up) > 9)
         causes = ', '.join(f'{cause} {seconds / self.seconds:.0%}' for cause, seconds in
                            self.parts.items() if seconds >= .005 * self.seconds)
         text += f'\n\nthe first: {causes}'
-        return text + ''.join(f'\n{mesh}: {why}' for mesh, why in [*self.refused.items()][:9])
+        text += ''.join(f'\n{mesh}: {why}' for mesh, why in [*self.refused.items()][:9])
+        return text + f'\n… and {len(self.refused) - 9} others' * (len(self.refused) > 9)
 
     def draw(self, title: str | None = None) -> 'Figure':
         """Draw the seconds of the best plans by cause, and the memory of its ranks by kind.
@@ -233,21 +233,21 @@ class MeshPlan(Plan):
         figure = Figure((10, 6), layout='constrained')
         above, below = figure.subplots(2)
         plans = [self, *self.runners_up[:9]][::-1]
-        lefts = [0.0] * len(plans)
+        ranks, lefts = self.simulation.peak_parts, [0.0] * len(plans)
         for cause in self.parts:
             seconds = [each.parts[cause] for each in plans]
             above.barh([each.name for each in plans], seconds, left=lefts, label=cause)
             lefts = [left + more for left, more in zip(lefts, seconds)]
         above.set_xlabel('seconds of a step')
-        ranks = self.simulation.peak_parts
         bottoms = [0.0] * len(ranks)
-        for kind in dict.fromkeys(kind for parts in ranks for kind in parts):
+        for kind in MEMORY:
             sizes = [parts.get(kind, 0.0) / 2 ** 30 for parts in ranks]
             below.bar(range(len(ranks)), sizes, bottom=bottoms, label=kind)
             bottoms = [bottom + more for bottom, more in zip(bottoms, sizes)]
         below.set(xlabel='place along the pipe axis', ylabel='GiB at the peak')
+        below.xaxis.get_major_locator().set_params(integer=True)
         for axes in above, below:
-            axes.legend(fontsize='small')
+            axes.legend(fontsize='small', loc='center left', bbox_to_anchor=(1, .5))
         figure.suptitle(title or self.name)
         return figure
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
-__all__ = ['Collected', 'Simulation', 'bytes_over_time', 'few', 'simulate']
+__all__ = ['MEMORY', 'Collected', 'Simulation', 'bytes_over_time', 'few', 'simulate']
 
 #: Pairs of a second and the bytes that a device holds from then on.
 Line = tuple[tuple[float, float], ...]
@@ -132,11 +132,7 @@ class Simulation:
 
     @cached_property
     def peak_parts(self) -> tuple[dict[str, float], ...]:
-        """The bytes of each device at its peak, by kind.
-
-        Kinds are ``'resident'``, ``'activations'``, ``'inputs'``, ``'gradients'`` of outputs,
-        ``'backward'`` for temporary memory, and ``'output'`` of the model.
-        """
+        """The bytes of each device at its peak, by kind of ``MEMORY``."""
         peaks = [max(line, key=itemgetter(1))[0] for line in self.bytes]
         parts: list[dict[str, float]] = [defaultdict(float) for _ in peaks]
         times: Times = {x.action: x for x in self.actions}
@@ -211,7 +207,7 @@ def _collected(rows: Sequence[Sequence[Timed]], costs: Costs) -> Iterator[Collec
             start = max(free, start if costs.overlap else end)
             free = max(stop, start + costs.stages[stage].reduction)
             yield Collected(device, stage, 'reduction', start, free)
-        now = max(end, free)
+        now = free
         for stage in last:
             yield Collected(device, stage, 'update', now, now + costs.stages[stage].update)
             now += costs.stages[stage].update
@@ -341,6 +337,11 @@ def few(name: str, devices: int, m: int) -> tuple[int, int]:
     # Only interleaved stages take groups of as many micro-batches as there are devices.
     rest = m % devices if name == 'interleaved' else 0
     return (groups - 1) * devices + rest, groups * devices + rest
+
+
+#: Kinds of memory: in use throughout, saved for backward, inputs of stages, gradients of outputs,
+#: temporary, and the output of the model.
+MEMORY = ('resident', 'activations', 'inputs', 'gradients', 'backward', 'output')
 
 
 class _Hold(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchgpipe.plan.balance import Profile
+from torchgpipe.plan.balance import Profile, positive
 from torchgpipe.plan.costs import LayerProfile
 from torchgpipe.plan.machines import Machine, Product
 
@@ -110,6 +110,15 @@ class Transformer:
     #: The dtype of products. Activations have it as well.
     dtype: str = 'bfloat16'
 
+    def __post_init__(self) -> None:
+        for name in ('layers', 'width', 'heads', 'vocabulary', 'length'):
+            positive(getattr(self, name), name)
+        positive(self._keys, 'key_heads')
+        positive(self._hidden, 'features')
+        if self.width % self.heads or self.heads % self._keys:
+            raise ValueError('width must be a multiple of heads, and heads of key_heads, but they '
+                             f'are {self.width}, {self.heads} and {self._keys}')
+
     @property
     def _keys(self) -> int:
         return self.key_heads or self.heads
@@ -175,6 +184,7 @@ class Transformer:
         Raises:
             ValueError: The ranks cannot share the heads, features or tokens.
         """
+        positive(tensor, 'tensor')
         for size, number in (('heads', self.heads), ('key_heads', self._keys),
                              ('features', self._hidden)):
             if number % tensor:

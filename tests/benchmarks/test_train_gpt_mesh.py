@@ -1,0 +1,103 @@
+"""A mesh chosen by a plan: what the trainer gives to it and takes from it; measured blocks."""
+from argparse import Namespace
+from dataclasses import replace
+
+import click
+import pytest
+
+from benchmarks import train_gpt
+from benchmarks.harness import blocks
+from benchmarks.harness.gpt_options import checked
+from benchmarks.models.gpt import Sizes
+from torchgpipe.balance import LayerProfile
+from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
+
+WORDS = ['--cpu', '--n-layer', '4', '--n-head', '2', '--n-embd', '16', '--block-size', '8',
+         '--dtype', 'bfloat16', '--global-batch-size', '32', '--plan', 'auto', '--devices', '8']
+
+
+def chosen(*args):
+    """Return the options after a plan has chosen some."""
+    with train_gpt.train_gpt.make_context('train-gpt', [*WORDS, *map(str, args)]) as context:
+        config = Namespace(**context.params)
+        train_gpt.choose_mesh(config)
+    return config
+
+
+FOUND = Namespace(mesh={'data': 2, 'pipe': 2, 'tensor': 2}, schedule='interleaved', checkpoint='always',
+                  balance=(1,) * 6, micro_batch=4, data='shard')
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Let a plan be a known one; return the arguments of it, later."""
+    asked = {}
+    monkeypatch.setattr(train_gpt, 'plan', lambda model, **options: asked.update(
+        options, model=model) or FOUND)
+    return asked
+
+
+def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked):
+    config = chosen('--machine', 'H100', '--memory', '1GiB')
+    sizes = checked(Namespace(**vars(config))).sizes
+    assert asked == {
+        'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied),
+        'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': ParameterBytes(4, 4, 8),
+        'memory_limit': 2 ** 30}
+    assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
+    assert (config.schedule, config.checkpoint, config.virtual, config.micro_batch_size,
+            config.shard) == ('interleaved', 'always', 3, 4, True)
+    assert (config.plan, config.devices, config.machine) == (None, None, None)
+
+
+def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
+    monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
+    monkeypatch.setattr(train_gpt, 'profiles_of', lambda sizes, devices, ranks, machine: (
+        sizes.context, devices, ranks, machine))
+    chosen()
+    assert asked['model'] == (8, 8, [1, 2], MACHINES['A100'])
+    assert asked['micro_batches'] == (1, 2, 4, blocks.LARGE) and 'memory_limit' not in asked
+
+
+def test_torchrun_has_a_mesh_already(asked, monkeypatch):
+    monkeypatch.setenv('RANK', '0')
+    with pytest.raises(click.UsageError, match='torchrun has started some'):
+        chosen('--machine', 'H100')
+    monkeypatch.delenv('RANK')
+    with pytest.raises(click.UsageError, match="without --experts and --offload"):
+        chosen('--machine', 'H100', '--offload')
+
+
+def test_times_of_a_block_and_of_ends():
+    """From steps whose times are known: an end takes 3 s, a block 5 s, for one micro-batch."""
+    def call(name, sizes, tensor, batch, chunks):
+        return [chunks * (2 * 3. + sizes.depth * 5.), 0.]  # the slowest rank counts
+    group = Namespace(call=call)
+    assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1) == (3., 5.)
+
+
+@pytest.mark.parametrize('small, large, overhead', [
+    (3., 10., 2.), (1., 8., 0.), (1., 9., 0.), (4., 2., 4.)])
+def test_overheads_of_layers(small, large, overhead):
+    """What does not grow with the samples of a micro-batch; none is below zero or above all."""
+    layer = LayerProfile('0', 0., 0., 8, 0, 0, 4, 4, input_share=.5, weight_share=.5)
+    found = blocks._timed(layer, small, large)
+    assert found == replace(
+        layer, forward_seconds=large / 3, backward_seconds=2 * large / 3,
+        forward_overhead=overhead / 3,
+        backward_overhead=2 * overhead / 3, input_share=None, weight_share=None)
+
+
+def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, '_times', lambda group, sizes, tensor, batch: (batch, 10. * batch))
+
+    class Group(list):
+        def __init__(self, *args): pass
+        def __enter__(self): return self
+        def __exit__(self, *args): pass
+    monkeypatch.setattr(blocks, 'Processes', Group)
+    found = blocks.profiles_of(Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'])
+    assert [*found] == [1, 2]
+    seconds = [x.forward_seconds + x.backward_seconds for x in found[2].layers]
+    assert seconds == pytest.approx([8., 80., 80., 80., 8.])
+    assert found[1].batch_size == blocks.LARGE

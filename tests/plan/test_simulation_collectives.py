@@ -1,0 +1,66 @@
+"""Collectives over replicas, by hand."""
+from dataclasses import replace
+
+import pytest
+
+from torchgpipe.plan import Costs, StageCosts, simulate
+from torchgpipe.plan.simulation import few
+from torchgpipe.schedule import Schedule
+
+
+def collected(simulation):
+    """Return start and end of each collective by its kind and stage."""
+    return [(f'{x.kind} {x.stage}', x.start, x.end) for x in simulation.collected]
+
+
+#: Two stages on one device.
+TWICE = Schedule.parse('0F0,1F0,1B0,0B0')
+
+
+def test_collectives_by_hand():
+    """Gathers, then actions, then reductions in the order of last backwards, then updates."""
+    costs = Costs([StageCosts(1.0, 2.0, gather=3.0, reduction=1.0, update=0.5),
+                   StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25)])
+    simulation = simulate(TWICE, costs)
+    assert [x.start for x in simulation.actions] == [7, 8, 9, 11]
+    assert collected(simulation) == [
+        ('gather 0', 0, 3), ('gather 1', 3, 7), ('reduction 1', 13, 18), ('reduction 0', 18, 19),
+        ('update 0', 19, 19.5), ('update 1', 19.5, 19.75)]
+    assert simulation.seconds == 19.75
+
+
+@pytest.mark.parametrize('gather, begin', [(3.0, 2.0), (0.5, 0.0)])
+def test_overlapping_collectives_by_hand(gather, begin):
+    """Of the first stage, a gather takes time beyond the first forward, of others none.
+
+    A reduction starts with the last backward of its stage, ends after it, and one waits for the
+    other.
+    """
+    costs = Costs([StageCosts(1.0, 2.0, gather=gather, reduction=1.0, update=0.5),
+                   StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25)], overlap=True)
+    simulation = simulate(TWICE, costs)
+    assert [x.start - begin for x in simulation.actions] == [0, 1, 2, 4]
+    assert [(name, start - begin, end - begin) for name, start, end in collected(simulation)] == [
+        ('gather 0', -begin, 0), ('reduction 1', 2, 7), ('reduction 0', 7, 8),
+        ('update 0', 8, 8.5), ('update 1', 8.5, 8.75)]
+    short = replace(costs, stages=[replace(x, reduction=0.5) for x in costs.stages])
+    assert [(name, start - begin, end - begin)
+            for name, start, end in collected(simulate(TWICE, short))[1:3]] == [
+        ('reduction 1', 2, 4), ('reduction 0', 4, 6)]
+
+
+def test_parts_of_a_peak_by_hand():
+    """What ends at the time of the peak is not one of its parts; what starts then is."""
+    costs = Costs([StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
+                   StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0)])
+    one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).peak_parts
+    assert one == {'resident': 1000, 'activations': 8, 'backward': 2}
+    assert other == {'resident': 2000, 'activations': 32, 'inputs': 16, 'backward': 4,
+                     'output': 64}
+
+
+@pytest.mark.parametrize('name, devices, m, numbers', [
+    ('1f1b', 4, 121, (44, 48)), ('1f1b', 5, 121, (45, 50)), ('1f1b', 64, 1000, (128, 192)),
+    ('interleaved', 4, 121, (45, 49)), ('zb-v', 4, 121, (44, 48))])
+def test_numbers_of_the_steady_state(name, devices, m, numbers):
+    assert few(name, devices, m) == numbers
