@@ -1,4 +1,5 @@
 """Plans for a mesh: bounds, steady states, the best of all candidates, reasons, refusals."""
+import gc
 import json
 from dataclasses import replace
 from itertools import product
@@ -222,6 +223,23 @@ def test_a_plan_for_a_mesh_is_not_for_one_process():
 def test_refused(options, error, text):
     with pytest.raises(error, match=text):
         plan(GPT, **{'mesh': {'data': 2}, 'machine': H100, 'batch': 16} | options)
+
+
+@pytest.mark.parametrize('enabled', [True, False])
+def test_the_garbage_collector_pauses(enabled, monkeypatch):
+    seen = []
+    predict = MeshSearch.predict
+    monkeypatch.setattr(MeshSearch, 'predict', lambda *args: (
+        seen.append(gc.isenabled()) or predict(*args)))
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        plan(GPT, mesh=2, machine=H100, batch=2)
+        with pytest.raises(ValueError, match='no plan'):
+            plan(GPT, mesh=2, machine=H100, batch=2, memory_limit=1)
+        assert {*seen} == {False} and gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 def test_devices_or_a_mesh():

@@ -40,11 +40,12 @@ A child process has only the thread that forked. A lock that another thread held
 released there, so the child reinitializes all locks of :func:`new_lock`.
 """
 import contextvars
+import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,7 +58,8 @@ from torchgpipe.base.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceConte
                                      tree_leaves, tree_map_only)
 
 __all__ = ['MicroBatch', 'MiniBatch', 'ThreadState', 'check_order', 'context', 'generator_lock',
-           'is_checkpointing', 'is_recomputing', 'layer_lock', 'new_lock', 'step_lock', 'together']
+           'is_checkpointing', 'is_recomputing', 'layer_lock', 'new_lock', 'step_lock', 'together',
+           'uncollected']
 
 T = TypeVar('T')
 
@@ -489,3 +491,15 @@ class _Several:
     def __exit__(self, *args: Any) -> None:
         for lock in self.locks:
             lock.release()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -14,7 +14,6 @@ It reads the other states only when a rank has failed, or its own rank waits for
 If the backend reports a closed connection, the main thread raises an error that names the rank. A
 main thread that is still stuck after a grace period cannot be woken, so its process ends.
 """
-import gc
 import os
 import sys
 import threading
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchgpipe.base.context import uncollected
 from torchgpipe.base.errors import add_note
 from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.distributed.reports import Board, Record, blame, doing, names_of, text_of
@@ -105,13 +105,8 @@ def _frames() -> dict[int, FrameType]:
     Before Python 3.12, a garbage collection may begin in this call, which holds a lock that a
     thread needs to end. A finalizer that joins such a thread, such as a watch's, would deadlock.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return sys._current_frames()
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _line(frame: FrameType) -> str:

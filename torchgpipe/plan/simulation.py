@@ -33,7 +33,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -222,8 +222,11 @@ class _Order(NamedTuple):
     actions: list[Action]
     #: By action, its device.
     devices: list[int]
-    #: By action, its predecessors as indices of actions and of edges.
-    before: list[list[tuple[int, int]]]
+    #: The predecessors of all actions, as indices of actions and of edges, and by action the end
+    #: of its own ones. One list of numbers is no work for the garbage collector.
+    before: list[int]
+    over: list[int]
+    stops: list[int]
     #: Messages between stages: from, to, and the index of the skip that it carries, if any.
     edges: list[tuple[int, int, int | None]]
     #: By device, the indices of its actions.
@@ -239,16 +242,16 @@ def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
            pairs: tuple[tuple[Action, Action], ...]) -> _Order | None:
     """Return the order of a schedule, or ``None`` if devices deadlock or an action is repeated."""
     places = {action.stage: device for device, row in enumerate(schedule.rows) for action in row}
-    there = {action for row in schedule.rows for action in row}
-    if len(there) < sum(map(len, schedule.rows)):
+    #: By action, its index, or -1 as long as it has none.
+    index: dict[tuple[int, str, int], int] = {x: -1 for row in schedule.rows for x in row}
+    if len(index) < sum(map(len, schedule.rows)):
         return None
     edges: list[tuple[int, int, int | None]] = [(0, 0, None)]
     waits = _waits(places, skips, edges)
     also: dict[Action, list[Action]] = defaultdict(list)
     for one, later in pairs:
         also[later].append(one)
-    found = _Order([], [], [], edges, [[] for _ in schedule.rows], places, [])
-    index: dict[Any, int] = {}
+    found = _Order([], [], [], [], [], edges, [[] for _ in schedule.rows], places, [])
     waiting: dict[Any, list[int]] = defaultdict(list)
     rows = [iter(row) for row in schedule.rows]
     stopped: list[Action | None] = [next(row, None) for row in rows]
@@ -257,18 +260,22 @@ def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
         device = ready.pop()
         while (action := stopped[device]) is not None:
             stage, kind, i = action
-            others = [((s, k, i), edge) for s, k, edge in waits[stage, kind]]
-            others += [((*other,), 0) for other in also.get(action, ())]
-            late = [other for other, _ in others if other in there and other not in index]
-            if late:
-                waiting[late[0]].append(device)
+            before = [(index[other], edge, other) for s, what, edge in waits[stage, kind]
+                      if (other := (s, what, i)) in index]
+            before += [(index[other], 0, other) for other in also.get(action, ())
+                       if other in index]
+            first, _, other = min(before, default=(0, 0, action))
+            if first < 0:
+                waiting[other].append(device)
                 break
-            k = index[action] = len(index)
+            k = index[action] = len(found.actions)
             found.actions.append(action)
             found.devices.append(device)
-            found.before.append([(index[other], edge) for other, edge in others if other in there])
+            found.before.extend(number for number, _, _ in before)
+            found.over.extend(edge for _, edge, _ in before)
+            found.stops.append(len(found.before))
             found.rows[device].append(k)
-            if kind in 'BI' and (stage, 'R', i) not in there:
+            if kind in 'BI' and (stage, 'R', i) not in index:
                 found.without_r.append(k)
             ready += waiting.pop(action, ())
             stopped[device] = next(rows[device], None)
@@ -311,12 +318,15 @@ def _times(order: _Order, costs: Costs, now: list[float]) -> tuple[list[float], 
                      costs.skips[skip].bytes) for one, other, skip in order.edges]
     starts: list[float] = []
     ends: list[float] = []
-    for device, before, length in zip(order.devices, order.before, seconds):
+    before = zip(order.before, order.over)
+    past = 0
+    for device, stop, length in zip(order.devices, order.stops, seconds):
         start = now[device]
-        for other, edge in before:
+        for other, edge in islice(before, stop - past):
             arrives = ends[other] + delays[edge]
             if arrives > start:
                 start = arrives
+        past = stop
         starts.append(start)
         now[device] = start + length
         ends.append(start + length)
