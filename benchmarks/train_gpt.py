@@ -105,7 +105,8 @@ def choose_mesh(config: Namespace) -> None:
                              sizes.block_size, tied=known.tied, dtype=config.dtype)
     if is_cpu(device) and not plan_for:
         ranks = [t for t in range(1, devices + 1) if devices % t == 0 and known.heads % t == 0]
-        model = profiles_of(known._replace(context=sizes.block_size), devices, ranks, machine)
+        model, machine = profiles_of(known._replace(context=sizes.block_size), devices, ranks,
+                                     machine)
         limit['micro_batches'] = (1, 2, 4, LARGE)  # as far as they are measured
     try:
         found = plan(model, mesh=devices, machine=machine, batch=config.global_batch_size,

@@ -6,7 +6,7 @@
     planned     embedding   block block block …   head      over the ranks of a pipeline
 """
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -20,7 +20,8 @@ from benchmarks.harness.processes import Processes
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.balance import LayerProfile, Profile, profile
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.plan import Costs, Machine, Plan, Transformer, measure_overhead, plan
+from torchgpipe.plan import (Costs, Machine, ParameterBytes, Plan, Transformer, measure_overhead,
+                             plan)
 
 __all__ = ['LARGE', 'plan_blocks', 'profiles_of']
 
@@ -31,32 +32,55 @@ ADAM = 4
 class _Rank:
     """A process that takes part in steps of small GPTs."""
 
-    def seconds(self, sizes: Sizes, tensor: int, micro_batch: int, chunks: int) -> float:
-        """Return the seconds of a step, without the reduction of gradients."""
+    def step(self, sizes: Sizes, tensor: int, micro_batch: int) -> float:
+        """Return the seconds of a micro-batch, without the reduction of gradients."""
+        model = self._model(sizes, tensor)
+        x = torch.zeros(micro_batch * model.chunks, sizes.context, dtype=torch.long)
+
+        def step() -> None:
+            model.step(x, x, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+            model.zero_grad()
+
+        with model.no_sync():
+            return self._seconds(step) / model.chunks
+
+    def update(self, sizes: Sizes) -> float:
+        """Return the seconds in which gradients are clipped and parameters change, for each."""
+        model = self._model(sizes, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x in model.parameters():
+            x.grad = torch.ones_like(x)
+
+        def update() -> None:
+            model.clip_grad_norm_(1.)
+            optimizer.step()
+
+        return self._seconds(update) / sum(x.numel() for x in model.parameters())
+
+    def _model(self, sizes: Sizes, tensor: int) -> DistributedGPipe:
         mesh = init_mesh(dist.get_world_size() // tensor, 1, tensor, device_type='cpu')
         with torch.device('meta'):
             module = layers(GPT(sizes))
-        model = DistributedGPipe(module, [len(module)], mesh=mesh, chunks=chunks,
-                                 checkpoint='never',
-                                 tensor_plan=tensor_plan() if tensor > 1 else None)
-        x = torch.zeros(micro_batch * chunks, sizes.context, dtype=torch.long)
+        return DistributedGPipe(module, [len(module)], mesh=mesh, chunks=2, checkpoint='never',
+                                tensor_plan=tensor_plan() if tensor > 1 else None)
+
+    def _seconds(self, function: Callable[[], None]) -> float:
         times = []
-        with model.no_sync():
-            for _ in range(5):
-                start = time.perf_counter()
-                model.step(x, x, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
-                times.append(time.perf_counter() - start)
-                model.zero_grad()
+        for _ in range(5):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
         return median(times[1:])
 
 
 def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine
-                ) -> dict[int, Profile]:
+                ) -> tuple[dict[int, Profile], Machine]:
     """Return profiles of the layers of a GPT, by the number of ranks that share each layer.
 
-    Steps of small GPTs are timed on all processes at once: with one block and with three, with
-    few and with more micro-batches, with small and with large ones. So times include collectives,
-    the runtime, and the contention of processes for cores and memory. Sizes follow formulas.
+    Steps of GPTs are timed on all processes at once: with few blocks and with more, with small
+    micro-batches and with large ones. So times include collectives, the runtime, and the
+    contention of processes for cores and memory. Sizes follow formulas. The machine is returned
+    with a memory as fast as the optimizer is.
 
     Args:
         sizes: The sizes.
@@ -64,7 +88,7 @@ def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Mac
         tensors: Numbers of ranks along the tensor axis.
         machine: The machine.
     """
-    found = {}
+    found, small = {}, sizes._replace(depth=FEW)
     with Processes(devices, _Rank) as group:
         for tensor in tensors:
             times = [_times(group, sizes, tensor, batch) for batch in (1, LARGE)]
@@ -74,19 +98,23 @@ def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Mac
             found[tensor] = replace(one, layers=tuple(
                 _timed(x, *(both[0 < k <= sizes.depth] for both in times))
                 for k, x in enumerate(one.layers)))
-    return found
+        update = max(group.call('update', small))
+    return found, replace(machine, bandwidth=ParameterBytes(4, 4, 8).traffic / update)
 
 
 #: Samples of a large micro-batch.
 LARGE = 8
 
+#: Numbers of blocks. In more of them, a block does not find its memory in a cache.
+FEW, MANY = 2, 6
+
 
 def _times(group: Processes, sizes: Sizes, tensor: int, batch: int) -> tuple[float, float]:
     """Return the seconds of an embedding or a head, and of a block, for one micro-batch."""
-    few, blocks, more = (max(group.call('seconds', sizes._replace(depth=depth), tensor, batch,
-                                        chunks)) for depth, chunks in ((1, 2), (3, 2), (1, 4)))
-    block = max(0., blocks - few) / 4
-    return max(0., (more - few) / 2 - block) / 2, block
+    few, many = (max(group.call('step', sizes._replace(depth=depth), tensor, batch))
+                 for depth in (FEW, MANY))
+    block = max(0., many - few) / (MANY - FEW)
+    return max(0., few - FEW * block) / 2, block
 
 
 def _timed(layer: LayerProfile, small: float, large: float) -> LayerProfile:

@@ -1,5 +1,6 @@
 """A mesh chosen by a plan: what the trainer gives to it and takes from it; measured blocks."""
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 
 import click
@@ -24,8 +25,8 @@ def chosen(*args):
     return config
 
 
-FOUND = Namespace(mesh={'data': 2, 'pipe': 2, 'tensor': 2}, schedule='interleaved', checkpoint='always',
-                  balance=(1,) * 6, micro_batch=4, data='shard')
+FOUND = Namespace(mesh={'data': 2, 'pipe': 2, 'tensor': 2}, schedule='interleaved',
+                  checkpoint='always', balance=(1,) * 6, micro_batch=4, data='shard')
 
 
 @pytest.fixture
@@ -53,9 +54,10 @@ def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked):
 def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
     monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
     monkeypatch.setattr(train_gpt, 'profiles_of', lambda sizes, devices, ranks, machine: (
-        sizes.context, devices, ranks, machine))
+        (sizes.context, devices, ranks), replace(machine, bandwidth=7.)))
     chosen()
-    assert asked['model'] == (8, 8, [1, 2], MACHINES['A100'])
+    assert asked['model'] == (8, 8, [1, 2])
+    assert asked['machine'] == replace(MACHINES['A100'], bandwidth=7.)
     assert asked['micro_batches'] == (1, 2, 4, blocks.LARGE) and 'memory_limit' not in asked
 
 
@@ -70,8 +72,8 @@ def test_torchrun_has_a_mesh_already(asked, monkeypatch):
 
 def test_times_of_a_block_and_of_ends():
     """From steps whose times are known: an end takes 3 s, a block 5 s, for one micro-batch."""
-    def call(name, sizes, tensor, batch, chunks):
-        return [chunks * (2 * 3. + sizes.depth * 5.), 0.]  # the slowest rank counts
+    def call(name, sizes, tensor, batch):
+        return [2 * 3. + sizes.depth * 5., 0.]  # the slowest rank counts
     group = Namespace(call=call)
     assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1) == (3., 5.)
 
@@ -91,13 +93,11 @@ def test_overheads_of_layers(small, large, overhead):
 def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
     monkeypatch.setattr(blocks, '_times', lambda group, sizes, tensor, batch: (batch, 10. * batch))
 
-    class Group(list):
-        def __init__(self, *args): pass
-        def __enter__(self): return self
-        def __exit__(self, *args): pass
-    monkeypatch.setattr(blocks, 'Processes', Group)
-    found = blocks.profiles_of(Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'])
+    group = nullcontext(Namespace(call=lambda name, sizes: [2., 9.]))
+    monkeypatch.setattr(blocks, 'Processes', lambda number, rank: group)
+    found, machine = blocks.profiles_of(Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'])
     assert [*found] == [1, 2]
     seconds = [x.forward_seconds + x.backward_seconds for x in found[2].layers]
     assert seconds == pytest.approx([8., 80., 80., 80., 8.])
     assert found[1].batch_size == blocks.LARGE
+    assert machine == replace(MACHINES['A100'], bandwidth=ParameterBytes(4, 4, 8).traffic / 9)
