@@ -108,9 +108,11 @@ def choose_mesh(config: Namespace) -> None:
         model, machine = profiles_of(known._replace(context=sizes.block_size), devices, ranks,
                                      machine)
         limit['micro_batches'] = (1, 2, 4, LARGE)  # as far as they are measured
+    # Autocast and FSDP keep parameters in bfloat16 during a step, beside those in float32.
+    state = ParameterBytes(2, 4, 12) if config.dtype == 'bfloat16' else ParameterBytes(4, 4, 8)
     try:
         found = plan(model, mesh=devices, machine=machine, batch=config.global_batch_size,
-                     state=ParameterBytes(4, 4, 8), **limit)
+                     state=state, **limit)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     click.echo(f'{found}\n')

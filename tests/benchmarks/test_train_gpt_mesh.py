@@ -38,12 +38,13 @@ def asked(monkeypatch):
     return asked
 
 
-def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked):
-    config = chosen('--machine', 'H100', '--memory', '1GiB')
+@pytest.mark.parametrize('dtype, state', [('bfloat16', (2, 4, 12)), ('float32', (4, 4, 8))])
+def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked, dtype, state):
+    config = chosen('--machine', 'H100', '--memory', '1GiB', '--dtype', dtype)
     sizes = checked(Namespace(**vars(config))).sizes
     assert asked == {
-        'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied),
-        'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': ParameterBytes(4, 4, 8),
+        'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
+        'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': ParameterBytes(*state),
         'memory_limit': 2 ** 30}
     assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
     assert (config.schedule, config.checkpoint, config.virtual, config.micro_batch_size,

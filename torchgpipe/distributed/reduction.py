@@ -21,7 +21,7 @@ already known.
 ::
 
     'replicate'    each rank has all parameters of its stages
-                   step ──▶ gradients, side by side in one tensor ──▶ sum over replicas ──▶ .grad
+                   step ──▶ gradients, in buckets ──▶ sum over replicas ──▶ .grad
     'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
                    gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
                    with CPUOffloadPolicy, stage by stage: see Unit
@@ -30,6 +30,13 @@ already known.
 
 Losses are weighted by the count of the whole mini-batch. So gradients are summed over replicas,
 and replicas may have different numbers of samples.
+
+A gradient is freed when its bucket has a copy of it. So there is at most one bucket in addition to
+one set of gradients::
+
+    gradients of this rank    g0 g1 g2 │ g3 g4 │          freed, bucket by bucket
+    bucket                             └─ copy ─▶ [g3 g4] ─ all-reduce ─▶ copy
+    sums                      s0 s1 s2                                     s3 s4
 """
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
