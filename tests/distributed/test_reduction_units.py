@@ -221,11 +221,11 @@ class Peak(TorchDispatchMode):
 
 
 def peak(axes, stages, options):
-    """Give the peak of bytes in three steps with 14 layers, each of which is a bucket."""
+    """Give the peak of bytes in three steps with 14 layers, of which a bucket has three."""
     def layer():
         return nn.Linear(96, 96)
 
-    with mock.patch.object(reduction, 'BUCKET', 4 * (96 * 96 + 96)), Peak() as found:
+    with mock.patch.object(reduction, 'BUCKET', 3 * 4 * (96 * 96 + 96)), Peak() as found:
         model = DistributedGPipe([layer] * 14, [14 // stages] * stages, mesh=init_mesh(**axes),
                                  chunks=2, **options)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -246,7 +246,7 @@ def test_two_replicas_have_half_of_what_one_process_has():
 
 def test_replicas_reduce_gradients_without_a_second_set_of_them():
     peaks = run(2, peak, {'data': 2}, 1, {})
-    assert max(peaks) < 4 + 2.5 / 14, peaks
+    assert max(peaks) < 4 + 3.5 / 14, peaks
 
 
 # --- other parts of a step

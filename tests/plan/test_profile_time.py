@@ -1,4 +1,5 @@
 """Profiled time, by a clock that the layers move."""
+import threading
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from tests.plan.models import frozen
 from torchgpipe.balance import balance_by_time, profile
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.plan.profile import profile_bytes
+from torchgpipe.plan.profile import as_a_worker, profile_bytes
 
 pytestmark = cpu_only('the clock that a test moves is that of the host')
 
@@ -96,3 +97,43 @@ def test_balance_by_time(clock):
         model = nn.Sequential(*[Timed(clock, lambda number, time=time: time, lambda number: 1)
                                 for time in times])
         assert balance_by_time(2, model, torch.rand(1), device='cpu', timeout=0) == expected
+
+
+@pytest.fixture
+def six_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize('devices, number, share', [
+    (['cpu'], 1, 6), (['cpu:0', 'cpu:1', 'cpu:2'], 3, 2), (['cuda:0', 'cpu:0', 'cpu:1'], 1, 3)])
+def test_workers_of_the_cpu_measure_at_the_same_time(six_threads, devices, number, share):
+    """Only the calling thread has a result, or an error. What the others draw leaves no trace."""
+    state, here = torch.get_rng_state(), threading.get_ident()
+    together, ended = threading.Barrier(number), threading.Event()
+    shares = []
+
+    def measure():
+        shares.append(torch.get_num_threads())
+        together.wait(60)
+        if threading.get_ident() == here:
+            ended.set()
+            return 'mine'
+        ended.wait(60)
+        torch.rand(1)
+        raise ValueError('of another worker')
+
+    assert as_a_worker(devices, measure) == 'mine'
+    assert shares == [share] * number
+    assert torch.get_num_threads() == 6 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_errors_of_a_measurement_are_raised(six_threads):
+    def measure():
+        raise ValueError('of this worker')
+
+    with pytest.raises(ValueError, match='of this worker'):
+        as_a_worker(['cpu:0', 'cpu:1'], measure)
+    assert torch.get_num_threads() == 6

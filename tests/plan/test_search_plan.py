@@ -56,7 +56,7 @@ def test_a_plan_changes_nothing():
 @cpu_only('workers of the CPU have parts of the threads')
 def test_backward_of_the_plain_call_has_all_threads(monkeypatch):
     """One thread runs it, so it is measured with all; other schedules with a worker's part."""
-    threads = []
+    threads, now = [], [4]
 
     def measure(*args, **options):
         threads.append(torch.get_num_threads())
@@ -64,12 +64,12 @@ def test_backward_of_the_plain_call_has_all_threads(monkeypatch):
                        'cpu')
 
     monkeypatch.setattr('torchgpipe.plan.search.profile', measure)
-    monkeypatch.setattr(torch, 'get_num_threads', iter([4, 2, 4]).__next__)
-    monkeypatch.setattr(torch, 'set_num_threads', lambda number: None)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: now[-1])
+    monkeypatch.setattr(torch, 'set_num_threads', now.append)
     found = plan(nn.Sequential(*[nn.Linear(1, 1) for _ in range(2)]), torch.ones(8, 1),
                  devices=['cpu:0', 'cpu:1'], chunks=[1], overhead={}, checkpoints=['never'],
                  schedules=['plain call', 'gpipe'])
-    assert threads == [2, 4]
+    assert threads == [2, 2, 4]
     assert {x.schedule: x.seconds for x in (found, *found.runners_up)} == {
         'plain call': 2. + 2 * 2., 'gpipe': 2. + 2 * 4.}
 

@@ -452,23 +452,30 @@ def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.
             there is no second set of gradients.
         group: The replicas.
     """
-    sums, counts = [], []
+    sums: Gradients = []
+    counts = []
     for bucket in _buckets(parameters):
-        grads = [like(x, found.get(id(x))) for x in bucket]
-        there = local(grads[0]).new_tensor([float(found.pop(id(x), None) is not None)
-                                            for x in bucket])
-        flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
-        grads.clear()
-        dist.all_reduce(flat, group=group)
-        *totals, there = flat.split([*(local(x).numel() for x in bucket), len(bucket)])
-        for x, total in zip(bucket, totals):
-            result = torch.empty_like(x, dtype=flat.dtype)
-            local(result).copy_(total.view_as(local(x)))
-            sums.append((x, result))
-        counts.append(there.clone())
+        results, count = _sum_of_bucket(bucket, found, group)
+        sums += zip(bucket, results)
+        counts.append(count)
     # One look at the device for all buckets, because it waits for them.
     anywhere = torch.cat(counts).tolist() if counts else ()
     yield from (each for each, count in zip(sums, anywhere) if count)
+
+
+def _sum_of_bucket(bucket: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup
+                   ) -> tuple[list[Tensor], Tensor]:
+    """Return the sums of the gradients of some parameters, and the numbers of ranks with one."""
+    grads = [like(x, found.get(id(x))) for x in bucket]
+    there = local(grads[0]).new_tensor([float(found.pop(id(x), None) is not None) for x in bucket])
+    flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
+    grads.clear()
+    dist.all_reduce(flat, group=group)
+    *totals, count = flat.split([*(local(x).numel() for x in bucket), len(bucket)])
+    results = [torch.empty_like(x, dtype=flat.dtype) for x in bucket]
+    for result, total in zip(results, totals):
+        local(result).copy_(total.view_as(local(result)))
+    return results, count.clone()
 
 
 #: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.

@@ -25,7 +25,8 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -36,7 +37,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import UninitializedBuffer
 
-from torchgpipe.base.devices import Device, accelerator, forked_rng, has_data, synchronize
+from torchgpipe.base.context import generator_lock
+from torchgpipe.base.devices import (CPU, Device, accelerator, has_data, is_cpu, rng_states,
+                                     set_rng_states, synchronize)
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Value, call, flatten, size_of
@@ -52,7 +55,7 @@ from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
 
-__all__ = ['Flow', 'Measurement', 'layerwise_sandbox', 'profile', 'profile_bytes']
+__all__ = ['Flow', 'Measurement', 'as_a_worker', 'layerwise_sandbox', 'profile', 'profile_bytes']
 
 
 @dataclass
@@ -427,15 +430,43 @@ def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: to
                    sum(map(size_of, sample.tensors)), str(device))
 
 
+def as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profile:
+    """Measure as one of the workers of the CPU, all of which measure at the same time.
+
+    Each has its part of the intra-op threads. They contend for memory, for units that cores share,
+    and for Python's interpreter, as in a step::
+
+        calling thread    layer 0 │ layer 1 │ …     ──▶ the result
+        others            layer 0 │ layer 1 │ …         is ignored
+
+    Args:
+        devices: The devices of the workers.
+        measure: Measures copies of layers, on the first device.
+    """
+    threads, number = torch.get_num_threads(), sum(map(is_cpu, devices))
+    share, others = max(1, threads // max(1, number)), number - 1
+    with _random_states(CPU), ThreadPoolExecutor(max(1, others)) as pool:
+        torch.set_num_threads(share)  # also of threads that begin later
+        try:
+            for _ in range(others if number == len(devices) else 0):
+                pool.submit(measure)
+            return measure()
+        finally:
+            torch.set_num_threads(threads)
+
+
 @contextmanager
 def _random_states(device: torch.device) -> Iterator[None]:
     """Restore the random states that a layer may draw from."""
     numpy: Any = sys.modules.get('numpy')
+    with generator_lock:  # Two threads that ask for the state of one generator can deadlock.
+        own = rng_states([device])
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with forked_rng([device]):
-            yield
+        yield
     finally:
+        with generator_lock:
+            set_rng_states([device], own)
         random.setstate(states[0])
         if numpy is not None:
             numpy.random.set_state(states[1])

@@ -36,7 +36,7 @@ from torchgpipe.plan.balance import (Profile, bounded_cuts, check_partitions, fa
 from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, SkipProfile,
                                    StageCosts, measure_links, measure_overhead, memory_limits,
                                    peaks)
-from torchgpipe.plan.profile import profile
+from torchgpipe.plan.profile import as_a_worker, profile
 from torchgpipe.plan.simulation import MEMORY, Simulation, few, simulate
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
@@ -395,7 +395,7 @@ def plan_devices(
     schedules, measured = [*schedules], not isinstance(module, Profile)
     measure: Callable[..., Profile] = partial(
         profile, sample=sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim)
-    costs = plain = module if isinstance(module, Profile) else _as_a_worker(
+    costs = plain = module if isinstance(module, Profile) else as_a_worker(
         names, partial(measure, module))
     if measured and PLAIN_CALL in schedules and len(names) > 1 and all(map(is_cpu, names)):
         plain = _with_backward(costs, measure(module))
@@ -559,16 +559,6 @@ class _Search:
             f'its limit of {limit}: {plan.schedule!r} with {plan.chunks} chunks, checkpoint='
             f'{plan.checkpoint!r}, balance {list(plan.balance)}. Take larger devices or more of '
             'them, a smaller batch, more chunks, or an optimizer with less state (param_scale)')
-
-
-def _as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profile:
-    """Measure with as many intra-op threads as a worker of the CPU has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // max(1, sum(map(is_cpu, devices)))))
-    try:
-        return measure()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _with_backward(costs: Profile, other: Profile) -> Profile:
