@@ -495,8 +495,7 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             if size >= BUCKET:
                 yield bucket
                 bucket, size = [], 0
-        if bucket:
-            yield bucket
+        yield from [bucket] if bucket else []
 
 
 def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
