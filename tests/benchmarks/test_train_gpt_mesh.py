@@ -1,4 +1,4 @@
-"""A mesh chosen by a plan: what the trainer gives to it and takes from it; measured blocks."""
+"""A mesh chosen by a plan: its arguments, the settings that it changes, and measured blocks."""
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_times_of_a_block_and_of_ends():
 @pytest.mark.parametrize('small, large, overhead', [
     (3., 10., 2.), (1., 8., 0.), (1., 9., 0.), (4., 2., 4.)])
 def test_overheads_of_layers(small, large, overhead):
-    """What does not grow with the samples of a micro-batch; none is below zero or above all."""
+    """Overheads do not grow with the samples; they are between zero and all of the time."""
     layer = LayerProfile('0', 0., 0., 8, 0, 0, 4, 4, input_share=.5, weight_share=.5)
     found = blocks._timed(layer, small, large)
     assert found == replace(

@@ -117,7 +117,7 @@ def test_messages_are_what_links_take():
 
 
 def test_replicas_that_share_a_tied_model_take_as_long_as_a_rank_waits():
-    """With overlap, a rank waits for what its last backward does not hide."""
+    """With overlap, a rank waits for the part that its last backward does not hide."""
     found = plan(GPT, mesh={'data': 64}, machine=H100, batch=64, shardings=['shard'],
                  overlap=['data'], memory_limit=1e12)
     forward, backward = (getattr(found.costs.stages[0], x) for x in ('forward', 'backward'))

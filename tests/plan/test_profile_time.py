@@ -110,7 +110,7 @@ def six_threads():
 @pytest.mark.parametrize('devices, number, share', [
     (['cpu'], 1, 6), (['cpu:0', 'cpu:1', 'cpu:2'], 3, 2), (['cuda:0', 'cpu:0', 'cpu:1'], 1, 3)])
 def test_workers_of_the_cpu_measure_at_the_same_time(six_threads, devices, number, share):
-    """Only the calling thread has a result, or an error. What the others draw leaves no trace."""
+    """Only the calling thread has a result, or an error. Draws of the others leave no trace."""
     state, here = torch.get_rng_state(), threading.get_ident()
     together, ended = threading.Barrier(number), threading.Event()
     shares = []

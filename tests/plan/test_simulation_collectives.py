@@ -50,7 +50,7 @@ def test_overlapping_collectives_by_hand(gather, begin):
 
 
 def test_parts_of_a_peak_by_hand():
-    """What ends at the time of the peak is not one of its parts; what starts then is."""
+    """Memory that ends at the time of the peak is not part of it; memory that starts then is."""
     costs = Costs([StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
                    StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0)])
     one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).peak_parts

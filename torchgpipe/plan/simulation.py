@@ -260,23 +260,23 @@ def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
         device = ready.pop()
         while (action := stopped[device]) is not None:
             stage, kind, i = action
-            before = [(index[other], edge, other) for s, what, edge in waits[stage, kind]
-                      if (other := (s, what, i)) in index]
+            before = [(index[other], edge, other) for s, k, edge in waits[stage, kind]
+                      if (other := (s, k, i)) in index]
             before += [(index[other], 0, other) for other in also.get(action, ())
                        if other in index]
             first, _, other = min(before, default=(0, 0, action))
             if first < 0:
                 waiting[other].append(device)
                 break
-            k = index[action] = len(found.actions)
+            number = index[action] = len(found.actions)
             found.actions.append(action)
             found.devices.append(device)
-            found.before.extend(number for number, _, _ in before)
+            found.before.extend(one for one, _, _ in before)
             found.over.extend(edge for _, edge, _ in before)
             found.stops.append(len(found.before))
-            found.rows[device].append(k)
+            found.rows[device].append(number)
             if kind in 'BI' and (stage, 'R', i) not in index:
-                found.without_r.append(k)
+                found.without_r.append(number)
             ready += waiting.pop(action, ())
             stopped[device] = next(rows[device], None)
     return None if any(stopped) else found
