@@ -19,7 +19,7 @@ from tests.distributed.models import perceptron
 from tests.distributed.saving import World, adam, fresh, made, same, steps, values
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import load_checkpoint, save_checkpoint
-from torchgpipe.shard.folders import opened
+from torchgpipe.shard.folders import Writer, opened
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -68,7 +68,14 @@ def check_trained(folder, numbers):
     return found, world, optimizer
 
 
-def gone(folder):
+def go_on(world, folder, task):
+    """Take a step, save or load."""
+    {'step': lambda: steps(world, adam(world.model), range(1)),
+     'save': lambda: world.save(folder),
+     'load': lambda: world.load(folder)}[task]()
+
+
+def gone(folder, task):
     """Save without waiting while rank 1 ends, and return the values of the checkpoint before."""
     world = World('pipe')
     world.save(folder)
@@ -86,19 +93,39 @@ def gone(folder):
         os._exit(0)
     before = values(world.model)
     with pytest.raises(RuntimeError, match='rank 1'):
-        steps(world, adam(world.model), range(1))
+        go_on(world, folder, task)
     with pytest.raises(RuntimeError, match=r'ranks \[1\]: nothing was heard of it'):
         saving.result()
     return before
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_while_it_writes_is_not_waited_for(tmp_path):
-    """Others have a timeout of half an hour, and end by the error of a step."""
-    (expected, _) = outcomes(2, gone, str(tmp_path / 'model'))
+@pytest.mark.parametrize('task', ['step', 'save', 'load'])
+def test_a_rank_that_ends_while_it_writes_is_not_waited_for(task, tmp_path):
+    """Others have a timeout of half an hour, and end by the error of what they do next."""
+    (expected, _) = outcomes(2, gone, str(tmp_path / 'model'), task)
     other = fresh()
     load_checkpoint(tmp_path / 'model', other)
     same(values(other), expected)
+
+
+def gone_at_the_end(folder, wait):
+    """Save while rank 0 ends when it replaces the folder, and save again if it has not waited."""
+    world = World('pipe')
+    world.save(folder)
+    Writer._replace = lambda *args: os._exit(0)
+    with pytest.raises(RuntimeError, match='rank 0'):
+        world.save(folder, wait=wait)
+        world.save(folder)
+    return values(world.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('wait', [True, False])
+def test_rank_0_that_ends_while_it_replaces_the_folder_is_not_waited_for(wait, tmp_path):
+    (_, expected) = outcomes(2, gone_at_the_end, str(tmp_path / 'model'), wait)
+    assert isinstance(expected, dict), expected
+    assert sorted(os.listdir(tmp_path)) == ['model', 'model.saving']
 
 
 # --- killed

@@ -13,7 +13,6 @@ Each rank writes and reads its own entries, under the names of the whole model. 
 entries that several ranks have. ``torch.distributed.checkpoint`` writes and reads the files.
 """
 import pickle
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from io import BytesIO
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from torchgpipe.distributed.agreement import Facts, digest
 from torchgpipe.distributed.mesh import AXES, Axis
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.shard.collectives import gathered
-from torchgpipe.shard.folders import Folder, Writer, as_errors, opened
+from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
 from torchgpipe.shard.state_dict import Named, by_names, check_names, is_tensor, some, under
 
 __all__ = ['Saving', 'check_model', 'check_optimizer', 'extra_bytes', 'extra_entries',
@@ -314,56 +313,6 @@ def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping
 Extra = Mapping[str, Any] | None
 
 
-class Saving:
-    """A checkpoint that is written while training continues.
-
-    Its thread keeps the process alive until all ranks have written it, or one has failed.
-
-    Args:
-        work: Functions that write it, and wait until the other ranks have written their parts.
-    """
-
-    def __init__(self, *work: Callable[[], None]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._told = False
-        self._thread = threading.Thread(target=self._run, name='torchgpipe saving')
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            for each in self._work:
-                each()
-        except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        """Return whether the checkpoint is written, or has failed."""
-        return not self._thread.is_alive()
-
-    def result(self, timeout: float | None = None) -> None:
-        """Wait until all ranks have written the checkpoint.
-
-        Args:
-            timeout: The longest wait, in seconds; by default there is no limit.
-
-        Raises:
-            RuntimeError: A rank failed.
-            TimeoutError: The checkpoint is not written within ``timeout``.
-        """
-        self._thread.join(timeout)
-        if not self.done():
-            raise TimeoutError(f'the checkpoint is not written after {timeout} s')
-        self._told = True
-        if self._error is not None:
-            raise self._error
-
-    def settle(self) -> None:
-        """Wait, and raise the error if no call of ``result`` has raised it yet."""
-        if not self._told:
-            self.result()
-
-
 def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
          extra: Extra, wait: bool = True, patience: Callable[[], float] = float) -> Saving | None:
     """Save a model on all ranks: see :meth:`DistributedGPipe.save`.
@@ -391,6 +340,7 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         if not number:
             writer.make_way()
 
+    _wait(rank, task)
     said = rank.together(task, read)
     rank.check_outlines(said)
     rank.compare(said)
@@ -400,10 +350,11 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         state_dict_saver.save(state, storage_writer=writer, process_group=rank.everyone,
                               no_dist=rank.everyone is None)
     if not wait:
-        rank.saving = saving = Saving(writer.write, writer.end)
+        rank.saving = saving = Saving(writer)
         return saving
     rank.together(task, writer.write)
-    rank.together(task, writer.end)
+    rank.together(task, _nothing if number else writer.end)
+    rank.together(task, writer.end if number else _nothing)
     return None
 
 
@@ -424,6 +375,7 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
         found.update(loading[0].read_tensors(extra or {}))
         return Facts(numbers=rank.numbers())
 
+    _wait(rank, task)
     rank.together(task, prepare)
     _check(_everywhere(rank, loading[0].facts), loading[0].saved)
     rank.together(task, lambda: loading[0].read_options(extra or {}))
@@ -557,8 +509,25 @@ def _everywhere(rank: Rank, value: Any) -> list[Any]:
     return [value] if rank.everyone is None else gathered(value, rank.everyone)
 
 
+def _nothing() -> None:
+    """Wait for other ranks."""
+
+
+def _wait(rank: Rank, task: str) -> None:
+    """Wait for the previous save on all ranks; raise no error of it.
+
+    Ranks wait for each other in collectives, because these report a rank that has ended.
+    """
+    def wait(whole: bool) -> None:
+        if rank.saving is not None:
+            rank.saving.wait(whole)
+
+    rank.together(task, lambda: wait(False))
+    rank.together(task, lambda: wait(not _place(rank)[0]))
+
+
 def _settle(rank: Rank) -> None:
-    """Wait for the previous save."""
+    """Raise the error of the previous save, if there is one."""
     if rank.saving is not None:
         rank.saving.settle()
         rank.saving = None

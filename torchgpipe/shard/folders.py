@@ -16,6 +16,7 @@ follows the pickle in it, where PyTorch does not read.
 import os
 import pickle
 import shutil
+import threading
 import time
 import warnings
 import zlib
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-__all__ = ['Folder', 'Writer', 'as_errors', 'opened']
+__all__ = ['Folder', 'Saving', 'Writer', 'as_errors', 'opened']
 
 #: Where a checkpoint is.
 Folder = str | os.PathLike[str]
@@ -288,6 +289,67 @@ class Writer(FileSystemWriter):
         except OSError:
             pass
         return _failed([self._own], text)
+
+
+class Saving:
+    """A checkpoint that is written while training continues.
+
+    Its thread keeps the process alive until all ranks have written it, or one has failed.
+
+    Args:
+        writer: Has the plan of this rank.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._error: BaseException | None = None
+        self._written = threading.Event()
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name='torchgpipe saving')
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._writer.write()
+            finally:
+                self._written.set()
+            self._writer.end()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, all_ranks: bool) -> None:
+        """Wait until this rank has written its part, or until all ranks have."""
+        if all_ranks:
+            self._thread.join()
+        else:
+            self._written.wait()
+
+    def done(self) -> bool:
+        """Return whether the checkpoint is written, or has failed."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until all ranks have written the checkpoint.
+
+        Args:
+            timeout: The longest wait, in seconds; by default there is no limit.
+
+        Raises:
+            RuntimeError: A rank failed.
+            TimeoutError: The checkpoint is not written within ``timeout``.
+        """
+        self._thread.join(timeout)
+        if not self.done():
+            raise TimeoutError(f'the checkpoint is not written after {timeout} s')
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def settle(self) -> None:
+        """Wait, and raise the error if no call of ``result`` has raised it yet."""
+        if not self._told:
+            self.result()
 
 
 def _failed(ranks: Iterable[int], why: str) -> RuntimeError:
