@@ -103,13 +103,13 @@ def choose_mesh(config: Namespace) -> None:
     machine = MACHINES[plan_for] if plan_for else measure_machine(device)
     model: Any = Transformer(known.depth, known.width, known.heads, known.vocabulary,
                              sizes.block_size, tied=known.tied, dtype=config.dtype)
+    # Autocast and FSDP keep parameters in bfloat16 during a step, beside those in float32.
+    state = ParameterBytes(2, 4, 12) if config.dtype == 'bfloat16' else ParameterBytes(4, 4, 8)
     if is_cpu(device) and not plan_for:
         ranks = [t for t in range(1, devices + 1) if devices % t == 0 and known.heads % t == 0]
         model, machine = profiles_of(known._replace(context=sizes.block_size), devices, ranks,
-                                     machine)
+                                     machine, state)
         limit['micro_batches'] = (1, 2, 4, LARGE)  # as far as they are measured
-    # Autocast and FSDP keep parameters in bfloat16 during a step, beside those in float32.
-    state = ParameterBytes(2, 4, 12) if config.dtype == 'bfloat16' else ParameterBytes(4, 4, 8)
     try:
         found = plan(model, mesh=devices, machine=machine, batch=config.global_batch_size,
                      state=state, **limit)

@@ -73,20 +73,21 @@ class _Rank:
         return median(times[1:])
 
 
-def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine
-                ) -> tuple[dict[int, Profile], Machine]:
+def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine,
+                state: ParameterBytes) -> tuple[dict[int, Profile], Machine]:
     """Return profiles of the layers of a GPT, by the number of ranks that share each layer.
 
     Steps of GPTs are timed on all processes at once: with few blocks and with more, with small
     micro-batches and with large ones. So times include collectives, the runtime, and the
     contention of processes for cores and memory. Sizes follow formulas. The machine is returned
-    with a memory as fast as the optimizer is.
+    with a memory at whose speed an update takes the measured time.
 
     Args:
         sizes: The sizes.
         devices: The number of processes.
         tensors: Numbers of ranks along the tensor axis.
         machine: The machine.
+        state: Bytes of a parameter.
     """
     found, small = {}, sizes._replace(depth=FEW)
     with Processes(devices, _Rank) as group:
@@ -99,7 +100,7 @@ def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Mac
                 _timed(x, *(both[0 < k <= sizes.depth] for both in times))
                 for k, x in enumerate(one.layers)))
         update = max(group.call('update', small))
-    return found, replace(machine, bandwidth=ParameterBytes(4, 4, 8).traffic / update)
+    return found, replace(machine, bandwidth=state.traffic / update)
 
 
 #: Samples of a large micro-batch.

@@ -38,13 +38,18 @@ def asked(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize('dtype, state', [('bfloat16', (2, 4, 12)), ('float32', (4, 4, 8))])
+#: Bytes of a parameter in bfloat16.
+STATE = ParameterBytes(2, 4, 12)
+
+
+@pytest.mark.parametrize('dtype, state', [('bfloat16', STATE),
+                                          ('float32', ParameterBytes(4, 4, 8))])
 def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked, dtype, state):
     config = chosen('--machine', 'H100', '--memory', '1GiB', '--dtype', dtype)
     sizes = checked(Namespace(**vars(config))).sizes
     assert asked == {
         'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
-        'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': ParameterBytes(*state),
+        'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': state,
         'memory_limit': 2 ** 30}
     assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
     assert (config.schedule, config.checkpoint, config.virtual, config.micro_batch_size,
@@ -54,10 +59,10 @@ def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked, dtype, state
 
 def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
     monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
-    monkeypatch.setattr(train_gpt, 'profiles_of', lambda sizes, devices, ranks, machine: (
-        (sizes.context, devices, ranks), replace(machine, bandwidth=7.)))
-    chosen()
-    assert asked['model'] == (8, 8, [1, 2])
+    monkeypatch.setattr(train_gpt, 'profiles_of', lambda sizes, devices, ranks, machine, state: (
+        (sizes.context, devices, ranks, state), replace(machine, bandwidth=7.)))
+    chosen('--dtype', 'bfloat16')
+    assert asked['model'] == (8, 8, [1, 2], STATE)
     assert asked['machine'] == replace(MACHINES['A100'], bandwidth=7.)
     assert asked['micro_batches'] == (1, 2, 4, blocks.LARGE) and 'memory_limit' not in asked
 
@@ -96,9 +101,10 @@ def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
 
     group = nullcontext(Namespace(call=lambda name, sizes: [2., 9.]))
     monkeypatch.setattr(blocks, 'Processes', lambda number, rank: group)
-    found, machine = blocks.profiles_of(Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'])
+    found, machine = blocks.profiles_of(Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'],
+                                        STATE)
     assert [*found] == [1, 2]
     seconds = [x.forward_seconds + x.backward_seconds for x in found[2].layers]
     assert seconds == pytest.approx([8., 80., 80., 80., 8.])
     assert found[1].batch_size == blocks.LARGE
-    assert machine == replace(MACHINES['A100'], bandwidth=ParameterBytes(4, 4, 8).traffic / 9)
+    assert machine == replace(MACHINES['A100'], bandwidth=STATE.traffic / 9)

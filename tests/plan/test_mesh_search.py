@@ -14,7 +14,7 @@ from torchgpipe.balance import Profile
 from torchgpipe.plan import (MACHINES, Link, MeshPlan, ParameterBytes, Transformer, plan,
                              plan_mesh, simulate)
 from torchgpipe.plan.costs import LayerProfile
-from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _Case
+from torchgpipe.plan.mesh_search import HOPELESS, SCHEDULES, MeshSearch, _Case
 from torchgpipe.plan.search import schedule_of
 
 pytestmark = cpu_only('it computes numbers')
@@ -128,6 +128,29 @@ def test_memory_decides():
     with pytest.raises(ValueError, match='no plan for this mesh:\ndata 1 .* takes at least .* on '
                                          'a rank, of 954 MiB'):
         plan(GPT, mesh=8, machine=H100, batch=64, memory_limit=1e9)
+
+
+def test_a_part_of_the_memory_is_for_others_by_default():
+    free = plan(GPT, mesh={'data': 8}, machine=H100, batch=64, memory_limit=1e15)
+    for memory, fits in ((.89, True), (.91, False)):
+        machine = replace(H100, memory=max(free.peaks) / memory)
+        found = plan(GPT, mesh={'data': 8}, machine=machine, batch=64)
+        assert (found.peaks == free.peaks) is fits and max(found.peaks) <= .9 * machine.memory
+
+
+def test_a_refusal_has_the_least_memory_that_is_possible():
+    def refusal(limit, **options):
+        with pytest.raises(ValueError, match='takes at least') as error:
+            plan(GPT, mesh={'pipe': 8}, machine=H100, batch=64, memory_limit=limit, **options)
+        return str(error.value).rpartition('takes at least ')[2].partition(' on')[0]
+
+    least = min(max(plan(GPT, mesh={'pipe': 8}, machine=H100, batch=64, recomputations=[r],
+                         micro_batches=[1], schedules=[s], memory_limit=1e15).peaks)
+                for r in ('none', 'full') for s in SCHEDULES)
+    # In between, some candidates have bounds that fit, and others take less memory than these.
+    for part in (.999, .99, .9, .7, .5, .3):
+        number, unit = refusal(part * least).split()
+        assert float(number) * {'GiB': 2 ** 30, 'MiB': 2 ** 20}[unit] <= 1.01 * least
 
 
 def test_the_plan_runs_within_its_memory_as_simulated():

@@ -46,6 +46,10 @@ __all__ = ['MeshSearch', 'plan', 'plan_mesh']
 #: Schedules that a search tries by default: no other is faster in less memory.
 SCHEDULES = ('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')
 
+#: The part of a device's memory that a plan takes by default. The rest is for the context of CUDA,
+#: the buffers of NCCL, and gaps between allocations.
+USABLE = .9
+
 #: A bound that exceeds the best time of all meshes by this factor ends the search of a mesh.
 HOPELESS = 1.2
 
@@ -78,6 +82,10 @@ class _Case(NamedTuple):
     micro_batch: int
     recomputation: str
     data: str
+
+
+#: Bounds on the seconds and the bytes of a candidate.
+_Bounded = tuple[float, float, _Case]
 
 
 class _Found(NamedTuple):
@@ -404,7 +412,7 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
         mesh: The number of devices, each of which runs a rank, or the sizes of the axes.
         machine: The machine, or a name in ``MACHINES``.
         batch: The samples of a step, of all replicas.
-        memory_limit: Bytes of a device, by default all.
+        memory_limit: Bytes of a device for tensors, by default nine tenths of its memory.
         state: Bytes of a parameter, its gradient and the state of the optimizer.
         schedules: Names of :func:`torchgpipe.schedule.make`.
         virtual: The most stages on a rank, or the numbers to try.
@@ -442,7 +450,7 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
     elif not isinstance(layers, (Profile, Mapping)):
         raise TypeError(f'a plan is for a module, a profile or a Transformer, not {layers!r}')
     memory_limits(memory_limit, 1, 'limits')
-    limit = machine.memory if memory_limit is None else memory_limit
+    limit = USABLE * machine.memory if memory_limit is None else memory_limit
     _check_names(schedules, recomputations, shardings, overlap)
     if not (isinstance(layers, Transformer) and not layers.fused):
         # There are no scores in memory.
@@ -461,20 +469,17 @@ def _planned(search: MeshSearch, mesh: int | Mapping[str, int], limit: float,
              cases_of: Callable[[tuple[int, int, int]], Iterable[_Case]]) -> MeshPlan:
     """Return the fastest plan, among candidates by mesh."""
     refused: dict[str, str] = {}
-    meshes: list[list[tuple[float, _Case]]] = []
+    meshes: list[list[_Bounded]] = []
     for sizes in _meshes(mesh):
         try:
-            cases = [(*search.bound(case), case) for case in cases_of(sizes)]
+            meshes.append(sorted((*search.bound(case), case) for case in cases_of(sizes)))
         except ValueError as error:
             refused[name_of(sizes)] = str(error)
-            continue
-        fitting = sorted((seconds, case) for seconds, bytes, case in cases if bytes <= limit)
-        meshes += [fitting] if fitting else []
-        if not fitting:
-            least = min(bytes for _, bytes, _ in cases)
-            refused[name_of(sizes)] = (f'takes at least {format_bytes(least)} on a rank, of '
-                                       f'{format_bytes(limit)}')
-    found = sorted(_best(search, sorted(meshes), limit, refused))
+
+    def first(cases: list[_Bounded]) -> float:
+        return next((seconds for seconds, bytes, _ in cases if bytes <= limit), inf)
+
+    found = sorted(_best(search, sorted(meshes, key=first), limit, refused))
     if not found:
         raise ValueError('no plan for this mesh:\n' + '\n'.join(
             f'{name}: {why}' for name, why in refused.items()))
@@ -530,24 +535,26 @@ def _virtual(name: str, pipe: int, virtual: Iterable[int]) -> Iterable[int]:
     return [v for v in virtual if min(2, most) <= v <= most]
 
 
-def _best(search: MeshSearch, meshes: list[list[tuple[float, _Case]]], limit: float,
+def _best(search: MeshSearch, meshes: list[list[_Bounded]], limit: float,
           refused: dict[str, str]) -> Iterator[_Found]:
     """Simulate the candidates of each mesh, the lowest bound first; yield the best of each."""
     fastest_of_all = inf
     for cases in meshes:
-        best, most = None, inf
-        for bound, case in cases:
+        best, least = None, inf
+        for bound, bytes, case in cases:
             if best and bound >= min(best.seconds, HOPELESS * fastest_of_all):
                 break
-            seconds, simulation = search.predict(case, search.costs(case))
-            if best is None or seconds < best.seconds:
-                size = max(simulation.peak_bytes)
-                most = min(most, size)
-                if size <= limit:
+            if bytes <= limit:
+                seconds, simulation = search.predict(case, search.costs(case))
+                if best and seconds >= best.seconds:
+                    continue
+                bytes = max(simulation.peak_bytes)
+                if bytes <= limit:
                     best = _Found(seconds, case, *_ends(simulation))
+            least = min(least, bytes)
         if best:
             fastest_of_all = min(fastest_of_all, best.seconds)
             yield best
         else:
-            refused[name_of(cases[0][1].mesh)] = (
-                f'takes {format_bytes(most)} on a rank, of {format_bytes(limit)}')
+            refused[name_of(cases[0][-1].mesh)] = (
+                f'takes at least {format_bytes(least)} on a rank, of {format_bytes(limit)}')
