@@ -130,6 +130,17 @@ def test_memory_decides():
         plan(GPT, mesh=8, machine=H100, batch=64, memory_limit=1e9)
 
 
+@pytest.mark.parametrize('options, most', [
+    ({'mesh': 16}, 30), ({'mesh': {'pipe': 4}, 'memory_limit': 9e9}, 3)])
+def test_bounds_leave_few_candidates(options, most, monkeypatch):
+    """A looser bound would give the same plan, after more simulations."""
+    simulated, predict = [], MeshSearch.predict
+    monkeypatch.setattr(MeshSearch, 'predict', lambda self, case, costs: (
+        simulated.append(case), predict(self, case, costs))[1])
+    plan(GPT, machine=H100, batch=64, **options)
+    assert 0 < len(simulated) <= most
+
+
 def test_a_part_of_the_memory_is_for_others_by_default():
     free = plan(GPT, mesh={'data': 8}, machine=H100, batch=64, memory_limit=1e15)
     for memory, fits in ((.89, True), (.91, False)):
