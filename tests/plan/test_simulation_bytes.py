@@ -75,6 +75,12 @@ def test_skips_are_held_where_they_wait_and_where_they_are_used():
         ((0, 0), (1, 5), (2, 0), (4, 5), (5, 0)), ((0, 0),), ((0, 0), (2, 5), (4, 0)))
 
 
+def test_a_skip_that_waits_is_one_of_the_activations_that_its_stage_keeps():
+    stages = [StageCosts(1.0, 1.0, activation_bytes=5.0 * (stage == 0)) for stage in range(3)]
+    assert simulate(make('1f1b', 3, 1), Costs(stages, [SkipProfile(0, 2, 5)])).bytes == (
+        ((0, 5), (4, 10), (5, 5), (6, 0)), ((0, 0),), ((0, 0), (2, 5), (4, 0)))
+
+
 def test_forward_alone():
     costs = Costs([StageCosts(1.0, 1.0, activation_bytes=8.0, output_bytes=1.0)])
     assert simulate(Schedule.parse('0F0,0F1'), costs).bytes == (((0, 8), (1, 9), (2, 0)),)
