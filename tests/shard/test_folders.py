@@ -128,6 +128,20 @@ def test_rank_0_that_ends_while_it_replaces_the_folder_is_not_waited_for(wait, t
     assert sorted(os.listdir(tmp_path)) == ['model', 'model.saving']
 
 
+def seen_late(folder):
+    """Save where the file system shows the new folder to rank 1 later than to rank 0."""
+    world, seen = World('pipe'), []
+    late = iter([{'writing': [], 'written': [0, 1], 'failed': []}] * 3 + [None])
+    if dist.get_rank() == 1:
+        Writer._states = lambda self: seen.append(next(late)) or seen[-1]
+    world.save(folder)
+    return len(seen)
+
+
+def test_a_save_ends_when_its_rank_sees_the_new_folder(tmp_path):
+    assert outcomes(2, seen_late, str(tmp_path / 'model')) == [0, 4]
+
+
 # --- killed
 # ------------------------------------------------------------------------------------------------
 
