@@ -440,7 +440,8 @@ class GPipe(PipelineModule):
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, scale = loss
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
-        pipeline = run_step(self._running_engine(), batches, losses, schedule, **options)
+        pipeline = run_step(self._running_engine(), batches, losses, schedule,
+                            return_output, **options)
         total = losses.total()
         return (total, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
                 ) if return_output else total

@@ -62,6 +62,23 @@ def test_so_many_micro_batches_are_alive(devices, schedule, expected):
         assert not any(keep.alive for keep in counts)
 
 
+@devices
+@pytest.mark.parametrize('returns, expected', [(False, [1] * 4), (True, [1, 2, 3, 4])])
+def test_outputs_are_kept_only_to_be_returned(devices, returns, expected):
+    outputs, alive = [], []
+
+    def loss(y, target):
+        outputs.append(memory_of(y))
+        alive.append(sum(not x.expired() for x in outputs))
+        return loss_of(y, target)
+
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices(2),
+                  chunks=4)
+    x = on_first(gpipe, torch.randn(8, 4))
+    gpipe.step(x, x.to(gpipe.devices[-1]), loss, schedule='1f1b', return_output=returns)
+    assert alive == expected
+
+
 @cpu_only('it counts objects of the host')
 def test_nothing_is_left_behind():
     gpipe = GPipe(layers(), [2, 2, 2, 2], devices=[f'cpu:{j}' for j in range(4)], chunks=4,

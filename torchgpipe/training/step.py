@@ -84,13 +84,13 @@ _recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
 
 
 def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: ScheduleLike,
-             checkpoint_stops: tuple[int, ...], **options: Any) -> Step:
-    """Run a step, and replace the batches by the outputs."""
+             keeps_output: bool, checkpoint_stops: tuple[int, ...], **options: Any) -> Step:
+    """Run a step, and replace the batches by the outputs, if these are kept."""
     workers = [partition.worker for partition in engine.partitions]
     found = find_schedule(schedule, workers, len(batches))
     if not engine.one_worker:  # A single worker never waits for a gradient.
         found = _recomputing(found, checkpoint_stops)
     step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
-    step.losses = losses.monitor
+    step.losses, step.keeps_output = losses.monitor, keeps_output
     step.run()
     return step
