@@ -183,7 +183,7 @@ def test_measured_layers():
                  micro_batches=[1])
     assert found.mesh == {'data': 2, 'pipe': 1, 'tensor': 1}
     assert found.parts['compute'] == pytest.approx(8 * 8 * 3 / 2)
-    assert max(found.peaks) == 8 * 2.5 * 800 + 8 * 100 + 4 * 40 + 4 * 40 + 2 * 40
+    assert max(found.peaks) == 8 * 2.5 * 800 + 8 * 100 + 4 * 40 + 40 + 2 * 40
     assert found.refused == {'data 1 × pipe 1 × tensor 2': 'there is no profile for 2 ranks of '
                              'the tensor axis, only for 1'}
     both = plan({1: measured(1.), 2: measured(1., 4)}, mesh=2, machine=H100, batch=8,

@@ -148,8 +148,8 @@ class Peak(NamedTuple):
     activations: int
     #: Skips that wait to be popped by another stage.
     skips: int
-    #: Multiples of the mini-batch's output in the last stage: the output, and in the plain call
-    #: its gradient, which exists before backward.
+    #: Outputs in the last stage: the micro-batches in flight, and in the plain call as many
+    #: gradients, which exist before backward.
     outputs: int
 
 
@@ -157,7 +157,8 @@ def peaks(schedule: Schedule, checkpoint: str, is_plain_call: bool = False) -> l
     """Return, for each stage of a schedule, the micro-batches that it holds at its peak."""
     numbers = in_flight(schedule)
     alive = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
-    return [Peak(number, alive[j], min(number, max(1, len(numbers) - 1)), 1 + is_plain_call)
+    return [Peak(number, alive[j], min(number, max(1, len(numbers) - 1)),
+                 number * (1 + is_plain_call))
             for j, number in sorted(numbers.items())]
 
 
@@ -171,7 +172,8 @@ class Blocks:
     3. activations, for one micro-batch, or without checkpoints for the micro-batches in flight;
     4. gradients of the inputs and outputs of one layer, for one micro-batch;
     5. skips that wait to be popped, for as many micro-batches as there are stages after it;
-    6. the outputs, and in the plain call their gradients, in the last stage.
+    6. in the last stage, the outputs of the micro-batches in flight, and in the plain call their
+       gradients.
 
     This is an upper bound, except for memory that a layer needs only while it runs. The first
     stage holds the input of all micro-batches from the start.
@@ -211,8 +213,8 @@ class Blocks:
         for skip in self.skips:
             inputs += skip.bytes if skip.source < a <= skip.target < b else 0
             rest += skip.bytes * peak.skips if a <= skip.source < b else 0
-        outputs = peak.outputs * self.inputs[b] if b == len(self.passing) else 0
-        return (self.resident[b] - self.resident[a] + outputs - -rest // self.m
+        rest += peak.outputs * self.inputs[b] if b == len(self.passing) else 0
+        return (self.resident[b] - self.resident[a] - -rest // self.m
                 - -inputs * (peak.inputs if a else self.m) // self.m)
 
     def furthest(self, edges: Sequence[int], peak: Peak, limit: float | None, is_last: bool

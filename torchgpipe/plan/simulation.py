@@ -19,7 +19,7 @@ For one micro-batch, :func:`bytes_over_time` counts on a device::
                                             a skip waits there, and is here from its F on
           B of the next stage ─▶ B          the gradient of the output
                               B ──▶ B       temporary memory of a backward
-    F ───────────────────────────▶ end      the output of the last stage
+    F ───────────────────────▶ B            the output of the last stage
 
 While a stage keeps its activations, its output is one of them. Copies start at once, so an input
 waits on the device that receives it.
@@ -403,7 +403,9 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
         if kind == 'F':
             yield from _of_forward(times, costs, edges[stage], stage, i)
             if stage == len(costs.stages) - 1:
-                yield _Hold(timed.device, timed.end, end, each.output_bytes, 'output')
+                backward = _backward(times, stage, i)
+                yield _Hold(timed.device, timed.end, backward.end if backward else end,
+                            each.output_bytes, 'output')
         elif kind in 'BI':
             yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')
 
