@@ -20,6 +20,13 @@ def test_activations_are_there_until_gradients_of_weights_are():
     assert simulation.bytes == (((0.0, 8.0), (1.0, 16.0), (5.0, 8.0), (6.0, 0.0)),)
 
 
+def test_the_output_is_there_until_gradients_of_weights_are():
+    """They need its gradient, which is as large."""
+    costs = Costs([StageCosts(1.0, 2.0, output_bytes=8.0)])
+    simulation = simulate(Schedule.parse('0F0,0I0,0F1,0I1,0W0,0W1'), costs)
+    assert simulation.bytes == (((0.0, 0.0), (1.0, 8.0), (3.0, 16.0), (5.0, 8.0), (6.0, 0.0)),)
+
+
 def test_virtual_stages_add_up():
     costs = Costs([StageCosts(1.0, 1.0, activation_bytes=2.0 ** k, resident_bytes=100.0)
                    for k in range(4)])

@@ -129,7 +129,10 @@ def test_bytes_of_ends_by_hand(parallel, t):
     forward, backward = products(n, [(12, v)])
     assert last.forward_seconds == pytest.approx(2 * forward + 8 * own * 12 + 24 * n * v)
     assert last.backward_seconds == pytest.approx(2 * backward + 12 * own * 12 + 14 * n * v)
-    assert last.activation_bytes == round(4 * own * 12 + 10 * n * v)
+    assert last.activation_bytes == 4 * own * 12
+    # The softmax in float32, and in backward a gradient beside the output's.
+    assert (last.output_bytes, last.backward_bytes) == (4 * n * v, 4 * n * v)
+    assert first.backward_bytes == first.parameter_bytes
     assert last.parameter_bytes == 2 * (50 * 12 // t + 2 * 12)
     assert first.parameter_bytes == 2 * (50 * 12 // t + 8 * 12)
     plain = replace(model, biases=False).profile(BYTES, t, 2).layers

@@ -19,7 +19,7 @@ For one micro-batch, :func:`bytes_over_time` counts on a device::
                                             a skip waits there, and is here from its F on
           B of the next stage ─▶ B          the gradient of the output
                               B ──▶ B       temporary memory of a backward
-    F ───────────────────────▶ B            the output of the last stage
+    F ─────────────────────────▶ B or W     the output of the last stage, or its gradient
 
 While a stage keeps its activations, its output is one of them. Copies start at once, so an input
 waits on the device that receives it.
@@ -403,8 +403,8 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
         if kind == 'F':
             yield from _of_forward(times, costs, edges[stage], stage, i)
             if stage == len(costs.stages) - 1:
-                backward = _backward(times, stage, i)
-                yield _Hold(timed.device, timed.end, backward.end if backward else end,
+                last = times.get((stage, 'W', i), _backward(times, stage, i))
+                yield _Hold(timed.device, timed.end, last.end if last else end,
                             each.output_bytes, 'output')
         elif kind in 'BI':
             yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')

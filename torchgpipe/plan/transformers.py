@@ -253,24 +253,24 @@ class Transformer:
         seconds = machine.latency + 3 * w * n * h / machine.bandwidth
         parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
         return LayerProfile('0', seconds + machine.all_reduce(n * h * w, t), seconds, parameters,
-                            0, 0, round(own * h * self.dropout), output)
+                            0, 0, round(own * h * self.dropout), output,
+                            backward_bytes=parameters)  # one gradient, before it is added
 
     def _head(self, machine: Machine, n: float, t: int) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
         w, h, v, own = self.size, self.width, self.vocabulary / t, self._tokens(n, t)
-        # Scores and their softmax in float32: the loss reads and writes them several times, and
-        # backward starts with both, and with gradients of both dtypes.
+        # The loss reads and writes scores several times. Its softmax, in float32, is the output: it
+        # is not recomputed. Backward has two gradients of that size at once.
         part = _Work((Product(n, h, v),), forward=4 * w * own * h + 24 * n * v,
-                     backward=6 * w * own * h + 14 * n * v,
-                     saved=2 * w * own * h + 10 * n * v, operations=8)
+                     backward=6 * w * own * h + 14 * n * v, saved=2 * w * own * h, operations=8)
         exchange = machine.all_reduce(n * h * w, t)
         forward, backward, weights = self._seconds(machine, [part])
         backward += exchange
         return LayerProfile(
             str(self.layers + 1), forward, backward,
             round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))), 0, 0,
-            round(part.saved), 4, input_share=1 - weights / backward,
-            weight_share=weights / backward)
+            round(part.saved), round(4 * n * v), input_share=1 - weights / backward,
+            weight_share=weights / backward, backward_bytes=round(4 * n * v))
 
     def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.
