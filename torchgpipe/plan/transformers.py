@@ -259,8 +259,8 @@ class Transformer:
     def _head(self, machine: Machine, n: float, t: int) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
         w, h, v, own = self.size, self.width, self.vocabulary / t, self._tokens(n, t)
-        # The loss reads and writes scores several times. Its softmax, in float32, is the output: it
-        # is not recomputed. Backward has two gradients of that size at once.
+        # The loss reads and writes scores several times. Its softmax, in float32, is the output,
+        # which is not recomputed. Backward has two gradients of that size at once.
         part = _Work((Product(n, h, v),), forward=4 * w * own * h + 24 * n * v,
                      backward=6 * w * own * h + 14 * n * v, saved=2 * w * own * h, operations=8)
         exchange = machine.all_reduce(n * h * w, t)
