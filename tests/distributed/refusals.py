@@ -24,7 +24,7 @@ from torchgpipe.distributed.steps import check_alike, check_counts, check_losses
 from torchgpipe.distributed.transport import Header, Messages, outline
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.schedule import Send
+from torchgpipe.schedule.messages import Send
 from torchgpipe.shard.nn import Experts
 
 __all__ = ['REFUSALS']

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.devices import cpu_only
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.mesh import alike, axis_of, whole_group
+from torchgpipe.distributed import mesh as meshes
+from torchgpipe.distributed.mesh import alike, axis_of, groups_of_edges, whole_group
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -87,3 +88,33 @@ def test_axes_by_their_names():
     found = run(4, seen)
     assert found[3] == ([2, 3], [1, 3], [3], [2, 3], 4)
     assert found[0] == ([0, 1], [0, 2], [0], [0, 1], 4)
+
+
+def edges(queues, limit, world=4):
+    """Return the losses of two models on a mesh, and facts about the groups of their messages."""
+    meshes.WITHOUT_QUEUES, meshes.MOST_EDGES = () if queues else ('cpu',), limit
+    mesh = init_mesh(data=2, pipe=2) if world == 4 else init_device_mesh(
+        'cpu', (2,), mesh_dim_names=('pipe',))
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        model = DistributedGPipe(layers, [1] * 4, mesh=mesh, chunks=4)
+        for _ in range(3):
+            losses.append(model.step(torch.ones(4, 4), torch.ones(4, 4), nn.functional.mse_loss,
+                                     schedule='interleaved').item())
+    found = groups_of_edges(mesh, [(0, 1), (1, 0)])
+    groups = [found.groups[each] for each in sorted(found.groups)]
+    return (losses, found.apart, sorted(found.groups), [each.size() for each in groups],
+            len({*map(id, groups)}), len(meshes._groups.get(torch.distributed.group.WORLD, ())))
+
+
+def test_messages_have_a_group_for_each_edge_or_one_for_each_direction():
+    one, each, few = (run(4, edges, *options) for options in ((False, 32), (True, 32), (True, 1)))
+    for rank in range(4):
+        pipe = rank // 2 * 2
+        losses, *facts = one[rank]
+        there = [(pipe, pipe + 1), (pipe + 1, pipe)]
+        assert facts == [True, there, [2, 2], 1, 0]
+        assert each[rank] == (losses, True, there, [4, 4], 2, 2)  # one for both models
+        assert few[rank] == (losses, False, there, [2, 4], 2, 1)

@@ -10,8 +10,10 @@
 Ranks that send each other most are next to each other.
 """
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.settings import AXES
 from torchgpipe.shard.world import wait_at_exit
 
-__all__ = ['AXES', 'Axis', 'alike', 'axis_of', 'check_sizes', 'device_of', 'init_mesh',
-           'lines_of', 'whole_group']
+__all__ = ['AXES', 'Axis', 'Edges', 'alike', 'axis_of', 'check_sizes', 'device_of',
+           'groups_of_edges', 'init_mesh', 'lines_of', 'whole_group']
 
 
 class Axis(NamedTuple):
@@ -131,6 +133,70 @@ def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
         return dist.group.WORLD
     ranks = mesh.mesh.flatten().tolist()
     return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+class Edges(NamedTuple):
+    """The process groups of the messages in a pipeline.
+
+    Args:
+        groups: The group of messages from one rank to another one, by both.
+        apart: Whether messages in one direction never wait for messages in another one.
+    """
+
+    groups: dict[tuple[int, int], ProcessGroup]
+    apart: bool = True
+
+
+#: Kinds of devices whose backend has no queues: gloo matches messages by sender and receiver.
+WITHOUT_QUEUES = ('cpu',)
+
+#: The largest number of edges that have a group each. NCCL needs memory for each of them.
+MOST_EDGES = 32
+
+#: By the group of all processes, the groups of edges, by direction and ranks.
+_groups: WeakKeyDictionary[Any, dict[Any, ProcessGroup]] = WeakKeyDictionary()
+
+
+def groups_of_edges(mesh: DeviceMesh, edges: Sequence[tuple[int, int]]) -> Edges:
+    """Return the groups of the messages in the pipeline of this rank. All ranks call it.
+
+    A group of NCCL has one queue for the messages of two ranks, in both directions. So each edge
+    has a group, which the pipelines of all replicas share::
+
+        data 0    rank 0 ──▶ rank 1 ──▶ rank 2        groups    0▶1, 1▶2, 2▶1, 1▶0 along pipe
+        data 1    rank 3 ──▶ rank 4 ──▶ rank 5                  0▶1 has ranks 0, 1, 3, 4
+
+    If there are too many edges, or other processes outside of the mesh, there are two groups: for
+    messages to higher ranks, and to lower ranks.
+
+    Args:
+        mesh: The mesh.
+        edges: Pairs of ranks along the pipe axis: see :func:`torchgpipe.schedule.messages.edges`.
+    """
+    axis = axis_of(mesh, 'pipe')
+    if axis.group is None:
+        return Edges({})
+    own = {(axis.ranks[one], axis.ranks[other]): (one, other) for one, other in edges}
+    if mesh.device_type in WITHOUT_QUEUES:
+        return Edges(dict.fromkeys(own, axis.group))
+    if mesh.size() < dist.get_world_size() or len(edges) > MOST_EDGES:
+        upwards = _group_of('upwards', {*mesh.mesh.flatten().tolist()},
+                            use_local_synchronization=True)
+        return Edges({(one, other): axis.group if one < other else upwards
+                      for one, other in own}, False)
+    places = [alike(mesh, 'pipe', place) for place in range(axis.size)]
+    groups = {(one, other): _group_of(one < other, places[one] | places[other])
+              for one, other in edges}
+    return Edges({ranks: groups[each] for ranks, each in own.items()})
+
+
+def _group_of(kind: Any, ranks: set[int], **options: Any) -> ProcessGroup:
+    """Return a group of some ranks, which is made once for all models."""
+    made = _groups.setdefault(dist.group.WORLD, {})
+    key = kind, frozenset(ranks)
+    if key not in made:
+        made[key] = dist.new_group(sorted(ranks), **options)
+    return made[key]
 
 
 def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:

@@ -16,12 +16,14 @@ from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.distributed.agreement import (Facts, Shared, details, differ, differences, digest,
                                               numbers_of, together)
 from torchgpipe.distributed.layers import Ties, fill, shared_in, split_layer, tie_again, ties_of
-from torchgpipe.distributed.mesh import alike, axis_of, device_of, lines_of, whole_group
+from torchgpipe.distributed.mesh import (Edges, alike, axis_of, device_of, groups_of_edges,
+                                         lines_of, whole_group)
 from torchgpipe.distributed.reduction import Replicas, Unit, grouped, local, split_axes, take_first
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.model.materialize import seeded
 from torchgpipe.model.weights import Weights
+from torchgpipe.schedule.messages import edges
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -54,6 +56,7 @@ class Rank:
         partitions: The layers of each stage; stages of other ranks are empty.
         engine: Runs them. It has all stages; stages of other ranks have no layers.
         skips: The pairs of stages with skips between them.
+        edges: The process groups of messages.
         at_place: For each rank along the pipe axis, all ranks that have the same stages.
         lines: By axis, the ranks along it, for each place along the others.
         exchanges: Whether replicas exchange samples: the model has experts.
@@ -68,6 +71,7 @@ class Rank:
     """
 
     made: dict[str, nn.Module]
+    edges: Edges
     engine: Engine
     exchanges: bool
     ties: Ties
@@ -180,6 +184,7 @@ class Rank:
             self.made = {name: made[name] for j in own for name in stages[j]}
 
         self.together('this model', make)
+        self.edges = groups_of_edges(self._mesh, edges(self.places, self.skips))
         self._assemble()
         self.ties.spread(self.device)
         live = {id(x) for layer in self.made.values() for x in layer.parameters()}

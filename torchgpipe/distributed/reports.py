@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.schedule import Message, Receive
+from torchgpipe.schedule.messages import Message, Receive
 
 __all__ = ['Board', 'Record', 'blame', 'doing', 'names_of', 'text_of']
 

@@ -29,7 +29,7 @@ from torchgpipe.engine.microbatches import Chunk, check_arguments, cut, fit_rule
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.schedule import Message, Row, with_messages
+from torchgpipe.schedule.messages import Message, Row, receiving_early, with_messages
 from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
                                         no_mean_in_the_model, no_mean_over_samples, seen_means,
                                         with_counts)
@@ -352,7 +352,9 @@ class Steps:
             self._known.popitem(last=False)
         known = self._known.setdefault(key, {})
         row = _rows(schedule, rank.skips, tuple(rank.places))[rank.pipe.rank]
-        messages = Messages(rank.pipe.group, rank.ranks, rank.device, known)
+        messages = Messages(rank.edges.groups, rank.ranks, rank.device, known)
+        if rank.edges.apart and messages.know(row):
+            row = _early(row)
         return Way(row, messages, self._at, rank.replicas)
 
     def _gathered(self, start: _Start, run: Run) -> Any:
@@ -371,6 +373,9 @@ class Steps:
 def _rows(schedule: Schedule, skips: frozenset[tuple[int, int]], places: tuple[int, ...]
           ) -> tuple[Row, ...]:
     return with_messages(schedule, sorted(skips), places)
+
+
+_early = lru_cache(maxsize=_KINDS)(receiving_early)
 
 
 @lru_cache(maxsize=_KINDS)

@@ -6,6 +6,10 @@ receiver waits for that at the receive in its row. Later, both ranks know the he
     first step      sender    header, tensors ──▶  receiver   waits for the header, then receives
     later ones      sender    tensors ─────────▶  receiver   receives at once, waits at the use
 
+If all headers are known, each receive starts before the action that comes before it in the row. So
+the message is on its way while the action runs. Nothing waits behind such a receive, because the
+messages from one rank to another one have a process group of their own.
+
 A header is reused in equal steps only. These have the same number and sizes of micro-batches, the
 same modes of the layers, and the same further facts that ranks exchange before a step. A value
 with plain numbers in it has a header each time, because these may change.
@@ -24,7 +28,7 @@ stages, but has layers only in its own ones.
 """
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -46,7 +50,7 @@ from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.engine.streams import graph_leaves
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.schedule import Message, Receive, Row, Send
+from torchgpipe.schedule.messages import Message, Receive, Row, Send
 from torchgpipe.skip.transfer import Skip
 
 __all__ = ['Evaluation', 'Header', 'Messages', 'Outline', 'Training', 'Way', 'drive', 'outline']
@@ -116,15 +120,15 @@ class Messages:
     """The messages of one rank in one step.
 
     Args:
-        group: The ranks of the pipeline; ``None`` if there is only one.
+        groups: The process group of each sender and receiver.
         ranks: The rank of each stage, among all processes.
         device: The device for received tensors.
         known: The headers of earlier equal steps, by message; new headers are added to it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], device: torch.device,
-                 known: dict[Message, Header]) -> None:
-        self._group = group
+    def __init__(self, groups: Mapping[tuple[int, int], dist.ProcessGroup], ranks: Sequence[int],
+                 device: torch.device, known: dict[Message, Header]) -> None:
+        self._groups = groups
         self._ranks = ranks
         self._device = device
         self._known = known
@@ -180,6 +184,11 @@ class Messages:
         return header, [x.permute(_inverse(each.order))
                         for x, each in zip(tensors, header.outlines)]
 
+    def know(self, row: Row) -> bool:
+        """Return whether the headers of all messages that a row receives are known."""
+        return all(each in self._known and not self._known[each].varies
+                   for each in row if isinstance(each, Receive))
+
     def finish(self) -> None:
         """Wait until all sends have ended."""
         for sent in self._sent.values():
@@ -197,10 +206,11 @@ class Messages:
             _see_through(sent.popleft())
 
     def _put(self, x: Tensor, rank: int) -> None:
-        self._sent[rank][-1].append((dist.isend(x, rank, self._group), x))
+        group = self._groups[dist.get_rank(), rank]
+        self._sent[rank][-1].append((dist.isend(x, rank, group), x))
 
     def _get(self, x: Tensor, rank: int) -> Any:
-        return dist.irecv(x, rank, self._group)
+        return dist.irecv(x, rank, self._groups[rank, dist.get_rank()])
 
 
 def _see_through(message: list[tuple[Any, Tensor]]) -> None:
@@ -244,7 +254,7 @@ class Way(NamedTuple):
     replicas: Replicas
 
 
-def drive(row: Row, do: Callable[[Action | Send | Receive], None]) -> None:
+def drive(row: Row, do: Callable[[Any], None]) -> None:
     """Run the actions and messages in the row of a rank, one after the other."""
     for each in row:
         with record_function(f'{type(each).__name__} {each}'):

@@ -36,7 +36,7 @@ from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.distributed.reports import Board, Record, blame, doing, names_of, text_of
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.schedule import Message
+from torchgpipe.schedule.messages import Message
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'WatchThread', 'Whereabouts', 'is_from_others',
            'watched', 'whereabouts']

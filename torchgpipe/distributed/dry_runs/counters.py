@@ -25,7 +25,7 @@ from torchgpipe.base.private import (DISPATCH_MODES, NO_VALUES, DispatchMode, Fa
                                      active_fake_mode, schema_of, tree_leaves)
 from torchgpipe.base.structure import is_plain, size_of
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.schedule import Message
+from torchgpipe.schedule.messages import Message
 
 __all__ = ['Collective', 'Counter', 'Entry', 'seen_resizes']
 

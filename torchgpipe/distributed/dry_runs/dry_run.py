@@ -40,7 +40,7 @@ from torchgpipe.distributed.mesh import AXES, check_sizes
 from torchgpipe.distributed.reduction import local
 from torchgpipe.engine.gradients import FakeWeights
 from torchgpipe.schedule import Action, ScheduleLike
-from torchgpipe.schedule.schedule import Message, Row, with_messages
+from torchgpipe.schedule.messages import Message, Row, receiving_early, with_messages
 
 __all__ = ['dry_run']
 
@@ -308,7 +308,8 @@ def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, 
             ) -> DryRun:
     model, rank = models[0], models[0]._rank
     assert meeting.schedule is not None
-    rows = with_messages(meeting.schedule, sorted(rank.skips), rank.places)
+    rows = [*map(receiving_early, with_messages(
+        meeting.schedule, sorted(rank.skips), rank.places))]
     sizes = {axis: getattr(rank, axis).size for axis in AXES}
     groups = {each.group_name: name for name, each in (('all', rank.everyone), *(
         (axis, getattr(rank, axis).group) for axis in AXES)) if each is not None}
@@ -329,7 +330,7 @@ def _names(rank: VirtualRank, skeleton: nn.Sequential, place: int) -> list[str]:
 
 
 def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank
-              ) -> Iterator[tuple[Action | Message | None, Entry]]:
+              ) -> Iterator[tuple[Any, Entry]]:
     """Yield each item in the row of a place, with its entry.
 
     The first items of a kind have the entries of the first such items that have run. All later
@@ -356,7 +357,7 @@ def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank
         yield None, entry
 
 
-def _kind(meeting: Rendezvous, numbers: Mapping[int, int], item: Action | Message) -> Any:
+def _kind(meeting: Rendezvous, numbers: Mapping[int, int], item: Any) -> Any:
     """Return the kind of an item: equal items have equal entries, except the first ones.
 
     Args:

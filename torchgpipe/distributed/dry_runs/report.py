@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.distributed.dry_runs.counters import Entry
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.schedule import Message, Send
+from torchgpipe.schedule.messages import Message, Send
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -35,7 +35,7 @@ from torchgpipe.distributed.transport import AHEAD, Header, Messages, Way
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.schedule import Message
+from torchgpipe.schedule.messages import Message
 from torchgpipe.training.losses import Losses
 
 __all__ = ['Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
@@ -213,7 +213,7 @@ class VirtualMessages(Messages):
     """The messages of a virtual rank. All ranks know a header when its message is sent."""
 
     def __init__(self, rank: 'VirtualRank') -> None:
-        super().__init__(rank.pipe.group, rank.ranks, rank.device, rank.meeting.headers)
+        super().__init__({}, rank.ranks, rank.device, rank.meeting.headers)
         self._rank = rank
 
     def send(self, message: Message, header: Header, tensors: Sequence[Tensor]) -> None:
@@ -376,9 +376,10 @@ class VirtualSteps(Steps):
         return way._replace(row=row, messages=VirtualMessages(self._rank))
 
 
-def micro_batch_of(item: Action | Message) -> int:
+def micro_batch_of(item: Any) -> int:
     """Return the micro-batch of an action or a message."""
-    return (item if isinstance(item, Action) else item.action).micro_batch
+    found: int = (item if isinstance(item, Action) else item.action).micro_batch
+    return found
 
 
 class VirtualModel(DistributedGPipe):

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import pytest
 
 from torchgpipe.schedule import Action, make
-from torchgpipe.schedule.schedule import Message, Receive, Send, with_messages
+from torchgpipe.schedule.messages import Message, Receive, Send, with_messages
 
 SHAPES = [(name, ranks, m, v)
           for name, v in (('gpipe', 1), ('1f1b', 1), ('interleaved', 2), ('looped-bfs', 2),

@@ -1,0 +1,301 @@
+"""Messages and actions of units: the rows of a schedule whose stages are on several ranks.
+
+:func:`with_messages` adds messages between ranks. The result of an action goes to the stages that
+need it. A forward sends its batch to the next stage, and its skips directly to the stages that pop
+them. A backward sends each gradient to the stage that its tensor came from. The steps of the
+schedule give one order of all actions. In the rows of sender and receiver, a message has the place
+at which this order computes its content::
+
+    order       0F0         0F1          1F0          2F0    …
+    rank 0      0F0 0F0>1   0F1 0F1>1
+    rank 1          0F0>1       0F1>1    1F0 1F0>2
+    rank 2                                   1F0>2    2F0    …
+
+So two ranks have the messages between them in the same order, as NCCL requires. There is no
+deadlock, even if a send waits for its receive, because one rank alone could run this order. There
+could be one if each receive came directly before its use. The sender might wait for another
+message at that time.
+
+A process group of NCCL has one queue for the messages of two ranks. A receive at its head blocks
+all messages behind it until its content is there. With a queue for each direction, no message
+blocks another one, because all messages of a queue are computed by one rank in the order of the
+queue. :func:`times_in_queues` simulates both::
+
+    one queue for each pair         0F1>1 ◀─ waits for 0F1     1B0>0 (ready, but blocked)
+    one for each direction          0F1>1 ◀─ waits for 0F1
+                                    1B0>0 ─▶
+
+:func:`with_unit_actions` adds the exchanges between replicas to the row of a rank. The kinds have the
+names of PyTorch's pipelining. Stages of a unit share parameters. If replicas have parts of
+parameters, a limited number of units is whole at a time, and the next ones are gathered while the
+current one runs::
+
+    at most 2   0UNSHARD 2UNSHARD 0F0 0F1  0RESHARD 4UNSHARD 2F0 2F1  …
+                0B1 0B0 0REDUCE_GRAD
+
+The gradients of a unit are reduced after its last action and the messages behind it.
+"""
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
+
+__all__ = ['UnitAction', 'Message', 'Receive', 'Row', 'Send', 'edges', 'receiving_early',
+           'times_in_queues', 'with_unit_actions', 'with_messages']
+
+
+class Message(NamedTuple):
+    """The result of an action, for another stage.
+
+    >>> str(Message(Action(0, 'F', 3), 2))
+    '0F3>2'
+    """
+
+    #: The action that computes it.
+    action: Action
+    #: The stage that receives it.
+    stage: int
+
+    def __str__(self) -> str:
+        return f'{self.action}>{self.stage}'
+
+
+class Send(Message):
+    """A message that the rank sends."""
+
+    __slots__ = ()
+
+
+class Receive(Message):
+    """A message that the rank receives."""
+
+    __slots__ = ()
+
+
+class UnitAction(NamedTuple):
+    """An exchange between the replicas of a rank, for the parameters of a unit.
+
+    >>> str(UnitAction('UNSHARD', 2))
+    '2UNSHARD'
+    """
+
+    #: ``'UNSHARD'``: gather parameters; ``'RESHARD'``: free them; ``'REDUCE_GRAD'``: add up their
+    #: gradients, and free both.
+    kind: str
+    #: The first stage of the unit.
+    stage: int
+
+    def __str__(self) -> str:
+        return f'{self.stage}{self.kind}'
+
+
+#: The actions, messages and exchanges of a rank, in order.
+Row = tuple[Action | Send | Receive | UnitAction, ...]
+
+
+def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
+                  ranks: Sequence[int] | None = None) -> tuple[Row, ...]:
+    """Return the rows of a schedule with the messages of each rank.
+
+    >>> from torchgpipe.schedule import make
+    >>> for row in with_messages(make('gpipe', 2, 1)):
+    ...     print(*row)
+    0F0 0F0>1 1B0>0 0B0
+    0F0>1 1F0 1B0 1B0>0
+
+    Args:
+        schedule: The schedule.
+        skips: Pairs of stages. The first stashes a skip that the second pops. If the second is the
+            next stage, the skip is part of the batch's message.
+        ranks: The rank of each stage; by default, a rank has the stages of a row.
+    """
+    stages = [stage for row in schedule.stages for stage in row]
+    owners = {stage: rank for rank, row in enumerate(schedule.stages) for stage in row}
+    if ranks is not None:
+        owners = dict(enumerate(ranks))
+    readers = {stage: {stage + 1} & owners.keys() for stage in stages}
+    writers = {stage: {stage - 1} & owners.keys() for stage in stages}
+    for one, other in skips:
+        readers[one].add(other)
+        writers[other].add(one)
+    rows: list[list[Action | Send | Receive]] = [[] for _ in range(1 + max(owners.values()))]
+    for action in by_step(steps(schedule.rows)[0]):
+        here = owners[action.stage]
+        rows[here].append(action)
+        # The nearest stage needs its message first.
+        for stage in sorted(_receivers(action, readers, writers),
+                            key=lambda stage: abs(stage - action.stage)):
+            if owners[stage] != here:
+                rows[here].append(Send(action, stage))
+                rows[owners[stage]].append(Receive(action, stage))
+    return tuple(map(tuple, rows))
+
+
+def _receivers(action: Action, readers: dict[int, set[int]], writers: dict[int, set[int]]
+               ) -> set[int]:
+    """Return the stages that need the result of an action."""
+    if action.kind == 'F':
+        return readers[action.stage]
+    return writers[action.stage] if action.kind in 'BI' else set()
+
+
+def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """Return the pairs of ranks with messages between them: the sender and the receiver.
+
+    >>> edges([0, 1, 2], skips=[(0, 2)])
+    [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+
+    Args:
+        places: The rank of each stage.
+        skips: See :func:`with_messages`.
+    """
+    pairs = {(places[one], places[other])
+             for one, other in (*zip(range(len(places)), range(1, len(places))), *skips)}
+    return sorted({both for one, other in pairs if one != other
+                   for both in ((one, other), (other, one))})
+
+
+def with_unit_actions(row: Row, units: Mapping[int, int], most: int, reduced: Collection[int] = ()
+                   ) -> Row:
+    """Return the row of a rank with the exchanges between its replicas.
+
+    >>> row = tuple(map(Action.parse, '0F0 2F0 2B0 0B0'.split()))
+    >>> print(*with_unit_actions(row, {0: 0, 2: 2}, most=1, reduced=[0, 2]))
+    0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2REDUCE_GRAD 0UNSHARD 0B0 0REDUCE_GRAD
+
+    Args:
+        row: The row, as :func:`with_messages` returns it.
+        units: By stage, the first stage of its unit.
+        most: The largest number of whole units at a time; 0 if all parameters stay whole.
+        reduced: The units whose gradients are reduced within the row.
+    """
+    coming = _coming(row, units)
+    last = {units[each.stage]: k for k, each in enumerate(row) if isinstance(each, Action)}
+    whole: list[int] = []
+    done: list[int] = []
+    found: list[Action | Send | Receive | UnitAction] = []
+
+    def reduce() -> None:
+        for unit in done:
+            found.append(UnitAction('REDUCE_GRAD', unit))
+            whole[:] = [each for each in whole if each != unit]
+        done.clear()
+
+    for k, each in enumerate(row):
+        if isinstance(each, Action):
+            reduce()
+            needed = coming[k][:most]
+            found += [UnitAction('RESHARD', unit) for unit in whole if unit not in needed]
+            found += [UnitAction('UNSHARD', unit) for unit in needed if unit not in whole]
+            whole = needed
+            unit = units[each.stage]
+            done += [unit] * (unit in reduced and last[unit] == k)
+        found.append(each)
+    reduce()
+    return tuple(found)
+
+
+def _coming(row: Row, units: Mapping[int, int]) -> list[list[int]]:
+    """Return for each item of a row the units in the order of their next actions."""
+    coming: list[list[int]] = [[]]
+    for each in reversed(row):
+        unit = units[each.stage] if isinstance(each, Action) else None
+        after = coming[-1]
+        coming.append(after if unit is None else [unit, *(x for x in after if x != unit)])
+    return coming[:0:-1]
+
+
+def receiving_early(row: Row) -> Row:
+    """Return a row in which each receive is before the action that was before it.
+
+    >>> rows = with_messages(Schedule.parse('0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1'))
+    >>> print(*rows[0])
+    0F0 0F0>1 0F1 0F1>1 1B0>0 0B0 1B1>0 0B1
+    >>> print(*receiving_early(rows[0]))
+    0F0 0F0>1 1B0>0 0F1 0F1>1 1B1>0 0B0 0B1
+    """
+    found: list[Action | Send | Receive | UnitAction] = []
+    early = 0  # the place of the last action and of receives before it
+    for each in row:
+        if isinstance(each, Receive):
+            found.insert(early, each)
+            early += 1
+        else:
+            early = len(found) if isinstance(each, Action) else early
+            found.append(each)
+    return tuple(found)
+
+
+def times_in_queues(rows: Sequence[Row], seconds: Callable[[Action], float], transfer: float = 0.,
+                    queue: Callable[[int, int], Hashable] | None = None) -> dict[Action, float]:
+    """Return the time at which each action ends, if messages wait in queues.
+
+    A message starts when sender and receiver have reached it in their rows, and when all earlier
+    messages in its queue have arrived on both ranks.
+
+    Args:
+        rows: The rows, as :func:`with_messages` returns them.
+        seconds: Returns the seconds of an action.
+        transfer: The seconds of a message.
+        queue: Returns the queue of the messages from one rank to another one; by default, each
+            message has a queue of its own.
+
+    Raises:
+        ValueError: The ranks wait for each other.
+    """
+    owners = {each.stage: rank for rank, row in enumerate(rows) for each in row
+              if isinstance(each, Action)}
+    #: By cell, the messages that it waits for.
+    needs: defaultdict[tuple[int, bool, int], list[Message]] = defaultdict(list)
+    for each in (each for row in rows for each in row if isinstance(each, Receive)):
+        needs[each.stage, each.action.kind == 'F', each.action.micro_batch].append(each)
+    ends: dict[Action, float] = {}
+    arrived: dict[Message, float] = {}
+    now, rest = [0.] * len(rows), [deque(row) for row in rows]
+    #: By queue and rank, the messages that wait, and the time at which the last one has arrived.
+    lines: defaultdict[tuple[Hashable, int], deque[tuple[Message, float]]] = defaultdict(deque)
+    free: defaultdict[tuple[Hashable, int], float] = defaultdict(float)
+
+    def go_on(rank: int) -> None:
+        """Let a rank run until an action waits."""
+        while rest[rank]:
+            each = rest[rank][0]
+            if isinstance(each, Message):
+                lines[name_of(each), rank].append((each, now[rank]))
+            elif isinstance(each, Action):
+                waits = needs[each.stage, each.kind == 'F', each.micro_batch] \
+                    if each.kind in 'FBI' else []
+                if any(message not in arrived for message in waits):
+                    return
+                now[rank] = max([now[rank], *(arrived[message] for message in waits)])
+                now[rank] = ends[each] = now[rank] + seconds(each)
+            rest[rank].popleft()
+
+    def name_of(message: Message) -> Hashable:
+        ranks = owners[message.action.stage], owners[message.stage]
+        return message if queue is None else queue(*ranks)
+
+    def meet(name: Hashable, rank: int) -> None:
+        """Let the messages arrive that a rank sends, as long as they are first on both ranks."""
+        own = lines[name, rank]
+        while own and owners[own[0][0].action.stage] == rank:
+            message, posted = own[0]
+            there = name, owners[message.stage]
+            if not lines[there] or lines[there][0][0] != message:
+                return
+            own.popleft()
+            arrived[message] = free[name, rank] = free[there] = transfer + max(
+                posted, lines[there].popleft()[1], free[name, rank], free[there])
+
+    before = -1
+    while before < len(ends) + len(arrived):
+        before = len(ends) + len(arrived)
+        for rank in range(len(rows)):
+            go_on(rank)
+        for key in [*lines]:
+            meet(*key)
+    if any(rest):
+        raise ValueError('ranks wait for each other: ' + '; '.join(
+            f'rank {rank} at {line[0]}' for rank, line in enumerate(rest) if line))
+    return ends
