@@ -19,13 +19,14 @@ from torchgpipe.distributed.agreement import Facts, NotBegun, Shared, together
 from torchgpipe.distributed.layers import Ties, check_plan, tie_again
 from torchgpipe.distributed.mesh import Axis, axis_of
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import Replicas, like
+from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
 from torchgpipe.distributed.transport import Header, Messages, outline
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Send
 from torchgpipe.shard.nn import Experts
+from torchgpipe.shard.sums import like
 
 __all__ = ['REFUSALS']
 

@@ -13,8 +13,8 @@ from tests.shard.processes import outcomes, run
 from torchgpipe import plan as plans
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.layers import check_plan
-from torchgpipe.distributed.reduction import like
 from torchgpipe.plan import Transformer
+from torchgpipe.shard.sums import like
 
 pytestmark = cpu_only('processes meet by gloo')
 

@@ -61,9 +61,9 @@ def reductions(data):
 
 
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_a_step_reduces_once(data):
+def test_a_step_reduces_each_stage_once(data):
     for names in run(2, reductions, data):
-        assert len(names) == 1, names
+        assert len(names) == 2, names
 
 
 def unused(data):

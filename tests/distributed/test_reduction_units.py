@@ -18,9 +18,10 @@ from tests.distributed.models import batch, full, perceptron, tied
 from tests.distributed.saving import OFFLOAD, PLAN
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
-from torchgpipe.distributed import DistributedGPipe, init_mesh, reduction
+from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.reduction import Unit, grouped
 from torchgpipe.distributed.steps import Steps
+from torchgpipe.shard import sums
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -97,7 +98,7 @@ def evaluated(axes):
     for each in (part[number] for part in parts):
         given = (None, None) if each is None else (x[each], target[each])
         found.append(model.evaluate(*given, F.mse_loss))
-    return found, model(x[parts[0][number]]), model._rank.replicas._gathered
+    return found, model(x[parts[0][number]]), model._rank.replicas._whole
 
 
 @pytest.mark.parametrize('axes', [{'data': 2}, {'data': 2, 'pipe': 2}])
@@ -108,7 +109,7 @@ def test_evaluations_of_replicas_with_other_numbers_of_micro_batches(axes):
         assert [each for each in found] == [expected[0]] * 2 or all(
             torch.allclose(loss, expected[0][0], rtol=1e-12) and count == expected[0][1]
             for loss, count in found)
-        assert gathered is None
+        assert not gathered
 
 
 # --- lifetimes
@@ -146,13 +147,13 @@ def followed(make, axes, schedule, **options):
 
     for name, text in (('gather', '+'), ('free', '-'), ('add', 'G')):
         noted(name, text)
-    gather = Unit.gather
+    wait = Unit.wait
 
     def remember(unit):
-        gather(unit)
+        wait(unit)
         unit.seen = unit.own
 
-    Unit.gather = remember
+    Unit.wait = remember
     for unit in units:
         unit.seen = []
     for layer in model:
@@ -225,7 +226,7 @@ def peak(axes, stages, options):
     def layer():
         return nn.Linear(96, 96)
 
-    with mock.patch.object(reduction, 'BUCKET', 3 * 4 * (96 * 96 + 96)), Peak() as found:
+    with mock.patch.object(sums, 'BUCKET', 3 * 4 * (96 * 96 + 96)), Peak() as found:
         model = DistributedGPipe([layer] * 14, [14 // stages] * stages, mesh=init_mesh(**axes),
                                  chunks=2, **options)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

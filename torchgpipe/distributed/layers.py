@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torchgpipe.distributed.reduction import Gradients, like, local
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.materialize import materialize, seeded
 from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.shard.collectives import gathered
+from torchgpipe.shard.sums import Gradients, like, local
 
 __all__ = ['Tie', 'Ties', 'check_plan', 'fill', 'layout_of', 'shared_in', 'skeleton_of',
            'split_apart', 'split_layer', 'style_of', 'tie_again', 'ties_of']
@@ -356,7 +356,7 @@ class Ties:
         Raises:
             RuntimeError: A parameter is frozen on some of them.
         """
-        own = {id(module._parameters[name]) for module, name, _ in self._ties}
+        own = self.numbers
         grads = {id(x): grad for x, grad in gradients if id(x) in own}
         found = [(x, grad) for x, grad in gradients if id(x) not in own]
         for module, name, ranks in self._ties:
@@ -404,6 +404,11 @@ class Ties:
         """Return the values of a tensor of counts, none of which exceeds the number of ranks."""
         found: list[float] = x.tolist()
         return found
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the parameters that other ranks also have."""
+        return {id(module._parameters[name]) for module, name, _ in self._ties}
 
     @property
     def copies(self) -> set[int]:

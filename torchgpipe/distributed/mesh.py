@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,7 +26,7 @@ from torchgpipe.base.settings import AXES
 from torchgpipe.shard.world import wait_at_exit
 
 __all__ = ['AXES', 'Axis', 'Edges', 'alike', 'axis_of', 'check_sizes', 'device_of',
-           'groups_of_edges', 'init_mesh', 'lines_of', 'whole_group']
+           'groups_of_edges', 'init_mesh', 'lines_of', 'take_first', 'whole_group']
 
 
 class Axis(NamedTuple):
@@ -220,3 +221,17 @@ def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device of this rank."""
     return CPU if is_cpu(mesh.device_type) else current_device()
+
+
+@torch.no_grad()
+def take_first(module: nn.Module, axis: Axis) -> None:
+    """Copy the parameters and buffers of the first rank of an axis to the others."""
+    if axis.group is not None:
+        for x in (*module.parameters(), *module.buffers()):
+            if x.layout is not torch.strided:
+                continue  # It is only compared.
+            value = x.contiguous()
+            # Backends do not support all types.
+            dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
+            if not x.equal(value):  # An expanded tensor cannot be written to.
+                x.copy_(value)

@@ -22,13 +22,14 @@ from torchgpipe.distributed.agreement import Facts, digest, merge
 from torchgpipe.distributed.layers import check_plan, skeleton_of
 from torchgpipe.distributed.mesh import lines_of
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import DATA, clip
+from torchgpipe.distributed.reduction import DATA
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike, Timed
+from torchgpipe.shard.sums import clip
 
 __all__ = ['DistributedGPipe']
 
@@ -80,9 +81,12 @@ class DistributedGPipe(PipelineModule):
             of micro-batches are added up in ``reduce_dtype``.
         offload_policy: With ``data='shard'``,
             :class:`torch.distributed.fsdp.CPUOffloadPolicy`: parameters, gradients and states of
-            the optimizer stay in host memory, also with one replica. The device has the
-            parameters of one stage at a time; ``schedule='looped-bfs'`` gathers each twice in a
-            step. Replicas take the same number of micro-batches if ranks have several stages.
+            the optimizer stay in host memory, also with one replica. Replicas take the same number
+            of micro-batches if ranks have more than ``max_active_stages`` stages.
+        max_active_stages: With ``data='shard'``, the number of stages of a rank whose parameters
+            are whole at a time; by default 3, and 1 with ``offload_policy``. If a rank has more
+            stages, it gathers parameters several times in a step; ``schedule='looped-bfs'``
+            gathers each stage twice. Gathers run while earlier stages compute.
         timeout: How long a rank may wait for others; by default 30 minutes. After that all ranks
             end, with an error that names the rank that they wait for. A rank that raises or dies
             ends all within seconds.
@@ -113,6 +117,7 @@ class DistributedGPipe(PipelineModule):
                  init: Callable[[nn.Module], Any] | None = None, offload: bool = False,
                  mp_policy: MixedPrecisionPolicy | None = None,
                  offload_policy: OffloadPolicy | None = None,
+                 max_active_stages: int | None = None,
                  timeout: timedelta | None = None, compare_every: int = 100) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
@@ -132,6 +137,9 @@ class DistributedGPipe(PipelineModule):
                 mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
             plan, policies = dict(tensor_plan or {}), {name: policy for name, policy in (
                 ('mp_policy', mp_policy), ('offload_policy', offload_policy)) if policy}
+            if max_active_stages is not None and (data != 'shard' or max_active_stages < 1):
+                raise ValueError("max_active_stages is a positive number, with data='shard' only, "
+                                 f'but is {max_active_stages}, with data={data!r}')
             if policies and (data != 'shard' or 'data' not in (mesh.mesh_dim_names or ())):
                 raise ValueError(f"{' and '.join(policies)} are of FSDP2: they take data='shard' "
                                  'and a mesh with a data axis, which may have one rank')
@@ -139,10 +147,11 @@ class DistributedGPipe(PipelineModule):
             rank.together('this model', lambda: Facts(settings=digest(
                 [*skeleton._modules], self.balance, self.chunks, self.checkpoint, rank.places,
                 data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather, policies,
-                compare_every)))
+                max_active_stages, compare_every)))
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
-            rank.make(module, skeleton, seed, weights, init, plan, data, policies)
+            rank.make(module, skeleton, seed, weights, init, plan, data, policies,
+                      max_active_stages)
             self._seed, self._compare_every = seed, compare_every
             self._take(rank, skeleton._modules, skeleton.training)
 

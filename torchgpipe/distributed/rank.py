@@ -17,8 +17,8 @@ from torchgpipe.distributed.agreement import (Facts, Shared, details, differ, di
                                               numbers_of, together)
 from torchgpipe.distributed.layers import Ties, fill, shared_in, split_layer, tie_again, ties_of
 from torchgpipe.distributed.mesh import (Edges, alike, axis_of, device_of, groups_of_edges,
-                                         lines_of, whole_group)
-from torchgpipe.distributed.reduction import Replicas, Unit, grouped, local, split_axes, take_first
+                                         lines_of, take_first, whole_group)
+from torchgpipe.distributed.reduction import Replicas, Unit, grouped
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.model.materialize import seeded
@@ -26,6 +26,7 @@ from torchgpipe.model.weights import Weights
 from torchgpipe.schedule.messages import edges
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
+from torchgpipe.shard.sums import local, split_axes
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
 
@@ -77,6 +78,7 @@ class Rank:
     ties: Ties
     replicas: Replicas
     _ties_type = Ties
+    _replicas_type = Replicas
 
     def __init__(self, mesh: DeviceMesh, places: Sequence[int] | None,
                  stages: Sequence[Sequence[str]]) -> None:
@@ -103,9 +105,10 @@ class Rank:
         return [self.device]
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether replicas gather parameters in an order that follows from the schedule."""
-        return self.replicas.offloads and self.data.size > 1 and len(self.places) > self.pipe.size
+    def gathers_again(self) -> bool:
+        """Whether ranks free parameters of stages, and gather them again, within a step."""
+        most = max(self.places.count(place) for place in range(self.pipe.size))
+        return self.replicas.shards and most > self._most
 
     @property
     def is_first(self) -> bool:
@@ -119,7 +122,7 @@ class Rank:
 
     def make(self, model: Any, skeleton: nn.Sequential, seed: int, weights: Weights | None,
              init: Callable[[nn.Module], Any] | None, plan: Mapping[str, Any], data: str,
-             policies: Mapping[str, Any]) -> None:
+             policies: Mapping[str, Any], most: int | None) -> None:
         """Make the layers of this rank.
 
         Args:
@@ -131,6 +134,7 @@ class Rank:
             plan: How layers are split along the tensor axis.
             data: ``'replicate'`` or ``'shard'``: the use of parameters along the data axis.
             policies: The policies of FSDP2.
+            most: How many units are whole at a time; ``None`` for the default.
         """
         stages, own = self.stages, self.own
         self.exchanges = self.data.size > 1 and any(
@@ -143,6 +147,8 @@ class Rank:
         self.skips = frozenset((prev_j, j) for j in range(len(stages))
                                for prev_j, _ in layout.incoming(j))
         offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
+        #: PyTorch's runtime has as many by default.
+        self._most = most or (1 if offloads else 3)
         with_values = {name for name, layer in skeleton.named_children() if model is skeleton
                        and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))}
 
@@ -167,9 +173,9 @@ class Rank:
             # Pinned memory is of no use if the device is the host.
             self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
         self._units, self.partitions = dict[int, Unit](), [Sequential() for _ in stages]
-        late = self._stages_of_ties(skeleton) if offloads else {*own}
+        late = self._stages_of_ties(skeleton)
         modules = {j: nn.ModuleList(map(skeleton.get_submodule, stages[j])) for j in own}
-        groups = grouped(modules, late) if offloads else [own]
+        groups = grouped(modules, late)
 
         def make() -> None:
             made: dict[str, nn.Module] = {}
@@ -247,9 +253,9 @@ class Rank:
         self._fill_partitions(self.own, self.made)
         self.ties = self._ties_type(
             self.made, self.tied, self.ranks, self.pipe.group, self.pipe.ranks[self.pipe.rank])
-        self.replicas = Replicas([self.partitions[j] for j in self.own], self.data, self._policies,
-                                 self._units)
-        self.replicas.tied = bool(self.ties.names)
+        self.replicas = self._replicas_type(
+            {j: self.partitions[j] for j in self.own}, self.data, self._policies, self._units,
+            self._most, self.ties.numbers)
         self.ties.remember()
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 

@@ -30,36 +30,30 @@ already known.
 
 Losses are weighted by the count of the whole mini-batch. So gradients are summed over replicas,
 and replicas may have different numbers of samples.
-
-A gradient is freed when its bucket has a copy of it. So there is at most one bucket in addition to
-one set of gradients::
-
-    gradients of this rank    g0 g1 g2 │ g3 g4 │          freed, bucket by bucket
-    bucket                             └─ copy ─▶ [g3 g4] ─ all-reduce ─▶ copy
-    sums                      s0 s1 s2                                     s3 s4
 """
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchgpipe.distributed.agreement import digests
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.gradients import Give, give
 from torchgpipe.engine.partition import named_slots
+from torchgpipe.engine.streams import (AbstractStream, current_stream, new_stream, record_stream,
+                                       use_stream, wait_stream)
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import Row, UnitAction, with_unit_actions
+from torchgpipe.shard.sums import (Gradients, Sum, added, check_dense, ended, gathered_over, local,
+                                   split_axes, started)
 
-__all__ = ['DATA', 'Gradients', 'Replicas', 'Unit', 'added', 'clip', 'grouped', 'is_counted',
-           'like', 'local', 'split_axes', 'take_first']
-
-#: Pairs of a tensor and its gradient.
-Gradients = list[tuple[Tensor, Tensor]]
+__all__ = ['DATA', 'Replicas', 'Unit', 'grouped']
 
 
 class Unit(nn.Module):
@@ -77,6 +71,7 @@ class Unit(nn.Module):
         super().__init__()
         self.late = late
         self.stages = nn.ModuleList(stages)
+        self._gathering: Any = None
         # A layer may get further parameters later, which FSDP does not have.
         self._slots = [(module, key) for _, (module, key), x in named_slots(self.stages)
                        if isinstance(x, nn.Parameter) and x not in ignored]
@@ -92,9 +87,15 @@ class Unit(nn.Module):
                   if (x := module._parameters.get(key)) is not None}.values()]
 
     def gather(self) -> None:
-        """Gather whole parameters on the device."""
+        """Start to gather whole parameters on the device."""
         assert isinstance(self, FSDPModule)
-        self.unshard()
+        self._gathering = self.unshard(async_op=True)
+
+    def wait(self) -> None:
+        """Let the whole parameters take the places of the shards."""
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering = None
 
     def free(self) -> None:
         """Free whole parameters, and keep the shards."""
@@ -148,16 +149,18 @@ class Replicas(nn.Module):
     """The stages of a rank, which its replicas also have.
 
     Args:
-        stages: The stages.
+        stages: The stages, by number.
         axis: The ranks that have them.
         policies: ``mp_policy`` and ``offload_policy`` of FSDP2, where there are any.
         units: If ranks have parts of parameters, the unit of each stage.
+        most: How many units are whole at a time.
+        tied: The numbers of parameters of which other ranks have copies in other stages.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], axis: Axis, policies: Mapping[str, Any],
-                 units: Mapping[int, Unit]) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], axis: Axis, policies: Mapping[str, Any],
+                 units: Mapping[int, Unit], most: int, tied: Collection[int] = ()) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self.stages = nn.ModuleList(stages.values())
         self._axis = axis
         #: Whether steps reduce gradients over replicas.
         self.syncs = True
@@ -170,14 +173,16 @@ class Replicas(nn.Module):
         #: Parameters that are spread over replicas, such as experts: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts)
-        #: Whether other ranks have copies of some parameters in other stages.
-        self.tied = False
+        self._tied = tied
         self._units = units
-        #: The unit that is gathered now, and versions of its parameters.
-        self._gathered: Unit | None = None
-        self._versions: list[Any] = []
-        #: A stage of the unit that is reduced at the end of a step.
-        self._late = next((j for j, unit in units.items() if unit.late), None)
+        groups = grouped(stages) if not units else [
+            [j for j in units if units[j] is unit] for unit in {*units.values()}]
+        #: By stage, the first stage of its unit: of stages that share parameters.
+        self.groups = {j: min(group) for group in groups for j in group}
+        self._stages = stages
+        self._most = most
+        #: The units that are whole, with versions of their parameters; ``None`` while it gathers.
+        self._whole: dict[Unit, list[Any] | None] = {}
         #: The places of sharded parameters.
         self._sharded = [(name, module, key)
                          for name, (module, key), x in named_slots(self.stages)
@@ -187,58 +192,161 @@ class Replicas(nn.Module):
         self.looks = False
         #: The parameters that were gathered in this step.
         self.seen: dict[int, Tensor] = {}
+        #: The parameters whose reduction has started in this step, by the number of the whole one.
+        self._reduced: dict[int, Tensor] = {}
+        #: Whether gradients of such parameters came later, on any replica.
+        self.again = False
+        self._sums: list[Sum] = []
+        #: By device, the stream of reductions by FSDP.
+        self._streams: dict[torch.device, AbstractStream] = {}
+        #: Shards that were reduced, and whether this rank had a gradient.
+        self._there: list[tuple[Tensor, bool]] = []
 
     # --- while a step or a call runs
 
-    def enter(self, j: int | None) -> None:
-        """Gather the parameters of a stage, after freeing another unit.
-
-        Raises:
-            RuntimeError: A layer has changed a parameter that is freed.
-        """
-        unit = None if j is None else self._units.get(j)
-        if unit is not self._gathered:
-            self.check_versions()
-            self._free()
-        if unit is not None and self._gathered is None:
-            self._gathered = unit
-            unit.gather()
-            self.seen.update((id(x), x) for x in unit.own)
-            self._versions = self._versions_of(unit)
-
-    def enter_late(self) -> None:
-        """Gather the parameters whose gradients are reduced at the end of a step."""
-        self.enter(self._late)
-
-    def walk(self) -> None:
-        """Gather the parameters of one stage after the other, as replicas with samples do."""
-        for j in sorted(self._units):
-            self.enter(j)
-
-    def early(self, j: int) -> Unit | None:
-        """Return the unit of a stage, if its gradients are reduced within a step."""
-        unit = self._units.get(j)
-        return None if unit is None or unit.late else unit
-
-    def reduce(self, gradients: Gradients) -> None:
-        """Reduce the gradients of parameters that are gathered now, and free both.
+    def row(self, row: Row, trains: bool, alike: bool, names: Mapping[int, int] | None = None
+            ) -> Row:
+        """Return the row of this rank with actions of units.
 
         Args:
+            row: Actions and messages.
+            trains: Whether gradients are reduced.
+            alike: Whether replicas have the same row. Otherwise, they gather at the start, and
+                reduce at the end, so that all do it in the same order.
+            names: The numbers of the stages in the row; by default, they are the stages.
+        """
+        names = names or {j: j for j in self.groups}
+        units = sorted({*self.groups.values()})
+        reduced = [names[j] for j in units if trains and (
+            not self._units[j].late if self.shards else self._axis.group and self.syncs)]
+        units = [names[j] for j in units]
+        if alike:
+            groups = {names[j]: names[unit] for j, unit in self.groups.items()}
+            return with_unit_actions(row, groups, self._most if self.shards else 0, reduced)
+        return (*(UnitAction('UNSHARD', j) for j in units if self.shards), *row,
+                *(UnitAction('REDUCE_GRAD', j) for j in reduced if self.shards))
+
+    def gather(self, j: int) -> None:
+        """Start to gather the parameters of a unit."""
+        self._whole[self._units[j]] = None
+        self._units[j].gather()
+
+    def enter(self, j: int) -> None:
+        """Wait for the parameters of a stage."""
+        unit = self._units.get(j)
+        if unit is not None and self._whole[unit] is None:
+            unit.wait()
+            self.seen.update((id(x), x) for x in unit.own)
+            self._whole[unit] = self._versions_of(unit)
+
+    def free(self, j: int) -> None:
+        """Free the whole parameters of a unit.
+
+        Raises:
+            RuntimeError: A layer has changed one.
+        """
+        unit = self._units[j]
+        self._check_versions(unit)
+        del self._whole[unit]
+        unit.free()
+
+    def walk(self, row: Row) -> None:
+        """Gather parameters as replicas with samples do."""
+        for each in row:
+            if isinstance(each, UnitAction):
+                self.act(each)
+            elif isinstance(each, Action):
+                self.enter(each.stage)
+
+    def act(self, action: UnitAction) -> None:
+        """Gather or free a unit."""
+        (self.gather if action.kind == 'UNSHARD' else self.free)(action.stage)
+
+    def enter_late(self) -> None:
+        """Gather the units whose gradients are reduced at the end of a step."""
+        for j, unit in self._units.items():
+            if unit.late:
+                if unit not in self._whole:
+                    self.gather(j)
+                self.enter(j)
+
+    def tensors(self, j: int) -> list[Tensor]:
+        """Return the parameters of a unit that are reduced within a step."""
+        if self.shards:
+            return [x for x in self._units[j].own if x.requires_grad]
+        return [*{x: None for k, stage in self._stages.items() if self.groups[k] == j
+                  for x in stage.parameters()
+                  if x.requires_grad and x not in self._spread and id(x) not in self._tied}]
+
+    def reduce(self, j: int, gradients: Gradients) -> None:
+        """Start to add up gradients of a unit over replicas, and free its parameters.
+
+        Args:
+            j: The unit.
             gradients: The gradients of this rank. The list is emptied.
         """
-        unit = self._gathered
-        assert unit is not None
-        self.check_versions()
-        own = unit.own
-        gradients[:] = self._completed(added(gradients, self._beside(own)), own)
-        gradients[:] = self._together(gradients, (), own)
-        unit.add(gradients)
-        self._free()
+        own = self.tensors(j)
+        self._reduced.update((id(x), x) for x in own)
+        # A hook has to see the whole gradient, or an error follows at the end.
+        beside = self._beside([x for x in own if not _has_hooks(x)])
+        kept = self._kept(gradients, beside, own)
+        if not self.shards:
+            self._sums += started(own, kept, self._axis.group)
+            return
+        unit, learns = self._units[j], [x.requires_grad for x in self._units[j].own]
+        self._check_versions(unit)
+        del self._whole[unit]
+        there = [id(x) in kept for x in own]
+        found = self._for_all(own, kept)
+        if own:
+            self._beside_actions(own[0].device, found, partial(unit.add, found))
+        unit.free()
+        shards = [x for x, learning in zip(unit.own, learns) if learning]
+        self._reduced.update(zip(map(id, own), shards))
+        self._there += zip(shards, there) if self.syncs else ()
 
-    def _free(self) -> None:
-        if self._gathered is not None:
-            self._gathered.free()
-            self._gathered = None
+    def _for_all(self, own: Sequence[Tensor], kept: dict[int, Tensor]) -> Gradients:
+        """Return the gradients of a unit, the same ones on all replicas; take them out of a dict.
+        """
+        found = []
+        for x in own:
+            grad = kept.pop(id(x), None)
+            if grad is None and self.syncs and self._axis.group is not None:
+                grad = torch.zeros_like(x)
+            if grad is not None:
+                check_dense(x, grad)
+                found.append((x, grad))
+        return found
+
+    def _beside_actions(self, device: torch.device, gradients: Gradients,
+                        reduce: Callable[[], None]) -> None:
+        """Run a reduction on a stream of its own, so that actions of the row do not wait for it.
+
+        FSDP lets the current stream wait for a reduction::
+
+            compute stream    0B0 ─────┬─ 2W0 ─ 2W1 ─ … ─┬─ optimizer
+            own stream                 └─ reduce-scatter ─┘
+        """
+        stream = self._streams[device] = self._streams.get(device) or new_stream(device)
+        wait_stream(stream, current_stream(device))
+        for k in range(len(gradients)):
+            record_stream(local(gradients[k][1]), stream)
+        with use_stream(stream):
+            reduce()
+
+    def late(self, gradients: Gradients) -> int:
+        """Return the number of gradients that came after the reduction of their parameters.
+
+        Raises:
+            RuntimeError: This rank has a part of such a parameter.
+        """
+        found = [self._reduced[id(x)] for x, _ in gradients if id(x) in self._reduced]
+        if found and self.shards:
+            raise RuntimeError(f"'{self.name_of(found[0])}' is used by a layer of another stage, "
+                               'in a closure or a list, so that a part of its gradient came after '
+                               "the reduction over replicas: with data='shard', let the layer "
+                               'have it as a parameter')
+        return len(found)
 
     # --- steps and calls
 
@@ -250,45 +358,98 @@ class Replicas(nn.Module):
             others: Parameters of a loss, which are in none of the stages.
         """
         with self._all_or_nothing():
-            if not self.offloads:
-                self.enter_late()
             gradients = step()
-            if self._gathered is not None:
-                numbers = {*map(id, self._gathered.own)}
+            for j in sorted({self.groups[j] for j, unit in self._units.items() if unit.late}):
+                numbers = {*map(id, self.tensors(j))}
                 late = [each for each in gradients if id(each[0]) in numbers]
                 gradients = [each for each in gradients if id(each[0]) not in numbers]
-                self.reduce(late)
-            own = [x for x in self.whole() if x not in self._spread]
-            gradients = self._together(
-                gradients, [*own, *(x for x in others if not self._is_shard(x))],
-                [*self._spread])
-            if self.syncs and self.pending:
-                raise RuntimeError('a gradient waits from a step within no_sync(), but its '
-                                   'parameter does not require grad any more, or is of another '
-                                   'loss: freeze parameters, and take other losses, after the '
-                                   'step that adds gradients up')
-            give(gradients)
+                self.reduce(j, late)
+            give(self._completed(gradients, [*self.whole(), *(
+                x for x in others if not self._is_shard(x))]))
+
+    def _completed(self, gradients: Gradients, parameters: Iterable[Tensor]) -> Gradients:
+        """Return gradients from all replicas: the reduced ones, and these."""
+        once: dict[int, Tensor] = {id(x): x for x in parameters}  # One may also be in a loss.
+        again = [x for number, x in once.items() if number in self._reduced]
+        rest = [x for number, x in once.items()
+                if number not in self._reduced and x not in self._spread]
+        more = {id(x): grad for x, grad in gradients if id(x) in self._reduced}
+        gradients = [each for each in gradients if id(each[0]) not in more]
+        found = self._kept(gradients, [], [*rest, *self._spread])
+        group = self._axis.group
+        for x in self._spread if group is not None else (*rest, *self._spread):
+            if id(x) in found:
+                gradients.append((x, found.pop(id(x))))
+        if group is not None and self.syncs:
+            self._sums += started(rest, found, group)
+            late = started(again, more, group) if self.again else []
+            gradients += ended(self._sums)
+            gradients = added(gradients, ended(late)) if late else gradients
+            self._forget_shards(group)
+        if self.syncs and self.pending:
+            raise RuntimeError('a gradient waits from a step within no_sync(), but its '
+                               'parameter does not require grad any more, or is of another '
+                               'loss: freeze parameters, and take other losses, after the '
+                               'step that adds gradients up')
+        return gradients
+
+    def _forget_shards(self, group: dist.ProcessGroup) -> None:
+        """Drop the zeros of shards for which no replica had a gradient."""
+        if self._there:
+            flags = torch.tensor([there for _, there in self._there], dtype=torch.uint8,
+                                 device=next(iter(self.seen.values())).device)
+            anywhere = torch.stack(gathered_over(group, flags)).amax(0).tolist()
+            for (x, _), found in zip(self._there, anywhere):
+                x.grad = x.grad if found else None
+
+    def _kept(self, gradients: Gradients, more: Gradients, tensors: Iterable[Tensor]
+              ) -> dict[int, Tensor]:
+        """Return the gradients of some tensors, with the ones of earlier steps, by number.
+
+        Without a reduction, they are kept for a later step.
+
+        Args:
+            gradients: Gradients. The ones of these tensors are removed.
+            more: Further gradients of these tensors.
+            tensors: The tensors.
+        """
+        numbers = dict.fromkeys(map(id, tensors))
+        for x, grad in (*gradients, *more):
+            if id(x) in numbers:
+                before = self.pending.get(id(x))
+                self.pending[id(x)] = grad if before is None else before + grad
+        gradients[:] = [each for each in gradients if id(each[0]) not in numbers]
+        return {number: self.pending.pop(number) for number in numbers
+                if number in self.pending} if self.syncs else {}
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Restore all gradients if a step fails, even if some were reduced already."""
-        shards = filter(self._is_shard, self.parameters() if self.offloads else ())
+        shards = [x for x in self.parameters() if self._is_shard(x)]
         before, pending = [(x, x.grad) for x in shards], {**self.pending}
         for x, _ in before:
             x.grad = None
-        self.seen = {}
+        self.seen, self._reduced, self._sums, self._there = {}, {}, [], []
+        self.again = False
         try:
             yield
         except BaseException:
-            self._free()
+            self._free_all()
             self.pending = pending
             for x, grad in before:
                 x.grad = grad
             raise
+        finally:
+            for device, stream in self._streams.items():
+                wait_stream(current_stream(device), stream)
         for x, grad in before:
             if grad is not None and x.grad is not None:
                 local(grad).add_(local(x.grad))
             x.grad = x.grad if grad is None else grad
+
+    def _free_all(self) -> None:
+        while self._whole:
+            self._whole.popitem()[0].free()
 
     def evaluate(self, run: Callable[[], object]) -> None:
         """Run a function without gradients."""
@@ -296,7 +457,7 @@ class Replicas(nn.Module):
             with torch.no_grad():
                 run()
         finally:
-            self._free()
+            self._free_all()
 
     def whole(self) -> list[nn.Parameter]:
         """Return the parameters that require grad and are not shards of FSDP."""
@@ -336,9 +497,11 @@ class Replicas(nn.Module):
         Raises:
             RuntimeError: A layer has.
         """
-        unit = self._gathered
-        for x, now, version in [] if unit is None else zip(
-                unit.own, self._versions_of(unit), self._versions):
+        for unit in self._whole:
+            self._check_versions(unit)
+
+    def _check_versions(self, unit: Unit) -> None:
+        for x, now, version in zip(unit.own, self._versions_of(unit), self._whole[unit] or ()):
             if now != version:
                 raise RuntimeError(f"a layer has changed '{self.name_of(x)}' in its forward, as "
                                    "an embedding with max_norm does, but with data='shard' the "
@@ -355,7 +518,7 @@ class Replicas(nn.Module):
         Args:
             parameters: The parameters of this rank that require grad.
         """
-        if self._axis.group is None and not self.tied:
+        if self._axis.group is None and not self._tied:
             yield list
             return
         before = [(x, x.grad) for x in parameters]
@@ -371,7 +534,7 @@ class Replicas(nn.Module):
         found = [(x, x.grad) for x in {id(x): x for x in parameters}.values()
                  if x.grad is not None]
         for x, _ in found:
-            if x._backward_hooks or x._post_accumulate_grad_hooks:
+            if _has_hooks(x):
                 name = self.name_of(x)
                 raise RuntimeError(f"'{name}' has a hook, and is used in a closure or a list, so "
                                    'that the hook would see parts of its gradient: let the layer '
@@ -384,217 +547,16 @@ class Replicas(nn.Module):
         return next((name.split('.', 2)[2] for name, each in self.named_parameters()
                      if each is x), 'a parameter of loss_fn')
 
-    def _completed(self, gradients: Gradients, sharded: Sequence[Tensor]) -> Gradients:
-        """Return gradients, with zeros for parameters with a gradient on other replicas only."""
-        group, there = self._axis.group, {id(x) for x, _ in gradients}
-        for x, grad in gradients:
-            _check_dense(x, grad)
-        if group is None or not sharded:
-            return gradients
-        flags = torch.tensor([id(x) in there for x in sharded], device=sharded[0].device)
-        anywhere = torch.stack(_gathered(group, flags.to(torch.uint8))).amax(0).tolist()
-        return gradients + [(x, torch.zeros_like(x)) for x, found in zip(sharded, anywhere)
-                            if found and id(x) not in there]
-
     @property
-    def gather(self) -> Callable[[Tensor], Sequence[Tensor]] | None:
+    def gathering(self) -> Callable[[Tensor], Sequence[Tensor]] | None:
         """A function that returns a tensor of each replica; ``None`` if there are no others."""
         group = self._axis.group
-        return None if group is None else partial(_gathered, group)
-
-    def _together(self, gradients: Gradients, parameters: Iterable[Tensor],
-                  sharded: Sequence[Tensor] = ()) -> Gradients:
-        """Return the gradients of some parameters from all replicas; or keep them for later.
-
-        Args:
-            gradients: The gradients of this rank.
-            parameters: The parameters, which other replicas also have.
-            sharded: Parameters whose gradients are complete, or are reduced by FSDP.
-        """
-        if self._axis.group is None and self.syncs and not self.pending:
-            return gradients
-        summed = {id(x): x for x in parameters}  # One may stand in a loss and in the model.
-        kept = {**summed, **{id(x): x for x in sharded}}
-        found = [(x, grad) for x, grad in gradients if id(x) not in kept]
-        for x, grad in gradients:
-            if id(x) in kept:
-                before = self.pending.get(id(x))
-                self.pending[id(x)] = grad if before is None else before + grad
-        gradients.clear()  # Each can be freed when it is reduced.
-        if not self.syncs:
-            return found
-        own = {number: self.pending.pop(number) for number in kept if number in self.pending}
-        group = self._axis.group
-        local_only = kept.values() if group is None else sharded
-        found += [(x, own[id(x)]) for x in local_only if id(x) in own]
-        return found if group is None else found + [*_summed([*summed.values()], own, group)]
+        return None if group is None else partial(gathered_over, group)
 
     def forget(self) -> None:
         """Drop gradients that were kept for a later step."""
         self.pending = {}
 
 
-def added(gradients: Gradients, more: Gradients) -> Gradients:
-    """Return the sum of gradients for each tensor."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for x, grad in (*gradients, *more):
-        found[id(x)] = x, found[id(x)][1] + grad if id(x) in found else grad
-    return [*found.values()]
-
-
-def _summed(parameters: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup
-            ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter with a gradient on any rank, and the sum of its gradients.
-
-    Args:
-        parameters: The parameters of this rank, as on all other ranks.
-        found: Their gradients on this rank, by number. It is emptied bucket by bucket, so that
-            there is no second set of gradients.
-        group: The replicas.
-    """
-    sums: Gradients = []
-    counts = []
-    for bucket in _buckets(parameters):
-        results, count = _sum_of_bucket(bucket, found, group)
-        sums += zip(bucket, results)
-        counts.append(count)
-    # One look at the device for all buckets, because it waits for them.
-    anywhere = torch.cat(counts).tolist() if counts else ()
-    yield from (each for each, count in zip(sums, anywhere) if count)
-
-
-def _sum_of_bucket(bucket: Sequence[Tensor], found: dict[int, Tensor], group: dist.ProcessGroup
-                   ) -> tuple[list[Tensor], Tensor]:
-    """Return the sums of the gradients of some parameters, and the numbers of ranks with one."""
-    grads = [like(x, found.get(id(x))) for x in bucket]
-    there = local(grads[0]).new_tensor([float(found.pop(id(x), None) is not None) for x in bucket])
-    flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
-    grads.clear()
-    dist.all_reduce(flat, group=group)
-    *totals, count = flat.split([*(local(x).numel() for x in bucket), len(bucket)])
-    results = [torch.empty_like(x, dtype=flat.dtype) for x in bucket]
-    for result, total in zip(results, totals):
-        local(result).copy_(total.view_as(local(result)))
-    return results, count.clone()
-
-
-#: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
-BUCKET = 25 * 2 ** 20
-
-
-def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters whose gradients are reduced in one message: of one dtype, BUCKET bytes."""
-    def kind(x: Tensor) -> str:
-        return str(x.dtype)
-
-    for _, same in groupby(sorted(parameters, key=kind), kind):
-        bucket, size = [], 0
-        for x in same:
-            bucket.append(x)
-            size += local(x).nbytes
-            if size >= BUCKET:
-                yield bucket
-                bucket, size = [], 0
-        yield from [bucket] if bucket else []
-
-
-def _gathered(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(found, x, group)
-    return found
-
-
-def like(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a gradient in the placements of its parameter; zeros if there is none."""
-    if grad is None:
-        return torch.zeros_like(x)
-    _check_dense(x, grad)
-    if isinstance(grad, DTensor) and isinstance(x, DTensor):
-        return grad.redistribute(placements=x.placements)
-    return grad
-
-
-def _check_dense(x: Tensor, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
-                           'ranks add up dense ones: nn.Embedding(…, sparse=False)')
-
-
-@torch.no_grad()
-def take_first(module: nn.Module, axis: Axis) -> None:
-    """Copy the parameters and buffers of the first rank of an axis to the others."""
-    if axis.group is not None:
-        for x in (*module.parameters(), *module.buffers()):
-            if x.layout is not torch.strided:
-                continue  # It is only compared.
-            value = x.contiguous()
-            # Backends do not support all types.
-            dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
-            if not x.equal(value):  # An expanded tensor cannot be written to.
-                x.copy_(value)
-
-
-def split_axes(x: Tensor) -> set[str]:
-    """Return the axes of a mesh along which a tensor is split."""
-    return {name for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
-            if not placement.is_replicate()} if isinstance(x, DTensor) else set()
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
-    """Return whether this rank counts its part of a gradient.
-
-    Of several ranks with the same part, only the first one counts it.
-
-    Args:
-        grad: The gradient.
-        places: The number of this rank along each axis of the mesh along which other ranks have
-            the same gradient or parts of it.
-    """
-    split = split_axes(grad)
-    return not any(place for axis, place in places.items() if axis not in split)
-
-
-@torch.no_grad()
-def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[str, int],
-         max_norm: float, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
-         ) -> Tensor:
-    """Scale gradients, in place, to a norm; return their previous norm.
-
-    Args:
-        gradients: The gradients of this rank.
-        copies: Further gradients of this rank, which another rank counts.
-        places: See :func:`is_counted`.
-        max_norm: The largest norm that they may have.
-        norm_type: The type of the norm; ``inf`` for the largest value.
-        group: All ranks.
-        device: The device of this rank.
-    """
-    power = 1. if norm_type == float('inf') else norm_type
-    norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    for grad in map(_over_ranks, gradients):
-        if is_counted(grad, places) and local(grad).numel():  # An empty tensor has no maximum.
-            norm = torch.linalg.vector_norm(local(grad), norm_type)
-            norms.append(norm.to(device, torch.float64) ** power)
-    stacked = torch.stack(norms)
-    total = stacked.amax() if norm_type == float('inf') else stacked.sum()
-    if group is not None:
-        operation = dist.ReduceOp.MAX if norm_type == float('inf') else dist.ReduceOp.SUM
-        dist.all_reduce(total, operation, group)
-    total = total ** (1 / power)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1)
-    for grad in (*gradients, *copies):
-        local(grad).mul_(scale.to(local(grad).device))  # It may wait on the host.
-    return total
-
-
-def _over_ranks(grad: Tensor) -> Tensor:
-    """Return a gradient without partial placements: no rank has a summand only."""
-    if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
-        return grad.redistribute(placements=[
-            Replicate() if each.is_partial() else each for each in grad.placements])
-    return grad
+def _has_hooks(x: Tensor) -> bool:
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)

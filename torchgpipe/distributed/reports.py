@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message, Receive
+from torchgpipe.schedule.messages import Item, Message, Receive
 
 __all__ = ['Board', 'Record', 'blame', 'doing', 'names_of', 'text_of']
 
 _KINDS = {'F': 'forward', 'R': 'recomputation', 'B': 'backward', 'I': 'backward to inputs',
           'W': 'backward to weights'}
+
+_OF_UNITS = {'UNSHARD': 'gather of the parameters', 'RESHARD': 'freeing of the parameters',
+             'REDUCE_GRAD': 'reduction of the gradients'}
 
 #: An error may have the text of a whole traceback in it.
 _LONGEST = 4000
@@ -85,8 +88,8 @@ def names_of(mesh: DeviceMesh) -> dict[int, str]:
     return found
 
 
-def doing(now: Action | Message | None) -> str:
-    """Describe an action or a message.
+def doing(now: Item | None) -> str:
+    """Describe an item in the row of a rank.
 
     >>> doing(Action(1, 'F', 0))
     'forward of stage 1, micro-batch 0'
@@ -97,7 +100,7 @@ def doing(now: Action | Message | None) -> str:
                 f'micro-batch {i}')
     if isinstance(now, Action):
         return f'{_KINDS[now.kind]} of stage {now.stage}, micro-batch {now.micro_batch}'
-    return ''
+    return '' if now is None else f'{_OF_UNITS[now.kind]} of stage {now.stage}'
 
 
 def text_of(error: BaseException) -> str:

@@ -23,13 +23,13 @@ from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import Arguments, flatten_nested
 from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import Gradients, added
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
 from torchgpipe.engine.microbatches import Chunk, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.messages import Message, Row, receiving_early, with_messages
+from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
+from torchgpipe.shard.sums import Gradients, added
 from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
                                         no_mean_in_the_model, no_mean_over_samples, seen_means,
                                         with_counts)
@@ -54,6 +54,7 @@ class _Start(NamedTuple):
         common: The numbers of tensors that all micro-batches share.
         kind: The kind of the step; messages of one kind have the same headers.
         schedule: The schedule.
+        alike: Whether replicas have the same number of micro-batches.
         counts: The counts of functions of ``gather``, on ranks with the first stage.
     """
 
@@ -62,6 +63,7 @@ class _Start(NamedTuple):
     common: list[int]
     kind: Any
     schedule: Any
+    alike: bool
     counts: Sequence[Any] = ()
 
 
@@ -76,12 +78,13 @@ class Steps:
     """
 
     def __init__(self, rank: Rank, model: PipelineModule,
-                 at: Callable[[Action | Message | None], None], compare_every: int) -> None:
+                 at: Callable[[Item | None], None], compare_every: int) -> None:
         self._rank = rank
         self._model = model
         self._at = at
-        #: The headers of messages, by the facts and the schedule of a step.
-        self._known: OrderedDict[Any, dict[Message, Header]] = OrderedDict()
+        #: By the facts and the schedule of a step, the headers of messages, and rows.
+        self._known: OrderedDict[Any, tuple[dict[Message, Header], dict[Any, Row]]] = \
+            OrderedDict()
         #: The text of an error that was raised in the middle of a step.
         self._failed = ''
         self._compare_every = compare_every
@@ -107,7 +110,7 @@ class Steps:
         stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
         found = find_schedule(start.schedule, workers, m).recomputing(stops)
-        training = Training(rank.engine, start.batches, self._way(found, start.kind), losses,
+        training = Training(rank.engine, start.batches, self._way(found, start, True), losses,
                             rank.replicas.precision.reduce_dtype, checkpoint_stops=stops,
                             common=start.common, offload=model.offload)
         training.losses, training.keeps_output = losses.monitor, return_output
@@ -125,10 +128,14 @@ class Steps:
             rank.replicas.enter_late()
             gradients = rank.ties.together(added(training.gradients, beside()))
             training.gradients.clear()  # They can be freed when they are reduced.
+
+            def check() -> int:
+                rank.check_learning(training.learning,
+                                    [*own, *rank.replicas.seen.values(), *losses.inputs])
+                return rank.replicas.late(gradients)
+
             # If that raises, no gradient has been added.
-            whole.append(self._whole(losses, True, partial(
-                rank.check_learning, training.learning,
-                [*own, *rank.replicas.seen.values(), *losses.inputs])))
+            whole.append(self._whole(losses, True, check))
             return gradients
 
         rank.replicas.run(run, others)
@@ -154,7 +161,8 @@ class Steps:
         start = self._begin(input, 'evaluation', ready, return_output)
         losses = self._losses(start.sizes, loss, trains=False)
         if not start.batches:
-            rank.replicas.evaluate(rank.replicas.walk)
+            way = self._way(_forward(tuple(rank.places), 1, rank.gathers_again), start)
+            rank.replicas.evaluate(partial(rank.replicas.walk, way.row))
             return (self._whole(losses), losses.count, None)[:2 + return_output]
         evaluation = self._evaluation(start)
         evaluation.losses = losses.monitor
@@ -166,8 +174,8 @@ class Steps:
 
     def _evaluation(self, start: _Start) -> Evaluation:
         rank = self._rank
-        found = _forward(tuple(rank.places), len(start.batches), rank.replicas.offloads)
-        evaluation = Evaluation(rank.engine, start.batches, self._way(found, start.kind),
+        found = _forward(tuple(rank.places), len(start.batches), rank.gathers_again)
+        evaluation = Evaluation(rank.engine, start.batches, self._way(found, start),
                                 common=start.common)
         self._cast_output(evaluation)
         return evaluation
@@ -182,7 +190,7 @@ class Steps:
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the resulting gradients."""
         replicas = self._rank.replicas
-        run.mini_batch.gather = replicas.gather
+        run.mini_batch.gather = replicas.gathering
         with self._messages_told():
             run.run()
             replicas.check_versions()
@@ -254,13 +262,15 @@ class Steps:
         rank.check_outlines(said)
         rank.check_samples(said)
         rank.compare(said)
-        if rank.exchanges or what == 'step' and rank.takes_turns:
-            check_alike({each: said[each].m for each in rank.at_place[rank.places[0]]})
+        numbers = {each: said[each].m for each in rank.at_place[rank.places[0]]}
+        if rank.exchanges or what == 'step' and rank.replicas.offloads and rank.gathers_again:
+            check_alike(numbers)
         own = [said[each]._replace(numbers=(0, 0, 0), given=0) for each in rank.pipe.ranks]
         first = said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
         batches, _, common = cuts[0] if cuts else ([Chunk((), tuple) for _ in sizes], sizes, [])
-        return _Start(batches, sizes, common, (what, *own), schedule[0], counts)
+        return _Start(batches, sizes, common, (what, *own), schedule[0],
+                      len({*numbers.values()}) == 1, counts)
 
     def _is_due(self, what: str) -> bool:
         """Return whether ranks compare their tensors now."""
@@ -322,21 +332,28 @@ class Steps:
         return losses
 
     def _whole(self, losses: Losses, trains: bool = False,
-               check: Callable[[], None] = bool) -> Tensor:  # type: ignore[assignment]
-        """Return the loss of the whole mini-batch, after a check."""
+               check: Callable[[], int] = int) -> Tensor:
+        """Return the loss of the whole mini-batch, after a check.
+
+        Args:
+            losses: The losses of this rank.
+            trains: Whether they have a backward.
+            check: Returns the number of gradients that came after their reduction.
+        """
         rank = self._rank
 
         def count() -> Facts:
-            check()
+            late = check()
             if not rank.is_last:
                 if losses.monitor is not None:
                     losses.monitor.check()
-                return Facts(m=len(losses.counts), divisors=losses.divisors)
+                return Facts(m=len(losses.counts), given=late, divisors=losses.divisors)
             total = losses.total(trains)
-            return Facts(m=len(losses.counts), counted=float(total),
+            return Facts(m=len(losses.counts), counted=float(total), given=late,
                          digest=_DTYPES.index(total.dtype), divisors=losses.divisors)
 
         said = rank.together('the loss of a step', count)
+        rank.replicas.again = any(said[each].given for each in rank.at_place[rank.pipe.rank])
         for line in rank.lines['tensor']:
             check_same_losses({each: said[each].counted for each in line})
         for ranks in rank.at_place:
@@ -345,17 +362,36 @@ class Steps:
         dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
 
-    def _way(self, schedule: Schedule, kind: Any) -> Way:
-        """Return the row of this rank, and its messages."""
-        rank, key = self._rank, (kind, schedule)
+    def _way(self, schedule: Schedule, start: _Start, trains: bool = False) -> Way:
+        """Return the row of this rank, and its messages.
+
+        Args:
+            schedule: The schedule.
+            start: The state at the start of the step.
+            trains: Whether gradients are reduced.
+        """
+        rank, key = self._rank, (start.kind, schedule)
         if key not in self._known and len(self._known) >= _KINDS:
             self._known.popitem(last=False)
-        known = self._known.setdefault(key, {})
-        row = _rows(schedule, rank.skips, tuple(rank.places))[rank.pipe.rank]
-        messages = Messages(rank.edges.groups, rank.ranks, rank.device, known)
-        if rank.edges.apart and messages.know(row):
-            row = _early(row)
-        return Way(row, messages, self._at, rank.replicas)
+        known, rows = self._known.setdefault(key, ({}, {}))
+        messages = self._messages(known)
+        early = rank.edges.apart and '' in rows and messages.know(rows[''])
+        # An evaluation gathers in one order for all numbers of micro-batches.
+        options = early, start.alike or not trains, trains and rank.replicas.syncs
+        if options not in rows:
+            row = rows[''] = rows.get('') or self._row(schedule)
+            rows[options] = rank.replicas.row(
+                receiving_early(row) if early else row, trains, options[1])
+        return Way(rows[options], messages, self._at, rank.replicas)
+
+    def _row(self, schedule: Schedule) -> Row:
+        """Return the actions and messages of this rank."""
+        rank = self._rank
+        return with_messages(schedule, sorted(rank.skips), rank.places)[rank.pipe.rank]
+
+    def _messages(self, known: dict[Message, Header]) -> Messages:
+        rank = self._rank
+        return Messages(rank.edges.groups, rank.ranks, rank.device, known)
 
     def _gathered(self, start: _Start, run: Run) -> Any:
         """Return the output on ranks that have it."""
@@ -367,15 +403,6 @@ class Steps:
             return None
         rule = with_counts(model.gather, iter(counts[0]))
         return gather(start.batches, start.sizes, rule, model.batch_dim, run.aliasing.common(0))
-
-
-@lru_cache(maxsize=_KINDS)
-def _rows(schedule: Schedule, skips: frozenset[tuple[int, int]], places: tuple[int, ...]
-          ) -> tuple[Row, ...]:
-    return with_messages(schedule, sorted(skips), places)
-
-
-_early = lru_cache(maxsize=_KINDS)(receiving_early)
 
 
 @lru_cache(maxsize=_KINDS)

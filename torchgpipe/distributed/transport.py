@@ -50,7 +50,7 @@ from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.engine.streams import graph_leaves
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message, Receive, Row, Send
+from torchgpipe.schedule.messages import Item, Message, Receive, Row, Send, UnitAction
 from torchgpipe.skip.transfer import Skip
 
 __all__ = ['Evaluation', 'Header', 'Messages', 'Outline', 'Training', 'Way', 'drive', 'outline']
@@ -250,7 +250,7 @@ class Way(NamedTuple):
 
     row: Row
     messages: Messages
-    at: Callable[[Action | Message | None], None]
+    at: Callable[[Item | None], None]
     replicas: Replicas
 
 
@@ -283,7 +283,7 @@ class _OnRanks(Run):
         self._way.messages.finish()
         self._way.at(None)
 
-    def _do(self, each: Action | Send | Receive) -> None:
+    def _do(self, each: Any) -> None:
         """Run one action or message in the row of this rank."""
         self._way.at(each)
         if isinstance(each, Receive):
@@ -291,6 +291,8 @@ class _OnRanks(Run):
             self._way.messages.receive(each)
         elif isinstance(each, Send):
             self._leave(each)
+        elif isinstance(each, UnitAction):
+            self._act_on_unit(each)
         else:
             if each.kind in 'FBI':
                 for message in self._waiting.pop(_cell_of(each, each.stage), ()):
@@ -298,14 +300,14 @@ class _OnRanks(Run):
             self._enter(each.stage)
             observer = self._engine.observer
             self._act(each) if observer is None else observer.act(self._act, each)
-            self._end(each)
 
     def _enter(self, j: int) -> None:
-        """Gather the parameters of the layers of a stage."""
+        """Wait for the parameters of the layers of a stage."""
         self._way.replicas.enter(j)
 
-    def _end(self, action: Action) -> None:
-        """Release gradients after the last action that has some."""
+    def _act_on_unit(self, action: UnitAction) -> None:
+        """Gather or free the parameters of a unit."""
+        self._way.replicas.act(action)
 
     def _leave(self, message: Message) -> None:
         """Send the result of an action to another stage."""
@@ -381,8 +383,6 @@ class Training(_OnRanks, Step):
         self._leaves = Leaves(dtype)
         #: The stages that have leaves in place of their parameters.
         self._ready: set[int] = set()
-        #: The last action of each unit that is reduced within a step.
-        self._last = {way.replicas.early(action.stage): action for action in own}
         #: Whether to look for tensors that get gradients besides the leaves; and the tensors
         #: found, by number.
         self.looks = False
@@ -399,10 +399,12 @@ class Training(_OnRanks, Step):
             self._ready.add(j)
             self._put_leaves(self._engine.partitions[j:j + 1], each=True)
 
-    def _end(self, action: Action) -> None:
-        unit = self._way.replicas.early(action.stage)
-        if unit is not None and action == self._last[unit]:
-            self._way.replicas.reduce(self._leaves.take({*map(id, unit.own)}))
+    def _act_on_unit(self, action: UnitAction) -> None:
+        if action.kind == 'REDUCE_GRAD':
+            numbers = {*map(id, self._way.replicas.tensors(action.stage))}
+            self._way.replicas.reduce(action.stage, self._leaves.take(numbers))
+        else:
+            super()._act_on_unit(action)
 
     def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
               recomputation: Recomputation | None) -> None:

@@ -35,8 +35,7 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.distributed.reports import Board, Record, blame, doing, names_of, text_of
 from torchgpipe.engine.cell import Sequential
-from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message
+from torchgpipe.schedule.messages import Item
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'WatchThread', 'Whereabouts', 'is_from_others',
            'watched', 'whereabouts']
@@ -162,7 +161,7 @@ class Own:
         self.run = self.count = self.thread = 0
         self.inside = False
         self.what = ''
-        self.now: Action | Message | None = None
+        self.now: Item | None = None
         #: The text of its error, empty if the error results from other ranks; ``None`` if there
         #: is none.
         self.error: str | None = None
@@ -382,7 +381,7 @@ class Watch:
             # Also at exit: a thread must not be in a call of the store when Python ends.
             weakref.finalize(self, _stop, watcher, thread, os.getpid())
 
-    def at(self, now: Action | Message | None) -> None:
+    def at(self, now: Item | None) -> None:
         """Record the next action or message of a step."""
         own = self._own
         own.now = now

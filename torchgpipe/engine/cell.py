@@ -333,6 +333,10 @@ REMEDIES = [
     Remedy('saved tensor hooks', lambda j, m: context.checkpointing,
            'The partition is checkpointed, which is done by such hooks: use '
            "checkpoint='never' with layers that transform functions."),
+    Remedy('mixed torch.Tensor and DTensor', lambda j, m: True,
+           "A parameter is a DTensor where ranks have parts of it (data='shard', tensor_plan). A "
+           'layer has whole parameters of its own stage only, so a layer that uses a parameter of '
+           'another one has to have it as a parameter as well.'),
     Remedy('same device', lambda j, m: True,
            'The input of the model belongs on the first device, model.devices[0]. What a layer '
            'keeps comes to its device with it if it is a parameter or a buffer '

@@ -27,7 +27,8 @@ BEFORE_017 = {'balance.profiled': 'plan.balance', 'plan.choice': 'plan.search',
               'sequential.errors': 'sequential.refusals',
               'sequential.nodes': 'sequential.operations',
               'sequential.optimizers': 'sequential.parts', 'shard.gradients': 'shard.averaging',
-              'shard.nn.tag': 'shard.nn.module', 'structure': 'base.structure',
+              'shard.nn.embedding': 'shard.nn.linear', 'shard.nn.tag': 'shard.nn.module',
+              'structure': 'base.structure',
               'timeline.lanes': 'timeline.timeline', 'weights': 'model.weights'}
 
 PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}'

@@ -25,8 +25,8 @@ queue. :func:`times_in_queues` simulates both::
     one for each direction          0F1>1 ◀─ waits for 0F1
                                     1B0>0 ─▶
 
-:func:`with_unit_actions` adds the exchanges between replicas to the row of a rank. The kinds have the
-names of PyTorch's pipelining. Stages of a unit share parameters. If replicas have parts of
+:func:`with_unit_actions` adds the exchanges between replicas to the row of a rank. The kinds have
+the names of PyTorch's pipelining. Stages of a unit share parameters. If replicas have parts of
 parameters, a limited number of units is whole at a time, and the next ones are gathered while the
 current one runs::
 
@@ -41,8 +41,8 @@ from typing import NamedTuple
 
 from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
 
-__all__ = ['UnitAction', 'Message', 'Receive', 'Row', 'Send', 'edges', 'receiving_early',
-           'times_in_queues', 'with_unit_actions', 'with_messages']
+__all__ = ['Item', 'Message', 'Receive', 'Row', 'Send', 'UnitAction', 'edges', 'receiving_early',
+           'times_in_queues', 'with_messages', 'with_unit_actions']
 
 
 class Message(NamedTuple):
@@ -90,8 +90,10 @@ class UnitAction(NamedTuple):
         return f'{self.stage}{self.kind}'
 
 
-#: The actions, messages and exchanges of a rank, in order.
-Row = tuple[Action | Send | Receive | UnitAction, ...]
+Item = Action | Message | UnitAction
+
+#: The actions and messages of a rank and the actions of its units, in order.
+Row = tuple[Item, ...]
 
 
 def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
@@ -119,7 +121,7 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
     for one, other in skips:
         readers[one].add(other)
         writers[other].add(one)
-    rows: list[list[Action | Send | Receive]] = [[] for _ in range(1 + max(owners.values()))]
+    rows: list[list[Item]] = [[] for _ in range(1 + max(owners.values()))]
     for action in by_step(steps(schedule.rows)[0]):
         here = owners[action.stage]
         rows[here].append(action)
@@ -156,8 +158,8 @@ def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[
                    for both in ((one, other), (other, one))})
 
 
-def with_unit_actions(row: Row, units: Mapping[int, int], most: int, reduced: Collection[int] = ()
-                   ) -> Row:
+def with_unit_actions(row: Row, units: Mapping[int, int], most: int,
+                      reduced: Collection[int] = ()) -> Row:
     """Return the row of a rank with the exchanges between its replicas.
 
     >>> row = tuple(map(Action.parse, '0F0 2F0 2B0 0B0'.split()))
@@ -174,7 +176,7 @@ def with_unit_actions(row: Row, units: Mapping[int, int], most: int, reduced: Co
     last = {units[each.stage]: k for k, each in enumerate(row) if isinstance(each, Action)}
     whole: list[int] = []
     done: list[int] = []
-    found: list[Action | Send | Receive | UnitAction] = []
+    found: list[Item] = []
 
     def reduce() -> None:
         for unit in done:
@@ -215,7 +217,7 @@ def receiving_early(row: Row) -> Row:
     >>> print(*receiving_early(rows[0]))
     0F0 0F0>1 1B0>0 0F1 0F1>1 1B1>0 0B0 0B1
     """
-    found: list[Action | Send | Receive | UnitAction] = []
+    found: list[Item] = []
     early = 0  # the place of the last action and of receives before it
     for each in row:
         if isinstance(each, Receive):

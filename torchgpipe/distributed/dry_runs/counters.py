@@ -24,8 +24,7 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import (DISPATCH_MODES, NO_VALUES, DispatchMode, FakeTensor,
                                      active_fake_mode, schema_of, tree_leaves)
 from torchgpipe.base.structure import is_plain, size_of
-from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message
+from torchgpipe.schedule.messages import Item
 
 __all__ = ['Collective', 'Counter', 'Entry', 'seen_resizes']
 
@@ -65,7 +64,7 @@ class Entry(NamedTuple):
         sent: The bytes of each send, by rank.
     """
 
-    item: Action | Message | None
+    item: Item | None
     bytes: int
     peak: int
     messages: int
@@ -101,10 +100,10 @@ class Counter(DispatchMode):
         self._bytes = self._peak = self._flops = 0
         self._collectives: list[Collective] = []
         self._sizes: dict[int, int] = {}
-        self._item: Action | Message | None = None
+        self._item: Item | None = None
         self._before = 0, 0, 0
 
-    def at(self, item: Action | Message | None) -> None:
+    def at(self, item: Item | None) -> None:
         """End the account of the current item, and start the account of another one."""
         bytes, messages, gathered = self._before
         now = self.gathered()

@@ -37,10 +37,10 @@ from torchgpipe.distributed.dry_runs.virtual import (Rendezvous, VirtualModel, V
                                                      micro_batch_of)
 from torchgpipe.distributed.layers import skeleton_of, style_of
 from torchgpipe.distributed.mesh import AXES, check_sizes
-from torchgpipe.distributed.reduction import local
 from torchgpipe.engine.gradients import FakeWeights
 from torchgpipe.schedule import Action, ScheduleLike
-from torchgpipe.schedule.messages import Message, Row, receiving_early, with_messages
+from torchgpipe.schedule.messages import Message, Row, UnitAction, receiving_early, with_messages
+from torchgpipe.shard.sums import local
 
 __all__ = ['dry_run']
 
@@ -342,6 +342,7 @@ def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank
         row: Its row, with all micro-batches.
         like: The virtual rank that has run for it.
     """
+    row = like.replicas.row(row, True, True, dict(zip(like.own, like.stages_of(place))))
     begin, *entries = like.counter.entries
     known: defaultdict[Any, list[Entry]] = defaultdict(list)
     numbers = {j: k for k, j in enumerate(like.own)}
@@ -365,6 +366,8 @@ def _kind(meeting: Rendezvous, numbers: Mapping[int, int], item: Any) -> Any:
         numbers: The stages of the rank, each with its number on it.
         item: The item.
     """
+    if isinstance(item, UnitAction):
+        return item.kind, numbers[item.stage]
     kind = meeting.kinds[micro_batch_of(item)]
     if isinstance(item, Action):
         return kind, item.kind, numbers[item.stage]

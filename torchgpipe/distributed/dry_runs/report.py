@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.distributed.dry_runs.counters import Entry
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message, Send
+from torchgpipe.schedule.messages import Item, Send
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ class Account(NamedTuple):
     """
 
     stages: tuple[int, ...]
-    row: tuple[tuple[Action | Message | None, Entry], ...]
+    row: tuple[tuple[Item | None, Entry], ...]
     kept: tuple[Kept, ...]
     groups: Mapping[str, str]
     names: Mapping[str, str]

@@ -29,13 +29,14 @@ from torchgpipe.distributed.dry_runs.counters import Counter
 from torchgpipe.distributed.layers import Ties
 from torchgpipe.distributed.model import DistributedGPipe
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import local
+from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.distributed.steps import Steps
-from torchgpipe.distributed.transport import AHEAD, Header, Messages, Way
+from torchgpipe.distributed.transport import AHEAD, Header, Messages
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.messages import Message
+from torchgpipe.schedule.messages import Message, Row
+from torchgpipe.shard.sums import local
 from torchgpipe.training.losses import Losses
 
 __all__ = ['Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
@@ -264,6 +265,14 @@ class VirtualTies(Ties):
         return [ranks] * len(x)
 
 
+class VirtualReplicas(Replicas):
+    """The replicas of a virtual rank. A gather ends at once, so that it counts by itself."""
+
+    def gather(self, j: int) -> None:
+        super().gather(j)
+        self.enter(j)
+
+
 class VirtualRank(Rank):
     """A rank whose layers have fake tensors.
 
@@ -277,6 +286,7 @@ class VirtualRank(Rank):
     """
 
     _ties_type = VirtualTies
+    _replicas_type = VirtualReplicas
 
     def __init__(self, meeting: Rendezvous, place: int, *args: Any) -> None:
         super().__init__(*args)
@@ -369,11 +379,13 @@ class VirtualSteps(Steps):
         losses.monitor = None  # It compares values.
         return losses
 
-    def _way(self, schedule: Schedule, kind: Any) -> Way:
-        way, meeting = super()._way(schedule, kind), self._rank.meeting
-        meeting.schedule = schedule
-        row = tuple([each for each in way.row if micro_batch_of(each) in meeting.micro_batches])
-        return way._replace(row=row, messages=VirtualMessages(self._rank))
+    def _row(self, schedule: Schedule) -> Row:
+        self._rank.meeting.schedule = schedule
+        return tuple([each for each in super()._row(schedule)
+                      if micro_batch_of(each) in self._rank.meeting.micro_batches])
+
+    def _messages(self, known: dict[Message, Header]) -> Messages:
+        return VirtualMessages(self._rank)
 
 
 def micro_batch_of(item: Any) -> int:

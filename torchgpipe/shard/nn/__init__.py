@@ -10,9 +10,8 @@ expert
     A module that processes only the tokens that are routed to it.
 """
 from torchgpipe.shard.nn import functional, init
-from torchgpipe.shard.nn.embedding import ParallelEmbedding
 from torchgpipe.shard.nn.experts import Experts
-from torchgpipe.shard.nn.linear import ParallelLinear
+from torchgpipe.shard.nn.linear import ParallelEmbedding, ParallelLinear
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss
 from torchgpipe.shard.nn.module import ParallelDropout, ParallelModule, RegisterParallelDim
 

@@ -11,7 +11,7 @@ from tests.distributed.models import batch, perceptron
 from tests.distributed.test_layers_tensor import plan
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.reduction import clip
+from torchgpipe.shard.sums import clip
 
 pytestmark = cpu_only('processes meet by gloo')
 

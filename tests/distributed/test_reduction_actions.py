@@ -1,0 +1,147 @@
+"""Gathers and reductions within a step: memory, their order over ranks, and late gradients."""
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.distributed.models import perceptron
+from tests.distributed.test_model import alone, check, trained
+from tests.shard.processes import Failure, outcomes, run
+from torchgpipe import GPipe
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+pytestmark = cpu_only('processes meet by gloo')
+
+
+def wide():
+    """Return layers of 8 stages with equal parameters."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)])
+
+
+def whole_bytes(most, schedule):
+    """Return the most bytes of whole parameters in a step, of one stage, and of the shards."""
+    model = DistributedGPipe(wide(), [1] * 8, mesh=init_mesh(data=2, pipe=2), chunks=8,
+                             data='shard', max_active_stages=most)
+    replicas, peak = model._rank.replicas, [0]
+
+    def at(_):
+        peak[0] = max(peak[0], sum(x.untyped_storage().nbytes() for x in replicas.seen.values()))
+
+    with mock.patch.object(model._steps, '_at', at):
+        for _ in range(2):
+            model.step(torch.ones(8, 32), torch.ones(8, 32), F.mse_loss, schedule=schedule)
+    stage = 4 * (32 * 32 + 32)
+    shards = sum(x.grad.to_local().nbytes for x in model.parameters())
+    return peak[0], stage, shards
+
+
+@pytest.mark.parametrize('schedule', ['interleaved', 'looped-bfs'])
+@pytest.mark.parametrize('most', [1, 2, None])
+def test_no_more_stages_are_whole_than_allowed(schedule, most):
+    for peak, stage, shards in run(4, whole_bytes, most, schedule):
+        assert peak == (most or 3) * stage
+        assert shards == 4 * stage / 2
+
+
+def collectives(data, schedule):
+    """Return the collectives of this rank over replicas in a step, in order, with their sizes."""
+    stages = 8 if schedule == 'interleaved' else 2
+    model = DistributedGPipe(wide(), [8 // stages] * stages, mesh=init_mesh(data=2, pipe=2),
+                             chunks=4, data=data)
+    x = torch.ones(4, 32)
+    model.step(x, x, F.mse_loss, schedule=schedule)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                record_shapes=True) as profile:
+        model.step(x, x, F.mse_loss, schedule=schedule)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [(event.name, str(event.input_shapes)) for event in events
+            if event.name.startswith('c10d::') and 'reduce' in event.name
+            or event.name == 'c10d::_allgather_base_']
+
+
+@pytest.mark.parametrize('schedule', ['1f1b', 'interleaved'])
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_each_stage_is_reduced_once_in_one_order_on_all_replicas(data, schedule):
+    found = run(4, collectives, data, schedule)
+    assert found[0] == found[2] and found[1] == found[3]
+    for names in found:
+        assert sum('reduce' in name for name, _ in names) == (
+            4 if schedule == 'interleaved' else 1)
+        assert ('allgather' in str(names)) == (data == 'shard')
+
+
+@pytest.mark.parametrize('data', ['shard', 'replicate'])
+@pytest.mark.parametrize('sizes', [(8, 3), (3, 8)])
+def test_replicas_may_have_other_numbers_of_micro_batches(data, sizes):
+    """The second replica has one micro-batch, or two."""
+    found = run(4, trained, {'data': 2, 'pipe': 2}, 'perceptron', 8, None,
+                {'schedule': 'interleaved', 'sizes': sizes}, {'data': data, **(
+                    {'max_active_stages': 2} if data == 'shard' else {})})
+    check(found, alone('perceptron', sizes=sizes))
+
+
+class Uses(nn.Module):
+    """A layer that uses a parameter of another layer, for large inputs."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+        self.others = [other]
+
+    def forward(self, x):
+        return self.inner(x) * (self.others[0].weight.sum() if x.sum() > 0 else 1)
+
+
+def later(data, large=slice(0, 8)):
+    """Train on two replicas, where the first stage uses a parameter of the second one."""
+    torch.manual_seed(0)
+    last = nn.Linear(6, 6, dtype=torch.float64)
+    layers = nn.Sequential(Uses(last), last)
+    x, target = -torch.ones(8, 6, dtype=torch.float64), torch.ones(8, 6, dtype=torch.float64)
+    x[large] = 1
+    if not data:
+        model = GPipe(layers, [2], devices=['cpu'], chunks=8)
+        own = slice(0, 8)
+    else:
+        model = DistributedGPipe(layers, [1, 1], mesh=init_mesh(data=2), chunks=4, data=data,
+                                 checkpoint='never')
+        number = torch.distributed.get_rank()
+        own = slice(4 * number, 4 * number + 4)
+    for _ in range(2):
+        model.step(x[own], target[own], F.mse_loss)
+    return [each.grad for each in model.parameters()]
+
+
+@pytest.mark.parametrize('large', [slice(0, 8), slice(7, 8)])
+def test_a_gradient_after_the_reduction_of_its_parameter_is_reduced_as_well(large):
+    expected, = run(1, later, '', large)
+    for grads in run(2, later, 'replicate', large):
+        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('large, text', [
+    (slice(0, 8), 'has to have it as a parameter as well'),
+    (slice(7, 8), "'1.weight' is used by a layer of another stage")])
+def test_a_parameter_that_another_stage_uses_is_refused_with_shards(large, text):
+    found = outcomes(2, later, 'shard', large)
+    assert all(isinstance(each, Failure) for each in found)
+    assert any(text in each.text for each in found), found[0].text
+
+
+def refused():
+    """Return the errors for numbers of stages that do not fit."""
+    found = []
+    for options in ({'max_active_stages': 0, 'data': 'shard'}, {'max_active_stages': 2}):
+        with pytest.raises(ValueError, match='max_active_stages is a positive number') as error:
+            DistributedGPipe(perceptron(), [4, 4], mesh=init_mesh(), **options)
+        found.append(str(error.value))
+    return found
+
+
+def test_numbers_of_stages_that_do_not_fit_are_refused():
+    (none, replicated), = run(1, refused)
+    assert "but is 0, with data='shard'" in none
+    assert "but is 2, with data='replicate'" in replicated

@@ -1,0 +1,202 @@
+"""Sums of gradients over ranks, in buckets; parts of tensors, and clipping by the norm.
+
+A gradient is freed when its bucket has a copy of it. So there is at most one bucket in addition to
+one set of gradients::
+
+    gradients of this rank    g0 g1 g2 │ g3 g4 │          freed, bucket by bucket
+    bucket                             └─ copy ─▶ [g3 g4] ─ all-reduce ─▶ copy
+    sums                      s0 s1 s2                                     s3 s4
+
+Reductions run beside the computation. A bucket is kept until its reduction has ended.
+"""
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ['Gradients', 'Sum', 'added', 'check_dense', 'clip', 'ended', 'gathered_over',
+           'is_counted', 'like', 'local', 'split_axes', 'started']
+
+#: Pairs of a tensor and its gradient.
+Gradients = list[tuple[Tensor, Tensor]]
+
+
+def added(gradients: Gradients, more: Gradients) -> Gradients:
+    """Return the sum of gradients for each tensor."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for x, grad in (*gradients, *more):
+        found[id(x)] = x, found[id(x)][1] + grad if id(x) in found else grad
+    return [*found.values()]
+
+
+class Sum(NamedTuple):
+    """A sum of gradients over replicas that has started.
+
+    Args:
+        bucket: The parameters.
+        flat: Their gradients, and for each whether there is one.
+        work: The reduction.
+    """
+
+    bucket: list[Tensor]
+    flat: Tensor
+    work: Any
+
+
+def started(parameters: Sequence[Tensor], found: dict[int, Tensor], group: Any) -> list[Sum]:
+    """Start to add up gradients over replicas.
+
+    Args:
+        parameters: The parameters of this rank, as on all other ranks.
+        found: Their gradients on this rank, by number. It is emptied bucket by bucket, so that
+            there is no second set of gradients.
+        group: The replicas.
+    """
+    sums = []
+    for bucket in _buckets(parameters):
+        grads = [like(x, found.get(id(x))) for x in bucket]
+        there = local(grads[0]).new_tensor([
+            float(found.pop(id(x), None) is not None) for x in bucket])
+        flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
+        grads.clear()
+        sums.append(Sum(bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    return sums
+
+
+def ended(sums: list[Sum]) -> Gradients:
+    """Return the sums of gradients, for parameters with a gradient on any rank.
+
+    Args:
+        sums: Sums that have started. The list is emptied.
+    """
+    found: Gradients = []
+    counts = []
+    while sums:
+        results, count = _ended(*sums.pop(0))
+        found += results
+        counts.append(count)
+    # One look at the device for all buckets, because it waits for them.
+    anywhere = torch.cat(counts).tolist() if counts else ()
+    return [each for each, count in zip(found, anywhere) if count]
+
+
+def _ended(bucket: list[Tensor], flat: Tensor, work: Any) -> tuple[Gradients, Tensor]:
+    """Return the sums of a bucket, and for each parameter the number of ranks with a gradient."""
+    work.wait()
+    *totals, count = flat.split([*(local(x).numel() for x in bucket), len(bucket)])
+    results = [torch.empty_like(x, dtype=flat.dtype) for x in bucket]
+    for result, total in zip(results, totals):
+        local(result).copy_(total.view_as(local(result)))
+    return [*zip(bucket, results)], count.clone()
+
+
+#: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
+BUCKET = 25 * 2 ** 20
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters whose gradients are reduced in one message: of one dtype, BUCKET bytes."""
+    def kind(x: Tensor) -> str:
+        return str(x.dtype)
+
+    for _, same in groupby(sorted(parameters, key=kind), kind):
+        bucket, size = [], 0
+        for x in same:
+            bucket.append(x)
+            size += local(x).nbytes
+            if size >= BUCKET:
+                yield bucket
+                bucket, size = [], 0
+        yield from [bucket] if bucket else []
+
+
+def gathered_over(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x, group)
+    return found
+
+
+def like(x: Tensor, grad: Tensor | None) -> Tensor:
+    """Return a gradient in the placements of its parameter; zeros if there is none."""
+    if grad is None:
+        return torch.zeros_like(x)
+    check_dense(x, grad)
+    if isinstance(grad, DTensor) and isinstance(x, DTensor):
+        return grad.redistribute(placements=x.placements)
+    return grad
+
+
+def check_dense(x: Tensor, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
+                           'ranks add up dense ones: nn.Embedding(…, sparse=False)')
+
+
+def split_axes(x: Tensor) -> set[str]:
+    """Return the axes of a mesh along which a tensor is split."""
+    return {name for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
+            if not placement.is_replicate()} if isinstance(x, DTensor) else set()
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
+    """Return whether this rank counts its part of a gradient.
+
+    Of several ranks with the same part, only the first one counts it.
+
+    Args:
+        grad: The gradient.
+        places: The number of this rank along each axis of the mesh along which other ranks have
+            the same gradient or parts of it.
+    """
+    split = split_axes(grad)
+    return not any(place for axis, place in places.items() if axis not in split)
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[str, int],
+         max_norm: float, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
+         ) -> Tensor:
+    """Scale gradients, in place, to a norm; return their previous norm.
+
+    Args:
+        gradients: The gradients of this rank.
+        copies: Further gradients of this rank, which another rank counts.
+        places: See :func:`is_counted`.
+        max_norm: The largest norm that they may have.
+        norm_type: The type of the norm; ``inf`` for the largest value.
+        group: All ranks.
+        device: The device of this rank.
+    """
+    power = 1. if norm_type == float('inf') else norm_type
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for grad in map(_over_ranks, gradients):
+        if is_counted(grad, places) and local(grad).numel():  # An empty tensor has no maximum.
+            norm = torch.linalg.vector_norm(local(grad), norm_type)
+            norms.append(norm.to(device, torch.float64) ** power)
+    stacked = torch.stack(norms)
+    total = stacked.amax() if norm_type == float('inf') else stacked.sum()
+    if group is not None:
+        operation = dist.ReduceOp.MAX if norm_type == float('inf') else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, group)
+    total = total ** (1 / power)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1)
+    for grad in (*gradients, *copies):
+        local(grad).mul_(scale.to(local(grad).device))  # It may wait on the host.
+    return total
+
+
+def _over_ranks(grad: Tensor) -> Tensor:
+    """Return a gradient without partial placements: no rank has a summand only."""
+    if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
+        return grad.redistribute(placements=[
+            Replicate() if each.is_partial() else each for each in grad.placements])
+    return grad
