@@ -1,5 +1,5 @@
 """The documentation's page on costs and gains of wrapping, made of the stored results."""
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) ->
     """Write the page.
 
     Args:
-        kept: The results of ``overhead``, ``concurrency`` and ``schedules``.
+        kept: The results of ``overhead``, ``concurrency``, ``schedules`` and ``scaling``; the last
+            ones may be missing.
         shares: The text on the results of ``concurrency``.
     """
     parts = [START, *_cells(kept['overhead']), *_shares(kept['concurrency'], shares),
-             *_schedules(kept['schedules'])]
+             *_schedules(kept['schedules']), *_processes(kept.get('scaling'))]
     return '\n'.join(part if isinstance(part, str) else markdown(part) for part in parts)
 
 
@@ -106,3 +107,65 @@ transit between two partitions. `torch 1F1B` is torch.distributed.pipelining, wi
 partition. [Schedules](schedules.md) shows the differences between the schedules, and
 [Benchmarks](benchmarks.md) has all rows.
 ''']
+
+
+#: Sentences on an axis: the mesh, and the text for its row.
+AXES: dict[str, Callable[[dict[str, Any]], str]] = {
+    'data 2': lambda row: (
+        f"`data 2` sends {_mib(row, 'data')} MiB of gradients in a step, for any size of the "
+        'mini-batch. Each rank has all parameters.'),
+    'data 2, shard': lambda row: (
+        f"`data 2, shard` also sends parameters, {_mib(row, 'data')} MiB in all. It keeps half of "
+        'them, and gathers them for a step.'),
+    'pipe 2': lambda row: (
+        f"`pipe 2` sends {_mib(row, 'pipe')} MiB: the activations between two stages and their "
+        f"gradients. Its ranks wait for {row['bubble'] * 100:.0f} % of the time."),
+    'tensor 2': lambda row: (
+        f"`tensor 2` sends {_mib(row, 'tensor')} MiB, because each block exchanges activations in "
+        'forward and in backward. Its ranks have half of each layer.')}
+
+
+def _mib(row: dict[str, Any], axis: str) -> str:
+    return f"{row['sent'].get(axis, 0) / 2 ** 20:.1f}"
+
+
+def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
+    """Show speed, memory and traffic of each mesh, if they are stored."""
+    if not kept:
+        return []
+    rows, where = kept['results']['rows'], _where('scaling', kept)
+    own = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
+    found = {name: {row['kind']: row for row in rows if row['name'] == name} for name in own}
+    first = {name: next(iter(each.values())) for name, each in found.items()}
+    texts = [text(first[name]) for name, text in AXES.items() if name in first]
+    return ['## Several processes\n', where,
+            (['mesh of a GPT', 'cores per rank', 'speed-up, same mini-batch',
+              'speed-up, mini-batch per process', 'memory of a rank, MiB', 'sent in a step, MiB',
+              'bubble, %', 'against PyTorch'],
+             [_mesh_row(name, each) for name, each in found.items()]), _meaning(rows),
+            ' '.join(texts) + '\n\n[Benchmarks](benchmarks.md) has all rows.\n']
+
+
+def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
+    row = next(iter(kinds.values()))
+    against = [f"{each['against']['times_as_fast']:.2f} ×" for each in kinds.values()
+               if each['against']]
+    return [name, f"{row['cores_per_rank']:.2g}",
+            *(f"{kinds[kind]['speed_up']:.2f} ×" if kind in kinds else '—'
+              for kind in ('strong', 'weak')),
+            f"{row['memory'] / 2 ** 20:.1f}",
+            ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent']),
+            f"{row['bubble'] * 100:.0f}",
+            f"{', '.join(against)} {row['against']['library']}" if against else '—']
+
+
+def _meaning(rows: Sequence[dict[str, Any]]) -> str:
+    """Explain the columns."""
+    one = next(row for row in rows if row['processes'] == 1)
+    return f'''
+Speed-ups are relative to a loop of plain PyTorch in one process on one core, which takes
+{one['seconds'] * 1e3:.0f} ms and {one['memory'] / 2 ** 20:.1f} MiB for a mini-batch. Where ranks
+share cores, the largest speed-up is the number of cores. The last column is the speed relative to
+PyTorch's own library on the same mesh, for both mini-batches. Memory, traffic and bubble are for
+the same mini-batch on all meshes.
+'''
