@@ -1,6 +1,7 @@
 """The documentation's page on costs and gains of wrapping, made of the stored results."""
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.harness.report import Rows, describe, markdown
@@ -109,20 +110,27 @@ partition. [Schedules](schedules.md) shows the differences between the schedules
 ''']
 
 
-#: Sentences on an axis: the mesh, and the text for its row.
+#: Sentences on an axis: the name of a row, and the text for it.
 AXES: dict[str, Callable[[dict[str, Any]], str]] = {
     'data 2': lambda row: (
-        f"`data 2` sends {_mib(row, 'data')} MiB of gradients in a step, for any size of the "
-        'mini-batch. Each rank has all parameters.'),
+        f"With `data 2`, each rank has all parameters, and sends {_mib(row, 'data')} MiB of "
+        'gradients in a step, for any size of the mini-batch.'),
     'data 2, shard': lambda row: (
-        f"`data 2, shard` also sends parameters, {_mib(row, 'data')} MiB in all. It keeps half of "
-        'them, and gathers them for a step.'),
+        'With `data 2, shard`, a rank keeps half of them. It gathers all once in a step, and '
+        f"sends {_mib(row, 'data')} MiB."),
+    'FSDP2, data 2': lambda row: (
+        f"FSDP2 gathers each block in each micro-batch. It sends {_mib(row, 'data')} MiB, and "
+        f"its peak is {row['memory'] / 2 ** 20:.1f} MiB."),
     'pipe 2': lambda row: (
-        f"`pipe 2` sends {_mib(row, 'pipe')} MiB: the activations between two stages and their "
-        f"gradients. Its ranks wait for {row['bubble'] * 100:.0f} % of the time."),
+        f"With `pipe 2`, a rank sends {_mib(row, 'pipe')} MiB of activations or of their "
+        f"gradients, and waits for {row['bubble'] * 100:.0f} % of the time."),
     'tensor 2': lambda row: (
-        f"`tensor 2` sends {_mib(row, 'tensor')} MiB, because each block exchanges activations in "
-        'forward and in backward. Its ranks have half of each layer.')}
+        f"With `tensor 2`, it sends {_mib(row, 'tensor')} MiB, because all blocks exchange "
+        'activations in forward and backward of each micro-batch.')}
+
+
+#: The axes whose traffic is shown.
+LINKS = ('data', 'pipe', 'tensor')
 
 
 def _mib(row: dict[str, Any], axis: str) -> str:
@@ -136,14 +144,14 @@ def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
     rows, where = kept['results']['rows'], _where('scaling', kept)
     own = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
     found = {name: {row['kind']: row for row in rows if row['name'] == name} for name in own}
-    first = {name: next(iter(each.values())) for name, each in found.items()}
+    first = {row['name']: row for row in reversed(rows)}
     texts = [text(first[name]) for name, text in AXES.items() if name in first]
     return ['## Several processes\n', where,
             (['mesh of a GPT', 'cores per rank', 'speed-up, same mini-batch',
               'speed-up, mini-batch per process', 'memory of a rank, MiB', 'sent in a step, MiB',
               'bubble, %', 'against PyTorch'],
              [_mesh_row(name, each) for name, each in found.items()]), _meaning(rows),
-            ' '.join(texts) + '\n\n[Benchmarks](benchmarks.md) has all rows.\n']
+            _filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.']))]
 
 
 def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
@@ -154,7 +162,7 @@ def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
             *(f"{kinds[kind]['speed_up']:.2f} ×" if kind in kinds else '—'
               for kind in ('strong', 'weak')),
             f"{row['memory'] / 2 ** 20:.1f}",
-            ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent']),
+            ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent'] if axis in LINKS),
             f"{row['bubble'] * 100:.0f}",
             f"{', '.join(against)} {row['against']['library']}" if against else '—']
 
@@ -162,10 +170,13 @@ def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
 def _meaning(rows: Sequence[dict[str, Any]]) -> str:
     """Explain the columns."""
     one = next(row for row in rows if row['processes'] == 1)
-    return f'''
-Speed-ups are relative to a loop of plain PyTorch in one process on one core, which takes
-{one['seconds'] * 1e3:.0f} ms and {one['memory'] / 2 ** 20:.1f} MiB for a mini-batch. Where ranks
-share cores, the largest speed-up is the number of cores. The last column is the speed relative to
-PyTorch's own library on the same mesh, for both mini-batches. Memory, traffic and bubble are for
-the same mini-batch on all meshes.
-'''
+    return '\n' + _filled(
+        'Speed-ups are relative to a loop of plain PyTorch in one process on one core, which '
+        f"takes {one['seconds'] * 1e3:.0f} ms and {one['memory'] / 2 ** 20:.1f} MiB for a "
+        'mini-batch. Where ranks share cores, the largest speed-up is the number of cores. The '
+        "last column is the speed relative to PyTorch's own library on the same mesh, for both "
+        'mini-batches. Memory, traffic and bubble are for the same mini-batch on all meshes.')
+
+
+def _filled(text: str) -> str:
+    return fill(text, 99, break_on_hyphens=False, break_long_words=False) + '\n'

@@ -110,9 +110,15 @@ class Work(NamedTuple):
         return self.batch // replicas // self.micro_batch
 
     def balance(self, stages: int) -> list[int]:
-        """Return the layers of each stage: equal numbers of blocks, the embedding, the head."""
+        """Return the layers of each stage: blocks, the embedding and the head.
+
+        The first and the last stage have the fewest blocks if the numbers differ.
+        """
         each, more = divmod(self.sizes.depth, stages)
-        return [each + (j < more) + (j == 0) + (j == stages - 1) for j in range(stages)]
+        blocks = [each] * stages
+        for j in [*range(1, stages - 1), 0, stages - 1][:more]:
+            blocks[j] += 1
+        return [n + (j == 0) + (j == stages - 1) for j, n in enumerate(blocks)]
 
     def model(self) -> nn.Sequential:
         """Return the layers, with the same values in each process."""

@@ -32,6 +32,9 @@ Ratios are medians over rounds, of contenders in the same processes.'''
 CURVES = {'data': ('data', False), 'data, shard': ('data', True), 'pipe': ('pipe', False),
           'tensor': ('tensor', False)}
 
+#: The axes whose traffic is shown. Messages of a few bytes are between all ranks.
+AXES = ('data', 'pipe', 'tensor')
+
 
 def describe_model(results: dict[str, Any]) -> str:
     """Describe the model and its mini-batch."""
@@ -73,8 +76,9 @@ def of_cores(row: dict[str, Any]) -> float:
 
 
 def sent_cell(row: dict[str, Any]) -> str:
-    """Return the MiB that a rank sends, by axis."""
-    return ', '.join(f"{axis} {bytes / 2 ** 20:.1f}" for axis, bytes in row['sent'].items()) or '—'
+    """Return the MiB that a rank sends along each axis."""
+    return ', '.join(f"{axis} {row['sent'][axis] / 2 ** 20:.1f}" for axis in AXES
+                     if axis in row['sent']) or '—'
 
 
 def ratio_rows(results: dict[str, Any]) -> Rows:
