@@ -135,8 +135,8 @@ def _against(contender: Contender, times: Times, peaks: Mapping[Contender, int]
 
 
 @click.command(context_settings={'show_default': True})
-@click.option('--layers', type=click.IntRange(1), default=8, help='Blocks of the GPT.')
-@click.option('--width', type=click.IntRange(1), default=192, help='Features of a token.')
+@click.option('--layers', type=click.IntRange(1), default=4, help='Blocks of the GPT.')
+@click.option('--width', type=click.IntRange(1), default=256, help='Features of a token.')
 @click.option('--heads', type=click.IntRange(1), default=4, help='Heads of each block.')
 @click.option('--words', type=click.IntRange(2), default=512, help='Different tokens.')
 @click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
@@ -149,7 +149,7 @@ def _against(contender: Contender, times: Times, peaks: Mapping[Contender, int]
 @click.option('--kind', 'kinds', type=click.Choice([*KINDS]), multiple=True, default=[*KINDS],
               help='strong: the same mini-batch on all meshes; weak: a mini-batch for each '
               'process. May be given several times.')
-@click.option('--rounds', type=click.IntRange(1), default=7,
+@click.option('--rounds', type=click.IntRange(1), default=5,
               help='Interleaved rounds, of which the medians count.')
 @click.option('--device', default='cpu', help="cpu; or the accelerators' type, such as cuda, with "
               'one device for each process.')

@@ -235,7 +235,7 @@ def test_parts_by_hand():
 
 
 @cases('args, reason', [
-    (['--heads', '5'], '--width 192 is not a multiple'), (['--chunks', '3'], '--batch 8'),
+    (['--heads', '5'], '--width 256 is not a multiple'), (['--chunks', '3'], '--batch 8'),
     (['--chunks', '2', '--mesh', 'data4'], 'the 4 replicas of data4'),
     (['--heads', '2', '--mesh', 'tensor4'], 'the 4 ranks of tensor4'),
     (['--layers', '1', '--mesh', 'pipe4'], 'the stages of pipe4'),
