@@ -4,11 +4,11 @@ A module has ``COMMANDS``. Its section on the documentation's page is ``SECTION`
 :mod:`benchmarks.harness.published` are on that page without one.
 """
 from benchmarks.experiments import (accuracy, arcface, balance, classes, concurrency, digits,
-                                    machine, memory, mingpt, overhead, plans, schedules, speed,
-                                    timeline, zoo)
+                                    machine, memory, mingpt, overhead, plans, scaling, schedules,
+                                    speed, timeline, zoo)
 
 __all__ = ['MODULES']
 
 #: In the order in which they are listed.
-MODULES = (digits, accuracy, speed, memory, timeline, schedules, classes, mingpt, arcface, balance,
-           overhead, concurrency, machine, plans, zoo)
+MODULES = (digits, accuracy, speed, memory, timeline, schedules, scaling, classes, mingpt, arcface,
+           balance, overhead, concurrency, machine, plans, zoo)

@@ -1,6 +1,7 @@
 """The documentation's page on costs and gains of wrapping, made of the stored results."""
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.harness.report import Rows, describe, markdown
@@ -36,11 +37,12 @@ def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) ->
     """Write the page.
 
     Args:
-        kept: The results of ``overhead``, ``concurrency`` and ``schedules``.
+        kept: The results of ``overhead``, ``concurrency``, ``schedules`` and ``scaling``; the last
+            ones may be missing.
         shares: The text on the results of ``concurrency``.
     """
     parts = [START, *_cells(kept['overhead']), *_shares(kept['concurrency'], shares),
-             *_schedules(kept['schedules'])]
+             *_schedules(kept['schedules']), *_processes(kept.get('scaling'))]
     return '\n'.join(part if isinstance(part, str) else markdown(part) for part in parts)
 
 
@@ -106,3 +108,75 @@ transit between two partitions. `torch 1F1B` is torch.distributed.pipelining, wi
 partition. [Schedules](schedules.md) shows the differences between the schedules, and
 [Benchmarks](benchmarks.md) has all rows.
 ''']
+
+
+#: Sentences on an axis: the name of a row, and the text for it.
+AXES: dict[str, Callable[[dict[str, Any]], str]] = {
+    'data 2': lambda row: (
+        f"With `data 2`, each rank has all parameters, and sends {_mib(row, 'data')} MiB of "
+        'gradients in a step, for any size of the mini-batch.'),
+    'data 2, shard': lambda row: (
+        'With `data 2, shard`, a rank keeps half of them. It gathers all once in a step, and '
+        f"sends {_mib(row, 'data')} MiB."),
+    'FSDP2, data 2': lambda row: (
+        f"FSDP2 gathers each block in each micro-batch. It sends {_mib(row, 'data')} MiB, and "
+        f"its peak is {row['memory'] / 2 ** 20:.1f} MiB."),
+    'pipe 2': lambda row: (
+        f"With `pipe 2`, a rank sends {_mib(row, 'pipe')} MiB of activations or of their "
+        f"gradients, and waits for {row['bubble'] * 100:.0f} % of the time."),
+    'tensor 2': lambda row: (
+        f"With `tensor 2`, it sends {_mib(row, 'tensor')} MiB, because all blocks exchange "
+        'activations in forward and backward of each micro-batch.')}
+
+
+#: The axes whose traffic is shown.
+LINKS = ('data', 'pipe', 'tensor')
+
+
+def _mib(row: dict[str, Any], axis: str) -> str:
+    return f"{row['sent'].get(axis, 0) / 2 ** 20:.1f}"
+
+
+def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
+    """Show speed, memory and traffic of each mesh, if they are stored."""
+    if not kept:
+        return []
+    rows, where = kept['results']['rows'], _where('scaling', kept)
+    own = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
+    found = {name: {row['kind']: row for row in rows if row['name'] == name} for name in own}
+    first = {row['name']: row for row in reversed(rows)}
+    texts = [text(first[name]) for name, text in AXES.items() if name in first]
+    return ['## Several processes\n', where,
+            (['mesh of a GPT', 'cores per rank', 'speed-up, same mini-batch',
+              'speed-up, mini-batch per process', 'memory of a rank, MiB', 'sent in a step, MiB',
+              'bubble, %', 'against PyTorch'],
+             [_mesh_row(name, each) for name, each in found.items()]), _meaning(rows),
+            _filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.']))]
+
+
+def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
+    row = next(iter(kinds.values()))
+    against = [f"{each['against']['times_as_fast']:.2f} ×" for each in kinds.values()
+               if each['against']]
+    return [name, f"{row['cores_per_rank']:.2g}",
+            *(f"{kinds[kind]['speed_up']:.2f} ×" if kind in kinds else '—'
+              for kind in ('strong', 'weak')),
+            f"{row['memory'] / 2 ** 20:.1f}",
+            ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent'] if axis in LINKS),
+            f"{row['bubble'] * 100:.0f}",
+            f"{', '.join(against)} {row['against']['library']}" if against else '—']
+
+
+def _meaning(rows: Sequence[dict[str, Any]]) -> str:
+    """Explain the columns."""
+    one = next(row for row in rows if row['processes'] == 1)
+    return '\n' + _filled(
+        'Speed-ups are relative to a loop of plain PyTorch in one process on one core, which '
+        f"takes {one['seconds'] * 1e3:.0f} ms and {one['memory'] / 2 ** 20:.1f} MiB for a "
+        'mini-batch. Where ranks share cores, the largest speed-up is the number of cores. The '
+        "last column is the speed relative to PyTorch's own library on the same mesh, for both "
+        'mini-batches. Memory, traffic and bubble are for the same mini-batch on all meshes.')
+
+
+def _filled(text: str) -> str:
+    return fill(text, 99, break_on_hyphens=False, break_long_words=False) + '\n'

@@ -80,7 +80,7 @@ def make_page(modules: Sequence[ModuleType]) -> str:
 
 def make_costs(modules: Sequence[ModuleType]) -> str:
     """Write the page on costs and gains of wrapping."""
-    kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules')}
+    kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules', 'scaling')}
     shares, = (module.SECTION.parts(kept['concurrency']['results']) for module in modules
                if getattr(module, 'SECTION', None) and module.SECTION.name == 'concurrency')
     return costs_page(kept, shares)

@@ -11,6 +11,7 @@ No process is left if one fails. They end when this process closes its end of th
 them. None waits longer for another one than :data:`PATIENCE`.
 """
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 import click
 import torch
 from torch import distributed
+
+from benchmarks.harness.report import cores
 
 __all__ = ['Processes', 'Span', 'is_available', 'seconds']
 
@@ -70,16 +73,22 @@ class Processes:
         ``torch.distributed`` gives the rank. It can be pickled, and so can its arguments and the
         worker's results.
         args: The arguments of ``make``.
+        device: The type of the processes' devices. Each process has the accelerator with its
+        rank's number, or is on the CPU.
+        pinned: Whether each process runs on the core with its rank's number only. Processes
+        beyond the number of cores share them.
 
     Raises:
         click.ClickException: Processes or gloo are not available.
     """
 
-    def __init__(self, n: int, make: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, n: int, make: Callable[..., Any], *args: Any, device: str = 'cpu',
+                 pinned: bool = False) -> None:
         if not is_available():
             raise click.ClickException('this takes torch.distributed with gloo, and processes '
                                        f'that start by {METHOD!r}')
         self._n = n
+        self._place = device, pinned
         self._work = make, args
         self._pipes: dict[Connection, int] = {}
         self._exit = ExitStack()
@@ -93,7 +102,7 @@ class Processes:
             for rank in range(self._n):
                 here, there = context.Pipe()
                 process = context.Process(target=_serve, daemon=True, args=(
-                    rank, self._n, store, there, *self._work))
+                    rank, self._n, store, there, *self._place, *self._work))
                 process.start()
                 stack.callback(_end, process, here)
                 there.close()  # Only its process has it now, so reading here ends with it.
@@ -150,14 +159,27 @@ def _end(process: Any, pipe: Connection) -> None:
     process.join()
 
 
-def _serve(rank: int, n: int, store: str, pipe: Connection, make: Callable[..., Any],
-           args: tuple[Any, ...]) -> None:
+def _settle(rank: int, device: str, pinned: bool) -> str:
+    """Move to the core and the device of a rank, and return the name of the backend."""
+    torch.set_num_threads(1)
+    if pinned and hasattr(os, 'sched_setaffinity'):
+        own = cores()
+        os.sched_setaffinity(0, {own[rank % len(own)]})
+    if device == 'cpu':
+        return 'gloo'
+    os.environ['LOCAL_RANK'] = str(rank)
+    torch.accelerator.set_device_index(rank)
+    return str(distributed.get_default_backend_for_device(device))
+
+
+def _serve(rank: int, n: int, store: str, pipe: Connection, device: str, pinned: bool,
+           make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Do as told, until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this.
-    torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError):
         try:
-            distributed.init_process_group('gloo', store, timedelta(seconds=PATIENCE),
+            backend = _settle(rank, device, pinned)
+            distributed.init_process_group(backend, store, timedelta(seconds=PATIENCE),
                                            world_size=n, rank=rank)
             worker = make(*args)
             pipe.send(None)  # It is there.

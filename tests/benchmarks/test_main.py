@@ -19,9 +19,9 @@ def test_help(run):
     code, out, _ = run('--help')
     assert code == 0
     assert all(name in out for name in ('list', 'digits', 'balance', 'overhead', 'concurrency',
-                                        'schedules', 'pictures', 'classes', 'mingpt', 'arcface',
-                                        *EXPERIMENTS))
-    assert out.count('\n') < 30
+                                        'schedules', 'scaling', 'pictures', 'classes', 'mingpt',
+                                        'arcface', *EXPERIMENTS))
+    assert out.count('\n') < 31
     code, out, _ = run('digits', '--help')
     assert code == 0
     for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--schedule', '--output'):

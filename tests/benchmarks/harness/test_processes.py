@@ -27,6 +27,9 @@ class Adder:
         distributed.all_reduce(self.term)
         return distributed.get_rank(), torch.get_num_threads(), self.term.item() * times
 
+    def cores(self):
+        return os.sched_getaffinity(0)
+
     def fail(self):
         raise KeyError('no')
 
@@ -46,6 +49,15 @@ def started():
 def test_they_do_as_told(started):
     assert started[0].call('add') == [(0, 1, 15.), (1, 1, 15.)]
     assert started[0].call('add', 2) == [(0, 1, 60.), (1, 1, 60.)]
+
+
+@pytest.mark.skipif(not hasattr(os, 'sched_getaffinity'), reason='needs affinities of Linux')
+def test_each_is_on_a_core_if_it_is_pinned():
+    own = sorted(os.sched_getaffinity(0))
+    with Processes(3, Adder, 5, pinned=True) as found:
+        assert found.call('cores') == [{own[rank % len(own)]} for rank in range(3)]
+    with Processes(1, Adder, 5) as found:
+        assert found.call('cores') == [{*own}]
 
 
 def test_a_span_is_from_the_first_to_the_last():

@@ -1,0 +1,221 @@
+"""A GPT on meshes of processes: speed, memory and traffic of each axis, beside plain PyTorch."""
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from benchmarks.experiments.scaling.meshes import ALONE, MESHES, TORCHGPIPE, Contender, Mesh, Work
+from benchmarks.experiments.scaling.tables import (KINDS, MEANING, describe_model, mesh_rows,
+                                                   panels, parts, ratio_rows)
+from benchmarks.experiments.scaling.traffic import traffic
+from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
+from benchmarks.harness.curves import draw_curves
+from benchmarks.harness.gpt_options import require
+from benchmarks.harness.page import Section
+from benchmarks.harness.processes import Processes, seconds
+from benchmarks.harness.report import cores, machine, output_folder, table, write_json
+from benchmarks.models.gpt import Sizes
+from torchgpipe.base.devices import accelerator, accelerators
+
+__all__ = ['COMMANDS', 'SECTION', 'check_losses', 'measure']
+
+#: Steps that are recorded for a bubble. They are the last steps before the rounds. The ranks of a
+#: DistributedGPipe compare their parameters in steps 0, 1, 2, 4, 8, …, so mostly before them.
+RECORDED = 3
+
+
+def measure(work: Work, contenders: Sequence[Contender], rounds: int, device: str, title: str
+            ) -> list[dict[str, Any]]:
+    """Let contenders with an equal number of processes take steps in turn.
+
+    Args:
+        work: The model and the mini-batch.
+        contenders: The contenders; the first one is the loop in one process.
+        rounds: The number of rounds.
+        device: The type of the processes' devices.
+        title: The title of the progress bar.
+
+    Returns:
+        A row of results for each contender.
+    """
+    n = contenders[-1].mesh.size
+    # A loop with another mini-batch has another loss.
+    same = [each for each in contenders if each != ALONE or work.alone == work.batch]
+    with Processes(n, Worker, work, device, device=device, pinned=device == 'cpu') as processes:
+        bar = tqdm(total=len(contenders) * (1 + RECORDED + rounds), desc=title, leave=False)
+
+        def told(name: str, each: Contender) -> list[Any]:
+            bar.update()
+            return [answer for answer in processes.call(name, each) if answer is not None]
+
+        reference = processes.call('reference')[0]
+        counts: dict[Contender, list[Counts]] = {
+            each: told('build', each) for each in contenders}
+        for k in range(COUNTED):
+            losses = {each: _mean(rank.losses[k] for rank in counts[each]) for each in same}
+            check_losses(losses, None if k else reference)
+        recorded = [{each: told('record', each) for each in contenders} for _ in range(RECORDED)]
+        runs = []
+        for k in range(rounds):  # Each contender is the first one in some round.
+            begin = k % len(contenders)
+            order = [*contenders[begin:], *contenders[:begin]]
+            runs.append({each: told('step', each) for each in order})
+        bar.close()
+    for run in (*recorded, *runs):
+        check_losses({each: _mean(answer.loss for answer in run[each]) for each in same})
+    times = [{each: seconds([answer.span for answer in answers])
+              for each, answers in run.items()} for run in runs]
+    peaks = {each: max(rank.peak for rank in counts[each]) for each in contenders}
+    return [{**_row(each, times, work), 'memory': peaks[each],
+             'against': _against(each, times, peaks), 'sent': _sent(each, counts[each], work),
+             'bubble': _bubble([run[each] for run in recorded])} for each in contenders]
+
+
+def check_losses(losses: Mapping[Contender, float], expected: float | None = None) -> None:
+    """Check that contenders train the same model on the same data.
+
+    Args:
+        losses: The loss of the mini-batch, by contender.
+        expected: The loss in one process, if it is known.
+
+    Raises:
+        RuntimeError: Losses differ by more than rounding.
+    """
+    first = next(iter(losses.values())) if expected is None else expected
+    if not all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()):
+        found = {each.name: loss for each, loss in losses.items()}
+        raise RuntimeError(f'these losses should be the same, {first}: {found}')
+
+
+def _mean(losses: Iterable[float | None]) -> float:
+    """Return the loss of the mini-batch from the losses of processes that have one."""
+    return fmean(loss for loss in losses if loss is not None)
+
+
+def _sent(contender: Contender, counts: Sequence[Counts], work: Work) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step, by axis; of the rank that sends most."""
+    if contender.library == TORCHGPIPE:
+        return traffic(work, contender.mesh)
+    axes = dict.fromkeys(axis for each in counts for axis in each.sent)
+    return {axis: max(each.sent.get(axis, 0.) for each in counts) for axis in axes}
+
+
+def _bubble(recorded: Sequence[Sequence[Answer]]) -> float | None:
+    found = [answers[0].bubble for answers in recorded if answers[0].bubble is not None]
+    return median(found) if found else None
+
+
+Times = Sequence[Mapping[Contender, float]]
+
+
+def _row(contender: Contender, times: Times, work: Work) -> dict[str, Any]:
+    """Return the times of a contender, and its speed-up in each round."""
+    mesh, alone = contender.mesh, work._replace(batch=work.alone)
+    work = alone if contender == ALONE else work
+    time = median(run[contender] for run in times)
+    speed_up = median(run[ALONE] / run[contender] for run in times) * work.tokens / alone.tokens
+    return {'name': contender.name, 'library': contender.library, **mesh._asdict(),
+            'processes': mesh.size, 'cores_per_rank': min(1, len(cores()) / mesh.size),
+            'chunks': work.chunks(mesh.data), 'seconds': time,
+            'tokens_per_second': work.tokens / time, 'speed_up': speed_up,
+            'share': speed_up / mesh.size}
+
+
+def _against(contender: Contender, times: Times, peaks: Mapping[Contender, int]
+             ) -> dict[str, Any] | None:
+    """Relate torchgpipe to PyTorch on the same mesh, if there is a contender."""
+    peer = contender.peer
+    if contender.library != TORCHGPIPE or peer is None or peer not in peaks:
+        return None
+    return {'library': peer.library, 'memory': peaks[contender] / peaks[peer],
+            'times_as_fast': median(run[peer] / run[contender] for run in times)}
+
+
+@click.command(context_settings={'show_default': True})
+@click.option('--layers', type=click.IntRange(1), default=4, help='Blocks of the GPT.')
+@click.option('--width', type=click.IntRange(1), default=256, help='Features of a token.')
+@click.option('--heads', type=click.IntRange(1), default=4, help='Heads of each block.')
+@click.option('--words', type=click.IntRange(2), default=512, help='Different tokens.')
+@click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
+@click.option('--batch', type=click.IntRange(1), default=8,
+              help='Sequences of the mini-batch of one process.')
+@click.option('--chunks', type=click.IntRange(1), default=8,
+              help='Micro-batches of this mini-batch. Micro-batches have one size in all cases.')
+@click.option('--mesh', 'meshes', type=click.Choice([*MESHES]), multiple=True,
+              default=[*MESHES], help='May be given several times.')
+@click.option('--kind', 'kinds', type=click.Choice([*KINDS]), multiple=True, default=[*KINDS],
+              help='strong: the same mini-batch on all meshes; weak: a mini-batch for each '
+              'process. May be given several times.')
+@click.option('--rounds', type=click.IntRange(1), default=5,
+              help='Interleaved rounds, of which the medians count.')
+@click.option('--device', default='cpu', help="cpu; or the accelerators' type, such as cuda, with "
+              'one device for each process.')
+@click.option('--output', default='results', metavar='DIR',
+              help='Where the JSON file and the picture go.')
+def scaling(layers: int, width: int, heads: int, words: int, context: int, batch: int,
+            chunks: int, meshes: tuple[str, ...], kinds: tuple[str, ...], rounds: int,
+            device: str, output: str) -> None:
+    """Time a training step of a GPT on meshes of processes.
+
+    The model is in float32, without dropout and without a tied head. Steps are by SGD, without
+    checkpoints. Each mesh is one of a DistributedGPipe. Plain PyTorch trains the same model
+    by DistributedDataParallel, FSDP2 and torch.distributed.pipelining on the meshes that they are
+    for. A loop in one process is the baseline. Contenders with an equal number of processes take
+    steps in turn, in the same processes. Each process has one thread and one core, which it
+    shares if there are more processes than cores.
+    """
+    sizes = Sizes(words, context, width, heads, layers, False)
+    chosen = {name: MESHES[name] for name in dict.fromkeys(meshes)}
+    _check(sizes, batch, chunks, chosen, device)
+    folder = output_folder(output)
+    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores\n")
+    results: dict[str, Any] = {
+        'model': sizes._asdict(), 'batch': batch, 'chunks': chunks, 'rounds': rounds,
+        'device': device, 'cores': len(cores()), 'rows': []}
+    for kind in dict.fromkeys(kinds):
+        for n in sorted({mesh.size for mesh in chosen.values()}):
+            work = Work(sizes, batch * n if kind == 'weak' else batch, batch, batch // chunks)
+            rows = measure(work, _contenders(n, chosen.values()), rounds, device,
+                           f'{kind}, {n} processes')
+            results['rows'] += [{'kind': kind, **row} for row in rows]
+        click.echo(table(*mesh_rows(results, kind)) + '\n')
+    click.echo(f'{table(*ratio_rows(results))}\n\n{describe_model(results)}\n\n{MEANING}\n')
+    files = [write_json(folder, 'scaling', results),
+             *draw_curves(panels(results), folder / 'scaling')]
+    click.echo('\n'.join(map(str, files)))
+
+
+def _contenders(n: int, meshes: Iterable[Mesh]) -> list[Contender]:
+    """Return the contenders on meshes of n processes, after the loop in one process."""
+    own = [Contender(TORCHGPIPE, mesh) for mesh in meshes if mesh.size == n]
+    return [ALONE, *(each for pair in ((one, one.peer) for one in own) for each in pair if each)]
+
+
+def _check(sizes: Sizes, batch: int, chunks: int, meshes: dict[str, Mesh], device: str) -> None:
+    """Check that options fit each other.
+
+    Raises:
+        click.UsageError: They do not.
+    """
+    require(sizes.width % sizes.heads == 0,
+            f'--width {sizes.width} is not a multiple of --heads {sizes.heads}')
+    require(device in ('cpu', accelerator()), f'there are no devices of type {device}')
+    require(batch % chunks == 0, f'--batch {batch} is not a multiple of --chunks {chunks}')
+    for name, mesh in meshes.items():
+        require(chunks % mesh.data == 0,
+                f'--chunks {chunks} is not a multiple of the {mesh.data} replicas of {name}')
+        require(sizes.heads % mesh.tensor == 0 and sizes.vocabulary % mesh.tensor == 0,
+                f'--heads {sizes.heads} or --words {sizes.vocabulary} is not a multiple of the '
+                f'{mesh.tensor} ranks of {name}')
+        require(sizes.depth + 2 >= mesh.pipe, f'--layers {sizes.depth}, the embedding and the '
+                f'head are fewer layers than the stages of {name}')
+        there = len(accelerators()) if device != 'cpu' else mesh.size
+        require(mesh.size <= there, f'{name} takes {mesh.size} devices, but there are {there}: '
+                'choose others by --mesh')
+
+
+COMMANDS = [scaling]
+SECTION = Section('A GPT on several processes', 'scaling', parts)

@@ -1,0 +1,132 @@
+"""A process of a mesh: it trains the model of each contender when it is told to."""
+import gc
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.optim import SGD
+
+from benchmarks.experiments.scaling.meshes import ALONE, Contender, Work, loss_of
+from benchmarks.experiments.scaling.traffic import totals
+from benchmarks.experiments.scaling.trainers import Trainer, trainer
+from benchmarks.harness.processes import Span
+from torchgpipe.base.devices import synchronize
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.distributed.dry_runs.counters import Counter, seen_resizes
+from torchgpipe.timeline import record
+
+__all__ = ['Answer', 'COUNTED', 'Counts', 'RATE', 'Worker']
+
+#: Steps after which all buffers of a library exist: DDP makes its buckets again in the second one.
+COUNTED = 2
+
+#: The learning rate of SGD.
+RATE = .1
+
+
+class Answer(NamedTuple):
+    """A process's measurements of a step.
+
+    Attributes:
+        span: The time of the step.
+        loss: The loss of the replica, or of all; ``None`` in a process without it.
+        bubble: The bubble of a recorded step, from 0 to 1.
+    """
+
+    span: Span
+    loss: float | None
+    bubble: float | None = None
+
+
+class Counts(NamedTuple):
+    """A process's counts of the first steps.
+
+    Attributes:
+        losses: The loss of each step, as in an :class:`Answer`.
+        peak: The peak of all tensors of the model and its step, in bytes.
+        sent: The bytes of a step, by axis.
+    """
+
+    losses: list[float | None]
+    peak: int
+    sent: dict[str, float]
+
+
+class Worker:
+    """The models of all contenders in this process.
+
+    Args:
+        work: The mini-batch, and the model.
+        device: The type of devices.
+    """
+
+    def __init__(self, work: Work, device: str) -> None:
+        self._work = work
+        self._device = torch.device('cpu') if device == 'cpu' else torch.device(
+            device, torch.accelerator.current_device_index())
+        self._trainers: dict[Contender, tuple[Trainer, SGD]] = {}
+
+    def reference(self) -> float | None:
+        """Return the loss of the whole mini-batch before the first step; in one process only."""
+        if distributed.get_rank():
+            return None
+        model, work = self._work.model(), self._work
+        with torch.no_grad():
+            losses = [loss_of(model(x), y) for x, y in zip(*(
+                each.split(work.micro_batch) for each in work.samples(0, 1)))]
+        return torch.stack(losses).mean().item()
+
+    def build(self, contender: Contender) -> Counts | None:
+        """Create a model, take the first steps, and count memory and collectives.
+
+        The counter sees all tensors since the model's creation, and each change of a memory's
+        size, because FSDP frees parameters by such a change.
+        """
+        if self._is_idle(contender):
+            return None
+        losses, counter = [], Counter()
+        with seen_resizes(), counter:
+            made = trainer(contender, self._work, self._device)
+            self._trainers[contender] = made, SGD(made.model.parameters(), RATE)
+            for _ in range(COUNTED):
+                gc.collect()
+                counter.at(None)
+                losses.append(_value(self._step(contender)))
+            counter.at(None)
+        *before, last = counter.entries
+        peak = sum(entry.bytes for entry in before) + last.peak
+        return Counts(losses, peak, totals([
+            (made.axes[each.group], each.name, each.bytes) for each in last.collectives
+            if each.group in made.axes], contender.mesh))
+
+    def step(self, contender: Contender) -> Answer | None:
+        """Take a step."""
+        if self._is_idle(contender):
+            return None
+        losses: list[Tensor | None] = []
+        span = Span.of(lambda: losses.append(self._step(contender)))
+        return Answer(span, _value(losses[0]))
+
+    def record(self, contender: Contender) -> Answer | None:
+        """Take a step, and record the bubble if the model is a pipeline."""
+        model = None if self._is_idle(contender) else self._trainers[contender][0].model
+        if not isinstance(model, DistributedGPipe):
+            return self.step(contender)
+        with record(model) as timeline:
+            answer = self.step(contender)
+        return answer and answer._replace(bubble=timeline.bubble)
+
+    def _is_idle(self, contender: Contender) -> bool:
+        return contender == ALONE and distributed.get_rank() > 0
+
+    def _step(self, contender: Contender) -> Tensor | None:
+        made, optimizer = self._trainers[contender]
+        loss = made.gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize([self._device])
+        return loss
+
+
+def _value(loss: Tensor | None) -> float | None:
+    return None if loss is None else loss.item()

@@ -1,0 +1,247 @@
+"""Scaling: all train the same model; the command with a tiny model; rows and pages by hand."""
+import json
+from math import prod
+
+import pytest
+import torch
+
+from benchmarks.experiments import scaling
+from benchmarks.experiments.scaling.meshes import (ALONE, MESHES, TORCHGPIPE, Contender, Mesh,
+                                                   Work, loss_of)
+from benchmarks.experiments.scaling.tables import mesh_rows, panels, ratio_rows
+from benchmarks.experiments.scaling.traffic import sent, totals, traffic
+from benchmarks.experiments.scaling.worker import RATE, Worker
+from benchmarks.harness import costs, page, processes
+from benchmarks.models.gpt import Sizes
+from tests.cases import cases
+
+SIZES = Sizes(16, 8, 16, 2, 2, False)
+WORK = Work(SIZES, 8, 4, 1)
+
+TINY = ('--layers', 2, '--width', 16, '--heads', 2, '--words', 16, '--context', 8, '--batch', 4,
+        '--chunks', 4, '--rounds', 1)
+
+
+def contenders(*names):
+    """Return torchgpipe and PyTorch on meshes."""
+    own = [Contender(TORCHGPIPE, MESHES[name]) for name in names]
+    return [each for one in own for each in (one, one.peer) if each]
+
+
+def losses_of_one_process(work, steps):
+    """Return the losses of steps with the whole mini-batch at once."""
+    model, (x, y) = work.model(), work.samples(0, 1)
+    optimizer, found = torch.optim.SGD(model.parameters(), RATE), []
+    for _ in range(steps):
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def mean(answers):
+    """Return the mean of the losses that processes have."""
+    found = [each for each in answers if each is not None]
+    return sum(found) / len(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
+@pytest.mark.parametrize('names', [
+    ['data2', 'data2-shard', 'pipe2'], pytest.param(['tensor2'], marks=pytest.mark.slow),
+    pytest.param(['data4', 'data4-shard', 'pipe4', 'data2-pipe2-shard'], marks=pytest.mark.slow),
+    pytest.param(['data2-pipe2-tensor2'], marks=pytest.mark.slow)])
+def test_all_train_the_same_model(names):
+    n = MESHES[names[0]].size
+    expected = losses_of_one_process(WORK, 4)
+    with processes.Processes(n, Worker, WORK, 'cpu', pinned=True) as found:
+        assert found.call('reference') == [pytest.approx(expected[0]), *[None] * (n - 1)]
+        for each in contenders(*names):
+            counts = found.call('build', each)
+            recorded, stepped = found.call('record', each), found.call('step', each)
+            losses = [*(mean(rank.losses[k] for rank in counts) for k in range(2)),
+                      *(mean(rank.loss for rank in step) for step in (recorded, stepped))]
+            assert losses == pytest.approx(expected, rel=1e-5), each.name
+            assert all((0 <= rank.bubble < 1) if each.library == TORCHGPIPE
+                       else rank.bubble is None for rank in recorded)
+            assert all(rank.peak > 0 for rank in counts)
+            if each.library == TORCHGPIPE:  # A dry run knows the traffic of the real run.
+                most = {axis: max(rank.sent.get(axis, 0) for rank in counts)
+                        for rank in counts for axis in rank.sent}
+                expected_bytes = traffic(WORK, each.mesh)
+                expected_bytes.pop('all', None)  # Facts about a step have a group of all ranks.
+                assert most == {axis: pytest.approx(size, rel=.05)
+                                for axis, size in expected_bytes.items()}
+        alone = found.call('build', ALONE)
+        assert alone[1:] == found.call('step', ALONE)[1:] == [None] * (n - 1)
+        assert alone[0].losses == pytest.approx(
+            losses_of_one_process(WORK._replace(batch=WORK.alone), 2))
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
+def test_scaling(run, tmp_path, monkeypatch):
+    code, out, _ = run('scaling', *TINY, '--mesh', 'data2', '--mesh', 'pipe2', '--kind', 'weak',
+                       '--output', tmp_path)
+    assert code == 0
+    assert (tmp_path / 'scaling.png').exists() and (tmp_path / 'scaling.svg').exists()
+    results = json.loads((tmp_path / 'scaling.json').read_text())['results']
+    names = ['one process', 'data 2', 'DDP, data 2', 'pipe 2', 'pipelining, pipe 2']
+    assert [row['name'] for row in results['rows']] == names and all(name in out for name in names)
+    one, data, _, pipe, _ = results['rows']
+    assert (one['chunks'], data['chunks'], pipe['chunks']) == (4, 4, 8)
+    assert one['speed_up'] == 1 and one['sent'] == {} and one['bubble'] is None
+    assert data['tokens_per_second'] == 8 * 8 / data['seconds']
+    assert [*data['sent']] == ['data'] and [*pipe['sent']] == ['pipe']
+    assert data['cores_per_rank'] == min(1, results['cores'] / 2)
+    assert pipe['against']['library'] == 'pipelining'
+    check_pages(monkeypatch, tmp_path)
+
+
+def check_pages(monkeypatch, folder):
+    """Check that both pages show stored results, and no results."""
+    monkeypatch.setattr(page, 'RESULTS', folder)
+    text = page.make_page([scaling])
+    assert '## A GPT on several processes' in text and '| pipelining, pipe 2 | 2 |' in text
+    assert '(../benchmarks/results/scaling.svg)' in text
+    _, where, (_, rows), meaning, text = costs._processes(page._kept('scaling'))
+    assert where.startswith('`python -m benchmarks scaling`') and 'one core' in meaning
+    assert [row[0] for row in rows] == ['data 2', 'pipe 2'] and rows[1][-1].endswith('pipelining')
+    assert 'With `pipe 2`' in text and 'tensor' not in text
+    assert not costs._processes({})
+
+
+def test_another_loss_is_found():
+    data, ddp = contenders('data2')
+    scaling.check_losses({data: 2., ddp: 2.0001}, 2.)
+    with pytest.raises(RuntimeError, match="should be the same.*'DDP, data 2': 2.01"):
+        scaling.check_losses({data: 2., ddp: 2.01})
+    with pytest.raises(RuntimeError, match='should be the same, 3.0'):
+        scaling.check_losses({data: 2., ddp: 2.}, 3.)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
+def test_a_contender_with_another_loss_ends_the_run(monkeypatch):
+    monkeypatch.setattr(scaling, 'Worker', Wrong)
+    with pytest.raises(RuntimeError, match="should be the same.*'DDP, data 2'"):
+        scaling.measure(WORK, [ALONE, *contenders('data2')], 1, 'cpu', '')
+
+
+class Wrong(Worker):
+    """A worker in which DDP has half of the loss."""
+
+    def build(self, contender):
+        counts = super().build(contender)
+        if contender.library != 'DDP':
+            return counts
+        return counts._replace(losses=[loss / 2 for loss in counts.losses])
+
+
+def test_times_by_hand():
+    own, ddp = contenders('data2')
+    times = [{ALONE: 6., own: 4., ddp: 2.}, {ALONE: 9., own: 5., ddp: 10.},
+             {ALONE: 5., own: 5., ddp: 5.}]
+    row = scaling._row(own, times, WORK)
+    assert (row['seconds'], row['speed_up'], row['share']) == (5., 3., 1.5)
+    assert row['tokens_per_second'] == 64 / 5 and row['chunks'] == 4
+    row = scaling._row(ALONE, times, WORK)
+    assert (row['speed_up'], row['tokens_per_second'], row['chunks']) == (1., 32 / 6, 4)
+    against = scaling._against(own, times, {own: 30, ddp: 60})
+    assert against == {'library': 'DDP', 'memory': .5, 'times_as_fast': 1.}
+    assert scaling._against(ddp, times, {own: 30, ddp: 60}) is None
+    assert scaling._against(own, times, {own: 30}) is None
+
+
+def test_names_and_peers():
+    assert [str(mesh) for mesh in MESHES.values()] == [
+        'data 2', 'data 2, shard', 'pipe 2', 'tensor 2', 'data 4', 'data 4, shard', 'pipe 4',
+        'tensor 4', 'data 2 × pipe 2, shard', 'data 2 × pipe 2 × tensor 2']
+    peers = [Contender(TORCHGPIPE, mesh).peer for mesh in MESHES.values()]
+    assert [each and each.name for each in peers] == [
+        'DDP, data 2', 'FSDP2, data 2', 'pipelining, pipe 2', None, 'DDP, data 4',
+        'FSDP2, data 4', 'pipelining, pipe 4', None, 'pipelining + FSDP2, data 2 × pipe 2', None]
+    assert ALONE.name == str(Mesh()) == 'one process' and ALONE.peer is None
+
+
+def test_replicas_share_the_samples():
+    whole, _ = WORK.samples(0, 1)
+    assert torch.cat([WORK.samples(place, 4)[0] for place in range(4)]).equal(whole)
+    x, y = WORK.samples(1, 2)
+    assert x.shape == y.shape == (4, 8) and x[:, 1:].equal(y[:, :-1])
+    assert WORK.balance(1) == [4] and WORK.balance(2) == [2, 2]
+    assert WORK._replace(sizes=SIZES._replace(depth=5)).balance(4) == [2, 2, 1, 2]
+    assert WORK.balance(4) == [1, 1, 1, 1]
+
+
+def test_bytes_of_rings():
+    assert sent('_reduce_scatter_base', 100, 4) == sent('all_gather_into_tensor', 100, 4) == 75
+    assert sent('all_reduce', 100, 2) == 100 and sent('recv_', 100, 2) == 0
+    assert totals([('data', 'allreduce', 8), ('pipe', 'send', 3), ('pipe', 'recv_', 3),
+                   ('data', 'allreduce', 2), ('tensor', 'recv_', 9)], Mesh(2, 2)) == {
+                       'data': 10, 'pipe': 3}
+
+
+@pytest.mark.parametrize('shard', [False, True])
+def test_data_sends_gradients_and_shards(shard):
+    with torch.device('meta'):
+        parameters = sum(map(prod, (x.shape for x in WORK.model().parameters())))
+    found = traffic(WORK, Mesh(4, shard=shard))
+    # A reduction sends as much as a reduce-scatter and a gather.
+    assert found == {'data': pytest.approx(2 * .75 * 4 * parameters, rel=.05)}
+
+
+def results_by_hand():
+    """Return results of two meshes, one of which has no contender."""
+    def row(kind, name, processes, **values):
+        mesh = {'data': 1, 'pipe': 1, 'tensor': 1, 'shard': False}
+        return {'kind': kind, 'name': name, 'library': TORCHGPIPE, **mesh, 'processes': processes,
+                'cores_per_rank': min(1, 2 / processes), 'chunks': 4, 'seconds': .5,
+                'tokens_per_second': 100. * processes ** .5, 'speed_up': 1.5, 'share': .75,
+                'memory': 2 ** 20, 'sent': {}, 'bubble': None, 'against': None, **values}
+
+    against = {'library': 'DDP', 'memory': .5, 'times_as_fast': 1.25}
+    rows = [row('strong', 'one process', 1, library='plain PyTorch'),
+            row('strong', 'data 2', 2, data=2, sent={'data': 2 ** 21}, bubble=0., against=against),
+            row('strong', 'one process', 1, library='plain PyTorch'),
+            row('strong', 'tensor 4', 4, tensor=4, sent={'tensor': 2 ** 22}, bubble=.25)]
+    return {'model': SIZES._asdict(), 'batch': 4, 'chunks': 4, 'rounds': 1, 'device': 'cpu',
+            'cores': 2, 'rows': rows}
+
+
+def test_tables_by_hand():
+    header, rows = mesh_rows(results_by_hand(), 'strong')
+    assert [row[0] for row in rows] == ['one process', 'data 2', 'tensor 4']
+    assert dict(zip(header, rows[2])) == {
+        'strong scaling': 'tensor 4', 'processes': '4', 'cores per rank': '0.5',
+        'micro-batches': '4', 'ms per step': '500', 'tokens/s': '200', 'speed-up': '1.50',
+        'of n': '0.75', 'of cores': '0.75', 'memory, MiB': '1.0', 'sent, MiB': 'tensor 4.0',
+        'bubble, %': '25'}
+    assert ratio_rows(results_by_hand()) == (
+        ['torchgpipe', 'strong, times as fast', 'strong, memory'],
+        [['data 2, against DDP', '1.25', '0.50']])
+    panel, = panels(results_by_hand())
+    assert panel.curves['ideal on 2 cores'] == ([1, 2, 4], [100, 200, 200])
+    assert panel.curves['tensor'] == ((1, 4), (100, 200))
+    assert panel.curves['pipe'] == ((1,), (100,))
+
+
+def test_parts_by_hand():
+    text, strong, rows, ratios = scaling.SECTION.parts(results_by_hand())
+    assert 'processes beyond the 2 cores share them' in text and 'same mini-batch' in strong
+    assert len(rows[1]) == 3 and len(ratios[1]) == 1
+
+
+@cases('args, reason', [
+    (['--heads', '5'], '--width 256 is not a multiple'), (['--chunks', '3'], '--batch 8'),
+    (['--chunks', '2', '--mesh', 'data4'], 'the 4 replicas of data4'),
+    (['--heads', '2', '--mesh', 'tensor4'], 'the 4 ranks of tensor4'),
+    (['--layers', '1', '--mesh', 'pipe4'], 'the stages of pipe4'),
+    (['--device', 'nothing'], 'no devices of type nothing'), (['--mesh', 'data3'], "'data3'"),
+    (['--output', '/proc/nothing'], '/proc/nothing')])
+def test_a_wrong_option_gets_one_clear_line(run, args, reason):
+    code, out, err = run('scaling', *args)
+    assert code != 0 and not out
+    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
