@@ -25,10 +25,10 @@ __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMod
            'TESTED', 'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_from',
            'backward_pass', 'compiled_code', 'compiled_codes', 'current_node', 'find',
            'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
-           'is_compiled_module', 'is_full_backward_hook', 'is_transformed', 'name_of_call',
-           'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing', 'retains_graph',
-           'schema_of', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
-           'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'versions']
+           'is_compiled_module', 'is_full_backward_hook', 'is_profiled', 'is_transformed',
+           'name_of_call', 'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing',
+           'retains_graph', 'schema_of', 'tree_flatten', 'tree_flatten_with_path', 'tree_leaves',
+           'tree_map_only', 'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'versions']
 
 #: The oldest and the newest release of PyTorch with which the whole test suite has passed.
 TESTED = '2.11', '2.15'
@@ -424,6 +424,9 @@ PythonNode: type = BackwardCFunction
 at_end_of_backward: Callable[[Callable[[], None]], None] = find(
     'torch.autograd:Variable._execution_engine.queue_callback',
     'backward of a checkpointed cell, or of a skip')
+
+#: Whether a profiler records. Its labels take as long as the smallest operations.
+is_profiled: Callable[[], bool] = find('torch.autograd:_profiler_enabled', otherwise=lambda: True)
 
 _run_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=False)
 

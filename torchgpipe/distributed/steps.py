@@ -33,7 +33,7 @@ from torchgpipe.shard.sums import Gradients, added
 from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
                                         no_mean_in_the_model, no_mean_over_samples, seen_means,
                                         with_counts)
-from torchgpipe.training.step import find_schedule
+from torchgpipe.training.step import find_schedule, recomputing
 
 __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
            'check_same_losses']
@@ -109,7 +109,7 @@ class Steps:
         m = len(start.batches)
         stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         workers = [('rank', place) for place in rank.places]
-        found = find_schedule(start.schedule, workers, m).recomputing(stops)
+        found = recomputing(find_schedule(start.schedule, workers, m), stops)
         training = Training(rank.engine, start.batches, self._way(found, start, True), losses,
                             rank.replicas.precision.reduce_dtype, checkpoint_stops=stops,
                             common=start.common, offload=model.offload)

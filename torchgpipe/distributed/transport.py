@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchgpipe.base.devices import is_cpu
-from torchgpipe.base.private import versions
+from torchgpipe.base.private import is_profiled, versions
 from torchgpipe.base.structure import Kind, bare, is_plain, leaves_of
 from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.engine.cell import Cell
@@ -79,6 +79,16 @@ class Outline(NamedTuple):
     requires_grad: bool
     aliased: bool = False
     common: bool = False
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the dimensions have their usual order in memory."""
+        return self.order == (0, 1, 2, 3, 4, 5, 6, 7)[:len(self.order)]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in the order of memory, in which the tensor is sent."""
+        return self.shape if self.is_contiguous else tuple([self.shape[dim] for dim in self.order])
 
 
 class Header(NamedTuple):
@@ -159,8 +169,9 @@ class Messages:
             raise RuntimeError(_other(message, known, header))
         for x, each in zip(tensors, header.outlines):
             if x.numel():
-                x = x.detach().resolve_conj().resolve_neg().permute(each.order).contiguous()
-                self._put(x.view(-1).view(torch.uint8), rank)
+                x = x.detach().resolve_conj().resolve_neg()
+                x = x if each.is_contiguous else x.permute(each.order)
+                self._put(x.contiguous().view(-1).view(torch.uint8), rank)
 
     def receive(self, message: Message) -> None:
         """Start to receive a message."""
@@ -171,8 +182,8 @@ class Messages:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             self._get(data, rank).wait()
             header = self._known[message] = pickle.loads(data.cpu().numpy().tobytes())
-        tensors = [torch.empty([each.shape[dim] for dim in each.order], dtype=each.dtype,
-                               device=self._device) for each in header.outlines]
+        tensors = [torch.empty(each.stored, dtype=each.dtype, device=self._device)
+                   for each in header.outlines]
         works = [self._get(x.view(-1).view(torch.uint8), rank) for x in tensors if x.numel()]
         self._received[message] = header, tensors, works
 
@@ -181,7 +192,7 @@ class Messages:
         header, tensors, works = self._received.pop(message)
         for work in works:
             work.wait()
-        return header, [x.permute(_inverse(each.order))
+        return header, [x if each.is_contiguous else x.permute(_inverse(each.order))
                         for x, each in zip(tensors, header.outlines)]
 
     def know(self, row: Row) -> bool:
@@ -257,7 +268,10 @@ class Way(NamedTuple):
 def drive(row: Row, do: Callable[[Any], None]) -> None:
     """Run the actions and messages in the row of a rank, one after the other."""
     for each in row:
-        with record_function(f'{type(each).__name__} {each}'):
+        if is_profiled():
+            with record_function(f'{type(each).__name__} {each}'):
+                do(each)
+        else:
             do(each)
 
 

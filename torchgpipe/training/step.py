@@ -12,7 +12,7 @@ from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.training.losses import Losses
 
-__all__ = ['find_schedule', 'run_step']
+__all__ = ['find_schedule', 'recomputing', 'run_step']
 
 
 def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
@@ -80,7 +80,7 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
                 f'{"places" if workers[0][0] == "rank" else "devices"}={places}')
 
 
-_recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
+recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
 
 
 def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: ScheduleLike,
@@ -89,7 +89,7 @@ def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: Sch
     workers = [partition.worker for partition in engine.partitions]
     found = find_schedule(schedule, workers, len(batches))
     if not engine.one_worker:  # A single worker never waits for a gradient.
-        found = _recomputing(found, checkpoint_stops)
+        found = recomputing(found, checkpoint_stops)
     step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
     step.losses, step.keeps_output = losses.monitor, keeps_output
     step.run()
