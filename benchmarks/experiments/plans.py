@@ -81,7 +81,8 @@ def _korthikanti(name: str, depth: int, width: int, heads: int, pipe: int, virtu
         f'{name}, {mode}', _gpt(depth, width, heads, mode == 'selective'), 'A100', (1, pipe, 8),
         batch, published, {'schedules': ['interleaved' if virtual > 1 else '1f1b'],
                            'virtual': [virtual], 'micro_batches': [micro],
-                           'recomputations': [mode], 'shardings': ['replicate']})
+                           'recomputations': [mode], 'shardings': ['replicate'],
+                           'overlap': []})
 
 
 KORTHIKANTI = [_korthikanti(*row[:8], mode, seconds) for row in _FOUR
@@ -94,7 +95,7 @@ MEMORY = [(_korthikanti(*row[:8], mode, 0.), row[9][0], gib) for row in _FOUR
 NARAYANAN = [Training(
     f'{name}', _gpt(depth, width, heads, False), 'A100', (data, pipe, tensor), batch, tflops,
     {'schedules': ['1f1b', 'interleaved'], 'recomputations': ['full'],
-     'shardings': ['replicate'], 'micro_batches': [1, 2, 4, 8]})
+     'shardings': ['replicate'], 'micro_batches': [1, 2, 4, 8], 'overlap': []})
     for name, depth, width, heads, tensor, pipe, data, batch, tflops in (
         ('1.7B', 24, 2304, 24, 1, 1, 32, 512, 137), ('3.6B', 30, 3072, 32, 2, 1, 32, 512, 138),
         ('7.5B', 36, 4096, 32, 4, 1, 32, 512, 142), ('18.4B', 40, 6144, 48, 8, 1, 32, 1024, 135),

@@ -15,10 +15,10 @@ HALF = replace(H100, devices_per_host=4)
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_costs_of_a_case_by_hand(data, dtype):
     model = replace(GPT, dtype=dtype)
-    search = MeshSearch(model, HALF, 64, ParameterBytes(), (), [8, 8])
+    search = MeshSearch(model, HALF, 64, ParameterBytes(), None, [8, 8])
     costs = search.costs(case((2, 2, 2), '1f1b', 1, 2, 'full', data))
     layers = model.profile(HALF, 2, 2).layers
-    assert costs.links == HALF.links(2, 2) == HALF.host and not costs.overlap
+    assert costs.links == HALF.links(2, 2) == HALF.host and costs.overlap is None
     shards = data == 'shard'
     for k, stage in enumerate(costs.stages):
         number = sum(x.parameter_bytes for x in layers[8 * k:8 * k + 8]) / model.size
@@ -28,7 +28,8 @@ def test_costs_of_a_case_by_hand(data, dtype):
         assert stage.update == pytest.approx(40 * number / (1 + shards) / HALF.bandwidth)
         # All 16 micro-batches of two sequences are there from the start.
         waiting = (not k) * 16 * 8 * 2 * 2048
-        assert stage.resident_bytes == pytest.approx(waiting + (12 if shards else 18) * number)
+        assert stage.resident_bytes == pytest.approx(waiting + (10 if shards else 18) * number)
+        assert stage.gathered_bytes == pytest.approx(2 * number * shards)
         assert stage.recomputed == 16
 
 

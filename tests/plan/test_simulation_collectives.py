@@ -5,7 +5,7 @@ import pytest
 
 from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.plan.simulation import few
-from torchgpipe.schedule import Schedule
+from torchgpipe.schedule import Schedule, make
 
 
 def collected(simulation):
@@ -18,15 +18,32 @@ TWICE = Schedule.parse('0F0,1F0,1B0,0B0')
 
 
 def test_collectives_by_hand():
-    """Gathers, then actions, then reductions in the order of last backwards, then updates."""
+    """Each is beside actions of other stages; one waits for the other. Updates follow."""
     costs = Costs([StageCosts(1.0, 2.0, gather=3.0, reduction=1.0, update=0.5),
                    StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25)])
     simulation = simulate(TWICE, costs)
-    assert [x.start for x in simulation.actions] == [7, 8, 9, 11]
+    assert [x.start for x in simulation.actions] == [3, 7, 8, 10]
     assert collected(simulation) == [
-        ('gather 0', 0, 3), ('gather 1', 3, 7), ('reduction 1', 13, 18), ('reduction 0', 18, 19),
-        ('update 0', 19, 19.5), ('update 1', 19.5, 19.75)]
-    assert simulation.seconds == 19.75
+        ('gather 0', 0, 3), ('gather 1', 3, 7), ('reduction 1', 10, 15), ('reduction 0', 15, 16),
+        ('update 0', 16, 16.5), ('update 1', 16.5, 16.75)]
+    assert simulation.seconds == 16.75
+
+
+def test_a_device_frees_stages_and_gathers_them_again():
+    """Of five stages of a device, three are whole at a time, while they run or are gathered."""
+    schedule = make('looped-bfs', devices=1, micro_batches=2, virtual=5)
+    costs = Costs([StageCosts(1.0, 2.0, gather=0.5, reduction=1.0, gathered_bytes=8.0,
+                              resident_bytes=1.0)] * 5)
+    simulation = simulate(schedule, costs)
+    assert [x.stage for x in simulation.collected if x.kind == 'gather'] == [
+        0, 1, 2, 3, 4, 1, 0]
+    assert [x.stage for x in simulation.collected if x.kind == 'free'] == [0, 1]
+    # The first stage waits for its gather, all others are gathered before.
+    assert simulation.actions[-1].end == 0.5 + 2 * 5 * (1 + 2)
+    assert simulation.seconds == 31.5
+    assert simulation.peak_bytes == (5 + 3 * 8,)
+    assert simulate(schedule, replace(costs, stages=[
+        replace(x, gather=0.0) for x in costs.stages])).peak_bytes == (5,)
 
 
 @pytest.mark.parametrize('gather, begin', [(3.0, 2.0), (0.5, 0.0)])

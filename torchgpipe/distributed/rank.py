@@ -23,7 +23,7 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.model.materialize import seeded
 from torchgpipe.model.weights import Weights
-from torchgpipe.schedule.messages import edges
+from torchgpipe.schedule.messages import ACTIVE, edges
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.sums import local, split_axes
@@ -147,8 +147,7 @@ class Rank:
         self.skips = frozenset((prev_j, j) for j in range(len(stages))
                                for prev_j, _ in layout.incoming(j))
         offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
-        #: PyTorch's runtime has as many by default.
-        self._most = most or (1 if offloads else 3)
+        self._most = most or (1 if offloads else ACTIVE)
         with_values = {name for name, layer in skeleton.named_children() if model is skeleton
                        and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))}
 

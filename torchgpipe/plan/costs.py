@@ -310,9 +310,12 @@ class StageCosts:
     #: Memory in use throughout the step, such as parameters and optimizer state; for all
     #: micro-batches.
     resident_bytes: float = 0.0
-    #: Seconds in which replicas gather parameters, before the step.
+    #: Seconds in which replicas gather parameters. A device has the whole parameters of a limited
+    #: number of stages, and gathers a stage again if it was freed.
     gather: float = 0.0
-    #: Seconds in which replicas reduce gradients, after the step.
+    #: Size of the whole parameters, if they are gathered.
+    gathered_bytes: float = 0.0
+    #: Seconds in which replicas reduce gradients, after the last action of the stage.
     reduction: float = 0.0
     #: Seconds of the optimizer.
     update: float = 0.0
@@ -361,9 +364,12 @@ class Costs:
     skips: Sequence[SkipProfile] = ()
     #: The links between devices, which are the rows of a schedule.
     links: Links = Link()
-    #: Whether replicas exchange while stages compute. A gather then runs during the first forward
-    #: of its stage, and a reduction starts with the last backward.
-    overlap: bool = False
+    #: Whether replicas exchange while a device computes. By default, the exchanges of a stage run
+    #: beside the actions of other stages, as in a step of many processes. ``True`` also means
+    #: during its own actions, layer by layer: a gather runs during the first forward, and a
+    #: reduction starts with the last backward. ``False`` means before the first and after the last
+    #: action of the device.
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         last = len(self.stages) - 1

@@ -40,6 +40,7 @@ from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedu
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import RECOMPUTATIONS, ParameterBytes, Transformer
 from torchgpipe.schedule.generators import NAMES, stages_per_device
+from torchgpipe.schedule.messages import ACTIVE
 
 __all__ = ['MeshSearch', 'plan', 'plan_mesh']
 
@@ -108,6 +109,8 @@ class _PipeRank(NamedTuple):
     work: float
     #: The number of parameters.
     parameters: float
+    #: The number of parameters of each stage, in ascending order.
+    least: tuple[float, ...]
     #: Bytes that forward of a stage keeps, at least.
     activations: float
 
@@ -138,12 +141,19 @@ def _stages_on(name: str, device: int, devices: int, virtual: int) -> Iterable[i
 def _ends(simulation: Simulation) -> tuple[float, float]:
     """Return the means over devices of the waits for replicas, and of the optimizer."""
     last = {timed.device: timed.end for timed in simulation.actions}
+    #: By device and start of an action, the end of the action before.
+    before: dict[tuple[int, float], float] = {}
+    ends: dict[int, float] = {}
+    for device, _, start, end in simulation.actions:
+        before[device, start], ends[device] = ends.get(device, 0.0), end
     data = update = 0.0
     for device, _, kind, start, end in simulation.collected:
         if kind == 'update':
             update += end - start
-        else:
-            data += end - start if kind == 'gather' else max(0.0, end - max(start, last[device]))
+        elif kind == 'reduction':
+            data += max(0.0, end - max(start, last[device]))
+        elif kind == 'gather':  # An action that starts when it ends has waited for it.
+            data += end - max(start, before.get((device, end), end))
     return data / len(last), update / len(last)
 
 
@@ -155,14 +165,17 @@ class MeshSearch:
         machine: The machine.
         batch: The samples of a step.
         state: Bytes of a parameter.
-        overlap: Axes whose collectives run concurrently with computation.
+        overlap: Axes whose collectives run concurrently with computation; ``None`` as in this
+            library.
         balance: The layers of each stage, if not stages that are equally fast.
     """
 
     def __init__(self, model: Layers, machine: Machine, batch: int, state: ParameterBytes,
-                 overlap: Collection[str], balance: Sequence[int] | None = None) -> None:
+                 overlap: Collection[str] | None, balance: Sequence[int] | None = None) -> None:
         self._model, self._machine, self._batch = model, machine, batch
-        self._state, self._overlap, self._balance = state, overlap, balance
+        self._state, self._overlap, self._balance = state, overlap or (), balance
+        #: See :class:`~torchgpipe.plan.Costs`.
+        self._overlaps = None if overlap is None else 'data' in overlap
         self._profile = cache(self._measure)
         self._stages = cache(self._divide)
         self._even = cache(self._equally_fast)
@@ -218,7 +231,8 @@ class MeshSearch:
         machine = self._machine if linked else self._machine.without_links()
         found = self._stages(linked, tensor, case.micro_batch, case.recomputation,
                              pipe * case.virtual)
-        kept, shards = state.on_a_rank(case.data, data), case.data == 'shard'
+        shards = case.data == 'shard'
+        kept = state.on_a_rank(case.data, data, freed=self._frees(case))
         stages: list[StageCosts] = []
         # The first stage has the input of all micro-batches from the start.
         waiting = (m - 1) * self._profile(True, tensor, case.micro_batch,
@@ -230,9 +244,10 @@ class MeshSearch:
                 each, recomputed=m if case.recomputation == 'full' else 0,
                 resident_bytes=each.resident_bytes + waiting * (not stages) + kept * parameters,
                 gather=gathered if shards else 0.0,
+                gathered_bytes=state.parameter * parameters if self._frees(case) else 0.0,
                 reduction=gradients if shards else 2 * gradients,
                 update=state.traffic * parameters / (data if shards else 1) / machine.bandwidth))
-        return Costs((*stages,), (), machine.links(pipe, tensor), 'data' in self._overlap)
+        return Costs((*stages,), (), machine.links(pipe, tensor), self._overlaps)
 
     def _divide_ranks(self, tensor: int, micro_batch: int, recomputation: str, name: str,
                       pipe: int, virtual: int) -> list[_PipeRank]:
@@ -246,6 +261,7 @@ class MeshSearch:
             ranks.append(_PipeRank(
                 before, sum(x.forward * (1 + again) + x.backward for x in costs),
                 sum(found.parameters[j] for j in own),
+                tuple(sorted(found.parameters[j] for j in own)),
                 0.0 if again else min(x.activation_bytes for x in costs)))
             before += costs[0].forward + (0.0 if splits else costs[0].backward)
         return ranks
@@ -254,18 +270,25 @@ class MeshSearch:
         """Return bounds on the seconds and the bytes of a case."""
         (data, pipe, tensor), m, state = case.mesh, self.chunks(case), self._state
         shards, most = case.data == 'shard', self.in_flight(case)
-        kept, exposed = state.on_a_rank(case.data, data), 'data' not in self._overlap
+        kept = state.on_a_rank(case.data, data, freed=self._frees(case))
         seconds = bytes = 0.0
         for x, number in zip(self._ranks(tensor, case.micro_batch, case.recomputation,
                                          case.schedule, pipe, case.virtual), most):
             ends = state.traffic * x.parameters / (data if shards else 1) / self._machine.bandwidth
-            if exposed and data > 1:
-                ends += 2 * self._machine.gather(x.parameters * (
+            if not self._overlaps and data > 1:
+                # One stage at least is gathered and reduced by itself.
+                least = x.least[0] if self._overlaps is None else x.parameters
+                ends += 2 * self._machine.gather(least * (
                     (state.gradient + state.parameter) / 2 if shards else state.gradient),
                     data, pipe * tensor)
             seconds = max(seconds, x.before + m * x.work + ends)
-            bytes = max(bytes, kept * x.parameters + number * x.activations)
+            whole = state.parameter * sum(x.least[:ACTIVE]) if self._frees(case) else 0.0
+            bytes = max(bytes, kept * x.parameters + whole + number * x.activations)
         return seconds, bytes
+
+    def _frees(self, case: _Case) -> bool:
+        """Return whether whole parameters are counted while they are gathered."""
+        return case.data == 'shard' and case.mesh[0] > 1 and self._overlaps is None
 
     def in_flight(self, case: _Case) -> tuple[int, ...]:
         """Return by rank the most activations of stages that it holds at a time."""
@@ -401,7 +424,8 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
               schedules: Sequence[str] = SCHEDULES, virtual: int | Iterable[int] = 4,
               micro_batches: Iterable[int] = (1, 2, 4, 8, 16, 32),
               recomputations: Sequence[str] = RECOMPUTATIONS,
-              shardings: Sequence[str] = ('replicate', 'shard'), overlap: Collection[str] = (),
+              shardings: Sequence[str] = ('replicate', 'shard'),
+              overlap: Collection[str] | None = None,
               balance: Sequence[int] | None = None, timeout: float = 1.0) -> MeshPlan:
     """Find the fastest plan for a mesh: its sizes, a schedule, micro-batches and recomputation.
 
@@ -422,7 +446,8 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
         shardings: ``'replicate'`` and ``'shard'``, to try: ``data`` of
             :class:`~torchgpipe.distributed.DistributedGPipe`.
         overlap: Axes whose collectives run concurrently with computation, of ``'data'`` and
-            ``'tensor'``. In this library, none do.
+            ``'tensor'``. By default, collectives over replicas run beside actions of other
+            stages, as they do in this library. An empty list means no overlap at all.
         balance: The layers of each stage; by default stages are equally fast.
         timeout: Approximate time in seconds for the measurement of layers.
 
@@ -489,12 +514,13 @@ def _planned(search: MeshSearch, mesh: int | Mapping[str, int], limit: float,
 
 
 def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
-                 shardings: Sequence[str], overlap: Collection[str]) -> None:
+                 shardings: Sequence[str], overlap: Collection[str] | None) -> None:
     """Raise a :exc:`ValueError` if a name is unknown, or there are none."""
     for option, names, known in (
             ('schedules', schedules, (*NAMES,)),
             ('recomputations', recomputations, RECOMPUTATIONS),
-            ('shardings', shardings, ('replicate', 'shard')), ('overlap', overlap, AXES[::2])):
+            ('shardings', shardings, ('replicate', 'shard')),
+            ('overlap', overlap or (), AXES[::2])):
         unknown = [name for name in names if name not in known]
         if unknown or not (names or option == 'overlap'):
             raise ValueError(f'{option} are of {known}, but are {[*names]}')

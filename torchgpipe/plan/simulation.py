@@ -24,10 +24,12 @@ For one micro-batch, :func:`bytes_over_time` counts on a device::
 While a stage keeps its activations, its output is one of them. Copies start at once, so an input
 waits on the device that receives it.
 
-Replicas add collectives at both ends of a device's row. With overlap, the reduction of a stage
-runs concurrently with actions of other stages::
+Replicas add collectives, one after the other, beside the actions of a device. They have the places
+of :func:`torchgpipe.schedule.messages.with_unit_actions`: a stage waits for the gather of its
+parameters, and its gradients are reduced after its last action::
 
-    gather of parameters ─▶ 0F0 0F1 … 1B1 0B0 0B1 ─▶ reduction of gradients ─▶ update by optimizer
+    actions                  0F0 0F1   2F0 2F1 … 2B0 2B1   0B0 0B1
+    collectives    gather 0  gather 2                      reduce 2    reduce 0   update
 """
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +40,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torchgpipe.plan.costs import Costs
+from torchgpipe.schedule.messages import ACTIVE, UnitAction, with_unit_actions
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
 __all__ = ['MEMORY', 'Collected', 'Simulation', 'bytes_over_time', 'few', 'simulate']
@@ -59,7 +62,7 @@ class Collected(NamedTuple):
     device: int
     #: The stage whose parameters are involved.
     stage: int
-    #: ``'gather'``, ``'reduction'`` or ``'update'``.
+    #: ``'gather'``, ``'free'`` (of gathered parameters), ``'reduction'`` or ``'update'``.
     kind: str
     #: Seconds from the start of the step.
     start: float
@@ -123,7 +126,7 @@ class Simulation:
     @cached_property
     def bytes(self) -> tuple[Line, ...]:
         """The memory of each device over time, as pairs of a second and bytes from then on."""
-        return bytes_over_time(self.actions, self.costs, self.devices)
+        return bytes_over_time(self.actions, self.costs, self.devices, self.collected)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -138,7 +141,7 @@ class Simulation:
         times: Times = {x.action: x for x in self.actions}
         for device, size in enumerate(_resident(times, self.costs, self.devices)):
             parts[device]['resident'] = size
-        for hold in _holds(times, self.costs):
+        for hold in (*_holds(times, self.costs), *_gathered(self.collected, self.costs)):
             if hold.start <= peaks[hold.device] < hold.end:
                 parts[hold.device][hold.kind] += hold.bytes
         return tuple(map(dict, parts))
@@ -173,12 +176,64 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
     if order is None:
         schedule.validate()
         raise ValueError('the schedule cannot go on with what actions wait for as well')
-    starts, ends = _times(order, costs, [
-        sum(_gathers(row, costs).values()) for row in schedule.rows])
+    lanes = _Lanes(schedule, costs)
+    starts, ends = _times(order, costs, lanes)
     timed = [tuple(map(Timed._make, ((device, order.actions[k], starts[k], ends[k])
                                      for k in row))) for device, row in enumerate(order.rows)]
     return Simulation(tuple(chain.from_iterable(timed)), costs, len(schedule.rows),
-                      tuple(_collected(timed, costs)))
+                      tuple(lanes.collected(timed)))
+
+
+class _Lanes:
+    """The collectives over replicas, in a lane for each device beside its actions."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._costs = costs
+        #: The exchanges before and after an action, if there are any.
+        self.exchanges = _exchanges(schedule, any(each.gather for each in costs.stages)) \
+            if costs.overlap is None and any(x.gather or x.reduction for x in costs.stages) else {}
+        #: By device, the seconds for which gathers keep it from its first action.
+        self.start = [sum(_gathers(row, costs).values()) for row in schedule.rows]
+        self._free, self._ready = [0.0] * len(schedule.rows), defaultdict[int, float](float)
+        self._found: list[list[Collected]] = [[] for _ in schedule.rows]
+
+    def before(self, device: int, action: Action, now: float) -> float:
+        """Start the gathers before an action, and return the time at which it can start."""
+        for kind, stage in self.exchanges[action][0]:
+            self._add(device, stage, kind, now)
+        return self._ready[action.stage]
+
+    def after(self, device: int, action: Action, end: float) -> None:
+        """Start the reductions after an action."""
+        for kind, stage in self.exchanges[action][1]:
+            self._add(device, stage, kind, end)
+
+    def _add(self, device: int, stage: int, kind: str, now: float) -> None:
+        seconds = 0.0 if kind == 'free' else getattr(self._costs.stages[stage], kind)
+        start = max(self._free[device], now) if seconds else now
+        self._free[device] = max(self._free[device], start + seconds)
+        self._ready[stage] = start + seconds
+        self._found[device].append(Collected(device, stage, kind, start, start + seconds))
+
+    def collected(self, rows: Sequence[Sequence[Timed]]) -> Iterator[Collected]:
+        """Yield the collectives, and the updates after them."""
+        stages, overlap = self._costs.stages, self._costs.overlap
+        for device, row in enumerate(rows):
+            yield from self._found[device]
+            last = {x.action.stage: (x.start, x.end) for x in row}
+            free = max(self._free[device], *(end for _, end in last.values()))
+            if not self.exchanges:
+                now, end, free = 0.0, free, 0.0
+                for stage, seconds in _gathers((x.action for x in row), self._costs).items():
+                    yield Collected(device, stage, 'gather', now, now + seconds)
+                    now += seconds
+                for stage, (start, stop) in sorted(last.items(), key=itemgetter(1)):
+                    start = max(free, start if overlap else end)
+                    free = max(stop, start + stages[stage].reduction)
+                    yield Collected(device, stage, 'reduction', start, free)
+            for stage in last:
+                yield Collected(device, stage, 'update', free, free + stages[stage].update)
+                free += stages[stage].update
 
 
 def _gathers(row: Iterable[Action], costs: Costs) -> dict[int, float]:
@@ -187,30 +242,39 @@ def _gathers(row: Iterable[Action], costs: Costs) -> dict[int, float]:
     With overlap, the first stage is gathered while it runs, layer by layer; the others later.
     """
     stages = {action.stage: costs.stages[action.stage] for action in row}
-    if not costs.overlap:
+    if costs.overlap is False:
         return {stage: each.gather for stage, each in stages.items()}
     return {stage: max(0.0, each.gather - each.forward)
-            for stage, each in [*stages.items()][:1]}
+            for stage, each in [*stages.items()][:1] if costs.overlap}
 
 
-def _collected(rows: Sequence[Sequence[Timed]], costs: Costs) -> Iterator[Collected]:
-    """Yield collectives over replicas and updates, as far as actions wait for them."""
-    for device, row in enumerate(rows):
-        now = 0.0
-        for stage, seconds in _gathers((x.action for x in row), costs).items():
-            yield Collected(device, stage, 'gather', now, now + seconds)
-            now += seconds
-        last = {x.action.stage: (x.start, x.end) for x in row}
-        end = max(end for _, end in last.values())
-        free = 0.0
-        for stage, (start, stop) in sorted(last.items(), key=itemgetter(1)):
-            start = max(free, start if costs.overlap else end)
-            free = max(stop, start + costs.stages[stage].reduction)
-            yield Collected(device, stage, 'reduction', start, free)
-        now = free
-        for stage in last:
-            yield Collected(device, stage, 'update', now, now + costs.stages[stage].update)
-            now += costs.stages[stage].update
+#: Kinds of collectives, by the kinds in rows.
+_KINDS = {'UNSHARD': 'gather', 'RESHARD': 'free', 'REDUCE_GRAD': 'reduction'}
+
+
+@lru_cache(maxsize=8)
+def _exchanges(schedule: Schedule, gathers: bool
+               ) -> dict[Action, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
+    """Return kinds and stages of the exchanges before and after each action.
+
+    Args:
+        schedule: The schedule.
+        gathers: Whether replicas have parts of parameters.
+    """
+    found: dict[Action, Any] = {}
+    for row in schedule.rows:
+        stages = {action.stage: action.stage for action in row}
+        learned = stages if any(action.kind in 'BW' for action in row) else ()
+        before: list[tuple[str, int]] = []
+        last = before
+        for each in with_unit_actions(row, stages, ACTIVE if gathers else 0, learned):
+            if isinstance(each, Action):
+                found[each] = before, last = before, []
+                before = []
+            elif isinstance(each, UnitAction):
+                (last if each.kind == 'REDUCE_GRAD' else before).append(
+                    (_KINDS[each.kind], each.stage))
+    return found
 
 
 class _Order(NamedTuple):
@@ -303,8 +367,8 @@ def _waits(places: dict[int, int], skips: Iterable[tuple[int, int]],
     return waits
 
 
-def _times(order: _Order, costs: Costs, now: list[float]) -> tuple[list[float], list[float]]:
-    """Return the start and end of each action, if devices start at given times."""
+def _times(order: _Order, costs: Costs, lanes: _Lanes) -> tuple[list[float], list[float]]:
+    """Return the start and end of each action."""
     kinds = {(j, kind): stage.seconds(kind) for j, stage in enumerate(costs.stages)
              for kind in KINDS}
     seconds = [kinds[stage, kind] for stage, kind, _ in order.actions]
@@ -319,9 +383,11 @@ def _times(order: _Order, costs: Costs, now: list[float]) -> tuple[list[float], 
     starts: list[float] = []
     ends: list[float] = []
     before = zip(order.before, order.over)
-    past = 0
-    for device, stop, length in zip(order.devices, order.stops, seconds):
+    past, now = 0, [*lanes.start]
+    for action, device, stop, length in zip(order.actions, order.devices, order.stops, seconds):
         start = now[device]
+        if lanes.exchanges:
+            start = max(start, lanes.before(device, action, start))
         for other, edge in islice(before, stop - past):
             arrives = ends[other] + delays[edge]
             if arrives > start:
@@ -330,6 +396,8 @@ def _times(order: _Order, costs: Costs, now: list[float]) -> tuple[list[float], 
         starts.append(start)
         now[device] = start + length
         ends.append(start + length)
+        if lanes.exchanges:
+            lanes.after(device, action, start + length)
     return starts, ends
 
 
@@ -371,12 +439,25 @@ def _resident(times: Times, costs: Costs, devices: int) -> list[float]:
     return resident
 
 
-def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int) -> tuple[Line, ...]:
+def _gathered(collected: Iterable[Collected], costs: Costs) -> Iterator[_Hold]:
+    """Yield the memory of gathered parameters."""
+    starts: dict[int, float] = {}
+    for device, stage, kind, start, end in collected:
+        if kind == 'gather':
+            starts[stage] = start
+        elif kind in ('free', 'reduction') and stage in starts:
+            yield _Hold(device, starts.pop(stage), end, costs.stages[stage].gathered_bytes,
+                        'resident')
+
+
+def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int,
+                    collected: Iterable[Collected] = ()) -> tuple[Line, ...]:
     """Return the memory that each device holds over time."""
     times: Times = {x.action: x for x in actions}
     resident = _resident(times, costs, devices)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
-    for device, start, end, bytes, _ in _holds(times, costs):
+    for device, start, end, bytes, _ in chain(
+            _holds(times, costs), _gathered(collected, costs)):
         if bytes:
             changes[device] += [(start, bytes), (end, -bytes)]
     lines = []

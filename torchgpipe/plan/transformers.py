@@ -44,15 +44,20 @@ class ParameterBytes(NamedTuple):
         """The bytes that an update and the norm of gradients read and write, per parameter."""
         return 2 * (self.parameter + self.optimizer) + 3 * self.gradient
 
-    def on_a_rank(self, data: str, replicas: int) -> float:
+    def on_a_rank(self, data: str, replicas: int, freed: bool = False) -> float:
         """Return the bytes of a parameter on each rank during a step.
 
         With ``'shard'``, parameters are gathered for the step, and gradients are complete until
-        its end. A rank's own part of the parameters remains, too. If gradients have more bytes
-        than parameters, this part is the optimizer's copy.
+        they are reduced. A rank's own part of the parameters remains, too. If gradients have more
+        bytes than parameters, this part is the optimizer's copy.
+
+        Args:
+            data: ``'replicate'`` or ``'shard'``.
+            replicas: The number of replicas.
+            freed: Whether to leave out gathered parameters.
         """
         own = self.optimizer + (self.parameter if self.parameter >= self.gradient else 0)
-        return self.parameter + self.gradient + (
+        return self.gradient + (0 if freed else self.parameter) + (
             own / replicas if data == 'shard' else self.optimizer)
 
 
