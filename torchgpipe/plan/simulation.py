@@ -176,7 +176,7 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
     if order is None:
         schedule.validate()
         raise ValueError('the schedule cannot go on with what actions wait for as well')
-    lanes = _Lanes(schedule, costs)
+    lanes = _Collectives(schedule, costs)
     starts, ends = _times(order, costs, lanes)
     timed = [tuple(map(Timed._make, ((device, order.actions[k], starts[k], ends[k])
                                      for k in row))) for device, row in enumerate(order.rows)]
@@ -184,7 +184,7 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
                       tuple(lanes.collected(timed)))
 
 
-class _Lanes:
+class _Collectives:
     """The collectives over replicas, in a lane for each device beside its actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -367,7 +367,7 @@ def _waits(places: dict[int, int], skips: Iterable[tuple[int, int]],
     return waits
 
 
-def _times(order: _Order, costs: Costs, lanes: _Lanes) -> tuple[list[float], list[float]]:
+def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float], list[float]]:
     """Return the start and end of each action."""
     kinds = {(j, kind): stage.seconds(kind) for j, stage in enumerate(costs.stages)
              for kind in KINDS}
