@@ -1,2 +1,2 @@
 """The version of this package; the changelog's newest release matches it."""
-__version__ = '0.19.2'
+__version__ = '0.20.0'
