@@ -1,35 +1,33 @@
-"""Reduction of gradients over replicas, once per step; units of FSDP, and clipping by the norm.
+"""Reduction of gradients over replicas, once per step, and units of stages, of FSDP or not.
 
 ::
 
-    on the device      one unit for all stages    gather ──▶ step ──▶ reduce-scatter, free
-    on the host        a unit for each stage      one of them is gathered at a time
+    'replicate'    each rank has all parameters of its stages
+                   actions of a stage ──▶ gradients, in buckets ──▶ sum over replicas ──▶ .grad
+    'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
+                   gather ──▶ actions ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
+    experts        each rank has some, which see the samples of all replicas
+                   actions ──▶ gradients, of all replicas already ──▶ .grad
 
-                    ┌────────────── actions of stage j, one after the other ──────────────┐
-    shard (host) ─copy─▶ shard ─gather─▶ parameters ─▶ 0F0 0F1 … ─▶ free (of another stage next)
-    shard (host) ─copy─▶ shard ─gather─▶ parameters ─▶ 0B1 0B0 … ─▶ gradients ─┐
-    .grad (host) ◀─copy─ shard ◀──────── free, reduce-scatter ◀────────────────┘
+Losses are weighted by the count of the whole mini-batch. So gradients are summed over replicas,
+and replicas may have different numbers of samples.
 
-So a device has the parameters of one stage. It has gradients of a stage from its first backward to
-its last action; the schedule determines which stages these are.
+The row of a rank says when units are gathered, freed and reduced (``UNSHARD``, ``RESHARD`` and
+``REDUCE_GRAD`` of :mod:`torchgpipe.schedule.messages`). All of it runs beside other actions::
+
+    shard ─ gather ─▶ parameters ─▶ 0F0 0F1 … ─▶ free, for other units
+    shard ─ gather ─▶ parameters ─▶ 0B1 0B0 … ─▶ gradients ─┐
+    .grad ◀───────── end of step ◀── reduce-scatter, free ◀─┘
+
+With CPUOffloadPolicy, shards and ``.grad`` are on the host. A rank has gradients of a stage from
+its first backward to its last action. Two kinds of gradients are reduced at the end of the step:
+gradients of parameters that other ranks also have, and gradients that reach a parameter after the
+last action of its stage, through a closure of another layer.
 
 [Note: FSDP sees one call] FSDP reduces gradients when backward has passed a call of its module. A
 step calls layers once for each micro-batch, and runs backward in between. So a step gathers and
 frees parameters itself. At the end it makes one call, whose backward returns gradients that are
 already known.
-
-::
-
-    'replicate'    each rank has all parameters of its stages
-                   step ──▶ gradients, in buckets ──▶ sum over replicas ──▶ .grad
-    'shard'        each rank has a part of them (ZeRO; FSDP2 of PyTorch)
-                   gather ──▶ step ──▶ gradients ──▶ sum over replicas, and scatter ──▶ .grad
-                   with CPUOffloadPolicy, stage by stage: see Unit
-    experts        each rank has some, which see the samples of all replicas
-                   step ──▶ gradients, of all replicas already ──▶ .grad
-
-Losses are weighted by the count of the whole mini-batch. So gradients are summed over replicas,
-and replicas may have different numbers of samples.
 """
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -334,7 +332,7 @@ class Replicas(nn.Module):
         with use_stream(stream):
             reduce()
 
-    def late(self, gradients: Gradients) -> int:
+    def number_of_late(self, gradients: Gradients) -> int:
         """Return the number of gradients that came after the reduction of their parameters.
 
         Raises:

@@ -132,7 +132,7 @@ class Steps:
             def check() -> int:
                 rank.check_learning(training.learning,
                                     [*own, *rank.replicas.seen.values(), *losses.inputs])
-                return rank.replicas.late(gradients)
+                return rank.replicas.number_of_late(gradients)
 
             # If that raises, no gradient has been added.
             whole.append(self._whole(losses, True, check))
