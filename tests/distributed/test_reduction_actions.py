@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.distributed.models import perceptron
+from tests.distributed.models import batch, full, perceptron
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
@@ -145,3 +145,77 @@ def test_numbers_of_stages_that_do_not_fit_are_refused():
     (none, replicated), = run(1, refused)
     assert "but is 0, with data='shard'" in none
     assert "but is 2, with data='replicate'" in replicated
+
+
+def frozen_while_waiting(data):
+    """Freeze a layer of the last rank while its gradient waits, and train it later.
+
+    Returns:
+        Whether a step raised, whether gradients were there after that, and the gradients after
+        two steps.
+    """
+    model = DistributedGPipe(perceptron(4), [1] * 4, mesh=init_mesh(data=2, pipe=2), chunks=2,
+                             data=data)
+    number = model._rank.data.rank
+    x, target = (each.chunk(2)[number] for each in batch(0, 8))
+    with model.no_sync():
+        model.step(x, target, F.mse_loss, schedule='looped-bfs')
+    for name, each in model.named_parameters():
+        each.requires_grad_(not name.startswith('3.'))
+    with pytest.raises(RuntimeError) as error:
+        model.step(x, target, F.mse_loss, schedule='looped-bfs')
+    there = [each.grad for each in model.parameters() if each.grad is not None]
+    for each in model.parameters():
+        each.requires_grad_(True)
+    model.step(x, target, F.mse_loss, schedule='looped-bfs')
+    return str(error.value), there, {
+        name: full(each.grad) for name, each in model.named_parameters()}
+
+
+def twice():
+    """Return the gradients of the whole mini-batch, twice."""
+    model = DistributedGPipe(perceptron(4), [4], mesh=init_mesh())
+    for _ in range(2):
+        model.step(*batch(0, 8), F.mse_loss)
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_all_ranks_raise_if_a_gradient_of_one_waits(data):
+    expected, = run(1, twice)
+    for rank, (error, there, grads) in enumerate(run(4, frozen_while_waiting, data)):
+        assert 'a gradient waits from a step within no_sync()' in error and not there
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
+
+
+class Behind(nn.Module):
+    """A loss with a layer of the model."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, output, target):
+        return F.mse_loss(self.layer(output), target)
+
+
+def behind(data, k, axes):
+    """Train with a loss that has layer ``k``, and return its gradient."""
+    model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(**axes), chunks=2, data=data)
+    x, target = (each.chunk(axes.get('data', 1))[model._rank.data.rank] for each in batch(0, 8))
+    for _ in range(2):
+        model.step(x, target, Behind(model.get_submodule(str(k))))
+    return full(model.get_parameter(f'{k}.up.weight').grad)
+
+
+def test_a_loss_may_have_a_layer_of_the_last_stage():
+    expected, = run(1, behind, 'replicate', 1, {})
+    for grad in run(2, behind, 'shard', 1, {'data': 2}):
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_with_a_layer_of_another_stage_is_refused_with_shards():
+    for each in outcomes(2, behind, 'shard', 0, {'data': 2}):
+        assert isinstance(each, Failure)
+        assert "loss_fn has '0.up.weight', a parameter of another stage" in each.text

@@ -336,7 +336,8 @@ class Rank:
             loss: The tensors of a loss, by name, to return instead of the model's.
         """
         if loss is not None:
-            return [Shared(name, x, frozenset(['data', 'tensor'])) for name, x in loss.items()]
+            return [Shared(name, local(x), frozenset({'data', 'tensor'} - split_axes(x)))
+                    for name, x in loss.items()]
         found: dict[int, Shared] = {}
         ties = self.ties.shared
         for layer in [name for name in self.made if name not in self.replaced]:

@@ -332,12 +332,25 @@ class Replicas(nn.Module):
         with use_stream(stream):
             reduce()
 
-    def number_of_late(self, gradients: Gradients) -> int:
+    def check_late(self, gradients: Gradients, own: Iterable[Tensor]) -> int:
         """Return the number of gradients that came after the reduction of their parameters.
 
+        Args:
+            gradients: The gradients that are not reduced yet.
+            own: The parameters whose gradients are reduced at the end of the step, or before.
+
         Raises:
-            RuntimeError: This rank has a part of such a parameter.
+            RuntimeError: This rank has a part of such a parameter; or a gradient of an earlier
+                step would not be reduced.
         """
+        known = {*map(id, own), *map(id, self._spread), *(
+            id(x) for j, unit in self._units.items() if unit.late for x in unit.own
+            if x.requires_grad)}
+        if self.syncs and not self.pending.keys() <= known:
+            raise RuntimeError('a gradient waits from a step within no_sync(), but its '
+                               'parameter does not require grad any more, or is of another '
+                               'loss: freeze parameters, and take other losses, after the '
+                               'step that adds gradients up')
         found = [self._reduced[id(x)] for x, _ in gradients if id(x) in self._reduced]
         if found and self.shards:
             raise RuntimeError(f"'{self.name_of(found[0])}' is used by a layer of another stage, "
@@ -384,11 +397,6 @@ class Replicas(nn.Module):
             gradients += ended(self._sums)
             gradients = added(gradients, ended(late)) if late else gradients
             self._forget_shards(group)
-        if self.syncs and self.pending:
-            raise RuntimeError('a gradient waits from a step within no_sync(), but its '
-                               'parameter does not require grad any more, or is of another '
-                               'loss: freeze parameters, and take other losses, after the '
-                               'step that adds gradients up')
         return gradients
 
     def _forget_shards(self, group: dist.ProcessGroup) -> None:
@@ -482,6 +490,22 @@ class Replicas(nn.Module):
                 raise ValueError(f"'{name}' was replaced after this model was made, but with "
                                  "data='shard' ranks have parts of the first one: change its "
                                  'values in place, or replace it before')
+
+    def check_loss(self, modules: Iterable[nn.Module]) -> None:
+        """Check that a loss has whole parameters when it runs, right after the last stage.
+
+        Raises:
+            ValueError: It has a parameter of which only another stage has the whole.
+        """
+        last = self._units.get(max(self._stages))
+        there = {id(x) for x in (() if last is None else last.own)}
+        for module in modules if self.shards else ():
+            for x in module.parameters(recurse=False):
+                if self._is_shard(x) and id(x) not in there:
+                    raise ValueError(f"loss_fn has '{self.name_of(x)}', a parameter of another "
+                                     "stage than the last one, and with data='shard' only its own "
+                                     'stage has the whole: put its layer into the last stage, or '
+                                     "data='replicate'")
 
     def _versions_of(self, unit: Unit) -> list[Any]:
         """Return how often gathered parameters were written to."""

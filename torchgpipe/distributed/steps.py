@@ -125,14 +125,15 @@ class Steps:
                 return self._run(training, partial(finish, own, beside))
 
         def finish(own: Sequence[Tensor], beside: Callable[[], Gradients]) -> Gradients:
-            rank.replicas.enter_late()
-            gradients = rank.ties.together(added(training.gradients, beside()))
+            with self._messages_told():
+                rank.replicas.enter_late()
+                gradients = rank.ties.together(added(training.gradients, beside()))
             training.gradients.clear()  # They can be freed when they are reduced.
 
             def check() -> int:
                 rank.check_learning(training.learning,
                                     [*own, *rank.replicas.seen.values(), *losses.inputs])
-                return rank.replicas.number_of_late(gradients)
+                return rank.replicas.check_late(gradients, own)
 
             # If that raises, no gradient has been added.
             whole.append(self._whole(losses, True, check))
@@ -194,7 +195,7 @@ class Steps:
         with self._messages_told():
             run.run()
             replicas.check_versions()
-            return finish()
+        return finish()
 
     @contextmanager
     def _messages_told(self) -> Iterator[None]:
@@ -310,6 +311,7 @@ class Steps:
                 tensors.update(('loss_fn.' + name, x) for name, x in (
                     *module.named_parameters(), *module.named_buffers()))
             rank.check_own(tensors.items())
+            rank.replicas.check_loss(found[0].modules)
             own = found[0].counted
             return Facts(counted=own or 0., digest=int(found[0].monitor is not None),
                          layers=digest([(x.shape, x.requires_grad) for each in found[0].modules
