@@ -3,6 +3,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
@@ -10,6 +11,8 @@ from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, steps
 from torchgpipe.distributed.transport import AHEAD, Messages, outline
+from torchgpipe.schedule import make
+from torchgpipe.schedule.messages import receiving_early, with_messages
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -147,3 +150,22 @@ def changing():
 
 def test_what_a_stage_learns_may_change():
     assert run(2, changing) == [[True, False, True], [True, True, True]]
+
+
+def orders():
+    """Return the items of this rank's row in three steps, and in one with another batch."""
+    model = DistributedGPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
+                             mesh=init_mesh(pipe=2), chunks=3, checkpoint='never')
+    found = []
+    for size in (6, 6, 6, 3):
+        found.append([])
+        model._steps._at = found[-1].append
+        model.step(torch.ones(size, 4), torch.ones(size, 4), F.mse_loss)
+    return [' '.join(map(str, items[:-1])) for items in found]
+
+
+def test_receives_are_early_when_their_headers_are_known():
+    rows = with_messages(make('1f1b', 2, 3))
+    for row, (first, second, third, other) in zip(rows, run(2, orders)):
+        assert first == other == ' '.join(map(str, row))
+        assert second == third == ' '.join(map(str, receiving_early(row))) != first
