@@ -155,13 +155,48 @@ def changed_in_shards():
 def beside_with_a_hook():
     """Give a parameter with a hook a gradient beside its leaf."""
     axis = Axis('data', 1, 0, None, None)
-    replicas = Replicas([nn.Sequential(nn.Linear(2, 2))], axis, {}, {})
-    replicas.tied = True
-    x = next(replicas.parameters())
+    layers = nn.Sequential(nn.Linear(2, 2))
+    x = layers[0].weight
+    replicas = Replicas({0: layers}, axis, {}, {}, 1, {id(x)})
     x.register_hook(abs)
     with replicas.beside([x]) as found:
         x.grad = torch.ones_like(x)
         found()
+
+
+class Uses(nn.Linear):
+    """A layer that uses the weight of another one, in its last micro-batch."""
+
+    def forward(self, x):
+        """Multiply by the sum of the weight."""
+        return super().forward(x) * (self.others[0].weight.sum() if x.sum() > 0 else 1)
+
+
+def shards(layers, loss=F.mse_loss):
+    """Train two stages whose parameters are gathered."""
+    model = DistributedGPipe(layers, [1, 1], mesh=init_mesh(device_type='cpu'), chunks=4,
+                             data='shard', mp_policy=MixedPrecisionPolicy(), checkpoint='never')
+    model.step(torch.tensor([[-1.], [-1.], [-1.], [1.]]).expand(4, 2), torch.ones(4, 2),
+               loss(model) if isinstance(loss, type) else loss)
+
+
+def used_later():
+    """Use a parameter of the second stage in the first one."""
+    layers = nn.Sequential(Uses(2, 2), nn.Linear(2, 2))
+    layers[0].others = [layers[1]]
+    shards(layers)
+
+
+class Behind(nn.Module):
+    """A loss with the first layer of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.layer = model.get_submodule('0')
+
+    def forward(self, output, target):
+        """Return the error of that layer's output."""
+        return F.mse_loss(self.layer(output), target)
 
 
 def descending():
@@ -294,6 +329,9 @@ REFUSALS = [
     shared_input,
     lambda: sharded(lambda layer: setattr(layer, 'bias', nn.Parameter(torch.ones(2)))),
     changed_in_shards,
+    used_later,
+    lambda: shards(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Behind),
+    lambda: wrap(nn.Linear(2, 2), max_active_stages=2),
     lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),
     descending,
     lambda: check_alike({0: 2, 1: 3}),

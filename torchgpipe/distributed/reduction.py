@@ -540,7 +540,7 @@ class Replicas(nn.Module):
         Args:
             parameters: The parameters of this rank that require grad.
         """
-        if self._axis.group is None and not self._tied:
+        if self._axis.group is None and not self._tied and not self.shards:
             yield list
             return
         before = [(x, x.grad) for x in parameters]
