@@ -107,6 +107,7 @@ def edges(queues, limit, world=4):
     early = any(key[0] for _, rows in model._steps._known.values() for key in rows if key)
     assert early is model._rank.edges.apart
     found = groups_of_edges(mesh, [(0, 1), (1, 0)])
+    assert all(found.groups[each] is group for each, group in model._rank.edges.groups.items())
     groups = [found.groups[each] for each in sorted(found.groups)]
     return (losses, found.apart, sorted(found.groups), [each.size() for each in groups],
             len({*map(id, groups)}), len(meshes._groups.get(torch.distributed.group.WORLD, ())))

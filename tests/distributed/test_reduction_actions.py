@@ -219,3 +219,11 @@ def test_a_loss_with_a_layer_of_another_stage_is_refused_with_shards():
     for each in outcomes(2, behind, 'shard', 0, {'data': 2}):
         assert isinstance(each, Failure)
         assert "loss_fn has '0.up.weight', a parameter of another stage" in each.text
+
+
+@pytest.mark.parametrize('name', ['tied', 'unet', 'frozen'])
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_models_whose_replicas_reduce_within_the_step(data, name):
+    found = run(4, trained, {'data': 2, 'pipe': 2}, name, 4, None,
+                {'schedule': 'interleaved', 'sizes': (8, 8)}, {'data': data}, True)
+    check(found, alone(name, sizes=(8, 8)))

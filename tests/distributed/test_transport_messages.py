@@ -169,3 +169,17 @@ def test_receives_are_early_when_their_headers_are_known():
     for row, (first, second, third, other) in zip(rows, run(2, orders)):
         assert first == other == ' '.join(map(str, row))
         assert second == third == ' '.join(map(str, receiving_early(row))) != first
+
+
+def labels():
+    """Return the labels of a profile of a step."""
+    model = DistributedGPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
+                             mesh=init_mesh(pipe=2), chunks=2, checkpoint='never')
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model.step(torch.ones(2, 4), torch.ones(2, 4), F.mse_loss)
+    return [event.name for event in profile.events()]
+
+
+def test_a_profile_has_a_label_for_each_item():
+    for row, names in zip(with_messages(make('1f1b', 2, 2)), run(2, labels)):
+        assert {f'{type(each).__name__} {each}' for each in row} <= {*names}
