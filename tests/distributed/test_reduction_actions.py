@@ -227,3 +227,32 @@ def test_models_whose_replicas_reduce_within_the_step(data, name):
     found = run(4, trained, {'data': 2, 'pipe': 2}, name, 4, None,
                 {'schedule': 'interleaved', 'sizes': (8, 8)}, {'data': data}, True)
     check(found, alone(name, sizes=(8, 8)))
+
+
+def kept(data):
+    """Return the reductions of a step without synchronization."""
+    model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(data=2), chunks=2, data=data)
+    x, target = batch(0, 4)
+    with model.no_sync(), torch.profiler.profile() as profile:
+        model.step(x, target, F.mse_loss)
+    return [event.name for event in profile.events() if 'reduce' in event.name]
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_a_step_without_synchronization_reduces_nothing(data):
+    assert run(2, kept, data) == [[], []]
+
+
+def raising():
+    """Return the types of parameters after a loss has raised on all ranks."""
+    def loss(output, target):
+        raise ValueError('no loss')
+
+    model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(data=2), chunks=2, data='shard')
+    with pytest.raises((ValueError, RuntimeError)):
+        model.step(*batch(0, 4), loss)
+    return {type(each).__name__ for each in model.parameters()}
+
+
+def test_a_failed_step_leaves_no_whole_parameters():
+    assert run(2, raising) == [{'DTensor'}] * 2

@@ -327,7 +327,7 @@ class Replicas(nn.Module):
         """
         stream = self._streams[device] = self._streams.get(device) or new_stream(device)
         wait_stream(stream, current_stream(device))
-        for k in range(len(gradients)):
+        for k in range(len(gradients)):  # No name may keep a gradient alive.
             record_stream(local(gradients[k][1]), stream)
         with use_stream(stream):
             reduce()
