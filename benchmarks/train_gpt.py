@@ -54,6 +54,7 @@ from torchgpipe.base.errors import format_bytes
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.plan import MACHINES, ParameterBytes, Plan, Transformer, plan
 from torchgpipe.schedule import NAMES
+from torchgpipe.schedule.generators import places
 from torchgpipe.timeline import record
 
 #: The exit code after a loss that is not finite: another attempt would end the same way.
@@ -133,8 +134,7 @@ def rehearse(config: Namespace) -> None:
     stages = config.pipe * config.virtual
     each, more = divmod(config.sizes.depth, stages)
     balance = [each + (j < more) + (j == 0) + (j == stages - 1) for j in range(stages)]
-    if config.schedule == 'zb-v':
-        options['places'] = [*range(config.pipe), *reversed(range(config.pipe))]
+    options['places'] = [*places(config.schedule, config.pipe, config.virtual)]
     samples = torch.empty(config.chunks * config.micro_batch_size, config.block_size,
                           dtype=torch.long, device='meta')
     try:

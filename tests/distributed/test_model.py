@@ -13,6 +13,7 @@ from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.schedule.generators import V_SHAPED
 
 LAYERS = 8
 
@@ -76,7 +77,8 @@ def check(found, expected):
 
 
 SCHEDULES = [('gpipe', 2, None), ('1f1b', 2, None), ('interleaved', 4, None),
-             ('looped-bfs', 4, None), ('zb-h1', 2, None), ('zb-v', 4, [0, 1, 1, 0])]
+             ('looped-bfs', 4, None), ('zb-h1', 2, None),
+             *((name, 4, [0, 1, 1, 0]) for name in V_SHAPED)]
 
 
 @pytest.mark.parametrize('schedule, stages, places', SCHEDULES)

@@ -17,6 +17,7 @@ from torchgpipe import GPipe
 from torchgpipe.engine import gradients as engine_gradients
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule
+from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
 
 def loss_of(output, target):
@@ -311,12 +312,12 @@ def test_a_layer_that_learns_within_its_forward(devices):
 
 @devices
 @modes
-@pytest.mark.parametrize('schedule', ['zb-h1', 'zb-h2', 'zb-v'])
+@pytest.mark.parametrize('schedule', SPLIT)
 def test_weights_come_with_w(devices, mode, schedule, log):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
     model[3].weight = model[0].weight
     places = devices(4)
-    if schedule == 'zb-v':
+    if schedule in V_SHAPED:
         places = [*places[:2], *reversed(places[:2])]
     gpipe = GPipe(copy.deepcopy(model), [1] * 4, devices=places, chunks=3, checkpoint=mode)
     x = torch.randn(7, 4, dtype=torch.double)

@@ -16,6 +16,7 @@ from torch import nn
 from tests.devices import cpu_only, places
 from tests.helpers import MODES, assert_same
 from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.skip import pop, skippable, stash
 
 CASES = int(os.environ.get('TORCHGPIPE_RANDOM_CASES', 100))
@@ -31,7 +32,8 @@ REFUSED = re.compile('changed in place|modified by an inplace operation|modified
 
 #: Schedules, and on which worker each of four partitions is.
 SCHEDULES = {'gpipe': [0, 1, 2, 3], '1f1b': [0, 1, 2, 3], 'zb-h1': [0, 1, 2, 3],
-             'interleaved': [0, 1, 0, 1], 'looped-bfs': [0, 1, 0, 1], 'zb-v': [0, 1, 1, 0]}
+             'interleaved': [0, 1, 0, 1], 'looped-bfs': [0, 1, 0, 1],
+             **dict.fromkeys(V_SHAPED, [0, 1, 1, 0])}
 
 CHANGES = [lambda x, y: x.mul_(1.5), lambda x, y: x.relu_(), lambda x, y: x.add_(y * 0.5),
            lambda x, y: x[:, :2].add_(1)]

@@ -18,6 +18,7 @@ from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.run import Aliasing
 from torchgpipe.engine.workers import _in_order
 from torchgpipe.schedule import make
+from torchgpipe.schedule.generators import V_SHAPED
 
 #: How long a thread waits for another one that the lock keeps away.
 SECONDS = 0.3
@@ -138,9 +139,10 @@ def draws_of(schedule, places, seed=0):
 
 
 @cpu_only('generators of the host')
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', 'zb-v'])
+@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
 def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
-    devices = {'zb-v': [0, 1, 1, 0], 'interleaved': [0, 1] * 2, 'looped-bfs': [0, 1] * 2}
+    devices = {'interleaved': [0, 1] * 2, 'looped-bfs': [0, 1] * 2,
+               **dict.fromkeys(V_SHAPED, [0, 1, 1, 0])}
     places = [f'cpu:{j}' for j in devices.get(schedule, range(4))]
     layers, losses = draws_of(schedule, places)
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from tests.helpers import MODES, assert_same, by_partitions, gradients, modes, o
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.schedule import NAMES
+from torchgpipe.schedule.generators import V_SHAPED
 
 
 @schedules
@@ -21,7 +22,7 @@ from torchgpipe.schedule import NAMES
 def test_numbers_are_those_of_the_unwrapped_model(devices, mode, schedule):
     model = layers()
     places = devices(4)
-    if schedule == 'zb-v':
+    if schedule in V_SHAPED:
         places = [*places[:2], *reversed(places[:2])]
     gpipe = GPipe(copy.deepcopy(model), [2, 2, 2, 2], devices=places, chunks=3, checkpoint=mode)
     train(model, gpipe, 7, schedule=schedule)
@@ -31,12 +32,12 @@ def test_numbers_are_those_of_the_unwrapped_model(devices, mode, schedule):
 def cases(draw):
     """Draw numbers of partitions, devices and micro-batches, and everything else."""
     v = draw(st.integers(1, 2))
-    schedule = draw(st.sampled_from([name for name in NAMES if v == 2 or name != 'zb-v']))
+    schedule = draw(st.sampled_from([name for name in NAMES if v == 2 or name not in V_SHAPED]))
     n = draw(st.integers(1, 4 // v))
-    if v == 1 or schedule not in ('interleaved', 'looped-bfs', 'zb-v'):
+    if v == 1 or schedule not in ('interleaved', 'looped-bfs', *V_SHAPED):
         order = [*range(n * v)]
     else:
-        order = [*range(n), *(reversed(range(n)) if schedule == 'zb-v' else range(n))]
+        order = [*range(n), *(reversed(range(n)) if schedule in V_SHAPED else range(n))]
     cuts = sorted(draw(st.lists(st.integers(1, 7), min_size=n * v - 1, max_size=n * v - 1,
                                 unique=True)))
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, 8])]
@@ -65,11 +66,11 @@ def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
         nn.Linear(4, 4), nn.Dropout(0.5))]).double()
     # Those that draw from the generator of one of several accelerators take no turns.
     places = devices.distinct(4) if devices.are_apart else devices(4)
-    if schedule == 'zb-v':
+    if schedule in V_SHAPED:
         places = [*places[:2], *reversed(places[:2])]
     gpipe = GPipe(model, [2] * 4, devices=places, chunks=3, checkpoint='always')
     # With two stages on a device, the second one may have to wait for more than that.
-    same_order = schedule not in ('looped-bfs', 'zb-v') or (
+    same_order = schedule not in ('looped-bfs', *V_SHAPED) or (
         schedule == 'looped-bfs' and len(set(places)) == 4)
     found = []
     for step in range(3):

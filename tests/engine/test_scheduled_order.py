@@ -13,6 +13,7 @@ from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule, make
+from torchgpipe.schedule.generators import V_SHAPED
 
 
 def squares(output, target):
@@ -211,7 +212,7 @@ class Count(nn.Module):
 
 @cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('changes', ['buffer', 'attribute', 'nothing'])
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', 'zb-v'])
+@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
 @pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']],
                          ids=['one worker', 'workers'])
 def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
@@ -220,7 +221,7 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
     count = Count(changes)
     model = nn.Sequential(count, nn.Linear(3, 3), count, nn.Linear(3, 3)).double()
     x, plain = torch.randn(4, 3).double(), copy.deepcopy(model)
-    places = [0, 1, 1, 0] if schedule == 'zb-v' else [0, 1, 0, 1]
+    places = [0, 1, 1, 0] if schedule in V_SHAPED else [0, 1, 0, 1]
     gpipe = GPipe(model, [1] * 4, devices=[devices(2)[place] for place in places], chunks=2,
                   checkpoint='never')
     expected = sum(squares(plain(part), part) / 2 for part in x.chunk(2))

@@ -261,7 +261,7 @@ def squares(output, target):
 
 
 @workers
-@pytest.mark.parametrize('name', ['plain call', '1f1b', 'zb-h1', 'interleaved', 'zb-v'])
+@pytest.mark.parametrize('name', ['plain call', '1f1b', 'zb-h1', 'interleaved', 'zb-v', 'v-half'])
 def test_a_model_made_by_a_plan(devices, name):
     x, target = torch.rand(2, 16, 8, device=devices.first, dtype=torch.float64).unbind()
     module = stack().double()

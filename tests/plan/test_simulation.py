@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torchgpipe.balance import SkipProfile
 from torchgpipe.plan import Costs, Link, StageCosts, simulate
 from torchgpipe.schedule import NAMES, Action, Schedule, make
+from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.schedule.schedule import waits_for
 
-SEVERAL = {'interleaved': 2, 'looped-bfs': 2, 'zb-v': 2}
+SEVERAL = {'interleaved': 2, 'looped-bfs': 2, **dict.fromkeys(V_SHAPED, 2)}
 
 
 def times(simulation):

@@ -4,9 +4,10 @@ import pytest
 
 from tests.cases import cases
 from torchgpipe.schedule import NAMES, make
+from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 from torchgpipe.schedule.schedule import steps
 
-SEVERAL = {'interleaved': (1, 2, 3), 'looped-bfs': (1, 2, 3), 'zb-v': (2,)}
+SEVERAL = {'interleaved': (1, 2, 3), 'looped-bfs': (1, 2, 3), **dict.fromkeys(V_SHAPED, (2,))}
 
 
 def spans(schedule):
@@ -34,7 +35,7 @@ def test_any_numbers(name, n):
             schedule.validate()
             assert len(schedule.rows) == n and schedule.micro_batches == m
             assert all(len(stages) == v for stages in schedule.stages)
-            kinds = 3 if name.startswith('zb') else 2
+            kinds = 3 if name in SPLIT else 2
             assert sum(map(len, schedule.rows)) == n * v * m * kinds
 
 
@@ -71,6 +72,20 @@ def test_there_is_no_bubble(n):
         assert max(most_in_flight(row, 'W') for row in schedule.rows) <= 2 * n
         assert max(spans(make('zb-h2', n, m))) == 3 * m
     assert max(spans(make('zb-h1', n, 3 * n))) == 3 * 3 * n + n - 1
+
+
+@cases('n', range(1, 12))
+def test_a_half_and_a_third_of_the_activations(n):
+    """From four devices on, half is enough for a block every six steps, but not for five."""
+    for m in (1, 2, n, 2 * n, 4 * n):
+        half, least = make('v-half', n, m), make('v-min', n, m)
+        assert half.stages == least.stages == make('zb-v', n, m).stages
+        assert max(most_in_flight(row, 'W') for row in half.rows) <= max(2, n)
+        assert max(most_in_flight(row, 'W') for row in least.rows) <= max(2, .4 * 2 * n)
+        if n > 3 and n != 5:
+            assert max(spans(half)) <= 6 * m + 4 * n - (3 if n % 3 == 0 else 5)
+        if n == 10:
+            assert max(spans(least)) == max(spans(half))
 
 
 @pytest.mark.parametrize('arguments, what', [

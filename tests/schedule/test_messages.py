@@ -9,7 +9,7 @@ from torchgpipe.schedule.messages import Message, Receive, Send, with_messages
 
 SHAPES = [(name, ranks, m, v)
           for name, v in (('gpipe', 1), ('1f1b', 1), ('interleaved', 2), ('looped-bfs', 2),
-                          ('zb-h1', 1), ('zb-v', 2))
+                          ('zb-h1', 1), ('zb-v', 2), ('v-half', 2), ('v-min', 2))
           for ranks in (2, 3, 4) for m in (1, 2, 3, 5, 8)]
 
 

@@ -4,10 +4,11 @@ import random
 import pytest
 
 from torchgpipe.schedule import NAMES, make
+from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.schedule.messages import (Receive, edges, receiving_early, times_in_queues,
                                           with_messages)
 
-STAGES = {'interleaved': (2, 3), 'looped-bfs': (2,), 'zb-v': (2,)}
+STAGES = {'interleaved': (2, 3), 'looped-bfs': (2,), **dict.fromkeys(V_SHAPED, (2,))}
 
 #: The seconds of a message. Actions take from 0.5 to 2 seconds.
 TRANSFER = .2
@@ -60,7 +61,7 @@ def test_receives_that_are_late_enough_for_one_queue_wait_for_the_transfer(name)
         ratio = max(times_in_queues(late, seconds, TRANSFER, pair).values()) / max(early.values())
         assert ratio > 1 - 1e-9
         slower, slowest = slower + (ratio > 1 + 1e-9), max(slowest, ratio)
-    assert slower > 30 and slowest > 1.02
+    assert slower > 30 and slowest > 1.01
 
 
 def test_a_message_waits_for_its_content_and_for_both_ranks():

@@ -2,10 +2,11 @@
 import pytest
 
 from torchgpipe.schedule import NAMES, Action, make
+from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.schedule.messages import (Message, Send, UnitAction, receiving_early,
                                           with_messages, with_unit_actions)
 
-STAGES = {'interleaved': 4, 'looped-bfs': 4, 'zb-v': 2}
+STAGES = {'interleaved': 4, 'looped-bfs': 4, **dict.fromkeys(V_SHAPED, 2)}
 
 
 def rows(name, m=8):

@@ -39,7 +39,7 @@ from torchgpipe.plan.profile import profile
 from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import RECOMPUTATIONS, ParameterBytes, Transformer
-from torchgpipe.schedule.generators import NAMES, stages_per_device
+from torchgpipe.schedule.generators import NAMES, SPLIT, places, stages_per_device
 from torchgpipe.schedule.messages import ACTIVE
 
 __all__ = ['MeshSearch', 'plan', 'plan_mesh']
@@ -129,13 +129,6 @@ def _most_in_flight(name: str, devices: int, m: int, virtual: int) -> tuple[int,
     """Return by device the most activations of stages that it holds at a time."""
     return tuple(max(accumulate((kind == 'F') - (kind in 'BW') for _, kind, _ in row))
                  for row in schedule_of(name, devices, m, virtual).rows)
-
-
-def _stages_on(name: str, device: int, devices: int, virtual: int) -> Iterable[int]:
-    """Return the stages of a device in a schedule."""
-    if name == 'zb-v':
-        return device, 2 * devices - 1 - device
-    return range(device, devices * virtual, devices)
 
 
 def _ends(simulation: Simulation) -> tuple[float, float]:
@@ -253,10 +246,10 @@ class MeshSearch:
                       pipe: int, virtual: int) -> list[_PipeRank]:
         """Return the numbers of each rank of a pipeline that bounds need."""
         found = self._stages(True, tensor, micro_batch, recomputation, pipe * virtual)
-        again, splits = recomputation == 'full', name.startswith('zb')
+        again, splits = recomputation == 'full', name in SPLIT
         ranks, before = [], 0.0
         for device in range(pipe):
-            own = [*_stages_on(name, device, pipe, virtual)]
+            own = [j for j, place in enumerate(places(name, pipe, virtual)) if place == device]
             costs = [found.costs[j] for j in own]
             ranks.append(_PipeRank(
                 before, sum(x.forward * (1 + again) + x.backward for x in costs),
@@ -326,11 +319,9 @@ class MeshSearch:
                               pipe * case.virtual)
         whole = {1: self._model} if isinstance(self._model, Profile) else self._model
         layers = whole[1].layers if isinstance(whole, Mapping) and 1 in whole else ()
-        places = {stage: device for device in range(pipe)
-                  for stage in _stages_on(case.schedule, device, pipe, case.virtual)}
         return MeshPlan(
             case.schedule, stages.balance,
-            tuple(f'pipe {places[stage]}' for stage in range(len(stages.balance))), m,
+            tuple(f'pipe {rank}' for rank in places(case.schedule, pipe, case.virtual)), m,
             'always' if case.recomputation == 'full' else 'never',
             tuple((x.name, x.parameter_bytes) for x in layers),
             self._batch // data, parts['compute'] * data * pipe * tensor, costs,
@@ -340,7 +331,7 @@ class MeshSearch:
     def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""
         case, m = found.case, self.chunks(found.case)
-        splits = case.schedule.startswith('zb')
+        splits = case.schedule in SPLIT
 
         def mean(kinds: str, of: Costs) -> float:
             return m * sum(x.seconds(kind) for x in of.stages for kind in kinds) / case.mesh[1]
@@ -556,7 +547,7 @@ def _virtual(name: str, pipe: int, virtual: Iterable[int]) -> Iterable[int]:
     """Return the numbers of stages on a rank, of which one rank has one."""
     _, most = stages_per_device(name)
     if pipe == 1:
-        return [1] if most == 1 and not name.startswith('zb') else []
+        return [1] if most == 1 and name not in SPLIT else []
     # One of several stages would be another schedule.
     return [v for v in virtual if min(2, most) <= v <= most]
 

@@ -15,14 +15,15 @@ wait for gradients::
                         1F0 1F1 1B1     1B0             each backward waits for the one before
 """
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import count
 
-from torchgpipe.schedule.schedule import Action, Schedule
+from torchgpipe.schedule.schedule import Action, Schedule, waits_for
 
-__all__ = ['NAMES', 'PLAIN_CALL', 'forward_order', 'make', 'one_by_one', 'plain_call',
-           'stages_per_device']
+__all__ = ['NAMES', 'PLAIN_CALL', 'SPLIT', 'forward_order', 'make', 'one_by_one', 'places',
+           'plain_call', 'stages_per_device']
 
 Rows = list[list[Action]]
 
@@ -63,8 +64,19 @@ def stages_per_device(name: str) -> tuple[int, int]:
     >>> stages_per_device('1f1b'), stages_per_device('zb-v')
     ((1, 1), (2, 2))
     """
-    return {'interleaved': (1, sys.maxsize), 'looped-bfs': (1, sys.maxsize),
-            'zb-v': (2, 2)}.get(name, (1, 1))
+    if name in V_SHAPED:
+        return 2, 2
+    return 1, sys.maxsize if name in ('interleaved', 'looped-bfs') else 1
+
+
+def places(name: str, devices: int, virtual: int) -> tuple[int, ...]:
+    """Return the device of each stage in a schedule.
+
+    >>> places('interleaved', 3, 2), places('zb-v', 3, 2)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    there = (*range(devices),)
+    return there + there[::-1] if name in V_SHAPED else there * virtual
 
 
 def _gpipe(n: int, m: int, v: int) -> Rows:
@@ -182,10 +194,95 @@ def _there_and_back(d: int, n: int, m: int) -> list[Action]:
     return row
 
 
+def _v_half(n: int, m: int, v: int) -> Rows:
+    """Half of the activations of 1F1B: Qi et al., "Pipeline Parallelism with Controllable Memory"
+    (2024), there V-Half. The stages have the places of ``zb-v``.
+    """
+    return _blocks(n, m, max(2, n))
+
+
+def _v_min(n: int, m: int, v: int) -> Rows:
+    """At most two fifths of the activations of 1F1B: the same paper, there V-Min. With less than
+    five devices, a whole number of activations is further from it.
+    """
+    return _blocks(n, m, max(2, 4 * n // 5))
+
+
+def _blocks(n: int, m: int, most: int) -> Rows:
+    """Return the building block of the same paper for each micro-batch, in limited memory.
+
+    In a block, F and I of one micro-batch follow each other through the V, each in a unit of time.
+    Blocks start at a constant interval, such that no device has two actions at a time. The
+    interval is at least six, the actions of a device. For 4 devices and 2 micro-batches::
+
+        0F0                         0F1 7F0 7I0                         7F1 7I1 0I0
+            1F0                 6F0         1F1 6I0                 6F1         1I0 6I1
+                2F0         5F0                 2F1 5I0         5F1         2I0
+                    3F0 4F0                         3F1 4I0 4F1         3I0
+
+    The devices run these actions in this order as soon as possible, and W while they wait.
+
+    Args:
+        n: The number of devices.
+        m: The number of micro-batches.
+        most: The most activations of stages that a device holds. With fewer than blocks need at
+            an interval, a device may have to wait for itself. Then the interval is longer.
+    """
+    intervals = count(6, 2)  # Actions there and back have different parities.
+    return next(rows for interval in intervals if (rows := _in_order(
+        [_one_by_one(device, n, m, interval) for device in range(n)], most)))
+
+
+def _one_by_one(device: int, n: int, m: int, interval: int) -> list[Action]:
+    """Return F and I of a device in the order of blocks at an interval."""
+    there, back = device, 2 * n - 1 - device
+    turn = 2 * n + 2 * (2 * n % interval == 0)  # I there is never at the same time as F there.
+    block = ((there, there, 'F'), (back, back, 'F'), (turn + there, back, 'I'),
+             (turn + back, there, 'I'))
+    return [Action(stage, kind, i) for _, stage, kind, i in sorted(
+        (interval * i + time, stage, kind, i) for i in range(m) for time, stage, kind in block)]
+
+
+def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
+    """Return rows with F and I in these orders, and W where they wait; ``None`` if they deadlock.
+
+    Args:
+        orders: F and I of each device.
+        most: The most activations of stages that a device holds.
+    """
+    actions, done = {action for order in orders for action in order}, set[Action]()
+    rows: Rows = [[] for _ in orders]
+    queues, weights = [*map(deque, orders)], [deque[Action]() for _ in orders]
+    held = [0] * len(orders)
+    while any(queues) or any(weights):
+        now = []
+        for device, (queue, later) in enumerate(zip(queues, weights)):
+            if queue and done.issuperset(waits_for(queue[0], actions)) and (
+                    queue[0].kind == 'I' or held[device] < most):
+                now.append((device, queue.popleft()))
+            elif later:
+                now.append((device, later.popleft()))
+        if not now:
+            return None
+        for device, action in now:
+            rows[device].append(action)
+            held[device] += (action.kind == 'F') - (action.kind == 'W')
+            if action.kind == 'I':
+                weights[device].append(action._replace(kind='W'))
+        done.update(action for _, action in now)
+    return rows
+
+
 #: The schedules, by name.
 NAMES: dict[str, Callable[[int, int, int], Rows]] = {
     'gpipe': _gpipe, '1f1b': _1f1b, 'interleaved': _interleaved, 'looped-bfs': _looped_bfs,
-    'zb-h1': _zb_h1, 'zb-h2': _zb_h2, 'zb-v': _zb_v}
+    'zb-h1': _zb_h1, 'zb-h2': _zb_h2, 'zb-v': _zb_v, 'v-half': _v_half, 'v-min': _v_min}
+
+#: Schedules whose stages go there and back, in a V.
+V_SHAPED = ('zb-v', 'v-half', 'v-min')
+
+#: Schedules that split backward.
+SPLIT = ('zb-h1', 'zb-h2', *V_SHAPED)
 
 
 #: The name of forward and ``loss.backward()`` among schedules.

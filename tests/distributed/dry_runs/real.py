@@ -13,6 +13,7 @@ from tests.distributed.models import Block, Down, Fork, Head, Join, Middle, Out,
 from torchgpipe.base.structure import storage_id
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.dry_runs.counters import Counter, seen_resizes
+from torchgpipe.schedule.generators import V_SHAPED
 
 __all__ = ['LAYERS', 'MODELS', 'PLAN', 'SIZE', 'WIDTH', 'arguments', 'real']
 
@@ -51,10 +52,10 @@ MODELS = {'equal': lambda: blocks(LAYERS), 'skips': skips, 'tied': tied,
 def arguments(model, mesh, schedule, data, checkpoint='except_last'):
     """Return a module, the balance and the options of a case."""
     pipe = mesh['pipe']
-    several = schedule in ('interleaved', 'zb-v')
+    several = schedule == 'interleaved' or schedule in V_SHAPED
     stages = pipe * (1 + several)
     options = {'chunks': 4, 'checkpoint': checkpoint, 'data': data}
-    if schedule == 'zb-v':
+    if schedule in V_SHAPED:
         options['places'] = [*range(pipe), *reversed(range(pipe))]
     if mesh['tensor'] > 1:
         options['tensor_plan'] = PLAN

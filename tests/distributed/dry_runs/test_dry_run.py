@@ -22,12 +22,13 @@ from tests.whole import first
 from torchgpipe import NoChunk
 from torchgpipe.distributed import dry_run
 from torchgpipe.distributed.dry_runs.virtual import VirtualRank
+from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.sequential import from_stages
 from torchgpipe.skip import Namespace
 
 pytestmark = cpu_only('fake tensors are on the CPU')
 
-SCHEDULES = ['gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v']
+SCHEDULES = ['gpipe', '1f1b', 'interleaved', 'zb-h1', *V_SHAPED]
 
 MESHES = [(data, pipe, world // data // pipe) for world in (2, 4, 8) for pipe in (2, 1, 4, 8)
           for data in (1, 2, 4, 8) if world % (data * pipe) == 0]
@@ -91,10 +92,10 @@ def small(module=None, balance=(2, 2), mesh=None, size=8, loss=F.mse_loss, width
 @pytest.mark.parametrize('schedule', first(1, SCHEDULES))
 def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule, monkeypatch):
     """With many micro-batches, a part of them runs; of equal stages, one."""
-    pipe, stages = 8, 8 * (1 + (schedule in ('interleaved', 'zb-v')))
+    pipe, stages = 8, 8 * (1 + (schedule in ('interleaved', *V_SHAPED)))
     options = {'mesh': {'pipe': pipe, 'data': 2}, 'schedule': schedule, 'size': 25, 'chunks': 12,
                'checkpoint': checkpoint, 'optimizer': torch.optim.AdamW, 'width': 16}
-    if schedule == 'zb-v':
+    if schedule in V_SHAPED:
         options['places'] = [*range(pipe), *reversed(range(pipe))]
     report = small(linear(16, 16), [16 // stages] * stages, **options)
     monkeypatch.setattr('torchgpipe.distributed.dry_runs.virtual.REPEATS', 30)
