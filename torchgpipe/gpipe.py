@@ -485,7 +485,7 @@ class GPipe(PipelineModule):
             from torchgpipe.training.losses import counts_of, with_counts
             rule = with_counts(rule, iter(counts_of(rule, batches)))
         return batches, sizes, rule, {
-            'checkpoint_stops': stops, 'common': common, 'offload': self.offload}
+            'recomputed': [*map(range, stops)], 'common': common, 'offload': self.offload}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with no threads.

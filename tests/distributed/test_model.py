@@ -13,6 +13,7 @@ from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 
 LAYERS = 8
@@ -84,6 +85,13 @@ SCHEDULES = [('gpipe', 2, None), ('1f1b', 2, None), ('interleaved', 4, None),
 @pytest.mark.parametrize('schedule, stages, places', SCHEDULES)
 def test_schedules(schedule, stages, places):
     found = run(2, trained, {'pipe': 2}, 'unet', stages, places, {'schedule': schedule}, {})
+    check(found, alone('unet'))
+
+
+def test_micro_batches_that_a_schedule_recomputes():
+    schedule = make('zb-v', 2, 3).recomputing([{1}, {0, 2}, {}, {2}])
+    found = run(2, trained, {'pipe': 2}, 'unet', 4, [0, 1, 1, 0], {'schedule': schedule},
+                {'checkpoint': 'never'})
     check(found, alone('unet'))
 
 

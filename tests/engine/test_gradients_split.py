@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.devices import cpu_only, cpus, devices, workers
 from tests.helpers import Spy, assert_same, gradients, modes, on_first
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import gradients as engine_gradients
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule
@@ -554,8 +554,10 @@ def test_a_recomputation_starts_before_its_gradient_is_there(devices):
 
 @devices
 def test_a_recomputation_where_the_schedule_has_it(devices):
-    """It may stand anywhere before its backward; where there is none to do, it does nothing."""
+    """It may stand anywhere before its backward, and is in addition to the mode."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.), nn.Linear(4, 4)).double()
+    calls = []
+    model[2].register_forward_hook(lambda *_: calls.append(is_recomputing()))
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2,
                   checkpoint=['always', 'never'])
     x = torch.randn(4, 4, dtype=torch.double)
@@ -563,8 +565,10 @@ def test_a_recomputation_where_the_schedule_has_it(devices):
     schedule = Schedule.parse('0F0,0F1,0R1,0R0,0B1,0B0\n1F0,1R0,1F1,1B1,1B0')
     if len({*gpipe.devices}) == 1:
         schedule = Schedule.parse('0F0,0F1,0R1,0R0,1F0,1F1,1R0,1B1,1B0,0B1,0B0')
+    calls.clear()
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
     assert_same(gradients(gpipe), gradients(model))
+    assert sorted(calls) == [False, False, True]
 
 
 @devices

@@ -121,7 +121,7 @@ def test_a_module_that_is_kept_out_of_recomputation_is_for_one_at_a_time():
                     [torch.device('cpu:0'), torch.device('cpu:1')])
     first = engine.partitions[0]
     for lock in (first.lock, first.lock_alone):
-        pipeline = PlainCall(engine, cut(torch.rand(2, 2), chunks=2)[0], [2, 2])
+        pipeline = PlainCall(engine, cut(torch.rand(2, 2), chunks=2)[0], [range(2)] * 2)
         assert pipeline._held[0] is lock
         no_recompute(known)
 

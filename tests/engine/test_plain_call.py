@@ -131,7 +131,7 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     for _ in range(5):
         batches = [Chunk((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
-        PlainCall(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
+        PlainCall(gpipe._running_engine(), batches, [range(checkpoint_stop)] * 3).run()
         loss([batch.value for batch in batches]).backward()
         for j in range(3):
             assert [size for size, where in log['backward'] if where == j] == [3, 2, 1]
@@ -157,7 +157,7 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
     batches = [Chunk((torch.rand(i + 1, 2, device=devices.first),), bare) for i in range(3)]
     checkpoint_stop = {'always': 3, 'except_last': 2, 'never': 0}[mode]
     gpipe = GPipe(model, [1] * 3, devices=devices(3))
-    PlainCall(gpipe._running_engine(), batches, [checkpoint_stop] * 3).run()
+    PlainCall(gpipe._running_engine(), batches, [range(checkpoint_stop)] * 3).run()
     for batch in batches:
         see(3)(batch.value)
     for j in range(3):

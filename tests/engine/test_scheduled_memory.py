@@ -13,6 +13,7 @@ from tests.helpers import memory_of, on_first
 from torchgpipe import GPipe
 from torchgpipe.engine import cell
 from torchgpipe.engine.scheduled import Step
+from torchgpipe.schedule import make
 
 
 def saved(x, alive, most):
@@ -47,6 +48,23 @@ class Keep(nn.Module):
     def forward(self, x):
         """Do so."""
         return saved(x, self.alive, self.most)
+
+
+@devices
+def test_a_micro_batch_that_the_schedule_recomputes_is_not_kept(devices):
+    """1, 3 and 4 of six, which is in addition to the mode."""
+    refs, alive = [], []
+
+    def count(layer, args, output):
+        alive.append(sum(not ref.expired() for ref in refs))
+        refs.append(memory_of(output))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4))
+    model[1].register_forward_hook(count)
+    gpipe = GPipe(model, [3], devices=devices(1), chunks=6, checkpoint='never')
+    x = on_first(gpipe, torch.randn(6, 4))
+    gpipe.step(x, x, loss_of, schedule=make('gpipe', 1, 6).recomputing([{1, 3, 4}]))
+    assert alive == [0, 1, 1, 2, 2, 2, *(2, 2, 1)]
 
 
 @devices

@@ -12,7 +12,7 @@ from tests.engine.steps import layers, loss_of, schedules, train
 from tests.helpers import MODES, assert_same, by_partitions, gradients, modes, on_first
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
-from torchgpipe.schedule import NAMES
+from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import V_SHAPED
 
 
@@ -56,6 +56,24 @@ def test_any_schedule_of_any_size(devices, case, size):
     gpipe = GPipe(copy.deepcopy(model), balance, devices=[places[k] for k in order],
                   chunks=chunks, checkpoint=mode)
     train(model, gpipe, size, steps=1, schedule=schedule)
+
+
+@pytest.mark.slow
+@devices
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(case=cases(), size=st.integers(1, 9), chance=st.randoms(use_true_random=False))
+def test_any_micro_batches_are_recomputed(devices, case, size, chance):
+    """In each partition others, in addition to those of the mode."""
+    name, balance, order, chunks, mode = case
+    torch.manual_seed(size)
+    model = layers()
+    places, m = devices(4), min(size, chunks)
+    v = len(balance) // len({*order})
+    schedule = make(name, len(balance) // v, m, v).recomputing([
+        {i for i in range(m) if chance.random() < .5} for _ in balance])
+    gpipe = GPipe(copy.deepcopy(model), balance, devices=[places[k] for k in order],
+                  chunks=chunks, checkpoint=mode)
+    train(model, gpipe, size, schedule=schedule)
 
 
 @devices

@@ -48,6 +48,14 @@ def test_recomputations_by_hand(row, end):
     assert simulate(Schedule.parse(row), costs).seconds == end
 
 
+def test_what_a_schedule_recomputes_itself_is_not_kept():
+    """Of the second micro-batch only, by ``R``; a stage has as many bytes as activations."""
+    stage = StageCosts(1.0, 3.0, recomputation=2.0, activation_bytes=8.0)
+    simulation = simulate(Schedule.parse('0F0,0F1,0B0,0R1,0B1'), Costs([stage]))
+    assert simulation.seconds == 10 and simulation.peak_bytes == (8,)
+    assert simulate(Schedule.parse('0F0,0F1,0B0,0B1'), Costs([stage])).peak_bytes == (16,)
+
+
 def test_more_recomputations_than_micro_batches():
     costs = Costs([StageCosts(1.0, 3.0, recomputed=9)])
     assert simulate(make('1f1b', 1, 2), costs).seconds == 2 * (1 + 1 + 3)

@@ -8,7 +8,7 @@
 The exchanged facts are a few numbers: :mod:`torchgpipe.distributed.agreement`.
 """
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from math import isnan
@@ -105,13 +105,10 @@ class Steps:
         """
         rank, model = self._rank, self._model
         start = self._begin(input, 'step', ready, return_output)
+        found, recomputed = self._scheduled(start)
         losses = self._losses(start.sizes, loss)
-        m = len(start.batches)
-        stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
-        workers = [('rank', place) for place in rank.places]
-        found = recomputing(find_schedule(start.schedule, workers, m), stops)
         training = Training(rank.engine, start.batches, self._way(found, start, True), losses,
-                            rank.replicas.precision.reduce_dtype, checkpoint_stops=stops,
+                            rank.replicas.precision.reduce_dtype, recomputed=recomputed,
                             common=start.common, offload=model.offload)
         training.losses, training.keeps_output = losses.monitor, return_output
         self._cast_output(training)
@@ -141,6 +138,13 @@ class Steps:
 
         rank.replicas.run(run, others)
         return (whole[0], self._gathered(start, training)) if return_output else whole[0]
+
+    def _scheduled(self, start: _Start) -> tuple[Schedule, Sequence[Collection[int]]]:
+        """Return the schedule with recomputations, and by stage their micro-batches."""
+        model, m = self._model, len(start.batches)
+        workers = [('rank', place) for place in self._rank.places]
+        stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
+        return recomputing(find_schedule(start.schedule, workers, m), tuple(map(range, stops)))
 
     def call(self, input: Any) -> Any:
         """Run the forward alone, without graphs."""

@@ -19,7 +19,7 @@ If the pipeline causes the error, another note names the fix (:class:`Remedy`). 
 detected by PyTorch's message and by the place, because a layer may raise the same message by
 itself.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -160,7 +160,7 @@ class Cells:
 
     Args:
         partition: The partition.
-        checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
+        recomputed: The indices of the checkpointed micro-batches.
         state: The state of the thread that called the forward pass.
         one_worker: Whether all partitions run on one worker, and so never concurrently.
         held: The context in which a recomputation has the layers.
@@ -169,7 +169,7 @@ class Cells:
             stay on the device.
     """
 
-    def __init__(self, partition: Partition, checkpoint_stop: int, state: ThreadState,
+    def __init__(self, partition: Partition, recomputed: Collection[int], state: ThreadState,
                  one_worker: bool, held: AbstractContextManager[Any], stream: AbstractStream,
                  host_stream: AbstractStream = CPUStream) -> None:
         if partition.pending:
@@ -179,15 +179,15 @@ class Cells:
         self._held = held
         self._stream = stream
         self._host_stream = host_stream
-        self._checkpoint_stop = checkpoint_stop if state.grad else 0
-        self._trainable = self._checkpoint_stop > 0 and any(
+        self._recomputed = recomputed if state.grad else ()
+        self._trainable = bool(self._recomputed) and any(
             parameter.requires_grad for parameter in partition.layers.parameters())
         self._modules = [*partition.layers.modules()]
         #: The modules that are excluded from recomputation.
         self.no_recompute = [module for module in self._modules if MARK in module.__dict__] \
-            if self._checkpoint_stop else []
+            if self._recomputed else []
         #: The observed behaviour of the layers, where it matters.
-        self.observed = None if one_worker and not self._checkpoint_stop else partition.observed[
+        self.observed = None if one_worker and not self._recomputed else partition.observed[
             tuple([module.training for module in self._modules])]
         #: The layers in the state that the first checkpointed cell finds.
         self._layers: Layers | None = None
@@ -223,7 +223,7 @@ class Cells:
         """
         observed = self.observed
         # A cell without anything to train has no graph, so there is no memory to save.
-        if observed is not None and i < self._checkpoint_stop and (
+        if observed is not None and i in self._recomputed and (
                 self._trainable or any([x.requires_grad for x in tensors])):
             return self._checkpoint(cell, tensors, observed)
         if observed is None or observed.draws is not None:

@@ -32,7 +32,7 @@ Tensors that all micro-batches share are detected in the output by their place i
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -277,8 +277,7 @@ class Run:
     Args:
         engine: The engine, with the partitions.
         batches: The micro-batches; :meth:`run` replaces each by its output.
-        checkpoint_stops: The number of micro-batches that each partition checkpoints, from the
-            first one on. By default, it is 0.
+        recomputed: The micro-batches that each partition checkpoints. By default, there are none.
         copy_streams: ``copy_streams[j][i]`` copies micro-batch ``i`` into or out of partition
             ``j``. By default, the workers make them.
         common: The indices of tensors that all micro-batches share.
@@ -290,7 +289,8 @@ class Run:
     #: Whether the run includes backward, so that cells may replace parameters of modules.
     has_backward = False
 
-    def __init__(self, engine: Engine, batches: list[Chunk], checkpoint_stops: Sequence[int] = (),
+    def __init__(self, engine: Engine, batches: list[Chunk],
+                 recomputed: Sequence[Collection[int]] = (),
                  copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
                  common: Sequence[int] = (), offload: bool = False) -> None:
         self._engine = engine
@@ -304,17 +304,17 @@ class Run:
             engine.workers.copy_streams(partition.device, len(batches))
             if partition.arrives or partition.departs else [] for partition in engine.partitions]
         self._streams = [current_stream(partition.device) for partition in engine.partitions]
-        stops = checkpoint_stops or [0] * len(engine.partitions)
-        state.check(threads=self.has_backward or not engine.one_worker or any(stops))
+        recomputed = recomputed or [()] * len(engine.partitions)
+        state.check(threads=self.has_backward or not engine.one_worker or any(recomputed))
         # The user's hooks decide where saved tensors are kept. They would also read a tensor while
         # its copy to the host is not finished.
         offload = offload and state.hooks is None
         self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
         self._cells = [
-            Cells(partition, stop, state, engine.one_worker,
+            Cells(partition, again, state, engine.one_worker,
                   self._hold(partition, partition.lock_alone), stream,
                   engine.workers.host_stream(partition.device) if offload else CPUStream)
-            for partition, stop, stream in zip(engine.partitions, stops, self._streams)]
+            for partition, again, stream in zip(engine.partitions, recomputed, self._streams)]
         #: The functions that cells call: the layers of each partition.
         self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition (rule 14).

@@ -226,7 +226,7 @@ class Pipeline(PlainCall):
         engine = Engine(partitions, devices, skip_layout)
         self._given = batches
         super().__init__(engine, [Chunk(tuple(batch), batch.kind) for batch in batches],
-                         [checkpoint_stop] * len(engine.partitions), copy_streams)
+                         [range(checkpoint_stop)] * len(engine.partitions), copy_streams)
 
     def run(self) -> None:
         """Run all cells, and end the threads; afterwards the batches hold the outputs."""

@@ -571,8 +571,8 @@ def _step(devices: Sequence[Device], schedule: str, checkpoint: str
     def run(x: Tensor) -> object:
         batches, sizes, common = cut(x, len(x), 0)
         losses = Losses(lambda y, _: y.sum(), None, sizes, 0, None, None)
-        stops = tuple(checkpoint_stops(checkpoint, len(x), len(places)))
-        return run_step(engine, batches, losses, schedule, False, stops, common=common,
+        again = [*map(range, checkpoint_stops(checkpoint, len(x), len(places)))]
+        return run_step(engine, batches, losses, schedule, False, again, common=common,
                         offload=False)
 
     return run

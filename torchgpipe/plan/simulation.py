@@ -470,6 +470,10 @@ def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int,
     return tuple(lines)
 
 
+def _is_recomputed(times: Times, costs: Costs, stage: int, i: int) -> bool:
+    return (stage, 'R', i) in times or i < costs.stages[stage].recomputed
+
+
 def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
     """Yield the memory that is not in use throughout the step."""
     end = max(x.end for x in times.values())
@@ -498,12 +502,12 @@ def _of_forward(times: Times, costs: Costs, edges: Iterable[tuple[int, float, bo
     backward = _backward(times, stage, i)
     last = times.get((stage, 'W', i), backward) or forward
     first = forward
-    if i < each.recomputed:
+    if _is_recomputed(times, costs, stage, i):
         first = times.get((stage, 'R', i), backward) or forward
     yield _Hold(forward.device, first.start, last.end, each.activation_bytes, 'activations')
     for source, bytes, waits in edges:
         before, gets = times[source, 'F', i], _backward(times, source, i)
-        recomputed = i < costs.stages[source].recomputed
+        recomputed = _is_recomputed(times, costs, source, i)
         if waits and recomputed:
             yield _Hold(before.device, before.end, forward.start, bytes, 'inputs')
         if recomputed or before.device != forward.device:

@@ -146,7 +146,7 @@ class Schedule:
         """
         return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
 
-    def recomputing(self, stops: Sequence[int]) -> 'Schedule':
+    def recomputing(self, stops: Sequence[int | Collection[int]]) -> 'Schedule':
         """Return the schedule with recomputations, each directly before its backward.
 
         At that place, a recomputation starts while the gradient is still on its way. Its
@@ -157,17 +157,27 @@ class Schedule:
         '0F0,0F1,0R0,0B0,0B1\\n'
 
         Args:
-            stops: By stage, the number of micro-batches to recompute, from the first one on.
+            stops: By stage, the micro-batches to recompute, or their number from the first one on.
         """
         there = self._all()
+        wanted = [range(each) if isinstance(each, int) else each for each in stops]
 
         def before(action: Action) -> list[Action]:
             again = action._replace(kind='R')
-            needed = action.kind in 'BI' and action.micro_batch < stops[action.stage]
+            needed = action.kind in 'BI' and action.micro_batch in wanted[action.stage]
             return [again] if needed and again not in there else []
 
         return Schedule(tuple(
             tuple(x for action in row for x in (*before(action), action)) for row in self.rows))
+
+    def recomputed(self, stage: int) -> frozenset[int]:
+        """Return the micro-batches whose activations forward of a stage does not keep.
+
+        >>> Schedule.parse('0F0,0F1,0B0,0R1,0B1').recomputed(0)
+        frozenset({1})
+        """
+        return frozenset([action.micro_batch for row in self.rows for action in row
+                          if action.stage == stage and action.kind == 'R'])
 
     def validate(self) -> None:
         """Check that the schedule is complete and can run.

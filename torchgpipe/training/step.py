@@ -1,6 +1,6 @@
 """One training step by a schedule: forward and backward, with the loss inside."""
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,27 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
                 f'{"places" if workers[0][0] == "rank" else "devices"}={places}')
 
 
-recomputing = lru_cache(maxsize=32)(Schedule.recomputing)
+@lru_cache(maxsize=32)
+def recomputing(schedule: Schedule, stops: tuple[range, ...]
+                ) -> tuple[Schedule, tuple[Collection[int], ...]]:
+    """Return a schedule with all recomputations, and by stage their micro-batches.
+
+    Args:
+        schedule: The schedule, whose own recomputations come in addition.
+        stops: By stage, other micro-batches to recompute.
+    """
+    found = schedule.recomputing(stops)
+    return found, tuple(map(found.recomputed, range(len(stops))))
 
 
 def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: ScheduleLike,
-             keeps_output: bool, checkpoint_stops: tuple[int, ...], **options: Any) -> Step:
+             keeps_output: bool, recomputed: Sequence[range], **options: Any) -> Step:
     """Run a step, and replace the batches by the outputs, if these are kept."""
     workers = [partition.worker for partition in engine.partitions]
     found = find_schedule(schedule, workers, len(batches))
-    if not engine.one_worker:  # A single worker never waits for a gradient.
-        found = recomputing(found, checkpoint_stops)
-    step = Step(engine, batches, found.rows, losses, checkpoint_stops=checkpoint_stops, **options)
+    early, again = recomputing(found, tuple(recomputed))
+    rows = found.rows if engine.one_worker else early.rows  # One worker waits for no gradient.
+    step = Step(engine, batches, rows, losses, recomputed=again, **options)
     step.losses, step.keeps_output = losses.monitor, keeps_output
     step.run()
     return step

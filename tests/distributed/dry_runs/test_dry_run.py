@@ -22,6 +22,7 @@ from tests.whole import first
 from torchgpipe import NoChunk
 from torchgpipe.distributed import dry_run
 from torchgpipe.distributed.dry_runs.virtual import VirtualRank
+from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.sequential import from_stages
 from torchgpipe.skip import Namespace
@@ -108,6 +109,18 @@ def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule
         assert report.shapes(one.rank) == whole.shapes(one.rank)
         assert one.total == pytest.approx(other.total, rel=.01)
     assert report.stages == whole.stages and report.traffic == whole.traffic
+
+
+def test_equal_stages_that_recompute_other_micro_batches_are_not_alike():
+    """As a schedule has it for one of four: it needs less, and the others as much as without."""
+    def totals(recomputed):
+        schedule = make('gpipe', 4, 3).recomputing(recomputed)
+        report = small(linear(16), [4] * 4, {'pipe': 4}, size=48, chunks=3, checkpoint='never',
+                       schedule=schedule)
+        return [rank.total for rank in report.ranks]
+
+    without, own = totals([0] * 4), totals([0, 0, {0, 1}, 0])
+    assert own[2] < without[2] and [*own[:2], own[3]] == [*without[:2], without[3]]
 
 
 @pytest.mark.parametrize('function, ran', [

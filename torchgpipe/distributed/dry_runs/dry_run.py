@@ -287,10 +287,13 @@ def _plain(value: Any, names: Mapping[str, int], seen: dict[int, Any]) -> Any:
 
 
 def _are_alike(meeting: Rendezvous, models: Models) -> bool:
-    """Return whether places that are alike have messages with equal headers."""
+    """Return whether places that are alike recompute alike, and have equal headers of messages.
+    """
     rank = models[0]._rank
     for place, like in enumerate(meeting.like):
         for j, k in zip(rank.stages_of(place), rank.stages_of(like)) if like != place else ():
+            if meeting.recomputed[j] != meeting.recomputed[k]:
+                return False
             for i in meeting.micro_batches:
                 for end in (0, 1):  # its input, and its output
                     own = Message(Action(j - 1 + end, 'F', i), j + end)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import FakeTensorMode
-from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import size_of
 from torchgpipe.distributed.agreement import Facts
 from torchgpipe.distributed.dry_runs.counters import Counter
@@ -153,6 +152,7 @@ class Rendezvous:
         self.headers: dict[Message, Header] = {}
         self.like: list[int] = []
         self.kinds: list[Any] = []
+        self.recomputed: Sequence[Collection[int]] = ()
         self.micro_batches: Collection[int] = ()
         self.schedule: Schedule | None = None
         self._facts: defaultdict[int, dict[int, Facts]] = defaultdict(dict)
@@ -167,14 +167,16 @@ class Rendezvous:
         new.__dict__.update(x.__dict__)
         return new
 
-    def choose(self, sizes: Sequence[int], stops: Sequence[int]) -> None:
+    def choose(self, sizes: Sequence[int], recomputed: Sequence[Collection[int]]) -> None:
         """Choose the micro-batches to run: the first ones of each kind.
 
         Args:
             sizes: The number of samples of each micro-batch.
-            stops: By stage, the number of recomputed micro-batches.
+            recomputed: By stage, the recomputed micro-batches.
         """
-        self.kinds = [(size, *(i < stop for stop in {*stops})) for i, size in enumerate(sizes)]
+        self.recomputed = recomputed
+        self.kinds = [(size, *(i in again for again in recomputed))
+                      for i, size in enumerate(sizes)]
         seen: Collected[Any] = Collected()
         self.micro_batches = [i for i, kind in enumerate(self.kinds)
                               if not seen.update([kind]) and seen[kind] <= REPEATS]
@@ -372,9 +374,12 @@ class VirtualSteps(Steps):
     def _given(self, batches: Sequence[Chunk]) -> int:
         return 0  # Ranks along the tensor axis have the same samples.
 
+    def _scheduled(self, start: Any) -> tuple[Schedule, Sequence[Collection[int]]]:
+        schedule, recomputed = super()._scheduled(start)
+        self._rank.meeting.choose(start.sizes, recomputed)
+        return schedule, recomputed
+
     def _losses(self, sizes: list[int], *args: Any, **options: Any) -> Losses:
-        self._rank.meeting.choose(sizes, checkpoint_stops(
-            self._model.checkpoint, len(sizes), len(self._model.balance)))
         losses = super()._losses(sizes, *args, **options)
         losses.monitor = None  # It compares values.
         return losses
