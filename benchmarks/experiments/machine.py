@@ -19,7 +19,7 @@ from benchmarks.harness.report import output_folder, peak_tflops, table, write_j
 from benchmarks.models.gpt import Block, Sizes
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
 from torchgpipe.plan import Link, Machine, Transformer
-from torchgpipe.plan.machines import MACHINES
+from torchgpipe.plan.transformers import MACHINES
 
 __all__ = ['COMMANDS', 'measure_machine']
 

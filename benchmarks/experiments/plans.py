@@ -10,7 +10,7 @@ from tqdm import tqdm
 from benchmarks.harness.report import Rows, markdown
 from torchgpipe.base.errors import format_bytes
 from torchgpipe.plan import MACHINES, Machine, MeshPlan, Transformer, plan
-from torchgpipe.plan.machines import shares_of
+from torchgpipe.plan.transformers import shares_of
 
 __all__ = ['COMMANDS', 'KORTHIKANTI', 'MEGATRON_CORE', 'NARAYANAN', 'SIMUMAX', 'machines']
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.plan.test_machines import MACHINE
+from tests.plan.test_transformers_machines import MACHINE
 from torchgpipe.plan import MACHINES, Link, Machine, Transformer
-from torchgpipe.plan.machines import Product, shares_of
+from torchgpipe.plan.transformers import Product, shares_of
 
 #: One byte in a second; operations, links and the host take no time.
 BYTES = Machine('bytes', {'bfloat16': 1e99, 'float32': 1e99}, ((1, 1.),), 1., 1e99, 1., 0., 0.,

@@ -2,7 +2,7 @@
 
 :func:`simulate` takes a schedule and the costs of its stages. :func:`plan` searches balance,
 chunks, checkpoints, schedule and virtual stages for the fastest step within the devices' memory;
-for a mesh also the sizes of its axes.
+for a mesh also the sizes of its axes. :func:`search_schedule` searches the order of actions.
 
 Terms of this folder:
 
@@ -28,12 +28,12 @@ stage
     One partition in a schedule. A device may have several stages.
 """
 from torchgpipe.plan.costs import Costs, Link, StageCosts, measure_links, measure_overhead
-from torchgpipe.plan.machines import MACHINES, Machine
 from torchgpipe.plan.mesh_search import plan, plan_mesh
+from torchgpipe.plan.orders import FoundSchedule, search_schedule
 from torchgpipe.plan.search import MeshPlan, Plan, plan_devices
 from torchgpipe.plan.simulation import Simulation, simulate
-from torchgpipe.plan.transformers import ParameterBytes, Transformer
+from torchgpipe.plan.transformers import MACHINES, Machine, ParameterBytes, Transformer
 
-__all__ = ['Costs', 'Link', 'MACHINES', 'Machine', 'MeshPlan', 'ParameterBytes', 'Plan',
-           'Simulation', 'StageCosts', 'Transformer', 'measure_links', 'measure_overhead', 'plan',
-           'plan_devices', 'plan_mesh', 'simulate']
+__all__ = ['Costs', 'FoundSchedule', 'Link', 'MACHINES', 'Machine', 'MeshPlan', 'ParameterBytes',
+           'Plan', 'Simulation', 'StageCosts', 'Transformer', 'measure_links', 'measure_overhead',
+           'plan', 'plan_devices', 'plan_mesh', 'search_schedule', 'simulate']

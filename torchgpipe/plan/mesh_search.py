@@ -34,11 +34,11 @@ from torchgpipe.base.settings import AXES
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, Link, StageCosts, memory_limits
-from torchgpipe.plan.machines import MACHINES, Machine
 from torchgpipe.plan.profile import profile
 from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
-from torchgpipe.plan.transformers import RECOMPUTATIONS, ParameterBytes, Transformer
+from torchgpipe.plan.transformers import (MACHINES, RECOMPUTATIONS, Machine, ParameterBytes,
+                                          Transformer)
 from torchgpipe.schedule.generators import NAMES, SPLIT, places, stages_per_device
 from torchgpipe.schedule.messages import ACTIVE
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.devices import cpu_only
 from torchgpipe.plan import MACHINES, Link, Machine
-from torchgpipe.plan.machines import Product
+from torchgpipe.plan.transformers import Product
 
 pytestmark = cpu_only('it computes numbers')
 

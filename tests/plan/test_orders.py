@@ -1,0 +1,144 @@
+"""Searched schedules: valid, within their limits, and close to the optimum of small steps."""
+import random
+
+import pytest
+
+from tests.plan.exhaustive import Orders
+from tests.whole import first
+from torchgpipe.plan import Costs, Link, StageCosts, search_schedule, simulate
+from torchgpipe.schedule import NAMES, make
+from torchgpipe.schedule.generators import places, stages_per_device
+
+
+def random_costs(chance, stages):
+    """Return costs of unequal stages, with links that take time."""
+    found = []
+    for _ in range(stages):
+        forward = chance.uniform(.5, 2)
+        backward, weights = forward * chance.uniform(1.6, 2.4), chance.uniform(.3, .6)
+        found.append(StageCosts(
+            forward, backward, weight_backward=backward * weights,
+            input_backward=backward * (1 - weights) * chance.choice([1, 1.1]),
+            activation_bytes=chance.uniform(5, 20), output_bytes=chance.uniform(.5, 2),
+            backward_bytes=chance.uniform(1, 3), resident_bytes=chance.uniform(0, 30)))
+    return Costs(found, links=Link(chance.uniform(0, .3), chance.choice([1e9, 10.])))
+
+
+def random_case(seed, n=None, m=None):
+    """Return costs, devices, micro-batches and a limit below the need of a named schedule."""
+    chance = random.Random(seed)
+    n, v = n or chance.randint(2, 8), chance.choice([1, 1, 2])
+    m = m or chance.choice([n, 2 * n, 4 * n])
+    costs = random_costs(chance, n * v)
+    need = max(simulate(make('zb-v' if v == 2 else 'zb-h1', n, m), costs).peak_bytes)
+    return costs, n, m, chance.choice([None, .6 * need, .8 * need, need])
+
+
+def best_named(costs, n, m, limit):
+    """Return the least seconds of a named schedule that fits."""
+    seconds = []
+    for name in NAMES:
+        least, most = stages_per_device(name)
+        v = len(costs.stages) // n
+        for stop in (0, m - 1, m) if least <= v <= most else ():
+            step = simulate(make(name, n, m, v).recomputing([stop] * n * v), costs)
+            if limit is None or max(step.peak_bytes) <= limit:
+                seconds.append(step.seconds)
+    return min(seconds, default=None)
+
+
+@pytest.mark.parametrize('ten', first(1, range(10)))
+def test_never_slower_than_the_best_named_one(ten):
+    for seed in range(10 * ten, 10 * ten + 10):
+        never_slower(*random_case(seed))
+
+
+def never_slower(costs, n, m, limit):
+    """Check a search."""
+    named = best_named(costs, n, m, limit)
+    try:
+        found = search_schedule(costs, n, m, limit, effort=8_000)
+    except ValueError as error:
+        assert named is None and 'no schedule keeps the memory limit' in str(error)
+        return
+    found.schedule.validate()
+    step = simulate(found.schedule, costs)
+    assert step.seconds == found.seconds and step.peak_bytes == found.simulation.peak_bytes
+    assert limit is None or max(step.peak_bytes) <= limit
+    assert (found.named is None) == (named is None)
+    if named is not None:
+        assert found.seconds <= named == found.named[-1]
+        assert found.gain == 1 - found.seconds / named
+    assert [found.places[j] for j in range(n)] == [*range(n)]
+
+
+@pytest.mark.parametrize('four', first(1, range(10)))
+def test_close_to_the_optimum(four):
+    """No order of the actions takes less than 95 % of its time."""
+    found = [is_close(1000 + 4 * four + k, *sizes)
+             for k, sizes in enumerate(((2, 2), (2, 3), (3, 2), (3, 3)))]
+    assert False not in found and found.count(None) <= 2
+
+
+def is_close(seed, n, m):
+    """Return whether a search is close to the optimum; ``None`` with too many orders."""
+    costs, n, m, limit = random_case(seed, n, m)
+    costs = Costs(costs.stages[:n], links=costs.links)
+    limit = limit and min(limit, max(simulate(make('gpipe', n, m), costs).peak_bytes))
+    try:
+        found = search_schedule(costs, n, m, limit, effort=20_000)
+    except ValueError:
+        found = None
+    try:
+        faster = Orders(costs, range(n), m, 1e9 if limit is None else limit).faster(
+            found.seconds * .95 if found else 1e9)
+    except TimeoutError:
+        return None
+    return faster is None
+
+
+def test_unlimited_memory_is_used_for_speed():
+    """As zero bubble does it; the lower bound ends the search."""
+    costs = Costs([StageCosts(1., 2., activation_bytes=1.)] * 4)
+    found = search_schedule(costs, 4, 12)
+    assert found.seconds == 3 * 12 + 3 and found.named[0] == 'zb-h1' and found.gain == 0
+    assert str(found) == "39 s, 4 B, 0 recomputations; 0.0% less time than 'zb-h1', " \
+        "checkpoint='never': 39 s"
+
+
+def test_the_same_search_has_the_same_result():
+    case = random_case(3)
+    assert search_schedule(*case, effort=5_000) == search_schedule(*case, effort=5_000)
+
+
+def test_stages_where_a_model_has_them():
+    costs = random_costs(random.Random(0), 5)
+    at = [0, 1, 1, 2, 0]
+    found = search_schedule(costs, 3, 4, places=at, effort=5_000)
+    assert found.schedule.stages == ((0, 4), (1, 2), (3,)) and found.places == (*at,)
+    assert found.named is None and found.gain is None and 'no named' in str(found)
+
+
+def test_what_stages_recompute_is_part_of_the_search():
+    """The number in the costs is of another schedule."""
+    stage = StageCosts(1., 2., activation_bytes=1., recomputed=9)
+    assert search_schedule(Costs([stage] * 2), 2, 4).seconds == 13
+
+
+def test_equally_fast_results_take_the_least_memory():
+    found = search_schedule(Costs([StageCosts(1., 2., activation_bytes=1.)] * 8), 4, 8)
+    assert found.places == places('zb-v', 4, 2) and max(found.simulation.peak_bytes) <= 8
+
+
+@pytest.mark.parametrize('arguments, options, error, what', [
+    ((0, 4), {}, ValueError, 'devices must be'), ((2, 1.5), {}, TypeError, 'micro_batches'),
+    ((3, 4), {}, ValueError, '4 stages on 3 devices: give each device equally many'),
+    ((2, 4), {'places': [0, 1]}, ValueError, 'one of 2 devices for each of 4 stages'),
+    ((2, 4), {'places': [0, 2, 2, 0]}, ValueError, 'one of 2 devices for each of 4 stages'),
+    ((2, 4, [1]), {}, ValueError, '1 entries for 2 devices'),
+    ((2, 4, 3.), {}, ValueError, r'no schedule keeps the memory limit. The closest one takes .* B'
+                                 r' too much')])
+def test_refusals(arguments, options, error, what):
+    costs = Costs([StageCosts(1., 2., activation_bytes=2., resident_bytes=1.)] * 4)
+    with pytest.raises(error, match=what):
+        search_schedule(costs, *arguments, **options)
