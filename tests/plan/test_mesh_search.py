@@ -16,6 +16,7 @@ from torchgpipe.plan import (MACHINES, Link, MeshPlan, ParameterBytes, Transform
 from torchgpipe.plan.costs import LayerProfile
 from torchgpipe.plan.mesh_search import HOPELESS, SCHEDULES, MeshSearch, _Case
 from torchgpipe.plan.search import schedule_of
+from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
 pytestmark = cpu_only('it computes numbers')
 
@@ -31,7 +32,8 @@ def case(mesh=(1, 4, 1), schedule='1f1b', virtual=1, micro_batch=1, recomputatio
 CASES = [case(mesh, schedule, virtual, 2, recomputation, data) for
          (schedule, virtual), mesh, recomputation, data in product(
              (('1f1b', 1), ('gpipe', 1), ('interleaved', 2), ('interleaved', 3),
-              ('looped-bfs', 2), ('zb-h1', 1), ('zb-h2', 1), ('zb-v', 2)),
+              ('looped-bfs', 2), ('zb-h1', 1), ('zb-h2', 1),
+              *((name, 2) for name in V_SHAPED)),
              ((2, 4, 2), (1, 5, 1), (4, 2, 4)), ('none', 'full'), ('replicate', 'shard'))]
 
 
@@ -60,7 +62,7 @@ def test_the_best_of_all():
                  schedules=[schedule], micro_batches=[micro_batch], recomputations=[recomputation],
                  shardings=[sharding], virtual=2)
             for sizes in product((1, 2, 4, 8), repeat=3) if sizes[0] * sizes[1] * sizes[2] == 8
-            for schedule in ('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')
+            for schedule in ('1f1b', 'interleaved', *SPLIT)
             if sizes[1] > 1 or schedule == '1f1b'
             for micro_batch in (1, 2, 4) if 64 // sizes[0] % micro_batch == 0
             for recomputation in ('none', 'full') for sharding in ('replicate', 'shard')]
@@ -131,14 +133,21 @@ def test_memory_decides():
 
 
 @pytest.mark.parametrize('options, most', [
-    ({'mesh': 16}, 60), ({'mesh': {'pipe': 4}, 'memory_limit': 9e9}, 3)])
+    ({'mesh': 16}, .05), ({'mesh': {'pipe': 4}, 'memory_limit': 9e9}, .06)])
 def test_bounds_leave_few_candidates(options, most, monkeypatch):
     """A looser bound would give the same plan, after more simulations."""
-    simulated, predict = [], MeshSearch.predict
-    monkeypatch.setattr(MeshSearch, 'predict', lambda self, case, costs: (
-        simulated.append(case), predict(self, case, costs))[1])
+    calls = {'predict': 0, 'bound': 0}
+
+    def count(name, method):
+        def counted(*args):
+            calls[name] += 1
+            return method(*args)
+        monkeypatch.setattr(MeshSearch, name, counted)
+
+    for name in calls:
+        count(name, getattr(MeshSearch, name))
     plan(GPT, machine=H100, batch=64, **options)
-    assert 0 < len(simulated) <= most
+    assert 0 < calls['predict'] <= most * calls['bound']
 
 
 def test_a_part_of_the_memory_is_for_others_by_default():

@@ -12,7 +12,9 @@
 
 The bound of a rank: its first micro-batch arrives through the stages before, then it works, then
 gradients of its last micro-batch go back through these stages. In between, nothing is faster than
-its work. So the search returns the fastest candidate, as far as it is simulated.
+its work. If a schedule limits the activations of a rank, this limits the rate, too, because each
+micro-batch is in flight for the time to the last stage and back. So the search returns the fastest
+candidate, as far as it is simulated.
 
 The steady state of a schedule is periodic. So a candidate with many micro-batches is simulated
 with two smaller numbers of them, between which the time of one more is known; the plan that is
@@ -39,13 +41,13 @@ from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedu
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import (MACHINES, RECOMPUTATIONS, Machine, ParameterBytes,
                                           Transformer)
-from torchgpipe.schedule.generators import NAMES, SPLIT, places, stages_per_device
+from torchgpipe.schedule.generators import NAMES, SPLIT, V_SHAPED, places, stages_per_device
 from torchgpipe.schedule.messages import ACTIVE
 
 __all__ = ['MeshSearch', 'plan', 'plan_mesh']
 
 #: Schedules that a search tries by default: no other is faster in less memory.
-SCHEDULES = ('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')
+SCHEDULES = ('1f1b', 'interleaved', *SPLIT)
 
 #: The part of a device's memory that a plan takes by default. The rest is for the context of CUDA,
 #: the buffers of NCCL, and gaps between allocations.
@@ -107,6 +109,8 @@ class _PipeRank(NamedTuple):
     before: float
     #: Seconds of a micro-batch.
     work: float
+    #: The least seconds for which a micro-batch is in flight in its stages, added up.
+    flight: float
     #: The number of parameters.
     parameters: float
     #: The number of parameters of each stage, in ascending order.
@@ -247,12 +251,16 @@ class MeshSearch:
         """Return the numbers of each rank of a pipeline that bounds need."""
         found = self._stages(True, tensor, micro_batch, recomputation, pipe * virtual)
         again, splits = recomputation == 'full', name in SPLIT
+        #: By stage, the seconds to the end of the model and back.
+        rest = [*accumulate(x.forward + x.seconds('I' if splits else 'B')
+                            for x in found.costs[::-1])][::-1]
         ranks, before = [], 0.0
         for device in range(pipe):
             own = [j for j, place in enumerate(places(name, pipe, virtual)) if place == device]
             costs = [found.costs[j] for j in own]
             ranks.append(_PipeRank(
                 before, sum(x.forward * (1 + again) + x.backward for x in costs),
+                sum(rest[j] + splits * found.costs[j].seconds('W') for j in own),
                 sum(found.parameters[j] for j in own),
                 tuple(sorted(found.parameters[j] for j in own)),
                 0.0 if again else min(x.activation_bytes for x in costs)))
@@ -274,7 +282,10 @@ class MeshSearch:
                 ends += 2 * self._machine.gather(least * (
                     (state.gradient + state.parameter) / 2 if shards else state.gradient),
                     data, pipe * tensor)
-            seconds = max(seconds, x.before + m * x.work + ends)
+            work = x.work
+            if case.schedule in V_SHAPED:  # They hold only so many activations.
+                work = max(work, x.flight / number)
+            seconds = max(seconds, x.before + m * work + ends)
             whole = state.parameter * sum(x.least[:ACTIVE]) if self._frees(case) else 0.0
             bytes = max(bytes, kept * x.parameters + whole + number * x.activations)
         return seconds, bytes
