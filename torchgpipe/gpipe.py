@@ -33,7 +33,7 @@ from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices,
                                      verify_layers, verify_module, verify_shared, verify_source)
 from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.model.weights import Weights
-from torchgpipe.schedule import ScheduleLike
+from torchgpipe.schedule import Schedule, ScheduleLike
 from torchgpipe.schedule.generators import PLAIN_CALL
 from torchgpipe.skip.skippable import verify_skippables
 
@@ -58,7 +58,7 @@ class PipelineModule(LayerSequence):
     offload: bool
     _engine: Any
     _known: tuple[nn.Module | None, ...]
-    _schedule: str | None
+    _schedule: str | Schedule | None
 
     def _set(self, module: nn.Sequential, balance: Iterable[int] | Settings | None, devices: Any,
              chunks: int, checkpoint: Checkpoint, batch_dim: Any, gather: Any, offload: bool
@@ -74,7 +74,8 @@ class PipelineModule(LayerSequence):
                 raise ValueError(
                     'a plan says devices, chunks and checkpoint, so leave these out; or take the '
                     f'balance alone: {type(self).__name__}(module, plan.balance, …)')
-            self._schedule, devices = balance.schedule, balance.devices
+            self._schedule = Schedule.parse(balance.order) if balance.order else balance.schedule
+            devices = balance.devices
             chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
         self.chunks = parse_chunks(chunks)
         self.balance = parse_balance(balance, len(module))
@@ -254,7 +255,7 @@ class PipelineModule(LayerSequence):
         return self._evaluate(input, self._ready, (
             loss_fn, target, target_dim, normalizer, None), return_output)
 
-    def _planned(self) -> str:
+    def _planned(self) -> ScheduleLike:
         if self._schedule is None:
             name = type(self).__name__
             raise ValueError("schedule='auto' is that of a plan, but this model was made without "

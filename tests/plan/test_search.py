@@ -1,6 +1,7 @@
 """Plans: the best candidate within memory, and the model made from a plan."""
 import copy
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from tests.cases import cases
 from tests.devices import cpu_only, workers
 from torchgpipe import GPipe
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
-from torchgpipe.plan import Link, plan
+from torchgpipe.plan import Link, Plan, plan
 from torchgpipe.schedule import NAMES
 
 GPUS = ['cuda:0', 'cuda:1']
@@ -282,6 +283,42 @@ def test_a_model_made_by_a_plan(devices, name):
         assert torch.allclose(found.cpu(), loss.detach().cpu(), rtol=0, atol=1e-12)
         for own, other in zip(model.parameters(), expected.parameters()):
             assert torch.allclose(own.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
+
+
+@workers
+def test_a_searched_order(devices):
+    """It is faster than named schedules in the same memory, and survives JSON."""
+    layers = [LayerProfile(str(k), 1. + k % 3, 2. + k % 2, 4, 0, 0, 100, 10) for k in range(8)]
+    profile = Profile(tuple(layers), (), 16, 10, 'cpu')
+    places = devices.distinct(2)
+    found = plan(profile, devices=places, chunks=[8], memory_limit=130, overhead={},
+                 schedules=['1f1b', 'zb-h1', 'searched'])
+    assert found.schedule == 'searched' and found.checkpoint == 'never'
+    assert max(found.bytes.values()) <= 130
+    assert found.seconds < .97 * min(each.seconds for each in found.runners_up)
+    found = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert 'W7' in found.order and 'searched' in str(found)
+    module = stack().double()
+    x, target = torch.rand(2, 16, 8, device=devices.first, dtype=torch.float64).unbind()
+    expected = copy.deepcopy(module).to(devices.first)
+    squares(expected(x), target).backward()
+    sizes = [sum(x.nbytes for x in layer.parameters()) for layer in module]
+    model = GPipe(module, replace(found, layers=tuple(zip(map(str, range(8)), sizes))))
+    model.step(x, target.to(model.devices[-1]), squares, schedule='auto')
+    for own, other in zip(model.parameters(), expected.parameters()):
+        assert torch.allclose(own.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
+
+
+@cpu_only('what is refused does not depend on the device')
+def test_an_order_is_searched_where_no_named_schedule_fits():
+    layers = [LayerProfile(str(k), 1., 2., 4, 0, 0, 120, 16) for k in range(8)]
+    options = {'devices': ['cpu:0', 'cpu:1'], 'chunks': [4], 'checkpoints': ['never'],
+               'memory_limit': 200}
+    profile = Profile(tuple(layers), (), 8, 16, 'cpu')
+    with pytest.raises(ValueError, match='no plan keeps the memory limit'):
+        plan(profile, schedules=['1f1b'], **options)
+    found = plan(profile, schedules=['1f1b', 'searched'], **options)
+    assert found.schedule == 'searched' and max(found.bytes.values()) <= 200
 
 
 @cpu_only('what is refused does not depend on the device')

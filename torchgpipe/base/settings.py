@@ -1,14 +1,24 @@
 """Settings of a pipeline as data: the values of a plan, and the checkpointed micro-batches."""
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-__all__ = ['AXES', 'Checkpoint', 'Settings', 'checkpoint_stops', 'parse_checkpoint',
-           'stops_of_mode']
+__all__ = ['AXES', 'Checkpoint', 'Settings', 'checkpoint_stops', 'name_of',
+           'parse_checkpoint', 'stops_of_mode']
 
 #: The axes of a mesh, by name, from the outermost one; one that a mesh lacks has size 1.
 AXES = ('data', 'pipe', 'tensor')
+
+
+def name_of(sizes: Iterable[int]) -> str:
+    """Return the sizes of axes as a text.
+
+    >>> name_of((2, 4, 1))
+    'data 2 × pipe 4 × tensor 1'
+    """
+    return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
+
 
 #: A mode for all partitions, a mode for each, or a function from a partition's index to a mode.
 Checkpoint = str | Sequence[str] | Callable[[int], str]
@@ -57,7 +67,7 @@ stops_of_mode = lru_cache(maxsize=64)(checkpoint_stops)
 class Settings:
     """Settings for ``GPipe(module, settings)``, in place of a balance, devices and the rest."""
 
-    #: The name of a schedule, or ``'plain call'``.
+    #: The name of a schedule, ``'plain call'``, or ``'searched'``.
     schedule: str
     #: The number of layers in each partition.
     balance: tuple[int, ...]
@@ -70,6 +80,8 @@ class Settings:
     #: The name of each layer that it was made for, and the bytes of the layer's parameters; none
     #: if it is for sizes rather than a module.
     layers: tuple[tuple[str, int], ...]
+    #: The rows of a searched schedule, as CSV.
+    order: str = field(default='', kw_only=True)
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
     mesh: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     #: On a mesh, ``'replicate'`` or ``'shard'``: see

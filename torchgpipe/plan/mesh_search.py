@@ -32,12 +32,12 @@ from torch import nn
 from torchgpipe.base.context import uncollected
 from torchgpipe.base.devices import CPU, Device, accelerator
 from torchgpipe.base.errors import format_bytes
-from torchgpipe.base.settings import AXES
+from torchgpipe.base.settings import AXES, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, Link, StageCosts, memory_limits
 from torchgpipe.plan.profile import profile
-from torchgpipe.plan.search import MeshPlan, Plan, name_of, plan_devices, schedule_of
+from torchgpipe.plan.search import MeshPlan, Plan, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import (MACHINES, RECOMPUTATIONS, Machine, ParameterBytes,
                                           Transformer)

@@ -34,8 +34,7 @@ from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.plan.balance import positive
 from torchgpipe.plan.costs import Costs, MemoryLimit, memory_limits
-from torchgpipe.plan.search import Limits, excess
-from torchgpipe.plan.simulation import Simulation, simulate
+from torchgpipe.plan.simulation import Limits, Simulation, excess, simulate
 from torchgpipe.schedule import NAMES, Action, Schedule, make
 from torchgpipe.schedule.generators import places as places_of
 from torchgpipe.schedule.generators import stages_per_device
@@ -365,12 +364,12 @@ class _OrderSearch:
     @property
     def seconds(self) -> float:
         """The time of the best result, or infinity."""
-        return min(self._found, default=inf)
+        return self.best[1].seconds if self._found else inf
 
     @property
     def best(self) -> tuple[Schedule, Simulation]:
         """The best result."""
-        return self._found[self.seconds]
+        return self._found[min(self._found)]
 
     def run(self, effort: int) -> None:
         """Search until an effort has been made, or the result is as fast as possible."""
@@ -392,8 +391,9 @@ class _OrderSearch:
                     if seconds < (self.named[0] if self.named else inf):
                         self.named = seconds, name, mode
         tried = []
-        for split, waits, keep in product((True, False), (True, False), (m, 2, 1)):
-            rules = _Rules((m,) * number, (keep,) * number, (split,) * number, waits)
+        for split, waits, keep, deep in product((True, False), (True, False), (m, 1), (1, 2, m)):
+            depths = tuple(min(m, deep * (number - j)) for j in range(number))
+            rules = _Rules(depths, (keep,) * number, (split,) * number, waits)
             tried.append((self._tried(rules, inf), rules))
         return min(tried, key=itemgetter(0))
 
@@ -415,8 +415,8 @@ class _OrderSearch:
             k = min(random.randrange(len(pool)), random.randrange(len(pool)))
             _, simulation = pool[k]
             found = self._tried(_Places(simulation, self._m, random), simulation.seconds)
-            if found <= simulation.seconds:
-                pool[k] = self._found[found]
+            if found <= simulation.seconds * (1 + 1e-9):
+                pool[k] = self._found[_rounded(found)]
 
     def _goes_on(self, effort: int) -> bool:
         return self.effort < effort and self.seconds > self._problem.least * (1 + 1e-9)
@@ -443,11 +443,15 @@ class _OrderSearch:
         self.closest = min(self.closest, sum(over))
         if any(over):
             return inf, over
-        seconds = simulation.seconds
-        if seconds not in self._found or _size(schedule, simulation) < _size(
-                *self._found[seconds]):
-            self._found[seconds] = schedule, simulation
-        return seconds, over
+        key = _rounded(simulation.seconds)
+        if key not in self._found or _size(schedule, simulation) < _size(*self._found[key]):
+            self._found[key] = schedule, simulation
+        return simulation.seconds, over
+
+
+def _rounded(seconds: float) -> float:
+    """Return a time that other orders of additions do not change."""
+    return float(f'{seconds:.12g}')
 
 
 def _size(schedule: Schedule, simulation: Simulation) -> tuple[float, int]:
@@ -551,6 +555,6 @@ def search_schedule(costs: Costs, devices: int, micro_batches: int,
             f'{format_bytes(min(each.closest for each in searches))} too much, over all devices: '
             'take more or larger devices, smaller micro-batches, or stages of other sizes')
     best = min([each for each in searches if each.seconds < inf],
-               key=lambda each: (each.seconds, _size(*each.best)))
+               key=lambda each: (_rounded(each.seconds), _size(*each.best)))
     named = min([each.named for each in searches if each.named], default=None)
     return FoundSchedule(*best.best, best.places, named and (*named[1:], named[0]))

@@ -16,11 +16,13 @@ bounded cut. A device may need more or less memory than the sum of its stages, b
 their peaks at different times. The difference corrects the device's limit for the next cut.
 """
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
 from math import inf
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,7 +30,7 @@ from torch import nn
 
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.base.errors import format_bytes, table
-from torchgpipe.base.settings import AXES, Settings
+from torchgpipe.base.settings import AXES, Settings, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
 from torchgpipe.plan.balance import (Profile, bounded_cuts, check_partitions, fastest, neighbours,
@@ -36,16 +38,16 @@ from torchgpipe.plan.balance import (Profile, bounded_cuts, check_partitions, fa
 from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, SkipProfile,
                                    StageCosts, measure_links, measure_overhead, memory_limits,
                                    peaks)
+from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
-from torchgpipe.plan.simulation import MEMORY, Simulation, few, simulate
+from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, few, simulate
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ['Limits', 'MeshPlan', 'Plan', 'excess', 'fit', 'name_of', 'plan_devices',
-           'schedule_of']
+__all__ = ['MeshPlan', 'Plan', 'fit', 'plan_devices', 'schedule_of']
 
 
 @lru_cache(maxsize=16)
@@ -86,6 +88,8 @@ class Plan(Settings):
         if self.schedule == PLAIN_CALL and all(map(is_cpu, self.devices)):
             schedule, pairs = plain_call(n, m, one_thread=True)
             return simulate(schedule, self.costs, pairs)
+        if self.order:
+            return simulate(Schedule.parse(self.order), self.costs)
         return simulate(schedule_of(self.schedule, n, m, len(self.balance) // n,
                                     self.costs.stops), self.costs)
 
@@ -143,11 +147,6 @@ class Plan(Settings):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError('this is not a plan, as Plan.to_dict() writes it: '
                              f'{type(error).__name__}: {error}') from None
-
-
-def name_of(sizes: Iterable[int]) -> str:
-    """Return the sizes of axes as a text."""
-    return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
 
 
 @dataclass(frozen=True)
@@ -280,20 +279,14 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     return plan
 
 
+#: The name of a searched schedule.
+SEARCHED = 'searched'
+
 #: The number of times that a balance is made again.
 ROUNDS = 4
 
 #: The number of units into which the time of all layers together is divided.
 UNITS = 20000
-
-#: By device, bytes or no limit.
-Limits = Sequence[float | None]
-
-
-def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
-    """Return the bytes by which each device exceeds its limit."""
-    return [0.0 if limit is None else max(0.0, size - limit)
-            for size, limit in zip(bytes, limits)]
 
 
 def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
@@ -368,7 +361,9 @@ def plan_devices(
             ``None`` is no limit.
         param_scale: Bytes for a trainable parameter, its gradient and the optimizer's state,
             relative to the parameter: SGD 2–3, Adam 4–5, Adadelta 4, Adagrad 3, RMSprop 3–5.
-        schedules: Names of :func:`torchgpipe.schedule.make`, and ``'plain call'``.
+        schedules: Names of :func:`torchgpipe.schedule.make`, ``'plain call'``, and ``'searched'``,
+            which is not tried by default: :func:`~torchgpipe.plan.search_schedule` from the best
+            of the others, for some seconds. Batches then have a sample for each micro-batch.
         chunks: Numbers of micro-batches; by default powers of two and multiples of the number of
             devices.
         checkpoints: Modes, as for :class:`~torchgpipe.GPipe`.
@@ -411,11 +406,14 @@ def plan_devices(
     search.check_parameters()
     counts = _chunks(len(names), size) if chunks is None else sorted({
         min(positive(each, 'chunks'), size) for each in chunks})
-    for name in {*schedules} - {PLAIN_CALL, *NAMES}:
-        raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, '
+    for name in {*schedules} - {PLAIN_CALL, SEARCHED, *NAMES}:
+        raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, {SEARCHED}, '
                          f'{", ".join(NAMES)}')
-    found = [each for name in schedules
-             if (each := search.best(name, counts, [*checkpoints], virtual))]
+    found = [each for name in (NAMES if schedules == [SEARCHED] else schedules)
+             if name != SEARCHED and (each := search.best(name, counts, [*checkpoints], virtual))]
+    if SEARCHED in schedules:
+        steps = [each for each in found if each.schedule != PLAIN_CALL]
+        found += sorted(search.searched(steps), key=attrgetter('seconds'))[:1]
     if not (found := found or [each for each in [search.nearby()] if each]):
         raise search.error()
     best, *others = sorted(found, key=lambda each: (
@@ -525,6 +523,18 @@ class _Search:
 
         return fit(plan, self._profile.blocks(plan.chunks, self._param_scale),
                    self._profile.edges(), self._limits, planned)
+
+    def searched(self, found: Iterable[Plan]) -> Iterator[Plan]:
+        """Yield plans with a searched order, for the fastest plan or the one closest to limits."""
+        near = [plan for _, plan in sorted(self._closest.values(), key=itemgetter(0))]
+        for plan in (sorted(found, key=attrgetter('seconds')) or near)[:1]:
+            places, m = [self._devices.index(device) for device in plan.devices], plan.chunks
+            for balance in {plan.balance, (*self._even(len(places), m, 'never'),)}:
+                plan = self._plan(plan.schedule, balance, m, 'never')
+                with suppress(ValueError):  # None keeps the limits.
+                    one = search_schedule(plan.costs, len(self._devices), m, self._limits,
+                                          places=places)
+                    yield replace(plan, schedule=SEARCHED, order=one.schedule.to_csv())
 
     def nearby(self) -> Plan | None:
         """Search for a plan that fits near the closest plans, layer by layer."""

@@ -43,7 +43,11 @@ from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.messages import ACTIVE, UnitAction, with_unit_actions
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
-__all__ = ['MEMORY', 'Collected', 'Simulation', 'bytes_over_time', 'few', 'simulate']
+__all__ = ['MEMORY', 'Collected', 'Limits', 'Simulation', 'bytes_over_time', 'excess', 'few',
+           'simulate']
+
+#: By device, bytes or no limit.
+Limits = Sequence[float | None]
 
 #: Pairs of a second and the bytes that a device holds from then on.
 Line = tuple[tuple[float, float], ...]
@@ -415,6 +419,12 @@ def few(name: str, devices: int, m: int) -> tuple[int, int]:
     # Only interleaved stages take groups of as many micro-batches as there are devices.
     rest = m % devices if name == 'interleaved' else 0
     return (groups - 1) * devices + rest, groups * devices + rest
+
+
+def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
+    """Return the bytes by which each device exceeds its limit."""
+    return [0.0 if limit is None else max(0.0, size - limit)
+            for size, limit in zip(bytes, limits)]
 
 
 #: Kinds of memory: in use throughout, saved for backward, inputs of stages, gradients of outputs,
