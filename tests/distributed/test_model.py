@@ -88,6 +88,14 @@ def test_schedules(schedule, stages, places):
     check(found, alone('unet'))
 
 
+@pytest.mark.parametrize('name', ['v-half', 'v-min'])
+@pytest.mark.parametrize('model', first(1, ['unet', 'tied']))
+def test_a_v_of_four_ranks(name, model):
+    found = run(4, trained, {'pipe': 4}, model, 8, [*range(4), *reversed(range(4))],
+                {'schedule': name}, {'checkpoint': 'always' if name == 'v-min' else 'never'})
+    check(found, alone(model))
+
+
 def test_micro_batches_that_a_schedule_recomputes():
     schedule = make('zb-v', 2, 3).recomputing([{1}, {0, 2}, {}, {2}])
     found = run(2, trained, {'pipe': 2}, 'unet', 4, [0, 1, 1, 0], {'schedule': schedule},

@@ -67,6 +67,43 @@ def test_a_micro_batch_that_the_schedule_recomputes_is_not_kept(devices):
     assert alive == [0, 1, 1, 2, 2, 2, *(2, 2, 1)]
 
 
+def most_alive(schedule, places, m):
+    """Return for each worker the most micro-batches of stages that it holds at a time."""
+    alive, most = {place: [] for place in places}, dict.fromkeys(places, 0)
+
+    class Activation(nn.Module):
+        def __init__(self, place):
+            super().__init__()
+            self.place = place
+
+        def forward(self, x):
+            x = x.sigmoid()
+            refs = alive[self.place]
+            refs[:] = [ref for ref in refs if not ref.expired()] + [memory_of(x)]
+            most[self.place] = max(most[self.place], len(refs))
+            return x
+
+    model = nn.Sequential(*[layer for place in places for layer in (
+        nn.Linear(4, 4), Activation(place), nn.Linear(4, 4))])
+    gpipe = GPipe(model, [3] * len(places), devices=[f'cpu:{place}' for place in places],
+                  chunks=m, checkpoint='never')
+    x = torch.randn(m, 4)
+    gpipe.step(x, x, loss_of, schedule=schedule)
+    return [*most.values()]
+
+
+@cpu_only('each stage has a worker of its own')
+@pytest.mark.parametrize('n', [4, 8])
+@pytest.mark.parametrize('times', [2, 4])
+def test_a_half_and_two_fifths_of_the_activations_of_1f1b(n, times):
+    """The last layer of a stage keeps the activation until ``W``."""
+    m, there = times * n, [*range(n)]
+    # A stage of 1F1B is two of the others.
+    whole = 2 * max(most_alive('1f1b', there, m))
+    half, least = (max(most_alive(name, there + there[::-1], m)) for name in ('v-half', 'v-min'))
+    assert whole == 2 * n and half <= .5 * whole and least <= .4 * whole
+
+
 @devices
 @pytest.mark.parametrize('schedule, expected', [('gpipe', [8] * 4), ('1f1b', [4, 3, 2, 1])])
 def test_so_many_micro_batches_are_alive(devices, schedule, expected):
