@@ -170,7 +170,9 @@ class PipelineModule(LayerSequence):
                 :class:`~torchgpipe.schedule.Schedule`, or the path of one as CSV; ``'auto'`` is
                 the schedule of the plan by which the model was made. With several partitions on
                 each device, as in ``devices=[0, 1, 0, 1]``, ``'interleaved'`` and ``'looped-bfs'``
-                take them for virtual stages; so does ``'zb-v'`` with ``devices=[0, 1, 1, 0]``.
+                take them for virtual stages; so do ``'zb-v'``, ``'v-half'`` and ``'v-min'`` with
+                ``devices=[0, 1, 1, 0]``. Recomputations in a schedule (``R``) are in addition to
+                ``checkpoint``.
             target_dim: The batch dimension of the target, a rule as ``batch_dim`` is for the
                 input; if that is an integer, it is the default.
             normalizer: The divisor of the loss. If ``loss_fn`` returns sums, it is a number above

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.schedule import make
+from torchgpipe.schedule.generators import V_SHAPED
 
 HERE = Path(__file__).parent
 COLOURS = {'F': '#3b78c4', 'R': '#7a6bb5', 'B': '#c2612c', 'I': '#c2612c', 'W': '#3f8f6b'}
@@ -185,8 +186,9 @@ def schedules():
     """Draw schedules as they are simulated: backward takes as long as two forwards."""
     picture = Picture('The schedules of eight micro-batches on four devices')
     devices, m, unit, left, height = 4, 8, 9, 50, 18
-    for row, name in enumerate(('gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v')):
-        v = 2 if name in ('interleaved', 'zb-v') else 1
+    for row, name in enumerate(('gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'v-half',
+                                'v-min')):
+        v = 2 if name in ('interleaved', *V_SHAPED) else 1
         stage = StageCosts(forward=1 / v, backward=2 / v, activation_bytes=1 / v)
         step = simulate(make(name, devices, m), Costs([stage] * (devices * v)))
         top = row * (devices * height + 36)

@@ -62,7 +62,7 @@ class DistributedGPipe(PipelineModule):
         chunks: The number of micro-batches of each replica.
         checkpoint: As of :class:`~torchgpipe.GPipe`.
         places: The rank along the pipe axis of each stage; by default ranks take turns, and
-            ``[0, 1, 1, 0]`` is for the V of ``'zb-v'``.
+            ``[0, 1, 1, 0]`` is for the V of ``'zb-v'``, ``'v-half'`` and ``'v-min'``.
         data: ``'replicate'``: ranks along the data axis have the same parameters; ``'shard'``:
             each has a part of them, and of the optimizer's state (FSDP2).
         tensor_plan: How layers are split along the tensor axis: styles of
