@@ -13,6 +13,7 @@ from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.plan import Costs, StageCosts, search_schedule
 from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 
@@ -96,8 +97,14 @@ def test_a_v_of_four_ranks(name, model):
     check(found, alone(model))
 
 
-def test_micro_batches_that_a_schedule_recomputes():
+@pytest.mark.parametrize('is_searched', [False, True])
+def test_micro_batches_that_a_schedule_recomputes(is_searched):
     schedule = make('zb-v', 2, 3).recomputing([{1}, {0, 2}, {}, {2}])
+    if is_searched:
+        stages = [StageCosts(1. + j, 2., activation_bytes=1.) for j in range(4)]
+        schedule = search_schedule(Costs(stages), 2, 3, 3., places=[0, 1, 1, 0],
+                                   effort=3_000).schedule
+        assert any(map(schedule.recomputed, range(4)))
     found = run(2, trained, {'pipe': 2}, 'unet', 4, [0, 1, 1, 0], {'schedule': schedule},
                 {'checkpoint': 'never'})
     check(found, alone('unet'))

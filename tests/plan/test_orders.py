@@ -4,10 +4,12 @@ import random
 import pytest
 
 from tests.plan.exhaustive import Orders
+from tests.schedule.test_messages import stuck
 from tests.whole import first
 from torchgpipe.plan import Costs, Link, StageCosts, search_schedule, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import places, stages_per_device
+from torchgpipe.schedule.messages import receiving_early, times_in_queues, with_messages
 
 
 def random_costs(chance, stages):
@@ -70,6 +72,10 @@ def never_slower(costs, n, m, limit):
         assert found.named[-1] == named and found.seconds <= named * (1 + 1e-9)
         assert found.gain == 1 - found.seconds / named
     assert [found.places[j] for j in range(n)] == [*range(n)]
+    rows = with_messages(found.schedule)
+    assert not (n < 5 and m < 9) or not any(stuck(rows, blocking) for blocking in (False, True))
+    times_in_queues([*map(receiving_early, rows)], lambda action: 1.,
+                    queue=lambda one, other: (one, other))
 
 
 @pytest.mark.parametrize('four', first(1, range(10)))
