@@ -67,6 +67,7 @@ def never_slower(costs, n, m, limit):
     step = simulate(found.schedule, costs)
     assert step.seconds == found.seconds and step.peak_bytes == found.simulation.peak_bytes
     assert limit is None or max(step.peak_bytes) <= limit
+    assert limit is not None or not any(map(found.schedule.recomputed, range(len(costs.stages))))
     assert (found.named is None) == (named is None)
     if named is not None:
         assert found.named[-1] == named and found.seconds <= named * (1 + 1e-9)
@@ -134,6 +135,27 @@ def test_what_stages_recompute_is_part_of_the_search():
 def test_equally_fast_results_take_the_least_memory():
     found = search_schedule(Costs([StageCosts(1., 2., activation_bytes=1.)] * 8), 4, 8)
     assert found.places == places('zb-v', 4, 2) and max(found.simulation.peak_bytes) <= 8
+
+
+def test_devices_that_wait_for_memory():
+    """No named schedule has these places, and no order ends."""
+    with pytest.raises(ValueError, match='no schedule keeps .* Devices wait for memory'):
+        search_schedule(Costs([StageCosts(1., 2., activation_bytes=4.)] * 3), 2, 4, 3.,
+                        places=[0, 1, 0])
+
+
+def test_stages_without_time():
+    """Nothing holds memory for no time, so a named schedule fits, and no other one starts."""
+    found = search_schedule(Costs([StageCosts(0., 0., activation_bytes=16., update=1.)]), 1, 4,
+                            10., effort=100)
+    assert found.seconds == 1 and found.gain == 0
+    assert search_schedule(Costs([StageCosts(0., 0.)] * 2), 2, 4).gain == 0
+
+
+def test_little_effort_tries_the_named_schedules():
+    costs = random_costs(random.Random(0), 8)
+    found = search_schedule(costs, 8, 32, effort=1)
+    assert found.gain >= 0 and found.seconds > search_schedule(costs, 8, 32).seconds
 
 
 @pytest.mark.parametrize('arguments, options, error, what', [

@@ -317,8 +317,10 @@ def test_an_order_is_searched_where_no_named_schedule_fits():
     profile = Profile(tuple(layers), (), 8, 16, 'cpu')
     with pytest.raises(ValueError, match='no plan keeps the memory limit'):
         plan(profile, schedules=['1f1b'], **options)
-    found = plan(profile, schedules=['1f1b', 'searched'], **options)
-    assert found.schedule == 'searched' and max(found.bytes.values()) <= 200
+    for others in ['1f1b'], ['plain call'], []:  # The costs of the plain call are others.
+        found = plan(profile, schedules=[*others, 'searched'], **options)
+        assert found.schedule == 'searched' and max(found.bytes.values()) <= 200
+        assert found.costs.stages[-1].resident_bytes == 4 * 8
 
 
 @cpu_only('what is refused does not depend on the device')

@@ -96,3 +96,14 @@ def test_it_needs_the_standard_library_alone():
             'assert "torch" not in sys.modules\n')
     import torchgpipe
     subprocess.run([sys.executable, '-c', code, torchgpipe.__path__[0]], check=True)
+
+
+def test_recomputations_of_any_micro_batches():
+    schedule = make('gpipe', 2, 3)
+    assert schedule.recomputing([2, {2}]) == schedule.recomputing([{0, 1}, [2]])
+    assert [schedule.recomputing([2, {2}]).recomputed(j) for j in range(2)] == [{0, 1}, {2}]
+    assert schedule.recomputing([9, 0]) == schedule.recomputing([3, ()])
+    with pytest.raises(ValueError, match=r'has stages \[0, 1\], but there are .* for 1 stages'):
+        schedule.recomputing([{1}])
+    with pytest.raises(ValueError, match=r'has 3 micro-batches, but \[7\] are to be recomputed'):
+        schedule.recomputing([0, {1, 7}])

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
+from operator import index
 from random import Random
 from typing import NamedTuple
 
@@ -119,16 +120,17 @@ class _Places:
         simulation: The actions and their times.
         m: The number of micro-batches.
         random: The source of random numbers.
+        recomputes: Whether recomputations may change.
     """
 
-    def __init__(self, simulation: Simulation, m: int, random: Random) -> None:
+    def __init__(self, simulation: Simulation, m: int, random: Random, recomputes: bool) -> None:
         far = random.choice((0.5, 1.0, 2.0, 4.0)) * sum(simulation.busy) / len(simulation.actions)
         share = random.choice((0.1, 0.3, 1.0))
         self._time = {x.action: x.start + random.uniform(-far, far) * (random.random() < share)
                       for x in simulation.actions}
         self._again = {(j, i) for j, kind, i in self._time if kind == 'R'}
         self._split = {(j, i) for j, kind, i in self._time if kind == 'I'}
-        for changed, chance in ((self._again, 0.5), (self._split, 0.2)):
+        for changed, chance in ((self._again, 0.5 * recomputes), (self._split, 0.2)):
             if random.random() < chance:
                 j, some = random.randrange(len(simulation.costs.stages)), random.choice((0.1, 0.5))
                 changed ^= {(j, i) for i in range(m) if random.random() < some}
@@ -338,6 +340,8 @@ class _OrderSearch:
         self._problem = _Problem(costs, places, m, limits)
         self._costs, self._limits, self._m, self._number = costs, limits, m, len(places)
         self.places = tuple(places)
+        #: Whether memory is limited. Otherwise nothing is recomputed.
+        self._limited = any(limit is not None for limit in limits)
         #: Results that fit, by their seconds.
         self._found: dict[float, tuple[Schedule, Simulation]] = {}
         #: The fastest named schedule: its seconds, its name and its checkpoint mode.
@@ -358,10 +362,10 @@ class _OrderSearch:
 
     def run(self, effort: int) -> None:
         """Search until an effort has been made, or the result is as fast as possible."""
-        self._start()
+        self._start(effort)
         self._move(effort)
 
-    def _start(self) -> None:
+    def _start(self, effort: int) -> None:
         """Try the named schedules and some rules."""
         n, number, m = len(self._problem.own), self._number, self._m
         for name in NAMES:
@@ -373,9 +377,11 @@ class _OrderSearch:
                     seconds, _ = self._checked(schedule)
                     if seconds < (self.named[0] if self.named else inf):
                         self.named = seconds, name, mode
-        for split, waits, keep, deep in product((True, False), (True, False), (m, 1), (1, 2, m)):
+        keeps = (m, 1) if self._limited else (m,)
+        for split, waits, keep, deep in product((True, False), (True, False), keeps, (1, 2, m)):
             depths = tuple(min(m, deep * (number - j)) for j in range(number))
-            self._tried(_Rules(depths, keep, split, waits), inf)
+            if self.effort < effort:
+                self._tried(_Rules(depths, keep, split, waits), inf)
 
     def _move(self, effort: int) -> None:
         """Move places of actions in the best results, and replace these by better ones."""
@@ -386,7 +392,8 @@ class _OrderSearch:
         while pool and self._goes_on(effort):
             k = min(random.randrange(len(pool)), random.randrange(len(pool)))
             _, simulation = pool[k]
-            found = self._tried(_Places(simulation, self._m, random), simulation.seconds)
+            places = _Places(simulation, self._m, random, self._limited)
+            found = self._tried(places, simulation.seconds)
             if found <= simulation.seconds * (1 + 1e-9):
                 pool[k] = self._found[_rounded(found)]
 
@@ -399,7 +406,7 @@ class _OrderSearch:
         for _ in range(ROUNDS):
             run = _Listing(self._problem, choose, less)
             seconds = run.run()
-            self.effort += sum(map(len, run.rows))
+            self.effort += 1 + sum(map(len, run.rows))
             if seconds > most * (1 + 1e-9) or seconds == inf:  # A simulation would say no less.
                 return inf
             seconds, over = self._checked(Schedule(tuple(map(tuple, run.rows))))
@@ -453,7 +460,9 @@ class FoundSchedule:
     @property
     def gain(self) -> float | None:
         """The part of the time of the fastest named schedule that is saved, from 0 to 1."""
-        return None if self.named is None else 1 - self.seconds / self.named[-1]
+        if self.named is None:
+            return None
+        return 1 - self.seconds / self.named[-1] if self.named[-1] else 0.0
 
     def __str__(self) -> str:
         again = sum(action.kind == 'R' for row in self.schedule.rows for action in row)
@@ -493,7 +502,8 @@ def search_schedule(costs: Costs, devices: int, micro_batches: int,
             ``None`` is no limit.
         places: The device of each stage. By default those of the named schedules: for several
             stages on a device, one device after the other, and in a V if these are two.
-        effort: The number of actions to place in trials. One takes about 40 microseconds.
+        effort: The number of actions to place in trials, each of which takes about 40
+            microseconds. The named schedules, and the trial in progress, come in addition.
 
     Returns:
         The schedule, its simulation, and the named schedule that it is compared with.
@@ -507,7 +517,7 @@ def search_schedule(costs: Costs, devices: int, micro_batches: int,
     costs.check_links(n)
     number = len(costs.stages)
     costs = replace(costs, stages=tuple(replace(each, recomputed=0) for each in costs.stages))
-    options = {tuple(places)} if places is not None else {
+    options = {tuple(map(index, places))} if places is not None else {
         places_of(name, n, number // n) for name in NAMES
         if number % n == 0 and (span := stages_per_device(name))[0] <= number // n <= span[1]}
     for each in options:
@@ -522,10 +532,11 @@ def search_schedule(costs: Costs, devices: int, micro_batches: int,
         for search in searches:
             search.run(positive(effort, 'effort') // len(searches))
     if all(each.seconds == inf for each in searches):
-        raise ValueError(
-            'no schedule keeps the memory limit. The closest one takes '
-            f'{format_bytes(min(each.closest for each in searches))} too much, over all devices: '
-            'take more or larger devices, smaller micro-batches, or stages of other sizes')
+        closest = min(each.closest for each in searches)
+        much = 'Devices wait for memory' if closest == inf else (
+            f'The closest one takes {format_bytes(closest)} too much, over all devices')
+        raise ValueError(f'no schedule keeps the memory limit. {much}: take more or larger '
+                         'devices, smaller micro-batches, or stages of other sizes')
     best = min([each for each in searches if each.seconds < inf],
                key=lambda each: (_rounded(each.seconds), _size(*each.best)))
     named = min([each.named for each in searches if each.named], default=None)

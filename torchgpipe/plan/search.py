@@ -409,11 +409,11 @@ def plan_devices(
     for name in {*schedules} - {PLAIN_CALL, SEARCHED, *NAMES}:
         raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, {SEARCHED}, '
                          f'{", ".join(NAMES)}')
-    found = [each for name in (NAMES if schedules == [SEARCHED] else schedules)
+    base = NAMES if SEARCHED in {*schedules} <= {PLAIN_CALL, SEARCHED} else []
+    found = [each for name in (*schedules, *base)
              if name != SEARCHED and (each := search.best(name, counts, [*checkpoints], virtual))]
     if SEARCHED in schedules:
-        steps = [each for each in found if each.schedule != PLAIN_CALL]
-        found += sorted(search.searched(steps), key=attrgetter('seconds'))[:1]
+        found += sorted(search.searched(found), key=attrgetter('seconds'))[:1]
     if not (found := found or [each for each in [search.nearby()] if each]):
         raise search.error()
     best, *others = sorted(found, key=lambda each: (
@@ -526,14 +526,14 @@ class _Search:
 
     def searched(self, found: Iterable[Plan]) -> Iterator[Plan]:
         """Yield plans with a searched order, for the fastest plan or the one closest to limits."""
-        near = [plan for _, plan in sorted(self._closest.values(), key=itemgetter(0))]
-        for plan in (sorted(found, key=attrgetter('seconds')) or near)[:1]:
-            places, m = [self._devices.index(device) for device in plan.devices], plan.chunks
-            for balance in {plan.balance, (*self._even(len(places), m, 'never'),)}:
+        plans = *sorted(found, key=attrgetter('seconds')), *(
+            plan for _, plan in sorted(self._closest.values(), key=itemgetter(0)))
+        for plan in [each for each in plans if each.schedule != PLAIN_CALL][:1]:
+            at, m = [self._devices.index(device) for device in plan.devices], plan.chunks
+            for balance in {plan.balance, (*self._even(len(at), m, 'never'),)}:
                 plan = self._plan(plan.schedule, balance, m, 'never')
                 with suppress(ValueError):  # None keeps the limits.
-                    one = search_schedule(plan.costs, len(self._devices), m, self._limits,
-                                          places=places)
+                    one = search_schedule(plan.costs, 1 + max(at), m, self._limits, places=at)
                     yield replace(plan, schedule=SEARCHED, order=one.schedule.to_csv())
 
     def nearby(self) -> Plan | None:

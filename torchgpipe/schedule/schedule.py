@@ -158,9 +158,19 @@ class Schedule:
 
         Args:
             stops: By stage, the micro-batches to recompute, or their number from the first one on.
+
+        Raises:
+            ValueError: There is another number of stages, or no such micro-batch.
         """
-        there = self._all()
-        wanted = [range(each) if isinstance(each, int) else each for each in stops]
+        there, m = self._all(), self.micro_batches
+        wanted = [range(min(m, each)) if isinstance(each, int) else each for each in stops]
+        if len(wanted) != len({action.stage for action in there}):
+            raise ValueError(f'the schedule has stages {sorted({x.stage for x in there})}, but '
+                             f'there are recomputations for {len(wanted)} stages')
+        unknown = sorted({i for each in wanted for i in each} - {*range(m)})
+        if unknown:
+            raise ValueError(f'the schedule has {m} micro-batches, but {unknown} are to be '
+                             'recomputed')
 
         def before(action: Action) -> list[Action]:
             again = action._replace(kind='R')
