@@ -104,6 +104,12 @@ def is_close(seed, n, m):
     return faster is None
 
 
+@pytest.mark.parametrize('seed, seconds', [(2, 61.44), (7, 50.1), (28, 28.89)])
+def test_as_fast_as_found_before(seed, seconds):
+    """Without one of the reserves, corrections of the limit, or moves, one takes longer."""
+    assert search_schedule(*random_case(seed), effort=8_000).seconds < 1.002 * seconds
+
+
 def test_unlimited_memory_is_used_for_speed():
     """As zero bubble does it; the lower bound ends the search."""
     costs = Costs([StageCosts(1., 2., activation_bytes=1.)] * 4)
