@@ -63,7 +63,7 @@ def test_any_schedule_of_any_size(devices, case, size):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=cases(), size=st.integers(1, 9), chance=st.randoms(use_true_random=False))
 def test_any_micro_batches_are_recomputed(devices, case, size, chance):
-    """In each partition others, in addition to those of the mode."""
+    """In each partition others, in addition to the mode."""
     name, balance, order, chunks, mode = case
     torch.manual_seed(size)
     model = layers()

@@ -8,8 +8,8 @@ from torchgpipe.schedule import Action, Schedule
 class Orders:
     """Orders in which each stage takes micro-batches one after the other.
 
-    Each action starts as soon as it can, and later than the one that was chosen before. Whether
-    backward is split and what is recomputed is part of the order.
+    Each action starts as soon as it can, and later than the one that was chosen before. Split
+    backwards and recomputations are part of the order.
 
     Args:
         costs: Costs of stages without skips.
@@ -54,7 +54,7 @@ class Orders:
         return max(bounds)
 
     def next(self, ends, now, again, d):
-        """Yield start, kind, stage and micro-batch of what a device could do next."""
+        """Yield start, kind, stage and micro-batch of the next actions of a device."""
         for j in self.own[d]:
             i = sum((j, 'F', k) in ends for k in range(self.m))
             before = ends.get((j - 1, 'F', i)) if j else 0

@@ -7,6 +7,7 @@ from tests.plan.exhaustive import Orders
 from tests.schedule.test_messages import stuck
 from tests.whole import first
 from torchgpipe.plan import Costs, Link, StageCosts, search_schedule, simulate
+from torchgpipe.plan.orders import _Listing
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import places, stages_per_device
 from torchgpipe.schedule.messages import receiving_early, times_in_queues, with_messages
@@ -141,6 +142,9 @@ def test_what_stages_recompute_is_part_of_the_search():
 def test_equally_fast_results_take_the_least_memory():
     found = search_schedule(Costs([StageCosts(1., 2., activation_bytes=1.)] * 8), 4, 8)
     assert found.places == places('zb-v', 4, 2) and max(found.simulation.peak_bytes) <= 8
+    # With one device, all named schedules are equally fast.
+    found = search_schedule(Costs([StageCosts(1., 2., activation_bytes=1.)]), 1, 4)
+    assert found.simulation.peak_bytes == (1,)
 
 
 def test_devices_that_wait_for_memory():
@@ -158,13 +162,15 @@ def test_stages_without_time():
     assert search_schedule(Costs([StageCosts(0., 0.)] * 2), 2, 4).gain == 0
 
 
-def test_little_effort_tries_the_named_schedules():
-    costs = random_costs(random.Random(0), 8)
+def test_little_effort_tries_the_named_schedules(monkeypatch):
+    costs, runs, run = random_costs(random.Random(0), 8), [], _Listing.run
+    monkeypatch.setattr(_Listing, 'run', lambda self: runs.append(0) or run(self))
     found = search_schedule(costs, 8, 32, effort=1)
-    assert found.gain >= 0 and found.seconds > search_schedule(costs, 8, 32).seconds
+    assert found.gain >= 0 and len(runs) == 1
+    assert found.seconds > search_schedule(costs, 8, 32).seconds
 
 
-@pytest.mark.parametrize('arguments, options, error, what', [
+@pytest.mark.parametrize('arguments, options, error, message', [
     ((0, 4), {}, ValueError, 'devices must be'), ((2, 1.5), {}, TypeError, 'micro_batches'),
     ((3, 4), {}, ValueError, '4 stages on 3 devices: give each device equally many'),
     ((2, 4), {'places': [0, 1]}, ValueError, 'one of 2 devices for each of 4 stages'),
@@ -172,7 +178,7 @@ def test_little_effort_tries_the_named_schedules():
     ((2, 4, [1]), {}, ValueError, '1 entries for 2 devices'),
     ((2, 4, 3.), {}, ValueError, r'no schedule keeps the memory limit. The closest one takes .* B'
                                  r' too much')])
-def test_refusals(arguments, options, error, what):
+def test_refusals(arguments, options, error, message):
     costs = Costs([StageCosts(1., 2., activation_bytes=2., resident_bytes=1.)] * 4)
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         search_schedule(costs, *arguments, **options)

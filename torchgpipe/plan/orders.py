@@ -18,7 +18,7 @@ replaces the one it comes from. So devices follow an order, but do not wait for 
 another one can run.
 
 Each result is simulated, with all memory that a simulation counts. List scheduling counts less, so
-its limit is below that of the device by the difference that the simulation has found.
+its limit is lower than the device's, by the difference that the simulation has found.
 """
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,8 +45,7 @@ __all__ = ['FoundSchedule', 'search_schedule']
 class _Problem:
     """The step as list scheduling sees it: seconds and bytes by stage, and stages by device."""
 
-    def __init__(self, costs: Costs, places: Sequence[int], m: int,
-                 limits: Sequence[float | None]) -> None:
+    def __init__(self, costs: Costs, places: Sequence[int], m: int, limits: Limits) -> None:
         stages, last = costs.stages, len(places) - 1
         self.places, self.m = places, m
         self.own = [[j for j, place in enumerate(places) if place == device]
@@ -113,7 +112,7 @@ class _Rules(NamedTuple):
 class _Places:
     """Places of actions in time, of which devices choose the earliest.
 
-    They are those of a simulation. Some are moved at random, and some micro-batches of a stage are
+    A simulation gives them. Some are moved at random, and some micro-batches of a stage are
     recomputed, or split, if they were not, and the other way around.
 
     Args:
@@ -500,7 +499,7 @@ def search_schedule(costs: Costs, devices: int, micro_batches: int,
         micro_batches: The number of micro-batches.
         memory_limit: Bytes of each device: one number for all of them, or one for each, where
             ``None`` is no limit.
-        places: The device of each stage. By default those of the named schedules: for several
+        places: The device of each stage. By default as in the named schedules: for several
             stages on a device, one device after the other, and in a V if these are two.
         effort: The number of actions to place in trials, each of which takes about 40
             microseconds. The named schedules, and the trial in progress, come in addition.
