@@ -156,8 +156,8 @@ def test_devices_that_wait_for_memory():
 
 def test_stages_without_time():
     """Nothing holds memory for no time, so a named schedule fits, and no other one starts."""
-    found = search_schedule(Costs([StageCosts(0., 0., activation_bytes=16., update=1.)]), 1, 4,
-                            10., effort=100)
+    stage = StageCosts(0., 0., activation_bytes=16., output_bytes=20., update=1.)
+    found = search_schedule(Costs([stage]), 1, 4, 10., effort=100)
     assert found.seconds == 1 and found.gain == 0
     assert search_schedule(Costs([StageCosts(0., 0.)] * 2), 2, 4).gain == 0
 
