@@ -81,12 +81,13 @@ def size_of(x: Tensor) -> int:
     return x.values().numel() * x.element_size() + 8 * x._nnz()
 
 
-_PLAIN = Tensor, nn.Parameter, Buffer, FakeTensor
+#: The types of tensors whose memory belongs to them, so that it can be copied and compared.
+PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, Buffer, FakeTensor}
 
 
 def is_plain(x: Any) -> bool:
     """Return whether a value is an ordinary strided tensor, or a fake one; not a subclass."""
-    return type(x) in _PLAIN and x.layout is torch.strided
+    return type(x) in PLAIN_TYPES and x.layout is torch.strided
 
 
 def copy_of(x: Tensor, memories: Memories) -> Tensor:

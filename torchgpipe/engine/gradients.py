@@ -13,8 +13,13 @@ unchanged. Linear layers and convolutions defer it (``_SPLIT``). Other functions
 gradient in ``I``. Under autocast, linear layers and convolutions do so as well, because a cast
 separates the parameter from the function.
 
+Only the backward pass of the step defers (rule of :meth:`DeferredWork.begin`). A layer may run
+another pass within it, such as the adjoint of an equation or the solver of an equilibrium. That
+pass returns all gradients to the layer, which may scale them or use them twice.
+
 Ownership: until ``W``, a list of the cell (:class:`DeferredWork`) owns the input and the output
-gradient of each call. All of these tensors are on the compute stream of the cell.
+gradient of each call. All of these tensors are on the compute stream of the cell. If a layer
+changes one of them in place between ``I`` and ``W``, then ``W`` raises, as autograd does.
 
 :class:`Leaves` replaces each parameter by a leaf during a step, and :func:`give` adds the
 accumulated gradients to the parameters at the end::
@@ -25,8 +30,9 @@ accumulated gradients to the parameters at the end::
 
     at the end      leaf.grad ──▶ Give ──▶ hooks ──▶ parameter.grad
 
-Therefore hooks of a parameter see its whole gradient, once in a step. A step that fails leaves no
-part of the gradient in ``parameter.grad``. A layer may also keep a parameter outside of its
+Therefore hooks of a parameter see its whole gradient, once in a step. Hooks that a layer registers
+on a leaf belong to its parameter, and so they outlive the step. A step that fails leaves no part
+of the gradient in ``parameter.grad``. A layer may also keep a parameter outside of its
 ``_parameters``. That reference is the parameter itself, and its gradient is added there at once.
 """
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -39,8 +45,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.base.private import FakeTensor, innermost_hooks, is_transformed, tree_map_only
-from torchgpipe.base.structure import Slot
+from torchgpipe.base.private import (FakeTensor, backward_pass, innermost_hooks, is_transformed,
+                                     tree_map_only, versions)
+from torchgpipe.base.structure import PLAIN_TYPES, Slot
 from torchgpipe.engine.checkpoint.state import Swap, substituted
 
 __all__ = ['DeferredWork', 'FakeWeights', 'Give', 'Leaves', 'Weight', 'edge_of', 'give', 'leaf_of',
@@ -60,8 +67,16 @@ class DeferredWork:
     """
 
     work: Work | None = None
-    #: Whether the step runs backward now. A layer may also run a backward in its own forward.
-    splits = False
+    #: The number of the backward pass that defers.
+    backward_pass: int | None = None
+
+    def begin(self, grads: object = None) -> None:
+        """Let the present backward pass defer. Autograd calls this before a root of the pass.
+
+        A root has to be a node that no layer can reach. Otherwise, a pass within a hook of the
+        root could call this first.
+        """
+        self.backward_pass = backward_pass()
 
 
 #: Calls a function without a dispatch to ``__torch_function__`` of the arguments.
@@ -86,6 +101,9 @@ class Weight(nn.Parameter):
             if output is not None:
                 return output
         return _as_parameter(func, types, args, kwargs or {})
+
+
+PLAIN_TYPES.add(Weight)
 
 
 class FakeWeights(TorchFunctionMode):
@@ -145,11 +163,12 @@ class _Split(torch.autograd.Function):
 def _go_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight = ctx.saved_tensors
     input_grad = ctx.function.input_grad(grad, input, weight) if ctx.needs_input_grad[1] else None
-    if ctx.hooked or not ctx.deferred.splits:
+    if ctx.hooked or ctx.deferred.backward_pass != backward_pass():
         return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
     # Detached: otherwise nodes of the graph would own each other, and the garbage collector
     # would not see the cycle.
-    finish = ctx.function, grad, input.detach(), ctx.leaves
+    input = input.detach()
+    finish = ctx.function, grad, input, ctx.leaves, versions([grad, input])
     ctx.work.append(partial(_as_parameter, _finish, (), finish))
     return None, input_grad, None, None
 
@@ -179,12 +198,25 @@ def _weight_grads(function: '_Linear | _Convolution', grad: Tensor, input: Tenso
             None if bias is None else function.bias_grad(grad))
 
 
-def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias
-            ) -> None:
-    """Run the second half of a call's backward."""
-    for leaf, found in zip(leaves, _weight_grads(function, grad, input, leaves)):
-        if leaf is not None and found is not None:
-            _add(leaf, found)
+def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias,
+            expected: list[int]) -> None:
+    """Run the second half of a call's backward.
+
+    Raises:
+        RuntimeError: The gradient or the input is at other versions than expected.
+    """
+    now = versions([grad, input])
+    if now != expected:
+        raise RuntimeError(
+            'one of the variables needed for gradient computation has been modified by an inplace '
+            'operation between the two halves of its backward (output gradient and input, of '
+            f'shape {tuple(input.shape)}, are at versions {now}; expected versions {expected}). '
+            "Give the layer a copy (tensor.clone()), or use a schedule with whole backwards, such "
+            "as '1f1b'")
+
+    for leaf, weight_grad in zip(leaves, _weight_grads(function, grad, input, leaves)):
+        if leaf is not None and weight_grad is not None:
+            _add(leaf, weight_grad)
 
 
 def _add(leaf: Tensor, grad: Tensor) -> None:
@@ -246,7 +278,9 @@ _aten: Any = torch.ops.aten
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not _splits(input, weight, bias):
+    # Other shapes are broadcast, and their gradients are sums over more dimensions.
+    usual = weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
+    if not usual or not _splits(input, weight, bias):
         return None
     return _split(_Linear(), input, weight, bias)
 
@@ -272,6 +306,9 @@ _SPLIT: dict[Any, Callable[..., Any]] = {
 
 
 # Leaves: accumulation over micro-batches, in place of the parameters.
+
+#: The methods that register hooks of a tensor.
+_REGISTRATIONS = 'register_hook', 'register_post_accumulate_grad_hook'
 
 
 class Leaves:
@@ -310,6 +347,7 @@ class Leaves:
             if deferred is not None and type(data) in (Tensor, FakeTensor):
                 leaf.deferred = deferred  # type: ignore[attr-defined]
             leaf.__dict__.update(x.__dict__)
+            leaf.__dict__.update({name: getattr(x, name) for name in _REGISTRATIONS})
             if self._dtype is not None:
                 leaf.grad_dtype = self._dtype
             self._leaves[key] = x, leaf
@@ -388,10 +426,19 @@ class Give(torch.autograd.Function):
         return None, *gradients
 
 
-def edge_of(y: Tensor) -> GradientEdge:
-    """Return the edge at which a tensor's gradient enters its graph. It keeps the graph alive."""
-    # PyTorch does so by a view, which does not exist for a sparse tensor.
-    return get_gradient_edge(y if y.layout is torch.strided or y.is_nested else y.clone())
+def edge_of(y: Tensor, own_node: bool = False) -> GradientEdge:
+    """Return the edge at which a tensor's gradient enters its graph. It keeps the graph alive.
+
+    Args:
+        y: The tensor.
+        own_node: Whether the edge leads to a new node, which no other tensor leads to.
+    """
+    # There is no view of a sparse tensor, which PyTorch makes for a leaf.
+    if y.layout is not torch.strided and not y.is_nested:
+        y = y.clone()
+    elif own_node:
+        y = y.view_as(y)
+    return get_gradient_edge(y)
 
 
 def leaf_of(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from torchgpipe.base.context import context, layer_lock, step_lock, together
 from torchgpipe.base.errors import add_note
@@ -238,7 +238,7 @@ class Step(Run):
         deferred, before = self._deferred.get(j), context.no_order
         if deferred is not None:
             # The list to which layers defer gradients of weights, for `W`.
-            deferred.work, deferred.splits = self._work.setdefault((i, j), []), kind == 'I'
+            deferred.work = self._work.setdefault((i, j), [])
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(beside, j)
         alone = kind != 'F' or self._may_draw(j)
@@ -259,7 +259,7 @@ class Step(Run):
         finally:
             context.no_order = before
             if deferred is not None:
-                deferred.work, deferred.splits = None, False
+                deferred.work = None
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
         batch = self._batches[i].tensors
@@ -297,13 +297,14 @@ class Step(Run):
         if recomputation is not None:
             self._recomputations[i, j] = recomputation
         roots = self._graphs[i, j].roots
+        own_node = j in self._deferred
         if j < len(self._cells) - 1:
             self._keep(i, j, cell, [leaf_of(y) for y in output])
-            roots += [(k, edge_of(y)) for k, y in enumerate(output) if y.requires_grad]
+            roots += [(k, edge_of(y, own_node)) for k, y in enumerate(output) if y.requires_grad]
         else:
             self._keep(i, j, cell, [y.detach() for y in output if self.keeps_output])
             loss = self._loss_of(i, cell.kind(output))
-            roots.append((0, get_gradient_edge(loss)))
+            roots.append((0, edge_of(loss, own_node and not loss.is_leaf)))
             self._grads[i, j] = {0: torch.ones_like(loss)}
 
     def _may_draw(self, j: int) -> bool:
@@ -344,6 +345,13 @@ class Step(Run):
                 self._grads.setdefault((i, prev_j), {})[k] = self._send_back(
                     i, j, prev_j, leaf.grad) if self._engine.partitions[j].arrives else leaf.grad
 
+    def _split_backward(self, i: int, j: int) -> None:
+        """Run the first half of backward, which defers gradients of weights."""
+        if j in self._deferred:
+            for _, edge in self._graphs[i, j].roots:
+                edge.node.register_prehook(self._deferred[j].begin)
+        self._backward(i, j)
+
     def _finish(self, i: int, j: int) -> None:
         """Compute the gradients of weights that backward has deferred."""
         work = self._work.pop((i, j), [])
@@ -351,7 +359,7 @@ class Step(Run):
             while work:
                 work.pop()()
 
-    _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _backward, 'W': _finish}
+    _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _split_backward, 'W': _finish}
 
     def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
         """Copy a gradient to the source partition of its tensor."""

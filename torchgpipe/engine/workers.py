@@ -24,8 +24,10 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from torchgpipe.base.context import context, new_lock
+from torchgpipe.base.private import unseen
 from torchgpipe.engine.streams import AbstractStream, get_device, new_stream
 from torchgpipe.schedule.generators import forward_order
 from torchgpipe.schedule.schedule import Action, Grid, by_step, steps, waits_for
@@ -38,6 +40,31 @@ T = TypeVar('T')
 
 #: Whether a function returned, and its value or its error.
 Outcome = tuple[bool, Any]
+
+
+def empty_autograd_queue() -> None:
+    """Free the nodes that a failed backward pass left in the calling thread's queue.
+
+    PyTorch frees them when the thread's next pass comes across them, or when the thread ends. A
+    node may refer to Python objects. If the interpreter ends before the thread has freed them, the
+    process aborts ("terminate called without an active exception"). ``Thread.join`` does not wait
+    long enough before Python 3.13.
+
+    Autograd runs the node with the highest sequence number first. Each thread counts for itself,
+    so the first node of a new thread runs after all nodes in the queue.
+    """
+    graphs: SimpleQueue[tuple[Tensor, Tensor]] = SimpleQueue()
+    thread = threading.Thread(target=_put_graph, args=(graphs,), daemon=True)
+    thread.start()
+    output, leaf = graphs.get()
+    with unseen():
+        torch.autograd.grad(output, leaf)
+
+
+def _put_graph(graphs: 'SimpleQueue[tuple[Tensor, Tensor]]') -> None:
+    """Put the output and the leaf of a small graph."""
+    leaf = torch.zeros((), requires_grad=True)
+    graphs.put((leaf.view_as(leaf), leaf))
 
 
 class Future(Generic[T]):
@@ -374,6 +401,7 @@ def _follow(plan: WorkerPlan, key: Hashable, row: Sequence[Action], run: Callabl
             run(action)
         except BaseException as error:
             shared.fail(number, error)
+            empty_autograd_queue()
             return
         for other in plan.tells[action]:
             shared.queues[other].put(action)

@@ -44,7 +44,7 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.checkpoint.state import substituted
-from torchgpipe.engine.gradients import DeferredWork, Leaves
+from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of
 from torchgpipe.engine.microbatches import Chunk, cut, fit_rule
 from torchgpipe.engine.partition import has_compiled
 from torchgpipe.engine.split import verify_module
@@ -160,9 +160,14 @@ class Measurement:
         forward = time.perf_counter() - start
         return forward, self._backward(output, tracker)
 
-    def _backward(self, output: Chunk, tracker: SkipTracker) -> float:
-        roots = [x for x in self._results(output, tracker) if x.requires_grad]
-        grads = [torch.ones_like(x) for x in roots]
+    def _backward(self, output: Chunk, tracker: SkipTracker, deferred: DeferredWork | None = None
+                  ) -> float:
+        results = [x for x in self._results(output, tracker) if x.requires_grad]
+        roots = [edge_of(x, own_node=True) for x in results]
+        grads = [torch.ones_like(x) for x in results]
+        if deferred is not None:
+            for root in roots:
+                root.node.register_prehook(deferred.begin)
         synchronize([self.flow.device])
         start = time.perf_counter()
         if roots:
@@ -183,8 +188,7 @@ class Measurement:
                                 None if has_compiled(self.module) else deferred)
         with substituted(leaves):
             output = self._forward(input, tracker)
-        deferred.splits = True
-        first = self._backward(output, tracker)
+        first = self._backward(output, tracker, deferred)
         if not work:
             return False
         start = time.perf_counter()

@@ -307,8 +307,18 @@ def _copied(value: Tensor, requires_grad: bool, now: Any, memories: Memories) ->
     """Return a copy of a tensor, which the recomputation may write to."""
     copy = copy_of(value, memories)
     if isinstance(now, nn.Parameter):
-        return nn.Parameter(copy, requires_grad)
+        return _parameter_like(now, copy, requires_grad)
     return copy.requires_grad_(requires_grad)
+
+
+def _parameter_like(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> nn.Parameter:
+    """Return a parameter with other data; a leaf of a step whose gradient may be deferred too."""
+    kind = type(parameter)
+    if not is_plain(parameter) or not issubclass(kind, nn.Parameter):
+        kind = nn.Parameter
+    copy = kind(data, requires_grad)
+    copy.__dict__.update(parameter.__dict__)
+    return copy
 
 
 class Layers:
@@ -507,7 +517,7 @@ def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
     if tensor.requires_grad is requires_grad:
         return tensor
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach(), requires_grad)
+        return _parameter_like(tensor, tensor.detach(), requires_grad)
     return tensor.detach().requires_grad_(requires_grad)
 
 

@@ -1,0 +1,378 @@
+"""Layers that run backward themselves, or read what changes, in a step with split backwards."""
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only, cpus, devices, workers
+from tests.helpers import assert_same, gradients, micro_batches, modes, on_first
+from torchgpipe import GPipe
+from torchgpipe.schedule.generators import SPLIT, V_SHAPED
+
+split_schedules = pytest.mark.parametrize('schedule', SPLIT)
+
+
+def loss_of(output, target):
+    """Return a mean over samples."""
+    return (output - target).square().mean()
+
+
+class Adjoint(torch.autograd.Function):
+    """Call a function; backward runs it again, and scales the gradients of an inner pass."""
+
+    @staticmethod
+    def forward(ctx, function, scale, x, *weights):
+        ctx.function, ctx.scale, ctx.weights = function, scale, weights
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x) * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        grads = torch.autograd.grad(y, (x, *ctx.weights), grad, allow_unused=ctx.scale != 1)
+        return (None, None, *[ctx.scale * grad for grad in grads])
+
+
+class Inner(nn.Module):
+    """A layer whose backward contains a backward: an adjoint, or its own kind of checkpoint."""
+
+    def __init__(self, layer, scale):
+        super().__init__()
+        self.layer = layer
+        self.scale = scale
+
+    def forward(self, x):
+        """Run the function."""
+        return Adjoint.apply(self.layer, self.scale, x, *self.layer.parameters())
+
+
+class Equilibrium(nn.Module):
+    """Solve z = tanh(W z + x); a hook solves the linear equation of the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.normal_(self.linear.weight, std=.1)
+
+    def iterate(self, z, x):
+        """Run one step of the iteration."""
+        return torch.tanh(self.linear(z) + x)
+
+    def forward(self, x):
+        """Iterate, and register the hook."""
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(40):
+                z = self.iterate(z, x)
+        z = self.iterate(z, x)
+        start = z.detach().requires_grad_()
+        end = self.iterate(start, x)
+
+        def solve(grad):
+            solution = grad
+            for _ in range(40):
+                product, = torch.autograd.grad(end, start, solution, retain_graph=True)
+                solution = product + grad
+            return solution
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return z
+
+
+class Probed(nn.Linear):
+    """A layer that runs backward through itself as soon as its output has a gradient."""
+
+    probes = False
+
+    def forward(self, x):
+        """Register the hook."""
+        x = x * 1
+        y = super().forward(x)
+
+        def probe(grad):
+            if not self.probes:
+                self.probes = True
+                torch.autograd.grad(y, x, grad, retain_graph=True)
+                self.probes = False
+
+        if y.requires_grad:
+            y.register_hook(probe)
+        return y
+
+
+class Clipped(nn.Linear):
+    """A layer that clips its weight in forward."""
+
+    def forward(self, x):
+        """Clip, and run."""
+        with torch.no_grad():
+            self.weight.clamp_(-.3, .3)
+        return super().forward(x)[:, :4]
+
+
+class Renormed(nn.Module):
+    """An embedding that scales its rows in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(8, 4, max_norm=.5)
+
+    def forward(self, x):
+        """Add the rows."""
+        return x + self.rows((x.detach().abs() * 3).long().clamp(0, 7)[:, 0])
+
+
+class Initialised(nn.Module):
+    """A layer that sets its parameter at the first input."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.is_new = True
+
+    def forward(self, x):
+        """Set the parameter once."""
+        if self.is_new:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+            self.is_new = False
+        return x + self.shift
+
+
+class Broadcast(nn.Module):
+    """A linear function whose parameters have unusual shapes."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(weight))
+        self.bias = None if bias is None else nn.Parameter(torch.rand(bias))
+
+    def forward(self, x):
+        """Run the function."""
+        y = F.linear(x, self.weight, self.bias)
+        return y if y.dim() == x.dim() else x * y[:, None]
+
+
+LAYERS = {
+    'adjoint': lambda: Inner(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), .3),
+    'own checkpoint': lambda: Inner(nn.Linear(4, 4), 1),
+    'bias (1,)': lambda: Broadcast((4, 4), (1,)),
+    'bias (1, 4)': lambda: Broadcast((4, 4), (1, 4)),
+    'bias ()': lambda: Broadcast((4, 4), ()),
+    'weight (4,)': lambda: Broadcast((4,), None),
+}
+
+WRITING = {
+    'clipped': lambda: Clipped(4, 6, bias=False),
+    'renormed': Renormed,
+    'initialised': Initialised,
+}
+
+
+def make(layer):
+    """Return a model whose partitions each have such a layer, after one that is split."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer())
+                           for _ in range(4)]).double()
+
+
+def pipeline(model, schedule, devices, **options):
+    """Wrap a copy of the model."""
+    places = devices(4)
+    if schedule in V_SHAPED:
+        places = [*places[:2], *reversed(places[:2])]
+    return GPipe(copy.deepcopy(model), [1] * 4, devices=places, chunks=3, **options)
+
+
+def check(model, gpipe, schedule, steps=2):
+    """Train both, the model on one micro-batch after the other, and compare gradients."""
+    optimizers = [torch.optim.SGD(net.parameters(), .1) for net in (model, gpipe)]
+    for _ in range(steps):
+        x, target = torch.randn(2, 7, 4, dtype=torch.double)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
+            (loss_of(model(part), label) * len(part) / len(x)).backward()
+        gpipe.step(on_first(gpipe, x), target.to(gpipe.devices[-1]), loss_of, schedule=schedule)
+        assert_same(gradients(gpipe), gradients(model), 1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(gpipe.state_dict().values(), model.state_dict().values(), 1e-10)
+
+
+@devices
+@modes
+@split_schedules
+@pytest.mark.parametrize('layer', LAYERS)
+def test_a_nested_backward_and_odd_shapes(devices, mode, schedule, layer):
+    """In v0.21, a nested pass deferred its gradients of weights, too, silently."""
+    model = make(LAYERS[layer])
+    check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
+
+
+@devices
+@split_schedules
+def test_an_equilibrium(devices, schedule):
+    """In v0.21, each product of the solver added to the gradient of the weight."""
+    model = make(Equilibrium)
+    check(model, pipeline(model, schedule, devices, checkpoint='never'), schedule)
+
+
+@devices
+@split_schedules
+@pytest.mark.parametrize('layer', WRITING)
+def test_in_v0210_parameters_written_in_forward_could_not_be_recomputed(devices, schedule, layer):
+    model = make(WRITING[layer])
+    check(model, pipeline(model, schedule, devices, checkpoint='always'), schedule)
+
+
+@devices
+@split_schedules
+def test_a_nested_backward_through_the_output(devices, schedule):
+    model = make(lambda: Probed(4, 4))
+    check(model, pipeline(model, schedule, devices, checkpoint='never'), schedule)
+
+
+class Memory(nn.Module):
+    """Read a buffer that changes in each forward, by a layer whose backward is split."""
+
+    def __init__(self, layer, shape):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer('memory', torch.rand(shape))
+
+    def forward(self, x):
+        """Change the buffer, and read it."""
+        with torch.no_grad():
+            self.memory.lerp_(x.mean(0).view_as(self.memory), .5)
+        return x * self.layer(self.memory).flatten()
+
+
+@cpu_only('the simulated accelerator has no convolutions')
+@cpus
+@split_schedules
+@pytest.mark.parametrize('mode', ['never', 'always'])
+@pytest.mark.parametrize('layer, shape', [(nn.Linear(4, 4), [4]), (nn.Conv1d(4, 4, 1), [1, 4, 1])])
+def test_an_input_that_changes_between_the_halves(devices, schedule, mode, layer, shape):
+    """In v0.21, the second half silently read the changed buffer."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)], Memory(layer, shape)).double()
+    gpipe = pipeline(model, schedule, devices, checkpoint=mode)
+    if mode == 'always' or schedule in V_SHAPED:  # W follows I on the last partition
+        check(model, gpipe, schedule)
+        return
+    x = torch.randn(7, 4, dtype=torch.double)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
+    assert all(parameter.grad is None for parameter in gpipe.parameters())
+
+
+class Doubling(torch.autograd.Function):
+    """Pass a tensor on; backward changes its gradient in place, as it should not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(2)
+
+
+class Branches(nn.Linear):
+    """Two branches that get the same gradient; the second one changes it in place later."""
+
+    def forward(self, x):
+        """Add the branches."""
+        return Doubling.apply(x) + super().forward(x)
+
+
+@devices
+def test_an_output_gradient_that_changes_between_the_halves(devices):
+    gpipe = GPipe(nn.Sequential(Branches(4, 4)), [1], devices=devices(1), chunks=2,
+                  checkpoint='never')
+    x = on_first(gpipe, torch.randn(4, 4)).requires_grad_()
+    with pytest.raises(RuntimeError, match='output gradient and input'):
+        gpipe.step(x, x.detach(), loss_of, schedule='zb-h1')
+
+
+class Registering(nn.Linear):
+    """Register a hook on the weight at the first call."""
+
+    is_new = True
+
+    def forward(self, x):
+        """Register the hook once."""
+        if self.is_new:
+            self.is_new = False
+            self.weight.register_hook(lambda grad: grad.clamp(-.01, .01))
+        return super().forward(x)
+
+
+@devices
+@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
+def test_a_hook_that_a_layer_registers_sees_the_whole_gradient(devices, schedule):
+    """In v0.21, it saw a part, or `None`, and it was lost in the next step."""
+    model = make(lambda: Registering(4, 4))
+    reference = nn.Sequential(*copy.deepcopy(model))
+    gpipe = pipeline(model, schedule, devices, checkpoint='never')
+    for _ in range(2):
+        x = torch.randn(7, 4, dtype=torch.double)
+        reference.zero_grad()
+        gpipe.zero_grad()
+        loss_of(reference(x), x).backward()
+        gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
+        assert_same(gradients(gpipe), gradients(reference), 1e-10)
+
+
+class Token:
+    """An object that a node of a graph refers to."""
+
+
+class Holding(torch.autograd.Function):
+    """Pass a tensor on, by a node that refers to a token."""
+
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Failing(nn.Module):
+    """Two branches. The older one has a token, and backward of the newer one fails."""
+
+    def __init__(self, alive):
+        super().__init__()
+        self.alive = alive
+
+    def forward(self, x):
+        """Add the branches."""
+        token = Token()
+        self.alive.add(token)
+        older, newer = Holding.apply(x, token), x * 3
+        newer.register_hook(lambda grad: grad.missing)
+        return older + newer
+
+
+@workers
+def test_a_failed_backward_leaves_no_nodes_in_the_queue_of_its_thread(devices):
+    """In v0.21, they were freed at the end of the thread: if Python had ended, it aborted."""
+    alive = weakref.WeakSet()
+    layers = [nn.Sequential(nn.Linear(4, 4), Failing(alive)) for _ in range(2)]
+    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=devices.distinct(2), chunks=2,
+                  checkpoint='never')
+    x = on_first(gpipe, torch.randn(4, 4))
+    with pytest.raises(AttributeError):
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='1f1b')
+    gc.collect()
+    assert not alive
