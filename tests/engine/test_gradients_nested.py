@@ -218,11 +218,24 @@ def test_a_nested_backward_and_odd_shapes(devices, mode, schedule, layer):
 
 
 @devices
-@split_schedules
-def test_an_equilibrium(devices, schedule):
-    """In v0.21, each product of the solver added to the gradient of the weight."""
-    model = make(Equilibrium)
-    check(model, pipeline(model, schedule, devices, checkpoint='never'), schedule)
+@modes
+@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
+@pytest.mark.parametrize('layer', [Equilibrium, lambda: Probed(4, 4)])
+def test_a_nested_backward_through_a_graph_that_it_retains(devices, mode, schedule, layer):
+    """In v0.21, products of a solver added to the gradient, or "backward … a second time"."""
+    model = make(layer)
+    check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
+
+
+@devices
+@pytest.mark.parametrize('layer', [Equilibrium, lambda: Probed(4, 4)])
+def test_such_a_layer_in_the_plain_call(devices, layer):
+    model = make(layer)
+    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=2, checkpoint='always')
+    x = torch.randn(6, 4, dtype=torch.double)
+    loss_of(model(x), x).backward()
+    loss_of(gpipe(on_first(gpipe, x)), x.to(gpipe.devices[-1])).backward()
+    assert_same(gradients(gpipe), gradients(model), 1e-10)
 
 
 @devices
@@ -231,13 +244,6 @@ def test_an_equilibrium(devices, schedule):
 def test_in_v0210_parameters_written_in_forward_could_not_be_recomputed(devices, schedule, layer):
     model = make(WRITING[layer])
     check(model, pipeline(model, schedule, devices, checkpoint='always'), schedule)
-
-
-@devices
-@split_schedules
-def test_a_nested_backward_through_the_output(devices, schedule):
-    model = make(lambda: Probed(4, 4))
-    check(model, pipeline(model, schedule, devices, checkpoint='never'), schedule)
 
 
 class Memory(nn.Module):

@@ -329,7 +329,7 @@ class Step(Run):
     def _recompute(self, i: int, j: int) -> None:
         """Run a checkpointed cell again, unless it was done before."""
         if (i, j) in self._recomputations:
-            self._recomputations.pop((i, j)).prefetch()
+            self._recomputations[i, j].prefetch()
 
     def _backward(self, i: int, j: int) -> None:
         """Run backward through the graph of a cell, and pass the gradients of its leaves on."""
@@ -340,6 +340,8 @@ class Step(Run):
             self._recompute(i, j)  # unless the schedule has done so before
             run = partial(backward_from, *zip(*roots))
             run() if self._recorder is None else self._recorder.run(run)
+        if (i, j) in self._recomputations:
+            self._recomputations.pop((i, j)).drop()
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
                 self._grads.setdefault((i, prev_j), {})[k] = self._send_back(

@@ -22,7 +22,9 @@ gradient still refers to it. The last run of Checkpoint frees the input and all 
 
 [Note: Lifetime of a recomputed tensor]
     run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed
-Each backward pass has its own fill. So several threads may run through a retained graph.
+Each backward pass has its own fill. So several threads may run through a retained graph. A layer
+may run a nested pass within it, such as the solver of an equilibrium model, often many times. If
+the nested pass retains the graph, it reads the tensors of the outer pass, and leaves them there.
 PyTorch's own nodes unpack a tensor exactly once. A `torch.autograd.Function` unpacks all its
 tensors at each access of `ctx.saved_tensors`, so these stay until another node's turn. Tensors
 that no node unpacked are dropped at the end of the pass.
@@ -256,8 +258,13 @@ class RecomputedTensors:
         self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
         return k
 
-    def take(self, k: int) -> Tensor | None:
-        """Return a tensor, and release it here; ``None`` if it was taken before."""
+    def take(self, k: int, release: bool = True) -> Tensor | None:
+        """Return a tensor; ``None`` if it was released before.
+
+        Args:
+            k: The number of the tensor.
+            release: Whether to release it here.
+        """
         node = current_node()
         if self._held and self._holder() is not node:
             self._held = {}
@@ -266,7 +273,7 @@ class RecomputedTensors:
         if k not in self._tensors:
             return None
         tensor: Tensor
-        tensor, version = self._tensors.pop(k)
+        tensor, version = self._tensors.pop(k) if release else self._tensors[k]
         if self._hooks is not None:
             tensor = self._hooks[1](tensor)
         # PyTorch checks no versions behind hooks, so it is done here.
@@ -275,7 +282,7 @@ class RecomputedTensors:
                 'one of the variables needed for gradient computation has been modified by an '
                 f'inplace operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version '
                 f'{tensor._version}; expected version {version} instead')
-        if isinstance(node, PythonNode):
+        if release and isinstance(node, PythonNode):
             self._holder = weakref.ref(node)
             self._held[k] = tensor
         return tensor
@@ -309,7 +316,7 @@ Call = Callable[[list[Tensor]], list[Tensor]]
 
 AGAIN = ('All outputs of a checkpointed micro-batch come of one recomputation, which has ended. '
          'Add up the losses and go back once, or say backward(retain_graph=True) for all but the '
-         'last.')
+         "last; in a layer of a step, use checkpoint='never'.")
 
 
 class Recomputation:
@@ -455,7 +462,7 @@ class Recomputation:
 
     def _refill(self) -> RecomputedTensors:
         """Give the pass new tensors, and drop the rest at its end."""
-        fill, self._ahead = self._ahead or self._run_again(), None
+        fill = self._run_again()
         number = backward_pass()
         self._fills[number] = fill
         if number != -1:
@@ -465,9 +472,16 @@ class Recomputation:
 
     def prefetch(self) -> None:
         """Run again before the only backward pass that will need it, and release all other data.
+
+        The caller then calls :meth:`drop` after this pass.
         """
-        self._ahead = self._run_again()
-        self.forget()
+        if self._function is not None:
+            self._ahead = self._run_again()
+            self.forget()
+
+    def drop(self) -> None:
+        """Drop the tensors of :meth:`prefetch` that no node unpacked."""
+        self._ahead = None
 
     @uncompiled
     def _run_again(self) -> RecomputedTensors:
@@ -545,11 +559,23 @@ class Recomputation:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
         if self._open:
             _own_gradient(k)
-        tensor = (self._fills.get(backward_pass()) or self._refill()).take(k)
+        fill = self._fills.get(backward_pass())
+        tensor = None if fill is None else fill.take(k)
+        if tensor is None:
+            tensor = self._take_from_others(k)
         if tensor is None:
             tensor = self._refill().take(k)
             assert tensor is not None
         return tensor
+
+    def _take_from_others(self, k: int) -> Tensor | None:
+        """Return a tensor of :meth:`prefetch`, or of a pass around this one."""
+        release = not retains_graph()
+        for fill in (self._ahead, *self._fills.values()):
+            tensor = None if fill is None else fill.take(k, release)
+            if tensor is not None:
+                return tensor
+        return None
 
 
 def _raise_again(node: Any = None) -> None:
