@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
 from torchgpipe.engine import plain_call, run, scheduled, shared, streams, workers
-from torchgpipe.engine.checkpoint import recomputation
+from torchgpipe.engine.checkpoint import recomputation, samples
 from torchgpipe.engine.streams import default_stream, no_context
 
 __all__ = ['MUTATIONS', 'Mutation']
@@ -194,9 +194,9 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (recomputation.Recomputation._run_again, 'use_stream(self._stream)', P.hooks_pack_inputs),
     (plain_call.PlainCall._tie, 'output[k].device',
      P.recomputations_overlap_with_what_comes_before, 'mutated(torch.device("cpu"))'),
-    (recomputation._event, 'torch.accelerator.current_stream(device).record_event()',
+    (samples._event, 'torch.accelerator.current_stream(device).record_event()',
      P.samples_from_another_device, 'mutated(torch.Event(device))'),
-    (recomputation._event, 'torch.accelerator.current_stream(device)',
+    (samples._event, 'torch.accelerator.current_stream(device)',
      P.samples_from_another_device, 'mutated(torch.accelerator.current_stream())'),
     (plain_call.PlainCall._send, 'use_stream(self._copy_streams[j][i])',
      P.recomputations_overlap_with_what_comes_before),

@@ -19,7 +19,7 @@ from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.context import ThreadState
 from torchgpipe.engine import plain_call
-from torchgpipe.engine.checkpoint import recomputation
+from torchgpipe.engine.checkpoint import samples
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import no_context
 from torchgpipe.skip import pop, skippable, stash
@@ -231,7 +231,7 @@ def host_waits_for_cells():
 
 def host_waits_for_samples():
     """Let the host wait until it can look at samples of outputs."""
-    return patch.object(recomputation, '_to_host', lambda elements: elements.to('cpu'))
+    return patch.object(samples, '_to_host', lambda elements: elements.to('cpu'))
 
 
 def copies_on_the_compute_stream():

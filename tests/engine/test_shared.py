@@ -12,7 +12,7 @@ from tests.devices import cpu_only, one_worker, places, workers
 from tests.helpers import (assert_same, call, drop_failed_backward, in_two_memories, memory_of,
                            micro_batches, modes, nodes, on_first)
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.checkpoint import state
+from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.streams import Copy
@@ -386,7 +386,7 @@ def test_an_interrupt_leaves_no_copy_behind(devices, ctrl_c):
 @pytest.mark.parametrize('late', [False, True])
 def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, ctrl_c, number, late,
                                                                monkeypatch):
-    real, calls, again = state._call_all, [], -1
+    real, calls, again = swaps._call_all, [], -1
 
     def call_all(functions):
         calls.append(functions)
@@ -397,7 +397,7 @@ def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, ctrl_c, 
         if not late:
             real(functions)
 
-    monkeypatch.setattr(state, '_call_all', call_all)
+    monkeypatch.setattr(swaps, '_call_all', call_all)
     gpipe = pipe(two(), devices, checkpoint='always')
     output = call(gpipe, rows(3))
     again = len(calls) + 1 + number

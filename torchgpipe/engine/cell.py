@@ -33,8 +33,9 @@ from torchgpipe.base.errors import add_note, changed_input
 from torchgpipe.base.structure import (Arguments, Kind, Repeated, Tensors, Value, bare, call,
                                        flatten, once)
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
-from torchgpipe.engine.checkpoint.recomputation import Recomputation, compare_pending
+from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
+from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.checkpoint.state import LayerRecorder, Layers, Observed
 from torchgpipe.engine.partition import Partition, compiled
 from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload

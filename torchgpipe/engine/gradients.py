@@ -48,7 +48,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.base.private import (FakeTensor, backward_pass, innermost_hooks, is_transformed,
                                      tree_map_only, versions)
 from torchgpipe.base.structure import PLAIN_TYPES, Slot
-from torchgpipe.engine.checkpoint.state import Swap, substituted
+from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 
 __all__ = ['DeferredWork', 'FakeWeights', 'Give', 'Leaves', 'Weight', 'edge_of', 'give', 'leaf_of',
            'within']

@@ -23,7 +23,7 @@ from torchgpipe.base.context import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.devices import is_cpu, memory_key
 from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 from torchgpipe.base.structure import Slot
-from torchgpipe.engine.checkpoint.recomputation import PendingComparison
+from torchgpipe.engine.checkpoint.samples import PendingComparison
 from torchgpipe.engine.checkpoint.state import Observed
 from torchgpipe.engine.streams import Observer, no_context, observers
 from torchgpipe.engine.workers import Workers, device_key

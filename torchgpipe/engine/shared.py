@@ -31,7 +31,7 @@ from torch import Tensor
 from torchgpipe.base.devices import memory_key
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Slot
-from torchgpipe.engine.checkpoint.state import entry, substituted
+from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.partition import Engine, Partition, holder_of, tensor_of
 from torchgpipe.engine.streams import AbstractStream, Copy, Wait, current_stream, fork, wait_stream
 

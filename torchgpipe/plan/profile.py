@@ -43,7 +43,7 @@ from torchgpipe.base.devices import (CPU, Device, accelerator, has_data, is_cpu,
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Value, call, flatten, size_of
-from torchgpipe.engine.checkpoint.state import substituted
+from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of
 from torchgpipe.engine.microbatches import Chunk, cut, fit_rule
 from torchgpipe.engine.partition import has_compiled

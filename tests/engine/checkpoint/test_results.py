@@ -20,7 +20,7 @@ from tests.helpers import (STEPS, Call, WeakLog, assert_same, call, compare_all_
 from tests.skip.layers import Stash
 from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.base.structure import leaves_of
-from torchgpipe.engine.checkpoint import state
+from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.engine.checkpoint.results import MARK
 from torchgpipe.skip import pop, skippable
 
@@ -540,14 +540,14 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
     layer = no_recompute(nn.Linear(4, 4))
     gpipe = GPipe(nn.Sequential(layer, nn.Linear(4, 4)), [2], devices=devices(1),
                   checkpoint='always')
-    real, interrupts = state._call_all, [KeyboardInterrupt]
+    real, interrupts = swaps._call_all, [KeyboardInterrupt]
 
     def interrupt(functions):
         if 'forward' in vars(layer) and interrupts:
             raise interrupts.pop()
         real(functions)
 
-    with mock.patch.object(state, '_call_all', interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(swaps, '_call_all', interrupt), pytest.raises(KeyboardInterrupt):
         call(gpipe, torch.rand(2, 4))
     assert not interrupts and 'forward' not in vars(layer)
 

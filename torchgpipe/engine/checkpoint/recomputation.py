@@ -2,14 +2,6 @@
 
 See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 
-[Note: Samples of other devices] A read of an element on an accelerator waits for the accelerator.
-So :func:`keep` and :func:`compare` copy samples to the CPU without waiting. An event shows when
-the copies are complete, and then they are compared. The next forward pass raises if they differ::
-
-    forward          sample ── copy ──▶ a
-    recomputation    sample ── copy ──▶ b, then an event
-    next forward     if the event has happened: compare a and b
-
 [Note: Ownership of a recomputation]
 PyTorch's own nodes are invisible to Python's garbage collector, so no cycle may lead through the
 graph (rule 6). An arrow is a strong reference::
@@ -48,157 +40,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input, nested, other_path
-from torchgpipe.base.private import (APPLY, FakeTensor, Hooks, PythonNode, at_end_of_backward,
-                                     backward_pass, compiled_code, current_node, retains_graph,
-                                     uncompiled, unseen, versions)
+from torchgpipe.base.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
+                                     compiled_code, current_node, retains_graph, uncompiled,
+                                     versions)
 from torchgpipe.base.structure import Kind, Tensors, check_nested, once
 from torchgpipe.engine.checkpoint.random import Draws
 from torchgpipe.engine.checkpoint.results import Results
+from torchgpipe.engine.checkpoint.samples import (PendingComparison, agree, compare, elements_of,
+                                                  keep)
 from torchgpipe.engine.checkpoint.state import CellState, run_on
 from torchgpipe.engine.streams import AbstractStream, Checkpoint, Offload, use_stream
-
-__all__ = ['PendingComparison', 'Recomputation', 'RecomputedTensors', 'Sample', 'Saved', 'agree',
-           'compare', 'compare_pending', 'elements_of', 'keep']
-
-#: The approximate number of elements of an output that are compared.
-NUMBER = 64
-
-DIFFERENCE = 'its output has other values'
-
-
-class Sample(NamedTuple):
-    """Type, shape and some elements of a tensor; no elements if they cannot be read."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    elements: Tensor | None
-
-
-class PendingComparison(NamedTuple):
-    """Two samples whose copies from another device are not complete yet."""
-
-    now: Tensor
-    before: Tensor
-    #: Whether the copies are complete.
-    is_there: Callable[[], bool]
-
-
-def keep(output: Sequence[Tensor]) -> list[Sample]:
-    """Return samples of a first pass's output, which outlive the output."""
-    with unseen():
-        found = []
-        for x in output:
-            if x.is_nested:
-                x = _values(x)
-            elements = elements_of(x)
-            found.append(Sample(x.dtype, x.shape, elements if elements is None else
-                                elements.clone() if _is_here(x) else _to_host(elements)))
-        return found
-
-
-def _values(x: Tensor) -> Tensor:
-    """Return the elements of a nested tensor, whose own shape differs between passes."""
-    check_nested(x)
-    return x.detach().values()
-
-
-def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
-    """Return some elements, in the memory of the tensor; ``None`` if they cannot be read.
-
-    Args:
-        x: The tensor.
-        every: Whether to read tensors of any dtype, such as integers.
-    """
-    x = x.detach()
-    if x.is_meta or isinstance(x, FakeTensor) or x.layout is not torch.strided:
-        return None
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    elif not every and not x.is_floating_point():
-        return None
-    number = x.numel()
-    return x if number <= NUMBER else x.flatten()[::number // NUMBER]
-
-
-def _is_here(x: Tensor) -> bool:
-    """Return whether the elements of a tensor can be read without waiting."""
-    return x.is_cpu
-
-
-def _to_host(elements: Tensor) -> Tensor:
-    return elements.to('cpu', non_blocking=True)
-
-
-def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingComparison]:
-    """Compare the output of a recomputation with the output of its first pass.
-
-    Args:
-        output: The output of the recomputation.
-        before: The samples of the first pass.
-
-    Returns:
-        The samples that cannot be compared yet: [Note: Samples of other devices].
-
-    Raises:
-        RuntimeError: They differ.
-    """
-    if len(output) != len(before):
-        raise other_path(f'it gave {len(output)} tensors, the first pass {len(before)}')
-    late = []
-    with unseen():
-        for k, (x, old) in enumerate(zip(output, before)):
-            if x.is_nested:
-                x = _values(x)
-            if (x.dtype, x.shape) != (old.dtype, old.shape):
-                raise other_path(f'its output {k} is {x.dtype} of shape {tuple(x.shape)}, that of '
-                                 f'the first pass {old.dtype} of shape {tuple(old.shape)}')
-            elements = elements_of(x)
-            if elements is None or old.elements is None:
-                continue
-            if not _is_here(x):
-                late.append(PendingComparison(_to_host(elements), old.elements, _event(x.device)))
-            elif not (torch.equal(elements, old.elements) or agree(elements, old.elements)):
-                raise other_path(DIFFERENCE)
-    return late
-
-
-def compare_pending(late: deque[PendingComparison], j: int) -> None:
-    """Compare the samples of partition ``j`` that are on the CPU by now; the others stay.
-
-    Raises:
-        RuntimeError: They differ.
-    """
-    while late:
-        try:
-            pair = late.popleft()
-        except IndexError:  # Another thread was faster.
-            return
-        if not pair.is_there():
-            late.appendleft(pair)
-            return
-        with unseen():
-            same = agree(pair.now, pair.before)
-        if not same:
-            late.clear()
-            raise other_path(f'{DIFFERENCE}, in partition {j} and an earlier backward pass')
-
-
-def _event(device: torch.device) -> Callable[[], bool]:
-    """Return a function that returns whether the work queued so far on the stream is done."""
-    return torch.accelerator.current_stream(device).record_event().query
-
-
-def agree(a: Tensor, b: Tensor) -> bool:
-    """Return whether elements are the same except for rounding."""
-    if torch.equal(a, b):
-        return True
-    if not a.is_floating_point():
-        return False
-    # A kernel may add in another order, such as when memory is at another address.
-    tolerance = torch.finfo(b.dtype).eps ** 0.5
-    scale = b.abs().nan_to_num(0, 0, 0).max().item()
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
 
 # The tensors of one backward pass.
 

@@ -26,7 +26,7 @@ from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untra
 from torchgpipe.base.structure import (PLAIN, Kind, Memories, check_nested, copy_of, flatten,
                                        leaves_of, share_memory)
 from torchgpipe.engine.checkpoint.random import Draws, Generator
-from torchgpipe.engine.checkpoint.state import entry, substituted
+from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.streams import get_phony
 
 __all__ = ['MARK', 'Results', 'no_recompute']

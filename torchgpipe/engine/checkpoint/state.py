@@ -22,12 +22,6 @@ whole model. So a tensor that no layer was seen to write to is compared by versi
 has changed since the cell's first pass, backward raises, as autograd does without checkpoints
 (rule 9).
 
-:class:`substituted` puts substitutes into modules for some time. All users of a module see them,
-so it requires the locks of all layers that have the module (``lock_alone`` of a partition)::
-
-    with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
-                                  back ──▶ the previous value, also after an error or Ctrl-C
-
 Changes by a recomputation must not persist. So in :func:`run_on`, each module has another
 dictionary of attributes::
 
@@ -42,8 +36,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import setitem
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +46,8 @@ from torchgpipe.base.private import HOOKS, FakeTensor, generator_key, unseen, ve
 from torchgpipe.base.structure import (Memories, Slot, copy_of, is_plain, size_of, storage_id,
                                        view_of)
 from torchgpipe.engine.checkpoint.random import Recorder, operation_of
+from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.streams import no_context
-
-__all__ = ['Attributes', 'CellState', 'LayerRecorder', 'Layers', 'OWN', 'Observed', 'SIMPLE',
-           'Swap', 'are_same', 'attributes_of', 'contents_of', 'copy_of_container', 'entry',
-           'may_be_mutated', 'run_on', 'state_of', 'substituted', 'with_grad']
 
 #: Attributes of a module that are handled separately.
 OWN = ('_buffers', '_parameters', 'training')
@@ -138,59 +128,6 @@ def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
         return a is b
     # Indices are new objects each time.
     return len(a) == len(b) and all(x is y or (type(x) is int and x == y) for x, y in zip(a, b))
-
-
-_MISSING = object()
-
-
-class Swap(NamedTuple):
-    """A substitution: a function that puts a substitute, and one that restores the old value."""
-
-    put: Callable[[], object]
-    back: Callable[[], object]
-
-
-def entry(holder: Any, name: str, value: Any) -> Swap:
-    """Return the swap that sets an entry of a dictionary to another value."""
-    own = holder[name] if name in holder else _MISSING
-    back = partial(holder.pop, name, None) if own is _MISSING else partial(
-        setitem, holder, name, own)
-    return Swap(partial(setitem, holder, name, value), back)
-
-
-class substituted:
-    """A context in which substitutes are in their places."""
-
-    # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
-    __slots__ = ('_swaps',)
-
-    def __init__(self, swaps: Sequence[Swap]) -> None:
-        self._swaps = swaps
-
-    def __enter__(self) -> None:
-        try:
-            for put, _ in self._swaps:
-                put()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *raised: object) -> None:
-        # A restoration may be repeated, so Ctrl-C waits until all are done.
-        interrupt = None
-        while True:
-            try:
-                _call_all([back for _, back in self._swaps])
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-
-def _call_all(functions: Iterable[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
 
 
 # Observations of the first cell.

@@ -5,8 +5,8 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe import GPipe
-from torchgpipe.engine.checkpoint import state
-from torchgpipe.engine.checkpoint.state import Swap, entry, substituted
+from torchgpipe.engine.checkpoint import swaps
+from torchgpipe.engine.checkpoint.swaps import Swap, entry, substituted
 
 
 def test_what_was_there_is_back_and_what_was_not_is_gone():
@@ -44,7 +44,7 @@ def test_an_interrupt_waits_until_all_is_back():
 
 @cpu_only('an interrupt comes to the host')
 def test_a_step_has_its_parameters_back_when_it_was_interrupted(monkeypatch):
-    interrupts, call_all = [], state._call_all
+    interrupts, call_all = [], swaps._call_all
 
     def interrupt(functions):
         if interrupts:
@@ -58,7 +58,7 @@ def test_a_step_has_its_parameters_back_when_it_was_interrupted(monkeypatch):
         interrupts.append(KeyboardInterrupt)  # when the loss's own leaves are put back
         return (output - target).square().mean()
 
-    monkeypatch.setattr(state, '_call_all', interrupt)
+    monkeypatch.setattr(swaps, '_call_all', interrupt)
     with pytest.raises(KeyboardInterrupt):
         gpipe.step(x, x, loss)
     assert not interrupts and gpipe[0].weight is weight and weight.grad is None

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.devices import ACCELERATOR, cpu_only, one_worker
 from tests.helpers import compare_all_pending
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.checkpoint import recomputation
+from torchgpipe.engine.checkpoint import samples
 
 
 @one_worker
@@ -75,9 +75,9 @@ def elsewhere(monkeypatch):
         k = len(events) - 1
         return lambda: events[k]
 
-    monkeypatch.setattr(recomputation, '_is_here', lambda x: False)
-    monkeypatch.setattr(recomputation, '_to_host', torch.clone)
-    monkeypatch.setattr(recomputation, '_event', event)
+    monkeypatch.setattr(samples, '_is_here', lambda x: False)
+    monkeypatch.setattr(samples, '_to_host', torch.clone)
+    monkeypatch.setattr(samples, '_event', event)
     return events
 
 
@@ -152,7 +152,7 @@ def test_a_mode_of_the_user_s_does_not_see_samples():
 
     x = torch.rand(200)
     with See():
-        kept = recomputation.keep([x])
-        assert recomputation.compare([x], kept) == [] and not seen
+        kept = samples.keep([x])
+        assert samples.compare([x], kept) == [] and not seen
         x.sum()
     assert len(seen) == 1

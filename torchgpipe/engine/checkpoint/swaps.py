@@ -1,0 +1,64 @@
+"""Swaps: substitutes for attributes and parameters of modules for some time.
+
+All users of a module see a substitute. So a swap requires the locks of all layers that have the
+module (``lock_alone`` of a partition)::
+
+    with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
+                                  back ──▶ the previous value, also after an error or Ctrl-C
+"""
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import setitem
+from typing import Any, NamedTuple
+
+_MISSING = object()
+
+
+class Swap(NamedTuple):
+    """A substitution: a function that puts a substitute, and one that restores the old value."""
+
+    put: Callable[[], object]
+    back: Callable[[], object]
+
+
+def entry(holder: Any, name: str, value: Any) -> Swap:
+    """Return the swap that sets an entry of a dictionary to another value."""
+    own = holder[name] if name in holder else _MISSING
+    back = partial(holder.pop, name, None) if own is _MISSING else partial(
+        setitem, holder, name, own)
+    return Swap(partial(setitem, holder, name, value), back)
+
+
+class substituted:
+    """A context in which substitutes are in their places."""
+
+    # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
+    __slots__ = ('_swaps',)
+
+    def __init__(self, swaps: Sequence[Swap]) -> None:
+        self._swaps = swaps
+
+    def __enter__(self) -> None:
+        try:
+            for put, _ in self._swaps:
+                put()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        # A restoration may be repeated, so Ctrl-C waits until all are done.
+        interrupt = None
+        while True:
+            try:
+                _call_all([back for _, back in self._swaps])
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
