@@ -32,11 +32,12 @@ from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input
 from torchgpipe.base.structure import (Arguments, Kind, Repeated, Tensors, Value, bare, call,
                                        flatten, once)
+from torchgpipe.engine.checkpoint.observation import LayerRecorder, Observed
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
-from torchgpipe.engine.checkpoint.state import LayerRecorder, Layers, Observed
+from torchgpipe.engine.checkpoint.state import Layers
 from torchgpipe.engine.partition import Partition, compiled
 from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload
 from torchgpipe.skip.transfer import Key, SkipTracker, arrive, leave, use_skip_tracker
@@ -256,7 +257,7 @@ class Cells:
             Results(self._modules, self.no_recompute, draws) if self.no_recompute else None,
             None if self._host_stream is CPUStream else Offload(self._host_stream))
         output = recomputation.first_pass(tensors)
-        recomputation.layers = self._layers.end(found, watch)
+        self._layers.end(found, watch)
         if watch is not None:
             observed.learn(watch)
         elif own_monitor is not None and own_monitor.anyone_drew():

@@ -35,6 +35,7 @@ on a leaf belong to its parameter, and so they outlive the step. A step that fai
 of the gradient in ``parameter.grad``. A layer may also keep a parameter outside of its
 ``_parameters``. That reference is the parameter itself, and its gradient is added there at once.
 """
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +45,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from torchgpipe.base.context import context
 from torchgpipe.base.private import (FakeTensor, backward_pass, innermost_hooks, is_transformed,
                                      tree_map_only, versions)
 from torchgpipe.base.structure import PLAIN_TYPES, Slot
@@ -347,7 +350,8 @@ class Leaves:
             if deferred is not None and type(data) in (Tensor, FakeTensor):
                 leaf.deferred = deferred  # type: ignore[attr-defined]
             leaf.__dict__.update(x.__dict__)
-            leaf.__dict__.update({name: getattr(x, name) for name in _REGISTRATIONS})
+            for name in _REGISTRATIONS:
+                leaf.__dict__[name] = partial(_register, getattr(x, name))
             if self._dtype is not None:
                 leaf.grad_dtype = self._dtype
             self._leaves[key] = x, leaf
@@ -375,6 +379,11 @@ class Leaves:
                 found.append((x, leaf.grad))
                 leaf.grad = None
         return found
+
+
+def _register(register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Register a hook of a leaf's parameter. A recomputation does not register it again."""
+    return RemovableHandle(OrderedDict()) if context.recomputing else register(*args, **kwargs)
 
 
 def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,9 +27,9 @@ from torchgpipe.base.context import context, layer_lock, step_lock, together
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import backward_from
 from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.checkpoint.observation import are_same, state_of
 from torchgpipe.engine.checkpoint.random import Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.checkpoint.state import are_same, state_of
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
 from torchgpipe.engine.microbatches import Chunk

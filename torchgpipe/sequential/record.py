@@ -42,7 +42,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchgpipe.base.private import hooks_of
-from torchgpipe.engine.checkpoint.state import attributes_of, contents_of
+from torchgpipe.engine.checkpoint.observation import attributes_of, contents_of
 from torchgpipe.sequential.cuts import Call
 from torchgpipe.sequential.effects import TracedValue, modes_now, same_random_numbers
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within

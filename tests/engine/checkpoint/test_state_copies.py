@@ -1,7 +1,6 @@
 """The state of layers kept for a recomputation: copies of small tensors and of written ones."""
 import gc
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -84,12 +83,8 @@ def test_odd_layers_of_any_size(devices, name, large, monkeypatch):
     skip_unless_movable(name, devices)
     if large:
         monkeypatch.setattr(state, 'SMALL', 0)
-    # A kernel that writes to a large frozen parameter and does not say so cannot be noticed
-    # there.
-    unseen = pytest.raises(RuntimeError, match='its output has other values')
-    with unseen if large and name == 'frozen statistics' else nullcontext():
-        compare_modes(lambda: nn.Sequential(
-            nn.Linear(4, 4).double(), ODD[name](), ODD[name]()), devices)
+    compare_modes(lambda: nn.Sequential(
+        nn.Linear(4, 4).double(), ODD[name](), ODD[name]()), devices)
 
 
 class Replaced(nn.Module):

@@ -231,6 +231,8 @@ class Operation(NamedTuple):
     generator: int | None
     #: Positions and names of the arguments that it writes to.
     written: tuple[tuple[int, str], ...]
+    #: The position of its argument ``training``, if it writes only then.
+    training: int | None = None
 
     def generator_of(self, args: Any, kwargs: Any) -> torch.Generator | None:
         """Return the generator among the arguments of a call, if there is one."""
@@ -242,6 +244,8 @@ class Operation(NamedTuple):
 
     def written_by(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
         """Yield the tensors that a call writes to."""
+        if self.training is not None and not args[self.training]:
+            return
         for k, name in self.written:
             given = args[k] if k < len(args) else kwargs.get(name)
             yield from (x for x in tree_leaves(given) if isinstance(x, Tensor))
@@ -257,9 +261,14 @@ def operation_of(func: Any) -> Operation:
     generator = names.index('generator') if 'generator' in names else None
     written = tuple((k, argument.name) for k, argument in enumerate(schema.arguments)
                     if argument.alias_info and argument.alias_info.is_write)
+    training = None
+    if names.count('running_mean') and names.count('training'):
+        # Normalization functions do not declare that they write to their running statistics.
+        training = names.index('training')
+        written += tuple((names.index(name), name) for name in ('running_mean', 'running_var'))
     may_draw = generator is not None or func.namespace not in ('aten', 'prims') \
         or torch.Tag.nondeterministic_seeded in func.tags
-    return Operation(may_draw, generator, written)
+    return Operation(may_draw, generator, written, training)
 
 
 class Recorder(DispatchMode):

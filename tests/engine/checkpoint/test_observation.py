@@ -7,7 +7,7 @@ from tests.devices import workers
 from tests.engine.checkpoint.layers import Layer, count
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
-from torchgpipe.engine.checkpoint.state import Observed
+from torchgpipe.engine.checkpoint.observation import Observed
 
 
 def test_false_alarms_are_looked_into_less_and_less_often():
