@@ -24,12 +24,12 @@ __all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMod
            'FUNCTION_MODES', 'HOOKS', 'Hooks', 'ModeStack', 'PythonNode', 'RESETS', 'Scaler',
            'TESTED', 'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_from',
            'backward_pass', 'compiled_code', 'compiled_codes', 'current_node', 'find',
-           'generator_key', 'hooks_of', 'hooks_of_tensor', 'ignore_in_ddp', 'innermost_hooks',
-           'is_compiled', 'is_compiled_module', 'is_full_backward_hook', 'is_profiled',
-           'is_transformed', 'name_of_call', 'on_cpu_without_memory', 'own_context',
-           'proxy_mode', 'raise_missing', 'restore_hooks', 'retains_graph', 'schema_of',
-           'tree_flatten', 'tree_flatten_with_path', 'tree_leaves', 'tree_map_only',
-           'tree_unflatten', 'uncompiled', 'unseen', 'untraced', 'versions']
+           'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
+           'is_compiled_module', 'is_full_backward_hook', 'is_profiled', 'is_transformed',
+           'name_of_call', 'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing',
+           'remove_hooks', 'retains_graph', 'schema_of', 'tree_flatten',
+           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
+           'uncompiled', 'unseen', 'untraced', 'versions']
 
 #: The oldest and the newest release of PyTorch with which the whole test suite has passed.
 TESTED = '2.11', '2.15'
@@ -484,19 +484,11 @@ HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_
 hooks_of: Callable[[torch.nn.Module], tuple[Any, ...]] = attrgetter(*HOOKS)
 
 
-def hooks_of_tensor(x: Tensor) -> tuple[Any, Any]:
-    """Return copies of the hooks that were registered on a tensor; ``None`` without hooks."""
-    hooks: Any = x._backward_hooks
-    later_hooks: Any = x._post_accumulate_grad_hooks
-    return hooks and hooks.copy(), later_hooks and later_hooks.copy()
-
-
-def restore_hooks(x: Tensor, before: tuple[Any, Any]) -> None:
-    """Remove the hooks that were registered on a tensor since :func:`hooks_of_tensor`."""
-    now: Any = x._backward_hooks, x._post_accumulate_grad_hooks
-    for hooks, kept in zip(now, before):
-        # The handle of a hook refers to this dictionary.
-        for number in {*(hooks or ())} - {*(kept or ())}:
+def remove_hooks(x: Tensor, first: int) -> None:
+    """Remove the hooks that were registered on a tensor since a handle would have had this id."""
+    hooks: Any
+    for hooks in (x._backward_hooks, x._post_accumulate_grad_hooks):
+        for number in [number for number in hooks or () if number >= first]:
             del hooks[number]
 
 

@@ -37,10 +37,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import (HOOKS, FakeTensor, hooks_of_tensor, restore_hooks, unseen,
-                                     versions)
+from torchgpipe.base.private import HOOKS, FakeTensor, remove_hooks, unseen, versions
 from torchgpipe.base.structure import (Memories, Path, copy_of, is_plain, path_name, size_of,
                                        storage_id, view_of)
 from torchgpipe.engine.checkpoint.observation import (OWN, Attributes, LayerRecorder, Observed,
@@ -74,7 +74,10 @@ class Layers:
         self.lock = lock
         #: The attributes and children of each module at the start of the first cell.
         self.attributes = {module: module.__dict__.copy() for module in modules}
-        self.children = {module: module._modules.copy() for module in modules}
+        self.children = {module: module._modules.copy() for module in modules if module._modules}
+        # PyTorch's own layers set no attributes. If another layer does, the watch detects it.
+        self._may_change = [module for module in modules
+                            if not type(module).__module__.startswith('torch.nn.modules.')]
         #: The parameters of each module in this forward pass, and whether they require grad.
         #: Later, `torch.func.functional_call` removes its parameters, and others may be frozen.
         self.own = {module: {name: (parameter, parameter.requires_grad)
@@ -113,11 +116,9 @@ class Layers:
     def _changed_attributes(self) -> dict[nn.Module, Attributes]:
         """Return the attributes of modules that may have changed in this forward pass."""
         observed = self.observed
-        for module, before in self.attributes.items():
-            # PyTorch's own layers set no attributes. If another layer does, the watch detects it.
-            if (module not in observed.mutated
-                    and not type(module).__module__.startswith('torch.nn.modules.')
-                    and are_rebound(before, module.__dict__)):
+        for module in self._may_change:
+            before = self.attributes[module]
+            if module not in observed.mutated and are_rebound(before, module.__dict__):
                 observed.learn_attributes(module, before)
         return {module: module.__dict__.copy() for module in observed.mutated}
 
@@ -167,8 +168,12 @@ class CellState:
         self._is_first = watch is not None
 
         for place, x in layers.parameters:
-            # A kernel may write to a frozen one, such as statistics, without a new version.
-            self._keep(place, x, may_copy=self._is_first and not x.requires_grad)
+            if self._is_first or place in layers.observed.written:
+                # A kernel may write to a frozen one, such as statistics, without a new version.
+                self._keep(place, x, may_copy=not x.requires_grad)
+            else:
+                self.places.append(place)
+                self.tensors.append(x)
         self.buffers = {module: module._buffers.copy() for module in layers.modules
                         if module._buffers}
         for module, buffers in self.buffers.items():
@@ -297,13 +302,18 @@ class CellState:
                 self.copies[place] = view_of(copy, x).requires_grad_(x.requires_grad)
         self.versions = versions(self.tensors)
 
-    def restored(self, module: nn.Module, memories: Memories) -> Attributes:
-        """Return the attributes of a module for a recomputation.
+    def restored(self) -> list[tuple[nn.Module, Attributes]]:
+        """Return the modules and their attributes for a recomputation."""
+        memories: Memories = {}
+        restored = {module: self._restored_attributes(module, memories)
+                    for module in self.layers.modules}
+        for (module, name, path), copy in self.copies.items():
+            for tensors in (restored[module]['_parameters'], restored[module]['_buffers']):
+                if not path and name in tensors:
+                    tensors[name] = _restored_tensor(tensors[name], copy, memories)
+        return [*restored.items()]
 
-        Args:
-            module: The module.
-            memories: The memories copied so far for this recomputation.
-        """
+    def _restored_attributes(self, module: nn.Module, memories: Memories) -> Attributes:
         layers = self.layers
         if layers.observed.asks_phase:
             attributes = {**module.__dict__}
@@ -312,24 +322,23 @@ class CellState:
             attributes = {**self.attributes_of(module)}
         for name, value in self.values.get(module, {}).items():
             attributes[name] = copy_of_value(
-                value, lambda path, x: self._restored((module, name, path), x, memories))
+                value, partial(self._restored_item, memories, module, name))
         attributes.update(layers.hooks[module])
-        attributes['_modules'] = {**module._modules, **layers.children[module]}
+        if module in layers.children:
+            attributes['_modules'] = {**module._modules, **layers.children[module]}
 
         parameters = attributes['_parameters'] = {**module._parameters}
         for name, (parameter, requires_grad) in layers.own[module].items():
-            parameters[name] = self._restored(
-                (module, name, ()), with_grad(parameter, requires_grad), memories)
-        attributes['_buffers'] = {
-            name: buffer if buffer is None else self._restored(
-                (module, name, ()), buffer, memories)
-            for name, buffer in self.buffers.get(module, {}).items()}
+            parameters[name] = parameter
+            if parameter.requires_grad is not requires_grad:
+                parameters[name] = with_grad(parameter, requires_grad)
+        attributes['_buffers'] = {**self.buffers.get(module, {})}
         return attributes
 
-    def _restored(self, place: Place, x: Tensor, memories: Memories) -> Tensor:
-        """Return a tensor for a recomputation, which may write to it."""
-        copy = self.copies.get(place)
-        return x if copy is None else _like(x, copy_of(copy, memories), copy.requires_grad)
+    def _restored_item(self, memories: Memories, module: nn.Module, name: str, path: Path,
+                       x: Tensor) -> Tensor:
+        copy = self.copies.get((module, name, path))
+        return x if copy is None else _restored_tensor(x, copy, memories)
 
 
 def _copy_of(x: Tensor, memories: Memories) -> Tensor:
@@ -347,6 +356,11 @@ def _same_elements(before: Tensor | None, now: Tensor | None) -> bool:
         return True  # It has no values.
     return before.shape == now.shape and before.dtype == now.dtype and torch.equal(
         before.detach(), now.detach())
+
+
+def _restored_tensor(x: Tensor, copy: Tensor, memories: Memories) -> Tensor:
+    """Return a tensor with the kept values, which a recomputation may write to."""
+    return _like(x, copy_of(copy, memories), copy.requires_grad)
 
 
 def _like(x: Tensor, data: Tensor, requires_grad: bool) -> Tensor:
@@ -382,23 +396,23 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
     with layers.lock:
         if state.lost is not None or versions(state.tensors) != state.versions:
             _raise_changed(state)
-        memories: Memories = {}
         with unseen() if state.copies else no_context:
-            restored = [(module, module.__dict__, state.restored(module, memories))
-                        for module in layers.modules]
+            restored = [(module.__dict__, module, attributes)
+                        for module, attributes in state.restored()]
         swaps = [Swap(partial(assign, module, '__dict__', attributes),
                       partial(assign, module, '__dict__', own))
-                 for module, own, attributes in restored]
-        hooks = [(x, hooks_of_tensor(x)) for _, x in layers.parameters]
+                 for own, module, attributes in restored]
+        next_hook = RemovableHandle.next_id
         with substituted(swaps):
             try:
                 return function()
             finally:
-                for x, before in hooks:
-                    restore_hooks(x, before)
+                if RemovableHandle.next_id != next_hook:
+                    for _, x in layers.parameters:
+                        remove_hooks(x, next_hook)
                 if layers.observed.asks_phase:
                     # Layers that ask for the pass keep the attributes that they set.
-                    for _, own, attributes in restored:
+                    for own, _, attributes in restored:
                         own.update((name, value) for name, value in attributes.items()
                                    if name not in OWN)
 
