@@ -421,7 +421,9 @@ def test_an_empty_sequential_returns_its_input(devices):
 def test_moving_is_denied(devices):
     model = pipe(devices=devices(2))
     elsewhere = 'meta' if devices.first.type == 'cpu' else 'cpu'
-    for move in (model.cuda, model.cpu, lambda: model.to(elsewhere), lambda: model.to('meta'),
+    others = [model.cuda] if devices.first.type == 'cpu' else [model.cpu]
+    for move in (*others, lambda: model.cuda(99), lambda: model.to(elsewhere),
+                 lambda: model.to('meta'),
                  lambda: model.to(device=elsewhere), lambda: model.to('ipu:99'),
                  lambda: model.to(torch.rand(1)), lambda: model.to(elsewhere, torch.half),
                  lambda: model.to(tensor=torch.rand(1)), lambda: nn.Sequential(model).to('meta'),
@@ -440,6 +442,7 @@ def test_a_move_that_moves_nothing_is_not():
     for device in ('cpu', torch.device('cpu'), 'cpu:1'):
         assert model.to(device) is model.to(device=device) is model
     assert all(a is b for a, b in zip(model.parameters(), before))
+    assert model.cpu() is model
     assert model.to('cpu', torch.half)[0].weight.dtype == torch.half
 
 
@@ -566,3 +569,10 @@ def test_a_pipeline_in_a_pipeline(devices, inner_mode, outer_mode, hooks):
     expected = reference(x)
     expected.sum().backward()
     assert_same([output, *gradients(model)], [expected, *gradients(reference)])
+
+
+@pytest.mark.parametrize('seed', ['x', 1.5, True])
+def test_a_seed_is_an_integer(seed):
+    """In v0.21, it was an OverflowError."""
+    with pytest.raises(TypeError, match='seed must be an integer, but got'):
+        GPipe(nn.Sequential(nn.Linear(2, 2, device='meta')), [1], devices=['cpu'], seed=seed)

@@ -29,7 +29,7 @@ from torchgpipe.engine.microbatches import (Chunk, check_arguments, check_rules,
                                             gather, value_of)
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
-from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, split,
+from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, parse_seed, split,
                                      verify_layers, verify_module, verify_shared, verify_source)
 from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.model.weights import Weights
@@ -401,6 +401,7 @@ class GPipe(PipelineModule):
         devices = self._set(module, balance, devices, chunks, checkpoint, batch_dim, gather,
                             offload)
         self.devices = parse_devices(devices, len(self.balance))
+        seed = None if seed is None else parse_seed(seed)
         verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             from torchgpipe.batchnorm import DeferredBatchNorm

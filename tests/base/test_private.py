@@ -107,7 +107,7 @@ NEEDED = {
     'torch._C:_stash_obj_in_tls': IN_CONTEXT,
     'torch._ops:OpOverload._schema': PIPELINES,
     'torch.amp:GradScaler._unscale_grads_': {'scaled'},
-    'torch.autograd:Variable._execution_engine.queue_callback': BACKWARD,
+    'torch.autograd:Variable._execution_engine.queue_callback': BACKWARD - {'step', 'step_with_halves'},
     'torch.nn.parallel:DistributedDataParallel._get_active_ddp_module': {'sharded'},
     'torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model':
         {'sharded', 'told_to_ddp'},

@@ -107,3 +107,21 @@ def test_recomputations_of_any_micro_batches():
         schedule.recomputing([{1}])
     with pytest.raises(ValueError, match=r'has 3 micro-batches, but \[7\] are to be recomputed'):
         schedule.recomputing([0, {1, 7}])
+
+
+def test_rows_may_be_lists():
+    """In v0.21, such a schedule was valid, and a step raised "unhashable"."""
+    schedule = Schedule([[Action(0, 'F', 0), Action(0, 'B', 0)]])
+    assert schedule == Schedule.parse('0F0,0B0') and hash(schedule)
+
+
+def test_rows_have_actions():
+    for row in ([(0, 'F', 0)], ['0F0'], '0F0'):
+        with pytest.raises(TypeError, match='a row of a schedule has actions'):
+            Schedule([row])
+
+
+def test_a_negative_number_of_recomputations():
+    """In v0.21, it was none."""
+    with pytest.raises(ValueError, match='zero or more, but is -1'):
+        make('1f1b', 2, 2).recomputing([-1, 0])

@@ -85,7 +85,7 @@ def test_nothing_to_train():
 
 @cpu_only('it is about files')
 def test_a_schedule_from_a_file(tmp_path):
-    path = tmp_path / 'schedule.csv'
+    path = tmp_path / 'schedule.CSV'
     path.write_text(make('1f1b', 2, 3).to_csv())
     model = layers()
     gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=['cpu:0', 'cpu:1'], chunks=3)

@@ -247,6 +247,8 @@ class ThreadState(NamedTuple):
     transformed: bool
     #: Whether the state is a new thread's state, except grad mode and autocast.
     plain: bool
+    #: Whether there are modes of the user, which may run any code at each operation.
+    has_modes: bool
     #: Whether cells have to run in a certain order, because the user's code sees their operations.
     #: Hooks may count tensors, as ``torch.utils.checkpoint`` does, and modes may run any code.
     is_serialized: bool
@@ -257,13 +259,13 @@ class ThreadState(NamedTuple):
         inference = torch.is_inference_mode_enabled()
         hooks = innermost_hooks()
         function, dispatch = FUNCTION_MODES.read(), DISPATCH_MODES.read()
+        has_modes = bool(dispatch) or not all(isinstance(mode, DeviceContext) for mode in function)
         here = context.checkpointing, context.recomputing, context.workers
         return ThreadState(
             torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _variables(),
             torch.get_num_threads(), function, dispatch, *here, is_transformed(),
             plain=not any((inference, hooks, function, dispatch, *here)),
-            is_serialized=bool(hooks or dispatch or not all([
-                isinstance(mode, DeviceContext) for mode in function])))
+            has_modes=has_modes, is_serialized=bool(hooks or has_modes))
 
     def hooks_of_recomputation(self) -> Hooks | None:
         """Return the user's hooks for the saved tensors of a recomputation, if there are any.
@@ -358,16 +360,18 @@ class ThreadState(NamedTuple):
                 context.checkpointing, context.recomputing, context.workers = state
 
     def run_backward(self, function: Callable[[], T]) -> T:
-        """Run backward with the context variables and without autocast."""
+        """Run backward with the context variables and modes, and without autocast."""
         # Between their cells, workers are not in autocast.
-        if not any([enabled for enabled, _ in self.autocast.devices]):
+        if not (self.function_modes or self.dispatch_modes
+                or any([enabled for enabled, _ in self.autocast.devices])):
             return self.variables.copy().run(function)
         autocast = _Autocast.capture()
-        _Autocast(tuple((False, dtype) for _, dtype in autocast.devices), autocast.cache).set()
-        try:
+        with ExitStack() as stack:
+            stack.callback(autocast.set)
+            self._enter_modes(stack)
+            off = tuple((False, dtype) for _, dtype in autocast.devices)
+            _Autocast(off, autocast.cache).set()
             return self.variables.copy().run(function)
-        finally:
-            autocast.set()
 
     def rerun(self, function: Callable[[], T], num_threads: int) -> T:
         """Run a function in this state again, in backward, with ``num_threads`` intra-op threads.

@@ -26,6 +26,7 @@ from torchgpipe.distributed.reduction import DATA
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.split import parse_seed
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike, Timed
@@ -126,6 +127,7 @@ class DistributedGPipe(PipelineModule):
             skeleton = skeleton_of(module)
             devices = self._set(skeleton, balance, None, chunks, checkpoint, batch_dim, gather,
                                 offload)
+            seed = parse_seed(seed)
             if isinstance(balance, Settings) and balance.mesh:
                 data = _data_of(balance, mesh, data)
             if places is None and devices is not None:

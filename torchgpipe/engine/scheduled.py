@@ -160,9 +160,9 @@ class Step(Run):
         self._work: dict[tuple[int, int], list[Callable[[], None]]] = {}
         #: Held by forwards that draw from the generator of the CPU, and by backwards. In backward,
         #: a layer may restore an earlier state of the generator, as `torch.utils.checkpoint` does.
-        #: Then concurrent draws would be lost or repeated.
+        #: Then concurrent draws would be lost or repeated. Held by all actions if modes see them.
         self._generator_lock = engine.generator_lock if not engine.one_worker and (
-            engine.backward_draws is not False
+            self._state.has_modes or engine.backward_draws is not False
             or any(map(self._may_draw, range(len(self._cells))))) else no_context
         #: Watches backwards, as long as it is not known whether they draw.
         self._recorder = Recorder() if not engine.one_worker and engine.backward_draws is None \
@@ -242,7 +242,7 @@ class Step(Run):
             deferred.work = self._work.setdefault((i, j), [])
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(beside, j)
-        alone = kind != 'F' or self._may_draw(j)
+        alone = kind != 'F' or self._state.has_modes or self._may_draw(j)
         try:
             with use_stream(self._streams[j]), self._generator_lock if alone else no_context:
                 if kind != 'F':

@@ -17,6 +17,7 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 
 __all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
+           'parse_seed',
            'still_shared', 'verify_layers', 'verify_module', 'verify_shared', 'verify_source']
 
 _RECOMMENDATION = '''
@@ -207,6 +208,17 @@ def parse_chunks(chunks: int | str | Any) -> int:
     if number < 1:
         raise ValueError(f'number of chunks must be a positive integer, but got {number}')
     return number
+
+
+def parse_seed(seed: Any) -> int:
+    """Return a seed as an integer.
+
+    Raises:
+        TypeError: It is not an integer.
+    """
+    if isinstance(seed, bool) or not hasattr(seed, '__index__'):
+        raise TypeError(f'seed must be an integer, but got {seed!r}')
+    return int(seed.__index__())
 
 
 def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:

@@ -107,12 +107,13 @@ class LayerSequence(nn.Module):
                 f'checkpoint={self.checkpoint!r}')
 
     def cuda(self: TSequence, device: Any = None) -> TSequence:
-        """Raise :exc:`TypeError`: the devices were chosen at construction."""
-        raise _denied()
+        """Same as ``to('cuda')``, or with an index ``to('cuda:1')``: see :meth:`to`."""
+        return self.to(torch.device('cuda', device) if isinstance(device, int)
+                       else 'cuda' if device is None else device)
 
     def cpu(self: TSequence) -> TSequence:
-        """Raise :exc:`TypeError`: the devices were chosen at construction."""
-        raise _denied()
+        """Same as ``to('cpu')``: see :meth:`to`."""
+        return self.to('cpu')
 
     def to(self: TSequence, *args: Any, **kwargs: Any) -> TSequence:
         """Change the dtype of parameters and buffers, or raise a :exc:`TypeError` for a device.

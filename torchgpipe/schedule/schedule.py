@@ -105,10 +105,22 @@ class Schedule:
         rows: The actions of each device.
 
     Attributes:
-        rows: As given.
+        rows: The actions of each device, as tuples.
+
+    Raises:
+        TypeError: A row has an item that is not an :class:`Action`.
     """
 
     rows: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = tuple(map(tuple, self.rows))
+        for row in rows:
+            for action in row:
+                if not isinstance(action, Action):
+                    raise TypeError(f'a row of a schedule has actions, but also {action!r}; '
+                                    "parse text by Schedule.parse('0F0,0B0')")
+        object.__setattr__(self, 'rows', rows)  # A step needs a hash.
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -162,6 +174,10 @@ class Schedule:
         Raises:
             ValueError: There is another number of stages, or no such micro-batch.
         """
+        negative = [number for number in stops if isinstance(number, int) and number < 0]
+        if negative:
+            raise ValueError(f'a number of micro-batches to recompute is zero or more, but is '
+                             f'{negative[0]}')
         there, m = self._all(), self.micro_batches
         wanted = [range(min(m, each)) if isinstance(each, int) else each for each in stops]
         if len(wanted) != len({action.stage for action in there}):

@@ -31,7 +31,7 @@ def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -
     devices = len({*workers})
     if isinstance(schedule, Schedule):
         found = schedule
-    elif isinstance(schedule, os.PathLike) or str(schedule).endswith('.csv'):
+    elif isinstance(schedule, os.PathLike) or str(schedule).lower().endswith('.csv'):
         found = Schedule.parse(Path(schedule).read_text('utf-8-sig'))
     else:
         found = _named(schedule, n, devices, m)
