@@ -207,8 +207,10 @@ class PlainCall(Run):
         """Add the nodes that backward runs first to an output, in place."""
         departs = self._engine.partitions[j].departs
         if recomputation is not None:
-            # If the output does not depart, one node is enough.
-            before = () if departs else self._phonies(i, j)
+            before: tuple[Tensor, ...] = ()
+            if not departs:
+                # There is no copy to overlap with, so `Checkpoint` recomputes, and comes first.
+                before = _recompute(output[0], recomputation), *self._phonies(i, j)
             phony = recomputation.mark(output, before)
             if phony is not None and not departs:
                 self._before[j] = [phony]
@@ -236,8 +238,7 @@ class PlainCall(Run):
             return
         phonies = self._phonies(i, j)  # 4: rule 1
         if recomputation is not None:
-            phonies = (Recompute.apply(  # type: ignore[no-untyped-call]  # 3: rule 2
-                get_phony(output[k].device, requires_grad=True), recomputation), *phonies)
+            phonies = _recompute(output[k], recomputation), *phonies  # 3: rule 2
         if phonies or self._orders:
             output[k], phony = tie(output[k], *phonies)
             self._before[j] = [phony]
@@ -250,6 +251,12 @@ class PlainCall(Run):
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         self._last.setdefault(j, []).append(phony)
+
+
+def _recompute(output: Tensor, recomputation: Recomputation) -> Tensor:
+    """Return the phony of a node that ensures in backward that a cell has run again."""
+    phony = get_phony(output.device, requires_grad=True)
+    return Recompute.apply(phony, recomputation)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _wait(prev_stream: AbstractStream, next_stream: AbstractStream, tensors: Sequence[Tensor]

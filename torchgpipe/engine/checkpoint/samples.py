@@ -76,7 +76,11 @@ def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
     elif not every and not x.is_floating_point():
         return None
     number = x.numel()
-    return x if number <= NUMBER else x.flatten()[::number // NUMBER]
+    if number <= NUMBER:
+        return x
+    if not x.is_contiguous():
+        x = x.flatten()
+    return x.as_strided([NUMBER], [number // NUMBER], x.storage_offset())
 
 
 def _is_here(x: Tensor) -> bool:

@@ -91,8 +91,9 @@ class Layers:
         self.small: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
         #: The common state of cells without changes, as long as any of them has it.
         self._same: Callable[[], CellState | None] = _gone
-        #: The hooks of modules at the end of the first cell.
-        self.hooks: dict[nn.Module, dict[str, Any]] = {}
+        #: The hooks of modules at the end of the first cell, alone and with other attributes.
+        self.hooks: dict[nn.Module, Attributes] = {}
+        self.with_hooks: dict[nn.Module, Attributes] = {}
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
         """Return the present state of the layers, at the start of a cell.
@@ -128,6 +129,8 @@ class Layers:
             # Not as a dict, because the handle of a hook has a weak reference to its dictionary.
             self.hooks = {module: {name: module.__dict__[name].copy() for name in HOOKS}
                           for module in self.modules}
+            self.with_hooks = {module: {**attributes, **self.hooks[module]}
+                               for module, attributes in self.attributes.items()}
         if watch is not None:
             state.learn(watch)
         elif versions(state.tensors) != state.versions:
@@ -315,19 +318,21 @@ class CellState:
 
     def _restored_attributes(self, module: nn.Module, memories: Memories) -> Attributes:
         layers = self.layers
-        if layers.observed.asks_phase:
-            attributes = {**module.__dict__}
-            attributes['training'] = layers.attributes[module].get('training', module.training)
+        if module in self.attributes:
+            attributes = {**self.attributes[module], **layers.hooks[module]}
         else:
-            attributes = {**self.attributes_of(module)}
+            attributes = layers.with_hooks[module].copy()
+        if layers.observed.asks_phase:
+            training = attributes.get('training', module.training)
+            attributes = {**module.__dict__, **layers.hooks[module], 'training': training}
         for name, value in self.values.get(module, {}).items():
             attributes[name] = copy_of_value(
                 value, partial(self._restored_item, memories, module, name))
-        attributes.update(layers.hooks[module])
         if module in layers.children:
             attributes['_modules'] = {**module._modules, **layers.children[module]}
 
-        parameters = attributes['_parameters'] = {**module._parameters}
+        parameters: Attributes = {**module._parameters}
+        attributes['_parameters'] = parameters
         for name, (parameter, requires_grad) in layers.own[module].items():
             parameters[name] = parameter
             if parameter.requires_grad is not requires_grad:
