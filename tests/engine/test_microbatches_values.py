@@ -510,3 +510,61 @@ def test_what_places_of_a_value_are_one_may_differ_between_micro_batches():
     gpipe = GPipe(nn.Sequential(Layer(twice)), [1], devices=['cpu'], chunks=2)
     a, b = gpipe(torch.randn(4, 4))
     assert torch.equal(a, b) and a.shape == (4, 4)
+
+
+# --- lists with an item for each sample
+# ----------------------------------------------------------------------------------
+
+
+class Lengths(nn.Linear):
+    """Scale by the sum of the lengths."""
+
+    def forward(self, value):
+        """Scale."""
+        return super().forward(value['x']) * sum(value['lengths'])
+
+
+class Images(nn.Module):
+    """Reduce each image by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, images):
+        """Stack the results."""
+        return torch.stack([self.linear(image).mean(0) for image in images])
+
+
+@one_worker
+def test_a_list_of_a_number_for_each_sample(devices):
+    """In v0.21, each micro-batch got the whole list, silently."""
+    x = torch.rand(4, 4, device=devices.first)
+    layers = nn.Sequential(Lengths(4, 4))
+    gpipe = GPipe(layers, [1], devices=devices(1), chunks=2)
+    with pytest.raises(ValueError, match=r"input\['lengths'\] is a list of as many .* \(4\)"):
+        gpipe({'x': x, 'lengths': [1, 2, 3, 4]})
+    expected = gpipe({'x': x, 'lengths': [10]})
+    for lengths in (NoChunk([1, 2, 3, 4]), (1, 2, 3, 4), [1, 2, 7]):
+        assert_same([gpipe({'x': x, 'lengths': lengths})], [expected], 1e-6)
+    single = GPipe(layers, [1], devices=devices(1), chunks=1)
+    assert_same([single({'x': x, 'lengths': [1, 2, 3, 4]})], [expected], 1e-6)
+
+
+@one_worker
+def test_a_list_of_a_tensor_for_each_sample(devices):
+    """In v0.21, chunks=1 refused it, and no advice helped."""
+    images = [torch.rand(5 + k, 4, device=devices.first) for k in range(3)]
+    layers = nn.Sequential(Images(), nn.Linear(2, 2))
+    gpipe = GPipe(layers, [1, 1], devices=devices(2), chunks=2)
+    with pytest.raises(ValueError, match='If the list input has an item for each sample'):
+        gpipe(images)
+    single = GPipe(copy.deepcopy(layers), [1, 1], devices=devices(2), chunks=1)
+    target = torch.rand(3, 2)
+    loss = F.mse_loss if not devices.are_accelerators else (
+        lambda output, target: (output - target).square().mean())
+    expected = loss(layers.cpu()([image.cpu() for image in images]), target)
+    expected.backward()
+    assert_same([single.step(images, target.to(single.devices[-1]), loss)], [expected.detach()],
+                1e-6)
+    assert_same(gradients(single), gradients(layers), 1e-6)

@@ -238,6 +238,17 @@ def path_name(path: Path) -> str:
     return ''.join(f'.{key}' if isinstance(key, _Attribute) else f'[{key!r}]' for key in path)
 
 
+def item_at(value: Any, path: Path) -> Any:
+    """Return the item of a value at a path.
+
+    >>> item_at({'labels': [3, 4]}, ('labels', 1))
+    4
+    """
+    for key in path:
+        value = getattr(value, key) if isinstance(key, _Attribute) else value[key]
+    return value
+
+
 # Structures: extraction of tensors, and reconstruction.
 
 

@@ -14,13 +14,15 @@ it.
 import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.structure import (Arguments, Kind, Leaf, Path, Repeated, Tensors, bare,
-                                       flatten_nested, is_among, leaves_of, once, path_name)
+                                       flatten_nested, is_among, item_at, leaves_of, once,
+                                       path_name)
 
 __all__ = ['Chunk', 'DEFAULT', 'REDUCTIONS', 'check_arguments', 'check_rule', 'check_rules',
            'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
@@ -75,7 +77,9 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
     """
     tensors, kind, dims = _read(input, batch_dim)
-    size = _batch_size(input, tensors, dims, what)
+    size = _batch_size(input, tensors, dims, what, chunks)
+    if min(chunks, size) > 1 and not isinstance(input, Tensor):
+        _check_lists(input, size, what)
     # A tensor in several places with the same rule is also one tensor in each micro-batch.
     keys = [*zip(map(id, tensors), dims)]
     if len({*keys}) < len(keys):
@@ -111,8 +115,8 @@ def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
     return 0 if found is DEFAULT else found
 
 
-def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None], what: str
-                ) -> int:
+def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None], what: str,
+                chunks: int) -> int:
     sizes = []
     for k, (x, dim) in enumerate(zip(tensors, dims)):
         if dim is not None:
@@ -123,17 +127,49 @@ def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None
         raise ValueError(f'no tensor of the {what} has a batch dimension, so there is nothing to '
                          f'split (shapes: {[tuple(x.shape) for x in tensors]})')
     if len(set(sizes)) > 1:
+        lists = _lists_in(input, Tensor)
+        if chunks == 1 and lists:  # Nothing is split, so a list may have a tensor per sample.
+            return max(map(len, lists.values()))
         found = ', '.join(f'{_name(input, k, what)}: {x.shape[dim]}' for k, (x, dim)
                           in enumerate(zip(tensors, dims)) if dim is not None)
+        ways = ('Mark what all micro-batches share, like a table or position ids: '
+                'NoChunk(tensor). Say where the batch is, if it is not dimension 0: '
+                'GPipe(…, batch_dim=1)')
+        if lists:
+            ways = _per_sample(next(iter(lists)), what)
         raise ValueError(f'the tensors of the {what} disagree in batch size: {found}; every one '
-                         'must hold the same samples. Mark what all micro-batches share, like a '
-                         'table or position ids: NoChunk(tensor). Say where the batch is, if it '
-                         'is not dimension 0: GPipe(…, batch_dim=1)')
+                         f'must hold the same samples. {ways}')
     if sizes[0] == 0:
         raise ValueError('the batch is empty: the batch dimension of the input has size 0, at '
                          f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); skip '
                          'empty batches')
     return sizes[0]
+
+
+def _lists_in(input: Any, kind: type) -> dict[Path, list[Any]]:
+    """Return the lists of a value whose items are split or plain, and all of a type."""
+    paths = dict.fromkeys(leaf.path[:-1] for leaf in leaves_of(input)
+                          if leaf.path and not leaf.shared)
+    lists = {path: item_at(input, path) for path in paths}
+    return {path: items for path, items in lists.items()
+            if type(items) is list and len(items) > 1
+            and all(isinstance(item, kind) for item in items)}
+
+
+def _check_lists(input: Any, size: int, what: str) -> None:
+    """Raise if a list has a plain value for each sample, because lists are not split."""
+    for path, items in _lists_in(input, Number).items():
+        if len(items) == size:
+            raise ValueError(
+                f'{what}{path_name(path)} is a list of as many values as there are samples '
+                f'({size}), and each micro-batch would get the whole list. '
+                + _per_sample(path, what))
+
+
+def _per_sample(path: Path, what: str) -> str:
+    return (f'If the list {what}{path_name(path)} has an item for each sample, pass a tensor '
+            'whose dimension 0 is the batch, such as torch.tensor(list) or padded samples, or use '
+            'chunks=1. If all micro-batches share the list, pass NoChunk(list)')
 
 
 def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
