@@ -58,8 +58,8 @@ from torchgpipe.base.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceConte
                                      tree_leaves, tree_map_only)
 
 __all__ = ['MicroBatch', 'MiniBatch', 'ThreadState', 'check_order', 'context', 'generator_lock',
-           'is_checkpointing', 'is_recomputing', 'layer_lock', 'new_lock', 'step_lock', 'together',
-           'uncollected']
+           'is_checkpointing', 'is_held', 'is_recomputing', 'layer_lock', 'new_lock',
+           'released_generator', 'step_lock', 'together', 'uncollected']
 
 T = TypeVar('T')
 
@@ -495,6 +495,27 @@ class _Several:
     def __exit__(self, *args: Any) -> None:
         for lock in self.locks:
             lock.release()
+
+
+def is_held(context: AbstractContextManager[Any]) -> bool:
+    """Return whether the calling thread holds any lock of :func:`layer_lock`."""
+    return any(lock._is_owned() for lock in getattr(context, 'locks', [context]))
+
+
+@contextmanager
+def released_generator() -> Iterator[None]:
+    """Release the generator lock, if the calling thread holds it, while it waits for others.
+
+    A layer may call another pipeline, whose workers need the lock (rule 15).
+    """
+    if not generator_lock._is_owned():
+        yield
+        return
+    count = generator_lock._release_save()
+    try:
+        yield
+    finally:
+        generator_lock._acquire_restore(count)
 
 
 @contextmanager

@@ -39,7 +39,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.context import MicroBatch, MiniBatch, ThreadState, context, generator_lock
+from torchgpipe.base.context import (MicroBatch, MiniBatch, ThreadState, context, generator_lock,
+                                     is_held, released_generator)
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import is_among, share_memory
 from torchgpipe.engine.cell import Cell, Cells
@@ -350,10 +351,24 @@ class Run:
         """
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
+            self._check_layers()
         parts = self._engine.several_memories and self._state.grad
         inputs = [x.grad_fn for batch in self._batches for x in batch.tensors] if parts else []
-        with self._engine.lock, self._steps:
+        # A layer of another pipeline may be the caller.
+        with released_generator(), self._engine.lock, self._steps:
             self._run(inputs, parts)
+
+    def _check_layers(self) -> None:
+        """Check that workers do not wait for layers of the cell that calls this pipeline."""
+        if context.micro_batch is None:
+            return
+        for partition in self._engine.partitions:
+            if is_held(partition.lock_alone):
+                raise RuntimeError(
+                    f'a layer called a GPipe whose partition {partition.j} has layers of the '
+                    'calling partition, so its workers would wait for the caller. Call the layers '
+                    "instead, or put all of its partitions on one device, as in devices=['cpu', "
+                    "'cpu']")
 
     def _run(self, inputs: list[Any], parts: bool) -> None:
         try:
