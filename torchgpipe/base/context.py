@@ -502,20 +502,19 @@ def is_held(context: AbstractContextManager[Any]) -> bool:
     return any(lock._is_owned() for lock in getattr(context, 'locks', [context]))
 
 
-@contextmanager
-def released_generator() -> Iterator[None]:
-    """Release the generator lock, if the calling thread holds it, while it waits for others.
+class released_generator:
+    """A context in which the calling thread does not hold the generator lock.
 
     A layer may call another pipeline, whose workers need the lock (rule 15).
     """
-    if not generator_lock._is_owned():
-        yield
-        return
-    count = generator_lock._release_save()
-    try:
-        yield
-    finally:
-        generator_lock._acquire_restore(count)
+
+    # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
+    def __enter__(self) -> None:
+        self._held = generator_lock._release_save() if generator_lock._is_owned() else None
+
+    def __exit__(self, *error: object) -> None:
+        if self._held is not None:
+            generator_lock._acquire_restore(self._held)
 
 
 @contextmanager
