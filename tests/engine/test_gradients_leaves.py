@@ -1,11 +1,14 @@
 """Leaves in place of parameters: hooks see whole gradients, and layers their own parameters."""
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import loss_of, train
+from tests.helpers import assert_same
+from tests.helpers import gradients as gradients_of
 from torchgpipe import GPipe
 from torchgpipe.engine import gradients
 
@@ -110,3 +113,61 @@ def test_a_layer_may_assign_to_data(devices):
             optimizer.zero_grad()
     for name, x in model.state_dict().items():
         torch.testing.assert_close(gpipe.state_dict()[name].cpu(), x, rtol=1e-12, atol=1e-12)
+
+
+class Assigning(nn.Module):
+    """A layer that assigns a parameter to another slot, or freezes it."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.change = change
+        self.calls = 0
+
+    def forward(self, x):
+        """Change something, and run."""
+        self.calls += 1
+        self.change(self)
+        return self.b(self.a(x).tanh())
+
+
+def tie(layer):
+    """Tie two weights at the first call."""
+    if layer.calls == 1:
+        layer.b.weight = layer.a.weight
+
+
+def swap(layer):
+    """Swap two parameters."""
+    layer.a.weight, layer.b.weight = layer.b.weight, layer.a.weight
+
+
+def freeze(layer):
+    """Freeze a layer in the first call of the second step."""
+    if layer.calls == 4:
+        layer.a.requires_grad_(False)
+
+
+@devices
+@pytest.mark.parametrize('schedule', ['1f1b', 'zb-h1'])
+@pytest.mark.parametrize('change', [tie, swap, freeze])
+def test_in_v0210_a_leaf_that_a_layer_assigns_elsewhere_stayed_there(devices, schedule, change):
+    """The optimizer did not know it. And a parameter that a layer froze was trained further."""
+    model = nn.Sequential(nn.Linear(4, 4), Assigning(change)).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=devices(2), chunks=3, checkpoint='never')
+    own = {id(x) for x in gpipe.parameters()}
+    optimizers = [torch.optim.SGD(net.parameters(), .1) for net in (model, gpipe)]
+    for _ in range(3):
+        x = torch.randn(6, 4, dtype=torch.double)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in x.chunk(3):
+            ((model(part) - part).square().mean() / 3).backward()
+        gpipe.step(x.to(gpipe.devices[0]), x.to(gpipe.devices[-1]),
+                   lambda output, target: (output - target).square().mean(), schedule=schedule)
+        assert {id(x) for x in gpipe.parameters()} <= own
+        assert [x.requires_grad for x in gpipe.parameters()] == [
+            x.requires_grad for x in model.parameters()]
+        assert_same(gradients_of(gpipe), gradients_of(model), 1e-10)
+        for optimizer in optimizers:
+            optimizer.step()

@@ -238,10 +238,11 @@ class Cells:
     def _checkpoint(self, cell: Cell, tensors: list[Tensor], observed: Observed
                     ) -> tuple[list[Tensor], Recomputation]:
         """Run the first pass of a checkpointed cell."""
+        if self._layers is None or self._layers.is_stale:
+            self._modules = [*self._partition.layers.modules()]
+            self._layers = Layers(self._modules, observed, self._held)
         watch = (None if observed.watched and observed.draws is not None
                  else LayerRecorder(self._modules))
-        if self._layers is None:
-            self._layers = Layers(self._modules, observed, self._held)
         found = self._layers.find(watch)
         # If other cells draw, each cell that does not draw has its own monitor.
         alone = self.monitor is None and watch is None and observed.draws is False

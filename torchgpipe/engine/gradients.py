@@ -30,6 +30,9 @@ accumulated gradients to the parameters at the end::
 
     at the end      leaf.grad ──▶ Give ──▶ hooks ──▶ parameter.grad
 
+If a layer assigns a leaf to another slot, the parameter takes its place at the end. If it freezes
+a leaf, the parameter is frozen at the end.
+
 Therefore hooks of a parameter see its whole gradient, once in a step. Hooks that a layer registers
 on a leaf belong to its parameter, and so they outlive the step. A step that fails leaves no part
 of the gradient in ``parameter.grad``. A layer may also keep a parameter outside of its
@@ -197,8 +200,11 @@ WeightAndBias = tuple[Weight, Weight | None]
 def _weight_grads(function: '_Linear | _Convolution', grad: Tensor, input: Tensor,
                   leaves: WeightAndBias) -> tuple[Tensor | None, Tensor | None]:
     weight, bias = leaves
-    return (function.weight_grad(grad, input, weight) if weight.requires_grad else None,
-            None if bias is None else function.bias_grad(grad))
+    weight_grad = function.weight_grad(grad, input, weight) if weight.requires_grad else None
+    bias_grad = None
+    if bias is not None and bias.requires_grad:
+        bias_grad = function.bias_grad(grad)
+    return weight_grad, bias_grad
 
 
 def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias,
@@ -356,6 +362,21 @@ class Leaves:
                 leaf.grad_dtype = self._dtype
             self._leaves[key] = x, leaf
         return self._leaves[key][1]
+
+    def put_back(self, modules: Iterable[nn.Module]) -> None:
+        """Put parameters in place of their leaves, which a layer may have assigned elsewhere."""
+        parameters = {id(leaf): x for x, leaf in self._leaves.values()}
+        for module in modules:
+            slots: dict[str, Any] = module._parameters
+            for name, x in [*slots.items()]:
+                if id(x) in parameters:
+                    slots[name] = parameters[id(x)]
+
+    def freeze(self) -> None:
+        """Freeze the parameters whose leaves a layer has frozen in forward."""
+        for x, leaf in self._leaves.values():
+            if not leaf.requires_grad and x.is_leaf:
+                x.requires_grad_(False)
 
     @property
     def numbers(self) -> set[int]:

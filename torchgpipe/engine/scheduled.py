@@ -178,8 +178,11 @@ class Step(Run):
             BaseException: The first error that an action raised. Then no gradient was added.
         """
         self._communicating = self._engine.communicating_worker
-        super().run()
-        self._give(self._gradients())
+        try:
+            super().run()
+            self._give(self._gradients())
+        finally:
+            self._leaves.freeze()
 
     def _run_cells(self) -> None:
         """Run all actions."""
@@ -192,8 +195,12 @@ class Step(Run):
         plan = WorkerPlan.of(self._rows, devices, ordered)
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
-        with substituted(self._put_leaves(engine.partitions)):
-            interpret(plan, run, engine.workers)
+        try:
+            with substituted(self._put_leaves(engine.partitions)):
+                interpret(plan, run, engine.workers)
+        finally:
+            for partition in engine.partitions:
+                self._leaves.put_back(partition.layers.modules())
         if watch is not None:
             watch.check()
         if self._recorder is not None:

@@ -26,6 +26,7 @@ value
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from torchgpipe.base.structure import flatten_nested
 from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
 from torchgpipe.sequential.check import check_conversion, check_mixing
 from torchgpipe.sequential.convert import convert, is_on_meta
-from torchgpipe.sequential.effects import UNKNOWN, copied, copied_value, without_grad
+from torchgpipe.sequential.effects import UNKNOWN, copied, copied_value, untouched, without_grad
 from torchgpipe.sequential.layer import called_with
 from torchgpipe.sequential.leaf_modules import LeafLike
 from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted,
@@ -237,7 +238,7 @@ def _make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) ->
     layers: list[nn.Module] = []
     for stage in stages:
         function = _function(module, stage)
-        value, uses = _used(root, function, args, kwargs)
+        value, uses = untouched(root, partial(_used, root, function, args, kwargs))
         layers.append(stage if isinstance(stage, nn.Module) and not isinstance(function, _CallOf)
                       else Stage(module, function, with_all_names(module, uses, names)))
         args, kwargs = (value,), {}

@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ from torchgpipe.base.distance import (apart, arbitrary_loss, default_tolerance, 
                                       rounding, together)
 from torchgpipe.base.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
 from torchgpipe.engine.microbatches import DEFAULT, Chunk, gather, look_up
-from torchgpipe.sequential.effects import copied, copied_value, same_random_numbers, without_grad
+from torchgpipe.sequential.effects import (copied, copied_value, same_random_numbers, untouched,
+                                           without_grad)
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.refusals import ConversionError
@@ -124,6 +126,12 @@ def _run(module: nn.Module, value: Any, training: bool,
 
     ``original`` maps names of the module to names of the original.
     """
+    return untouched(module, partial(_run_once, module, value, training, original))
+
+
+def _run_once(module: nn.Module, value: Any, training: bool,
+              original: Callable[[dict[str, Any]], dict[str, Any]]
+              ) -> tuple[dict[Path, Any], NamedTensors]:
     module.train(training)
     # Tensors that were made in inference mode have no graph.
     learns = training and not any(x.is_inference() for x in module.parameters())

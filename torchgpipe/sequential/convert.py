@@ -2,6 +2,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from traceback import clear_frames
 from types import FunctionType
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe.base.structure import call, flatten_nested, leaves_of, path_name
 from torchgpipe.sequential.cuts import GRAINS, blocks_among, cut_graph
 from torchgpipe.sequential.effects import (UNKNOWN, copied, copied_value, same_random_numbers,
-                                           without_grad)
+                                           untouched, without_grad)
 from torchgpipe.sequential.layer import Inputs, arguments_of, build, called_with
 from torchgpipe.sequential.leaf_modules import (LeafLike, LeafModules, holds_most, leaf_names,
                                                 modules_within)
@@ -75,7 +76,8 @@ def _call_once(module: nn.Module, sample: Any) -> None:
     """Call a copy of a module, which raises its own errors and fills its caches."""
     try:
         with same_random_numbers():
-            without_grad(lambda _: call(copied(module), copied_value(sample)))
+            copy = copied(module)
+            untouched(copy, lambda: without_grad(lambda _: call(copy, copied_value(sample))))
     except Exception as error:
         if _has_keywords(module, sample):
             raise TypeError(
@@ -198,7 +200,7 @@ def _recorded(module: nn.Module, sample: Any, names: set[str], classes: dict[typ
     tracer = ForwardTracer(root, LeafModules(root, names, classes))
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
-        tracer.record(args, kwargs)
+        untouched(root, partial(tracer.record, args, kwargs))
         args, kwargs = (), {}
         tracer.end()
     except Exception as error:

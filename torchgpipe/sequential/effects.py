@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchgpipe.base.devices import autocast_types, forked_rng
-from torchgpipe.base.structure import flatten_nested
+from torchgpipe.base.structure import flatten_nested, is_plain, storage_id, view_of
+from torchgpipe.engine.checkpoint.observation import LayerRecorder
 from torchgpipe.sequential.refusals import ConversionError, makes_a_message
 
 __all__ = ['GeneratorStates', 'TracedValue', 'UNKNOWN', 'UnknownValue', 'copied', 'copied_value',
@@ -166,6 +167,21 @@ def copied(module: TModule) -> TModule:
             f'{type(module).__name__} cannot be converted: it cannot be copied, to be tried out '
             f'without a change of it ({type(error).__name__}: {error}). Convert it before it was '
             'called, or without what keeps it from being copied') from error
+
+
+def untouched(module: nn.Module, function: Callable[[], T]) -> T:
+    """Call a function, and then restore the parameters of a module that it has written to.
+
+    A copy of a module shares its parameters, and some layers write to them in forward.
+    """
+    recorder = LayerRecorder(module.modules())
+    try:
+        return recorder.run(function)
+    finally:
+        for x in module.parameters():
+            copy = recorder.copies.get(storage_id(x)) if is_plain(x) else None
+            if copy is not None:
+                x.data.copy_(view_of(copy, x))
 
 
 def copied_value(value: Any) -> Any:

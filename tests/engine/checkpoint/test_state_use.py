@@ -367,3 +367,68 @@ def test_a_hook_that_a_layer_registers_on_its_weight(devices, mode, schedule, ki
         else:
             gpipe.step(y, target, loss_of, schedule=schedule)
         assert_same(gradients(gpipe), gradients(model))
+
+
+# --- children and parameters that forward replaces
+# ----------------------------------------------------------------------------------
+
+
+class Factor(nn.Module):
+    """Scale the gradient by a tensor, which grows with each call."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = torch.as_tensor(value, dtype=torch.double)
+
+    def forward(self, x):
+        """Scale."""
+        factor = self.value.to(x)
+        self.value = self.value + 1
+        return Scale.apply(x * 2, factor)
+
+
+class Replacing(nn.Module):
+    """Replace children in forward."""
+
+    def __init__(self, replace):
+        super().__init__()
+        self.replace = replace
+        self.a, self.b = Factor(2), Factor(5)
+        self.many = nn.ModuleList([Factor(3), Factor(7)])
+        self.made = nn.ModuleDict()
+
+    def forward(self, x):
+        """Replace some, and call all."""
+        self.replace(self, x)
+        for child in (self.a, self.many[0], *self.made.values()):
+            x = child(x)
+        return x
+
+
+def swap(layer, x):
+    """Swap two children."""
+    layer.a, layer.b = layer.b, layer.a
+
+
+def derive(layer, x):
+    """Make a child from the previous one."""
+    layer.a = Factor(layer.a.value * .5)
+
+
+def rotate(layer, x):
+    """Rotate a list."""
+    layer.many.append(layer.many.pop(0))
+
+
+def make_on_demand(layer, x):
+    """Make a child for each number of samples."""
+    if str(len(x)) not in layer.made:
+        layer.made[str(len(x))] = Factor(len(x))
+
+
+@devices
+@pytest.mark.parametrize('replace', [swap, derive, rotate, make_on_demand])
+def test_children_that_forward_replaces(devices, replace):
+    """In v0.21, recomputations found those of the last cell, and gradients were silently wrong."""
+    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), Replacing(replace), nn.Linear(4, 4),
+                                        Replacing(replace)).double(), devices, size=8)

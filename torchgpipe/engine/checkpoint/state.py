@@ -72,12 +72,14 @@ class Layers:
         self.modules = modules
         self.observed = observed
         self.lock = lock
-        #: The attributes and children of each module at the start of the first cell.
+        #: The attributes of each module, and the children, at the start of the first cell.
         self.attributes = {module: module.__dict__.copy() for module in modules}
-        self.children = {module: module._modules.copy() for module in modules if module._modules}
         # PyTorch's own layers set no attributes. If another layer does, the watch detects it.
         self._may_change = [module for module in modules
                             if not type(module).__module__.startswith('torch.nn.modules.')]
+        self.children = {module: module._modules.copy() for module in modules
+                         if module._modules or module in self._may_change
+                         or isinstance(module, (nn.ModuleDict, nn.ModuleList))}
         #: The parameters of each module in this forward pass, and whether they require grad.
         #: Later, `torch.func.functional_call` removes its parameters, and others may be frozen.
         self.own = {module: {name: (parameter, parameter.requires_grad)
@@ -94,6 +96,12 @@ class Layers:
         #: The hooks of modules at the end of the first cell, alone and with other attributes.
         self.hooks: dict[nn.Module, Attributes] = {}
         self.with_hooks: dict[nn.Module, Attributes] = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether forward has replaced a child of a module since the first cell."""
+        return any([are_rebound(children, module._modules)
+                    for module, children in self.children.items()])
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
         """Return the present state of the layers, at the start of a cell.
@@ -121,7 +129,8 @@ class Layers:
             before = self.attributes[module]
             if module not in observed.mutated and are_rebound(before, module.__dict__):
                 observed.learn_attributes(module, before)
-        return {module: module.__dict__.copy() for module in observed.mutated}
+        return {module: module.__dict__.copy() for module in observed.mutated
+                if module in self.attributes}
 
     def end(self, state: 'CellState', watch: LayerRecorder | None) -> None:
         """Complete the state at the end of its first pass."""
@@ -185,6 +194,8 @@ class CellState:
                     self._keep((module, name, ()), buffer)
         kept = layers.observed.kept if watch is None else watch.kept
         for module, names in kept.items():
+            if module not in layers.attributes:  # It was a child in an earlier cell.
+                continue
             now = self.attributes_of(module)
             self.values[module] = {
                 name: copy_of_value(now[name], partial(self._keep_item, module, name))
@@ -254,7 +265,8 @@ class CellState:
             observed.kept.clear()
         else:
             watch.report(observed)
-        self.attributes = {module: self.attributes[module] for module in observed.mutated}
+        self.attributes = {module: attributes for module, attributes in self.attributes.items()
+                           if module in observed.mutated}
         self.values = {module: {name: value for name, value in values.items()
                                 if name in observed.kept[module]}
                        for module, values in self.values.items() if module in observed.kept}
@@ -329,7 +341,7 @@ class CellState:
             attributes[name] = copy_of_value(
                 value, partial(self._restored_item, memories, module, name))
         if module in layers.children:
-            attributes['_modules'] = {**module._modules, **layers.children[module]}
+            attributes['_modules'] = layers.children[module].copy()
 
         parameters: Attributes = {**module._parameters}
         attributes['_parameters'] = parameters
