@@ -570,8 +570,35 @@ def test_a_pipeline_in_a_pipeline(devices, inner_mode, outer_mode, hooks):
     assert_same([output, *gradients(model)], [expected, *gradients(reference)])
 
 
+@cpu_only('an error before any device is used')
 @pytest.mark.parametrize('seed', ['x', 1.5, True])
 def test_a_seed_is_an_integer(seed):
     """In v0.21, it was an OverflowError."""
     with pytest.raises(TypeError, match='seed must be an integer, but got'):
         GPipe(nn.Sequential(nn.Linear(2, 2, device='meta')), [1], devices=['cpu'], seed=seed)
+
+
+@cpu_only('an error before any device is used')
+@pytest.mark.parametrize('make', [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_counts_over_the_mini_batch(make):
+    """In v0.21, its gradient was silently another one."""
+    layers = nn.Sequential(nn.Sequential(make(4, 2, scale_grad_by_freq=True)))
+    with pytest.raises(ValueError, match="'0.0' scales its gradient by the frequency"):
+        GPipe(layers, [1], devices=['cpu'], chunks=2)
+    GPipe(layers, [1], devices=['cpu'], chunks=1)
+
+
+@cpu_only('the text of an error')
+def test_a_step_names_the_way_out_if_a_layer_writes_to_its_weight():
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-.1, .1)
+            return super().forward(x)
+
+    layers = nn.Sequential(Clipped(4, 4), Clipped(4, 4))
+    x = torch.rand(4, 4)
+    gpipe = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2, checkpoint='never')
+    with pytest.raises(RuntimeError, match='modified by an inplace operation') as caught:
+        gpipe.step(x, x, nn.functional.mse_loss, schedule='gpipe')
+    assert "checkpoint='always'" in ''.join(caught.value.__notes__)

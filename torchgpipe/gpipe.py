@@ -30,7 +30,8 @@ from torchgpipe.engine.microbatches import (Chunk, check_arguments, check_rules,
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, parse_seed, split,
-                                     verify_layers, verify_module, verify_shared, verify_source)
+                                     verify_counts, verify_layers, verify_module, verify_shared,
+                                     verify_source)
 from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import Schedule, ScheduleLike
@@ -78,6 +79,8 @@ class PipelineModule(LayerSequence):
             devices = balance.devices
             chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
         self.chunks = parse_chunks(chunks)
+        if self.chunks > 1:
+            verify_counts(module)
         self.balance = parse_balance(balance, len(module))
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
         return devices

@@ -53,6 +53,11 @@ def beside(j: int) -> str:
             'plain call, model(input) and loss.backward()')
 
 
+_CHANGED = ('If a layer writes to its parameter or buffer in forward, the next micro-batch changes '
+            "what this one has saved. Use checkpoint='always', which keeps the values of each "
+            'micro-batch, or let the layer use a copy: tensor.clone()')
+
+
 class Unordered:
     """The present state of layers that do not run one micro-batch after the other.
 
@@ -263,6 +268,8 @@ class Step(Run):
                 add_note(error, f'in backward of partition {j} on '
                                 f'{self._engine.partitions[j].device}, micro-batch {i} of '
                                 f'{len(self._batches)}')
+                if 'modified by an inplace operation' in str(error):
+                    add_note(error, _CHANGED)
             raise
         finally:
             context.no_order = before

@@ -17,8 +17,8 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 
 __all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
-           'parse_seed',
-           'still_shared', 'verify_layers', 'verify_module', 'verify_shared', 'verify_source']
+           'parse_seed', 'still_shared', 'verify_counts', 'verify_layers', 'verify_module',
+           'verify_shared', 'verify_source']
 
 _RECOMMENDATION = '''
 
@@ -208,6 +208,19 @@ def parse_chunks(chunks: int | str | Any) -> int:
     if number < 1:
         raise ValueError(f'number of chunks must be a positive integer, but got {number}')
     return number
+
+
+def verify_counts(module: nn.Module) -> None:
+    """Check that no layer counts indices over the whole mini-batch.
+
+    Raises:
+        ValueError: An embedding scales its gradient by the frequency of indices.
+    """
+    for name, part in module.named_modules():
+        if getattr(part, 'scale_grad_by_freq', False):
+            raise ValueError(f"'{name}' scales its gradient by the frequency of indices in the "
+                             'mini-batch (scale_grad_by_freq=True), but it sees one micro-batch '
+                             'at a time. Use chunks=1, or an embedding without this option')
 
 
 def parse_seed(seed: Any) -> int:
