@@ -53,7 +53,7 @@ def beside(j: int) -> str:
             'plain call, model(input) and loss.backward()')
 
 
-_CHANGED = ('If a layer writes to its parameter or buffer in forward, the next micro-batch changes '
+_CHANGED = ('If a layer writes to its parameter or buffer in forward, another micro-batch changes '
             "what this one has saved. Use checkpoint='always', which keeps the values of each "
             'micro-batch, or let the layer use a copy: tensor.clone()')
 
