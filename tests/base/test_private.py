@@ -35,7 +35,9 @@ TABLE, ATTRIBUTES = (re.findall(r'^\| `([^`]+)` \|', part, re.M)
 
 #: Python's own.
 PYTHONS = {'_asdict', '_at_fork_reinit', '_current_frames', '_exit', '_fields', '_getframe',
-           '_lru_cache_wrapper'}
+           '_lru_cache_wrapper',
+           # A reentrant lock, as `threading.Condition` uses it.
+           '_is_owned', '_release_save', '_acquire_restore'}
 
 
 def names_in(path):
@@ -107,7 +109,8 @@ NEEDED = {
     'torch._C:_stash_obj_in_tls': IN_CONTEXT,
     'torch._ops:OpOverload._schema': PIPELINES,
     'torch.amp:GradScaler._unscale_grads_': {'scaled'},
-    'torch.autograd:Variable._execution_engine.queue_callback': BACKWARD - {'step', 'step_with_halves'},
+    'torch.autograd:Variable._execution_engine.queue_callback':
+        BACKWARD - {'step', 'step_with_halves'},
     'torch.nn.parallel:DistributedDataParallel._get_active_ddp_module': {'sharded'},
     'torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model':
         {'sharded', 'told_to_ddp'},
