@@ -602,3 +602,23 @@ def test_a_step_names_the_way_out_if_a_layer_writes_to_its_weight():
     with pytest.raises(RuntimeError, match='modified by an inplace operation') as caught:
         gpipe.step(x, x, nn.functional.mse_loss, schedule='gpipe')
     assert "checkpoint='always'" in ''.join(caught.value.__notes__)
+
+
+@cpu_only('the text of an error')
+@pytest.mark.parametrize('mode', ['always', 'never'])
+def test_forward_mode_in_training_names_a_way_that_works(mode):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x, tangent = torch.rand(2, 4, 4)
+    gpipe = GPipe(layers, [2, 1], devices=['cpu', 'cpu'], chunks=2, checkpoint=mode)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        with pytest.raises(NotImplementedError) as caught:
+            gpipe(dual)
+        with torch.no_grad():
+            result = forward_ad.unpack_dual(gpipe(dual)).tangent
+    assert 'torch.func.jvp' in ''.join(caught.value.__notes__)
+    _, expected = torch.func.jvp(layers, (x,), (tangent,))
+    assert torch.allclose(result, expected)
+    if mode == 'never':
+        assert torch.allclose(torch.func.jvp(gpipe, (x,), (tangent,))[1], expected)

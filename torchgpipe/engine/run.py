@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.context import (MicroBatch, MiniBatch, ThreadState, context, generator_lock,
                                      is_held, released_generator)
+from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import is_among, share_memory
 from torchgpipe.engine.cell import Cell, Cells
@@ -271,6 +272,11 @@ def _gone() -> None:
 
 _serial = itertools.count()
 
+_NO_FORWARD_MODE = (
+    'A pipeline in training has no forward-mode differentiation of dual tensors. Use '
+    'torch.func.jvp, of the sequential module that was wrapped or of a pipeline with all '
+    "partitions on one device and checkpoint='never'; or call the pipeline in torch.no_grad()")
+
 
 class Run:
     """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
@@ -383,6 +389,10 @@ class Run:
             if parts:
                 part_contexts(inputs, [
                     x for batch in self._batches for x in batch.tensors])
+        except NotImplementedError as error:
+            if 'jvp' in str(error):
+                add_note(error, _NO_FORWARD_MODE)
+            raise
         finally:
             self._state.repair()
 
