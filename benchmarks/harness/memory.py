@@ -1,4 +1,5 @@
 """The memory that a partition keeps, and the peak of a step."""
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.live import LiveTensors, Storage
-from torchgpipe import is_recomputing
+from torchgpipe import is_checkpointing, is_recomputing
 from torchgpipe.base.private import backward_pass
 
 __all__ = ['GIB', 'OwnedTensors', 'peak_memory', 'peak_of_activations', 'size_of_partition']
@@ -48,17 +49,29 @@ def peak_memory(step: Any, devices: list[torch.device]) -> int:
 
 
 def peak_of_activations(step: Callable[[], object]) -> int:
-    """Return the peak bytes of tensors that a step makes in forward, without gradients.
+    """Return the peak bytes of tensors that a step makes in forward, summed over its threads.
 
-    This is for the CPU, whose allocator keeps no statistics.
+    Gradients are excluded. Each partition on the CPU has a thread of its own, and its peak does
+    not depend on what the others do at that moment. The CPU's allocator keeps no statistics.
     """
-    def pass_of_caller() -> str:
-        return 'forward' if backward_pass() == -1 or is_recomputing() else 'backward'
+    def thread_and_pass() -> tuple[int, bool]:
+        return threading.get_ident(), _in_forward()
 
-    live = OwnedTensors(pass_of_caller)
+    live = OwnedTensors(thread_and_pass)
     with live.watched():
         step()
-    return live.peaks['forward']
+    return sum(peak for (_, forward), peak in live.peaks.items() if forward)
+
+
+def _in_forward() -> bool:
+    """Return whether the calling thread runs forward, for the first time or again.
+
+    The second half of a split backward is outside autograd, and as in autograd, gradients are
+    disabled there.
+    """
+    if is_checkpointing() or is_recomputing():
+        return True
+    return backward_pass() == -1 and torch.is_grad_enabled()
 
 
 class OwnedTensors(LiveTensors):

@@ -192,7 +192,7 @@ MUTATIONS = [Mutation(*mutation) for mutation in [
     (recomputation.Recomputation._run_again, 'use_stream(self._stream)',
      P.recomputations_overlap_with_what_comes_before),
     (recomputation.Recomputation._run_again, 'use_stream(self._stream)', P.hooks_pack_inputs),
-    (plain_call.PlainCall._tie, 'output[k].device',
+    (plain_call._recompute, 'output.device',
      P.recomputations_overlap_with_what_comes_before, 'mutated(torch.device("cpu"))'),
     (samples._event, 'torch.accelerator.current_stream(device).record_event()',
      P.samples_from_another_device, 'mutated(torch.Event(device))'),

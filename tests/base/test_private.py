@@ -87,6 +87,8 @@ def test_the_page_names_all_that_is_looked_up():
 PIPELINES = {'plain', 'checkpointed', 'drawing', 'kept_out_of_recomputation', 'within_hooks',
              'within_a_default_device', 'skips', 'step', 'step_with_halves',
              'values_of_other_kinds', 'deferred_batch_norm', 'recorded', 'compared'}
+#: A conversion watches what the sample's forward writes to.
+WATCHED = PIPELINES | {'converted'}
 BACKWARD = {'checkpointed', 'drawing', 'kept_out_of_recomputation', 'step',
             'step_with_halves', 'recorded', 'compared'}
 VALUES = {'values_of_other_kinds', 'converted', 'compared'}
@@ -96,18 +98,18 @@ NEEDED = {
     'torch._C:_autograd._top_saved_tensors_default_hooks':
         {'within_hooks', 'kept_out_of_recomputation', 'step_with_halves'},
     'torch._C:_current_graph_task_id': BACKWARD,
-    'torch._C:_get_dispatch_stack_at': PIPELINES,
+    'torch._C:_get_dispatch_stack_at': WATCHED,
     'torch._C:_get_function_stack_at': {'within_a_default_device'},
     'torch._C:_get_obj_in_tls': IN_CONTEXT,
     'torch._C:_is_key_in_tls': {'given_a_context'},
     'torch._C:_len_torch_dispatch_stack': PIPELINES | {'transformed'},
     'torch._C:_len_torch_function_stack': PIPELINES,
-    'torch._C:_pop_torch_dispatch_stack': PIPELINES,
+    'torch._C:_pop_torch_dispatch_stack': WATCHED,
     'torch._C:_pop_torch_function_stack': {'within_a_default_device'},
-    'torch._C:_push_on_torch_dispatch_stack': PIPELINES,
+    'torch._C:_push_on_torch_dispatch_stack': WATCHED,
     'torch._C:_push_on_torch_function_stack': {'within_a_default_device'},
     'torch._C:_stash_obj_in_tls': IN_CONTEXT,
-    'torch._ops:OpOverload._schema': PIPELINES,
+    'torch._ops:OpOverload._schema': WATCHED,
     'torch.amp:GradScaler._unscale_grads_': {'scaled'},
     'torch.autograd:Variable._execution_engine.queue_callback':
         BACKWARD - {'step', 'step_with_halves'},
@@ -116,7 +118,7 @@ NEEDED = {
         {'sharded', 'told_to_ddp'},
     'torch.nn:Module._compiled_call_impl': {'kept_out_of_recomputation', 'step_with_halves'},
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': {'told_to_ddp'},
-    'torch.utils._python_dispatch:TorchDispatchMode': PIPELINES,
+    'torch.utils._python_dispatch:TorchDispatchMode': WATCHED,
     'torch.utils._pytree:tree_flatten': VALUES,
     'torch.utils._pytree:tree_flatten_with_path': VALUES | {'kept_out_of_recomputation'},
     'torch.utils._pytree:tree_leaves': PIPELINES | {'transformed'},

@@ -35,7 +35,8 @@ MEANING = '''Times and ratios are medians over rounds. The columns are:
   and any slowdown of the cells.
 - bubble: the share of time in which a device runs nothing, measured by torchgpipe.timeline, and
   then the predicted share.
-- activations: the peak memory of the tensors that forward creates, without gradients.'''
+- activations: the peak memory of the tensors that forward creates, without gradients, summed over
+  devices.'''
 
 #: Steps that are recorded for a timeline.
 RECORDED = 3
