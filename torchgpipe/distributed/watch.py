@@ -78,13 +78,14 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     """
     if not thread:  # It has begun nothing yet.
         return Whereabouts(False, '')
-    innermost = frame = _frames().get(thread)
+    frames = _frames(thread)
+    if not frames:
+        return Whereabouts(False, 'no line, as its thread has ended')
+
     waits, line, name = False, '', ''
     decided = False
-    while frame is not None:
-        # Python 3.11 may return another object for a frame that ended meanwhile.
-        names: object = frame.f_globals
-        module = str(names.get('__name__', '')) if isinstance(names, dict) else _PASSED[0]
+    for frame in frames:
+        module = str(frame.f_globals.get('__name__', ''))
         if not decided and not module.startswith(_PASSED):
             decided = True
             waits = module.startswith(_WAITING) and not module.startswith(_COMPUTING)
@@ -92,20 +93,25 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
             line = _line(frame)
         if layer and not name and frame.f_code is Sequential.forward.__code__:
             name = _layer(frame)
-        frame = frame.f_back
-    if innermost is None:
-        return Whereabouts(False, 'no line, as its thread has ended')
-    return Whereabouts(waits, name + (line or _line(innermost)))
+    return Whereabouts(waits, name + (line or _line(frames[0])))
 
 
-def _frames() -> dict[int, FrameType]:
-    """Return the frame of each thread.
+def _frames(thread: int) -> list[FrameType]:
+    """Return the frames of a thread, the innermost one first.
 
-    Before Python 3.12, a garbage collection may begin in this call, which holds a lock that a
-    thread needs to end. A finalizer that joins such a thread, such as a watch's, would deadlock.
+    Before Python 3.12, a garbage collection may begin in each of these calls, where Python makes
+    the object of a frame. Meanwhile the thread may go on and leave that frame, whose memory then
+    belongs to others: the object would crash the process. And ``_current_frames`` holds a lock
+    that a thread needs to end, so a finalizer that joins such a thread, such as a watch's, would
+    deadlock.
     """
+    frames = []
     with uncollected():
-        return sys._current_frames()
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+    return frames
 
 
 def _line(frame: FrameType) -> str:
