@@ -14,6 +14,8 @@ from tests.devices import ACCELERATOR, cpu_only, devices, places
 from tests.helpers import assert_same, modes
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.base.context import context
+from torchgpipe.engine.scheduled import Step
+from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
 
@@ -30,6 +32,14 @@ class Layer(nn.Linear):
     def forward(self, x):
         """Do so."""
         return self.function(self, super().forward(x).tanh())
+
+
+class Transposed(nn.Module):
+    """Two dimensions change places, and the samples keep theirs."""
+
+    def forward(self, x):
+        """Do so."""
+        return x.transpose(0, 2)
 
 
 def found(*layers, sample=None, **options):
@@ -488,6 +498,66 @@ def test_skips_and_tables_that_come_out(devices):
     model = nn.Sequential(Stash(), nn.Identity(), Pop())
     assert check_parity(model, Arguments(torch.rand(9, 4), NoChunk(torch.rand(3))), [1, 1, 1],
                         devices=devices(3)).equal
+
+
+SPLIT = ['zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min']
+
+
+def placed(schedule):
+    """Return the options of a model that a schedule fits, with a worker for each device."""
+    if schedule in ('zb-v', 'v-half', 'v-min'):
+        return {'balance': [1, 1, 1, 1], 'devices': ['cpu:0', 'cpu:1', 'cpu:1', 'cpu:0']}
+    return {'balance': [2, 2]}
+
+
+@modes
+@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', *SPLIT])
+def test_a_model_is_trained_by_a_schedule(schedule, mode):
+    sample = torch.rand(7, 4, requires_grad=True)
+    parity = found(nn.Dropout(), Layer(), sample=sample, schedule=schedule, checkpoint=mode,
+                   **placed(schedule))
+    assert parity.equal
+    assert parity.micro_batches.tensors['gradients'] == 7
+    assert f'schedule {schedule}' in str(parity)
+
+
+def test_a_schedule_of_ones_own_and_a_target():
+    for loss_fn, target in ((F.mse_loss, torch.rand(7, 4)),
+                            (F.cross_entropy, torch.randint(4, (7,)))):
+        for schedule in (None, make('zb-h1', 2, 3)):
+            assert found(Layer(), schedule=schedule, loss_fn=loss_fn, target=target).equal
+
+
+def test_a_split_backward_that_is_wrong(monkeypatch):
+    finish = Step._ACTIONS['W']
+
+    def lose_the_first(step, i, j):
+        if i == 0:
+            step._work.pop((i, j), None)
+        finish(step, i, j)
+
+    monkeypatch.setitem(Step._ACTIONS, 'W', lose_the_first)
+    assert found(Layer()).equal
+    assert found(Layer(), schedule='1f1b').equal
+    assert why(Layer(), schedule='zb-h1').startswith(
+        "the schedule: with schedule='1f1b' the numbers are right")
+
+
+def test_a_loss_that_is_no_mean_over_samples():
+    reason = why(Layer(), loss_fn=lambda output: output.square().mean().sqrt(), schedule='1f1b')
+    assert reason.startswith('the step: with the plain call, and so with the loss of the mini-')
+    assert reason.endswith('has to be a mean over samples')
+
+
+def test_a_loss_of_samples_along_another_dimension():
+    """The arbitrary loss is a mean over samples, wherever they are."""
+    assert found(Transposed(), sample=torch.rand(4, 7, 4), batch_dim=1,
+                 schedule='1f1b').equal
+
+
+def test_a_target_needs_a_loss():
+    with pytest.raises(ValueError, match='a target needs a loss_fn'):
+        found(target=torch.rand(7, 4))
 
 
 @pytest.mark.parametrize('steps', [0, -1])

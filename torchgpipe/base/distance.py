@@ -118,13 +118,25 @@ def typical_size(tensors: Iterable[Tensor]) -> float:
     return sizes[len(sizes) // 2] if sizes else 0.0
 
 
-def arbitrary_loss(output: Any) -> Tensor:
-    """Return a loss that no symmetry of the output makes constant."""
+def arbitrary_loss(output: Any, batch_dim: Any = None) -> Tensor:
+    """Return a loss that no symmetry of the output makes constant.
+
+    Args:
+        output: The output: a tensor of any shape, or a value of any nesting.
+        batch_dim: The dimension of samples in tensors that have it. If it is given, the loss is a
+            mean over samples, to each of which the same constants apply.
+    """
     tensors = [leaf.value for leaf in leaves_of(output) if isinstance(leaf.value, Tensor)]
-    reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
-    return sum((_from_constants(x) for x in reals if x.is_floating_point()), torch.zeros(()))
+    dim = batch_dim if isinstance(batch_dim, int) else None
+    return sum((_from_constants(x, dim) for x in tensors if is_real(x)), torch.zeros(()))
 
 
-def _from_constants(x: Tensor) -> Tensor:
-    target = torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)
+def _from_constants(x: Tensor, batch_dim: int | None) -> Tensor:
+    shape = list(x.shape)
+    if batch_dim is not None and -len(shape) <= batch_dim < len(shape):
+        shape[batch_dim] = 1
+    if x.is_complex():
+        x = torch.view_as_real(x)
+        shape.append(2)
+    target = torch.arange(math.prod(shape), dtype=x.dtype, device=x.device).cos().view(shape)
     return (x - target).square().mean()

@@ -24,6 +24,7 @@ from torchgpipe.base.devices import forked_rng, is_cpu
 from torchgpipe.base.distance import arbitrary_loss
 from torchgpipe.base.errors import add_note, table
 from torchgpipe.engine.split import parse_balance
+from torchgpipe.schedule import Schedule, ScheduleLike
 from torchgpipe.testing.differences import (Difference, Differences, compare, quiet, ways_out,
                                             why_of_micro_batches, why_of_the_pipeline)
 from torchgpipe.testing.runs import RESULTS, InParts, Setup, Unwrapped, Wrapped
@@ -79,7 +80,8 @@ def _rows(form: str, comparison: Differences | None) -> Iterator[list[str]]:
 
 
 def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | None = None, *,
-                 loss_fn: Callable[[Any], Tensor] | None = None, steps: int = 3,
+                 loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
+                 schedule: ScheduleLike | None = None, steps: int = 3,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
                  dtype: torch.dtype | None = torch.float64, tolerance: float | None = None,
                  raise_exception: bool = True, **options: Any) -> Parity:
@@ -93,6 +95,8 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
     >>> parity = check_parity(model, torch.randn(7, 4), [2, 1], chunks=3, checkpoint='always')
     >>> parity.equal
     True
+    >>> check_parity(model, torch.randn(7, 4), [2, 1], chunks=3, schedule='zb-h1').equal
+    True
 
     If layers draw random numbers, the wrapped model has to draw the same numbers as the unwrapped
     layers on the same micro-batches, one after the other. The unwrapped model draws other numbers
@@ -105,8 +109,13 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
             :class:`~torchgpipe.Arguments` for several inputs, with :class:`~torchgpipe.NoChunk`
             where needed. Gradients of tensors in it are compared if they require grad.
         balance: The number of layers in each partition; by default two halves.
-        loss_fn: Computes a scalar from the output, which is on the last device. By default, the
-            mean squared distance of all of its tensors from arbitrary constant tensors.
+        loss_fn: Computes a scalar from the output, which is on the last device, and from the
+            target if there is one. By default, the mean squared distance of all tensors of the
+            output from arbitrary constant tensors.
+        target: The target of the loss, of as many samples as the input.
+        schedule: As in :meth:`GPipe.step <torchgpipe.GPipe.step>`, by which the wrapped model is
+            then trained: the loss has to be a mean over samples. By default, the wrapped model is
+            trained by the plain call.
         steps: The number of steps to train.
         optimizer: Makes an optimizer of parameters, by default SGD with momentum.
         dtype: The type of the copies, so that rounding hides no difference; ``None`` for the
@@ -130,7 +139,15 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
     if steps < 1:
         raise ValueError(f'steps must be one or more, but is {steps}: without a step there is '
                          'nothing to compare')
-    setup = _setup(module, sample, balance, options, loss_fn=loss_fn or arbitrary_loss,
+    if loss_fn is None:
+        if target is not None:
+            raise ValueError('a target needs a loss_fn, which computes the loss from the output '
+                             'and the target')
+        loss_fn = arbitrary_loss
+        if schedule is not None:
+            loss_fn = partial(arbitrary_loss, batch_dim=options.get('batch_dim', 0))
+    options['schedule'] = schedule
+    setup = _setup(module, sample, balance, options, target=target, loss_fn=loss_fn,
                    optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                    dtype=dtype)
     if tolerance is None:
@@ -183,9 +200,16 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
             reasons += why_of_micro_batches(still, apart)
         elif not parts.differences:
             reasons += why_of_the_pipeline(still, whole.differences)
+    schedule = setup.options['schedule']
     title = (f'{steps} steps in {setup.dtype or "its own dtype"}, balance {setup.balance}, '
-             f'{setup.options["chunks"]} chunks, tolerance {tolerance:.0e}')
+             f'{setup.options["chunks"]} chunks, '
+             + ('' if schedule is None else f'schedule {_name_of(schedule)}, ')
+             + f'tolerance {tolerance:.0e}')
     return Parity(whole, parts, reasons, title)
+
+
+def _name_of(schedule: ScheduleLike) -> str:
+    return f'of {len(schedule.rows)} devices' if isinstance(schedule, Schedule) else str(schedule)
 
 
 def _draws_in_any_order(setup: Setup) -> bool:

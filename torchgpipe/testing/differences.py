@@ -198,6 +198,9 @@ def where_in_the_pipeline(setup: Setup, differences: Sequence[Difference], step:
 
 def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
     """Return the first parameter in backward with another gradient, as a sentence."""
+    outputs = [each.name for each in differences if each.kind == 'outputs']
+    if outputs == ['loss']:  # Then backward begins with other gradients.
+        return ''
     wrong = {each.name for each in differences if each.kind == 'gradients'}
     names = [name for name, _ in setup.module.named_parameters() if name in wrong]
     return f". Backward is right until it comes to '{names[-1]}'" if names else ''
@@ -385,7 +388,15 @@ def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
 
 
 def _less_machinery(setup: Setup) -> Iterator[WayOut]:
-    """Yield options without recomputation, without threads, and without both."""
+    """Yield options with a simpler schedule, without recomputation, without threads, or by the
+    plain call.
+    """
+    schedule = setup.options.get('schedule')
+    if schedule not in (None, '1f1b'):
+        yield {'schedule': '1f1b'}, (
+            "the schedule: with schedule='1f1b' the numbers are right. If backward is in two "
+            'halves (I and W), a layer changes in between what the second half reads, or computes '
+            'gradients itself')
     never = {'checkpoint': 'never'}
     one_thread = {'devices': [setup.options['devices'][0]] * len(setup.balance)}
     yield never, ("recomputation: with checkpoint='never' the numbers are right. A layer does "
@@ -397,6 +408,11 @@ def _less_machinery(setup: Setup) -> Iterator[WayOut]:
     yield {**never, **one_thread}, (
         "recomputation and threads: with checkpoint='never' and all partitions on one device the "
         'numbers are right. A layer looks at something outside of its attributes and buffers')
+    if schedule is not None:
+        yield {'schedule': None}, (
+            'the step: with the plain call, and so with the loss of the mini-batch, the numbers '
+            'are right. A step combines the losses of micro-batches, so the loss has to be a mean '
+            'over samples')
 
 
 def _buffers(differences: Sequence[Difference]) -> list[str]:

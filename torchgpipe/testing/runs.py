@@ -43,21 +43,24 @@ class Setup:
         module: The model; copies of it are trained.
         sample: The input, including marks.
         balance: As for :class:`~torchgpipe.GPipe`.
-        options: Other arguments for it, including ``devices`` and ``chunks``.
-        loss_fn: Computes the loss from the output.
+        options: Other arguments for it, including ``devices`` and ``chunks``; and the ``schedule``
+            of a step, or ``None`` for the plain call.
+        loss_fn: Computes the loss from the output, and from the target if there is one.
         optimizer: Makes an optimizer of parameters.
         dtype: The type of the copies; ``None`` for the model's own types.
         quiet: Names of modules that are in evaluation mode.
+        target: The second argument of the loss.
     """
 
     module: nn.Sequential
     sample: Any
     balance: Sequence[int]
     options: dict[str, Any]
-    loss_fn: Callable[[Any], Tensor]
+    loss_fn: Callable[..., Tensor]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     dtype: torch.dtype | None
     quiet: frozenset[str] = frozenset()
+    target: Any = None
 
     def model(self) -> nn.Sequential:
         """Copy the module."""
@@ -70,10 +73,21 @@ class Setup:
 
     def input(self) -> Any:
         """Copy the sample, to the first device."""
-        tensors = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
-        copies = {id(x): self._cast(x.detach()).to(self.device_of(0), copy=True).requires_grad_(
+        return self._copy(self.sample, self.device_of(0))
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of an output."""
+        return self.loss_fn(output) if self.target is None else self.loss_fn(output, target)
+
+    def copy_of_target(self) -> Any:
+        """Copy the target, to the last device."""
+        return self._copy(self.target, self.device_of(-1))
+
+    def _copy(self, value: Any, device: torch.device) -> Any:
+        tensors = [leaf.value for leaf in leaves_of(value) if isinstance(leaf.value, Tensor)]
+        copies = {id(x): self._cast(x.detach()).to(device, copy=True).requires_grad_(
             x.requires_grad) for x in tensors}
-        return copy.deepcopy(self.sample, copies)  # which takes these for the copies of tensors
+        return copy.deepcopy(value, copies)  # which takes these for the copies of tensors
 
     def _cast(self, x: Tensor) -> Tensor:
         if self.dtype is None or not is_real(x):
@@ -131,13 +145,19 @@ class Unwrapped:
                      f'{self.setup.dtype or "its own dtype"}')
             raise
 
-    def _step(self, step: int) -> Record:
+    def train(self, step: int) -> tuple[Any, Any, Tensor]:
+        """Compute gradients in some step; return input, output and loss."""
         input, output = self.forward(step)
         tensors, kind = flatten(output)
-        loss = self.setup.loss_fn(kind([x.to(self.setup.device_of(-1)) for x in tensors]))
-        self.model.zero_grad()
+        output_of_loss = kind([x.to(self.setup.device_of(-1)) for x in tensors])
+        loss = self.setup.loss(output_of_loss, self.setup.copy_of_target())
         if loss.requires_grad:
             loss.backward()
+        return input, output, loss
+
+    def _step(self, step: int) -> Record:
+        self.model.zero_grad()
+        input, output, loss = self.train(step)
         record = {('outputs', 'loss'): loss, **_tensors('outputs', 'output', output)}
         grads = _tensors('gradients', 'input', input)
         grads |= {('gradients', name): x for name, x in self.model.named_parameters()}
@@ -233,7 +253,20 @@ class Wrapped(Unwrapped):
 
     def make(self, model: nn.Sequential) -> nn.Module:
         """Prepare a copy."""
-        return GPipe(model, self.setup.balance, **self.setup.options)
+        options = dict(self.setup.options)
+        self._schedule = options.pop('schedule', None)
+        return GPipe(model, self.setup.balance, **options)
+
+    def train(self, step: int) -> tuple[Any, Any, Tensor]:
+        """Compute gradients by the plain call, or by a step if there is a schedule."""
+        if self._schedule is None:
+            return super().train(step)
+        torch.manual_seed(step)
+        input = self.setup.input()
+        model: Any = self.model
+        loss, output = model.step(input, self.setup.copy_of_target(), self.setup.loss,
+                                  schedule=self._schedule, return_output=True)
+        return input, output, loss
 
     def run(self, value: Any) -> Any:
         """Call it."""
