@@ -15,11 +15,7 @@ from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
 pytestmark = cpu_only('processes meet by gloo')
 
-# Ranks have leaves in their modules during forward only. A function that backward calls again by
-# its module, as the first two layers do, would see the parameters.
-BROADCAST = {name: make for name, make in LAYERS.items() if name.startswith(('bias', 'weight'))}
-
-CASES = {**BROADCAST, **WRITING, **COUNTING, 'equilibrium': Equilibrium,
+CASES = {**LAYERS, **WRITING, **COUNTING, 'equilibrium': Equilibrium,
          'hook': lambda: Registering('register_hook')}
 
 

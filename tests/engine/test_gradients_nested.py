@@ -220,6 +220,63 @@ def test_a_nested_backward_and_odd_shapes(devices, mode, schedule, layer):
 @devices
 @modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
+def test_a_nested_backward_of_a_layer_in_two_partitions(devices, mode, schedule):
+    """Then modules have leaves only while an action of the partition runs."""
+    inner = LAYERS['adjoint']()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh())
+                            for j in range(4)]).double()
+    check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
+
+
+class LossWithLayer(nn.Module):
+    """A loss whose backward calls a layer again."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, output, target):
+        """Return a mean over samples."""
+        return loss_of(self.layer(output), target)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
+def test_a_nested_backward_of_the_loss(devices, mode, schedule):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+    gpipe = pipeline(model, schedule, devices, checkpoint=mode)
+    expected = LossWithLayer(LAYERS['adjoint']().double())
+    loss = copy.deepcopy(expected).to(gpipe.devices[-1])
+    x, target = torch.randn(2, 7, 4, dtype=torch.double)
+    for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
+        (expected(model(part), label) * len(part) / len(x)).backward()
+    gpipe.step(on_first(gpipe, x), target.to(gpipe.devices[-1]), loss, schedule=schedule)
+    assert_same(gradients(gpipe), gradients(model), 1e-10)
+    assert_same(gradients(loss), gradients(expected), 1e-10)
+
+
+@cpu_only('the loss and the first partition are on one device')
+@cpus
+@modes
+@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
+def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(devices, mode,
+                                                                             schedule):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), LAYERS['adjoint']())
+                            for _ in range(4)]).double()
+    gpipe = pipeline(model, schedule, devices, checkpoint=mode)
+    expected, loss = LossWithLayer(model[0][1]), LossWithLayer(gpipe[0][1])
+    for _ in range(3):
+        x, target = torch.randn(2, 7, 4, dtype=torch.double)
+        for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
+            (expected(model(part), label) * len(part) / len(x)).backward()
+        gpipe.step(x, target, loss, schedule=schedule)
+        assert_same(gradients(gpipe), gradients(model), 1e-10)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
 @pytest.mark.parametrize('layer', [Equilibrium, lambda: Probed(4, 4)])
 def test_a_nested_backward_through_a_graph_that_it_retains(devices, mode, schedule, layer):
     """In v0.21, products of a solver added to the gradient, or "backward … a second time"."""

@@ -143,6 +143,8 @@ class Step(Run):
         self._communicating: Hashable = None
         self._leaves = Leaves()
         self._loss: Callable[..., Any] = loss
+        #: Swaps of partitions whose modules have leaves only while their actions run.
+        self._swaps: dict[int, list[Swap]] = {}
         modules = {*loss.modules}
         with_loss = [partition for partition in engine.partitions
                      if not modules.isdisjoint(partition.layers.modules())]
@@ -216,8 +218,8 @@ class Step(Run):
 
         Args:
             partitions: The partitions. The last partition includes the parameters of the loss.
-            each: Whether each cell sets its leaves itself. Cells also do so if modules of their
-                partition are elsewhere, or the partition has copies of tensors.
+            each: Whether each action sets its leaves itself. Actions also do so if modules of
+                their partition are elsewhere, or the partition has copies of tensors.
 
         Returns:
             The swaps that set the other leaves.
@@ -229,11 +231,14 @@ class Step(Run):
                                        self._deferred.get(partition.j))
             if each or copies or partition.j in self._apart:
                 self._layers[partition.j] = within(swaps, self._layers[partition.j])
+                self._swaps[partition.j] = swaps
             else:
                 found += swaps
         if partitions[-1].j == len(self._cells) - 1:
             swaps = self._leaves.swaps(self._losses.modules, {})
-            self._loss = within(swaps, self._losses) if swaps else self._losses
+            if swaps:
+                self._loss = within(swaps, self._losses)
+                self._swaps.setdefault(partitions[-1].j, []).extend(swaps)
         return found
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
@@ -354,6 +359,8 @@ class Step(Run):
         if roots:
             self._recompute(i, j)  # unless the schedule has done so before
             run = partial(backward_from, *zip(*roots))
+            if j in self._swaps:
+                run = partial(self._run_with_leaves, j, run)
             run() if self._recorder is None else self._recorder.run(run)
         if (i, j) in self._recomputations:
             self._recomputations.pop((i, j)).drop()
@@ -361,6 +368,12 @@ class Step(Run):
             if leaf.grad is not None:
                 self._grads.setdefault((i, prev_j), {})[k] = self._send_back(
                     i, j, prev_j, leaf.grad) if self._engine.partitions[j].arrives else leaf.grad
+
+    def _run_with_leaves(self, j: int, run: Callable[[], object]) -> None:
+        """Run backward with leaves in the modules, as layers may call them in their backward."""
+        loss_lock = self._loss_lock if j == len(self._cells) - 1 else no_context
+        with self._held[j], loss_lock, substituted(self._swaps[j]):
+            run()
 
     def _split_backward(self, i: int, j: int) -> None:
         """Run the first half of backward, which defers gradients of weights."""
