@@ -536,6 +536,7 @@ REFUSALS = [
     lambda: train(wrap(linear(), Call(lambda x: x[:1]), chunks=1)),
     lambda: wrap(linear(), Call(lambda x: x @ x.T), chunks=2)(torch.randn(3, 4)),
     lambda: wrap(linear(), Call(lambda x: [x] * len(x)), chunks=3)(torch.randn(4, 4)),
+    lambda: train(wrap(Call(lambda x: (setattr(x, 'mask', x > 0), x)[1]), linear())),
     lambda: train(wrap(linear(), nn.BatchNorm1d(4), chunks=4)),
     lambda: wrap(linear(), linear())(torch.eye(4).to_sparse()),
     lambda: make_fx(wrap(linear(), linear()))(torch.randn(4, 4)),

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from torchgpipe.base.structure import bare
 from torchgpipe.skip.transfer import Skip, SkipTracker, arrive, keep, leave, take
 
 A, B, C = (None, 'a'), (None, 'b'), (None, 'c')
@@ -21,10 +22,10 @@ def test_skips_go_from_tracker_to_tracker_and_leave_the_lists_that_they_pass():
     left = leave(tracker(a=x, b=y, c=z), ROUTES)
     assert [*left] == [A, B]  # c stays in its partition
     waiting, output = {}, [torch.ones(5), *left.values()]
-    keep(waiting, ROUTES, 1, [*left], output)
+    keep(waiting, ROUTES, 1, dict.fromkeys(left, bare), output)
     assert [(skip.j, skip.k) for skip in waiting.values()] == [(1, 1), (1, 2)]
     skips, popped, absent = take(waiting, [(1, B), (1, A)])
-    assert not waiting and popped == [B, A] and not absent
+    assert not waiting and [*popped] == [B, A] and not absent
     tensors = [torch.ones(5), *[skip.tensor for skip in skips]]
     arrived = arrive(popped, absent, tensors)
     assert arrived.load(None, None, 'a') is x and arrived.load(None, None, 'b') is y
@@ -34,16 +35,16 @@ def test_skips_go_from_tracker_to_tracker_and_leave_the_lists_that_they_pass():
 def test_none_is_passed_on_without_a_tensor():
     waiting = {}
     left = leave(tracker(a=None, b=torch.ones(1)), ROUTES)
-    keep(waiting, ROUTES, 0, [*left], [torch.ones(5), *left.values()])
+    keep(waiting, ROUTES, 0, dict.fromkeys(left, bare), [torch.ones(5), *left.values()])
     assert waiting[A] == Skip(None)
     skips, popped, absent = take(waiting, [(0, A), (0, B)])
-    assert len(skips) == 1 and popped == [B] and absent == [A]
+    assert len(skips) == 1 and [*popped] == [B] and absent == [A]
     assert arrive(popped, absent, [torch.ones(1)]).tensors[A] is None
 
 
 def test_a_change_in_place_while_a_skip_waits_raises():
     waiting, x = {}, torch.ones(1)
-    keep(waiting, ROUTES[:1], 0, [A], [x])
+    keep(waiting, ROUTES[:1], 0, {A: bare}, [x])
     x.add_(1)
     with pytest.raises(RuntimeError, match="the skip tensor 'a' was changed in place"):
         take(waiting, ROUTES[:1])

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import Buffer
 
 from torchgpipe.base.errors import nested
-from torchgpipe.base.private import (FakeTensor, tree_flatten, tree_flatten_with_path,
+from torchgpipe.base.private import (FakeTensor, tree_flatten, tree_flatten_with_path, tree_leaves,
                                      tree_unflatten)
 
-__all__ = ['Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated', 'Structure',
-           'attributes', 'bare', 'call', 'check_nested', 'copy_of', 'flatten', 'flatten_nested',
-           'is_among', 'is_leaf', 'is_object', 'is_plain', 'leaves_of', 'once', 'path_name',
-           'share_memory', 'size_of', 'storage_id', 'view_of']
+__all__ = ['Annotated', 'Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated',
+           'Structure', 'annotated', 'attributes', 'bare', 'call', 'check_nested', 'copy_of',
+           'flatten', 'flatten_nested', 'is_among', 'is_leaf', 'is_object', 'is_plain',
+           'leaves_of', 'once', 'path_name', 'share_memory', 'size_of', 'storage_id', 'view_of']
 
 # Memory: identity, versions, sizes and copies.
 
@@ -364,6 +364,50 @@ class Repeated:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self.kind(self.spread(tensors))
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """The kind of a value whose tensors have attributes, such as ``y.scale = 2``."""
+
+    kind: Kind
+    #: By place, the attributes of its tensor.
+    attributes: tuple[dict[str, Any], ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        for x, attributes in zip(tensors, self.attributes):
+            if isinstance(x, Tensor):  # An error message has shapes instead.
+                x.__dict__.update(attributes)
+        return self.kind(tensors)
+
+
+def annotated(tensors: Sequence[Tensor], kind: Kind) -> Kind:
+    """Return a kind that also restores the attributes that tensors have now.
+
+    Each partition gets new tensors, which may be copies on another device or in another process.
+    So a tensor loses its attributes, unless its kind restores them.
+
+    >>> import torch
+    >>> x = torch.zeros(2)
+    >>> x.scale = 3
+    >>> annotated([x], bare)([torch.ones(2)]).scale
+    3
+
+    Raises:
+        TypeError: An attribute has another value than plain ones.
+    """
+    attributes = tuple([x.__dict__.copy() if type(x) is Tensor else {} for x in tensors])
+    if not any(attributes):
+        return kind
+    for each in attributes:
+        for name, value in each.items():
+            if any(not isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
+                raise TypeError(
+                    f"a tensor has the attribute '{name}', a {type(value).__name__}: the next "
+                    'partition gets only attributes of plain values, such as numbers and strings, '
+                    'and containers of these. Pass the other value beside the tensor, in a tuple '
+                    'or a dict')
+    return Annotated(kind, attributes)
 
 
 def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()

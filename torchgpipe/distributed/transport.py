@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchgpipe.base.devices import is_cpu
-from torchgpipe.base.private import is_profiled, versions
+from torchgpipe.base.private import is_profiled, tree_leaves, versions
 from torchgpipe.base.structure import Kind, bare, is_plain, leaves_of
 from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.engine.cell import Cell
@@ -100,6 +100,7 @@ class Header(NamedTuple):
             carries no batch.
         kind: Assembles the batch; ``None`` if it is a single tensor.
         skips: For each skip in the message, the number of its tensor, or ``None``.
+        skip_kinds: The kinds of skips with attributes, by the number of their tensors.
         varies: Whether the header may differ each time.
     """
 
@@ -107,6 +108,7 @@ class Header(NamedTuple):
     size: int = 0
     kind: Kind | None = None
     skips: tuple[int | None, ...] = ()
+    skip_kinds: tuple[tuple[int, Kind], ...] = ()
     varies: bool = False
 
 
@@ -334,21 +336,24 @@ class _OnRanks(Run):
         tensors: list[Tensor] = [*batch.tensors] if next_j == j + 1 else []
         numbers, size = [*range(len(tensors))], len(tensors)
         skips: list[int | None] = []
+        skip_kinds: list[tuple[int, Kind]] = []
         for key in self._keys(j, next_j):
             skip = waiting.pop(key)
             skips.append(None if skip.tensor is None else len(tensors))
             if skip.tensor is not None:
+                if skip.kind is not bare:
+                    skip_kinds.append((len(tensors), skip.kind))
                 tensors.append(skip.tensor)
                 numbers.append(skip.k)
-        kind, varies = None, False
+        kind, varies = None, bool(skip_kinds)
         if size:
             kind = None if batch.kind is bare else batch.kind
-            varies = kind is not None and _has_numbers(batch.value)
+            varies |= kind is not None and _has_numbers(batch.value)
             self._batches[i] = Chunk((), tuple)  # The batch can be freed when it is sent.
         aliased = self._aliased[i, j]
         outlines = tuple([outline(k, x, aliased[k], self.aliasing.is_common(i, x))
                           for k, x in zip(numbers, tensors)])
-        return Header(outlines, size, kind, tuple(skips), varies), tensors
+        return Header(outlines, size, kind, tuple(skips), tuple(skip_kinds), varies), tensors
 
     def _arrive(self, message: Message) -> Header:
         """Put the result of another stage where a cell finds it."""
@@ -364,9 +369,11 @@ class _OnRanks(Run):
         if header.size:
             self._batches[i] = Chunk(tuple(tensors[:header.size]),
                                      bare if header.kind is None else header.kind)
+        kinds = dict(header.skip_kinds)
         for key, k in zip(keys, header.skips):
             self._skips[i][key] = Skip(None) if k is None else Skip(
-                tensors[k], versions([tensors[k]])[0], prev_j, header.outlines[k].k)
+                tensors[k], versions([tensors[k]])[0], prev_j, header.outlines[k].k,
+                kinds.get(k, bare))
         return header
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
@@ -474,6 +481,12 @@ class Evaluation(_OnRanks):
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether a value has numbers in it, which may change the next time."""
-    return any(isinstance(leaf.value, Number) and not isinstance(leaf.value, bool)
-               for leaf in leaves_of(value))
+    """Return whether a value has numbers in it, which may change the next time.
+
+    They may also be in attributes of its tensors.
+    """
+    for leaf in leaves_of(value):
+        plain = tree_leaves(leaf.value.__dict__) if type(leaf.value) is Tensor else [leaf.value]
+        if any(isinstance(x, Number) and not isinstance(x, bool) for x in plain):
+            return True
+    return False

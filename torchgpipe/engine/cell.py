@@ -30,8 +30,8 @@ from torch import Tensor, default_generator, nn
 
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input
-from torchgpipe.base.structure import (Arguments, Kind, Repeated, Tensors, Value, bare, call,
-                                       flatten, once)
+from torchgpipe.base.structure import (Arguments, Kind, Repeated, Tensors, Value, annotated, bare,
+                                       call, flatten, once)
 from torchgpipe.engine.checkpoint.observation import LayerRecorder, Observed
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -81,10 +81,10 @@ class Cell:
         kind: Reconstructs the input from tensors.
 
     Attributes:
-        popped: The skips from other partitions, which follow the batch.
+        popped: The skips from other partitions, which follow the batch, each with its kind.
         absent: The skips from other partitions that are ``None``.
         kind: Reconstructs the output from tensors, or the input before the call.
-        stashed: The skips that follow the output, after the call.
+        stashed: The skips that follow the output, after the call, each with its kind.
     """
 
     __slots__ = ('_i', '_input_kind', '_is_new', '_layers', '_m', '_partition', 'absent', 'kind',
@@ -98,9 +98,9 @@ class Cell:
         self._m = m
         self._input_kind = self.kind = kind
         self._is_new = True
-        self.popped: list[Key] = []
+        self.popped: dict[Key, Kind] = {}
         self.absent: list[Key] = []
-        self.stashed: list[Key] = []
+        self.stashed: dict[Key, Kind] = {}
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Run the layers, and return the output and after it the skips.
@@ -129,7 +129,7 @@ class Cell:
         finally:
             context.skips = outside
         output: Sequence[Tensor] = [value]
-        if isinstance(value, Tensor):  # as mostly
+        if type(value) is Tensor and not value.__dict__:  # as mostly
             self.kind = bare
         else:
             output = self._tensors_of(value)
@@ -139,7 +139,7 @@ class Cell:
         if tracker is None:
             return [*output]
         skips = leave(tracker, partition.outgoing)
-        self.stashed = [*skips]
+        self.stashed = {key: annotated([x], bare) for key, x in skips.items()}
         return [*output, *skips.values()]
 
     def _tensors_of(self, value: Any) -> Sequence[Tensor]:
@@ -305,9 +305,8 @@ def result_of(value: Any) -> tuple[Tensors, Kind]:
     >>> len(tensors), kind(tensors)['x'] is kind(tensors)['y']
     (1, True)
     """
-    if isinstance(value, Tensor):  # as mostly
-        return (value,), bare
     tensors, kind = flatten(value)
+    kind = annotated(tensors, kind)
     return (tensors, kind) if len(tensors) == 1 else once(tensors, kind)
 
 

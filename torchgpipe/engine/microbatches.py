@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.structure import (Arguments, Kind, Leaf, Path, Repeated, Tensors, bare,
-                                       flatten_nested, is_among, item_at, leaves_of, once,
-                                       path_name)
+from torchgpipe.base.structure import (Annotated, Arguments, Kind, Leaf, Path, Repeated, Tensors,
+                                       annotated, bare, flatten_nested, is_among, item_at,
+                                       leaves_of, once, path_name)
 
 __all__ = ['Chunk', 'DEFAULT', 'REDUCTIONS', 'check_arguments', 'check_rule', 'check_rules',
            'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
@@ -97,13 +97,14 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
 def _read(input: Any, batch_dim: Any) -> tuple[Tensors, Kind, list[int | None]]:
     """Return the tensors of a value, its kind, and the batch dimension of each tensor."""
     if isinstance(input, Tensor):
-        return (input,), bare, [batch_dim if isinstance(batch_dim, int) else 0]
+        kind = annotated([input], bare) if input.__dict__ else bare
+        return (input,), kind, [batch_dim if isinstance(batch_dim, int) else 0]
     if isinstance(input, tuple) and not input:
         raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
-    tensors, kind = flatten_nested(input)
+    tensors, structure = flatten_nested(input)
     # The paths of several arguments begin with their positions and names.
     start = 1 if isinstance(input, Arguments) else 0
-    return tensors, kind, [
+    return tensors, annotated(tensors, structure), [
         _batch_dim(leaf, leaf.path[start:], batch_dim) for leaf in leaves_of(input)
         if isinstance(leaf.value, Tensor)]
 
@@ -366,7 +367,7 @@ def gather(batches: Sequence[Chunk], sizes: Sequence[int] | None = None, rule: A
     if any(len(batch.tensors) != len(first.tensors) or batch.kind != first.kind
            for batch in batches):
         raise ValueError('the micro-batches came out of the pipeline with different numbers of '
-                         'tensors, or with other plain values: '
+                         'tensors, or with other plain values or attributes: '
                          f'{[len(x.tensors) for x in batches]} tensors, '
                          f'{", ".join(map(_outline, batches))}')
     paths = [()] if first.kind is bare else [
@@ -390,8 +391,11 @@ def _spread(batch: Chunk) -> Chunk:
 
 
 def _outline(batch: Chunk) -> str:
-    """Format a value, with shapes in place of its tensors."""
-    return repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
+    """Format a value, with shapes in place of its tensors, and the attributes of these."""
+    value = repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
+    if isinstance(batch.kind, Annotated):
+        value += f' with attributes {[each for each in batch.kind.attributes if each]}'
+    return value
 
 
 def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:

@@ -358,7 +358,7 @@ class Step(Run):
         roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
         if roots:
             self._recompute(i, j)  # unless the schedule has done so before
-            run = partial(backward_from, *zip(*roots))
+            run: Callable[[], object] = partial(backward_from, *zip(*roots))
             if j in self._swaps:
                 run = partial(self._run_with_leaves, j, run)
             run() if self._recorder is None else self._recorder.run(run)

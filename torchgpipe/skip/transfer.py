@@ -22,7 +22,7 @@ it.
 """
 import uuid
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torchgpipe.base.context import context
 from torchgpipe.base.private import versions
+from torchgpipe.base.structure import Kind, bare
 
 __all__ = ['Key', 'Namespace', 'Skip', 'SkipTracker', 'arrive', 'changed_in_place',
            'current_skip_tracker', 'keep', 'leave', 'take', 'use_skip_tracker']
@@ -123,12 +124,14 @@ class Skip(NamedTuple):
         version: The version of the tensor after the cell that stashed it.
         j: The partition that stashed it.
         k: The index of the tensor in the partition's output.
+        kind: Restores its attributes.
     """
 
     tensor: Tensor | None
     version: int = 0
     j: int = 0
     k: int = 0
+    kind: Kind = bare
 
 
 def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key, Tensor]:
@@ -146,18 +149,18 @@ def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key
     return found
 
 
-def keep(waiting: dict[Key, Skip], outgoing: Iterable[tuple[int, Key]], j: int, stashed: list[Key],
-         output: Sequence[Tensor]) -> None:
+def keep(waiting: dict[Key, Skip], outgoing: Iterable[tuple[int, Key]], j: int,
+         stashed: Mapping[Key, Kind], output: Sequence[Tensor]) -> None:
     """Keep the skips that left a cell of partition ``j``, the last tensors of its output."""
     for _, key in outgoing:
         waiting[key] = Skip(None)
     for k, key in enumerate(stashed, len(output) - len(stashed)):
-        waiting[key] = Skip(output[k], versions([output[k]])[0], j, k)
+        waiting[key] = Skip(output[k], versions([output[k]])[0], j, k, stashed[key])
 
 
 def take(waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
-         ) -> tuple[list[Skip], list[Key], list[Key]]:
-    """Return the skips that a cell pops: those with a tensor, their keys, and keys of ``None``.
+         ) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
+    """Return the skips that a cell pops: those with a tensor, their kinds, and keys of ``None``.
 
     The cell then owns them (rule 5).
 
@@ -165,7 +168,7 @@ def take(waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
         RuntimeError: A skip was changed in place: [Note: Changes in place].
     """
     found: list[Skip] = []
-    popped: list[Key] = []
+    popped: dict[Key, Kind] = {}
     absent: list[Key] = []
     for _, key in incoming:
         skip = waiting.pop(key)
@@ -174,17 +177,17 @@ def take(waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
             continue
         if versions([skip.tensor]) != [skip.version]:
             raise RuntimeError(changed_in_place(f"the skip tensor '{key[1]}'"))
-        popped.append(key)
+        popped[key] = skip.kind
         found.append(skip)
     return found, popped, absent
 
 
-def arrive(popped: Sequence[Key], absent: Iterable[Key], tensors: list[Tensor]) -> SkipTracker:
+def arrive(popped: dict[Key, Kind], absent: Iterable[Key], tensors: list[Tensor]) -> SkipTracker:
     """Return a tracker with the skips that a cell pops, removed from the end of its input."""
     tracker = SkipTracker()
     tracker.tensors.update(dict.fromkeys(absent))
-    for key in reversed(popped):
-        tracker.tensors[key] = tensors.pop()
+    for key, kind in reversed(popped.items()):
+        tracker.tensors[key] = kind([tensors.pop()])
     return tracker
 
 

@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.errors import add_note, other_path
 from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untraced, versions
-from torchgpipe.base.structure import (PLAIN, Kind, Memories, check_nested, copy_of, flatten,
-                                       leaves_of, share_memory)
+from torchgpipe.base.structure import (PLAIN, Kind, Memories, annotated, check_nested, copy_of,
+                                       flatten, leaves_of, share_memory)
 from torchgpipe.engine.checkpoint.random import Draws, Generator
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.streams import get_phony
@@ -208,7 +208,8 @@ def _flatten(output: Any) -> tuple[tuple[Tensor, ...], Kind]:
     if isinstance(output, PLAIN):
         return (), lambda tensors: output
     try:
-        return flatten(output)
+        tensors, kind = flatten(output)
+        return tensors, annotated(tensors, kind)
     except TypeError as error:
         add_note(error, 'The same goes for results of layers that are kept out of recomputation.')
         raise
