@@ -102,6 +102,9 @@ class Cell:
         self.absent: list[Key] = []
         self.stashed: dict[Key, Kind] = {}
 
+    def __str__(self) -> str:
+        return _place(self._partition, self._i, self._m)
+
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Run the layers, and return the output and after it the skips.
 
@@ -357,11 +360,15 @@ def add_culprit(error: Exception, partition: Partition, i: int, m: int, layer: s
         layer: The name of the layer. By default, it is found in the traceback.
     """
     layer = layer or _failing_layer(partition.layers, error.__traceback__)
-    where = f'in partition {partition.j} on {partition.device}, micro-batch {i} of {m}'
+    where = f'in {_place(partition, i, m)}'
     add_note(error, where if layer is None else f"{where}, layer '{layer}'")
     for remedy in REMEDIES:
         if remedy.message in str(error) and remedy.applies(partition.j, m):
             add_note(error, remedy.note)
+
+
+def _place(partition: Partition, i: int, m: int) -> str:
+    return f'partition {partition.j} on {partition.device}, micro-batch {i} of {m}'
 
 
 def left_grad_mode(grad: bool) -> RuntimeError:

@@ -155,7 +155,9 @@ class _Split(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # An unused output has no gradient, not one of zeros.
         ctx.leaves = weight, bias  # An unpack hook may return another tensor.
         ctx.hooked = False
-        ctx.save_for_backward(input, weight)
+        # Of a leaf, autograd would save the variable itself. `weight.data = …` gives that another
+        # memory, which is not counted as a change.
+        ctx.save_for_backward(input, weight.detach())
         return function(input, weight, bias).detach()  # [Note: Identity without a view]
 
     @staticmethod
@@ -168,6 +170,8 @@ class _Split(torch.autograd.Function):
 
 def _go_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight = ctx.saved_tensors
+    if torch.is_grad_enabled():  # The result of backward is differentiated, too.
+        weight = ctx.leaves[0]
     input_grad = ctx.function.input_grad(grad, input, weight) if ctx.needs_input_grad[1] else None
     if ctx.hooked or ctx.deferred.backward_pass != backward_pass():
         return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)

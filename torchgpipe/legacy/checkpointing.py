@@ -142,6 +142,9 @@ class _FunctionCall:
         self._function = function
         self._input_kind = self.kind = kind
 
+    def __str__(self) -> str:
+        return str(self._function)
+
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         output, self.kind = result_of(self._function(self._input_kind(tensors)))
         return [*output]

@@ -149,6 +149,9 @@ class Observed:
         self.kept: defaultdict[nn.Module, set[str]] = defaultdict(set)
         #: Whether they change any of these containers.
         self.changes_containers = False
+        #: The containers among these that they have made. The next cell shows whether they change
+        #: them, too.
+        self.new_containers: set[Slot] = set()
         #: Whether they ask for the pass, and so handle their attributes themselves.
         self.asks_phase = False
         self._false_alarms = 0
@@ -166,6 +169,20 @@ class Observed:
             for name, value in attributes.items():
                 if name not in _EVERY and tensors_in(value):
                     self.kept[module].add(name)
+        for name, value in module.__dict__.items():
+            if value is not before.get(name) and contents_of(name, value) is not None:
+                self.kept[module].add(name)
+                self.new_containers.add((module, name))
+
+    def learn_containers(self, contents: dict[Slot, list[Any] | None]) -> None:
+        """Compare new containers with their contents at the start of a cell."""
+        for module, name in self.new_containers:
+            value = module.__dict__.get(name)
+            if not are_same(contents.get((module, name)), contents_of(name, value)):
+                self.changes_containers = True
+            elif not tensors_in(value):
+                self.kept[module].discard(name)
+        self.new_containers.clear()
 
     def watch_draws(self) -> None:
         """Record a draw during these layers, which were seen not to draw.

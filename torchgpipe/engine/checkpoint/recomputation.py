@@ -352,9 +352,10 @@ class Recomputation:
                     raise other_path(f'it saved {fill.number} tensors for backward, the first '
                                      f'pass {len(self._saved)}')
                 self._pending.extend(compare(output, self._samples))
-        except Exception:
+        except Exception as error:
             if self.layers is not None:  # the watch may have missed a change
                 self.layers.layers.observed.watch_again()
+            add_note(error, f'in the recomputation of {self._function}')
             raise
         return fill
 

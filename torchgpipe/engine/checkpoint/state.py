@@ -41,11 +41,11 @@ from torch.utils.hooks import RemovableHandle
 
 from torchgpipe.base.context import context
 from torchgpipe.base.private import HOOKS, FakeTensor, remove_hooks, unseen, versions
-from torchgpipe.base.structure import (Memories, Path, copy_of, is_plain, path_name, size_of,
+from torchgpipe.base.structure import (Memories, Path, Slot, copy_of, is_plain, path_name, size_of,
                                        storage_id, view_of)
 from torchgpipe.engine.checkpoint.observation import (OWN, Attributes, LayerRecorder, Observed,
                                                       Place, are_rebound, attributes_of,
-                                                      copy_of_value, tensors_in)
+                                                      contents_of, copy_of_value, tensors_in)
 from torchgpipe.engine.checkpoint.samples import elements_of
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.streams import no_context
@@ -118,7 +118,8 @@ class Layers:
         if same is not None and not attributes and same.is_current():
             return same
         state = CellState(self, attributes)
-        if not (attributes or state.changes or self.observed.changes_containers):
+        if not (attributes or state.changes or state.contents
+                or self.observed.changes_containers):
             self._same = weakref.ref(state)
         return state
 
@@ -142,8 +143,11 @@ class Layers:
                                for module, attributes in self.attributes.items()}
         if watch is not None:
             state.learn(watch)
-        elif versions(state.tensors) != state.versions:
+            return
+        if versions(state.tensors) != state.versions:
             state.find_written({})
+        if state.contents:
+            self.observed.learn_containers(state.contents)
 
 
 def _gone() -> None:
@@ -160,7 +164,8 @@ class CellState:
     """
 
     __slots__ = ('__weakref__', '_is_first', '_samples', '_small', 'attributes', 'buffers',
-                 'changes', 'copies', 'layers', 'lost', 'places', 'tensors', 'values', 'versions')
+                 'changes', 'contents', 'copies', 'layers', 'lost', 'places', 'tensors', 'values',
+                 'versions')
 
     def __init__(self, layers: Layers, attributes: dict[nn.Module, Attributes],
                  watch: LayerRecorder | None = None) -> None:
@@ -177,6 +182,8 @@ class CellState:
         self.copies: dict[Place, Tensor] = {}
         #: Attributes with tensors, or containers that change. The containers are copies.
         self.values: dict[nn.Module, Attributes] = {}
+        #: The contents of containers that layers have made in the last cell.
+        self.contents: dict[Slot, list[Any] | None] = {}
         self._is_first = watch is not None
 
         for place, x in layers.parameters:
@@ -200,6 +207,8 @@ class CellState:
             self.values[module] = {
                 name: copy_of_value(now[name], partial(self._keep_item, module, name))
                 for name in names if name in now}
+        for module, name in layers.observed.new_containers:
+            self.contents[module, name] = contents_of(name, self.attributes_of(module).get(name))
 
         self._copy()
         self.versions = versions(self.tensors)
@@ -263,6 +272,7 @@ class CellState:
         if observed.asks_phase:
             observed.mutated.clear()
             observed.kept.clear()
+            observed.new_containers.clear()
         else:
             watch.report(observed)
         self.attributes = {module: attributes for module, attributes in self.attributes.items()
