@@ -309,6 +309,48 @@ def test_cells_copy_no_value_that_is_not_written_to(devices, monkeypatch):
     assert layer.words is words and observation.tensors_in(words) == []
 
 
+def count_in_a_new_list(layer, x):
+    """Count the calls in a list that the first call makes; only the gradient depends on it."""
+    if not layer.made:
+        layer.made = {'counts': [0]}
+    layer.made['counts'][0] += 1
+    factor = torch.as_tensor(float(layer.made['counts'][0]), dtype=x.dtype, device=x.device)
+    return Scale.apply(x * 2, factor)
+
+
+@devices
+def test_a_container_that_a_layer_makes_and_changes(devices):
+    """In v0.21, gradients were silently computed with the list as it was by then."""
+    compare_modes(lambda: nn.Sequential(
+        nn.Linear(4, 4).double(), Layer(count_in_a_new_list, made=None)), devices)
+
+
+def make_table(layer, x):
+    """Make a dictionary in the first call, and read it."""
+    if layer.table is None:
+        layer.table = {str(k): k for k in range(100)}
+    return x * layer.table['2']
+
+
+@one_worker
+def test_a_container_that_a_layer_makes_and_does_not_change_is_not_copied(devices, monkeypatch):
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(make_table, table=None)), [2],
+                  devices=devices(1), chunks=4, checkpoint='always')
+    x = torch.rand(8, 4, device=devices.first)
+    containers, compared = [], []
+    copy_of_value, contents_of = state.copy_of_value, state.contents_of
+    monkeypatch.setattr(state, 'copy_of_value', lambda value, replace: (
+        containers.append(value), copy_of_value(value, replace))[1])
+    monkeypatch.setattr(state, 'contents_of', lambda name, value: (
+        compared.append(value), contents_of(name, value))[1])
+    for _ in range(2):
+        gpipe(x).sum().backward()
+    # By the second cell, and by its recomputation.
+    assert sum(value is gpipe[1].table for value in containers) == 1
+    assert len([value for value in containers if isinstance(value, dict)]) == 2
+    assert len(compared) == 1
+
+
 def later(layer, x):
     """Write to a small buffer from the fifth call on."""
     layer.calls += 1

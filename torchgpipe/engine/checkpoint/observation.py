@@ -175,12 +175,14 @@ class Observed:
                 self.new_containers.add((module, name))
 
     def learn_containers(self, contents: dict[Slot, list[Any] | None]) -> None:
-        """Compare new containers with their contents at the start of a cell."""
-        for module, name in self.new_containers:
+        """Keep no container that is new, unless a cell has changed its contents.
+
+        Args:
+            contents: The contents at the start of the cell.
+        """
+        for (module, name), before in contents.items():
             value = module.__dict__.get(name)
-            if not are_same(contents.get((module, name)), contents_of(name, value)):
-                self.changes_containers = True
-            elif not tensors_in(value):
+            if are_same(before, contents_of(name, value)) and not tensors_in(value):
                 self.kept[module].discard(name)
         self.new_containers.clear()
 

@@ -118,8 +118,7 @@ class Layers:
         if same is not None and not attributes and same.is_current():
             return same
         state = CellState(self, attributes)
-        if not (attributes or state.changes or state.contents
-                or self.observed.changes_containers):
+        if not (attributes or state.changes or self.observed.changes_containers):
             self._same = weakref.ref(state)
         return state
 
