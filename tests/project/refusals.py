@@ -533,7 +533,7 @@ REFUSALS = [
     lambda: wrap(linear(), linear())(torch.randn(0, 4)),
     lambda: wrap(linear(), linear())(torch.tensor(1.0)),
     lambda: train(wrap(linear(), Call(lambda x: x.mean()))),
-    lambda: train(wrap(linear(), Call(lambda x: x[:1]), chunks=1)),
+    lambda: train(wrap(linear(), Call(lambda x: x[:1]), chunks=2)),
     lambda: wrap(linear(), Call(lambda x: x @ x.T), chunks=2)(torch.randn(3, 4)),
     lambda: wrap(linear(), Call(lambda x: [x] * len(x)), chunks=3)(torch.randn(4, 4)),
     lambda: train(wrap(Call(lambda x: (setattr(x, 'mask', x > 0), x)[1]), linear())),

@@ -346,7 +346,8 @@ def gather(batches: Sequence[Chunk], sizes: Sequence[int] | None = None, rule: A
 
     Args:
         batches: At least one batch, all of one structure.
-        sizes: The number of input samples in each batch. Outputs must have as many.
+        sizes: The number of input samples in each batch. If there are several batches, outputs
+            must have as many.
         rule: The rule for gathering: a dimension, ``'mean'``, ``'sum'``, ``'stack'``, or a
             function of the tensors of all micro-batches. A word or a function without keys
             applies to scalars only.
@@ -409,9 +410,11 @@ def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
 def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Path) -> Tensor:
     """Gather one tensor from all micro-batches."""
     if isinstance(rule, int):
+        # A single micro-batch is the mini-batch, so its output may have any size.
+        expected = sizes if len(xs) > 1 else None
         for i, x in enumerate(xs):
             if not -x.dim() <= rule < x.dim() or (
-                    sizes is not None and x.shape[rule] != sizes[i]):
+                    expected is not None and x.shape[rule] != expected[i]):
                 raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
     beside = {tuple(size for k, size in enumerate(x.shape) if rule not in (k, k - x.dim()))
               for x in xs}
