@@ -371,12 +371,12 @@ class Annotated:
     """The kind of a value whose tensors have attributes, such as ``y.scale = 2``."""
 
     kind: Kind
-    #: By place, the attributes of its tensor.
+    #: The attributes of each tensor.
     attributes: tuple[dict[str, Any], ...]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         for x, attributes in zip(tensors, self.attributes):
-            if isinstance(x, Tensor):  # An error message has shapes instead.
+            if isinstance(x, Tensor):  # In an error message, shapes replace tensors.
                 x.__dict__.update(attributes)
         return self.kind(tensors)
 
@@ -385,7 +385,8 @@ def annotated(tensors: Sequence[Tensor], kind: Kind) -> Kind:
     """Return a kind that also restores the attributes that tensors have now.
 
     Each partition gets new tensors, which may be copies on another device or in another process.
-    So a tensor loses its attributes, unless its kind restores them.
+    So a tensor loses its attributes, unless its kind restores them. Parameters and other
+    subclasses of tensors have attributes of their own, which are not restored.
 
     >>> import torch
     >>> x = torch.zeros(2)
@@ -394,7 +395,7 @@ def annotated(tensors: Sequence[Tensor], kind: Kind) -> Kind:
     3
 
     Raises:
-        TypeError: An attribute has another value than plain ones.
+        TypeError: An attribute is not a plain value, nor a container of plain values.
     """
     attributes = tuple([x.__dict__.copy() if type(x) is Tensor else {} for x in tensors])
     if not any(attributes):

@@ -9,9 +9,9 @@ computes the gradients of weights::
     W           weight.grad, bias.grad += …              from x and the gradient of y
 
 A parameter of type :class:`Weight` marks that its gradient may be deferred, and its layer remains
-unchanged. Linear layers and convolutions defer it (``_SPLIT``). Other functions compute the
-gradient in ``I``. Under autocast, linear layers and convolutions do so as well, because a cast
-separates the parameter from the function.
+unchanged. Linear layers and convolutions defer it (``_SPLIT``), except in the cases that
+:func:`_splits` excludes. For example, a cast of autocast separates the parameter from the
+function. These cases and all other functions compute the gradient in ``I``.
 
 Only the backward pass of the step defers (rule of :meth:`DeferredWork.begin`). A layer may run
 another pass within it, such as the adjoint of an equation or the solver of an equilibrium. That
@@ -24,7 +24,7 @@ changes one of them in place between ``I`` and ``W``, then ``W`` raises, as auto
 :class:`Leaves` replaces each parameter by a leaf during a step, and :func:`give` adds the
 accumulated gradients to the parameters at the end::
 
-    parameter ──detach──▶ leaf          one for all places of a parameter
+    parameter ──detach──▶ leaf          one for all places; one in each partition that has W
                             ├──▶ cell of micro-batch 0     backward: leaf.grad = g0
                             └──▶ cell of micro-batch 1     backward: leaf.grad = g0 + g1
 
@@ -66,12 +66,13 @@ Work = list[Callable[[], None]]
 
 
 class DeferredWork:
-    """The list to which calls in a partition defer gradients of weights, if there is one.
+    """Where the calls of a partition defer gradients of weights.
 
-    It is set for each action. It is not thread-local, because a recomputation may run in a thread
-    of autograd.
+    A call keeps the list that its forward found. This is not thread-local, because a recomputation
+    may run in a thread of autograd.
     """
 
+    #: The list of the current action, if there is one.
     work: Work | None = None
     #: The number of the backward pass that defers.
     backward_pass: int | None = None
@@ -90,7 +91,7 @@ _as_parameter: Any = nn.Parameter.__torch_function__
 
 
 class Weight(nn.Parameter):
-    """A parameter whose gradient may be deferred: a leaf that is not read before the end."""
+    """A parameter whose gradient may be deferred, because ``grad`` is read at the end only."""
 
     deferred: DeferredWork
 
@@ -99,7 +100,7 @@ class Weight(nn.Parameter):
         """Call a function, with a split backward where possible."""
         # Python functions of PyTorch, such as `torch.autograd.grad`, also list plain tensors.
         if any(kind not in (cls, Tensor) for kind in types):
-            # With a tensor of another class it is a plain one, as a parameter would be.
+            # Beside a tensor of another class, pass the weight as a plain tensor.
             args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
             return func(*args, **kwargs)
         if func in _SPLIT:
@@ -170,7 +171,7 @@ class _Split(torch.autograd.Function):
 
 def _go_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight = ctx.saved_tensors
-    if torch.is_grad_enabled():  # The result of backward is differentiated, too.
+    if torch.is_grad_enabled():  # create_graph=True
         weight = ctx.leaves[0]
     input_grad = ctx.function.input_grad(grad, input, weight) if ctx.needs_input_grad[1] else None
     if ctx.hooked or ctx.deferred.backward_pass != backward_pass():
@@ -388,7 +389,9 @@ class Leaves:
         return {id(leaf) for _, leaf in self._leaves.values()}
 
     def take(self, only: Container[int] | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters and copies with their gradients, and clear these in the leaves.
+        """Return parameters, or their copies, with their gradients, and clear ``leaf.grad``.
+
+        A parameter also gets the memory that a layer has given its leaf by ``leaf.data = …``.
 
         Args:
             only: The ``id`` of each parameter to return. By default, all are returned.
@@ -399,7 +402,7 @@ class Leaves:
                 continue
             if not isinstance(x, FakeTensor) and x.layout is torch.strided \
                     and leaf.data_ptr() != x.data_ptr():
-                x.data = leaf.data  # A layer has replaced the tensor.
+                x.data = leaf.data
             if leaf.grad is not None:
                 found.append((x, leaf.grad))
                 leaf.grad = None

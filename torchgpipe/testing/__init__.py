@@ -125,7 +125,8 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
             is ``None``, of the coarsest type in the model and the sample.
         raise_exception: Whether to raise if anything differs.
         **options: Further options of ``GPipe``. By default, ``chunks`` is 3, which divides few
-            batch sizes, and each partition has a worker on the CPU.
+            batch sizes, and each partition has a worker on the CPU. To reproduce an error of
+            accelerators, pass ``devices`` and ``dtype=None``.
 
     Returns:
         The comparisons and reasons; printed, a table.

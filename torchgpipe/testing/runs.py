@@ -87,7 +87,7 @@ class Setup:
         tensors = [leaf.value for leaf in leaves_of(value) if isinstance(leaf.value, Tensor)]
         copies = {id(x): self._cast(x.detach()).to(device, copy=True).requires_grad_(
             x.requires_grad) for x in tensors}
-        return copy.deepcopy(value, copies)  # which takes these for the copies of tensors
+        return copy.deepcopy(value, copies)  # It finds these copies in its memo.
 
     def _cast(self, x: Tensor) -> Tensor:
         if self.dtype is None or not is_real(x):
@@ -146,7 +146,7 @@ class Unwrapped:
             raise
 
     def train(self, step: int) -> tuple[Any, Any, Tensor]:
-        """Compute gradients in some step; return input, output and loss."""
+        """Compute the gradients of a step; return input, output and loss."""
         input, output = self.forward(step)
         tensors, kind = flatten(output)
         output_of_loss = kind([x.to(self.setup.device_of(-1)) for x in tensors])
@@ -161,6 +161,7 @@ class Unwrapped:
         record = {('outputs', 'loss'): loss, **_tensors('outputs', 'output', output)}
         grads = _tensors('gradients', 'input', input)
         grads |= {('gradients', name): x for name, x in self.model.named_parameters()}
+        # A tensor without a gradient has no entry.
         record |= {key: x.grad for key, x in grads.items() if x.grad is not None}
         record = {key: _keep(x) for key, x in record.items()}
         if self._optimizer is not None:

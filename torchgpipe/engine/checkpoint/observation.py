@@ -41,7 +41,11 @@ def are_rebound(before: Attributes, now: Attributes) -> bool:
 
 
 def contents_of(name: str, value: Any) -> list[Any] | None:
-    """Return the items of a container, including nested ones; ``None`` for other values."""
+    """Return the keys (or indices) and items of a container, including nested ones.
+
+    Returns:
+        A list; ``None`` if the value is no container, or an attribute of every module.
+    """
     if name in _EVERY or not _is_container(value):
         return None
     contents: list[Any] = []
@@ -119,7 +123,7 @@ def state_of(module: nn.Module) -> list[Any]:
 
 
 def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
-    """Return whether two lists contain identical objects."""
+    """Return whether two lists contain identical objects, or equal integers."""
     if a is None or b is None:
         return a is b
     # Indices are new objects each time.
@@ -134,10 +138,10 @@ class Observed:
     """Observations of layers in one mode, which is given by the training flags of all modules."""
 
     def __init__(self) -> None:
-        #: Whether they draw from a generator that other threads may use; ``None`` if not known
-        #: yet.
+        #: Whether the layers draw from a generator that other threads may use; ``None`` if not
+        #: known yet.
         self.draws: bool | None = None
-        #: Whether a checkpointed cell was watched. Others show only whether they draw.
+        #: Whether a checkpointed cell was watched. Cells without a checkpoint show only draws.
         self.watched = False
         #: The layers' own generators, by keys.
         self.generators: dict[int, torch.Generator] = {}
@@ -149,8 +153,8 @@ class Observed:
         self.kept: defaultdict[nn.Module, set[str]] = defaultdict(set)
         #: Whether they change any of these containers.
         self.changes_containers = False
-        #: The containers among these that they have made. The next cell shows whether they change
-        #: them, too.
+        #: Containers in ``kept`` that were made in a watched cell. The next cell shows whether
+        #: layers change them.
         self.new_containers: set[Slot] = set()
         #: Whether they ask for the pass, and so handle their attributes themselves.
         self.asks_phase = False
@@ -162,7 +166,10 @@ class Observed:
         self.generators.update(recorder.generators)
 
     def learn_attributes(self, module: nn.Module, before: Attributes) -> None:
-        """Compare the attributes of a module with the previous ones."""
+        """Compare the attributes of a module with the previous ones.
+
+        New containers, and all attributes that contain tensors, are kept from now on.
+        """
         if are_rebound(before, module.__dict__):
             self.mutated.add(module)
         for attributes in (before, module.__dict__):
@@ -174,8 +181,8 @@ class Observed:
                 self.kept[module].add(name)
                 self.new_containers.add((module, name))
 
-    def learn_containers(self, contents: dict[Slot, list[Any] | None]) -> None:
-        """Keep no container that is new, unless a cell has changed its contents.
+    def drop_unchanged(self, contents: dict[Slot, list[Any] | None]) -> None:
+        """Do not keep new containers whose contents a cell has not changed, and without tensors.
 
         Args:
             contents: The contents at the start of the cell.

@@ -62,11 +62,14 @@ def _values(x: Tensor) -> Tensor:
 
 
 def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
-    """Return some elements, in the memory of the tensor; ``None`` if they cannot be read.
+    """Return at most about :data:`NUMBER` elements, as a view if the tensor is contiguous.
 
     Args:
         x: The tensor.
-        every: Whether to read tensors of any dtype, such as integers.
+        every: Whether to read tensors of any dtype, such as integers, which have no gradients.
+
+    Returns:
+        The elements; ``None`` if the tensor is not strided, has no data, or has another dtype.
     """
     x = x.detach()
     if x.is_meta or isinstance(x, FakeTensor) or x.layout is not torch.strided:

@@ -18,7 +18,8 @@ whole model. So a tensor that no layer was seen to write to is compared by versi
 has changed since the cell's first pass, backward raises, as autograd does without checkpoints
 (rule 9).
 
-Changes by a recomputation must not persist. So in :func:`run_on`, each module has another
+Changes by a recomputation must not persist, except attributes that layers set if they ask for the
+pass (``is_recomputing()``). So in :func:`run_on`, each module has another
 dictionary of attributes::
 
                                first pass of the cell     later     recomputation       afterwards
@@ -146,7 +147,7 @@ class Layers:
         if versions(state.tensors) != state.versions:
             state.find_written({})
         if state.contents:
-            self.observed.learn_containers(state.contents)
+            self.observed.drop_unchanged(state.contents)
 
 
 def _gone() -> None:
