@@ -299,8 +299,8 @@ def test_cells_copy_no_value_that_is_not_written_to(devices, monkeypatch):
     copy_of, copy_of_value = state.copy_of, state.copy_of_value
     monkeypatch.setattr(state, 'copy_of', lambda x, memories: (
         tensors.append(x), copy_of(x, memories))[1])
-    monkeypatch.setattr(state, 'copy_of_value', lambda value, replace: (
-        containers.append(value), copy_of_value(value, replace))[1])
+    monkeypatch.setattr(state, 'copy_of_value', lambda value, *args: (
+        containers.append(value), copy_of_value(value, *args))[1])
     output = gpipe(x)
     # The small ones once in a pass, and the statistics in each cell.
     assert [x.numel() for x in tensors] == [4] * 2 + [1] + [4] * 3 + ([4] * 2 + [1]) * 3
@@ -325,30 +325,95 @@ def test_a_container_that_a_layer_makes_and_changes(devices):
         nn.Linear(4, 4).double(), Layer(count_in_a_new_list, made=None)), devices)
 
 
-def make_table(layer, x):
-    """Make a dictionary in the first call, and read it."""
-    if layer.table is None:
-        layer.table = {str(k): k for k in range(100)}
-    return x * layer.table['2']
+def make_table(size):
+    """Return the function of a layer that makes a dictionary in the first call, and reads it."""
+    def forward(layer, x):
+        if layer.table is None:
+            layer.table = {str(k): k for k in range(size)}
+        return x * layer.table['2']
+    return forward
 
 
 @one_worker
-def test_a_container_that_a_layer_makes_and_does_not_change_is_not_copied(devices, monkeypatch):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(make_table, table=None)), [2],
+@pytest.mark.parametrize('size, times', [(10, 1), (1000, 0)])
+def test_a_small_container_is_copied_once_and_a_large_one_never(devices, monkeypatch, size, times):
+    """As long as no layer is seen to change it."""
+    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(make_table(size), table=None)), [2],
                   devices=devices(1), chunks=4, checkpoint='always')
     x = torch.rand(8, 4, device=devices.first)
-    containers, compared = [], []
-    copy_of_value, contents_of = state.copy_of_value, state.contents_of
-    monkeypatch.setattr(state, 'copy_of_value', lambda value, replace: (
-        containers.append(value), copy_of_value(value, replace))[1])
-    monkeypatch.setattr(state, 'contents_of', lambda name, value: (
-        compared.append(value), contents_of(name, value))[1])
+    containers = []
+    copy_of_value = state.copy_of_value
+    monkeypatch.setattr(state, 'copy_of_value', lambda value, *args: (
+        containers.append(value), copy_of_value(value, *args))[1])
     for _ in range(2):
         gpipe(x).sum().backward()
-    # By the second cell, and by its recomputation.
-    assert sum(value is gpipe[1].table for value in containers) == 1
-    assert len([value for value in containers if isinstance(value, dict)]) == 2
-    assert len(compared) == 1
+    assert sum(value is gpipe[1].table for value in containers) == times
+
+
+class Log(nn.Module):
+    """Change a container in every third call, which no output shows at first."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+        self.calls = 0
+        self.log = None if made else {'calls': []}
+
+    def forward(self, x):
+        """Add the number of the call."""
+        self.calls += 1
+        if self.calls == self.made:
+            self.log = {'calls': []}
+        if self.calls % 3 == 0 and self.log is not None:
+            self.log['calls'].append(self.calls)
+        return x * (1 + len(self.log['calls']) if self.calls > 9 else 1)
+
+
+@devices
+@modes
+@pytest.mark.parametrize('made', [0, 1, 2, 5])
+@pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1'])
+def test_a_container_that_a_layer_begins_to_change_later(devices, mode, made, schedule):
+    """A recomputation neither sees the change nor repeats it."""
+    model = nn.Sequential(nn.Linear(4, 4), Log(made), nn.Linear(4, 4), Log(made)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=4, checkpoint=mode)
+    for _ in range(4):
+        x = torch.randn(8, 4, dtype=torch.double)
+        for net in (model, gpipe):
+            net.zero_grad()
+        for part in x.chunk(4):
+            (loss_of(model(part), part) / 4).backward()
+        x = x.to(gpipe.devices[0])
+        target = x.to(gpipe.devices[-1])
+        if schedule is None:
+            loss_of(gpipe(x), target).backward()
+        else:
+            gpipe.step(x, target, loss_of, schedule=schedule)
+        assert_same(gradients(gpipe), gradients(model))
+        for k in (1, 3):
+            assert (gpipe[k].calls, gpipe[k].log) == (model[k].calls, model[k].log)
+
+
+class Sharing(nn.Module):
+    """Append to a list that another layer has, too."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def forward(self, x):
+        """Append the number of items."""
+        self.log.append(len(self.log))
+        return x * (1 + sum(self.log))
+
+
+@devices
+def test_a_container_of_two_layers(devices):
+    """In v0.21, a recomputation gave each of them a copy of its own."""
+    def make():
+        log = []
+        return nn.Sequential(nn.Linear(4, 4), Sharing(log), Sharing(log)).double()
+    compare_modes(make, devices)
 
 
 def later(layer, x):

@@ -5,10 +5,11 @@ A module does not show which tensors its forward will write to. So a dispatch mo
 keeps the results. Later cells only save the generators that these layers use, and copy the values
 that they change in place.
 """
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,17 @@ def are_rebound(before: Attributes, now: Attributes) -> bool:
     return len(before) != len(now) or any(map(is_not, before.values(), now.values()))
 
 
-def contents_of(name: str, value: Any) -> list[Any] | None:
+def contents_of(name: str, value: Any, most: float = math.inf) -> list[Any] | None:
     """Return the keys (or indices) and items of a container, including nested ones.
 
+    Args:
+        name: The name of the attribute.
+        value: Any value.
+        most: The largest length of the result.
+
     Returns:
-        A list; ``None`` if the value is no container, or an attribute of every module.
+        A list; ``None`` if the value is no container, has more contents, or is an attribute of
+        every module.
     """
     if name in _EVERY or not _is_container(value):
         return None
@@ -53,6 +60,8 @@ def contents_of(name: str, value: Any) -> list[Any] | None:
     queue = [value]
     while queue:
         container = queue.pop()
+        if len(contents) + 2 * len(container) > most:
+            return None
         for key, item in _items_of(container):
             contents += key, item
             if _is_container(item) and id(item) not in seen:
@@ -81,14 +90,17 @@ def tensors_in(value: Any) -> list[tuple[Path, Tensor]]:
     return tensors
 
 
-def copy_of_value(value: Any, replace: Callable[[Path, Tensor], Tensor]) -> Any:
+def copy_of_value(value: Any, replace: Callable[[Path, Tensor], Tensor],
+                  copies: dict[int, Any] | None = None) -> Any:
     """Copy a value: its containers and the containers in it, but not their other items.
 
     Args:
         value: Any value.
         replace: Returns the tensor to put at a path in place of another one.
+        copies: Copies of other values, by the ``id`` of each container. A container that several
+            values share is copied once.
     """
-    return _copy(value, (), replace, {})
+    return _copy(value, (), replace, {} if copies is None else copies)
 
 
 def _copy(value: Any, path: Path, replace: Callable[[Path, Tensor], Tensor],
@@ -103,7 +115,9 @@ def _copy(value: Any, path: Path, replace: Callable[[Path, Tensor], Tensor],
         if any(map(is_not, items, value)):
             value = type(value)(*items) if hasattr(value, '_fields') else type(value)(items)
     elif type(value) is set:
-        value = {_copy(item, (*path, k), replace, copies) for k, item in enumerate(value)}
+        copy = copies[id(value)] = {
+            _copy(item, (*path, k), replace, copies) for k, item in enumerate(value)}
+        return copy
     elif type(value) in _CONTAINERS:
         # It may contain itself.
         copy = copies[id(value)] = value.copy()
@@ -134,6 +148,14 @@ def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
 Place = tuple[nn.Module, str, Path]
 
 
+class Container(NamedTuple):
+    """A small container without tensors, as it was when it was copied."""
+
+    value: Any
+    contents: list[Any]
+    copy: Any
+
+
 class Observed:
     """Observations of layers in one mode, which is given by the training flags of all modules."""
 
@@ -153,9 +175,8 @@ class Observed:
         self.kept: defaultdict[nn.Module, set[str]] = defaultdict(set)
         #: Whether they change any of these containers.
         self.changes_containers = False
-        #: Containers in ``kept`` that were made in a watched cell. The next cell shows whether
-        #: layers change them.
-        self.new_containers: set[Slot] = set()
+        #: Copies of small containers in the last pass, by the ``id`` of each container.
+        self.copied: dict[int, Container] = {}
         #: Whether they ask for the pass, and so handle their attributes themselves.
         self.asks_phase = False
         self._false_alarms = 0
@@ -168,7 +189,7 @@ class Observed:
     def learn_attributes(self, module: nn.Module, before: Attributes) -> None:
         """Compare the attributes of a module with the previous ones.
 
-        New containers, and all attributes that contain tensors, are kept from now on.
+        All attributes that contain tensors are kept from now on.
         """
         if are_rebound(before, module.__dict__):
             self.mutated.add(module)
@@ -176,22 +197,6 @@ class Observed:
             for name, value in attributes.items():
                 if name not in _EVERY and tensors_in(value):
                     self.kept[module].add(name)
-        for name, value in module.__dict__.items():
-            if value is not before.get(name) and contents_of(name, value) is not None:
-                self.kept[module].add(name)
-                self.new_containers.add((module, name))
-
-    def drop_unchanged(self, contents: dict[Slot, list[Any] | None]) -> None:
-        """Do not keep new containers whose contents a cell has not changed, and without tensors.
-
-        Args:
-            contents: The contents at the start of the cell.
-        """
-        for (module, name), before in contents.items():
-            value = module.__dict__.get(name)
-            if are_same(before, contents_of(name, value)) and not tensors_in(value):
-                self.kept[module].discard(name)
-        self.new_containers.clear()
 
     def watch_draws(self) -> None:
         """Record a draw during these layers, which were seen not to draw.

@@ -5,6 +5,7 @@ this state by the use that layers make of it, by the same rules on all devices::
 
     attributes                                      as references
     containers that layers change in place          copied when a cell starts
+    other small containers                          copied once, and again after a change
     tensors that layers were seen to write to       copied when a cell starts
     other small buffers and tensors in attributes   copied once, and again after a change
     all other tensors                               compared by version
@@ -30,9 +31,10 @@ dictionary of attributes::
     hooks of a parameter       start ─────▶ end           …         end                 as it was
 """
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import compress
 from operator import is_not
 from typing import Any, TypeVar
 
@@ -44,9 +46,10 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import HOOKS, FakeTensor, remove_hooks, unseen, versions
 from torchgpipe.base.structure import (Memories, Path, Slot, copy_of, is_plain, path_name, size_of,
                                        storage_id, view_of)
-from torchgpipe.engine.checkpoint.observation import (OWN, Attributes, LayerRecorder, Observed,
-                                                      Place, are_rebound, attributes_of,
-                                                      contents_of, copy_of_value, tensors_in)
+from torchgpipe.engine.checkpoint.observation import (OWN, Attributes, Container, LayerRecorder,
+                                                      Observed, Place, are_rebound, are_same,
+                                                      attributes_of, contents_of, copy_of_value,
+                                                      tensors_in)
 from torchgpipe.engine.checkpoint.samples import elements_of
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.streams import no_context
@@ -55,6 +58,9 @@ T = TypeVar('T')
 
 #: Buffers and tensors in attributes of at most this number of bytes are copied.
 SMALL = 1 << 16
+
+#: Containers in attributes of at most this number of keys and items are copied.
+FEW = 200
 
 
 class Layers:
@@ -94,6 +100,14 @@ class Layers:
         self.small: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
         #: The common state of cells without changes, as long as any of them has it.
         self._same: Callable[[], CellState | None] = _gone
+        #: Small containers that no layer was seen to change, and the attributes in which they were
+        #: looked for.
+        self.containers: dict[Slot, Container] = {}
+        self._looked: dict[nn.Module, Attributes] = {}
+        #: The copies of this pass and of the previous one, by the ``id`` of each container.
+        self._copied: dict[int, Container] = {}
+        self._copied_before = observed.copied
+        observed.copied = self._copied
         #: The hooks of modules at the end of the first cell, alone and with other attributes.
         self.hooks: dict[nn.Module, Attributes] = {}
         self.with_hooks: dict[nn.Module, Attributes] = {}
@@ -113,8 +127,14 @@ class Layers:
         if watch is not None:
             context.asked = False
             attributes = {module: module.__dict__.copy() for module in self.modules}
+            self._find_containers(attributes)
             return CellState(self, attributes, watch)
-        attributes = {} if self.observed.asks_phase else self._changed_attributes()
+        attributes = {}
+        if not self.observed.asks_phase:
+            if not self._looked:
+                self._find_containers(self.attributes)
+            attributes = self._changed_attributes()
+            self._find_containers(attributes)
         same = self._same()
         if same is not None and not attributes and same.is_current():
             return same
@@ -133,6 +153,42 @@ class Layers:
         return {module: module.__dict__.copy() for module in observed.mutated
                 if module in self.attributes}
 
+    def _find_containers(self, attributes: dict[nn.Module, Attributes]) -> None:
+        """Copy the small containers among attributes that have changed since the last look."""
+        for module in self._may_change:
+            now = attributes.get(module)
+            if now is None:
+                continue
+            before = self._looked.get(module, {})
+            names: Iterable[str] = now
+            if [*before] == [*now]:
+                names = compress(now, map(is_not, before.values(), now.values()))
+            for name in names:
+                self._find_container(module, name, now[name])
+            self._looked[module] = now
+
+    def _find_container(self, module: nn.Module, name: str, value: Any) -> None:
+        """Copy a value if it is a small container, unless there is a copy already."""
+        self.containers.pop((module, name), None)
+        contents = contents_of(name, value, FEW)
+        if contents is None:
+            return
+        if tensors_in(value):
+            self.observed.kept[module].add(name)
+            return
+        found = self._copied.get(id(value)) or self._copied_before.get(id(value))
+        if found is None or not are_same(found.contents, contents):
+            found = Container(value, contents, copy_of_value(value, _unchanged))
+        self._copied[id(value)] = self.containers[module, name] = found
+
+    def _find_changed_containers(self) -> None:
+        """Keep the containers that a cell has changed: from now on each cell copies them."""
+        for (module, name), known in [*self.containers.items()]:
+            if not are_same(known.contents, contents_of(name, known.value)):
+                self.observed.kept[module].add(name)
+                self.observed.changes_containers = True
+                del self.containers[module, name]
+
     def end(self, state: 'CellState', watch: LayerRecorder | None) -> None:
         """Complete the state at the end of its first pass."""
         if not self.hooks:  # at this time, because a hook may remove itself
@@ -143,11 +199,10 @@ class Layers:
                                for module, attributes in self.attributes.items()}
         if watch is not None:
             state.learn(watch)
-            return
-        if versions(state.tensors) != state.versions:
+        elif versions(state.tensors) != state.versions:
             state.find_written({})
-        if state.contents:
-            self.observed.drop_unchanged(state.contents)
+        if self.containers:
+            self._find_changed_containers()
 
 
 def _gone() -> None:
@@ -164,7 +219,7 @@ class CellState:
     """
 
     __slots__ = ('__weakref__', '_is_first', '_samples', '_small', 'attributes', 'buffers',
-                 'changes', 'contents', 'copies', 'layers', 'lost', 'places', 'tensors', 'values',
+                 'changes', 'copies', 'layers', 'lost', 'places', 'tensors', 'values',
                  'versions')
 
     def __init__(self, layers: Layers, attributes: dict[nn.Module, Attributes],
@@ -182,8 +237,6 @@ class CellState:
         self.copies: dict[Place, Tensor] = {}
         #: Attributes with tensors, or containers that change. The containers are copies.
         self.values: dict[nn.Module, Attributes] = {}
-        #: The contents of containers that layers have made in the last cell.
-        self.contents: dict[Slot, list[Any] | None] = {}
         self._is_first = watch is not None
 
         for place, x in layers.parameters:
@@ -199,16 +252,17 @@ class CellState:
             for name, buffer in buffers.items():
                 if buffer is not None:
                     self._keep((module, name, ()), buffer)
+        copies: dict[int, Any] = {}
         kept = layers.observed.kept if watch is None else watch.kept
         for module, names in kept.items():
             if module not in layers.attributes:  # It was a child in an earlier cell.
                 continue
             now = self.attributes_of(module)
             self.values[module] = {
-                name: copy_of_value(now[name], partial(self._keep_item, module, name))
+                name: copy_of_value(now[name], partial(self._keep_item, module, name), copies)
                 for name in names if name in now}
-        for module, name in layers.observed.new_containers:
-            self.contents[module, name] = contents_of(name, self.attributes_of(module).get(name))
+        for (module, name), container in layers.containers.items():
+            self.values.setdefault(module, {}).setdefault(name, container.copy)
 
         self._copy()
         self.versions = versions(self.tensors)
@@ -272,14 +326,15 @@ class CellState:
         if observed.asks_phase:
             observed.mutated.clear()
             observed.kept.clear()
-            observed.new_containers.clear()
+            self.layers.containers.clear()
         else:
             watch.report(observed)
         self.attributes = {module: attributes for module, attributes in self.attributes.items()
                            if module in observed.mutated}
         self.values = {module: {name: value for name, value in values.items()
-                                if name in observed.kept[module]}
-                       for module, values in self.values.items() if module in observed.kept}
+                                if name in observed.kept[module]
+                                or (module, name) in self.layers.containers}
+                       for module, values in self.values.items()}
 
     def _find_small_written(self, copies: Memories) -> None:
         """Record the small tensors that the first pass has written to."""
@@ -330,7 +385,8 @@ class CellState:
     def restored(self) -> list[tuple[nn.Module, Attributes]]:
         """Return the modules and their attributes for a recomputation."""
         memories: Memories = {}
-        restored = {module: self._restored_attributes(module, memories)
+        copies: dict[int, Any] = {}
+        restored = {module: self._restored_attributes(module, memories, copies)
                     for module in self.layers.modules}
         for (module, name, path), copy in self.copies.items():
             for tensors in (restored[module]['_parameters'], restored[module]['_buffers']):
@@ -338,7 +394,8 @@ class CellState:
                     tensors[name] = _restored_tensor(tensors[name], copy, memories)
         return [*restored.items()]
 
-    def _restored_attributes(self, module: nn.Module, memories: Memories) -> Attributes:
+    def _restored_attributes(self, module: nn.Module, memories: Memories,
+                             copies: dict[int, Any]) -> Attributes:
         layers = self.layers
         if module in self.attributes:
             attributes = {**self.attributes[module], **layers.hooks[module]}
@@ -349,7 +406,7 @@ class CellState:
             attributes = {**module.__dict__, **layers.hooks[module], 'training': training}
         for name, value in self.values.get(module, {}).items():
             attributes[name] = copy_of_value(
-                value, partial(self._restored_item, memories, module, name))
+                value, partial(self._restored_item, memories, module, name), copies)
         if module in layers.children:
             attributes['_modules'] = layers.children[module].copy()
 
@@ -366,6 +423,10 @@ class CellState:
                        x: Tensor) -> Tensor:
         copy = self.copies.get((module, name, path))
         return x if copy is None else _restored_tensor(x, copy, memories)
+
+
+def _unchanged(path: Path, x: Tensor) -> Tensor:
+    return x
 
 
 def _copy_of(x: Tensor, memories: Memories) -> Tensor:
