@@ -251,6 +251,38 @@ def test_skips_have_their_attributes_on_ranks(mode):
     assert all(run(2, train_skips, mode))
 
 
+class Appending(nn.Linear):
+    """Append to a list that its input has as an attribute, and use it."""
+
+    def forward(self, x):
+        """Pass the list on."""
+        notes = getattr(x, 'notes', [1.])
+        y = super().forward(x * sum(notes))
+        notes.append(.5)
+        y.notes = notes
+        return y
+
+
+@devices
+@modes
+@pytest.mark.parametrize('schedule', SCHEDULES)
+def test_each_partition_has_containers_of_its_own(devices, mode, schedule):
+    """Otherwise a recomputation would append to the list of the next partition."""
+    net = nn.Sequential(*[Appending(4, 4) for _ in range(4)]).double()
+    gpipe = GPipe(copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3,
+                  checkpoint=mode)
+    x, target = torch.randn(2, 7, 4, dtype=torch.double)
+    train_in_parts(net, x, target)
+    x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
+    x.notes = [1.]
+    if schedule is None:
+        square(gpipe(x), target).backward()
+    else:
+        gpipe.step(x, target, square, schedule=schedule)
+    assert_same(gradients(gpipe), gradients(net), 1e-10)
+    assert x.notes == [1.]
+
+
 class Factor(nn.Module):
     """Multiply by the attribute of a table."""
 

@@ -528,6 +528,27 @@ def test_a_schedule_of_ones_own_and_a_target():
             assert found(Layer(), schedule=schedule, loss_fn=loss_fn, target=target).equal
 
 
+@pytest.mark.parametrize('loss_fn, normalizer', [
+    (F.cross_entropy, None), (nn.CrossEntropyLoss(torch.rand(4).double()), None),
+    (lambda output, target: F.cross_entropy(output, target, reduction='sum'), 7),
+    (lambda output, target: F.cross_entropy(output, target), lambda target: (target >= 0).sum())])
+def test_losses_that_count(loss_fn, normalizer):
+    """A step knows the losses of PyTorch, and others by a normalizer."""
+    target = torch.tensor([0, 1, 2, -100, 3, -100, 1])
+    assert found(Layer(), schedule='1f1b', loss_fn=loss_fn, target=target,
+                 normalizer=normalizer).equal
+
+
+def test_a_scalar_of_the_output_is_not_in_the_arbitrary_loss():
+    class Beside(nn.Module):
+        def forward(self, x):
+            return {'x': x, 'norm': x.square().mean()}
+
+    for schedule in (None, '1f1b'):
+        assert check_parity(nn.Sequential(Layer(), Beside()), torch.rand(7, 4), gather='mean',
+                            schedule=schedule).equal
+
+
 def test_a_split_backward_that_is_wrong(monkeypatch):
     finish = Step._ACTIONS['W']
 

@@ -124,9 +124,12 @@ def arbitrary_loss(output: Any, batch_dim: Any = None) -> Tensor:
     Args:
         output: The output: a tensor of any shape, or a value of any nesting.
         batch_dim: The dimension of samples in tensors that have it. If it is given, the loss is a
-            mean over samples, to each of which the same constants apply.
+            mean over samples, to each of which the same constants apply. Scalars are left out,
+            because they are gathered by different rules.
     """
     tensors = [leaf.value for leaf in leaves_of(output) if isinstance(leaf.value, Tensor)]
+    if batch_dim is not None:
+        tensors = [x for x in tensors if x.dim() > 0]
     dim = batch_dim if isinstance(batch_dim, int) else None
     return sum((_from_constants(x, dim) for x in tensors if is_real(x)), torch.zeros(()))
 

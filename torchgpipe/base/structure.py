@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Buffer
 
 from torchgpipe.base.errors import nested
-from torchgpipe.base.private import (FakeTensor, tree_flatten, tree_flatten_with_path, tree_leaves,
+from torchgpipe.base.private import (FakeTensor, tree_flatten, tree_flatten_with_path,
                                      tree_unflatten)
 
 __all__ = ['Annotated', 'Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated',
@@ -371,13 +371,13 @@ class Annotated:
     """The kind of a value whose tensors have attributes, such as ``y.scale = 2``."""
 
     kind: Kind
-    #: The attributes of each tensor.
-    attributes: tuple[dict[str, Any], ...]
+    #: The attributes of each tensor. Their containers are created again at each call.
+    attributes: tuple[dict[str, Structure], ...]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         for x, attributes in zip(tensors, self.attributes):
             if isinstance(x, Tensor):  # In an error message, shapes replace tensors.
-                x.__dict__.update(attributes)
+                x.__dict__.update({name: value(()) for name, value in attributes.items()})
         return self.kind(tensors)
 
 
@@ -397,18 +397,21 @@ def annotated(tensors: Sequence[Tensor], kind: Kind) -> Kind:
     Raises:
         TypeError: An attribute is not a plain value, nor a container of plain values.
     """
-    attributes = tuple([x.__dict__.copy() if type(x) is Tensor else {} for x in tensors])
-    if not any(attributes):
-        return kind
-    for each in attributes:
-        for name, value in each.items():
-            if any(not isinstance(leaf, PLAIN) for leaf in tree_leaves(value)):
-                raise TypeError(
-                    f"a tensor has the attribute '{name}', a {type(value).__name__}: the next "
-                    'partition gets only attributes of plain values, such as numbers and strings, '
-                    'and containers of these. Pass the other value beside the tensor, in a tuple '
-                    'or a dict')
-    return Annotated(kind, attributes)
+    attributes = tuple([
+        {name: _plain_structure(name, value) for name, value in x.__dict__.items()}
+        if type(x) is Tensor else {} for x in tensors])
+    return Annotated(kind, attributes) if any(attributes) else kind
+
+
+def _plain_structure(name: str, value: Any) -> Structure:
+    """Return the structure of a tensor's attribute, which has no tensors."""
+    leaves, spec = tree_flatten(value, is_leaf=is_leaf)
+    if not all(isinstance(leaf, PLAIN) for leaf in leaves):
+        raise TypeError(
+            f"a tensor has the attribute '{name}', a {type(value).__name__}: the next partition "
+            'gets only attributes of plain values, such as numbers and strings, and containers of '
+            'these. Pass the other value beside the tensor, in a tuple or a dict')
+    return Structure(spec, leaves)
 
 
 def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()

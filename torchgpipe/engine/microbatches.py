@@ -395,7 +395,9 @@ def _outline(batch: Chunk) -> str:
     """Format a value, with shapes in place of its tensors, and the attributes of these."""
     value = repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
     if isinstance(batch.kind, Annotated):
-        value += f' with attributes {[each for each in batch.kind.attributes if each]}'
+        attributes = [{name: each(()) for name, each in structures.items()}
+                      for structures in batch.kind.attributes if structures]
+        value += f' with attributes {attributes}'
     return value
 
 

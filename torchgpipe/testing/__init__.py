@@ -81,7 +81,7 @@ def _rows(form: str, comparison: Differences | None) -> Iterator[list[str]]:
 
 def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | None = None, *,
                  loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
-                 schedule: ScheduleLike | None = None, steps: int = 3,
+                 schedule: ScheduleLike | None = None, normalizer: Any = None, steps: int = 3,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
                  dtype: torch.dtype | None = torch.float64, tolerance: float | None = None,
                  raise_exception: bool = True, **options: Any) -> Parity:
@@ -114,8 +114,9 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
             output from arbitrary constant tensors.
         target: The target of the loss, of as many samples as the input.
         schedule: As in :meth:`GPipe.step <torchgpipe.GPipe.step>`, by which the wrapped model is
-            then trained: the loss has to be a mean over samples. By default, the wrapped model is
-            trained by the plain call.
+            then trained: without a normalizer, the loss has to be a mean over samples, or one of
+            PyTorch's. By default, the wrapped model is trained by the plain call.
+        normalizer: As in :meth:`GPipe.step <torchgpipe.GPipe.step>`, for a schedule.
         steps: The number of steps to train.
         optimizer: Makes an optimizer of parameters, by default SGD with momentum.
         dtype: The type of the copies, so that rounding hides no difference; ``None`` for the
@@ -148,7 +149,8 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
         if schedule is not None:
             loss_fn = partial(arbitrary_loss, batch_dim=options.get('batch_dim', 0))
     options['schedule'] = schedule
-    setup = _setup(module, sample, balance, options, target=target, loss_fn=loss_fn,
+    setup = _setup(module, sample, balance, options, target=target, normalizer=normalizer,
+                   loss_fn=loss_fn,
                    optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                    dtype=dtype)
     if tolerance is None:

@@ -50,6 +50,7 @@ class Setup:
         dtype: The type of the copies; ``None`` for the model's own types.
         quiet: Names of modules that are in evaluation mode.
         target: The second argument of the loss.
+        normalizer: The divisor of the loss, or a function that counts, as for a step.
     """
 
     module: nn.Sequential
@@ -61,6 +62,7 @@ class Setup:
     dtype: torch.dtype | None
     quiet: frozenset[str] = frozenset()
     target: Any = None
+    normalizer: Any = None
 
     def model(self) -> nn.Sequential:
         """Copy the module."""
@@ -78,6 +80,12 @@ class Setup:
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of an output."""
         return self.loss_fn(output) if self.target is None else self.loss_fn(output, target)
+
+    def loss_of_mini_batch(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of the output of the mini-batch."""
+        loss = self.loss(output, target)
+        return loss if self.normalizer is None or callable(self.normalizer) \
+            else loss / self.normalizer
 
     def copy_of_target(self) -> Any:
         """Copy the target, to the last device."""
@@ -150,7 +158,7 @@ class Unwrapped:
         input, output = self.forward(step)
         tensors, kind = flatten(output)
         output_of_loss = kind([x.to(self.setup.device_of(-1)) for x in tensors])
-        loss = self.setup.loss(output_of_loss, self.setup.copy_of_target())
+        loss = self.setup.loss_of_mini_batch(output_of_loss, self.setup.copy_of_target())
         if loss.requires_grad:
             loss.backward()
         return input, output, loss
@@ -265,8 +273,11 @@ class Wrapped(Unwrapped):
         torch.manual_seed(step)
         input = self.setup.input()
         model: Any = self.model
-        loss, output = model.step(input, self.setup.copy_of_target(), self.setup.loss,
-                                  schedule=self._schedule, return_output=True)
+        # Without a wrapper where possible, as a step knows the losses of PyTorch.
+        loss_fn = self.setup.loss if self.setup.target is None else self.setup.loss_fn
+        loss, output = model.step(input, self.setup.copy_of_target(), loss_fn,
+                                  schedule=self._schedule, normalizer=self.setup.normalizer,
+                                  return_output=True)
         return input, output, loss
 
     def run(self, value: Any) -> Any:

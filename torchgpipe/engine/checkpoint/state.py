@@ -59,6 +59,9 @@ T = TypeVar('T')
 #: Buffers and tensors in attributes of at most this number of bytes are copied.
 SMALL = 1 << 16
 
+#: Modules of classes whose attributes do not change in forward.
+_CONSTANT = 'torch.nn.modules.', 'torchgpipe.engine.'
+
 #: Containers in attributes of at most this number of keys and items are copied.
 FEW = 200
 
@@ -81,9 +84,9 @@ class Layers:
         self.lock = lock
         #: The attributes of each module, and the children, at the start of the first cell.
         self.attributes = {module: module.__dict__.copy() for module in modules}
-        # PyTorch's own layers set no attributes. If another layer does, the watch detects it.
+        # These layers set no attributes. If another one does, the watch detects it.
         self._may_change = [module for module in modules
-                            if not type(module).__module__.startswith('torch.nn.modules.')]
+                            if not type(module).__module__.startswith(_CONSTANT)]
         self.children = {module: module._modules.copy() for module in modules
                          if module._modules or module in self._may_change
                          or isinstance(module, (nn.ModuleDict, nn.ModuleList))}
@@ -130,7 +133,7 @@ class Layers:
             self._find_containers(attributes)
             return CellState(self, attributes, watch)
         attributes = {}
-        if not self.observed.asks_phase:
+        if self._may_change and not self.observed.asks_phase:
             if not self._looked:
                 self._find_containers(self.attributes)
             attributes = self._changed_attributes()
