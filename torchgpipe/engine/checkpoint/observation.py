@@ -8,6 +8,8 @@ that they change in place.
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import lru_cache
+from itertools import compress
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from torchgpipe.engine.checkpoint.random import Recorder, operation_of
 OWN = ('_buffers', '_parameters', 'training')
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_CONTAINERS = (list, set, deque, *_MAPPINGS)
+_CONTAINERS = frozenset([list, set, deque, *_MAPPINGS])
 
 #: Values by their names.
 Attributes = dict[str, Any]
@@ -39,6 +41,18 @@ def attributes_of(module: nn.Module) -> Attributes:
 def are_rebound(before: Attributes, now: Attributes) -> bool:
     """Return whether attributes refer to other objects than before."""
     return len(before) != len(now) or any(map(is_not, before.values(), now.values()))
+
+
+def candidates_of(attributes: Attributes) -> list[str]:
+    """Return the names of attributes that are containers, or ``None`` until a layer makes one."""
+    # Without a Python call for each attribute: a module may have a thousand of them.
+    found = compress(attributes, map(_may_contain, map(type, attributes.values())))
+    return [name for name in found if name not in _EVERY]
+
+
+@lru_cache(maxsize=1024)
+def _may_contain(kind: type) -> bool:
+    return kind in _CONTAINERS or issubclass(kind, (tuple, type(None)))
 
 
 def contents_of(name: str, value: Any, most: float = math.inf) -> list[Any] | None:

@@ -31,10 +31,9 @@ dictionary of attributes::
     hooks of a parameter       start ─────▶ end           …         end                 as it was
 """
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import compress
 from operator import is_not
 from typing import Any, TypeVar
 
@@ -48,8 +47,8 @@ from torchgpipe.base.structure import (Memories, Path, Slot, copy_of, is_plain, 
                                        storage_id, view_of)
 from torchgpipe.engine.checkpoint.observation import (OWN, Attributes, Container, LayerRecorder,
                                                       Observed, Place, are_rebound, are_same,
-                                                      attributes_of, contents_of, copy_of_value,
-                                                      tensors_in)
+                                                      attributes_of, candidates_of, contents_of,
+                                                      copy_of_value, tensors_in)
 from torchgpipe.engine.checkpoint.samples import elements_of
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.streams import no_context
@@ -103,10 +102,11 @@ class Layers:
         self.small: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
         #: The common state of cells without changes, as long as any of them has it.
         self._same: Callable[[], CellState | None] = _gone
-        #: Small containers that no layer was seen to change, and the attributes in which they were
-        #: looked for.
+        #: Small containers that no layer was seen to change.
         self.containers: dict[Slot, Container] = {}
-        self._looked: dict[nn.Module, Attributes] = {}
+        #: The number of a module's attributes, and those that may be containers; and their values.
+        self._candidates: dict[nn.Module, tuple[int, list[str]]] = {}
+        self._looked_at: dict[Slot, Any] = {}
         #: The copies of this pass and of the previous one, by the ``id`` of each container.
         self._copied: dict[int, Container] = {}
         self._copied_before = observed.copied
@@ -134,7 +134,7 @@ class Layers:
             return CellState(self, attributes, watch)
         attributes = {}
         if self._may_change and not self.observed.asks_phase:
-            if not self._looked:
+            if not self._candidates:
                 self._find_containers(self.attributes)
             attributes = self._changed_attributes()
             self._find_containers(attributes)
@@ -157,24 +157,26 @@ class Layers:
                 if module in self.attributes}
 
     def _find_containers(self, attributes: dict[nn.Module, Attributes]) -> None:
-        """Copy the small containers among attributes that have changed since the last look."""
+        """Copy the small containers among attributes that are new since the last look."""
         for module in self._may_change:
             now = attributes.get(module)
             if now is None:
                 continue
-            before = self._looked.get(module, {})
-            names: Iterable[str] = now
-            if [*before] == [*now]:
-                names = compress(now, map(is_not, before.values(), now.values()))
+            size, names = self._candidates.get(module, (0, []))
+            if size != len(now):
+                names = candidates_of(now)
+                self._candidates[module] = len(now), names
             for name in names:
-                self._find_container(module, name, now[name])
-            self._looked[module] = now
+                value = now.get(name)
+                if self._looked_at.get((module, name)) is not value:
+                    self._looked_at[module, name] = value
+                    self._find_container(module, name, value)
 
     def _find_container(self, module: nn.Module, name: str, value: Any) -> None:
         """Copy a value if it is a small container, unless there is a copy already."""
         self.containers.pop((module, name), None)
         contents = contents_of(name, value, FEW)
-        if contents is None:
+        if contents is None or name in self.observed.kept.get(module, ()):
             return
         if tensors_in(value):
             self.observed.kept[module].add(name)
