@@ -3,6 +3,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 from tests.devices import cpu_only, devices
@@ -329,6 +330,24 @@ def test_other_values_are_refused_by_name(devices, mode, value):
         with pytest.raises(TypeError, match="a tensor has the attribute 'extra', a ") as raised:
             call()
         assert "layer '1'" in str(raised.value.__notes__)
+
+
+@devices
+@modes
+def test_marks_of_the_compiler_are_not_passed_on(devices, mode):
+    """Such as those that it sets on outputs of a compiled layer, in sets."""
+    class Marking(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            torch._dynamo.mark_dynamic(y, 0)
+            assert '_dynamo_dynamic_indices' in y.__dict__
+            return y
+
+    gpipe = GPipe(nn.Sequential(Marking(), nn.Linear(4, 2)), [1, 1], devices=devices(2), chunks=2,
+                  checkpoint=mode)
+    x = on_first(gpipe, torch.ones(4, 4))
+    torch._dynamo.mark_dynamic(x, 0)
+    assert gpipe(x).shape == (4, 2)
 
 
 @devices

@@ -397,10 +397,16 @@ def annotated(tensors: Sequence[Tensor], kind: Kind) -> Kind:
     Raises:
         TypeError: An attribute is not a plain value, nor a container of plain values.
     """
-    attributes = tuple([
-        {name: _plain_structure(name, value) for name, value in x.__dict__.items()}
-        if type(x) is Tensor else {} for x in tensors])
+    attributes = tuple([_attributes_of(x) for x in tensors])
     return Annotated(kind, attributes) if any(attributes) else kind
+
+
+def _attributes_of(x: Tensor) -> dict[str, Structure]:
+    if type(x) is not Tensor:
+        return {}
+    # `torch.compile` marks dimensions of tensors as dynamic, for itself.
+    return {name: _plain_structure(name, value) for name, value in x.__dict__.items()
+            if not name.startswith('_dynamo')}
 
 
 def _plain_structure(name: str, value: Any) -> Structure:
