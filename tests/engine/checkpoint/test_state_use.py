@@ -394,6 +394,35 @@ def test_a_container_that_a_layer_begins_to_change_later(devices, mode, made, sc
             assert (gpipe[k].calls, gpipe[k].log) == (model[k].calls, model[k].log)
 
 
+class Marked(nn.Module):
+    """Append to a list for inputs with a mark; no other attribute changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def forward(self, x):
+        """Append the mark."""
+        if x[0, 0] > 0:
+            self.log.append(float(x[0, 0]))
+        return x * (1 + sum(self.log))
+
+
+@devices
+@modes
+def test_a_container_is_the_only_state_that_changes(devices, mode):
+    """Then later cells do not share the state of the cell that changed it."""
+    model = nn.Sequential(Marked(), nn.Linear(4, 4)).double()
+    gpipe = GPipe(copy.deepcopy(model), [2], devices=devices(1), chunks=5, checkpoint=mode)
+    x = torch.rand(5, 4, dtype=torch.double)
+    x[:, 0] = torch.tensor([-1., -1., 2., 3., -1.])
+    for part in x.chunk(5):
+        model(part).sum().backward()
+    gpipe(x.to(gpipe.devices[0])).sum().backward()
+    assert_same(gradients(gpipe), gradients(model))
+    assert gpipe[0].log == model[0].log == [2., 3.]
+
+
 class Sharing(nn.Module):
     """Append to a list that another layer has, too."""
 

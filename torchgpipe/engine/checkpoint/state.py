@@ -192,6 +192,7 @@ class Layers:
             if not are_same(known.contents, contents_of(name, known.value)):
                 self.observed.kept[module].add(name)
                 self.observed.changes_containers = True
+                self._same = _gone  # The state of this cell, which later cells must not share.
                 del self.containers[module, name]
 
     def end(self, state: 'CellState', watch: LayerRecorder | None) -> None:
