@@ -52,7 +52,7 @@ def peak_of_activations(step: Callable[[], object]) -> int:
     """Return the peak bytes of tensors that a step makes in forward, summed over its threads.
 
     Gradients are excluded. Each partition on the CPU has a thread of its own, and its peak does
-    not depend on what the others do at that moment. The CPU's allocator keeps no statistics.
+    not depend on the progress of the others. The CPU's allocator keeps no statistics.
     """
     def thread_and_pass() -> tuple[int, bool]:
         return threading.get_ident(), _in_forward()

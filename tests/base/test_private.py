@@ -87,7 +87,7 @@ def test_the_page_names_all_that_is_looked_up():
 PIPELINES = {'plain', 'checkpointed', 'drawing', 'kept_out_of_recomputation', 'within_hooks',
              'within_a_default_device', 'skips', 'step', 'step_with_halves',
              'values_of_other_kinds', 'deferred_batch_norm', 'recorded', 'compared'}
-#: A conversion watches what the sample's forward writes to.
+#: A conversion also watches the writes of the sample's forward.
 WATCHED = PIPELINES | {'converted'}
 BACKWARD = {'checkpointed', 'drawing', 'kept_out_of_recomputation', 'step',
             'step_with_halves', 'recorded', 'compared'}

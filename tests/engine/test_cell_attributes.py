@@ -18,7 +18,7 @@ SCHEDULES = [None, 'gpipe', '1f1b', 'zb-h1', 'zb-v']
 
 
 class Scaling(nn.Linear):
-    """Give tensors that say by what they are to be multiplied."""
+    """Return tensors whose attributes are factors for the next layer."""
 
     def forward(self, value):
         """Return two tensors with attributes."""
@@ -158,7 +158,7 @@ class Multiply(nn.Module):
 
 
 def grow(mode):
-    """Return what two ranks and one process compute."""
+    """Return the losses of two ranks, each with the loss of one process."""
     layers = nn.Sequential(nn.Linear(2, 2), Growing(), Multiply())
     net = copy.deepcopy(layers)
     gpipe = DistributedGPipe(layers, [2, 1], mesh=init_mesh(pipe=2), chunks=2, checkpoint=mode)
@@ -294,7 +294,7 @@ class Factor(nn.Module):
 
 @devices
 @modes
-def test_what_micro_batches_share_has_its_attributes(devices, mode):
+def test_shared_tensors_have_their_attributes(devices, mode):
     net = nn.Sequential(Factor(), nn.Linear(4, 4)).double()
     gpipe = GPipe(copy.deepcopy(net), [1, 1], devices=devices(2), chunks=3, checkpoint=mode)
     x = torch.randn(7, 4, dtype=torch.double)

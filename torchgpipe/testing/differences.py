@@ -395,8 +395,8 @@ def _less_machinery(setup: Setup) -> Iterator[WayOut]:
     if schedule not in (None, '1f1b'):
         yield {'schedule': '1f1b'}, (
             "the schedule: with schedule='1f1b' the numbers are right. If backward is in two "
-            'halves (I and W), a layer changes in between what the second half reads, or computes '
-            'gradients itself')
+            'halves (I and W), a layer changes an input of the second half in between, or '
+            'computes gradients itself')
     never = {'checkpoint': 'never'}
     one_thread = {'devices': [setup.options['devices'][0]] * len(setup.balance)}
     yield never, ("recomputation: with checkpoint='never' the numbers are right. A layer does "

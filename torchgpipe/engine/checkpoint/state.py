@@ -104,8 +104,9 @@ class Layers:
         self._same: Callable[[], CellState | None] = _gone
         #: Small containers that no layer was seen to change.
         self.containers: dict[Slot, Container] = {}
-        #: The number of a module's attributes, and those that may be containers; and their values.
+        #: For each module, the number of attributes, and the names of possible containers.
         self._candidates: dict[nn.Module, tuple[int, list[str]]] = {}
+        #: The values of these names at the last look.
         self._looked_at: dict[Slot, Any] = {}
         #: The copies of this pass and of the previous one, by the ``id`` of each container.
         self._copied: dict[int, Container] = {}
