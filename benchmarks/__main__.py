@@ -7,6 +7,7 @@ import click
 from benchmarks.commands import MODULES
 from benchmarks.harness.listing import listing
 from benchmarks.harness.page import page
+from benchmarks.harness.report import accept_any_text
 from benchmarks.train_gpt import train_gpt
 
 
@@ -22,6 +23,7 @@ for command in (train_gpt, listing, page,
 
 def main() -> NoReturn:
     """Run a command. Errors in its options take one line."""
+    accept_any_text()
     try:
         cli(prog_name='python -m benchmarks', standalone_mode=False, obj=MODULES)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -18,7 +18,6 @@ and a training resumes on any mesh with the samples that an uninterrupted one wo
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 from argparse import Namespace
@@ -41,19 +40,21 @@ from tqdm import tqdm
 
 from benchmarks.experiments.machine import measure_machine
 from benchmarks.harness.blocks import LARGE, plan_blocks, profiles_of
-from benchmarks.harness.curves import Panel, draw_curves
-from benchmarks.harness.gpt_options import DTYPES, add_options, checked, require
+from benchmarks.harness.curves import Panel, draw_curves, draw_if_possible
+from benchmarks.harness.gpt_options import DTYPES, add_options, check_files, checked, require
 from benchmarks.harness.launch import launch
-from benchmarks.harness.report import (add_line, kept_lines, output_folder, peak_tflops, replacing,
-                                       table)
+from benchmarks.harness.log import Log, line_of, sample_logs
+from benchmarks.harness.report import output_folder, peak_tflops, replacing, table
 from benchmarks.harness.tokens import read, samples_at, starts_of
+from benchmarks.harness.training_folder import TrainingFolder
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
                                    layers_with_experts, tensor_plan)
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
 from torchgpipe.base.errors import format_bytes
+from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.plan import MACHINES, ParameterBytes, Plan, Transformer, plan
-from torchgpipe.schedule import NAMES
+from torchgpipe.plan.mesh_search import USABLE
 from torchgpipe.schedule.generators import places
 from torchgpipe.timeline import record
 
@@ -78,11 +79,13 @@ def train_gpt(**options: Any) -> None:
     if config.dry_run:
         rehearse(config)
         return
-    check_files(config)
-    if 'RANK' in os.environ or config.world == 1 and not config.restarts:
-        train(config)
-    else:
-        launch(train, config, [2, NOT_FINITE])
+    writes = config.save and os.environ.get('RANK', '0') == '0'
+    with TrainingFolder(config.save).locked() if writes else nullcontext() as config.lock:
+        check_files(config)
+        if 'RANK' in os.environ or config.world == 1 and not config.restarts:
+            train(config)
+        else:
+            launch(train, config, [2, NOT_FINITE])
 
 
 #: The options that a plan for a mesh sets.
@@ -100,7 +103,7 @@ def choose_mesh(config: Namespace) -> None:
     sizes = checked(Namespace(**{**vars(config), 'plan': None, 'devices': None, 'machine': None,
                                  'dry_run': True}))
     known, device = sizes.sizes, CPU if config.cpu or not accelerator() else current_device()
-    limit: dict[str, Any] = {'memory_limit': config.memory} if config.memory else {}
+    limit: dict[str, Any] = {'memory_limit': USABLE * config.memory} if config.memory else {}
     machine = MACHINES[plan_for] if plan_for else measure_machine(device)
     model: Any = Transformer(known.depth, known.width, known.heads, known.vocabulary,
                              sizes.block_size, tied=known.tied, dtype=config.dtype)
@@ -120,67 +123,43 @@ def choose_mesh(config: Namespace) -> None:
     for axis, size in found.mesh.items():
         setattr(config, axis, size)
     config.schedule, config.checkpoint = found.schedule, found.checkpoint
+    config.balance = [*found.balance]
     config.virtual, config.micro_batch_size = len(found.balance) // config.pipe, found.micro_batch
     config.shard = config.shard or found.data == 'shard'
     config.plan = config.devices = config.machine = None
 
 
 def rehearse(config: Namespace) -> None:
-    """Print and draw the needs of each rank; exit with 1 if a rank has too little memory.
-
-    Blocks are divided evenly, with the embedding and the head beside the first and the last one.
-    """
+    """Print and draw the needs of each rank; exit with 1 if a rank has too little memory."""
     module, options = arguments_of(config, CPU)
-    stages = config.pipe * config.virtual
-    each, more = divmod(config.sizes.depth, stages)
-    balance = [each + (j < more) + (j == 0) + (j == stages - 1) for j in range(stages)]
-    options['places'] = [*places(config.schedule, config.pipe, config.virtual)]
+    settings = settings_of(config)
+    options['places'] = [*places(settings.schedule, config.pipe, config.virtual)]
     samples = torch.empty(config.chunks * config.micro_batch_size, config.block_size,
                           dtype=torch.long, device='meta')
     try:
         with autocast(config, CPU):
             found = dry_run(
-                module, balance, samples, samples, loss_of,
+                module, settings.balance, samples, samples, loss_of,
                 mesh={'data': config.data, 'pipe': config.pipe, 'tensor': config.tensor},
-                schedule=config.schedule, chunks=config.chunks, checkpoint=config.checkpoint,
+                schedule=settings.schedule, chunks=config.chunks, checkpoint=config.checkpoint,
                 optimizer=partial(optimizer_of, config), devices_per_host=config.devices_per_host,
                 memory_limit=config.memory, **options)
     except (RuntimeError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     click.echo(found)
     path = Path(output_folder(config.output)) / 'dry-run'
-    found.save(path.with_suffix('.png'))
     with replacing(path.with_suffix('.json')) as new:
         new.write_text(json.dumps(found.to_dict()) + '\n')
-    click.echo(f"\n{path.with_suffix('.png')}\n{path.with_suffix('.json')}")
+    click.echo(f"\n{path.with_suffix('.json')}")
+
+    def draw() -> list[Path]:
+        found.save(path.with_suffix('.png'))
+        return [path.with_suffix('.png')]
+
+    for picture in draw_if_possible(draw):
+        click.echo(picture)
     if found.problems:
         raise SystemExit(1)
-
-
-def check_files(config: Namespace) -> None:
-    """Check the data, and that the folder of checkpoints has none of another training."""
-    for folder in (config.output, config.save, config.log and str(Path(config.log).parent)):
-        output_folder(folder or config.output)
-    block = config.block_size
-    path = Path(config.save or '') / 'training.json'
-    try:
-        train, val = (len(tokens) for tokens in read(config))
-        there = json.loads(path.read_text()) if config.save and path.exists() else None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise click.UsageError(f'cannot read the data, or {path}: {error}') from None
-    require(train >= 2 * block and val > block,
-            f'there are {train} tokens to train and {val} to validate with, but --block-size '
-            f'{block} takes {2 * block} and {block + 1}')
-    config.training = {**config.sizes._asdict(), 'experts': config.experts, 'block_size': block,
-                       'seed': config.seed, 'global_batch_size': config.global_batch_size,
-                       'tokens': train}
-    if there is not None:
-        differ = [f'{name} {there.get(name)} there, {value} here'
-                  for name, value in config.training.items() if there.get(name) != value]
-        require(not differ, f"{config.save} has another training's checkpoints "
-                f'({"; ".join(differ)}): give the options that it had, or another folder')
-        require(config.resume or not checkpoints(config),
-                f'{config.save} has checkpoints already: give --resume, or another folder')
 
 
 def cross_entropy(output: Any, target: Tensor) -> Tensor:
@@ -206,21 +185,26 @@ def planned(config: Namespace, device: torch.device) -> Plan:
 
     The first rank measures an embedding, a block and a head for it.
     """
-    said: list[Any] = [None]
+    result: list[Any] = [None]
     if dist.get_rank() == 0:
         share = config.chunks * config.micro_batch_size
+        few = layers_of(config, config.sizes._replace(depth=1))
+        sample = torch.zeros(min(share, 4 * config.micro_batch_size), config.block_size).long()
         with autocast(config, device):
-            said[0] = plan_blocks(
-                layers_of(config, config.sizes._replace(depth=1)),
-                torch.zeros(min(share, 4 * config.micro_batch_size), config.block_size).long(),
-                device, depth=config.sizes.depth, batch=share, ranks=config.pipe,
-                tensor=config.tensor, virtual=config.virtual, choices={
-                    'schedules': [*NAMES],
-                    'chunks': [m for m in range(1, share + 1) if share % m == 0]}
-                if config.plan else {'schedules': [config.schedule], 'chunks': [config.chunks],
-                                     'checkpoints': [config.checkpoint]}).to_dict()
-    dist.broadcast_object_list(said, device=device)
-    return Plan.from_dict(said[0])
+            result[0] = plan_blocks(
+                few, sample, device, depth=config.sizes.depth, batch=share, ranks=config.pipe,
+                tensor=config.tensor, virtual=config.virtual,
+                settings=None if config.plan else settings_of(config)).to_dict()
+    dist.broadcast_object_list(result, device=device)
+    return Plan.from_dict(result[0])
+
+
+def settings_of(config: Namespace) -> Settings:
+    """Return the settings of a training without a plan, and of its dry run."""
+    # Layers of the host's memory are stages of one rank, through which all micro-batches run.
+    schedule = 'looped-bfs' if config.offload else config.schedule
+    devices = tuple(f'cpu:{k}' for k in places(schedule, config.pipe, config.virtual))
+    return Settings(schedule, tuple(config.balance), devices, config.chunks, config.checkpoint, ())
 
 
 def autocast(config: Namespace, device: torch.device) -> torch.autocast:
@@ -266,7 +250,8 @@ def parameters_of(config: Namespace) -> tuple[int, int]:
     """Return the number of parameters, and of those that a token uses."""
     with torch.device('meta'):
         module = layers_of(config, config.sizes)
-    experts = sum(x.numel() for name, x in module.named_parameters() if '.experts.' in name)
+    experts = sum(x.numel() for name, x in module.named_parameters()
+                  if '.experts.' in name and '.router' not in name)
     total = sum(x.numel() for x in module.parameters())
     return total, total - experts + (experts * min(2, config.experts) // max(1, config.experts))
 
@@ -279,30 +264,32 @@ def rate_of(config: Namespace, step: int) -> float:
     return float(config.min_lr + (config.lr - config.min_lr) * (1 + cos(pi * min(part, 1))) / 2)
 
 
-def checkpoints(config: Namespace) -> list[int]:
-    """Return the steps of complete checkpoints, in order."""
-    return sorted(int(path.name[5:]) for path in Path(config.save).glob('step-*')
-                  if path.name[5:].isdigit())
-
-
-def delete_old(config: Namespace, step: int) -> None:
-    """Delete all but the newest complete checkpoints, and the one of a step."""
-    kept = {f'step-{k}' for k in checkpoints(config)[-config.keep_last:]}
-    for path in Path(config.save).glob('step-*'):
-        if path.name not in kept and path.stem != f'step-{step}':  # which ranks may be writing
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def loaded(config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint, if there is one, and return its number of steps."""
-    steps = [checkpoints(config)[-1:] if config.save and config.resume else []]
-    dist.broadcast_object_list(steps, device=model.devices[0])  # of the first rank
-    for step in steps[0]:
-        return int(model.load(Path(config.save) / f'step-{step}', optimizer)['step'])
-    if config.save and dist.get_rank() == 0:
-        with replacing(Path(output_folder(config.save)) / 'training.json') as new:
-            new.write_text(json.dumps(config.training) + '\n')
-    return 0
+def loaded(config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Optimizer
+           ) -> dict[str, Any]:
+    """Load the newest checkpoint that is complete, and return its further state."""
+    # The first rank decides: its training has the name, and others may see an older folder.
+    shared = [(config.training, TrainingFolder(config.save).steps() if config.resume else [])]
+    dist.broadcast_object_list(shared, device=model.devices[0])
+    config.training, steps = shared[0]
+    if not config.save:
+        return {'step': 0}
+    folder, is_first = TrainingFolder(config.save), dist.get_rank() == 0
+    if is_first and not steps:
+        folder.describe(config.training)
+    for step in reversed(steps):
+        try:
+            state = model.load(folder.checkpoint(step), optimizer)
+        except (OSError, RuntimeError, ValueError) as error:
+            if is_first:
+                click.echo(f'step-{step} is not loaded: {error}', err=True)
+            continue
+        for damaged in steps[steps.index(step) + 1:] if is_first else ():
+            click.echo(f'it is now {folder.set_aside(damaged)}', err=True)
+        return state
+    if steps:
+        dist.destroy_process_group()
+        raise click.UsageError(f'no checkpoint in {config.save} can be loaded')
+    return {'step': 0}
 
 
 def check_finite(model: nn.Module, step: int, loss: float, norm: float) -> None:
@@ -322,23 +309,29 @@ def check_finite(model: nn.Module, step: int, loss: float, norm: float) -> None:
 @torch.no_grad()
 def validated(config: Namespace, model: DistributedGPipe, val: Tensor, replica: int) -> float:
     """Return the exact mean over the tokens of some batches, or of all."""
-    block, batch, total, count = config.block_size, config.global_batch_size, 0., 0.
+    block, batch, total, count = config.block_size, config.global_batch_size, 0., 0
     starts = block * torch.arange((len(val) - 1) // block)[:config.eval_batches * batch or None]
     model.eval()
-    batches = starts.tensor_split(-(-len(starts) // batch))
-    for each in tqdm(batches, 'validation', leave=False, disable=None if dist.get_rank() == 0
-                     else True):
-        x, y = samples_at(config, val, each.tensor_split(config.data)[replica], model.devices[0])
+    # Experts take equally many samples of each replica. So the samples that replicas cannot share
+    # evenly run on all of them, which does not change their mean.
+    rest = len(starts) % batch % config.data
+    shared, common = starts.split([len(starts) - rest, rest])
+    parts = [(len(x), x.tensor_split(config.data)[replica]) for x in shared.split(batch) if len(x)]
+    parts += [(rest, common)] if rest else []
+    for number, own in tqdm(parts, 'validation', leave=False,
+                            disable=None if dist.get_rank() == 0 else True):
+        x, y = samples_at(config, val, own, model.devices[0])
         with autocast(config, model.devices[0]):
-            loss, n = model.evaluate(x, y, cross_entropy)
-        total, count = total + loss.item() * n, count + n
+            loss, _ = model.evaluate(x, y, cross_entropy)
+        total, count = total + loss.item() * number, count + number
     model.train()
     return total / count
 
 
 def generated(config: Namespace, model: DistributedGPipe) -> list[int]:
     """Return tokens that the model draws one after the other, at a temperature of 0.8."""
-    tokens, generator = [ord('\n')], torch.Generator().manual_seed(config.seed)
+    tokens = [ord('\n') % config.vocab_size]
+    generator = torch.Generator().manual_seed(config.seed)
     model.eval()
     for _ in tqdm(range(config.generate), 'text', leave=False, disable=None if dist.get_rank() == 0
                   else True):
@@ -373,18 +366,6 @@ def described(config: Namespace, model: DistributedGPipe, found: Plan, parameter
             f'bubble {found.bubble:.1%}, {format_bytes(max(found.bytes.values()))}\n')
 
 
-def line_of(entry: dict[str, Any]) -> str:
-    """Return the entry of a step as a line of a table."""
-    mfu = '' if entry['mfu'] is None else f" {entry['mfu']:.1%} MFU "
-    return (f"step {entry['step']:>5}  loss {entry['loss']:<8.6g} norm {entry['grad_norm']:<7.4g} "
-            f"lr {entry['lr']:.2e} {entry['tokens_per_second']:>9,.0f} tokens/s "
-            f"{entry['tokens_per_second_per_device']:>9,.0f}/device "
-            f"{entry['tflops_per_device']:>7.3g} TFLOP/s{mfu} "
-            f"{format_bytes(entry['peak_memory']):>8} {entry['seconds'] * 1e3:>8.1f} ms  "
-            f"bubble {entry['bubble']:5.1%}"
-            + (f"  validation {entry['val_loss']:.4f}" if 'val_loss' in entry else ''))
-
-
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes that were allocated on a device, or were resident in this process."""
     if is_cpu(device):
@@ -403,19 +384,36 @@ def train(config: Namespace) -> None:
     found = planned(config, device)
     config.chunks = found.chunks
     model, optimizer = made(config, mesh, found, device)
-    first, saving = loaded(config, model, optimizer), None
+    state, saving = loaded(config, model, optimizer), None
+    first = state['step']
     parameters, used = parameters_of(config)
     flops = 6 * used + 12 * config.sizes.depth * config.sizes.width * config.block_size
     peak = config.peak_tflops or peak_tflops(device)
     text = described(config, model, found, parameters)
-    log = config.log if rank == 0 else None
+    name = config.training['name']
     first_of_replica = mesh.get_local_rank('pipe') == mesh.get_local_rank('tensor') == 0
     sample_log = f'{config.log}.{replica}' if config.log_samples and first_of_replica else None
-    logs, _ = kept_lines(log, first), kept_lines(sample_log, first)
+    logs = Log(config.log if rank == 0 else None, name, first)
+    samples = Log(sample_log, name, first)
     if rank == 0:
+        for path in sample_logs(config.log) if config.log else ():
+            Log(path, name, first)  # also of replicas that this mesh does not have
         click.echo(text + (f'continues after step {first}\n' if first else ''))
+    # The step of the checkpoint, if its rank was killed before the step was validated and logged.
+    unlogged = [None if logs.has(first) else state.get('entry')]
+    dist.broadcast_object_list(unlogged, device=device)
+    step, entry = first, unlogged[0]
     bar = tqdm(total=config.steps, initial=first, unit='step', disable=None if rank == 0 else True)
-    for step in range(first + 1, config.steps + 1):
+    while True:
+        if entry:
+            if step % config.eval_interval == 0 or step == config.steps:
+                entry['val_loss'] = validated(config, model, val, replica)
+            if rank == 0:
+                bar.write(line_of(entry), file=sys.stdout)
+            logs.add(entry)
+        if step == config.steps:
+            break
+        step += 1
         began, last = time.perf_counter(), step == config.steps
         starts = starts_of(config, len(tokens), step - 1)[:, replica].flatten()
         x, y = samples_at(config, tokens, starts, device)
@@ -431,7 +429,7 @@ def train(config: Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         synchronize([device])
-        seconds = time.perf_counter() - began
+        seconds, entry = time.perf_counter() - began, None
         if timeline is not None:
             # A lane has this rank's work. The longest one is the step, as ranks wait in it.
             most, work = (torch.tensor(x, dtype=torch.float64, device=device) for x in (
@@ -440,36 +438,35 @@ def train(config: Namespace) -> None:
             dist.all_reduce(work)
             rate = config.global_batch_size * config.block_size / seconds
             tflops = flops * rate / config.world / 1e12
-            logs.append({'step': step, 'loss': loss, 'grad_norm': norm, 'lr': group['lr'],
-                         'tokens_per_second': rate, 'seconds': seconds,
-                         'tokens_per_second_per_device': rate / config.world,
-                         'tflops_per_device': tflops, 'mfu': peak and tflops / peak,
-                         'peak_memory': int(most[1]),
-                         'bubble': 1 - float(work / config.world / most[0])})
-            if validates:
-                logs[-1]['val_loss'] = validated(config, model, val, replica)
-            if rank == 0:
-                bar.write(line_of(logs[-1]), file=sys.stdout)
-            add_line(log, logs[-1])
-        add_line(sample_log, {'step': step, 'starts': starts.tolist()})
+            entry = {'step': step, 'loss': loss, 'grad_norm': norm, 'lr': group['lr'],
+                     'tokens_per_second': rate, 'seconds': seconds,
+                     'tokens_per_second_per_device': rate / config.world,
+                     'tflops_per_device': tflops, 'mfu': peak and tflops / peak,
+                     'peak_memory': int(most[1]),
+                     'bubble': 1 - float(work / config.world / most[0])}
+        samples.add({'step': step, 'starts': starts.tolist()})
+        # A checkpoint comes before its validation, which may fail. It has the entry of the log.
         if config.save and (step % config.save_interval == 0 or last):
             if saving is not None:
                 saving.result()
-            saving = model.save(Path(config.save) / f'step-{step}', optimizer,
-                                extra={'step': step}, wait=not config.async_save)
-            if saving is not None and last:
+            shared = [entry]
+            dist.broadcast_object_list(shared, device=device)
+            saving = model.save(TrainingFolder(config.save).checkpoint(step), optimizer,
+                                extra={'step': step, 'entry': shared[0]},
+                                wait=not config.async_save)
+            if saving is not None and validates:
                 saving.result()
             if rank == 0:
-                delete_old(config, step)
+                TrainingFolder(config.save).delete_old(config.keep_last, step)
         bar.update()
     bar.close()
-    said = generated(config, model)
-    if rank == 0 and logs:
-        report(config, found, logs, said)
+    generated_tokens = generated(config, model)
+    if rank == 0 and logs.lines:
+        report(config, found, logs.lines, generated_tokens)
     dist.destroy_process_group()
 
 
-def report(config: Namespace, found: Plan, logs: list[dict[str, Any]], said: list[int]) -> None:
+def report(config: Namespace, found: Plan, logs: list[dict[str, Any]], tokens: list[int]) -> None:
     """Print predictions beside measurements, draw the losses, and print the text."""
     def typical(name: str) -> float:
         return median([entry[name] for entry in logs])
@@ -482,10 +479,12 @@ def report(config: Namespace, found: Plan, logs: list[dict[str, Any]], said: lis
     curves: dict[str, Any] = {name: tuple(zip(*((entry['step'], entry[key]) for entry in logs
                                                 if key in entry)))
                               for name, key in (('training', 'loss'), ('validation', 'val_loss'))}
-    for path in draw_curves([Panel('step', 'loss', curves)], Path(config.output) / 'train-gpt'):
+    stem = Path(config.output) / 'train-gpt'
+    for path in draw_if_possible(lambda: draw_curves([Panel('step', 'loss', curves)], stem)):
         click.echo(path)
-    click.echo(f"validation loss {logs[-1]['val_loss']:.4f}\n")
-    click.echo(bytes(k % 256 for k in said).decode(errors='replace') if config.text else said)
+    if 'val_loss' in logs[-1]:
+        click.echo(f"validation loss {logs[-1]['val_loss']:.4f}\n")
+    click.echo(bytes(k % 256 for k in tokens).decode(errors='replace') if config.text else tokens)
 
 
 if __name__ == '__main__':

@@ -6,10 +6,9 @@
     planned     embedding   block block block …   head      over the ranks of a pipeline
 """
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,14 @@ from torch.nn import functional as F
 from benchmarks.harness.processes import Processes
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.balance import LayerProfile, Profile, profile
+from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import (Costs, Machine, ParameterBytes, Plan, Transformer, measure_overhead,
                              plan)
+from torchgpipe.plan.balance import solve
+from torchgpipe.schedule import NAMES
 
-__all__ = ['LARGE', 'plan_blocks', 'profiles_of']
+__all__ = ['LARGE', 'balance_of', 'plan_blocks', 'profiles_of']
 
 #: Bytes of a parameter, its gradient and the state of Adam, relative to the parameter.
 ADAM = 4
@@ -126,10 +128,29 @@ def _timed(layer: LayerProfile, small: float, large: float) -> LayerProfile:
                    input_share=None, weight_share=None)
 
 
+def balance_of(sizes: Sizes, experts: int, tokens: int, stages: int) -> list[int]:
+    """Return the number of layers of each stage, by the products that a token takes part in.
+
+    So a balance follows from the options alone: the same for a dry run and for a training, on all
+    machines.
+
+    Args:
+        sizes: The sizes of the model.
+        experts: The number of experts of a block, of which a token uses two; 0 without experts.
+        tokens: The number of tokens of a sample.
+        stages: The number of stages.
+    """
+    width = sizes.width
+    networks = min(2, experts) if experts else 1
+    block = (4 + 8 * networks) * width ** 2 + 2 * tokens * width
+    layers = [0, *([block] * sizes.depth), width * sizes.vocabulary]
+    return [len(stage) for stage in solve(layers, stages)]
+
+
 def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, depth: int,
                 batch: int, ranks: int, tensor: int, virtual: int,
-                choices: Mapping[str, Sequence[Any]]) -> Plan:
-    """Return the fastest plan among some.
+                settings: Settings | None = None) -> Plan:
+    """Return the predictions for some settings, or the fastest plan.
 
     Predictions leave out the loss, the optimizer and messages.
 
@@ -141,9 +162,8 @@ def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, dep
         batch: The number of samples of a replica.
         ranks: The ranks of the pipeline.
         tensor: The ranks that share each layer; each takes its part of the time.
-        virtual: The most stages on a rank. With one rank, it is the number of stages, through
-            each of which all micro-batches run before the next one.
-        choices: The ``schedules``, ``chunks`` and ``checkpoints`` of :func:`torchgpipe.plan.plan`.
+        virtual: The most stages on a rank that a plan tries.
+        settings: The settings; by default, those of the fastest plan.
     """
     costs = profile(few.to(device), sample.to(device), device=device, timeout=.5).scaled(batch)
     first, block, last = (replace(x, **{
@@ -152,12 +172,13 @@ def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, dep
     blocks = [replace(block, name=str(k + 1)) for k in range(depth)]
     costs = replace(costs, layers=(first, *blocks, replace(last, name=str(depth + 1))))
     overhead = measure_overhead([device])
-    found = plan(costs, devices=[f'cpu:{k}' for k in range(ranks)], param_scale=ADAM,
-                 overhead=overhead, virtual=virtual, **choices)
-    if ranks == 1 < virtual:
-        balance = costs.balance(virtual, chunks=found.chunks, checkpoint=found.checkpoint)
-        found = replace(found, schedule='looped-bfs', balance=tuple(balance),
-                        devices=found.devices * virtual, costs=Costs.of(
-                            costs, balance, found.chunks, found.checkpoint, param_scale=ADAM,
-                            overhead=overhead))
-    return found
+    if settings is None:
+        chunks = [m for m in range(1, batch + 1) if batch % m == 0]
+        return plan(costs, devices=[f'cpu:{k}' for k in range(ranks)], param_scale=ADAM,
+                    overhead=overhead, virtual=virtual, schedules=[*NAMES], chunks=chunks)
+    seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
+    stages = Costs.of(costs, settings.balance, settings.chunks, settings.checkpoint,
+                      param_scale=ADAM, overhead=overhead)
+    layers = tuple((x.name, x.parameter_bytes) for x in costs.layers)
+    return Plan(settings.schedule, settings.balance, settings.devices, settings.chunks,
+                settings.checkpoint, layers, batch, seconds, stages)

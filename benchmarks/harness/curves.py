@@ -1,11 +1,13 @@
 """Curves of several ways to do the same, in panels side by side."""
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
 from benchmarks.harness.chart import COLORS, NEUTRAL, neutral, save
 
-__all__ = ['Panel', 'draw_curves']
+__all__ = ['Panel', 'draw_curves', 'draw_if_possible']
 
 #: Curves that are the same lie on each other: the first one is broad, so that it is seen.
 WIDTHS, SIZES, MARKS = (5., 1.6), (9., 4.5), ('o', 'o', 's', '^')
@@ -25,6 +27,18 @@ class Panel(NamedTuple):
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]]
     logarithmic: str = ''
+
+
+def draw_if_possible(draw: Callable[[], Iterable[Path]]) -> list[Path]:
+    """Draw pictures and return their paths; say so if that is not possible.
+
+    A picture comes after results, which do not depend on it.
+    """
+    try:
+        return [*draw()]
+    except (ImportError, OSError) as error:
+        click.echo(f'there is no picture: {error}', err=True)
+        return []
 
 
 def draw_curves(panels: Sequence[Panel], stem: Path) -> list[Path]:

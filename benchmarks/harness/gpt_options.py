@@ -9,13 +9,18 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.harness.blocks import balance_of
+from benchmarks.harness.log import check_log, sample_logs
+from benchmarks.harness.report import output_folder
+from benchmarks.harness.tokens import digest_of, read
+from benchmarks.harness.training_folder import TrainingFolder, new_name
 from benchmarks.models.gpt import GPT2, MINGPT, Sizes
 from torchgpipe.base.devices import accelerators
 from torchgpipe.plan import MACHINES
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['DTYPES', 'OPTIONS', 'add_options', 'checked', 'require']
+__all__ = ['DTYPES', 'OPTIONS', 'add_options', 'check_files', 'checked', 'require']
 
 #: The default text is the repository's license: English, 11 thousand bytes.
 LICENSE = Path(__file__).parents[2] / 'LICENSE'
@@ -145,6 +150,8 @@ def checked(config: Namespace) -> Namespace:
     require(config.plan or not (config.devices or config.machine),
             '--devices and --machine are for --plan auto')
     config.virtual = sizes.depth + 2 if config.offload else config.virtual
+    if not getattr(config, 'balance', None):  # a plan for a mesh has chosen one
+        config.balance = balance_of(sizes, config.experts, block, pipe * config.virtual)
     share = config.global_batch_size // data
     # Auxiliary losses of experts are of a micro-batch, so its size is the same on all meshes.
     chunks = 8 if config.experts else 4 * pipe if pipe > 1 else 1
@@ -154,6 +161,8 @@ def checked(config: Namespace) -> Namespace:
             f'--global-batch-size {config.global_batch_size} is not a multiple of --data {data} × '
             f'--micro-batch-size {config.micro_batch_size}')
     config.world, launched = data * pipe * tensor, 'RANK' in os.environ
+    require(not launched or os.environ.get('WORLD_SIZE', '').isdigit(),
+            'RANK is set, but WORLD_SIZE is no number: start with torchrun, or unset RANK')
     config.accelerated = bool(accelerators()) and not config.cpu
     require(not (config.dry_run and config.plan),
             '--plan measures layers on a device, which a --dry-run does not have')
@@ -170,3 +179,30 @@ def checked(config: Namespace) -> Namespace:
             '--restarts cannot: run torchrun again, with --resume')
     require(config.log or not config.log_samples, '--log-samples takes --log FILE')
     return config
+
+
+def check_files(config: Namespace) -> None:
+    """Check the data, the folder of checkpoints and the logs, and name the training."""
+    output_folder(config.output)
+    block = config.block_size
+    try:
+        train, val = read(config)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise click.UsageError(f'cannot read the data: {error}') from None
+    require(len(train) >= 2 * block and len(val) > block,
+            f'there are {len(train)} tokens to train and {len(val)} to validate with, but '
+            f'--block-size {block} takes {2 * block} and {block + 1}')
+    config.training = {**config.sizes._asdict(), 'experts': config.experts, 'block_size': block,
+                       'seed': config.seed, 'global_batch_size': config.global_batch_size,
+                       'tokens': len(train), 'weight_decay': config.weight_decay,
+                       'dtype': config.dtype, 'digest': digest_of(train, val)}
+    last = 0
+    name = new_name()
+    if config.save:
+        folder = TrainingFolder(config.save)
+        name = folder.check(config.training, config.resume, config.steps)
+        last = max(folder.steps(), default=0)
+    config.training['name'] = name
+    if config.log and os.environ.get('RANK', '0') == '0':
+        for path in (config.log, *(sample_logs(config.log) if config.log_samples else ())):
+            check_log(path, name, last, regular=config.log_samples)

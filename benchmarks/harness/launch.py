@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,7 +20,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.report import cores
+from benchmarks.harness.report import accept_any_text, cores
 
 __all__ = ['launch']
 
@@ -39,6 +40,7 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
     """
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload([run.__module__])  # torch is imported once
+    _start_server()
     click.echo(f'starting {config.world} processes', err=True)
     for attempt in range(config.restarts + 1):
         # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
@@ -71,6 +73,15 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         config.resume = True
 
 
+def _start_server() -> None:
+    """Start the server that forks ranks, which leaves Ctrl-C to this process from its start on."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def _first_failure(ranks: list[Any]) -> int | None:
     """Wait until a rank fails, and return its number; or until all have ended."""
     while True:
@@ -91,7 +102,12 @@ def _run(run: Callable[[Any], object], config: Any, rank: int, port: int, ends: 
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
         MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
     torch.set_num_threads(max(1, len(cores()) // config.world))
-    run(config)
+    accept_any_text()
+    try:
+        run(config)
+    except click.ClickException as error:
+        click.echo(f'Error: {error.format_message()}', err=True)
+        raise SystemExit(error.exit_code) from None
 
 
 def _end_with(ends: Connection) -> None:

@@ -1,7 +1,9 @@
 """The output of all benchmarks: tables, and files that name the machine of the measurement."""
+import io
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -16,7 +18,7 @@ from benchmarks.harness.simulated import NAME
 from torchgpipe.base.devices import accelerator, accelerators, is_cpu
 from torchgpipe.base.errors import table
 
-__all__ = ['Rows', 'add_line', 'cores', 'describe', 'kept_lines', 'machine', 'markdown',
+__all__ = ['Rows', 'accept_any_text', 'cores', 'describe', 'machine', 'markdown',
            'output_folder', 'peak_tflops', 'replacing', 'table', 'write_json']
 
 #: Peak TFLOP/s of dense bfloat16 products, from data sheets, by a part of the device's name.
@@ -24,6 +26,13 @@ PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'B200': 2250, 'MI300X': 1307}
 
 #: The header of a table, and its rows.
 Rows = tuple[list[str], list[list[str]]]
+
+
+def accept_any_text() -> None:
+    """Write a question mark for each character that a terminal does not have, such as ``×``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='replace')
 
 
 def markdown(rows: Rows) -> str:
@@ -109,26 +118,3 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
-
-
-def kept_lines(path: str | None, last: int) -> list[dict[str, Any]]:
-    """Return the lines of a log of JSON up to a step, and delete later ones.
-
-    These were lost with their process, and will come again.
-    """
-    if path is None:
-        return []
-    text = Path(path).read_text() if Path(path).exists() else ''
-    # A process that was killed may have left half a line.
-    lines = [json.loads(line) for line in text.splitlines(True) if line.endswith('\n')]
-    lines = [line for line in lines if line['step'] <= last]
-    with replacing(Path(path)) as new:
-        new.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return lines
-
-
-def add_line(path: str | None, line: dict[str, Any]) -> None:
-    """Add a line to a log of JSON, if there is one."""
-    if path is not None:
-        with open(path, 'a') as file:
-            file.write(json.dumps(line) + '\n')

@@ -8,6 +8,7 @@
 
 So the samples of a step follow from seed and step alone, and an epoch has each of them once.
 """
+import zlib
 from argparse import Namespace
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ['read', 'samples_at', 'starts_of']
+__all__ = ['digest_of', 'read', 'samples_at', 'starts_of']
 
 #: The number of tokens whose values are looked at before a training begins.
 _LOOKED_AT = 2 ** 22
+
+#: The most pieces of a file that its digest reads, and their length in tokens.
+_PIECES, _PIECE = 256, 2 ** 16
 
 
 def read(config: Namespace) -> tuple[Tensor, Tensor]:
@@ -41,6 +45,17 @@ def read(config: Namespace) -> tuple[Tensor, Tensor]:
     for tokens in (train, val):
         _check(tokens[:_LOOKED_AT].long() & 0xffff, config.vocab_size)
     return train, val
+
+
+def digest_of(*parts: Tensor) -> int:
+    """Return a digest of tokens: of all, or in large files of pieces at equal distances."""
+    digest = 0
+    for tokens in parts:
+        step = max(_PIECE, len(tokens) // _PIECES)
+        for start in (*range(0, len(tokens), step), max(0, len(tokens) - _PIECE)):
+            piece = tokens[start:start + _PIECE].contiguous()
+            digest = zlib.crc32(piece.view(torch.uint8).numpy(), digest)
+    return digest
 
 
 def _check(x: Tensor, size: int) -> None:

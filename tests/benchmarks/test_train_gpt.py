@@ -297,7 +297,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, vict
     starts = [starts_of(config, config.training['tokens'], k) for k in range(6)]
     for replica in range(2):
         assert lines_of(tmp_path / f'log.{replica}') == [
-            {'step': k + 1, 'starts': each[:, replica].flatten().tolist()}
+            {'training': config.training['name'], 'step': k + 1,
+             'starts': each[:, replica].flatten().tolist()}
             for k, each in enumerate(starts)]
     assert sorted(path.name for path in (tmp_path / 'saved').glob('step-*')) == [
         'step-4', 'step-6']

@@ -50,10 +50,10 @@ def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked, dtype, state
     assert asked == {
         'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
         'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': state,
-        'memory_limit': 2 ** 30}
+        'memory_limit': .9 * 2 ** 30}
     assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
     assert (config.schedule, config.checkpoint, config.virtual, config.micro_batch_size,
-            config.shard) == ('interleaved', 'always', 3, 4, True)
+            config.shard, config.balance) == ('interleaved', 'always', 3, 4, True, [1] * 6)
     assert (config.plan, config.devices, config.machine) == (None, None, None)
 
 
