@@ -1,0 +1,293 @@
+"""The files of a training: checkpoints, logs and pictures, with damaged ones and missing parts."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import train_gpt
+from benchmarks.harness.launch import launch
+from benchmarks.harness.processes import is_available
+from benchmarks.harness.training_folder import TrainingFolder
+from tests.benchmarks import killing
+from tests.benchmarks.test_train_gpt import (COMMAND, ROOT, TINY, assert_same, launched, lines_of,
+                                             mesh_of, options_of, plain_curve)
+from tests.cases import cases
+from torchgpipe.base.devices import CPU
+
+pytestmark = [pytest.mark.distributed,
+              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    """Train for some steps with checkpoints and a log; return the options."""
+    words = [*TINY, '--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved',
+             '--save-interval', 2, '--keep-last', 9, '--log-samples']
+    assert run('train-gpt', *words)[0] == 0
+    return words
+
+
+def names(tmp_path):
+    return sorted(path.name for path in (tmp_path / 'saved').glob('step-*'))
+
+
+def damage(path):
+    file = next(path.glob('*.distcp'))
+    file.write_bytes(file.read_bytes()[:-1] + b'?')
+
+
+@cases('damaged', [
+    damage, lambda path: next(path.glob('*.distcp')).unlink(),
+    lambda path: (path / '.metadata').unlink(), lambda path: (path / '.metadata').write_text('x'),
+    lambda path: (shutil.rmtree(path), path.write_text('a file'))])
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(run, tmp_path, trained, damaged):
+    expected = lines_of(tmp_path / 'log')
+    damaged(tmp_path / 'saved/step-6')
+    code, out, err = run('train-gpt', *trained, '--resume')
+    assert code == 0, err
+    assert 'step-6 is not loaded' in err and 'continues after step 4' in out
+    *others, last = names(tmp_path)
+    assert others[:3] == ['step-2', 'step-4', 'step-6'] and last.startswith('step-6.damaged')
+    assert_same(lines_of(tmp_path / 'log'), expected)
+    assert 'continues after step 6' in run('train-gpt', *trained, '--resume')[1]
+
+
+def test_without_a_whole_checkpoint_nothing_begins_again(run, tmp_path, trained):
+    before = (tmp_path / 'log').read_bytes()
+    for step in (2, 4, 6):
+        damage(tmp_path / f'saved/step-{step}')
+    code, _, err = run('train-gpt', *trained, '--resume')
+    assert code == 2 and 'no checkpoint in' in err
+    assert names(tmp_path) == ['step-2', 'step-4', 'step-6']
+    assert (tmp_path / 'log').read_bytes() == before
+
+
+@cases('args, reason', [
+    (['--steps', 5], 'step-6, but --steps is 5'), (['--weight-decay', .2], 'weight_decay 0.1 the'),
+    (['--dtype', 'float32'], 'dtype float64 there'), (['--log', '/'], 'cannot write to the log'),
+    (['--log', ROOT / 'README.md'], 'is no log of JSON lines'), (['--seed', 1], 'seed 0 there')])
+def test_a_training_continues_as_it_began(run, tmp_path, trained, args, reason):
+    before = {path: path.read_bytes() for path in tmp_path.rglob('*')
+              if path.is_file() and path.name != 'training.lock'}
+    code, out, err = run('train-gpt', *trained, '--resume', *args)
+    assert code == 2 and not out and reason in err and err.count('\n') == 1
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+def test_another_text_of_the_same_length_is_refused(run, tmp_path):
+    text = tmp_path / 'text'
+    text.write_text('abcd' * 999)
+    words = [*TINY, '--steps', 1, '--output', tmp_path, '--save', tmp_path / 'saved', '--text',
+             text]
+    assert run('train-gpt', *words)[0] == 0
+    for k in (0, 1998, 3995):
+        changed = bytearray(b'abcd' * 999)
+        changed[k] += 1
+        text.write_bytes(changed)
+        code, _, err = run('train-gpt', *words, '--resume')
+        assert code == 2 and 'digest' in err
+    text.write_text('abcd' * 999)
+    assert run('train-gpt', *words, '--resume')[0] == 0
+
+
+def test_a_log_keeps_the_lines_of_an_older_training(run, tmp_path, trained):
+    before = (tmp_path / 'log').read_text()
+    code, _, err = run('train-gpt', *trained, '--save', tmp_path / 'mistyped', '--resume')
+    assert code == 0, err
+    assert (tmp_path / 'log').read_text().startswith(before)
+    assert len(lines_of(tmp_path / 'log')) == 12 and len(lines_of(tmp_path / 'log.0')) == 12
+
+
+def test_two_trainings_in_one_folder(run, tmp_path, trained):
+    with TrainingFolder(str(tmp_path / 'saved')).locked():
+        code, _, err = run('train-gpt', *trained, '--resume')
+    assert code == 2 and 'is in use by process' in err
+    assert run('train-gpt', *trained, '--resume')[0] == 0
+
+
+def stopped(config):
+    """Stop this rank, as if its disk did not respond."""
+    print('stopped', flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.slow
+def test_ranks_hold_the_folder_of_a_launcher_that_was_killed(tmp_path):
+    program = ('import sys\nfrom argparse import Namespace\n'
+               'from benchmarks.harness.launch import launch\n'
+               'from benchmarks.harness.training_folder import TrainingFolder\n'
+               'from tests.benchmarks.test_train_gpt_files import stopped\n'
+               'with TrainingFolder(sys.argv[1]).locked() as lock:\n'
+               '    launch(stopped, Namespace(world=1, restarts=0, lock=lock), [])\n')
+    folder = TrainingFolder(str(tmp_path))
+    process = subprocess.Popen([sys.executable, '-c', program, tmp_path], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout.readline() == b'stopped\n'
+    rank = Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    server = [int(pid) for pid in rank.read_text().split()]
+    ranks = [int(pid) for one in server
+             for pid in Path(f'/proc/{one}/task/{one}/children').read_text().split()]
+    process.kill()
+    process.wait()
+    with pytest.raises(Exception, match='is in use by process'):
+        with folder.locked():
+            pass
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()  # until the last process has ended
+    with folder.locked():
+        pass
+
+
+def failing(config):
+    """Train, but validations fail, for the first time."""
+    def validated(*args):
+        raise RuntimeError('no validation')
+
+    if killing.once(config):
+        train_gpt.validated = validated
+    train_gpt.train(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('options', [[], ['--async-save'], ['--log-interval', 3]])
+def test_a_checkpoint_comes_before_the_validation_of_its_step(tmp_path, options):
+    config = options_of(tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', *options,
+                        '--save-interval', 3)
+    with pytest.raises(SystemExit):
+        launch(failing, config, [2, 3])
+    assert names(tmp_path) == ['step-3'] and len(lines_of(tmp_path / 'log')) in (0, 2)
+    lines = launched(tmp_path, *mesh_of(1, 1, 1), '--save', tmp_path / 'saved', '--resume',
+                     *options)
+    expected = plain_curve(config, 6)
+    assert_same(lines, expected if len(lines) == 6 else [expected[2], expected[5]])
+
+
+@pytest.mark.slow
+@cases('data, pipe, batch, size, experts', [
+    (3, 1, 18, 1, 3), (4, 1, 16, 2, 4), (2, 1, 16, 1, 4), (3, 1, 18, 2, 0), (3, 2, 18, 3, 0)])
+def test_validations_of_samples_that_replicas_cannot_share(tmp_path, data, pipe, batch, size,
+                                                           experts):
+    """Of 142 samples, neither batches nor replicas take an equal part."""
+    words = ['--global-batch-size', batch, '--experts', experts, '--vocab-size', 257,
+             '--eval-batches', 0, '--steps', 3]
+    alone = launched(tmp_path / 'alone', *words, '--micro-batch-size', size * data)
+    spread = launched(tmp_path / 'spread', *words, *mesh_of(data, pipe, 1),
+                      '--micro-batch-size', size)
+    assert_same(spread, alone)
+    assert 'val_loss' in alone[-1]
+
+
+@pytest.mark.slow
+def test_samples_of_lost_steps_are_dropped_on_a_mesh_with_fewer_replicas(tmp_path):
+    words = ['--save', tmp_path / 'saved', '--save-interval', 2, '--log-samples']
+    config = options_of(tmp_path, *mesh_of(2, 1, 1), *words)
+    config.victim = 0, 4  # after step 3, which the checkpoint does not have
+    with pytest.raises(SystemExit):
+        launch(killing.killed_at_a_step, config, [2, 3])
+    launched(tmp_path, *words, '--resume')
+    starts = [start for path in ('log.0', 'log.1') for line in lines_of(tmp_path / path)
+              for start in line['starts']]
+    assert len(starts) == len({*starts}) == 6 * 16
+
+
+@pytest.mark.slow
+@cases('encoding, options', [('latin-1', []), ('latin-1', ['--data', 2]), ('ascii', []),
+                             ('latin-1', ['--dry-run'])])
+def test_a_terminal_without_unicode(tmp_path, encoding, options):
+    done = subprocess.run([*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path,
+                                      *options))], cwd=ROOT, capture_output=True,
+                          env={**os.environ, 'PYTHONIOENCODING': encoding})
+    assert done.returncode == 0, done.stderr
+    assert b'train-gpt.png' in done.stdout or b'dry-run.png' in done.stdout
+
+
+@cases('words', [['--steps', 1, '--generate', 3], ['--dry-run']])
+def test_results_without_matplotlib(run, tmp_path, monkeypatch, words):
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *words)
+    assert code == 0 and 'there is no picture: ' in err
+    assert 'validation loss' in out or json.loads((tmp_path / 'dry-run.json').read_text())
+
+
+def test_a_text_of_a_small_vocabulary(run, tmp_path):
+    code, out, err = run('train-gpt', *TINY, '--steps', 1, '--generate', 5, '--output', tmp_path,
+                         '--mock-data', '--vocab-size', 8)
+    assert code == 0, err
+    tokens = json.loads(out.splitlines()[-1])
+    assert len(tokens) == 5 and max(tokens) < 8
+
+
+def test_a_rank_without_a_world(run, tmp_path, monkeypatch):
+    monkeypatch.setenv('RANK', '0')
+    monkeypatch.delenv('WORLD_SIZE', raising=False)
+    code, _, err = run('train-gpt', *TINY, '--output', tmp_path)
+    assert code == 2 and 'RANK is set, but WORLD_SIZE is no number' in err
+
+
+def balances(run, tmp_path, *args):
+    """Return the layers of each stage, as a training has them, and as a dry run has them."""
+    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *args, '--dry-run')
+    assert code == 0, err
+    report = json.loads((tmp_path / 'dry-run.json').read_text())
+    settings = train_gpt.settings_of(options_of(tmp_path, *args))
+    return report, settings
+
+
+@cases('args, stages', [
+    (['--offload', '--n-layer', 3], 5), (['--pipe', 4, '--n-layer', 2], 4),
+    (['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8], 6),
+    (['--pipe', 2, '--schedule', 'zb-v'], 4), (['--pipe', 3, '--experts', 2], 3)])
+def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path, args, stages):
+    report, settings = balances(run, tmp_path, *args)
+    assert len(settings.balance) == stages
+    assert sum(len(rank['stages']) for rank in report['ranks']) == stages
+    config = options_of(tmp_path, *args)
+    module, _ = train_gpt.arguments_of(config, CPU)
+    sizes = [sum(x.numel() * x.element_size() for x in layer.parameters()) for layer in module]
+    assert sum(settings.balance) == len(sizes)
+
+
+@pytest.mark.slow
+@cases('args', [['--offload', '--n-layer', 3], ['--pipe', 4, '--n-layer', 2],
+                ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8],
+                ['--pipe', 3, '--global-batch-size', 12]])
+def test_a_training_has_the_balance_of_its_settings(tmp_path, args):
+    settings = train_gpt.settings_of(options_of(tmp_path, *args))
+    words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f'balance {[*settings.balance]}, schedule {settings.schedule}' in done.stdout
+
+
+def test_flops_count_the_router_of_experts(tmp_path):
+    config = options_of(tmp_path, '--experts', 8)
+    with torch.device('meta'):
+        module = train_gpt.layers_of(config, config.sizes)
+    experts = module[1].experts
+    unused = sum(x.numel() for name, x in experts.named_parameters() if name != 'router')
+    total, used = train_gpt.parameters_of(config)
+    assert total - used == config.sizes.depth * unused * 6 // 8
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_processes_start(tmp_path):
+    words = [*COMMAND, *TINY, '--data', 2, '--steps', 10 ** 6, '--output', tmp_path]
+    process = subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, start_new_session=True)
+    assert process.stderr.readline() == b'starting 2 processes\n'
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b'Traceback' not in err and err.endswith(b'Stopped.\n')
