@@ -39,18 +39,13 @@ CASES = [case(mesh, schedule, virtual, 2, recomputation, data) for
 
 @pytest.mark.parametrize('overlap', [None, (), ('data', 'tensor')])
 @pytest.mark.parametrize('one', CASES, ids=str)
-def test_bounds_and_steady_states(one, overlap):
-    """The prediction is the simulation of all micro-batches, and no bound is above it."""
+def test_no_bound_is_above_the_simulation(one, overlap):
     search = MeshSearch(GPT, H100, 2 * 121 * one.mesh[0], ParameterBytes(), overlap)
     costs, m = search.costs(one), search.chunks(one)
     assert m == 121
-    seconds, few = search.predict(one, costs)
     all = simulate(schedule_of(one.schedule, one.mesh[1], m, one.virtual, costs.stops), costs)
-    assert seconds == pytest.approx(all.seconds, rel=1e-4)
-    if one.schedule not in ('gpipe', 'looped-bfs'):
-        assert few.peak_bytes == pytest.approx(all.peak_bytes, rel=.005)
     low, bytes = search.bound(one)
-    assert .5 * seconds < low <= all.seconds * (1 + 1e-9)
+    assert .5 * all.seconds < low <= all.seconds * (1 + 1e-9)
     assert bytes <= max(all.peak_bytes)
 
 
@@ -136,7 +131,7 @@ def test_memory_decides():
     ({'mesh': 16}, .05), ({'mesh': {'pipe': 4}, 'memory_limit': 9e9}, .06)])
 def test_bounds_leave_few_candidates(options, most, monkeypatch):
     """A looser bound would give the same plan, after more simulations."""
-    calls = {'predict': 0, 'bound': 0}
+    calls = {'simulate': 0, 'bound': 0}
 
     def count(name, method):
         def counted(*args):
@@ -147,7 +142,7 @@ def test_bounds_leave_few_candidates(options, most, monkeypatch):
     for name in calls:
         count(name, getattr(MeshSearch, name))
     plan(GPT, machine=H100, batch=64, **options)
-    assert 0 < calls['predict'] <= most * calls['bound']
+    assert 0 < calls['simulate'] <= most * calls['bound']
 
 
 def test_a_part_of_the_memory_is_for_others_by_default():

@@ -83,7 +83,7 @@ class Settings:
     #: The rows of a searched schedule, as CSV.
     order: str = field(default='', kw_only=True)
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
-    mesh: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    mesh: Mapping[str, int] = field(default_factory=dict, kw_only=True, hash=False)
     #: On a mesh, ``'replicate'`` or ``'shard'``: see
     #: :class:`~torchgpipe.distributed.DistributedGPipe`.
     data: str = field(default='replicate', kw_only=True)

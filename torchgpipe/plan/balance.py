@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 
 from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.plan.costs import (Blocks, Costs, LayerProfile, MemoryLimit, Peak, SkipProfile,
-                                   check_numbers, memory_limits, peaks)
+                                   TieProfile, check_numbers, memory_limits, peaks)
 from torchgpipe.plan.simulation import simulate
 from torchgpipe.schedule.generators import plain_call
 
@@ -256,6 +256,16 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
                 yield [b - a for a, b in zip(moved, moved[1:])]
 
 
+def _without(layer: LayerProfile, tie: TieProfile) -> LayerProfile:
+    """Return a layer without a parameter that another layer counts."""
+    layer = replace(layer, parameter_bytes=layer.parameter_bytes - tie.bytes)
+    if tie.is_frozen:
+        return replace(layer, frozen_bytes=layer.frozen_bytes - tie.bytes)
+    if layer.trainable_parameters is None:
+        return layer
+    return replace(layer, trainable_parameters=layer.trainable_parameters - tie.parameters)
+
+
 T = TypeVar('T')
 
 
@@ -317,6 +327,8 @@ class Profile:
     input_bytes: int
     #: The device of the measurement.
     device: str
+    #: Parameters that several layers share.
+    ties: tuple[TieProfile, ...] = ()
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -344,7 +356,8 @@ class Profile:
         True
         """
         return {'version': 1, **asdict(self), 'layers': [asdict(x) for x in self.layers],
-                'skips': [asdict(x) for x in self.skips]}
+                'skips': [asdict(x) for x in self.skips],
+                'ties': [{**asdict(x), 'layers': [*x.layers]} for x in self.ties]}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> 'Profile':
@@ -363,10 +376,13 @@ class Profile:
             raise ValueError("this is not a profile: it has no 'version': 1, as Profile.to_dict() "
                              'writes it')
         rest = {key: value for key, value in data.items() if key != 'version'}
-        for key, cls in (('layers', LayerProfile), ('skips', SkipProfile)):
+        rest.setdefault('ties', [])
+        for key, cls in (('layers', LayerProfile), ('skips', SkipProfile), ('ties', TieProfile)):
             if not isinstance(rest.get(key), (list, tuple)):
-                raise ValueError("this is not a profile: its 'layers' and 'skips' are no lists")
+                raise ValueError("this is not a profile: its 'layers', 'skips' and 'ties' are no "
+                                 'lists')
             rest[key] = tuple(_make(cls, item) for item in rest[key])
+        rest['ties'] = tuple(replace(x, layers=tuple(x.layers)) for x in rest['ties'])
         return _make(Profile, rest)
 
     def scaled(self, batch_size: int) -> 'Profile':
@@ -391,6 +407,26 @@ class Profile:
         skips = tuple(replace(x, bytes=round(x.bytes * ratio)) for x in self.skips)
         return replace(self, layers=layers, skips=skips, batch_size=batch_size,
                        input_bytes=round(self.input_bytes * ratio))
+
+    def counted_once(self, owners: Sequence[object]) -> 'Profile':
+        """Return the profile in which an owner of several layers has a shared parameter once.
+
+        >>> layer = LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4)
+        >>> profile = Profile((layer, layer), (), 16, 4, 'cpu', (TieProfile((0, 1), 6, 3),))
+        >>> [x.parameter_bytes for x in profile.counted_once(['cpu', 'cpu']).layers]
+        [8, 2]
+
+        Args:
+            owners: By layer, the stage or the device that has it.
+        """
+        layers = [*self.layers]
+        for tie in self.ties:
+            counted = set()
+            for index in tie.layers:
+                if owners[index] in counted:
+                    layers[index] = _without(layers[index], tie)
+                counted.add(owners[index])
+        return replace(self, layers=tuple(layers)) if self.ties else self
 
     def balance(self, partitions: int, *, chunks: int, memory_limit: MemoryLimit = None,
                 param_scale: float = 2.0, checkpoint: str = 'except_last') -> Balance:

@@ -44,8 +44,8 @@ from torchgpipe.training.losses import Losses
 from torchgpipe.training.step import run_step
 
 __all__ = ['Blocks', 'Costs', 'LayerProfile', 'Link', 'Links', 'MemoryLimit', 'Peak',
-           'SkipProfile', 'StageCosts', 'check_numbers', 'measure_links', 'measure_overhead',
-           'memory_limits', 'peaks']
+           'SkipProfile', 'StageCosts', 'TieProfile', 'check_numbers', 'measure_links',
+           'measure_overhead', 'memory_limits', 'peaks']
 
 MemoryLimit = None | float | Sequence[float | None]
 
@@ -115,6 +115,30 @@ class LayerProfile:
     #: Memory that the backward needs only while it runs, if known, in addition to the gradients of
     #: input and output.
     backward_bytes: int = 0
+    #: The number of parameters that require a gradient. If ``None``, a plan for a mesh divides
+    #: their bytes by the bytes of a parameter that it is given.
+    trainable_parameters: int | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True)
+class TieProfile:
+    """A parameter that several layers share: the layers, by index, and its size.
+
+    >>> TieProfile(layers=(0, 3), bytes=512, parameters=128)
+    TieProfile(layers=(0, 3), bytes=512, parameters=128, is_frozen=False)
+    """
+
+    #: The layers that have it, in order.
+    layers: tuple[int, ...]
+    #: Size of the parameter, which each of these layers counts.
+    bytes: int
+    #: The number of values in it.
+    parameters: int
+    #: Whether it requires no gradient.
+    is_frozen: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(self)

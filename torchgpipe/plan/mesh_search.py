@@ -10,21 +10,27 @@
                                                       ▼
                            the best of all, and the others with the reason why each is slower
 
-The bound of a rank: its first micro-batch arrives through the stages before, then it works, then
-gradients of its last micro-batch go back through these stages. In between, nothing is faster than
-its work. If a schedule limits the activations of a rank, this limits the rate, too, because each
-micro-batch is in flight for the time to the last stage and back. So the search returns the fastest
-candidate, as far as it is simulated.
+[Note: Bounds of a mesh] A rank works on all micro-batches. Before that, the first one arrives
+through the stages before it, while its parameters are gathered. After that, gradients of the last
+one go back through these stages, while its own gradients are reduced. Exchanges of ranks run
+concurrently, so that only the longest chain counts::
 
-The steady state of a schedule is periodic. So a candidate with many micro-batches is simulated
-with two smaller numbers of them, between which the time of one more is known; the plan that is
-returned simulates all.
+    rank 0    gather F ……………………………………………… B reduce update
+    rank 1      gather F  work of all micro-batches  B reduce update
+
+With a split backward, a rank may end with ``W``, after which nothing goes back. If a schedule
+limits the activations of a rank, this limits the rate as well, because each micro-batch is in
+flight for the time to the last stage and back. No bound exceeds the simulation, so the search
+returns the fastest candidate.
+
+A candidate is simulated with all of its micro-batches: a schedule may take many of them until it
+is periodic, and some hold the activations of all.
 """
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate, product
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple, overload
 
 from torch import nn
@@ -35,14 +41,13 @@ from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import AXES, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
-from torchgpipe.plan.costs import Costs, Link, StageCosts, memory_limits
+from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts, memory_limits
 from torchgpipe.plan.profile import profile
 from torchgpipe.plan.search import MeshPlan, Plan, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import (MACHINES, RECOMPUTATIONS, Machine, ParameterBytes,
                                           Transformer)
 from torchgpipe.schedule.generators import NAMES, SPLIT, V_SHAPED, places, stages_per_device
-from torchgpipe.schedule.messages import ACTIVE
 
 __all__ = ['MeshSearch', 'plan', 'plan_mesh']
 
@@ -100,32 +105,52 @@ class _Found(NamedTuple):
     data: float
     #: The optimizer.
     update: float
-
-
-class _PipeRank(NamedTuple):
-    """A rank of a pipeline, for bounds of one micro-batch."""
-
-    #: Seconds from the start to its first micro-batch, and from its last one to the end.
-    before: float
-    #: Seconds of a micro-batch.
-    work: float
-    #: The least seconds for which a micro-batch is in flight in its stages, added up.
-    flight: float
-    #: The number of parameters.
-    parameters: float
-    #: The number of parameters of each stage, in ascending order.
-    least: tuple[float, ...]
-    #: Bytes that forward of a stage keeps, at least.
-    activations: float
+    #: By rank of the pipe axis, the most bytes at a time.
+    peaks: tuple[float, ...]
 
 
 class _Stages(NamedTuple):
     """The stages of a rank's layers, for one micro-batch."""
 
-    costs: tuple[StageCosts, ...]
+    #: The costs without parameters that require a gradient.
+    costs: Costs
     balance: tuple[int, ...]
-    #: The number of parameters.
-    parameters: tuple[float, ...]
+    #: By stage, the number of parameters that require a gradient.
+    trainable: tuple[float, ...]
+    #: By stage, the bytes of the other parameters.
+    frozen: tuple[float, ...]
+
+
+class _RankWork(NamedTuple):
+    """The work of a rank for one micro-batch, and the least that it holds."""
+
+    #: The stages of the rank.
+    stages: Sequence[int]
+    #: Seconds of all actions.
+    work: float
+    #: The least seconds for which a micro-batch is in flight in its stages, added up.
+    flight: float
+    #: Seconds of its first stage's forward, and of the backward by which the rank ends; 0 if other
+    #: actions may come last.
+    forward: float
+    last: float
+    #: The least bytes that the forward of a stage keeps.
+    activations: float
+    #: Bytes in use throughout the step, without parameters that require a gradient.
+    resident: float
+
+
+class _Replicated(NamedTuple):
+    """The costs of a stage's parameters, which depend on its replicas."""
+
+    #: Bytes in use throughout the step, in addition to frozen parameters.
+    resident: float
+    #: Bytes of whole parameters while they are gathered.
+    gathered: float
+    #: Seconds.
+    gather: float
+    reduction: float
+    update: float
 
 
 @lru_cache(maxsize=1024)
@@ -176,7 +201,8 @@ class MeshSearch:
         self._profile = cache(self._measure)
         self._stages = cache(self._divide)
         self._even = cache(self._equally_fast)
-        self._ranks = cache(self._divide_ranks)
+        self._parameters = cache(self._replicate)
+        self._chains = cache(self._compute)
 
     def _measure(self, linked: bool, tensor: int, micro_batch: int, recomputation: str) -> Profile:
         machine = self._machine if linked else self._machine.without_links()
@@ -184,20 +210,27 @@ class MeshSearch:
                            'tensor' in self._overlap)
 
     def _divide(self, linked: bool, tensor: int, micro_batch: int, recomputation: str,
-                number: int) -> _Stages:
-        """Divide the layers into stages."""
-        profile = self._profile(True, tensor, micro_batch, recomputation)
+                where: tuple[int, ...]) -> _Stages:
+        """Divide the layers into stages on the given ranks."""
         mode = 'always' if recomputation == 'full' else 'never'
-        balance = self._balance or self._even(tensor, mode, number)
-        size = self._model.size if isinstance(self._model, Transformer) else self._state.parameter
+        balance = tuple(self._balance or self._even(tensor, mode, len(where)))
+        profile = self._profile(linked, tensor, micro_batch, recomputation).counted_once([
+            rank for rank, number in zip(where, balance) for _ in range(number)])
+        costs = Costs.of(profile, balance, 1, mode, param_scale=0.0)
+        trainable, frozen = [], []
         cuts = [0, *accumulate(balance)]
-        parameters = tuple(sum(x.parameter_bytes for x in profile.layers[a:b]) / size
-                           for a, b in zip(cuts, cuts[1:]))
-        if number == 1 and isinstance(self._model, Transformer) and self._model.tied:
-            parameters = (parameters[0] - self._model.vocabulary * self._model.width / tensor,)
-        timed = self._profile(linked, tensor, micro_batch, recomputation)
-        costs = Costs.of(timed, balance, 1, mode, param_scale=0.0)
-        return _Stages((*costs.stages,), (*balance,), parameters)
+        for start, end in zip(cuts, cuts[1:]):
+            layers = profile.layers[start:end]
+            trainable.append(sum(map(self._trainable, layers)))
+            frozen.append(float(sum(layer.frozen_bytes for layer in layers)))
+        return _Stages(costs, balance, tuple(trainable), tuple(frozen))
+
+    def _trainable(self, layer: LayerProfile) -> float:
+        """Return the number of parameters of a layer that require a gradient."""
+        if layer.trainable_parameters is not None:
+            return layer.trainable_parameters
+        size = self._model.size if isinstance(self._model, Transformer) else self._state.parameter
+        return (layer.parameter_bytes - layer.frozen_bytes) / size
 
     def _equally_fast(self, tensor: int, mode: str, number: int) -> Sequence[int]:
         """Return the balance with equally fast stages, of any micro-batch."""
@@ -222,77 +255,129 @@ class MeshSearch:
         """Return the number of micro-batches of a replica."""
         return self._batch // case.mesh[0] // case.micro_batch
 
+    def _stages_of(self, case: _Case, linked: bool = True) -> _Stages:
+        where = places(case.schedule, case.mesh[1], case.virtual)
+        return self._stages(linked, case.mesh[2], case.micro_batch, case.recomputation, where)
+
     def costs(self, case: _Case, linked: bool = True) -> Costs:
         """Return the costs of a case; without links, no message or collective takes time."""
-        (data, pipe, tensor), m, state = case.mesh, self.chunks(case), self._state
+        (_, pipe, tensor), m = case.mesh, self.chunks(case)
         machine = self._machine if linked else self._machine.without_links()
-        found = self._stages(linked, tensor, case.micro_batch, case.recomputation,
-                             pipe * case.virtual)
-        shards = case.data == 'shard'
-        kept = state.on_a_rank(case.data, data, freed=self._frees(case))
         stages: list[StageCosts] = []
         # The first stage has the input of all micro-batches from the start.
         waiting = (m - 1) * self._profile(True, tensor, case.micro_batch,
                                           case.recomputation).input_bytes
-        for each, parameters in zip(found.costs, found.parameters):
-            gradients = machine.gather(parameters * state.gradient, data, pipe * tensor)
-            gathered = machine.gather(parameters * state.parameter, data, pipe * tensor)
+        computed = self._stages_of(case, linked).costs
+        for stage, parameters in zip(computed.stages, self._replicated(case, linked)):
             stages.append(replace(
-                each, recomputed=m if case.recomputation == 'full' else 0,
-                resident_bytes=each.resident_bytes + waiting * (not stages) + kept * parameters,
-                gather=gathered if shards else 0.0,
-                gathered_bytes=state.parameter * parameters if self._frees(case) else 0.0,
-                reduction=gradients if shards else 2 * gradients,
-                update=state.traffic * parameters / (data if shards else 1) / machine.bandwidth))
-        return Costs((*stages,), (), machine.links(pipe, tensor), self._overlaps)
+                stage, recomputed=m if case.recomputation == 'full' else 0,
+                resident_bytes=stage.resident_bytes + parameters.resident + waiting,
+                gather=parameters.gather, gathered_bytes=parameters.gathered,
+                reduction=parameters.reduction, update=parameters.update))
+            waiting = 0
+        links = machine.links(pipe, tensor, case.mesh[0])
+        return Costs((*stages,), computed.skips, links, self._overlaps)
 
-    def _divide_ranks(self, tensor: int, micro_batch: int, recomputation: str, name: str,
-                      pipe: int, virtual: int) -> list[_PipeRank]:
-        """Return the numbers of each rank of a pipeline that bounds need."""
-        found = self._stages(True, tensor, micro_batch, recomputation, pipe * virtual)
-        again, splits = recomputation == 'full', name in SPLIT
-        #: By stage, the seconds to the end of the model and back.
+    def _replicated(self, case: _Case, linked: bool = True) -> tuple[_Replicated, ...]:
+        """Return by stage the costs of parameters."""
+        where = places(case.schedule, case.mesh[1], case.virtual)
+        # The times of micro-batches do not matter here.
+        return self._parameters(linked, case.mesh, case.recomputation, where, case.data)
+
+    def _replicate(self, linked: bool, mesh: tuple[int, int, int], recomputation: str,
+                   where: tuple[int, ...], sharding: str) -> tuple[_Replicated, ...]:
+        (data, pipe, tensor), state = mesh, self._state
+        machine = self._machine if linked else self._machine.without_links()
+        stages = self._stages(linked, tensor, 1, recomputation, where)
+        shards, frees = sharding == 'shard', self._frees(sharding, data)
+        kept = state.on_a_rank(sharding, data, freed=frees)
+        costs = []
+        for trainable, frozen in zip(stages.trainable, stages.frozen):
+            whole = trainable * state.parameter + frozen
+            gradients = machine.gather(trainable * state.gradient, data, pipe * tensor)
+            resident = trainable * kept
+            if shards:
+                # Stages count frozen parameters as whole; a rank has a part of them as well.
+                resident += frozen / data - frozen * frees
+            costs.append(_Replicated(
+                resident, whole if frees else 0.0,
+                machine.gather(whole, data, pipe * tensor) if shards else 0.0,
+                gradients if shards else 2 * gradients,
+                state.traffic * trainable / (data if shards else 1) / machine.bandwidth))
+        return tuple(costs)
+
+    def _compute(self, tensor: int, micro_batch: int, recomputation: str, where: tuple[int, ...],
+                 splits: bool) -> list[_RankWork]:
+        """Return the work of each rank for one micro-batch."""
+        stages = self._stages(True, tensor, micro_batch, recomputation, where).costs.stages
+        again = recomputation == 'full'
+        #: By stage, the seconds from its forward to the end of the model and back. Recomputations
+        #: run while a rank waits for gradients.
         rest = [*accumulate(x.forward + x.seconds('I' if splits else 'B')
-                            for x in found.costs[::-1])][::-1]
-        ranks, before = [], 0.0
-        for device in range(pipe):
-            own = [j for j, place in enumerate(places(name, pipe, virtual)) if place == device]
-            costs = [found.costs[j] for j in own]
-            ranks.append(_PipeRank(
-                before, sum(x.forward * (1 + again) + x.backward for x in costs),
-                sum(rest[j] + splits * found.costs[j].seconds('W') for j in own),
-                sum(found.parameters[j] for j in own),
-                tuple(sorted(found.parameters[j] for j in own)),
-                0.0 if again else min(x.activation_bytes for x in costs)))
-            before += costs[0].forward + (0.0 if splits else costs[0].backward)
+                            for x in stages[::-1])][::-1]
+        ranks = []
+        for rank in range(1 + max(where)):
+            own = [stage for stage, place in enumerate(where) if place == rank]
+            work = flight = 0.0
+            for stage in own:
+                costs = stages[stage]
+                work += costs.forward + again * costs.seconds('R')
+                work += costs.seconds('I') + costs.seconds('W') if splits else costs.backward
+                flight += rest[stage] + splits * costs.seconds('W')
+            first = stages[rank]
+            last = 0.0 if splits else first.backward
+            activations = 0.0 if again else min(stages[stage].activation_bytes for stage in own)
+            buffers = sum(stages[stage].resident_bytes for stage in own)
+            ranks.append(_RankWork(own, work, flight, first.forward, last, activations, buffers))
         return ranks
 
     def bound(self, case: _Case) -> tuple[float, float]:
-        """Return bounds on the seconds and the bytes of a case."""
-        (data, pipe, tensor), m, state = case.mesh, self.chunks(case), self._state
-        shards, most = case.data == 'shard', self.in_flight(case)
-        kept = state.on_a_rank(case.data, data, freed=self._frees(case))
-        seconds = bytes = 0.0
-        for x, number in zip(self._ranks(tensor, case.micro_batch, case.recomputation,
-                                         case.schedule, pipe, case.virtual), most):
-            ends = state.traffic * x.parameters / (data if shards else 1) / self._machine.bandwidth
-            if not self._overlaps and data > 1:
-                # One stage at least is gathered and reduced by itself.
-                least = x.least[0] if self._overlaps is None else x.parameters
-                ends += 2 * self._machine.gather(least * (
-                    (state.gradient + state.parameter) / 2 if shards else state.gradient),
-                    data, pipe * tensor)
-            work = x.work
+        """Return bounds on the seconds and the bytes of a case: [Note: Bounds of a mesh]."""
+        (data, _, tensor), m, splits = case.mesh, self.chunks(case), case.schedule in SPLIT
+        where = places(case.schedule, case.mesh[1], case.virtual)
+        ranks = self._chains(tensor, case.micro_batch, case.recomputation, where, splits)
+        parameters = self._replicated(case)
+        seconds = bytes = start = end = 0.0
+        for rank, (x, held) in enumerate(zip(ranks, self.in_flight(case))):
+            own = [parameters[stage] for stage in x.stages]
+            gather, reduction = self._exposed(own, parameters[rank], x.forward, splits, data)
+            update = sum(stage.update for stage in own)
+            start = max(gather, start)
+            end = reduction + update if splits else max(reduction + update, end)
+            work = m * x.work
             if case.schedule in V_SHAPED:  # They hold only so many activations.
-                work = max(work, x.flight / number)
-            seconds = max(seconds, x.before + m * work + ends)
-            whole = state.parameter * sum(x.least[:ACTIVE]) if self._frees(case) else 0.0
-            bytes = max(bytes, kept * x.parameters + whole + number * x.activations)
+                work = max(work, m * x.flight / held)
+            seconds = max(seconds, start + work + end)
+            start += x.forward
+            end += x.last
+            gathered = min(stage.gathered for stage in own)
+            bytes = max(bytes, x.resident + gathered + held * x.activations
+                        + sum(stage.resident for stage in own))
         return seconds, bytes
 
-    def _frees(self, case: _Case) -> bool:
+    def _exposed(self, own: Sequence[_Replicated], first: _Replicated, forward: float,
+                 splits: bool, data: int) -> tuple[float, float]:
+        """Return the seconds of a rank's exchanges before its first and after its last action.
+
+        Args:
+            own: The costs of its stages.
+            first: The costs of the stage that begins.
+            forward: The seconds of that stage's forward.
+            splits: Whether any of its stages may end.
+            data: The number of replicas.
+        """
+        if data == 1:
+            return 0.0, 0.0
+        if self._overlaps is None:
+            last = min(stage.reduction for stage in own) if splits else first.reduction
+            return first.gather, last
+        if self._overlaps:
+            return max(0.0, first.gather - forward), 0.0
+        return sum(stage.gather for stage in own), sum(stage.reduction for stage in own)
+
+    def _frees(self, sharding: str, data: int) -> bool:
         """Return whether whole parameters are counted while they are gathered."""
-        return case.data == 'shard' and case.mesh[0] > 1 and self._overlaps is None
+        return sharding == 'shard' and data > 1 and self._overlaps is None
 
     def in_flight(self, case: _Case) -> tuple[int, ...]:
         """Return by rank the most activations of stages that it holds at a time."""
@@ -300,44 +385,34 @@ class MeshSearch:
         return _most_in_flight(case.schedule, pipe, min(m, few(case.schedule, pipe, m)[1]),
                                case.virtual)
 
-    def predict(self, case: _Case, costs: Costs) -> tuple[float, Simulation]:
-        """Return the seconds of a case, and the simulation of some of its micro-batches."""
-        pipe, m = case.mesh[1], self.chunks(case)
-        low, high = few(case.schedule, pipe, m)
-
-        def simulation(number: int) -> Simulation:
-            return simulate(schedule_of(case.schedule, pipe, number, case.virtual, costs.stops),
-                            costs)
-
-        found = simulation(min(m, high))
-        seconds = found.seconds
-        if m > high:
-            seconds += (m - high) * (seconds - simulation(low).seconds) / (high - low)
-        return seconds, found
+    def simulate(self, case: _Case, costs: Costs) -> Simulation:
+        """Simulate all micro-batches of a case."""
+        schedule = schedule_of(case.schedule, case.mesh[1], self.chunks(case), case.virtual,
+                               costs.stops)
+        return simulate(schedule, costs)
 
     def plan(self, found: _Found, best: 'MeshPlan | None' = None) -> 'MeshPlan':
         """Return the plan of a case, with the reason why it is slower than the best plan."""
         case, seconds = found.case, found.seconds
         costs, m, (data, pipe, tensor) = self.costs(case), self.chunks(case), case.mesh
-        close = pipe > 1 and (best is None or seconds < HOPELESS * best.seconds)
-        unlinked = self.predict(case, replace(costs, links=Link()))[0] if close else seconds
-        parts = self._parts(found, costs, seconds - unlinked)
+        messages = 0.0
+        if pipe > 1 and (best is None or seconds < HOPELESS * best.seconds):
+            messages = seconds - self.simulate(case, replace(costs, links=Link())).seconds
+        parts = self._parts(found, costs, messages)
         reason = ''
         if best is not None:
             cause = max(parts, key=lambda each: parts[each] - best.parts[each])
             reason = f'{seconds / best.seconds - 1:.1%}: {cause}'
-        stages = self._stages(True, tensor, case.micro_batch, case.recomputation,
-                              pipe * case.virtual)
         whole = {1: self._model} if isinstance(self._model, Profile) else self._model
         layers = whole[1].layers if isinstance(whole, Mapping) and 1 in whole else ()
         return MeshPlan(
-            case.schedule, stages.balance,
+            case.schedule, self._stages_of(case).balance,
             tuple(f'pipe {rank}' for rank in places(case.schedule, pipe, case.virtual)), m,
             'always' if case.recomputation == 'full' else 'never',
             tuple((x.name, x.parameter_bytes) for x in layers),
             self._batch // data, parts['compute'] * data * pipe * tensor, costs,
             mesh=dict(zip(AXES, case.mesh)), data=case.data, micro_batch=case.micro_batch,
-            recomputation=case.recomputation, parts=parts, reason=reason)
+            recomputation=case.recomputation, parts=parts, reason=reason, peaks=found.peaks)
 
     def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""
@@ -485,6 +560,9 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
     micro_batches = [positive(b, 'micro_batches') for b in micro_batches]
     virtual = [*range(1, 1 + positive(virtual, 'virtual'))] if isinstance(virtual, int) else [
         positive(v, 'virtual') for v in virtual]
+    # Few devices are all on one host, whatever its size.
+    devices = prod(next(_meshes(mesh)))
+    machine = replace(machine, devices_per_host=min(machine.devices_per_host, devices))
     search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance)
     with uncollected():  # It would take a third of the time, and find no garbage.
         return _planned(search, mesh, limit, partial(
@@ -573,12 +651,13 @@ def _best(search: MeshSearch, meshes: list[list[_Bounded]], limit: float,
             if best and bound >= min(best.seconds, HOPELESS * fastest_of_all):
                 break
             if bytes <= limit:
-                seconds, simulation = search.predict(case, search.costs(case))
-                if best and seconds >= best.seconds:
+                simulation = search.simulate(case, search.costs(case))
+                if best and simulation.seconds >= best.seconds:
                     continue
                 bytes = max(simulation.peak_bytes)
                 if bytes <= limit:
-                    best = _Found(seconds, case, *_ends(simulation))
+                    best = _Found(simulation.seconds, case, *_ends(simulation),
+                                  simulation.peak_bytes)
             least = min(least, bytes)
         if best:
             fastest_of_all = min(fastest_of_all, best.seconds)

@@ -25,6 +25,7 @@ import random
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ from torchgpipe.engine.partition import has_compiled
 from torchgpipe.engine.split import verify_module
 from torchgpipe.engine.streams import get_phony, graph_leaves, join, use_device
 from torchgpipe.plan.balance import Profile
-from torchgpipe.plan.costs import LayerProfile, SkipProfile
+from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
@@ -130,6 +131,7 @@ class Measurement:
         parameters = list(self.module.parameters())
         self.parameter_bytes = sum(map(size_of, parameters))
         self.frozen_bytes = sum(size_of(x) for x in parameters if not x.requires_grad)
+        self.trainable_parameters = sum(x.numel() for x in parameters if x.requires_grad)
         self.buffer_bytes = sum(map(size_of, self.module.buffers()))
         del self.module, self.inputs, self.pops
 
@@ -431,7 +433,19 @@ def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: to
                                 f'{" and ".join(str(flow.size) for flow in flows)} samples')
                 raise
     return Profile(tuple(map(_result, names, measured)), tuple(flows[0].skips), size,
-                   sum(map(size_of, sample.tensors)), str(device))
+                   sum(map(size_of, sample.tensors)), str(device), tuple(_ties(module)))
+
+
+def _ties(module: nn.Sequential) -> Iterator[TieProfile]:
+    """Yield the parameters that several layers share."""
+    layers_of: dict[nn.Parameter, list[int]] = defaultdict(list)
+    for index, layer in enumerate(module):
+        for parameter in layer.parameters():
+            layers_of[parameter].append(index)
+    for parameter, layers in layers_of.items():
+        if len(layers) > 1:
+            yield TieProfile(tuple(layers), size_of(parameter), parameter.numel(),
+                             not parameter.requires_grad)
 
 
 def as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profile:
@@ -503,7 +517,8 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
     return LayerProfile(
         name, forward, backward, full.parameter_bytes, full.frozen_bytes, full.buffer_bytes,
         full.activation_bytes(), full.output_bytes, full.changes, forward_overhead,
-        backward_overhead, *_shares(full, backward))
+        backward_overhead, *_shares(full, backward),
+        trainable_parameters=full.trainable_parameters)
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:

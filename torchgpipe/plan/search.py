@@ -40,7 +40,7 @@ from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, Skip
                                    peaks)
 from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
-from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, few, simulate
+from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, simulate
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
@@ -164,26 +164,20 @@ class MeshPlan(Plan):
     recomputation: str = field(default='none', kw_only=True)
     #: The seconds of the step by cause, as means over ranks. See
     #: :func:`~torchgpipe.plan.plan_mesh`.
-    parts: dict[str, float] = field(default_factory=dict, kw_only=True)
+    parts: dict[str, float] = field(default_factory=dict, kw_only=True, hash=False)
+    #: The most bytes of a rank at a time, by place along the pipe axis.
+    peaks: tuple[float, ...] = field(default=(), kw_only=True)
     #: How much slower than the best plan it is, and the main cause.
     reason: str = field(default='', kw_only=True)
     #: The best plan of each other mesh, the fastest one first.
     runners_up: tuple['MeshPlan', ...] = ()
     #: Meshes without a plan, and why.
-    refused: dict[str, str] = field(default_factory=dict, kw_only=True)
+    refused: dict[str, str] = field(default_factory=dict, kw_only=True, hash=False)
 
     @property
     def seconds(self) -> float:
         """The time of a step."""
         return sum(self.parts.values())
-
-    @cached_property
-    def peaks(self) -> tuple[float, ...]:
-        """The most bytes of a rank at a time, by place along the pipe axis."""
-        ranks = self.mesh['pipe']
-        m = min(self.chunks, few(self.schedule, ranks, self.chunks)[1])
-        return simulate(schedule_of(self.schedule, ranks, m, len(self.balance) // ranks,
-                                    self.costs.stops), self.costs).peak_bytes
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -489,16 +483,18 @@ class _Search:
 
     def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
         profile = self._plain if name == PLAIN_CALL else self._profile
+        n = len(self._devices)
+        stages = schedule_of(name, n, m, len(balance) // n).stages
+        places = {stage: device for device, own in zip(self._devices, stages) for stage in own}
+        profile = profile.counted_once([
+            places[stage] for stage, number in enumerate(balance) for _ in range(number)])
         costs = Costs.of(profile, balance, m, checkpoint, param_scale=self._param_scale,
                          links=self._links, overhead=self._overhead)
-        n = len(self._devices)
         if name == PLAIN_CALL:
             # The gradient of the whole output exists before backward.
             *others, last = costs.stages
             last = replace(last, resident_bytes=last.resident_bytes + m * last.output_bytes)
             costs = replace(costs, stages=(*others, last))
-        stages = schedule_of(name, n, m, len(balance) // n).stages
-        places = {stage: device for device, own in zip(self._devices, stages) for stage in own}
         return Plan(name, tuple(balance), tuple(places[stage] for stage in range(len(balance))),
                     m, checkpoint, tuple((x.name, x.parameter_bytes)
                                          for x in self._profile.layers),

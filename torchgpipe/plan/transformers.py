@@ -23,11 +23,11 @@ the sums.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import log, pow
+from math import gcd, log, pow
 from typing import Any, NamedTuple
 
 from torchgpipe.plan.balance import Profile, positive
-from torchgpipe.plan.costs import LayerProfile, Link, check_numbers
+from torchgpipe.plan.costs import LayerProfile, Link, TieProfile, check_numbers
 
 __all__ = ['MACHINES', 'Machine', 'ParameterBytes', 'Product', 'RECOMPUTATIONS', 'Transformer']
 
@@ -134,13 +134,17 @@ class Machine:
     def gather(self, bytes: float, devices: int, stride: int = 1) -> float:
         """Return the seconds of an all-gather to, or a reduce-scatter of, ``bytes``.
 
+        A group of ``devices × stride`` neighbours is within a host if this number divides the
+        devices of a host. Otherwise, some groups span two hosts.
+
         Args:
             bytes: The size of the whole.
             devices: The number of devices of the group.
             stride: The distance of one of its devices to the next, such as 8 for the first device
                 of each host.
         """
-        local = max(1, self.devices_per_host // stride)
+        # Groups are next to each other. The one that hosts divide most unevenly is the slowest.
+        local = max(1, gcd(self.devices_per_host, devices * stride) // stride)
         link = self.network if local == 1 else self.host
         if 1 < local < devices:
             link = Link(max(self.host.latency, self.network.latency), min(
@@ -151,14 +155,25 @@ class Machine:
         """Return the seconds of an all-reduce of ``bytes``: see :meth:`gather`."""
         return 2 * self.gather(bytes, devices, stride)
 
-    def links(self, ranks: int, stride: int) -> tuple[tuple[Link, ...], ...] | Link:
-        """Return the links between ranks of a pipeline, of which each is ``stride`` devices away.
+    def links(self, ranks: int, stride: int, replicas: int = 1
+              ) -> tuple[tuple[Link, ...], ...] | Link:
+        """Return the links between ranks of a pipeline: the slowest ones of all replicas.
+
+        Args:
+            ranks: The number of ranks.
+            stride: The number of devices that share the layers of a rank.
+            replicas: The number of pipelines, next to each other.
         """
-        host = [rank * stride // self.devices_per_host for rank in range(ranks)]
-        if host[-1] == 0:
+        #: By rank, the hosts of its devices in all replicas.
+        hosts = [[device // self.devices_per_host
+                  for replica in range(replicas)
+                  for device in range((replica * ranks + rank) * stride,
+                                      (replica * ranks + rank + 1) * stride)]
+                 for rank in range(ranks)]
+        if all(each == hosts[0] for each in hosts):
             return self.host
-        return tuple(tuple(self.host if one == other else self.network for other in host)
-                     for one in host)
+        return tuple(tuple(self.host if one == other else self.network for other in hosts)
+                     for one in hosts)
 
     def without_links(self) -> 'Machine':
         """Return the machine with links that take no time."""
@@ -412,7 +427,12 @@ class Transformer:
         return Profile(
             (self._embedding(machine, n, t, output),
              *(replace(block, name=str(k + 1)) for k in range(self.layers)),
-             self._head(machine, n, t)), (), micro_batch, 8 * n, machine.name)
+             self._head(machine, n, t)), (), micro_batch, 8 * n, machine.name, self._ties(t))
+
+    def _ties(self, t: int) -> tuple[TieProfile, ...]:
+        """Return the weight that the embedding and the head share on a rank, if they do."""
+        number = self.vocabulary * self.width // t
+        return (TieProfile((0, self.layers + 1), self.size * number, number),) * self.tied
 
     def _tokens(self, n: float, t: int) -> float:
         """Return the tokens of a rank in the parts between collectives."""
