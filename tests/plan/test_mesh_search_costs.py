@@ -1,11 +1,19 @@
 """A search over meshes: the costs of a case, and the settings and parts of its plan."""
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from tests.devices import cpu_only
 from tests.plan.test_mesh_search import GPT, H100, case, measured
-from torchgpipe.plan import ParameterBytes, plan
+from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
+from torchgpipe.plan import Link, Machine, ParameterBytes, Transformer, plan
+from torchgpipe.plan.costs import TieProfile
 from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _virtual
+
+pytestmark = cpu_only('it computes numbers')
 
 #: By a half, so that a group over hosts has a slower link.
 HALF = replace(H100, devices_per_host=4)
@@ -159,3 +167,132 @@ def test_a_stage_that_recomputes_has_fewer_layers():
                        batch=2, schedules=['1f1b'], micro_batches=[1], recomputations=[x])
                   for x in ('none', 'full'))
     assert (none.balance, full.balance) == ((2, 2), (1, 3))
+
+
+def layer(name, number, size, frozen=0):
+    """Return a layer of some parameters, each of some bytes."""
+    return LayerProfile(name, 1e-3, 2e-3, number * size, frozen * size, 0, 100, 40,
+                        trainable_parameters=number - frozen)
+
+
+def profile_of(*layers, skips=(), ties=()):
+    return Profile(layers, skips, 1, 40, 'cpu', ties)
+
+
+@pytest.mark.parametrize('schedule, virtual', [('gpipe', 1), ('looped-bfs', 2)])
+def test_memory_of_all_micro_batches_is_within_the_limit(schedule, virtual):
+    options = {'mesh': {'pipe': 2}, 'machine': H100, 'batch': 200, 'micro_batches': [1],
+               'schedules': [schedule], 'virtual': [virtual], 'recomputations': ['none']}
+    found = plan(measured(1.), **options)
+    assert max(found.peaks) == max(found.simulation.peak_bytes) > 200 * 4 * 100
+    assert plan(measured(1.), memory_limit=max(found.peaks), **options).peaks == found.peaks
+    with pytest.raises(ValueError, match='no plan for this mesh'):
+        plan(measured(1.), memory_limit=max(found.peaks) - 1, **options)
+
+
+def test_skips_have_bytes_and_messages():
+    layers = [layer(str(k), 100, 4) for k in range(4)]
+    slow = replace(H100, host=Link(0., 1e9))
+    without, found = (plan(profile_of(*layers, skips=skips), mesh={'pipe': 4}, machine=slow,
+                           batch=4, schedules=['1f1b'], micro_batches=[1])
+                      for skips in ((), (SkipProfile(0, 3, 10 ** 8),)))
+    assert max(found.peaks) >= max(without.peaks) + 10 ** 8
+    assert found.seconds > without.seconds + .1 and found.parts['messages'] > .1
+    assert [*found.costs.skips] == [SkipProfile(0, 3, 10 ** 8)]
+
+
+@pytest.mark.parametrize('data, kept', [('replicate', 400.), ('shard', 200.)])
+def test_frozen_parameters_have_no_gradient_and_no_state(data, kept):
+    model = profile_of(layer('0', 10 ** 8, 4, 10 ** 8))
+    state = ParameterBytes(4, 4, 12)
+    one = plan(model, mesh=1, machine=H100, batch=2, state=state)
+    assert max(one.peaks) == pytest.approx(400e6, rel=1e-5) and one.parts['update'] == 0
+    two = MeshSearch(model, H100, 2, state, None).costs(case((2, 1, 1), data=data)).stages[0]
+    assert two.resident_bytes == pytest.approx(kept * 1e6, rel=1e-5)
+    assert two.gathered_bytes == (400e6 if data == 'shard' else 0.)
+    assert (two.gather > 0) == (data == 'shard') and two.reduction == two.update == 0
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32, torch.float64])
+def test_parameters_are_counted_by_the_dtype_of_the_module(dtype):
+    model = nn.Sequential(nn.Linear(999, 1000), nn.Linear(1000, 1000)).to(dtype)
+    found = plan(model, torch.rand(2, 999, dtype=dtype), mesh=1, machine=H100, batch=2,
+                 timeout=.01)
+    assert max(found.peaks) == pytest.approx(18 * 2_001_000, rel=.02)
+
+
+@pytest.mark.parametrize('schedule, virtual, times', [
+    ('1f1b', 1, 2), ('interleaved', 2, 2), ('zb-v', 2, 1), ('v-min', 2, 1)])
+def test_a_tied_weight_is_counted_once_on_each_rank(schedule, virtual, times):
+    """In a V, the first and the last stage are on the same rank."""
+    embedding = nn.Embedding(100, 16)
+    head = nn.Linear(16, 100, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, nn.Linear(16, 16), nn.Linear(16, 16), head)
+    costs = profile(model, torch.zeros(2, 4).long(), timeout=0., device='cpu')
+    assert costs.ties == (TieProfile((0, 3), 6400, 1600),)
+    assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    search = MeshSearch(costs, H100, 8, ParameterBytes(4, 4, 8), None, [1] * 4 if virtual == 2
+                        else [2, 2])
+    stages = search.costs(case((1, 2, 1), schedule, virtual)).stages
+    update = ParameterBytes(4, 4, 8).traffic * (1600 * times + 2 * 16 * 17) / H100.bandwidth
+    assert sum(x.update for x in stages) == pytest.approx(update)
+    whole = MeshSearch(costs, H100, 8, ParameterBytes(4, 4, 8), None)
+    assert whole.costs(case((1, 1, 1), '1f1b')).stages[0].update == pytest.approx(
+        ParameterBytes(4, 4, 8).traffic * (1600 + 2 * 16 * 17) / H100.bandwidth)
+
+
+def test_a_tied_weight_is_counted_once_on_a_device():
+    costs = profile_of(layer('0', 1000, 4), layer('1', 0, 4), layer('2', 1000, 4),
+                       ties=(TieProfile((0, 2), 4000, 1000),))
+    one = plan(costs, devices=['cuda:0'], param_scale=2., schedules=['gpipe'], chunks=[1])
+    both = plan(costs, devices=['cuda:0', 'cuda:1'], param_scale=2., schedules=['gpipe'],
+                chunks=[1])
+    assert sum(x.resident_bytes for x in one.costs.stages) == 2 * 4000 + 40
+    assert sum(x.resident_bytes for x in both.costs.stages) == 4 * 4000 + 40
+
+
+@pytest.mark.parametrize('ranks, stride, replicas, crossing', [
+    (2, 1, 1, False), (2, 1, 2, True), (2, 2, 1, True), (3, 1, 5, False), (2, 3, 1, True),
+    (1, 2, 4, False)])
+def test_links_of_hosts_that_replicas_do_not_divide(ranks, stride, replicas, crossing):
+    """With three devices on a host, each message of any replica counts."""
+    odd = replace(H100, devices_per_host=3)
+    links = odd.links(ranks, stride, replicas)
+    link = links if isinstance(links, Link) else links[0][-1]
+    assert link == (odd.network if crossing else odd.host)
+
+
+@pytest.mark.parametrize('devices, stride, local', [
+    (3, 1, 3), (2, 1, 1), (1, 2, 1), (6, 1, 3), (2, 3, 1), (4, 1, 1)])
+def test_groups_of_hosts_that_they_do_not_divide(devices, stride, local):
+    odd = replace(H100, devices_per_host=3)
+    bandwidth = odd.host.bandwidth if local == devices else min(
+        odd.host.bandwidth, local * odd.network.bandwidth)
+    latency = odd.host.latency if local == devices else odd.network.latency
+    seconds = (devices - 1) * (latency + 1e9 / devices / bandwidth)
+    assert odd.gather(1e9, devices, stride) == pytest.approx(seconds)
+
+
+def test_few_devices_are_on_one_host():
+    search = [plan(measured(1., t), mesh={'pipe': 3}, machine=H100, batch=3, micro_batches=[1],
+                   schedules=['1f1b']) for t in (1, 2)]
+    assert all(found.costs.links == H100.host for found in search)
+    three = plan(Transformer(3, 96, 3, 96, 8), mesh={'tensor': 3}, machine=H100, batch=3)
+    eight = plan(Transformer(3, 96, 3, 96, 8), mesh={'tensor': 3}, machine=replace(
+        H100, network=Link(1., 1.)), batch=3)
+    assert three.seconds == eight.seconds
+
+
+def test_a_profile_without_times():
+    zero = replace(measured(1.), layers=tuple(
+        replace(x, forward_seconds=0., backward_seconds=0.) for x in measured(1.).layers))
+    with pytest.raises(ValueError, match='the profile has no times'):
+        plan(zero, mesh=2, machine=H100, batch=8)
+    assert plan(zero, devices=['cuda:0', 'cuda:1']).seconds == 0
+
+
+def test_a_machine_without_limits_in_json():
+    free = replace(H100, host=Link(), network=Link())
+    again = Machine.from_dict(json.loads(json.dumps(free.to_dict(), allow_nan=False)))
+    assert again == free

@@ -26,7 +26,11 @@ def test_json_and_back():
 
 @pytest.mark.parametrize('change', [
     {'version': 2}, {'balance': None}, {'costs': {}}, {'more': 1}, {'schedule': 'none'},
-    {'balance': [3, 3, 3]}, {'devices': ['cuda:0']}])
+    {'balance': [3, 3, 3]}, {'devices': ['cuda:0']}, {'devices': []}, {'checkpoint': 'some'},
+    {'order': 'x'}, {'schedule': 'searched', 'order': '0F0,0B0'}, {'chunks': 0}, {'chunks': 2.5},
+    {'batch_size': '16'}, {'balance': [6, 0]}, {'checkpoint': ['never', 'never']},
+    {'schedule': 'searched', 'order': '0F0,0B0\n1B0,1F0'},
+    {'schedule': 'interleaved', 'balance': [2, 2, 2]}])
 def test_something_else_is_not_a_plan(change):
     data = plan(made_up(6), devices=GPUS, chunks=[2]).to_dict()
     with pytest.raises(ValueError, match='this is not a plan'):

@@ -295,6 +295,17 @@ class Link:
     def __post_init__(self) -> None:
         check_numbers(self, unlimited='bandwidth')
 
+    def to_dict(self) -> dict[str, float | None]:
+        """Return the link in types that JSON supports: a bandwidth of ``None`` is unlimited."""
+        unlimited = self.bandwidth == inf
+        return {'latency': self.latency, 'bandwidth': None if unlimited else self.bandwidth}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> 'Link':
+        """Return a link from the result of :meth:`to_dict`."""
+        return Link(**{**data, 'bandwidth': inf if data['bandwidth'] is None
+                       else data['bandwidth']})
+
     def seconds(self, bytes: float) -> float:
         """Return the seconds of a copy."""
         return self.latency + bytes / self.bandwidth

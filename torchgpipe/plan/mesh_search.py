@@ -43,7 +43,7 @@ from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts, memory_limits
 from torchgpipe.plan.profile import profile
-from torchgpipe.plan.search import MeshPlan, Plan, plan_devices, schedule_of
+from torchgpipe.plan.search import SHARDINGS, MeshPlan, Plan, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import (MACHINES, RECOMPUTATIONS, Machine, ParameterBytes,
                                           Transformer)
@@ -501,7 +501,7 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
               schedules: Sequence[str] = SCHEDULES, virtual: int | Iterable[int] = 4,
               micro_batches: Iterable[int] = (1, 2, 4, 8, 16, 32),
               recomputations: Sequence[str] = RECOMPUTATIONS,
-              shardings: Sequence[str] = ('replicate', 'shard'),
+              shardings: Sequence[str] = SHARDINGS,
               overlap: Collection[str] | None = None,
               balance: Sequence[int] | None = None, timeout: float = 1.0) -> MeshPlan:
     """Find the fastest plan for a mesh: its sizes, a schedule, micro-batches and recomputation.
@@ -551,6 +551,7 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
         machine.peak(layers.dtype)
     elif not isinstance(layers, (Profile, Mapping)):
         raise TypeError(f'a plan is for a module, a profile or a Transformer, not {layers!r}')
+    _check_times(layers)
     memory_limits(memory_limit, 1, 'limits')
     limit = USABLE * machine.memory if memory_limit is None else memory_limit
     _check_names(schedules, recomputations, shardings, overlap)
@@ -593,13 +594,23 @@ def _planned(search: MeshSearch, mesh: int | Mapping[str, int], limit: float,
         search.plan(each, fastest_plan) for each in found[1:]))
 
 
+def _check_times(layers: Layers) -> None:
+    """Raise a :exc:`ValueError` if no layer of a profile takes time."""
+    profiles = [layers] if isinstance(layers, Profile) else (
+        [*layers.values()] if isinstance(layers, Mapping) else [])
+    for measured in profiles:
+        if not any(x.forward_seconds + x.backward_seconds for x in measured.layers):
+            raise ValueError('the profile has no times: give the profile of measured layers, as '
+                             'torchgpipe.balance.profile makes it')
+
+
 def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
                  shardings: Sequence[str], overlap: Collection[str] | None) -> None:
     """Raise a :exc:`ValueError` if a name is unknown, or there are none."""
     for option, names, known in (
             ('schedules', schedules, (*NAMES,)),
             ('recomputations', recomputations, RECOMPUTATIONS),
-            ('shardings', shardings, ('replicate', 'shard')),
+            ('shardings', shardings, SHARDINGS),
             ('overlap', overlap or (), AXES[::2])):
         unknown = [name for name in names if name not in known]
         if unknown or not (names or option == 'overlap'):

@@ -30,7 +30,7 @@ from torch import nn
 
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.base.errors import format_bytes, table
-from torchgpipe.base.settings import AXES, Settings, name_of
+from torchgpipe.base.settings import AXES, Settings, name_of, stops_of_mode
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
 from torchgpipe.plan.balance import (Profile, bounded_cuts, check_partitions, fastest, neighbours,
@@ -41,6 +41,7 @@ from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, Skip
 from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
 from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, simulate
+from torchgpipe.plan.transformers import RECOMPUTATIONS
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 
@@ -61,6 +62,13 @@ def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int,
 
 
 TPlan = TypeVar('TPlan', bound='Plan')
+
+#: The name of a searched schedule.
+SEARCHED = 'searched'
+
+#: What replicas do with parameters: ``data`` of
+#: :class:`~torchgpipe.distributed.DistributedGPipe`.
+SHARDINGS = ('replicate', 'shard')
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,37 @@ class Plan(Settings):
                 'these schedules')
 
     def check(self) -> None:
-        """Raise a :exc:`ValueError` if the plan is inconsistent."""
-        self.simulation
+        """Raise a :exc:`ValueError` or a :exc:`TypeError` if the plan is inconsistent."""
+        stages = len(self.balance)
+        for what, numbers in (('balance', self.balance), ('chunks', [self.chunks]),
+                              ('batch_size', [self.batch_size])):
+            for number in numbers:
+                positive(number, what)
+        if not stages or not stages == len(self.devices) == len(self.costs.stages):
+            raise ValueError(f'the balance is {self.balance}, with costs of '
+                             f'{len(self.costs.stages)} stages on devices {self.devices}')
+        stops_of_mode(self.checkpoint, 1, 1)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Raise a :exc:`ValueError` if the stages on the devices cannot run in this schedule."""
+        names = [*dict.fromkeys(self.devices)]
+        found = [names.index(device) for device in self.devices]
+        if self.schedule == SEARCHED:
+            schedule = Schedule.parse(self.order)
+            schedule.validate()
+        elif self.order:
+            raise ValueError(f'only a {SEARCHED!r} schedule has an order, not {self.schedule!r}')
+        else:
+            # Places do not depend on the number of micro-batches.
+            virtual, rest = divmod(len(self.balance), len(names))
+            schedule = schedule_of(self.schedule, len(names), len(names), virtual or 1)
+            if rest:
+                raise ValueError(f'{len(names)} devices have {len(self.balance)} stages')
+        places = {stage: row for row, stages in enumerate(schedule.stages) for stage in stages}
+        if [places.get(stage) for stage in range(1 + max(places))] != found:
+            raise ValueError(f'the schedule {self.schedule!r} has its stages on other devices '
+                             f'than {self.devices}')
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in types that JSON supports: dictionaries, lists, strings, numbers."""
@@ -191,13 +228,20 @@ class MeshPlan(Plan):
         return name_of(self.mesh[axis] for axis in AXES)
 
     def check(self) -> None:
-        """Raise a :exc:`ValueError` if the plan is inconsistent."""
-        if (not len(self.costs.stages) == len(self.balance) == len(self.devices)
-                or {*self.mesh} != {*AXES} or min(self.balance) < 1
-                or self.batch_size != self.chunks * self.micro_batch or not self.seconds > 0):
-            raise ValueError(f'stages with costs are {len(self.costs.stages)}, and the balance is '
-                             f'{self.balance}, on {self.mesh}: {self.batch_size} samples in '
-                             f'{self.chunks} × {self.micro_batch}, in {self.seconds} s')
+        """Raise a :exc:`ValueError` or a :exc:`TypeError` if the plan is inconsistent."""
+        super().check()
+        if {*self.mesh} != {*AXES}:
+            raise ValueError(f'a mesh has axes {AXES}, but this one is {self.mesh}')
+        for axis, size in self.mesh.items():
+            positive(size, axis)
+        samples = self.chunks * positive(self.micro_batch, 'micro_batch')
+        if self.mesh['pipe'] != len({*self.devices}) or self.batch_size != samples:
+            raise ValueError(f'on {self.mesh} with stages on {self.devices}, there are '
+                             f'{self.batch_size} samples in {self.chunks} × {self.micro_batch}')
+        known = self.data in SHARDINGS and self.recomputation in RECOMPUTATIONS
+        if not known or len(self.peaks) not in (0, self.mesh['pipe']) or not self.seconds > 0:
+            raise ValueError(f'data is {self.data!r}, recomputation {self.recomputation!r}, with '
+                             f'peaks {self.peaks}, in {self.seconds} s')
 
     def _row(self) -> list[str]:
         stages = len(self.balance) // self.mesh['pipe']
@@ -266,15 +310,13 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
             tuple(Link(**each) for each in row) for row in links), costs.get('overlap', False))
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
     data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])
-    for name in ('balance', 'devices'):
-        data[name] = tuple(data[name])
+    for name in ('balance', 'devices', 'peaks'):
+        if name in data:
+            data[name] = tuple(data[name])
     plan = cls(**data)
     plan.check()
     return plan
 
-
-#: The name of a searched schedule.
-SEARCHED = 'searched'
 
 #: The number of times that a balance is made again.
 ROUNDS = 4

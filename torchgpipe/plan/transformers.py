@@ -143,6 +143,8 @@ class Machine:
             stride: The distance of one of its devices to the next, such as 8 for the first device
                 of each host.
         """
+        if not bytes:
+            return 0.0
         # Groups are next to each other. The one that hosts divide most unevenly is the slowest.
         local = max(1, gcd(self.devices_per_host, devices * stride) // stride)
         link = self.network if local == 1 else self.host
@@ -181,7 +183,7 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the machine in types that JSON supports."""
-        return asdict(self)
+        return {**asdict(self), 'host': self.host.to_dict(), 'network': self.network.to_dict()}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> 'Machine':
@@ -192,7 +194,8 @@ class Machine:
         """
         try:
             return Machine(**{**data, 'shares': tuple((*each,) for each in data['shares']),
-                              'host': Link(**data['host']), 'network': Link(**data['network'])})
+                              'host': Link.from_dict(data['host']),
+                              'network': Link.from_dict(data['network'])})
         except (KeyError, TypeError) as error:
             raise ValueError('this is not a machine, as Machine.to_dict() writes it: '
                              f'{type(error).__name__}: {error}') from None
