@@ -19,7 +19,7 @@ from torchgpipe.distributed.agreement import Facts, NotBegun, Shared, together
 from torchgpipe.distributed.layers import Ties, check_plan, tie_again
 from torchgpipe.distributed.mesh import Axis, axis_of
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import Replicas
+from torchgpipe.distributed.reduction import Replicas, check_shardable
 from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
 from torchgpipe.distributed.transport import Header, Messages, outline
 from torchgpipe.distributed.watch import Watch
@@ -269,6 +269,13 @@ def checkpoint(load, change=lambda folder: None, save=made):
     return program
 
 
+def checkpoint_in_the_way():
+    """Save to a name beside another checkpoint."""
+    with TemporaryDirectory() as folder:
+        for name in ('best.before', 'best'):
+            save_checkpoint(Path(folder) / name, *made())
+
+
 def other_things():
     """Save into a folder with other things in it."""
     with TemporaryDirectory() as folder:
@@ -323,6 +330,8 @@ REFUSALS = [
     unknown,
     beside_with_a_hook,
     hooked,
+    lambda: check_shardable(nn.ModuleList([nn.ParameterList([torch.empty(0)])]), set()),
+    lambda: check_shardable(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()]), set()),
     lambda: sharded(lambda layer: layer.weight.register_hook(abs)),
     replaced,
     waits,
@@ -346,6 +355,7 @@ REFUSALS = [
     lambda: load_checkpoint('nowhere', *made()),
     checkpoint(made, lambda folder: (folder / '.metadata').write_text('?')),
     other_things,
+    checkpoint_in_the_way,
     not_written,
     unreadable,
     checkpoint(made, lambda folder: next(folder.glob('*.distcp')).unlink()),

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,18 +84,58 @@ def test_between_two_names(tmp_path):
     made('plain', tmp_path / 'model')
     expected = fresh()
     load_checkpoint(tmp_path / 'model', expected)
+    (tmp_path / 'model/.metadata.replaced').touch()
     (tmp_path / 'model').rename(tmp_path / 'model.before')
     shutil.copytree(tmp_path / 'model.before', tmp_path / 'model.saving')
+    (tmp_path / 'model.saving/.metadata.replaced').rename(
+        tmp_path / 'model.saving/.metadata.0.written')
     model = fresh()
     load_checkpoint(tmp_path / 'model', model)
     same(values(model), values(expected))
     save_checkpoint(tmp_path / 'model', fresh())
     assert os.listdir(tmp_path) == ['model']
     shutil.copytree(tmp_path / 'model', tmp_path / 'model.before')
+    (tmp_path / 'model.before/.metadata.replaced').touch()
     save_checkpoint(tmp_path / 'model', model)
     assert os.listdir(tmp_path) == ['model']
     load_checkpoint(tmp_path / 'model', model)
     same(values(model), values(expected))
+
+
+@pytest.mark.parametrize('name', ['model.before', 'model.saving'])
+def test_a_checkpoint_with_the_name_of_a_save_is_kept(tmp_path, name):
+    """It is neither deleted nor loaded in place of another one."""
+    made('plain', tmp_path / name)
+    with pytest.raises(FileNotFoundError, match='is not there'):
+        load_checkpoint(tmp_path / 'model', fresh())
+    files = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    for _ in range(2):
+        with pytest.raises(FileExistsError, match=f'{name}, but there is something else: move it'):
+            save_checkpoint(tmp_path / 'model', fresh())
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+
+@pytest.mark.parametrize('name, mark', [('model.before', '.metadata.replaced'),
+                                        ('model.saving', '.metadata.0.written')])
+def test_an_interrupted_deletion_is_ended_by_the_next_save(tmp_path, monkeypatch, name, mark):
+    made('plain', tmp_path / 'model')
+    shutil.copytree(tmp_path / 'model', tmp_path / name)
+    (tmp_path / name / mark).touch()
+    unlink, calls = Path.unlink, []
+
+    def interrupted(path, *args):
+        calls.append(path)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        unlink(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, 'unlink', interrupted)
+        with pytest.raises(BaseException):
+            save_checkpoint(tmp_path / 'model', fresh())
+    assert (tmp_path / name / mark).exists() and len(calls) > 1
+    save_checkpoint(tmp_path / 'model', fresh())
+    assert os.listdir(tmp_path) == ['model']
 
 
 # --- in the background

@@ -388,3 +388,46 @@ def mixed():
 def test_types_are_those_of_a_policy():
     for each in run(2, mixed):
         assert each == ({(torch.bfloat16, torch.bfloat16)}, {torch.float32}, torch.float32)
+
+
+# --- parameters that FSDP2 cannot gather
+
+
+class Odd(nn.Module):
+    """A layer with a second parameter."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(8)), other
+
+    def forward(self, x):
+        return x * self.weight + self.other.to(x).sum()
+
+
+def ungatherable(pipe):
+    """Make models whose last stage cannot be gathered; return the errors."""
+    mesh, errors = init_mesh(data=2, pipe=pipe), []
+    for options in {}, {'mp_policy': MixedPrecisionPolicy(torch.bfloat16)}, OFFLOAD:
+        for other in torch.ones(8, dtype=torch.float64), torch.empty(0, 8):
+            layers = nn.Sequential(nn.Linear(8, 8), Odd(nn.Parameter(other)))
+            try:
+                DistributedGPipe(layers, [2 // pipe] * pipe, mesh=mesh, **{
+                    'data': 'shard', **options})
+            except Exception as error:
+                errors.append(f'{type(error).__name__}: {error}')
+    # A frozen parameter may have another dtype.
+    frozen = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(8, 8), Odd(frozen)), [2 // pipe] * pipe,
+                             mesh=mesh, data='shard')
+    model.step(torch.ones(4, 8), torch.ones(4, 8), F.mse_loss)
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('pipe', [1, 2])
+def test_parameters_that_cannot_be_gathered_are_refused_when_the_model_is_made(pipe):
+    for errors in run(2 * pipe, ungatherable, pipe):
+        assert len(errors) == 6
+        for dtypes, empty in zip(errors[::2], errors[1::2]):
+            assert "'1.other' is torch.float64" in dtypes or 'ended on rank' in dtypes
+            assert "'1.other' is empty" in empty or 'ended on rank' in empty

@@ -1,9 +1,12 @@
 """Ranks that raise, die or are stuck: all end, and name the rank, its place and its action."""
 import gc
+import os
 import sys
 import threading
 import weakref
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -245,6 +248,21 @@ def fewer_layers(release):
 
 def unequal_schedules(release):
     steps(built(), schedule='gpipe' if torch.distributed.get_rank() == 1 else '1f1b')
+
+
+def unequal_files(release):
+    rows = ['0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1', '0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0']
+    with TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path('rows.csv').write_text(rows[torch.distributed.get_rank() % 2])
+        model = DistributedGPipe(nn.Sequential(Block(), Block()), [1, 1], chunks=2, timeout=LIMIT,
+                                 mesh=init_mesh(pipe=2))
+        model.step(*batch(0, 4), F.mse_loss, schedule='rows.csv')
+
+
+@pytest.mark.slow
+def test_ranks_have_files_of_one_name_with_other_rows():
+    named(endings(2, unequal_files), 'other settings on rank 1')
 
 
 def unequal_batches(release):

@@ -233,5 +233,7 @@ def take_first(module: nn.Module, axis: Axis) -> None:
             value = x.contiguous()
             # Backends do not support all types.
             dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
-            if not x.equal(value):  # An expanded tensor cannot be written to.
-                x.copy_(value)
+            if value is not x:
+                # An expanded tensor has equal values along a dimension, and is written to once.
+                once = [slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()]
+                x[tuple(once)].copy_(value[tuple(once)])

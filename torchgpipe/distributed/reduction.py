@@ -29,7 +29,7 @@ step calls layers once for each micro-batch, and runs backward in between. So a 
 frees parameters itself. At the end it makes one call, whose backward returns gradients that are
 already known.
 """
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,7 +51,32 @@ from torchgpipe.schedule.messages import Row, UnitAction, with_unit_actions
 from torchgpipe.shard.sums import (Gradients, Sum, added, check_dense, ended, gathered_over, local,
                                    split_axes, started)
 
-__all__ = ['DATA', 'Replicas', 'Unit', 'grouped']
+__all__ = ['DATA', 'Replicas', 'Unit', 'check_shardable', 'grouped']
+
+
+def check_shardable(stages: nn.ModuleList, ignored: Container[nn.Parameter]) -> None:
+    """Check that FSDP2 can gather the parameters of some stages at once.
+
+    Raises:
+        ValueError: One is empty, or those that require a gradient have several dtypes.
+    """
+    first: tuple[str, torch.dtype] | None = None
+    for stage in stages:
+        for name, x in stage.named_parameters():
+            if x in ignored:
+                continue
+            if not x.numel():
+                raise ValueError(f"data='shard' splits each parameter, but '{name}' is empty: "
+                                 "remove it, or choose data='replicate'")
+            if not x.requires_grad:
+                continue
+            first = first or (name, x.dtype)
+            if x.dtype != first[1]:
+                raise ValueError(
+                    "data='shard' gathers the parameters of a stage as one tensor, so they have "
+                    f"one dtype, but '{first[0]}' is {first[1]} and '{name}' is {x.dtype}: "
+                    'convert one of them, put them into different stages, or choose '
+                    "data='replicate'")
 
 
 class Unit(nn.Module):
@@ -73,6 +98,7 @@ class Unit(nn.Module):
         # A layer may get further parameters later, which FSDP does not have.
         self._slots = [(module, key) for _, (module, key), x in named_slots(self.stages)
                        if isinstance(x, nn.Parameter) and x not in ignored]
+        check_shardable(self.stages, ignored)
         fully_shard(self, **options, reshard_after_forward=False, ignored_params=ignored)
         assert isinstance(self, FSDPModule)
         self.set_gradient_divide_factor(1.)  # a sum

@@ -33,7 +33,7 @@ from torchgpipe.shard.sums import Gradients, added
 from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
                                         no_mean_in_the_model, no_mean_over_samples, seen_means,
                                         with_counts)
-from torchgpipe.training.step import find_schedule, recomputing
+from torchgpipe.training.step import find_schedule, read_schedule, recomputing
 
 __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
            'check_same_losses']
@@ -224,7 +224,8 @@ class Steps:
         autocast = ThreadState.capture().autocast
 
         def read() -> Facts:
-            schedule.append(ready())
+            # The rows of a file count, not its name, because each rank reads its own file.
+            schedule.append(read_schedule(ready()))
             text = [each.to_csv() if isinstance(each, Schedule) else str(each)
                     for each in schedule]
             model.partitions  # This applies replacements of layers.

@@ -4,7 +4,8 @@
 
     model.saving/    each rank       .metadata.3.writing ──▶ its files ──▶ .metadata.3.written
                      first rank      all are written ──▶ .metadata, with sizes and sums
-    model/           first rank      ──▶ model.before/, and model.saving/ ──▶ model/
+    model/           first rank      .metadata.replaced
+                                     ──▶ model.before/, and model.saving/ ──▶ model/
 
 Ranks plan a checkpoint together. After that they communicate through the folder only, so a
 checkpoint ends also without process groups. An interrupted save leaves one of the last two
@@ -21,7 +22,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ _SUM = b'\ncrc32 '
 
 #: The states of a rank, as suffixes of a file.
 _WRITING, _WRITTEN, _FAILED = 'writing', 'written', 'failed'
+
+#: Marks a checkpoint that another one is replacing.
+_REPLACED = f'{_METADATA}.replaced'
 
 #: The period at which a rank looks at the states of others, in seconds.
 _PERIOD = .02
@@ -81,7 +85,9 @@ def opened(folder: Folder, part: int = 0, of: int = 1) -> tuple[FileSystemReader
         ValueError: It cannot be read; or a file is missing, or has another size or other bytes.
     """
     folder = _resolved(folder)
-    for each in (folder, _beside(folder, 'before')):
+    before = _beside(folder, 'before')
+    # Another checkpoint may have the name of the one that a save was replacing.
+    for each in (folder, before) if (before / _REPLACED).exists() else (folder,):
         if (each / _METADATA).is_file():
             metadata = _metadata(each / _METADATA)
             _check_files(each, metadata, part, of)
@@ -175,13 +181,27 @@ class Writer(FileSystemWriter):
         """
         others = sorted(each.name for each in self.folder.iterdir() if not _is_ours(each)
                         ) if self.folder.exists() else []
+        self._check_own(self._saving, [*self._saving.glob(f'{_METADATA}.*')])
+        before = _beside(self.folder, 'before')
+        self._check_own(before, (before / _REPLACED).exists())
         if others:
             raise FileExistsError(f'a checkpoint takes the place of the whole folder {self.folder}'
                                   f', but there is {", ".join(others[:5])} in it; name another '
                                   'folder')
         if self._saving.exists():
-            shutil.rmtree(self._saving)
+            _delete(self._saving)
         self._saving.mkdir(parents=True)
+
+    def _check_own(self, folder: Path, is_marked: object) -> None:
+        """Check that a folder beside the checkpoint is one that an interrupted save has left.
+
+        Raises:
+            FileExistsError: It has other things in it, or is a checkpoint by itself.
+        """
+        if folder.exists() and not is_marked and any(folder.iterdir()):
+            raise FileExistsError(
+                f'a save to {self.folder} uses {folder}, but there is something else: move it, or '
+                'name another folder')
 
     def write_data(self, plan: Any, planner: Any) -> 'Future[list[Any]]':
         """Record the plan of this rank."""
@@ -258,12 +278,15 @@ class Writer(FileSystemWriter):
         before = _beside(self.folder, 'before')
         if self.folder.exists():
             if before.exists():
-                shutil.rmtree(before)
+                _delete(before)
+            (self.folder / _REPLACED).touch()
             self.folder.rename(before)
         self._saving.rename(self.folder)
         for mark in marks:
             (self.folder / mark.name).unlink()
-        shutil.rmtree(before, ignore_errors=True)
+        if before.exists():
+            with suppress(OSError):
+                _delete(before)
 
     def _states(self) -> dict[str, list[int]] | None:
         """Return the ranks in each state; ``None`` when the folder has its new place."""
@@ -354,6 +377,14 @@ class Saving:
 
 def _failed(ranks: Iterable[int], why: str) -> RuntimeError:
     return RuntimeError(f'saving a checkpoint failed on ranks {[*ranks]}: {why}')
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, its marks last, so that a later save can end an interrupted deletion."""
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.startswith(f'{_METADATA}.'):
+            file.unlink()
+    shutil.rmtree(folder)
 
 
 def _write(file: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.training.losses import Losses
 
-__all__ = ['find_schedule', 'recomputing', 'run_step']
+__all__ = ['find_schedule', 'read_schedule', 'recomputing', 'run_step']
 
 
 def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
@@ -29,14 +29,19 @@ def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -
     """
     n = len(workers)
     devices = len({*workers})
-    if isinstance(schedule, Schedule):
-        found = schedule
-    elif isinstance(schedule, os.PathLike) or str(schedule).lower().endswith('.csv'):
-        found = Schedule.parse(Path(schedule).read_text('utf-8-sig'))
-    else:
-        found = _named(schedule, n, devices, m)
+    read = read_schedule(schedule)
+    found = read if isinstance(read, Schedule) else _named(read, n, devices, m)
     _check_fit(found, tuple(workers), m)
     return found
+
+
+def read_schedule(schedule: ScheduleLike) -> Schedule | str:
+    """Return a schedule, read from its file if it has one, or its name."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith('.csv'):
+        return Schedule.parse(Path(schedule).read_text('utf-8-sig'))
+    return schedule
 
 
 def _stages_per_device(name: str, n: int, devices: int) -> int:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.distributed.models import Block, Down, Fork, Head, Join, Middle, Out, Pass, Up
 from torchgpipe.base.structure import storage_id
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.dry_runs.counters import Counter, seen_resizes
+from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
 from torchgpipe.schedule.generators import V_SHAPED
 
 __all__ = ['LAYERS', 'MODELS', 'PLAN', 'SIZE', 'WIDTH', 'arguments', 'real']
@@ -121,7 +121,7 @@ def real(model, mesh, schedule, data, checkpoint='except_last'):
     made.step()
     counter, rank = Counter(), model._rank
     counter.others = {storage_id(local(x)) for x in (*parameters, *model.buffers())}
-    with Sends() as sends, seen_resizes(), counter:
+    with Sends() as sends, calls_seen(), counter:
         step()
     counter.at(None)
     groups = {group.group_name: axis for axis, group in (

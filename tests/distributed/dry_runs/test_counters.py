@@ -5,7 +5,7 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe.base.private import FakeTensorMode
-from torchgpipe.distributed.dry_runs.counters import Counter, seen_resizes
+from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
 from torchgpipe.schedule import Action
 
 pytestmark = cpu_only('fake tensors are on the CPU')
@@ -54,7 +54,7 @@ def test_sizes_that_change_count_only_where_they_are_seen():
 
     kept, before = [], torch.zeros(100)
 
-    with seen_resizes():
+    with calls_seen():
         first, second = entries(run)
         entry, = entries(lambda counter: before.untyped_storage().resize_(800))
     assert entry.bytes == 0

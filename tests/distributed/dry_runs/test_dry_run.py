@@ -5,6 +5,7 @@ from functools import partial
 from itertools import cycle
 from math import prod
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,11 +21,11 @@ from tests.shard.processes import run
 from tests.skip.layers import Pop, StashLinear
 from tests.whole import first
 from torchgpipe import NoChunk
-from torchgpipe.distributed import dry_run
+from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.distributed.dry_runs.virtual import VirtualRank
 from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
-from torchgpipe.sequential import from_stages
+from torchgpipe.sequential import from_stages, to_sequential
 from torchgpipe.skip import Namespace
 
 pytestmark = cpu_only('fake tensors are on the CPU')
@@ -403,6 +404,75 @@ def test_wrong_configurations_raise_the_errors_of_a_real_run(options, error, tex
     with pytest.raises(error, match=text):
         small(**options)
     assert not dist.is_initialized()
+
+
+class Reads(nn.Module):
+    """A layer that reads values by NumPy."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def forward(self, x):
+        return x * float(self.read(x.detach()))
+
+
+@pytest.mark.parametrize('read', [
+    lambda x: x.numpy().sum(), lambda x: numpy.asarray(x).sum(), lambda x: x.tolist()[0][0],
+    lambda x: x.numpy(force=True).sum()])
+def test_a_layer_that_reads_values_is_told_so(read):
+    with pytest.raises(RuntimeError, match='reads values of a tensor'):
+        small(nn.Sequential(*linear(2), Reads(read)), [2, 1])
+    assert numpy.asarray(torch.ones(2)).sum() == 2
+
+
+@pytest.mark.parametrize('mesh, plan', [
+    ({'data': 2, 'pipe': 2}, None),
+    ({'tensor': 2, 'pipe': 2}, {'0': ColwiseParallel(output_layouts=Replicate())})])
+def test_a_module_that_has_values_needs_as_much_as_one_without(mesh, plan):
+    def module():
+        layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU())
+        layers[2].register_buffer('expanded', torch.ones(1).expand(8))
+        return layers
+
+    with torch.device('meta'):
+        empty = module()
+    reports = [small(layers, mesh=mesh, tensor_plan=plan, optimizer=torch.optim.AdamW)
+               for layers in (module(), empty)]
+    assert reports[0].to_dict() == reports[1].to_dict()
+
+
+def test_a_converted_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.other(torch.relu(self.one(x))) + x
+
+    layers = to_sequential(Model(), torch.rand(8, 8))
+    report = small(layers, [1, len(layers) - 1], {'data': 2, 'pipe': 2})
+    assert sum(rank.parameters for rank in report.ranks) == 2 * 2 * 72 * 4
+
+
+def test_a_limit_of_memory_is_any_number():
+    assert small(memory_limit=80e9).problems == () != small(memory_limit=1e3).problems
+
+
+def real_run_first():
+    plan = {'0': ColwiseParallel(output_layouts=Replicate())}
+    model = DistributedGPipe(linear(), [4], mesh=init_mesh(tensor=2), tensor_plan=plan)
+    model.step(torch.ones(4, 8), torch.ones(4, 8), F.mse_loss)
+    dist.destroy_process_group()
+    return [small(balance=[4], mesh={'tensor': 2, 'data': data}, tensor_plan=plan
+                  ).ranks[0].parameters for data in (1, 2)]
+
+
+@pytest.mark.slow
+def test_a_dry_run_after_a_real_run_of_the_same_mesh():
+    first, second = run(2, real_run_first)
+    assert first == second and first[0] == first[1] > 0
 
 
 def test_heads_that_ranks_cannot_share_raise_the_error_of_the_layer():

@@ -3,6 +3,8 @@ import json
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
@@ -39,6 +41,18 @@ def test_links_within_hosts_and_between():
                      (2, 3): 'host', (3, 2): 'host'}
     assert {each.link for each in report.traffic if each.axis == 'data'} == {'network'}
     assert {each.link for each in small().traffic} == {''}
+
+
+def test_links_of_hosts_that_ranks_do_not_divide():
+    """Of two replicas, the second one has its ranks on two hosts of three devices."""
+    for mesh, axis in ({'data': 2, 'pipe': 2}, 'pipe'), ({'data': 2, 'tensor': 2}, 'tensor'):
+        report = small(linear(4), [4 // mesh.get('pipe', 1)] * mesh.get('pipe', 1), mesh,
+                       chunks=2, devices_per_host=3, tensor_plan={'0': ColwiseParallel(
+                           output_layouts=Replicate())} if axis == 'tensor' else None)
+        links = {each.link for each in report.traffic if each.axis == axis}
+        assert links == {'network'}, axis
+    alone = small(linear(4), [2, 2], {'pipe': 2}, chunks=2, devices_per_host=3)
+    assert {each.link for each in alone.traffic} == {'host'}
 
 
 def test_uneven_stages_are_named():

@@ -26,7 +26,7 @@ from torchgpipe.base.private import (DISPATCH_MODES, NO_VALUES, DispatchMode, Fa
 from torchgpipe.base.structure import is_plain, size_of
 from torchgpipe.schedule.messages import Item
 
-__all__ = ['Collective', 'Counter', 'Entry', 'seen_resizes']
+__all__ = ['Collective', 'Counter', 'Entry', 'calls_seen']
 
 no_context: AbstractContextManager[Any] = nullcontext()
 
@@ -180,12 +180,12 @@ def _known(func: Any) -> tuple[str, str, bool, Any]:
 
 
 @contextmanager
-def seen_resizes() -> Iterator[None]:
-    """Let counters see changes of the size of a memory, by which FSDP frees parameters.
+def calls_seen() -> Iterator[None]:
+    """Let counters see calls that are no operations, so that no mode sees them.
 
-    They are no operations, so no mode sees them.
+    These change the size of a memory, by which FSDP frees parameters, or read values by NumPy.
     """
-    resize = torch.UntypedStorage.resize_
+    resize, numpy = torch.UntypedStorage.resize_, Tensor.numpy
 
     def seen(memory: Any, size: int) -> Any:
         result = resize(memory, size)
@@ -194,10 +194,17 @@ def seen_resizes() -> Iterator[None]:
                 mode.resize(memory)
         return result
 
+    def read(x: Tensor, **options: Any) -> Any:
+        if isinstance(x, FakeTensor):
+            raise _no_values('numpy')
+        return numpy(x, **options)
+
     torch.UntypedStorage.resize_ = seen  # type: ignore[assignment, method-assign]
+    Tensor.numpy = read  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
+        Tensor.numpy = numpy  # type: ignore[method-assign]
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torchgpipe.base.private import fake_store, forget_meshes
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
-from torchgpipe.distributed.dry_runs.counters import Entry, seen_resizes
+from torchgpipe.distributed.dry_runs.counters import Entry, calls_seen
 from torchgpipe.distributed.dry_runs.report import Account, DryRun, Kept
 from torchgpipe.distributed.dry_runs.virtual import (Rendezvous, VirtualModel, VirtualRank,
                                                      micro_batch_of)
@@ -50,7 +50,7 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
             schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
             optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
             processes: int | None = None, devices_per_host: int | None = None,
-            memory_limit: int | None = None, **options: Any) -> DryRun:
+            memory_limit: float | None = None, **options: Any) -> DryRun:
     """Run a step on each rank of a mesh that does not exist, and report the needs of each rank.
 
     The model and the step are the ones of :class:`~torchgpipe.distributed.DistributedGPipe`, with
@@ -96,8 +96,9 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
             ``devices_per_host`` or ``memory_limit`` is no number above zero.
         RuntimeError: ``torch.distributed`` is initialized, or a layer reads a value of a tensor.
     """
-    for name, number in (('devices_per_host', devices_per_host), ('memory_limit', memory_limit)):
-        if number is not None and (not isinstance(number, int) or number < 1):
+    for name, number, kinds in (('devices_per_host', devices_per_host, int),
+                                ('memory_limit', memory_limit, (int, float))):
+        if number is not None and not (isinstance(number, kinds) and number > 0):
             raise ValueError(f'{name} must be a number above zero, but is {number!r}')
     step = partial(_step, input, target, loss_fn, optimizer, schedule=schedule,
                    target_dim=target_dim, normalizer=normalizer)
@@ -124,10 +125,11 @@ def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]
     if dist.is_initialized():
         raise RuntimeError('a dry run has a fake group of processes, but torch.distributed is '
                            'initialized already: run it in a process of its own')
+    forget_meshes()  # A mesh of real processes may equal this one as well.
     hook = sys.excepthook  # PyTorch would print the number of the rank before each line.
     dist.init_process_group('fake', rank=0, world_size=product, store=fake_store())
     try:
-        with seen_resizes():
+        with calls_seen():
             yield init_device_mesh('cpu', tuple(shape), mesh_dim_names=AXES)
     finally:
         # A later mesh may equal this one, but has other groups.
@@ -307,7 +309,7 @@ def _are_alike(meeting: Rendezvous, models: Models) -> bool:
 
 
 def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, ...]],
-            skeleton: nn.Sequential, devices_per_host: int | None, memory_limit: int | None
+            skeleton: nn.Sequential, devices_per_host: int | None, memory_limit: float | None
             ) -> DryRun:
     model, rank = models[0], models[0]._rank
     assert meeting.schedule is not None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,7 +185,7 @@ class DryRun:
     accounts: tuple[Account, ...]
     offloads: bool = False
     devices_per_host: int | None = None
-    memory_limit: int | None = None
+    memory_limit: float | None = None
 
     @cached_property
     def ranks(self) -> tuple[RankMemory, ...]:
@@ -271,31 +271,42 @@ class DryRun:
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        """The messages and collectives of a step, as the ranks of the first replica see them."""
+        """The messages and collectives of a step, as the ranks of the first replica see them.
+
+        Their link is the slowest one of all replicas.
+        """
         found = []
         for pipe in range(self.mesh['pipe']):
             rank = self._rank_at(0, pipe, 0)
             for (kind, to, bytes), count in Counter(self._sends(rank)).items():
                 target = self._position(to)['pipe']
-                found.append(Traffic('pipe', kind, pipe, target, bytes, count,
-                                     self._link([rank, to])))
+                pairs = [[self._rank_at(data, pipe, tensor), self._rank_at(data, target, tensor)]
+                         for data in range(self.mesh['data'])
+                         for tensor in range(self.mesh['tensor'])]
+                found.append(Traffic('pipe', kind, pipe, target, bytes, count, self._link(pairs)))
             for (name, axis, bytes), count in Counter(self.collectives(rank)).items():
                 found.append(Traffic(axis, name, pipe, None, bytes, count,
-                                     self._link(self._along(axis, rank))))
+                                     self._link(self._along(axis, pipe))))
         return tuple(found)
 
-    def _along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks along an axis, from a rank of the first replica on."""
+    def _along(self, axis: str, pipe: int) -> Iterator[Sequence[int]]:
+        """Yield the groups of ranks along an axis, with ranks of a place."""
         if axis == 'all':
-            return [*range(prod(self.mesh.values()))]
-        at = self._position(rank)
-        return [self._rank_at(**{**at, axis: k}) for k in range(self.mesh[axis])]
+            yield range(prod(self.mesh.values()))
+            return
+        sizes = {**self.mesh, axis: 1}
+        for data, tensor in product(range(sizes['data']), range(sizes['tensor'])):
+            at = {'data': data, 'pipe': pipe, 'tensor': tensor}
+            yield [self._rank_at(**{**at, axis: k}) for k in range(self.mesh[axis])]
 
-    def _link(self, ranks: Iterable[int]) -> str:
+    def _link(self, groups: Iterable[Sequence[int]]) -> str:
+        """Return the slowest link within any of the groups."""
         if self.devices_per_host is None:
             return ''
-        hosts = {rank // self.devices_per_host for rank in ranks}
-        return 'host' if len(hosts) == 1 else 'network'
+        for ranks in groups:
+            if len({rank // self.devices_per_host for rank in ranks}) > 1:
+                return 'network'
+        return 'host'
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
