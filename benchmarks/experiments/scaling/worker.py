@@ -12,7 +12,7 @@ from benchmarks.experiments.scaling.trainers import Trainer, trainer
 from benchmarks.harness.processes import Span
 from torchgpipe.base.devices import synchronize
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.distributed.dry_runs.counters import Counter, seen_resizes
+from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
 from torchgpipe.timeline import record
 
 __all__ = ['Answer', 'COUNTED', 'Counts', 'RATE', 'Worker']
@@ -85,7 +85,7 @@ class Worker:
         if self._is_idle(contender):
             return None
         losses, counter = [], Counter()
-        with seen_resizes(), counter:
+        with calls_seen(), counter:
             made = trainer(contender, self._work, self._device)
             self._trainers[contender] = made, SGD(made.model.parameters(), RATE)
             for _ in range(COUNTED):
