@@ -16,10 +16,10 @@ from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.engine.split import verify_module
 from torchgpipe.plan import balance as blockpartition  # noqa: F401  # the name in 0.0.7
 from torchgpipe.plan.balance import Balance, Profile, check_partitions, edges_for, even_cuts
-from torchgpipe.plan.costs import LayerProfile, SkipProfile
+from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
 from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
 
-__all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'balance_by_size',
+__all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'TieProfile', 'balance_by_size',
            'balance_by_time', 'profile']
 
 # torchgpipe 0.0.7 had a module with the name of the function. Importing it would replace the
