@@ -40,7 +40,6 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
     """
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload([run.__module__])  # torch is imported once
-    _start_server()
     click.echo(f'starting {config.world} processes', err=True)
     for attempt in range(config.restarts + 1):
         # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
@@ -52,21 +51,27 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         ranks = [context.Process(target=_run, daemon=True,
                                  args=(run, config, rank, store.port, ends))
                  for rank in range(config.world)]
+        failed, code = None, 0
         try:
+            _start_server()
             for process in ranks:
                 process.start()
             failed = _first_failure(ranks)
+        except (EOFError, ConnectionError):
+            click.echo('the process that starts ranks ended', err=True)
+            code = 1
         finally:
             alive.close()
             for process in ranks:
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        if failed is None:
+        if failed is not None:
+            code = ranks[failed].exitcode
+            how = f'by signal {-code}' if code < 0 else f'with status {code}'
+            click.echo(f'rank {failed} ended {how}', err=True)
+        if not code:
             return
-        code = ranks[failed].exitcode
-        how = f'by signal {-code}' if code < 0 else f'with status {code}'
-        click.echo(f'rank {failed} ended {how}', err=True)
         if code in final or attempt == config.restarts:
             raise SystemExit(max(code, 1))
         click.echo(f'restart {attempt + 1} of {config.restarts}: all ranks start again', err=True)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from multiprocessing import forkserver as SERVER
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,22 @@ def test_ctrl_c_while_processes_start(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b'Traceback' not in err and err.endswith(b'Stopped.\n')
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_it_starts_ranks(tmp_path, monkeypatch, capfd):
+    """A restart starts it again."""
+    start, killed = SERVER.ensure_running, []
+
+    def ensure_running():
+        start()
+        if not killed:
+            killed.append(SERVER._forkserver._forkserver_pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(SERVER, 'ensure_running', ensure_running)
+    config = options_of(tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', '--restarts', 1)
+    launch(train_gpt.train, config, [2, 3])
+    assert len(lines_of(tmp_path / 'log')) == 6
+    err = capfd.readouterr().err
+    assert 'the process that starts ranks ended' in err or 'ended with status 255' in err
