@@ -193,7 +193,5 @@ class TrainingFolder:
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a path is a folder with the files of a checkpoint only."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return all(file.name.startswith('.metadata') or file.suffix == '.distcp'
-               for file in path.iterdir())
+    return path.is_dir() and all(
+        file.name.startswith('.metadata') or file.suffix == '.distcp' for file in path.iterdir())

@@ -99,13 +99,15 @@ def test_a_device_stays_a_device(tmp_path):
 def test_lines_arrive_in_a_pipe_until_its_reader_ends(tmp_path, capsys):
     path = tmp_path / 'pipe'
     os.mkfifo(path)
+    with pytest.raises(click.UsageError, match='no process reads this pipe'):
+        Log(str(path), 'a', 0)
     lines = []
 
     def read():
         with open(path) as file:
             lines.extend([file.readline(), file.readline()])
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     check_log(str(path), 'a', 0)
     log = None
@@ -115,7 +117,7 @@ def test_lines_arrive_in_a_pipe_until_its_reader_ends(tmp_path, capsys):
         except click.UsageError as error:
             assert 'no process reads this pipe' in str(error)
     log.add({'step': 1})
-    log.add({'step': 2})
+    log.add({'step': 2, 'text': 'x' * 2 ** 21})  # much more than a pipe holds
     reader.join()
     log.add({'step': 3})
     log.add({'step': 4})
