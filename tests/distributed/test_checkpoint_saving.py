@@ -102,6 +102,29 @@ def test_between_two_names(tmp_path):
     same(values(model), values(expected))
 
 
+def test_a_save_that_ends_between_two_names(tmp_path, monkeypatch):
+    """The checkpoint that it was replacing is loaded, and saved over."""
+    expected = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / 'model', expected)
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if path.name == 'model.saving':
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, 'rename', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path / 'model', nn.Linear(2, 2))
+    assert sorted(os.listdir(tmp_path)) == ['model.before', 'model.saving']
+    model = nn.Linear(2, 2)
+    load_checkpoint(tmp_path / 'model', model)
+    assert torch.equal(model.weight, expected.weight)
+    save_checkpoint(tmp_path / 'model', model)
+    assert os.listdir(tmp_path) == ['model']
+
+
 @pytest.mark.parametrize('name', ['model.before', 'model.saving'])
 def test_a_checkpoint_with_the_name_of_a_save_is_kept(tmp_path, name):
     """It is neither deleted nor loaded in place of another one."""
@@ -134,6 +157,7 @@ def test_an_interrupted_deletion_is_ended_by_the_next_save(tmp_path, monkeypatch
         with pytest.raises(BaseException):
             save_checkpoint(tmp_path / 'model', fresh())
     assert (tmp_path / name / mark).exists() and len(calls) > 1
+    assert all(path.name != mark for path in calls)
     save_checkpoint(tmp_path / 'model', fresh())
     assert os.listdir(tmp_path) == ['model']
 

@@ -157,10 +157,8 @@ class Plan(Settings):
             raise ValueError(f'only a {SEARCHED!r} schedule has an order, not {self.schedule!r}')
         else:
             # Places do not depend on the number of micro-batches.
-            virtual, rest = divmod(len(self.balance), len(names))
-            schedule = schedule_of(self.schedule, len(names), len(names), virtual or 1)
-            if rest:
-                raise ValueError(f'{len(names)} devices have {len(self.balance)} stages')
+            virtual = len(self.balance) // len(names)
+            schedule = schedule_of(self.schedule, len(names), len(names), virtual)
         places = {stage: row for row, stages in enumerate(schedule.stages) for stage in stages}
         if [places.get(stage) for stage in range(1 + max(places))] != found:
             raise ValueError(f'the schedule {self.schedule!r} has its stages on other devices '
