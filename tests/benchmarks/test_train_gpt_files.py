@@ -276,12 +276,20 @@ def test_flops_count_the_router_of_experts(tmp_path):
     assert total - used == config.sizes.depth * unused * 6 // 8
 
 
+def serves(pid):
+    """Return whether a process has started the server of ranks, which imports modules first."""
+    children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+    return any(b'forkserver' in Path(f'/proc/{child}/cmdline').read_bytes() for child in children)
+
+
 @pytest.mark.slow
 def test_ctrl_c_while_processes_start(tmp_path):
     words = [*COMMAND, *TINY, '--data', 2, '--steps', 10 ** 6, '--output', tmp_path]
     process = subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, start_new_session=True)
     assert process.stderr.readline() == b'starting 2 processes\n'
+    while not serves(process.pid):
+        assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b'Traceback' not in err and err.endswith(b'Stopped.\n')
