@@ -201,7 +201,7 @@ class MeshSearch:
         self._profile = cache(self._measure)
         self._stages = cache(self._divide)
         self._even = cache(self._equally_fast)
-        self._parameters = cache(self._replicate)
+        self._parameter_costs = cache(self._replicate)
         self._chains = cache(self._compute)
 
     def _measure(self, linked: bool, tensor: int, micro_batch: int, recomputation: str) -> Profile:
@@ -282,7 +282,7 @@ class MeshSearch:
         """Return by stage the costs of parameters."""
         where = places(case.schedule, case.mesh[1], case.virtual)
         # The times of micro-batches do not matter here.
-        return self._parameters(linked, case.mesh, case.recomputation, where, case.data)
+        return self._parameter_costs(linked, case.mesh, case.recomputation, where, case.data)
 
     def _replicate(self, linked: bool, mesh: tuple[int, int, int], recomputation: str,
                    where: tuple[int, ...], sharding: str) -> tuple[_Replicated, ...]:
