@@ -17,7 +17,6 @@ and a training resumes on any mesh with the samples that an uninterrupted one wo
 """
 import json
 import os
-import resource
 import sys
 import time
 from argparse import Namespace
@@ -44,7 +43,7 @@ from benchmarks.harness.curves import Panel, draw_curves, draw_if_possible
 from benchmarks.harness.gpt_options import DTYPES, add_options, check_files, checked, require
 from benchmarks.harness.launch import launch
 from benchmarks.harness.log import Log, line_of, sample_logs
-from benchmarks.harness.report import output_folder, peak_tflops, replacing, table
+from benchmarks.harness.report import output_folder, peak_memory, peak_tflops, replacing, table
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.harness.training_folder import TrainingFolder
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
@@ -53,6 +52,7 @@ from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, sy
 from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
+from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.plan import MACHINES, ParameterBytes, Plan, Transformer, plan
 from torchgpipe.plan.mesh_search import USABLE
 from torchgpipe.schedule.generators import places
@@ -280,6 +280,8 @@ def loaded(config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Op
         try:
             state = model.load(folder.checkpoint(step), optimizer)
         except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and not isinstance(error.__cause__, NotBegun):
+                raise  # Such as after the end of a rank, which does not damage a checkpoint.
             if is_first:
                 click.echo(f'step-{step} is not loaded: {error}', err=True)
             continue
@@ -364,13 +366,6 @@ def described(config: Namespace, model: DistributedGPipe, found: Plan, parameter
             f'{config.block_size} tokens = {config.global_batch_size * config.block_size:,} tokens'
             f' per step\npredicted for the layers alone: {found.seconds * 1e3:.1f} ms, '
             f'bubble {found.bubble:.1%}, {format_bytes(max(found.bytes.values()))}\n')
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were allocated on a device, or were resident in this process."""
-    if is_cpu(device):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.accelerator.max_memory_allocated(device)
 
 
 def train(config: Namespace) -> None:

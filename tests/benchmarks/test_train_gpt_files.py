@@ -312,3 +312,13 @@ def test_a_server_that_is_killed_while_it_starts_ranks(tmp_path, monkeypatch, ca
     assert len(lines_of(tmp_path / 'log')) == 6
     err = capfd.readouterr().err
     assert 'the process that starts ranks ended' in err or 'ended with status 255' in err
+
+
+@pytest.mark.slow
+def test_a_part_of_a_checkpoint_is_damaged_on_another_rank(tmp_path):
+    words = [*mesh_of(2, 1, 1), '--save', tmp_path / 'saved', '--save-interval', 3]
+    expected = launched(tmp_path, *words)
+    for file in (tmp_path / 'saved/step-6').glob('__1*.distcp'):
+        file.write_bytes(file.read_bytes() + b'?')
+    assert_same(launched(tmp_path, *words, '--resume'), expected)
+    assert names(tmp_path) == ['step-3', 'step-6', 'step-6.damaged']

@@ -66,7 +66,7 @@ TPlan = TypeVar('TPlan', bound='Plan')
 #: The name of a searched schedule.
 SEARCHED = 'searched'
 
-#: What replicas do with parameters: ``data`` of
+#: The use of parameters by replicas: ``data`` of
 #: :class:`~torchgpipe.distributed.DistributedGPipe`.
 SHARDINGS = ('replicate', 'shard')
 
@@ -136,10 +136,10 @@ class Plan(Settings):
     def check(self) -> None:
         """Raise a :exc:`ValueError` or a :exc:`TypeError` if the plan is inconsistent."""
         stages = len(self.balance)
-        for what, numbers in (('balance', self.balance), ('chunks', [self.chunks]),
+        for name, numbers in (('balance', self.balance), ('chunks', [self.chunks]),
                               ('batch_size', [self.batch_size])):
             for number in numbers:
-                positive(number, what)
+                positive(number, name)
         if not stages or not stages == len(self.devices) == len(self.costs.stages):
             raise ValueError(f'the balance is {self.balance}, with costs of '
                              f'{len(self.costs.stages)} stages on devices {self.devices}')
