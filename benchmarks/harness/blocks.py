@@ -170,15 +170,21 @@ def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, dep
         name: value / tensor for name, value in vars(x).items()
         if name.endswith(('seconds', 'overhead'))}) for x in costs.layers)
     blocks = [replace(block, name=str(k + 1)) for k in range(depth)]
-    costs = replace(costs, layers=(first, *blocks, replace(last, name=str(depth + 1))))
+    places = {0: 0, 2: depth + 1}  # the head may have the embedding's weight
+    ties = [replace(tie, layers=tuple(places[index] for index in tie.layers))
+            for tie in costs.ties]
+    costs = replace(costs, layers=(first, *blocks, replace(last, name=str(depth + 1))),
+                    ties=tuple(ties))
     overhead = measure_overhead([device])
     if settings is None:
         chunks = [m for m in range(1, batch + 1) if batch % m == 0]
         return plan(costs, devices=[f'cpu:{k}' for k in range(ranks)], param_scale=ADAM,
                     overhead=overhead, virtual=virtual, schedules=[*NAMES], chunks=chunks)
     seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
-    stages = Costs.of(costs, settings.balance, settings.chunks, settings.checkpoint,
-                      param_scale=ADAM, overhead=overhead)
+    layer_devices = [device for device, number in zip(settings.devices, settings.balance)
+                     for _ in range(number)]
+    stages = Costs.of(costs.counted_once(layer_devices), settings.balance, settings.chunks,
+                      settings.checkpoint, param_scale=ADAM, overhead=overhead)
     layers = tuple((x.name, x.parameter_bytes) for x in costs.layers)
     return Plan(settings.schedule, settings.balance, settings.devices, settings.chunks,
                 settings.checkpoint, layers, batch, seconds, stages)

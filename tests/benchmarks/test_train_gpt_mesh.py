@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import click
 import pytest
+import torch
 
 from benchmarks import train_gpt
 from benchmarks.harness import blocks
 from benchmarks.harness.gpt_options import checked
-from benchmarks.models.gpt import Sizes
+from benchmarks.models.gpt import GPT, Sizes, layers
 from torchgpipe.balance import LayerProfile
+from torchgpipe.base.settings import Settings
 from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
 
 WORDS = ['--cpu', '--n-layer', '4', '--n-head', '2', '--n-embd', '16', '--block-size', '8',
@@ -108,3 +110,24 @@ def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
     assert seconds == pytest.approx([8., 80., 80., 80., 8.])
     assert found[1].batch_size == blocks.LARGE
     assert machine == replace(MACHINES['A100'], bandwidth=STATE.traffic / 9)
+
+
+@pytest.mark.parametrize('depth', [1, 3])
+def test_the_weight_of_embedding_and_head_is_counted_once_by_each_device(depth):
+    """The block between them is repeated, so the head's place is another one than measured."""
+    sizes = Sizes(vocabulary=64, context=8, width=16, heads=2, depth=1)
+    sample = torch.zeros(2, 8).long()
+    cpu = torch.device('cpu')
+
+    def resident_bytes(*balance):
+        devices = tuple(f'cpu:{rank}' for rank in range(len(balance)))
+        settings = Settings('1f1b', balance, devices, 2, 'never', ())
+        plan = blocks.plan_blocks(layers(GPT(sizes)), sample, cpu, depth=depth, batch=2,
+                                  ranks=len(balance), tensor=1, virtual=1, settings=settings)
+        return sum(stage.resident_bytes for stage in plan.costs.stages)
+
+    weight = 64 * 16 * 4
+    assert resident_bytes(1, depth + 1) - resident_bytes(depth + 2) == 4 * weight
+    plan = blocks.plan_blocks(layers(GPT(sizes)), sample, cpu, depth=depth, batch=2,
+                              ranks=2, tensor=1, virtual=1)
+    assert sum(plan.balance) == depth + 2
