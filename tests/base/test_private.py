@@ -138,6 +138,21 @@ def test_without_any_one_name_the_import_works_and_what_needs_it_says_so():
         assert {*raised} == NEEDED.get(name, set()), name
 
 
+@pytest.mark.parametrize('line, is_missing', [
+    ('from torch import no_such_name', True), ('import torch.no_such_module', True),
+    ('import no_such_package.torch', False), ('raise ImportError("broken")', False)])
+def test_only_a_name_that_pytorch_lacks_is_missing(tmp_path, monkeypatch, line, is_missing):
+    """In v0.22, a module of PyTorch that needs NumPy was taken for a missing name."""
+    (tmp_path / 'module_of_pytorch.py').write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop('module_of_pytorch', None)
+    if is_missing:
+        assert private.find('module_of_pytorch:name', otherwise=0) == 0
+    else:
+        with pytest.raises(ImportError, match='no_such_package|broken'):
+            private.find('module_of_pytorch:name', otherwise=0)
+
+
 def test_saved_tensor_hooks():
     assert private.innermost_hooks() is None
     with saved_tensors_hooks(len, str):

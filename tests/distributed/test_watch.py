@@ -5,8 +5,11 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -387,6 +390,119 @@ def test_no_collection_begins_where_frames_are_read(monkeypatch):
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize('name', ['f_globals', 'f_back', 'f_code', 'f_lineno'])
+def test_in_v0_22_a_frame_that_became_another_object_ended_the_watch(monkeypatch, name):
+    """In Python 3.11, ``f_back`` returned a code object about once in 60 jobs of 8 ranks."""
+    frame = dict(f_globals={}, f_code=compile('', 'layer.py', 'exec'), f_lineno=1, f_back=None)
+    del frame[name]
+    monkeypatch.setattr(sys, '_current_frames', lambda: {7: SimpleNamespace(**frame)})
+    assert whereabouts(7) == Whereabouts(False, 'a line that could not be read')
+
+
+class Injected(Exception):
+    """An error in a line of the watch."""
+
+
+class Injector:
+    """Raises in one line of the watch after the other, once each; as ``sys.settrace`` calls it."""
+
+    def __init__(self):
+        self.lines, self.next, self.raised = [], None, set()
+
+    def __call__(self, frame, event, argument):
+        names = ('loop', '_attempt', 'text_of')
+        is_watch = frame.f_code.co_filename.endswith(('distributed/watch.py', 'reports.py'))
+        return self.line if is_watch and frame.f_code.co_name not in names else None
+
+    def line(self, frame, event, argument):
+        """Raise if this is the next line."""
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event == 'line' and place not in self.lines:
+            self.lines.append(place)
+        if event == 'line' and place == self.next:
+            self.next = None
+            self.raised.add(place)
+            raise Injected(f'line {place[1]}')
+        return self.line
+
+
+def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
+    """Each line raises in some of 10,000 turns; later, a failed rank is still named."""
+    room, injector, generator, turns = Room(monkeypatch, 3), Injector(), Random(0), 0
+    seen = set()
+    monkeypatch.setattr(watchers, 'whereabouts', whereabouts)
+    watcher, own = room.watchers[0], room.own[0]
+
+    def wait(seconds):
+        """Take the other ranks' turns, and choose the next line."""
+        nonlocal turns
+        turns += 1
+        room.now += 1
+        situation = turns // 100 % 4
+        own.error = '' if situation == 1 else None
+        own.inside = situation != 2
+        watcher._answered.clear()
+        room.said[1] = record_of(beat=0 if situation == 3 else turns, run=own.run)
+        room.said[2] = record_of(beat=turns, run=own.run)
+        lines = [x for x in injector.lines if x not in injector.raised] or injector.lines
+        injector.next = generator.choice(lines) if lines else None
+        watcher._stops = turns == 10_000
+        if watcher._stops:
+            seen.update(injector.lines)
+        sys.settrace(injector)  # An error in it has ended the tracing.
+
+    def record_of(beat, run, state='waits', error='', raised_in=0):
+        return Record(beat, run, state, 1., 'a step', 'line', error, raised_in, '')
+
+    monkeypatch.setattr(watcher, '_wake', SimpleNamespace(wait=wait, clear=int, set=int))
+    monkeypatch.setattr(watchers.time, 'monotonic', lambda: room.now)
+    before, room.turning = sys.gettrace(), 0
+    sys.settrace(injector)
+    try:
+        watcher.loop()
+    finally:
+        sys.settrace(before)
+    assert turns == 10_000
+    assert seen == injector.raised and len(seen) > 60
+    text = capsys.readouterr().err
+    assert 'the watch of rank 0 continues after tests.distributed.test_watch.Injected' in text
+
+    own.error, own.inside, own.thread = '', True, 0
+    watcher._answered.clear()
+    for beat in range(20):
+        room.said[1] = record_of(beat, own.run, 'failed', 'ValueError: it is broken', own.run)
+        room.now += 1
+        watcher.turn(room.now)
+    assert 'rank 1 raised ValueError: it is broken' in own.found
+
+
+def test_a_stuck_process_ends_also_without_stderr(monkeypatch):
+    room = Room(monkeypatch, 2)
+    room.where[1] = Whereabouts(False, 'layer.py:1')
+    monkeypatch.setattr(sys, 'stderr', None)
+    room.turn(room.limit + 30)
+    assert 0 in room.ended
+
+
+@pytest.mark.parametrize('timeout', [60, 60., timedelta(minutes=1)])
+def test_timeouts_are_seconds_or_a_timedelta(timeout):
+    mesh = init_mesh(device_type='cpu', timeout=timeout)
+    model = DistributedGPipe(nn.Sequential(Block()), [1], mesh=mesh, timeout=timeout)
+    assert model._watch.patience() == 60
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('timeout, error, text', [
+    ('60', TypeError, 'a number of seconds'), (True, TypeError, 'a number of seconds'),
+    (0, ValueError, 'above zero'), (timedelta(0), ValueError, 'above zero'),
+    (-1., ValueError, 'above zero'), (float('inf'), ValueError, 'a finite number'),
+    (float('nan'), ValueError, 'a finite number')])
+def test_timeouts_of_other_forms_are_refused(timeout, error, text):
+    for function in (init_mesh, partial(watchers.Watch, None)):
+        with pytest.raises(error, match=text):
+            function(timeout=timeout)
+
+
 def test_a_thread_that_has_ended_has_no_line():
     thread = threading.Thread(target=int)
     thread.start()
@@ -423,6 +539,10 @@ class Wall:
         self.room.said[self.rank] = record
         self.room.news += news
         return self.room.news
+
+    def leave(self, record, lasts):
+        """Write it down."""
+        self.say(record, True)
 
     def read(self):
         """Return the entries of the others."""

@@ -42,11 +42,19 @@ def find(name: str, use: str = '', otherwise: Any = None) -> Any:
         name: The module, a colon, and the name in it.
         use: The feature that needs the object, for the error if the name does not exist.
         otherwise: The replacement if the name does not exist. By default, a function that raises.
+
+    Raises:
+        ImportError: PyTorch has the name, but needs a package that is not installed.
     """
     try:
         return resolve_name(name)
-    except (AttributeError, ImportError):
-        return partial(raise_missing, name, use) if otherwise is None else otherwise
+    except AttributeError:
+        pass
+    except ImportError as error:
+        missing = error.name or ''
+        if missing.partition('.')[0] != 'torch':
+            raise
+    return partial(raise_missing, name, use) if otherwise is None else otherwise
 
 
 def raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.settings import AXES
-from torchgpipe.shard.world import wait_at_exit
+from torchgpipe.shard.world import parse_timeout, wait_at_exit
 
 __all__ = ['AXES', 'Axis', 'Edges', 'alike', 'axis_of', 'check_sizes', 'device_of',
            'groups_of_edges', 'init_mesh', 'lines_of', 'take_first', 'whole_group']
@@ -54,7 +54,7 @@ class Axis(NamedTuple):
 
 
 def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str | None = None,
-              timeout: timedelta | None = None) -> DeviceMesh:
+              timeout: float | timedelta | None = None) -> DeviceMesh:
     """Create a mesh of all processes, and initialize ``torch.distributed`` where necessary.
 
     >>> init_mesh(device_type='cpu').mesh_dim_names  # one process; torchrun starts several
@@ -67,12 +67,15 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
         tensor: The number of ranks that share each layer.
         device_type: ``'cpu'``, ``'cuda'``, …; by default the accelerator's type, if there is one.
             Each rank uses the device with its number on the host, ``LOCAL_RANK``.
-        timeout: How long a rank waits for another one; by default as in ``torch.distributed``.
+        timeout: How long a rank waits for another one: seconds, or a ``timedelta``; by default as
+            in ``torch.distributed``.
 
     Raises:
-        ValueError: The axes do not multiply to the number of processes.
+        ValueError: The axes do not multiply to the number of processes, or the timeout is not
+            above zero.
     """
     wait_at_exit()
+    limit = None if timeout is None else parse_timeout(timeout)
     kind = device_type or accelerator() or str(CPU)
     if not is_cpu(kind) and 'LOCAL_RANK' in os.environ:
         torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))
@@ -81,7 +84,7 @@ def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str
         # No other process has to find the store.
         store = dist.HashStore() if alone else None  # type: ignore[attr-defined]
         place: dict[str, Any] = {'store': store, 'rank': 0, 'world_size': 1} if alone else {}
-        dist.init_process_group('gloo' if is_cpu(kind) else None, timeout=timeout, **place)
+        dist.init_process_group('gloo' if is_cpu(kind) else None, timeout=limit, **place)
     check_sizes(data, pipe, tensor, dist.get_world_size())
     return init_device_mesh(kind, (data, pipe, tensor), mesh_dim_names=AXES)
 

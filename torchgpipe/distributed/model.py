@@ -88,9 +88,9 @@ class DistributedGPipe(PipelineModule):
             are whole at a time; by default 3, and 1 with ``offload_policy``. If a rank has more
             stages, it gathers parameters several times in a step; ``schedule='looped-bfs'``
             gathers each stage twice. Gathers run while earlier stages compute.
-        timeout: How long a rank may wait for others; by default 30 minutes. After that all ranks
-            end, with an error that names the rank that they wait for. A rank that raises or dies
-            ends all within seconds.
+        timeout: How long a rank may wait for others: seconds, or a ``timedelta``; by default 30
+            minutes. After that all ranks end, with an error that names the rank that they wait
+            for. A rank that raises or dies ends all within seconds.
         compare_every: The largest number of steps between comparisons, to the bit, of the
             parameters and buffers that ranks share. Ranks compare before the first steps, then
             less and less often, and at each save and load. Tensors that differ are an error on
@@ -119,7 +119,7 @@ class DistributedGPipe(PipelineModule):
                  mp_policy: MixedPrecisionPolicy | None = None,
                  offload_policy: OffloadPolicy | None = None,
                  max_active_stages: int | None = None,
-                 timeout: timedelta | None = None, compare_every: int = 100) -> None:
+                 timeout: float | timedelta | None = None, compare_every: int = 100) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
         self._watch = self._watch_type(mesh, timeout)

@@ -24,7 +24,8 @@ from torchgpipe.base.structure import Arguments, flatten_nested
 from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
-from torchgpipe.engine.microbatches import Chunk, check_arguments, cut, fit_rule, gather
+from torchgpipe.engine.microbatches import (Chunk, EmptyBatch, check_arguments, cut, fit_rule,
+                                            gather)
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
@@ -245,7 +246,12 @@ class Steps:
             if isinstance(input, Arguments):
                 check_arguments(*next(model.named_children()), input)
             rule = fit_rule(model.batch_dim, input, model.children())
-            cuts.append(cut(input, model.chunks, rule))
+            try:
+                cuts.append(cut(input, model.chunks, rule))
+            except EmptyBatch as error:
+                if rank.data.size == 1:
+                    raise
+                raise _no_samples(what, rank.data.size) from error
             batches, sizes, common = cuts[0]
             if what == 'step' and rank.data.group is not None and any(
                     batches[0].tensors[k].requires_grad for k in common):
@@ -424,6 +430,15 @@ def _forward(places: tuple[int, ...], m: int, in_turn: bool) -> Schedule:
     rows = [[j for j, place in enumerate(places) if place == rank] for rank in {*places}] \
         if in_turn else [[j] for j in range(len(places))]
     return Schedule(tuple(tuple(Action(j, 'F', i) for j in js for i in range(m)) for js in rows))
+
+
+def _no_samples(what: str, replicas: int) -> ValueError:
+    """Return the error for a replica without samples."""
+    way = ('pass None for input and target there' if what == 'evaluation' else
+           'leave the mini-batch out on all ranks, or divide it so that each replica has samples, '
+           'as torch.utils.data.DistributedSampler does')
+    return ValueError(f'this replica has no samples, but all {replicas} replicas take part in '
+                      f'each {what}: {way}')
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -36,6 +36,7 @@ from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.distributed.reports import Board, Record, blame, doing, names_of, text_of
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.schedule.messages import Item
+from torchgpipe.shard.world import parse_timeout
 
 __all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'WatchThread', 'Whereabouts', 'is_from_others',
            'watched', 'whereabouts']
@@ -78,6 +79,14 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     """
     if not thread:  # It has begun nothing yet.
         return Whereabouts(False, '')
+    try:
+        return _whereabouts(thread, layer)
+    except Exception:  # In Python 3.11, a frame of a running thread can become another object.
+        return Whereabouts(False, 'a line that could not be read')
+
+
+def _whereabouts(thread: int, layer: bool) -> Whereabouts:
+    """Return where a thread is, or raise any error if its frames change meanwhile."""
     frames = _frames(thread)
     if not frames:
         return Whereabouts(False, 'no line, as its thread has ended')
@@ -218,6 +227,8 @@ class WatchThread:
         self._beats: dict[int, tuple[int, float]] = {}
         #: The failed ranks, and since when the main thread has been stuck because of them.
         self._found, self._found_at = '', 0.
+        #: The errors of turns that were reported.
+        self._reported: set[str] = set()
 
     def tell(self, error: str) -> str:
         """Report an error of the main thread to others, and return the ranks that caused it.
@@ -244,12 +255,29 @@ class WatchThread:
     def loop(self) -> None:
         """Publish the state of the main thread, and check the others, until the watch stops."""
         while not self._stops:
-            self.turn(time.monotonic())
+            self._attempt(self.turn)
             self._wake.wait(min(self._period, .1) if self._asked else self._period)
             self._wake.clear()
+        self._attempt(self._leave)
+
+    def _attempt(self, task: Callable[[float], None]) -> None:
+        """Run a task now. An error is reported, but never ends the loop: no rank would be watched.
+        """
+        try:
+            task(time.monotonic())
+        except Exception as error:
+            with suppress(Exception):  # The process may have no stderr.
+                text = text_of(error)
+                if text not in self._reported:
+                    self._reported.add(text)
+                    print(f'torchgpipe: the watch of {self.name} continues after {text}',
+                          file=sys.stderr, flush=True)
+
+    def _leave(self, now: float) -> None:
+        """Publish the last record of this rank."""
         if not self._board.gone:
             lasts = _LEAVE if self._own.error is None else 0.
-            self._board.leave(self._record(time.monotonic(), 'ended'), lasts)
+            self._board.leave(self._record(now, 'ended'), lasts)
 
     def turn(self, now: float) -> None:
         """Do one turn of the loop, at some time."""
@@ -350,15 +378,16 @@ class WatchThread:
         return '; and '.join(f'{self._names[rank]} {text}' for rank, text in found), True
 
     def _end(self, now: float) -> None:
-        what = ': '.join(filter(None, [self._own.what, doing(self._own.now)]))
-        print(f'torchgpipe: {self.name} is stuck in {what}, {self._where.text}, for '
-              f'{now - self._line_since:.1f} s; its process ends, as {self._found}',
-              file=sys.stderr, flush=True)
+        with suppress(Exception):  # The process may have no stderr.
+            what = ': '.join(filter(None, [self._own.what, doing(self._own.now)]))
+            print(f'torchgpipe: {self.name} is stuck in {what}, {self._where.text}, for '
+                  f'{now - self._line_since:.1f} s; its process ends, as {self._found}',
+                  file=sys.stderr, flush=True)
         os._exit(EXIT)
 
 
-#: How long a rank waits by default, as in ``torch.distributed``.
-_LIMIT = timedelta(minutes=30)
+#: How long a rank waits by default, as in ``torch.distributed``, in seconds.
+_LIMIT = 1800.
 
 #: The longest wait for a thread that is in a call of the store, in seconds.
 _LAST_CALL = 10.
@@ -372,12 +401,13 @@ class Watch:
 
     Args:
         mesh: The ranks of the model; ``None`` to watch no other rank.
-        timeout: How long a rank may wait for others.
+        timeout: How long a rank may wait for others: seconds, or a ``timedelta``.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, timeout: float | timedelta | None = None) -> None:
         self._depth = 0
-        self._limit, self._failed = (timeout or _LIMIT).total_seconds(), False
+        self._limit = _LIMIT if timeout is None else parse_timeout(timeout).total_seconds()
+        self._failed = False
         self._own = own = Own()
         self._watcher: WatchThread | None = None
         if mesh is not None and mesh.size() > 1 and mesh.get_coordinate() is not None:

@@ -24,8 +24,12 @@ from torchgpipe.base.structure import (Annotated, Arguments, Kind, Leaf, Path, R
                                        annotated, bare, flatten_nested, is_among, item_at,
                                        leaves_of, once, path_name)
 
-__all__ = ['Chunk', 'DEFAULT', 'REDUCTIONS', 'check_arguments', 'check_rule', 'check_rules',
-           'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
+__all__ = ['Chunk', 'DEFAULT', 'EmptyBatch', 'REDUCTIONS', 'check_arguments', 'check_rule',
+           'check_rules', 'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
+
+
+class EmptyBatch(ValueError):
+    """A mini-batch has no samples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +145,7 @@ def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None
         raise ValueError(f'the tensors of the {what} disagree in batch size: {found}; every one '
                          f'must hold the same samples. {ways}')
     if sizes[0] == 0:
-        raise ValueError('the batch is empty: the batch dimension of the input has size 0, at '
+        raise EmptyBatch('the batch is empty: the batch dimension of the input has size 0, at '
                          f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); skip '
                          'empty batches')
     return sizes[0]

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_data_rank',
            'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
-           'init_process_group', 'is_initialized', 'needed_by']
+           'init_process_group', 'is_initialized', 'needed_by', 'parse_timeout']
 
 #: The directory of the threads of this process. Some systems do not have it.
 THREADS = Path('/proc/self/task')
@@ -116,8 +116,29 @@ def needed_by(dim: int | None) -> World | None:
     return None if dim is None and not is_initialized() else current()
 
 
+def parse_timeout(timeout: float | timedelta) -> timedelta:
+    """Return a timeout, which may be a number of seconds.
+
+    Raises:
+        TypeError: It has another type.
+        ValueError: It is not above zero, or longer than a ``timedelta`` can be.
+    """
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        try:
+            timeout = timedelta(seconds=timeout)
+        except (OverflowError, ValueError):  # infinity, NaN
+            raise ValueError(f'timeout is a finite number of seconds, but is {timeout}; leave it '
+                             'out for 30 minutes') from None
+    if not isinstance(timeout, timedelta):
+        raise TypeError('timeout is a number of seconds, or a datetime.timedelta, but is a '
+                        f'{type(timeout).__name__}')
+    if timeout <= timedelta(0):
+        raise ValueError(f'timeout is a time above zero, but is {timeout}')
+    return timeout
+
+
 def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
-                       timeout: timedelta | None = None) -> None:
+                       timeout: float | timedelta | None = None) -> None:
     """Split the processes of ``torch.distributed`` into parallel groups. All have to call it.
 
     A group has consecutive ranks and holds one copy of the sharded layers. If there are more
@@ -127,8 +148,9 @@ def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
         group_size: The number of processes in a group: a divisor of all, or -1 for all.
         mesh: A mesh whose groups to use. It has one axis, or an axis ``'tensor'``, along which
             layers are split. It may also have an axis ``'data'``, of replicas.
-        timeout: How long a collective of the groups waits for a rank; by default as in
-            ``torch.distributed.new_group``, half an hour with gloo.
+        timeout: How long a collective of the groups waits for a rank: seconds, or a
+            ``timedelta``; by default as in ``torch.distributed.new_group``, half an hour with
+            gloo.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or there are groups already.
@@ -143,7 +165,8 @@ def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
                            f'{current().tensor_size}: call ts.distributed.destroy_process_group '
                            'before making others')
     wait_at_exit()
-    _world = _make(group_size, timeout) if mesh is None else _take(group_size, mesh)
+    limit = None if timeout is None else parse_timeout(timeout)
+    _world = _make(group_size, limit) if mesh is None else _take(group_size, mesh)
     # nn.TransformerEncoderLayer would otherwise read the weights of its layers without calling
     # them, in eval mode, and treat shards as full tensors.
     torch.backends.mha.set_fastpath_enabled(False)
