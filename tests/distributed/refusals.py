@@ -114,7 +114,7 @@ def replaced():
 def shared_input():
     """Let an input of all micro-batches learn, over replicas."""
     model = wrap(nn.Linear(2, 2))
-    model._rank.data = SimpleNamespace(group=1)
+    model._rank.data = SimpleNamespace(group=1, size=2)
     x = torch.ones(2, 2)
     model.step((NoChunk(x.clone().requires_grad_()), x), x, F.mse_loss)
 

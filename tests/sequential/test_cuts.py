@@ -166,7 +166,7 @@ def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
     model = of(lambda m, x: (lambda h: m.third(m.second(x) + h.x))(m.make(x)), make=Make(),
                second=nn.Linear(4, 4), third=nn.Linear(4, 4))
     layers = to_sequential(model, x, leaves=['make'])
-    assert called(layers) == [['make', 'second'], ['third']]
+    assert called(layers) == [['second', 'make'], ['third']]
 
 
 def test_a_change_in_place_is_in_the_layer_of_what_it_changes():

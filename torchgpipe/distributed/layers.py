@@ -247,13 +247,17 @@ def shared_in(layers: Mapping[str, nn.Module]) -> list[list[str]]:
 def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
     """Return the parameters and buffers that stand in several places of a model.
 
+    Their order is the same on all ranks, because it depends on stages and names only.
+
     Args:
         model: Its layers.
         stages: The names of the layers of each stage.
     """
     owners = {name: j for j, names in enumerate(stages) for name in names}
-    return [tuple((owners[full.partition('.')[0]], full) for full in names)
-            for names in shared_in({name: model.get_submodule(name) for name in owners})]
+    ties = []
+    for names in shared_in({name: model.get_submodule(name) for name in owners}):
+        ties.append(tuple(sorted((owners[full.partition('.')[0]], full) for full in names)))
+    return sorted(ties)
 
 
 class Ties:

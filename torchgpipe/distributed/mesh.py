@@ -17,12 +17,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.settings import AXES
+from torchgpipe.engine.partition import named_slots
+from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.world import parse_timeout, wait_at_exit
 
 __all__ = ['AXES', 'Axis', 'Edges', 'alike', 'axis_of', 'check_sizes', 'device_of',
@@ -226,17 +228,55 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return CPU if is_cpu(mesh.device_type) else current_device()
 
 
+class _Form(NamedTuple):
+    """The form of a tensor, which has to be the same on all ranks that exchange it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.layout
+    is_cache: bool
+
+
 @torch.no_grad()
 def take_first(module: nn.Module, axis: Axis) -> None:
-    """Copy the parameters and buffers of the first rank of an axis to the others."""
-    if axis.group is not None:
-        for x in (*module.parameters(), *module.buffers()):
-            if x.layout is not torch.strided:
-                continue  # It is only compared.
-            value = x.contiguous()
-            # Backends do not support all types.
-            dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
-            if value is not x:
-                # An expanded tensor has equal values along a dimension, and is written to once.
-                once = [slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()]
-                x[tuple(once)].copy_(value[tuple(once)])
+    """Copy the parameters and buffers of the first rank of an axis to the others, by their names.
+
+    A buffer that is in no state dict may have another form on each rank. It stays as it is.
+
+    Raises:
+        ValueError: Ranks have tensors of other names or forms. All ranks raise this error.
+    """
+    if axis.group is None:
+        return
+    tensors = {name: x for name, _, x in named_slots(module)}
+    kept = module.state_dict().keys()
+    everywhere: list[dict[str, _Form]] = gathered({
+        name: _Form(tuple(x.shape), x.dtype, x.layout, name not in kept)
+        for name, x in tensors.items()}, axis.group)
+    for name in sorted({name for outlines in everywhere for name in outlines}):
+        forms = [outlines.get(name) for outlines in everywhere]
+        first = next(form for form in forms if form is not None)
+        if len({*forms}) > 1:
+            if not first.is_cache:
+                raise ValueError(_other_forms(name, axis, forms))
+        elif first.layout is torch.strided:  # Others are only compared.
+            _take_one(tensors[name], axis)
+
+
+def _other_forms(name: str, axis: Axis, forms: Sequence[_Form | None]) -> str:
+    words = {rank: 'none' if form is None else f'{form.shape} of {form.dtype}'
+             for rank, form in zip(axis.ranks, forms)}
+    return (f"'{name}' has another form on each of ranks {axis.ranks}, which take the values of "
+            f'the first one, along the {axis.name} axis: {words}. Make the same module on all '
+            'ranks')
+
+
+def _take_one(x: Tensor, axis: Axis) -> None:
+    """Copy the values of one tensor of the first rank of an axis to the others."""
+    value = x.contiguous()
+    # Backends do not support all types.
+    dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
+    if value is not x:
+        # An expanded tensor has equal values along a dimension, and is written to once.
+        once = [slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()]
+        x[tuple(once)].copy_(value[tuple(once)])

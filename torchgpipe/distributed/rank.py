@@ -176,7 +176,7 @@ class Rank:
         modules = {j: nn.ModuleList(map(skeleton.get_submodule, stages[j])) for j in own}
         groups = grouped(modules, late)
 
-        def make() -> None:
+        def make() -> Facts:
             made: dict[str, nn.Module] = {}
             for group in groups:  # The device has the layers of one group at a time.
                 made.update(self._fill(
@@ -187,8 +187,9 @@ class Rank:
                 if data == 'shard' and (self.data.group is not None or policies):
                     self._units.update(dict.fromkeys(group, self._unit(group, late)))
             self.made = {name: made[name] for j in own for name in stages[j]}
+            return Facts(layers=digest(self._registered()))
 
-        self.together('this model', make)
+        self._check_registered(self.together('this model', make))
         self.edges = groups_of_edges(self._mesh, edges(self.places, self.skips))
         self._assemble()
         self.ties.spread(self.device)
@@ -197,6 +198,36 @@ class Rank:
         #: ranks have them, or other values took their place. A number may be reused.
         self._unused = {id(x): (name, weakref.ref(x)) for name, x in kept if id(x) not in live}
         self.together('this model', self._check_unused)
+
+    def _registered(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the names and shapes of the parameters and saved buffers of this rank.
+
+        FSDP exchanges parameters in the order in which modules register them. All else is
+        exchanged in the order of names.
+        """
+        found = []
+        for layer, module in self.made.items():
+            saved = module.state_dict(prefix=f'{layer}.').keys()
+            for name, _, x in named_slots(module, layer):
+                if name in saved:
+                    found.append((name, tuple(x.shape)))
+        return found if self._units else sorted(found)
+
+    def _check_registered(self, said: Mapping[int, Facts]) -> None:
+        """Check that ranks with the same stages can exchange their tensors.
+
+        Raises:
+            ValueError: They have other tensors, or FSDP would exchange them in another order.
+        """
+        if all(len({said[rank].layers for rank in ranks}) == 1 for ranks in self.at_place):
+            return
+        assert self.everyone is not None
+        registered = dict(zip(said, gathered(self._registered(), self.everyone)))
+        for ranks in self.at_place:
+            first, *others = sorted(ranks)
+            for rank in others:
+                if registered[rank] != registered[first]:
+                    raise other_tensors(first, registered[first], rank, registered[rank])
 
     def _fill(self, *args: Any) -> Mapping[str, nn.Module]:
         """Return some layers with their values: see :func:`fill`."""
@@ -449,6 +480,24 @@ class Rank:
     def sum(self, said: Mapping[int, Facts]) -> float:
         """Return the sum of the replicas' counts; all shards of a layer have the same count."""
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
+
+
+def other_tensors(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
+                  others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
+    """Return the error for two ranks with the same stages, but other tensors in them."""
+    apart = sorted({*tensors} ^ {*others})
+    if apart:
+        name, shape = apart[0]
+        owner = first if apart[0] in tensors else rank
+        return ValueError(f'ranks {first} and {rank} have the same stages, but only rank {owner} '
+                          f"has '{name}' of shape {shape}: make the same module on all ranks, with "
+                          'the same sizes')
+    one, other = next((one, other) for (one, _), (other, _) in zip(tensors, others)
+                      if one != other)
+    return ValueError("data='shard' exchanges parameters in the order in which modules register "
+                      f"them, but '{one}' of rank {first} has the place of '{other}' of rank "
+                      f'{rank}: register them in a loop over a list or sorted(…), not over a set, '
+                      "or choose data='replicate'")
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:

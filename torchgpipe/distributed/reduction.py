@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torchgpipe.distributed.agreement import digests
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.gradients import Give, give
-from torchgpipe.engine.partition import named_slots
+from torchgpipe.engine.partition import named_slots, parameters_by_name
 from torchgpipe.engine.streams import (AbstractStream, current_stream, new_stream, record_stream,
                                        use_stream, wait_stream)
 from torchgpipe.schedule import Action
@@ -298,9 +298,9 @@ class Replicas(nn.Module):
         """Return the parameters of a unit that are reduced within a step."""
         if self.shards:
             return [x for x in self._units[j].own if x.requires_grad]
-        return [*{x: None for k, stage in self._stages.items() if self.groups[k] == j
-                  for x in stage.parameters()
-                  if x.requires_grad and x not in self._spread and id(x) not in self._tied}]
+        stages = [stage for k, stage in self._stages.items() if self.groups[k] == j]
+        return [x for x in parameters_by_name(nn.ModuleList(stages))
+                if x.requires_grad and x not in self._spread and id(x) not in self._tied]
 
     def reduce(self, j: int, gradients: Gradients) -> None:
         """Start to add up gradients of a unit over replicas, and free its parameters.
@@ -493,7 +493,8 @@ class Replicas(nn.Module):
 
     def whole(self) -> list[nn.Parameter]:
         """Return the parameters that require grad and are not shards of FSDP."""
-        return [x for x in self.parameters() if x.requires_grad and not self._is_shard(x)]
+        return [x for x in parameters_by_name(self)
+                if x.requires_grad and not self._is_shard(x)]
 
     def _is_shard(self, x: Any) -> bool:
         return isinstance(x, DTensor) and x not in self._spread and self._axis.name in (

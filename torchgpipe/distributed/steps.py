@@ -24,8 +24,8 @@ from torchgpipe.base.structure import Arguments, flatten_nested
 from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
-from torchgpipe.engine.microbatches import (Chunk, EmptyBatch, check_arguments, cut, fit_rule,
-                                            gather)
+from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut, fit_rule, gather
+from torchgpipe.engine.partition import parameters_by_name
 from torchgpipe.engine.run import Run
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
@@ -114,7 +114,7 @@ class Steps:
         training.losses, training.keeps_output = losses.monitor, return_output
         self._cast_output(training)
         whole: list[Tensor] = []
-        others = [x for module in losses.modules for x in module.parameters(recurse=False)]
+        others = [x for module in losses.modules[:1] for x in parameters_by_name(module)]
         training.looks = self._due
 
         def run() -> Gradients:
@@ -246,12 +246,8 @@ class Steps:
             if isinstance(input, Arguments):
                 check_arguments(*next(model.named_children()), input)
             rule = fit_rule(model.batch_dim, input, model.children())
-            try:
-                cuts.append(cut(input, model.chunks, rule))
-            except EmptyBatch as error:
-                if rank.data.size == 1:
-                    raise
-                raise _no_samples(what, rank.data.size) from error
+            empty = _without_samples(what, rank.data.size)
+            cuts.append(cut(input, model.chunks, rule, empty=empty))
             batches, sizes, common = cuts[0]
             if what == 'step' and rank.data.group is not None and any(
                     batches[0].tensors[k].requires_grad for k in common):
@@ -432,13 +428,15 @@ def _forward(places: tuple[int, ...], m: int, in_turn: bool) -> Schedule:
     return Schedule(tuple(tuple(Action(j, 'F', i) for j in js for i in range(m)) for js in rows))
 
 
-def _no_samples(what: str, replicas: int) -> ValueError:
-    """Return the error for a replica without samples."""
-    way = ('pass None for input and target there' if what == 'evaluation' else
-           'leave the mini-batch out on all ranks, or divide it so that each replica has samples, '
-           'as torch.utils.data.DistributedSampler does')
-    return ValueError(f'this replica has no samples, but all {replicas} replicas take part in '
-                      f'each {what}: {way}')
+def _without_samples(what: str, replicas: int) -> str:
+    """Return the way out for a mini-batch without samples."""
+    if replicas == 1:
+        return SKIP
+    if what == 'evaluation':
+        return 'a replica without samples passes None for input and target'
+    return (f'all {replicas} replicas take part in each {what}, so leave it out on all of them, '
+            'or divide it so that each one has samples, as DistributedSampler of '
+            'torch.utils.data does')
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

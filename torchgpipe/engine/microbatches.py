@@ -24,12 +24,11 @@ from torchgpipe.base.structure import (Annotated, Arguments, Kind, Leaf, Path, R
                                        annotated, bare, flatten_nested, is_among, item_at,
                                        leaves_of, once, path_name)
 
-__all__ = ['Chunk', 'DEFAULT', 'EmptyBatch', 'REDUCTIONS', 'check_arguments', 'check_rule',
+__all__ = ['Chunk', 'DEFAULT', 'REDUCTIONS', 'SKIP', 'check_arguments', 'check_rule',
            'check_rules', 'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
 
-
-class EmptyBatch(ValueError):
-    """A mini-batch has no samples."""
+#: The way out for a mini-batch without samples in one process.
+SKIP = 'skip empty batches'
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +55,7 @@ class Chunk:
         return self.kind(self.tensors)
 
 
-def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
+def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input', empty: str = SKIP
         ) -> tuple[list[Chunk], list[int], list[int]]:
     """Split a mini-batch along its batch dimension.
 
@@ -71,6 +70,7 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
         chunks: The largest number of micro-batches.
         batch_dim: The rule for the batch dimension; ``None`` for tensors that are not split.
         what: The name of the input in errors.
+        empty: The way out in the error for a mini-batch without samples.
 
     Returns:
         ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first; these
@@ -81,7 +81,7 @@ def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input'
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
     """
     tensors, kind, dims = _read(input, batch_dim)
-    size = _batch_size(input, tensors, dims, what, chunks)
+    size = _batch_size(input, tensors, dims, what, chunks, empty)
     if min(chunks, size) > 1 and not isinstance(input, Tensor):
         _check_lists(input, size, what)
     # A tensor in several places with the same rule is also one tensor in each micro-batch.
@@ -121,7 +121,7 @@ def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
 
 
 def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None], what: str,
-                chunks: int) -> int:
+                chunks: int, empty: str) -> int:
     sizes = []
     for k, (x, dim) in enumerate(zip(tensors, dims)):
         if dim is not None:
@@ -145,9 +145,9 @@ def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None
         raise ValueError(f'the tensors of the {what} disagree in batch size: {found}; every one '
                          f'must hold the same samples. {ways}')
     if sizes[0] == 0:
-        raise EmptyBatch('the batch is empty: the batch dimension of the input has size 0, at '
-                         f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); skip '
-                         'empty batches')
+        raise ValueError('the batch is empty: the batch dimension of the input has size 0, at '
+                         f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); '
+                         f'{empty}')
     return sizes[0]
 
 

@@ -79,6 +79,19 @@ def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot
                 yield f'{path}.{name}' if path else name, (owner, name), tensor
 
 
+def parameters_by_name(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module, once each, in the order of their names.
+
+    The order is the same on all ranks, even if a module registers its parameters in the order of
+    a set, which differs between processes.
+
+    >>> [x.dim() for x in parameters_by_name(nn.Linear(2, 2))]  # bias, weight
+    [1, 2]
+    """
+    named = sorted(module.named_parameters(remove_duplicate=False), key=itemgetter(0))
+    return [*dict.fromkeys(x for _, x in named)]
+
+
 def shared_modules(partitions: Sequence[nn.Module]) -> dict[nn.Module, tuple[int, ...]]:
     """Return the modules in more than one partition, each with its partitions.
 

@@ -274,15 +274,41 @@ class Route:
     stashed: list[tuple[str, fx.Node]] = field(default_factory=list)
 
 
+def by_use(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of a graph, arguments before users, in an order that only uses decide.
+
+    A forward may loop over a set, whose order differs between processes. Then the recorded orders
+    differ as well, but not the order in which the output uses the values::
+
+        recorded on one rank       a  b  output(f(b, a))
+        recorded on another one    b  a  output(f(b, a))        by use, on both: b  a  f  output
+    """
+    ends = [node for node in graph.nodes if not node.users]
+    ends.sort(key=lambda node: node.op != 'output')
+    order: dict[fx.Node, None] = {}
+    for end in ends:
+        waiting = [(end, iter(end.all_input_nodes))]
+        while waiting:
+            node, inputs = waiting[-1]
+            first = next((x for x in inputs if x not in order), None)
+            if first is None:
+                order.setdefault(node)
+                waiting.pop()
+            else:
+                waiting.append((first, iter(first.all_input_nodes)))
+    return [*order]
+
+
 def routes(graph: fx.Graph, layers: Sequence[Sequence[fx.Node]]) -> list[Route]:
     """Return the route of each layer that a graph is cut into.
 
-    Each layer but the last forwards at least one tensor, as a pipeline requires.
+    Each layer but the last forwards at least one tensor, as a pipeline requires. Values are in
+    the order of :func:`by_use`, so that ranks that converted the model agree on it.
     """
     layer_of = {node: k for k, layer in enumerate(layers) for node in layer}
     last = len(layers) - 1
     stops: dict[fx.Node, set[int]] = {}
-    for node in graph.nodes:
+    for node in by_use(graph):
         if node.op in ('get_attr', 'output') or node.meta['device']:
             continue
         first = layer_of.get(node, 0)
@@ -300,7 +326,8 @@ def _forward_a_tensor(k: int, stops: dict[fx.Node, set[int]]) -> None:
     passing = [node for node, layers in stops.items()
                if node.meta['kind'] == 'tensor' and min(layers) <= k < max(layers)]
     if not any({k, k + 1} <= stops[node] for node in passing):
-        stops[min(passing, key=lambda node: int(node.meta['bytes']))] |= {k, k + 1}
+        # Of equal sizes the last one by use, which is most often an input on its way.
+        stops[min(reversed(passing), key=lambda node: int(node.meta['bytes']))] |= {k, k + 1}
 
 
 def _routes(stops: dict[fx.Node, set[int]], number: int) -> list[Route]:

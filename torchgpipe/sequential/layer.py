@@ -15,7 +15,7 @@ buffer that several layers use is in each of them::
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.base.private import uncompiled
 from torchgpipe.base.structure import Arguments, Structure, flatten_nested
-from torchgpipe.sequential.cuts import Route, routes
+from torchgpipe.sequential.cuts import Route, by_use, routes
 from torchgpipe.sequential.operations import Constant, form_of
 from torchgpipe.sequential.parts import (Converted, NamedLayer, all_names, converted, put,
                                          with_all_names)
@@ -286,11 +286,13 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
     """
     namespace = Namespace()
     names = all_names(root)
+    order = {node: k for k, node in enumerate(by_use(graph))}
+    constants = _named_by_use(order, constants)
     layers: list[nn.Module] = []
     for k, (own, route) in enumerate(zip(steps, routes(graph, steps))):
         if k == 0:
             route.received = [node for node in graph.nodes if node.op == 'placeholder']
-        part, targets = _program(graph, own, route, last=k == len(steps) - 1)
+        part, targets = _program(graph, own, route, order, last=k == len(steps) - 1)
         code = Code(*_source(part, root, constants), f'<layer {k} of {type(root).__name__}>',
                     any(_may_be_loss(root, node) for node in part.nodes))
         stashes, pops = ([name for name, _ in x] for x in (route.stashed, route.popped))
@@ -307,14 +309,30 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
     return converted(layers, root)
 
 
-def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
-             ) -> tuple[fx.Graph, list[str]]:
-    """Return the graph of one layer, and the names of modules and tensors that it uses."""
+def _named_by_use(order: Iterable[fx.Node], constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Give constants names by the order of their uses, and return them by these names."""
+    names: dict[str, str] = {}
+    for node in order:
+        if node.op == 'get_attr' and node.target in constants:
+            node.target = names.setdefault(str(node.target), f'_constant_{len(names)}')
+    return {new: constants[name] for name, new in names.items()}
+
+
+def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route,
+             order: Mapping[fx.Node, int], last: bool) -> tuple[fx.Graph, list[str]]:
+    """Return the graph of one layer, and the names of modules and tensors that it uses.
+
+    The names are in the order of their uses, in which each process registers them.
+    """
     part = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    targets: dict[str, None] = {}
+    targets: dict[str, int] = {}
     for node in (*route.received, *(node for _, node in route.popped)):
         values[node] = part.placeholder(node.name)
+
+    def use(node: fx.Node) -> None:
+        target = str(node.target)
+        targets[target] = min(order[node], targets.get(target, order[node]))
 
     def value_of(node: fx.Node) -> fx.Node:
         if node.meta.get('device') and node not in values:
@@ -322,21 +340,21 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route, last: bool
             values[node] = part.call_function(getattr, (values[here], 'device'))
         if node not in values:
             assert node.op == 'get_attr', node
-            targets.setdefault(str(node.target))
+            use(node)
             values[node] = part.get_attr(str(node.target))
         return values[node]
 
     for step in steps:
         values[step] = part.node_copy(step, value_of)
         if step.op == 'call_module':
-            targets.setdefault(str(step.target))
+            use(step)
     end = next(node for node in graph.nodes if node.op == 'output')
     given: Any = (fx.node.map_arg(end.args[0], value_of) if last
                   else tuple(map(value_of, route.forwarded)))
     if not last and len(route.forwarded) == 1:
         given, = given
     part.output((given, tuple(value_of(node) for _, node in route.stashed)))
-    return part, [*targets]
+    return part, sorted(targets, key=targets.__getitem__)
 
 
 def _may_be_loss(root: nn.Module, node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ without gathered features. It has to be told about the others. All of this is co
 replicas have the same parameters.
 """
 from collections.abc import Iterable
+from operator import itemgetter
 from weakref import WeakSet
 
 import torch
@@ -120,15 +121,22 @@ def _average(parameter: Tensor, sparse_dims: int) -> None:
 
 
 def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that no inner DDP averages over all replicas, by their names."""
+    """Return the parameters that no inner DDP averages over all replicas, by their names.
+
+    They are in the order of names, because ranks may register them in different orders.
+    """
     replicas = {*dist.get_process_group_ranks(current().data_group)}
     averaged = {id(parameter)
                 for ddp in module.modules() if isinstance(ddp, DistributedDataParallel)
                 and replicas <= {*dist.get_process_group_ranks(ddp.process_group)}
                 for name, parameter in ddp.module.named_parameters()
                 if name not in ddp.parameters_to_ignore}
-    return {name: parameter for name, parameter in module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in averaged}
+    found: dict[Tensor, str] = {}
+    for name, parameter in sorted(module.named_parameters(remove_duplicate=False),
+                                  key=itemgetter(0)):
+        if parameter.requires_grad and id(parameter) not in averaged:
+            found.setdefault(parameter, name)
+    return {name: parameter for parameter, name in found.items()}
 
 
 # --- the norm

@@ -19,6 +19,7 @@ sum over the group, which is n times the mean. So the backward of the gather mul
 by n, and each parameter's gradient is correct wherever it is used. The gather is within the
 forward pass, or behind it. In the second case, the outputs of the module are the rows.
 """
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -61,7 +62,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     sharded = sharded_parameters(module)
     ignore_in_ddp(module, list(sharded))
     here = current()
-    for shard in dict.fromkeys(sharded.values()):
+    for shard in dict.fromkeys(shard for _, shard in sorted(sharded.items(), key=itemgetter(0))):
         if here.data_size > 1 and not shard.is_meta:
             sent = shard.detach().to(here.mesh.device_type).contiguous()
             shard.detach().copy_(broadcast(sent, here.data_group))

@@ -337,6 +337,9 @@ class VirtualRank(Rank):
             finish(name, layer)
         return copies
 
+    def _check_registered(self, said: Mapping[int, Facts]) -> None:
+        """Check nothing: one virtual rank stands for all ranks with its stages."""
+
     def _assemble(self) -> None:
         super()._assemble()
         self.ties.counter = self.counter  # type: ignore[attr-defined]
