@@ -3,14 +3,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.distributed.models import batch, full, perceptron
+from tests.distributed.models import Block, batch, full, perceptron
 from tests.distributed.saving import fresh
 from tests.shard.processes import run
 from tests.whole import first
-from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import DistributedGPipe, GradScaler, init_mesh
+from torchgpipe.shard.nn import Experts
 
 pytestmark = cpu_only('processes meet by gloo')
 
@@ -128,9 +130,9 @@ def test_a_micro_batch_or_a_replica_without_labels(axes, options):
                                            atol=1e-12)
 
 
-def by_a_scaler():
+def by_a_scaler(cls):
     """Train with a scaler, and infinite gradients on the first rank in one step."""
-    model, scaler = built({'pipe': 2}, chunks=2), ShardedGradScaler('cpu', init_scale=4.)
+    model, scaler = built({'pipe': 2}, chunks=2), cls('cpu', init_scale=4.)
     optimizer, losses = torch.optim.SGD(model.parameters(), .1), []
     for step in range(3):
         optimizer.zero_grad()
@@ -142,7 +144,8 @@ def by_a_scaler():
     return losses, scaler.get_scale()
 
 
-def test_all_ranks_follow_a_scaler():
+@pytest.mark.parametrize('cls', [ShardedGradScaler, GradScaler])
+def test_all_ranks_follow_a_scaler(cls):
     """Also one without the last stage, which has no loss to scale."""
     model, losses = fresh(), []
     for step in range(3):
@@ -152,4 +155,89 @@ def test_all_ranks_follow_a_scaler():
         with torch.no_grad():
             for p, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
                 p -= .1 * grad * (step != 1)
-    assert run(2, by_a_scaler) == [(pytest.approx(losses, rel=1e-12), 2.)] * 2
+    assert run(2, by_a_scaler, cls) == [(pytest.approx(losses, rel=1e-12), 2.)] * 2
+
+
+class Mixture(nn.Module):
+    """A residual mixture of experts, of which each replica has some."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts(6, 8, experts=4, k=2, balance=0)
+
+    def forward(self, x):
+        """Add the output of the experts."""
+        return x + self.experts(x)[0]
+
+
+def with_parts(axes, make, plan, scales):
+    """Train with parts of split layers and plain parameters."""
+    torch.manual_seed(0)
+    mesh = init_mesh(**axes)
+    model = DistributedGPipe(nn.Sequential(make(), nn.Linear(6, 6)).double(), [2], mesh=mesh,
+                             tensor_plan=plan)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), .1, foreach=False), []
+    scaler = GradScaler('cpu', init_scale=4., enabled=scales)
+    replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
+    for step in range(3):
+        x, target = (part.chunk(replicas)[replica] for part in batch(step, 8))
+        losses.append(model.step(x, target, F.mse_loss, scale=scaler.scale).item())
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize('axes, make, plan', [
+    ({'tensor': 2}, Block, {'0.up': ColwiseParallel(), '0.down': RowwiseParallel()}),
+    ({'data': 2}, Mixture, {})])
+def test_in_v0_22_no_scaler_took_parts_of_layers_beside_plain_parameters(axes, make, plan):
+    expected = run(2, with_parts, axes, make, plan, False)
+    assert run(2, with_parts, axes, make, plan, True) == [
+        pytest.approx(losses, rel=1e-10) for losses in expected]
+
+
+def skipped_with_parts():
+    """Take two steps, with an infinite gradient in the second rank's part in the first one."""
+    torch.manual_seed(0)
+    plan = {'0.up': ColwiseParallel(), '0.down': RowwiseParallel()}
+    model = DistributedGPipe(nn.Sequential(Block(), nn.Linear(6, 6)).double(), [2],
+                             mesh=init_mesh(tensor=2), tensor_plan=plan)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), .1), GradScaler('cpu', init_scale=4.)
+    before = full(model.get_parameter('0.up.weight').detach()).clone()
+    changed = []
+    for step in range(2):
+        model.step(*batch(step, 4), F.mse_loss, scale=scaler.scale)
+        if step == 0 and torch.distributed.get_rank() == 1:
+            model.get_parameter('0.up.weight').grad.to_local()[0] = float('inf')
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = full(model.get_parameter('0.up.weight').detach())
+        changed.append(not torch.equal(after, before))
+    return changed, scaler.get_scale()
+
+
+def test_all_ranks_skip_a_step_if_a_part_is_infinite():
+    assert run(2, skipped_with_parts) == [([False, True], 2.)] * 2
+
+
+def without_parameters():
+    """Take a step with infinite gradients; the second rank has no parameters."""
+    model = DistributedGPipe(nn.Sequential(nn.Linear(6, 6).double(), nn.Tanh()), [1, 1],
+                             mesh=init_mesh(pipe=2))
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.SGD(parameters or [torch.zeros(())], .1)
+    scaler = GradScaler('cpu', init_scale=4.)
+    model.step(*batch(0, 4), F.mse_loss, scale=scaler.scale)
+    for x in parameters:
+        x.grad.fill_(float('inf'))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def test_a_rank_without_parameters_follows_a_scaler():
+    assert run(2, without_parameters) == [2., 2.]

@@ -84,8 +84,8 @@ def evaluation_of_none():
 
 CASES = [
     Case(2, 'divide it so that each one has samples', step_without_samples, divided_samples),
-    Case(2, 'a replica without samples passes None for input and target', evaluation_without_samples,
-         evaluation_of_none),
+    Case(2, 'a replica without samples passes None for input and target',
+         evaluation_without_samples, evaluation_of_none),
 ]
 
 

@@ -512,9 +512,10 @@ _UNSCALE_NAME = 'torch.amp:GradScaler._unscale_grads_'
 
 
 class Scaler(torch.amp.GradScaler):
-    """A scaler that uses :meth:`found` to detect gradients that are not finite.
+    """A scaler of the gradients of several processes.
 
-    The public methods cannot add the results of other processes.
+    The public methods can neither add the results of other processes, by :meth:`found`, nor take
+    the local parts of gradients, by :meth:`parts`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -527,9 +528,13 @@ class Scaler(torch.amp.GradScaler):
         """Return by device 1 if some gradient is not finite, or 0."""
         return where
 
+    def parts(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return an object with the groups of an optimizer, whose gradients are plain tensors."""
+        return optimizer
+
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor,
                         found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
-        where = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        where = super()._unscale_grads_(self.parts(optimizer), inv_scale, found_inf, allow_fp16)
         return self.found(where, found_inf)
 
 

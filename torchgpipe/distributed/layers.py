@@ -19,6 +19,7 @@ tensor::
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,7 +48,7 @@ def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
     Raises:
         ValueError: A line matches no module, or there is no plan for several ranks.
     """
-    names = [name for name, _ in module.named_modules() if name]
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for pattern in plan:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f'tensor_plan names {pattern!r}, but no module is called that; '
@@ -58,8 +59,8 @@ def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
                          ' of torch.distributed.tensor.parallel')
 
 
-def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | None
-                ) -> None:
+def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | None,
+                split: dict[nn.Module, tuple[str, str]]) -> None:
     """Split a layer of a model as a plan says.
 
     Args:
@@ -67,12 +68,28 @@ def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: Devi
         layer: The layer.
         plan: Styles by the names of modules in the model.
         mesh: The ranks to split it over; ``None`` if there are no others.
+        split: The name and the style by which each module was split. A module in several layers
+            is split once.
+
+    Raises:
+        ValueError: A module has several names, and the plan has another style for each.
     """
-    if mesh is not None:
-        for path, module in [*layer.named_modules(prefix=name)]:
-            style = style_of(path, plan)
+    if mesh is None:
+        return
+    for path, module in [*layer.named_modules(prefix=name)]:
+        style = style_of(path, plan)
+        text = _text_of(style)
+        if module not in split:
+            split[module] = path, text
             if style is not None:
-                parallelize_module(module, mesh, style)
+                parallelize_module(module, mesh, copy(style))  # It is changed.
+        elif split[module][1] != text:
+            raise split_apart(dict([split[module], (path, text)]))
+
+
+def _text_of(style: Any) -> str:
+    """Return a text that is the same for equal styles, which PyTorch does not compare."""
+    return 'whole' if style is None else f'{type(style).__name__} {vars(style)}'
 
 
 def style_of(path: str, plan: Mapping[str, Any]) -> Any:
@@ -86,9 +103,10 @@ def layout_of(x: object) -> str:
 
 
 def split_apart(layouts: Mapping[str, str]) -> ValueError:
-    """Return the error for one parameter that is split in several ways, by its names."""
-    return ValueError(f'one parameter has several names, and tensor_plan splits it in other ways '
-                      f'there: {dict(layouts)}; let all of them be split alike')
+    """Return the error for a parameter or module that is split in several ways, by its names."""
+    return ValueError('one tensor or module has several names, and tensor_plan splits it in '
+                      f'other ways there: {dict(layouts)}; give all of its names one style, as by '
+                      'one pattern')
 
 
 def tie_again(shared: Sequence[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.settings import AXES
@@ -241,14 +242,15 @@ class _Form(NamedTuple):
 def take_first(module: nn.Module, axis: Axis) -> None:
     """Copy the parameters and buffers of the first rank of an axis to the others, by their names.
 
-    A buffer that is in no state dict may have another form on each rank. It stays as it is.
+    A buffer that is in no state dict may have another form on each rank. It stays as it is, and so
+    does a tensor of which ranks have parts: its layer was also an earlier one.
 
     Raises:
         ValueError: Ranks have tensors of other names or forms. All ranks raise this error.
     """
     if axis.group is None:
         return
-    tensors = {name: x for name, _, x in named_slots(module)}
+    tensors = {name: x for name, _, x in named_slots(module) if not isinstance(x, DTensor)}
     kept = module.state_dict().keys()
     everywhere: list[dict[str, _Form]] = gathered({
         name: _Form(tuple(x.shape), x.dtype, x.layout, name not in kept)

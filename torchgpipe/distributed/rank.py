@@ -151,11 +151,13 @@ class Rank:
         with_values = {name for name, layer in skeleton.named_children() if model is skeleton
                        and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))}
 
+        split: dict[nn.Module, tuple[str, str]] = {}
+
         def finish(name: str, layer: nn.Module) -> None:
             if name in with_values:
                 for axis in (self.data, self.tensor):
                     take_first(layer, axis)
-            split_layer(name, layer, plan, self.tensor.mesh)
+            split_layer(name, layer, plan, self.tensor.mesh, split)
             if self.data.mesh is not None:
                 for module in layer.modules():
                     if isinstance(module, Experts) and not module.communicates:
@@ -490,8 +492,8 @@ def other_tensors(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], ra
         name, shape = apart[0]
         owner = first if apart[0] in tensors else rank
         return ValueError(f'ranks {first} and {rank} have the same stages, but only rank {owner} '
-                          f"has '{name}' of shape {shape}: make the same module on all ranks, with "
-                          'the same sizes')
+                          f"has '{name}' of shape {shape}: make the same module on all ranks, "
+                          'with the same sizes')
     one, other = next((one, other) for (one, _), (other, _) in zip(tensors, others)
                       if one != other)
     return ValueError("data='shard' exchanges parameters in the order in which modules register "

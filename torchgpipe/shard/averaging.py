@@ -16,18 +16,22 @@ replicas have the same parameters.
 """
 from collections.abc import Iterable
 from operator import itemgetter
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe.base.private import Scaler
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.parameter import storage_dim
-from torchgpipe.shard.world import current
+from torchgpipe.shard.sums import local
+from torchgpipe.shard.world import current, device_type, is_initialized
 
 __all__ = ['GradScaler', 'average_gradients', 'clip_grad_norm_']
 
@@ -211,11 +215,14 @@ def _norm(parameter: Tensor, norm_type: float) -> Tensor:
 
 
 class GradScaler(Scaler):
-    """:class:`torch.amp.GradScaler` for sharded layers: all ranks skip a step, or none does.
+    """:class:`torch.amp.GradScaler` for many processes: all ranks skip a step, or none does.
 
     A gradient that is not finite in one shard is found on one rank only. That rank would skip the
     step and reduce the scale; the others would take the step, and continue with another scale. So
-    ranks exchange the result, once for each optimizer and step. ::
+    ranks exchange the result, once for each optimizer and step. Without parallel groups, all
+    processes do. A rank without parameters makes an optimizer of ``[torch.zeros(())]``. An
+    optimizer may have parts of split layers (DTensors) and plain parameters, which PyTorch's
+    scalers do not support together. ::
 
         scaler = ts.GradScaler()
         scaler.scale(loss).backward()
@@ -231,10 +238,35 @@ class GradScaler(Scaler):
     def found(self, where: dict[torch.device, Tensor], scale: Tensor
               ) -> dict[torch.device, Tensor]:
         """Return the result over all ranks, in place of the results on this rank's devices."""
-        here = current()
         any_found = torch.stack([
             torch.zeros_like(scale), *(found.to(scale) for found in where.values())]).amax(0)
-        told = any_found.to(here.mesh.device_type)
-        for group in (here.tensor_group, here.data_group):
+        groups, device_type = _ranks_of_a_step()
+        told = any_found.to(device_type)
+        for group in groups:
             all_reduce(told, group, dist.ReduceOp.MAX)
         return {scale.device: told.to(scale.device)}
+
+    @torch.no_grad()
+    def parts(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return an object with the local parts of an optimizer's parameters and gradients."""
+        parameters = []
+        for group in optimizer.param_groups:
+            for x in group['params']:
+                if isinstance(x.grad, DTensor):
+                    part = local(x).detach()
+                    part.grad = local(x.grad)
+                    parameters.append(part)
+                else:
+                    parameters.append(x)
+        return SimpleNamespace(param_groups=[{'params': parameters}])
+
+
+def _ranks_of_a_step() -> tuple[list[dist.ProcessGroup], str]:
+    """Return the groups that together have all ranks of a step, and the type of their devices."""
+    if is_initialized():
+        here = current()
+        return [here.tensor_group, here.data_group], here.mesh.device_type
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        return [dist.group.WORLD], device_type()
+    return [], 'cpu'

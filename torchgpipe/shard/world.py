@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ['World', 'current', 'destroy_process_group', 'get_data_group', 'get_data_rank',
-           'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
-           'init_process_group', 'is_initialized', 'needed_by', 'parse_timeout']
+__all__ = ['World', 'current', 'destroy_process_group', 'device_type', 'get_data_group',
+           'get_data_rank', 'get_group', 'get_group_size', 'get_mesh', 'get_rank',
+           'get_world_size', 'init_process_group', 'is_initialized', 'needed_by', 'parse_timeout']
 
 #: The directory of the threads of this process. Some systems do not have it.
 THREADS = Path('/proc/self/task')
@@ -198,7 +198,7 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
     # Every rank makes all groups, in the same order, as torch.distributed requires.
     data, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
     tensor, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
-    mesh = DeviceMesh.from_group([data, tensor], _device_type(), grid, mesh_dim_names=AXES)
+    mesh = DeviceMesh.from_group([data, tensor], device_type(), grid, mesh_dim_names=AXES)
     return World(mesh, (data, tensor))
 
 
@@ -231,7 +231,7 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
                                        mesh_dim_names=AXES), own)
 
 
-def _device_type() -> str:
+def device_type() -> str:
     """Return the type of the devices on which processes exchange tensors."""
     accelerator = torch.accelerator.current_accelerator()
     backends = dict(pair.split(':') for pair in dist.get_backend_config().split(','))
