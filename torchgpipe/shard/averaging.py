@@ -23,14 +23,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe.base.private import Scaler
 from torchgpipe.shard.collectives import all_reduce
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.parameter import storage_dim
-from torchgpipe.shard.sums import local
 from torchgpipe.shard.world import current, device_type, is_initialized
 
 __all__ = ['GradScaler', 'average_gradients', 'clip_grad_norm_']
@@ -249,15 +247,18 @@ class GradScaler(Scaler):
     @torch.no_grad()
     def parts(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return an object with the local parts of an optimizer's parameters and gradients."""
+        from torchgpipe.shard.sums import local  # Its import of DTensor takes time.
+
         parameters = []
         for group in optimizer.param_groups:
             for x in group['params']:
-                if isinstance(x.grad, DTensor):
-                    part = local(x).detach()
-                    part.grad = local(x.grad)
-                    parameters.append(part)
-                else:
+                gradient = None if x.grad is None else local(x.grad)
+                if gradient is x.grad:
                     parameters.append(x)
+                else:
+                    part = local(x).detach()
+                    part.grad = gradient
+                    parameters.append(part)
         return SimpleNamespace(param_groups=[{'params': parameters}])
 
 
