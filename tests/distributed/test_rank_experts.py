@@ -285,3 +285,40 @@ def test_a_micro_batch_without_a_backward_is_refused():
     one, two = outcomes(2, uncounted, timeout=60)
     assert 'could not begin on rank 1' in one.text
     assert 'that of number 1 has nothing that counts' in two.text
+
+
+def evaluated(axes, mode, options):
+    """Evaluate and call the model, in a mode without gradients, and train it afterwards."""
+    mesh, model = made(axes, **options)
+    data, rank = axes.get('data', 1), mesh.get_local_rank('data')
+    x, target = (share(part, data, rank) for part in batch(0, 12))
+    with mode():
+        first, _ = model.eval().evaluate(x, target, loss_of)
+        output = model(x)
+    model.train()
+    second = model.step(x, target, loss_of)
+    return first.item(), second.item(), None if output is None else output[0].sum().item()
+
+
+@pytest.mark.parametrize('axes, options', [
+    ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'}), ({'data': 2, 'pipe': 2}, {})])
+def test_in_v0_22_parts_of_layers_could_not_be_evaluated_in_inference_mode(axes, options):
+    world = axes['data'] * axes.get('pipe', 1)
+    expected = run(world, evaluated, axes, torch.no_grad, options)
+    assert run(world, evaluated, axes, torch.inference_mode, options) == expected
+
+
+def changed_in_place(mode):
+    """Evaluate a model whose first layer changes its input in place."""
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6, dtype=DOUBLE))
+    model = DistributedGPipe(layers, [1, 1], mesh=init_mesh(pipe=2), chunks=2).eval()
+    with mode():
+        x, target = batch(0, 4)
+        loss, _ = model.evaluate(x + 0, target, F.mse_loss)
+    return loss.item()
+
+
+def test_inputs_made_in_inference_mode_may_be_changed_in_place():
+    torch.manual_seed(0)
+    assert run(2, changed_in_place, torch.inference_mode) == run(
+        2, changed_in_place, torch.no_grad)

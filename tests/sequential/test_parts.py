@@ -254,3 +254,31 @@ def test_buffers_that_nothing_uses_are_there():
     layers = to_sequential(model, sample())
     assert layers[-1].unused is model.unused
     assert '1.unused' not in layers.state_dict()
+
+
+class Configured(nn.Module):
+    """A module that looks up attributes in a dictionary, as models of diffusers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.settings = {'act': 'relu'}
+
+    def __getattr__(self, name):
+        """Return an entry if a dictionary has an attribute of that name."""
+        if 'settings' in self.__dict__ and hasattr(self.__dict__['settings'], name):
+            return self.__dict__['settings'][name]
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        """Call both layers."""
+        return self.second(self.first(x).relu())
+
+
+def test_in_v0_22_a_module_that_raises_a_key_error_for_an_attribute_was_not_converted():
+    model, x = nn.Sequential(Configured(), Configured()), torch.rand(4, 4)
+    with pytest.raises(KeyError):
+        hasattr(model[0], '__getitem__')
+    layers = to_sequential(model, x, grain='layer')
+    assert len(layers) == 4
+    assert torch.equal(layers(x), model(x))

@@ -1,4 +1,6 @@
 """``DistributedGPipe``: a pipeline over ranks and its replicas, for one process of many."""
+import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -247,6 +249,18 @@ class DistributedGPipe(PipelineModule):
         return clip(grads[False], grads[True], {each.name: each.rank for each in (
             rank.data, rank.tensor)}, max_norm, norm_type, rank.everyone, rank.device)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return an iterator over the parameters of this rank.
+
+        Raises:
+            RuntimeError: ``torch.nn.utils.clip_grad_norm_`` iterates over them, but other stages
+                are on other ranks, so it would clip each rank by another norm.
+        """
+        if self._rank.pipe.size > 1 and sys._getframe(1).f_code is _clip_code:
+            raise _only_own_norm()
+        for x in super().parameters(recurse):
+            yield x
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, also the ones that steps within :meth:`no_sync` have left."""
         super().zero_grad(set_to_none)
@@ -316,6 +330,16 @@ class DistributedGPipe(PipelineModule):
             RuntimeError: A rank cannot read its part, or could not begin.
         """
         return checkpoints.load(self, self._rank, folder, optimizer, extra)
+
+
+#: The code that iterates over the argument of PyTorch's function.
+_clip_code = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
+
+
+def _only_own_norm() -> RuntimeError:
+    return RuntimeError('torch.nn.utils.clip_grad_norm_ would clip the gradients of each rank by '
+                        'the norm of its own stages only: model.clip_grad_norm_(max_norm) takes '
+                        'the norm of the whole model')
 
 
 def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:

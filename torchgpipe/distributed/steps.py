@@ -147,18 +147,20 @@ class Steps:
         stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         return recomputing(find_schedule(start.schedule, workers, m), tuple(map(range, stops)))
 
+    @torch.inference_mode(False)  # Parts of parameters (DTensors) do not support it.
+    @torch.no_grad()
     def call(self, input: Any) -> Any:
         """Run the forward alone, without graphs."""
         start = self._begin(input, 'call', str, True)
         evaluation = self._evaluation(start)
         evaluation.losses = monitor = seen_means(self._model.gather, start.sizes)
-        with torch.no_grad():
-            self._rank.replicas.evaluate(lambda: self._run(evaluation))
-            if monitor is not None:
-                self._rank.together('a call of this model',
-                                    partial(monitor.check, no_mean_in_the_model))
-            return self._gathered(start, evaluation)
+        self._rank.replicas.evaluate(lambda: self._run(evaluation))
+        if monitor is not None:
+            self._rank.together('a call of this model',
+                                partial(monitor.check, no_mean_in_the_model))
+        return self._gathered(start, evaluation)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def evaluate(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any],
                  return_output: bool) -> Any:
@@ -255,10 +257,9 @@ class Steps:
                                  'up gradients of inputs: let a layer have it as a parameter')
             precision = rank.replicas.precision
             if precision.param_dtype is not None and precision.cast_forward_inputs:
-                cast: dict[int, Tensor] = {}  # A shared tensor stays one.
-                batches[:] = [Chunk(tuple([
-                    cast.setdefault(id(x), _cast(x, precision.param_dtype))
-                    for x in batch.tensors]), batch.kind) for batch in batches]
+                _replace(batches, partial(_cast, dtype=precision.param_dtype))
+            if what != 'step':  # It may have been made in the inference mode of the caller.
+                _replace(batches, _writable)
             counts[:] = counts_of(model.gather, batches) if gathers else []
             outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
                         for batch in batches]
@@ -437,6 +438,21 @@ def _without_samples(what: str, replicas: int) -> str:
     return (f'all {replicas} replicas take part in each {what}, so leave it out on all of them, '
             'or divide it so that each one has samples, as DistributedSampler of '
             'torch.utils.data does')
+
+
+def _replace(batches: list[Chunk], function: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to the tensors of micro-batches; a shared tensor stays one."""
+    results: dict[int, Tensor] = {}
+    for k, batch in enumerate(batches):
+        for x in batch.tensors:
+            if id(x) not in results:
+                results[id(x)] = function(x)
+        batches[k] = Chunk(tuple(results[id(x)] for x in batch.tensors), batch.kind)
+
+
+def _writable(x: Tensor) -> Tensor:
+    """Return a tensor that layers may change in place outside of inference mode."""
+    return x.clone() if x.is_inference() else x
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -127,7 +127,8 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool
             if target._modules.get(atom) is source:
                 break  # The whole module is already there.
             if atom not in target._modules:
-                kind = _PartOfList if hasattr(source, '__getitem__') else Part
+                # A module may look up attributes by itself, and raise other errors.
+                kind = _PartOfList if hasattr(type(source), '__getitem__') else Part
                 target._modules[atom] = kind(source, attributes)
             target = target._modules[atom]  # type: ignore[assignment]
         else:
