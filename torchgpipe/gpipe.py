@@ -464,9 +464,10 @@ class GPipe(PipelineModule):
         if losses.counted is not None:
             losses.count_in(losses.counted, False)
         pipeline = PlainCall(self._running_engine(), batches, **options)
-        pipeline.losses = losses.monitor
+        pipeline.losses = losses.in_layers
         pipeline.wrap_last(partial(losses.behind, keeps=return_output))
         pipeline.run()
+        losses.check()
         found = losses.total(False), losses.count
         return (*found, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
                 ) if return_output else found

@@ -287,7 +287,7 @@ def test_a_micro_batch_without_a_backward_is_refused():
     assert 'that of number 1 has nothing that counts' in two.text
 
 
-def evaluated(axes, mode, options):
+def evaluated_in_mode(axes, mode, options):
     """Evaluate and call the model, in a mode without gradients, and train it afterwards."""
     mesh, model = made(axes, **options)
     data, rank = axes.get('data', 1), mesh.get_local_rank('data')
@@ -304,8 +304,8 @@ def evaluated(axes, mode, options):
     ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'}), ({'data': 2, 'pipe': 2}, {})])
 def test_in_v0_22_parts_of_layers_could_not_be_evaluated_in_inference_mode(axes, options):
     world = axes['data'] * axes.get('pipe', 1)
-    expected = run(world, evaluated, axes, torch.no_grad, options)
-    assert run(world, evaluated, axes, torch.inference_mode, options) == expected
+    expected = run(world, evaluated_in_mode, axes, torch.no_grad, options)
+    assert run(world, evaluated_in_mode, axes, torch.inference_mode, options) == expected
 
 
 def changed_in_place(mode):

@@ -23,7 +23,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,8 @@ def together(task: str, function: Callable[[], Facts | None], group: dist.Proces
         device: The device of this rank.
 
     Raises:
-        RuntimeError: The function raised on another rank, or ranks have different settings.
+        ValueError: The function raised a ValueError on another rank.
+        RuntimeError: It raised another error there, or ranks have different settings.
     """
     error: BaseException | None = None
     facts = Facts()
@@ -100,16 +101,18 @@ def together(task: str, function: Callable[[], Facts | None], group: dist.Proces
                            dtype=torch.float64, device=device)
         found = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(found, own, group)
-    if error is not None:
-        raise error
     if group is None:
+        if error is not None:
+            raise error
         return {dist.get_rank(): facts}
     ranks = dist.get_process_group_ranks(group)
     rows = torch.stack(found).tolist()
-    for rank, (failed, *_) in zip(ranks, rows):
-        if failed:
-            raise NotBegun(f'{task} could not begin on rank {rank}, so it ended here, too; '
-                           'look at what that rank has raised')
+    if any(failed for failed, *_ in rows):
+        reasons = gathered(str(error) if isinstance(error, ValueError) else None, group)
+        if error is not None:
+            raise error
+        _raise_first(task, {rank: reason for rank, reason, (failed, *_) in zip(
+            ranks, reasons, rows) if failed})
     said = {}
     for rank, (_, m, size, counted, *more) in zip(ranks, rows):
         settings, looks, layers, given, *numbers = map(int, (*more[:4], *more[6:]))
@@ -120,6 +123,15 @@ def together(task: str, function: Callable[[], Facts | None], group: dist.Proces
             raise RuntimeError(f'{task} has other settings on rank {rank} than on rank '
                                f'{ranks[0]}; all ranks call it with the same ones')
     return said
+
+
+def _raise_first(task: str, reasons: Mapping[int, str | None]) -> NoReturn:
+    """Raise the error of the first rank that has raised one, with its text for a ValueError."""
+    rank, reason = next(iter(reasons.items()))
+    if reason is None:
+        raise NotBegun(f'{task} could not begin on rank {rank}, so it ended here, too; '
+                       'look at what that rank has raised')
+    raise ValueError(f'{task} ended on rank {rank}: {reason}')
 
 
 #: How often each clock is read; the answer with the shortest round trip counts.

@@ -31,9 +31,8 @@ from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
 from torchgpipe.shard.sums import Gradients, added
-from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of,
-                                        no_mean_in_the_model, no_mean_over_samples, seen_means,
-                                        with_counts)
+from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of, error_of,
+                                        no_mean_in_the_model, seen_means, with_counts)
 from torchgpipe.training.step import find_schedule, read_schedule, recomputing
 
 __all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
@@ -111,7 +110,7 @@ class Steps:
         training = Training(rank.engine, start.batches, self._way(found, start, True), losses,
                             rank.replicas.precision.reduce_dtype, recomputed=recomputed,
                             common=start.common, offload=model.offload)
-        training.losses, training.keeps_output = losses.monitor, return_output
+        training.losses, training.keeps_output = losses.in_layers, return_output
         self._cast_output(training)
         whole: list[Tensor] = []
         others = [x for module in losses.modules[:1] for x in parameters_by_name(module)]
@@ -173,7 +172,7 @@ class Steps:
             rank.replicas.evaluate(partial(rank.replicas.walk, way.row))
             return (self._whole(losses), losses.count, None)[:2 + return_output]
         evaluation = self._evaluation(start)
-        evaluation.losses = losses.monitor
+        evaluation.losses = losses.in_layers
         if rank.is_last:
             evaluation.wrap_last(partial(losses.behind, keeps=return_output))
         rank.replicas.evaluate(lambda: self._run(evaluation))
@@ -321,7 +320,7 @@ class Steps:
             rank.check_own(tensors.items())
             rank.replicas.check_loss(found[0].modules)
             own = found[0].counted
-            return Facts(counted=own or 0., digest=int(found[0].monitor is not None),
+            return Facts(counted=own or 0., digest=int(found[0].in_layers is not None),
                          layers=digest([(x.shape, x.requires_grad) for each in found[0].modules
                                         for x in each.parameters(recurse=False)]),
                          given=self._given(found[0].targets),
@@ -333,12 +332,13 @@ class Steps:
         rank.compare(said, tensors)
         number = check_losses({each: said[each] for each in sorted(rank.last)})
         losses = found[0]
+        losses.error = error_of(normalizer)
         if not number:
             losses.count_in(rank.sum(said), trains)
         elif not rank.is_last:
             losses.count_in(number)
         if not rank.is_last and any(said[each].digest for each in rank.last):
-            losses.monitor = LossMonitor(sizes)  # for losses in layers of this rank
+            losses.monitor = losses.in_layers = LossMonitor(sizes)
         return losses
 
     def _whole(self, losses: Losses, trains: bool = False,
@@ -354,9 +354,8 @@ class Steps:
 
         def count() -> Facts:
             late = check()
+            losses.check()
             if not rank.is_last:
-                if losses.monitor is not None:
-                    losses.monitor.check()
                 return Facts(m=len(losses.counts), given=late, divisors=losses.divisors)
             total = losses.total(trains)
             return Facts(m=len(losses.counts), counted=float(total), given=late,
@@ -367,7 +366,8 @@ class Steps:
         for line in rank.lines['tensor']:
             check_same_losses({each: said[each].counted for each in line})
         for ranks in rank.at_place:
-            _check_divisors([said[each].divisors for each in sorted(ranks) if said[each].m])
+            _check_divisors([said[each].divisors for each in sorted(ranks) if said[each].m],
+                            losses.error)
         # A replica that counts nothing has no loss. It reports the first type, float32.
         dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
@@ -464,12 +464,13 @@ def _cast_value(value: Any, dtype: torch.dtype) -> Any:
     return structure([_cast(x, dtype) for x in tensors])
 
 
-def _check_divisors(divisors: Sequence[tuple[float, float]]) -> None:
-    """Raise if replicas divide a loss by numbers other than their numbers of samples."""
+def _check_divisors(divisors: Sequence[tuple[float, float]], error: Callable[[str], ValueError]
+                    ) -> None:
+    """Raise if replicas divide a loss by numbers that are not proportional to its weights."""
     same, ratios = zip(*divisors) if divisors else ((0.,), (0.,))
     differ = len({*same}) > 1 or any(map(isnan, same))
     if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
-        raise no_mean_over_samples('loss_fn')
+        raise error('loss_fn')
 
 
 def check_losses(said: dict[int, Facts]) -> float:

@@ -32,9 +32,9 @@ from torchgpipe.base.structure import call, leaves_of
 from torchgpipe.engine.gradients import leaf_of
 from torchgpipe.engine.microbatches import Chunk, cut
 
-__all__ = ['Known', 'LossMonitor', 'Losses', 'count_functions', 'counts_of', 'itself',
-           'no_mean_in_the_model', 'no_mean_over_samples', 'normalizer_of', 'seen_means',
-           'watches', 'with_counts']
+__all__ = ['Known', 'LossMonitor', 'Losses', 'count_functions', 'counts_of', 'error_of', 'itself',
+           'no_mean_by_normalizer', 'no_mean_in_the_model', 'no_mean_over_samples',
+           'normalizer_of', 'seen_means', 'watches', 'with_counts']
 
 #: The settings that are read from a loss, if it has them.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
@@ -50,6 +50,13 @@ BY_WEIGHT = (F.mse_loss, F.l1_loss)
 DIVISIONS = {getattr(place, name) for place in (torch, Tensor)
              for name in ('div', 'div_', 'divide', 'divide_', 'true_divide', 'true_divide_')
              if hasattr(place, name)}
+
+#: Functions that multiply tensors, as the operator ``*`` does.
+PRODUCTS = {getattr(place, name) for place in (torch, Tensor)
+            for name in ('mul', 'mul_', 'multiply', 'multiply_') if hasattr(place, name)}
+
+#: Functions that add up the elements of a tensor, and that take their mean.
+SUMS, MEANS = {torch.sum, Tensor.sum}, {torch.mean, Tensor.mean}
 
 
 def itself(loss: Any) -> Any:
@@ -146,48 +153,65 @@ def _counted(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
 class LossMonitor(TorchFunctionMode):
     """Records the divisors of PyTorch's losses in a function, and detects that it returns a sum.
 
+    It follows a loss that is not reduced (``reduction='none'``) to its sum or mean::
+
+        F.cross_entropy(…, reduction='mean')       divided by the labels that count
+        F.cross_entropy(…, reduction='sum') / n    divided by n
+        (F.cross_entropy(…, reduction='none') * mask).sum() / mask.sum()
+                unreduced        unreduced       sum    divided by mask.sum()
+
     It ignores compiled and transformed code, because values there do not persist.
+
+    Args:
+        weights: The weight of the loss of each micro-batch, to which divisors are proportional:
+            its samples, or its count by a normalizer.
+        trusts: Whether a mean that is multiplied or divided by a tensor has other weights, which
+            the given normalizer knows: ``F.cross_entropy(…) * count / len(target)``.
+        where: The place of the losses, for errors.
     """
 
-    def __init__(self, sizes: Sequence[int], where: str = 'loss_fn') -> None:
+    def __init__(self, weights: Sequence[float], trusts: bool = False, where: str = 'loss_fn'
+                 ) -> None:
         super().__init__()
-        self._sizes = sizes
+        self._weights = weights
+        self._trusts = trusts
         self._where = where
-        #: By micro-batch, its divisions: source, number of samples or elements, and divisor. The
-        #: divisor stays on the device, so that no thread waits for it.
-        self._divisions: list[list[tuple[str, int, Any]]] = [[] for _ in sizes]
+        #: By micro-batch, its divisions: source, number of elements, and divisor. Without a
+        #: number, the elements are known to be of the samples, and not of parameters. The divisor
+        #: stays on the device, so that no thread waits for it.
+        self._divisions: list[list[tuple[str, int | None, Any]]] = [[] for _ in weights]
         #: The sums of the current micro-batch, with their versions and numbers of elements.
-        self._sums: list[tuple[Tensor, int, int]] = []
+        self._sums: list[tuple[Tensor, int, int | None]] = []
+        #: The tensors of the current micro-batch that are losses without a reduction.
+        self._unreduced: list[Tensor] = []
+        #: The means of the current micro-batch, with the numbers of their divisions.
+        self._means: list[tuple[Tensor, int]] = []
 
-    def call(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function for micro-batch ``i``, and raise if it returns an unchanged sum."""
+    def call(self, i: int, function: Callable[..., Any], *given: Any) -> tuple[Any, bool]:
+        """Call a function for micro-batch ``i``; return its loss, and whether that is a sum."""
         self._i = i
         try:
             with self:
                 loss = function(*given)
-            if any(loss is each and each._version == version for each, version, _ in self._sums):
-                raise _sum()
-            return loss
+            is_sum = any(loss is x and x._version == version for x, version, _ in self._sums)
+            return loss, is_sum
         finally:
-            self._sums = []  # They hold graphs.
+            self._sums, self._unreduced, self._means = [], [], []  # They hold graphs.
 
     def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
         """Call a layer's function for micro-batch ``i``, and record the divisors of losses."""
-        own = LossMonitor(self._sizes, 'a layer')  # Other layers may run concurrently.
-        own._i = i
-        with own:
-            result = function(*given)
-        self._divisions[i] += own._divisions[i]
+        monitor = LossMonitor(self._weights, where='a layer')  # Other layers may run concurrently.
+        result, _ = monitor.call(i, function, *given)
+        self._divisions[i] += monitor._divisions[i]
         return result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not (func in LOSSES or func in DIVISIONS):
-            return func(*args, **kwargs)
-        if func in DIVISIONS:
-            if self._sums and not is_transformed():
-                self._see_division(*args, *kwargs.values())
-            return func(*args, **kwargs)
+        if func not in LOSSES or torch.compiler.is_compiling():
+            result = func(*args, **kwargs)
+            if self._sums or self._unreduced or self._trusts:
+                self._follow(func, [*args, *kwargs.values()], result)
+            return result
         bound = LOSSES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         if func is F.l1_loss and bound.arguments['weight'] is None:
@@ -199,49 +223,87 @@ class LossMonitor(TorchFunctionMode):
 
     def _see_loss(self, func: Any, given: Mapping[str, Any], result: Tensor) -> None:
         name, weight = f"a loss of PyTorch's in {self._where}", given.get('weight')
-        if _reduction(given) == 'sum':
+        reduction = _reduction(given)
+        if reduction == 'none':
+            self._unreduced.append(result)
+        elif reduction == 'sum':
             elements = next(iter(given.values())).numel()
             self._sums.append((result, result._version, elements))
-        elif _reduction(given) == 'mean' and 'ignore_index' in given:
+        elif reduction == 'mean' and 'ignore_index' in given:
             with torch.no_grad():
                 count = _counted(given['ignore_index'], weight, given['target'])
-            self._divisions[self._i].append((name, self._sizes[self._i], count))
-        elif _reduction(given) == 'mean' and func in BY_WEIGHT and weight is not None:
-            self._divisions[self._i].append((
-                name, weight.numel(), weight.detach().sum(dtype=torch.float)))
+            self._divide(name, None, count, result)
+        elif reduction == 'mean' and func in BY_WEIGHT and weight is not None:
+            self._divide(name, weight.numel(), weight.detach().sum(dtype=torch.float), result)
 
-    def _see_division(self, dividend: Any, divisor: Any, *_: Any) -> None:
+    def _follow(self, func: Any, values: Sequence[Any], result: Any) -> None:
+        """Record an operation on a loss that has no mean yet."""
+        if torch.compiler.is_compiling() or is_transformed():
+            return
+        if self._trusts and (func in DIVISIONS or func in PRODUCTS):
+            self._see_weight(*values[:2])
+        if func in DIVISIONS and self._sums:
+            self._see_division(result, *values[:2])
+        source = next((x for x in values if any(x is loss for loss in self._unreduced)), None)
+        if source is None or not isinstance(result, Tensor):
+            return
+        if func in SUMS and not result.dim():
+            self._sums.append((result, result._version, None))
+        elif func in MEANS and not result.dim():
+            self._divide(self._where, None, source.numel(), result)
+        else:
+            self._unreduced.append(result)
+
+    def _see_weight(self, one: Any, other: Any) -> None:
+        """Forget the division of a mean that is weighted by a tensor."""
+        for x, number in self._means:
+            weight = other if one is x else one if other is x else None
+            if isinstance(weight, Tensor) and not weight.requires_grad:
+                self._divisions[self._i][number] = '', 0, 0
+
+    def _see_division(self, result: Tensor, dividend: Any, divisor: Any) -> None:
         if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.is_complex():
             divisor = divisor.detach()
         elif not isinstance(divisor, Real):
             return
-        self._divisions[self._i].extend((self._where, elements, divisor)
-                                        for each, _, elements in self._sums if each is dividend)
+        for x, _, elements in self._sums:
+            if x is dividend:
+                self._divide(self._where, elements, divisor, result)
+
+    def _divide(self, name: str, elements: int | None, divisor: Any, result: Tensor) -> None:
+        self._means.append((result, len(self._divisions[self._i])))
+        self._divisions[self._i].append((name, elements, divisor))
+
+    def _all_divisions(self) -> Iterator[tuple[tuple[str, int | None, Any], ...]]:
+        """Yield one division of each micro-batch after the other."""
+        most = max(map(len, self._divisions), default=0)
+        nothing: list[tuple[str, int | None, Any]] = [('', None, 0)] * most
+        # A micro-batch without divisions counts nothing, so its loss was not computed.
+        return zip(*(divisions or nothing for divisions in self._divisions))
 
     def check(self, error: Callable[[str], Exception] | None = None) -> None:
-        """Raise if a mean is not over samples."""
-        nothing = [('', 0, 0)]  # A micro-batch without divisions counts nothing.
-        for divisions in zip(*(each or nothing for each in self._divisions)):
+        """Raise if a divisor is not proportional to the weights of micro-batches."""
+        for divisions in self._all_divisions():
             names, elements, divisors = zip(*divisions)
             counts = [float(each) for each in divisors]
-            if len({*zip(elements, counts)}) == 1:
+            if None not in elements and len({*zip(elements, counts)}) == 1:
                 continue  # Equal for all micro-batches, as for a loss of parameters.
-            whole = sum(counts)
-            if any(abs(count * sum(self._sizes) - size * whole) > 1e-5 * size * abs(whole)
-                   for count, size in zip(counts, self._sizes)):
+            whole, total = sum(counts), sum(self._weights)
+            if any(abs(count * total - weight * whole) > 1e-5 * weight * abs(whole)
+                   for count, weight in zip(counts, self._weights)):
                 raise (error or no_mean_over_samples)(max(names))
 
     def summary(self) -> tuple[float, float]:
         """Return two numbers that summarize the divisors, for comparison with other processes.
 
         The first is equal in all processes if all micro-batches have the same divisors. The second
-        is equal in all processes if all divisors are proportional to the samples.
+        is equal in all processes if all divisors are proportional to the weights.
         """
         same, ratio = 0., 0.
-        for k, divisions in enumerate(zip(*self._divisions), 1):
+        for k, divisions in enumerate(self._all_divisions(), 1):
             counts = [float(count) for _, _, count in divisions]
             same += k * (counts[0] if len({*counts}) == 1 else nan)
-            ratio += k * sum(counts) / sum(self._sizes)
+            ratio += k * sum(counts) / (sum(self._weights) or 1.)
         return same, ratio
 
 
@@ -275,6 +337,20 @@ def no_mean_over_samples(name: str) -> ValueError:
         f'{name} divides by what it counts in a target (ignore_index, class weights), not by the '
         'number of samples; say what that is: normalizer=lambda target: (target != ignore_index)'
         '.sum(), or weight[target].sum(); or normalizer=len if loss_fn is a mean over samples')
+
+
+def no_mean_by_normalizer(name: str) -> ValueError:
+    """Return the error for a mean over something else than the normalizer counts."""
+    return ValueError(
+        f'{name} divides by other numbers than normalizer counts in the target, so the loss would '
+        'not be the loss of the whole mini-batch. Count what loss_fn divides by; or, if it has '
+        "several means, add up each one with reduction='sum', divide it by its count in the whole "
+        'mini-batch (of all replicas), and pass normalizer=1')
+
+
+def error_of(normalizer: Any) -> Callable[[str], ValueError]:
+    """Return the error for divisors that the normalizer, or the samples, do not have."""
+    return no_mean_over_samples if normalizer is None else no_mean_by_normalizer
 
 
 class Losses:
@@ -317,9 +393,16 @@ class Losses:
             self._whole = self.counted or _nothing()
         self._losses: list[Tensor] = []
         self._learns = False
-        is_known = normalizer is not None or known.is_of_pytorch
-        #: Records the divisors of losses in the function or in layers.
-        self.monitor = None if is_known else LossMonitor(sizes)
+        is_known = normalizer is None and known.is_of_pytorch
+        #: Records the divisors of losses in the function.
+        self.monitor = None if is_known else LossMonitor(self.counts, normalizer is not None)
+        #: Records the divisors of losses in layers, which a normalizer does not know.
+        self.in_layers = None if normalizer is not None else self.monitor
+        #: Returns the error for other divisors.
+        self.error = error_of(normalizer)
+        self._alone = alone
+        #: Why the loss of a micro-batch was refused, in one of several processes.
+        self._refusal: ValueError | None = None
 
     @property
     def divisors(self) -> tuple[float, float]:
@@ -340,25 +423,57 @@ class Losses:
         if self.counts[i] == 0:  # The mean of nothing is NaN.
             return torch.zeros((), requires_grad=True)
         try:
-            given = output, self._leaves[i].value
-            loss = (self.monitor.call(i, self._function, *given) if self.monitor
-                    else self._function(*given))
-            _check(loss, 'loss_fn')
+            loss, is_sum = self._call(i, output)
+            refusal = _sum() if is_sum else _refusal(loss, 'loss_fn')
+            if refusal is not None:
+                return self._refuse(refusal)
             scaled = loss = loss * (self.counts[i] / self._whole)
             if self._scale is not None:
                 scaled = self._scale(loss)
-                _check(scaled, 'scale')
+                refusal = _refusal(scaled, 'scale')
+                if refusal is not None:
+                    return self._refuse(refusal)
                 if loss.requires_grad and not scaled.requires_grad:
                     raise RuntimeError('scale has detached the loss, so there is nothing to train')
         except Exception as error:
             add_note(error, f'in the loss of micro-batch {i} of {len(self.targets)}')
             raise
         self._losses.append(loss.detach())
-        if self.monitor and len(self._losses) == len(self.targets):
-            self.monitor.check()
+        if self._alone and len(self._losses) == len(self.targets):
+            self.check()
         self._learns |= scaled.requires_grad
         # The loss of a single micro-batch may not require grad.
-        return scaled if scaled.requires_grad else scaled.detach().requires_grad_()
+        started: Tensor = scaled if scaled.requires_grad else scaled.detach().requires_grad_()
+        return started
+
+    def _call(self, i: int, output: Any) -> tuple[Any, bool]:
+        """Call the function; return its result, and whether that is known to be a sum."""
+        given = output, self._leaves[i].value
+        if self.monitor is None:
+            return self._function(*given), False
+        loss, is_sum = self.monitor.call(i, self._function, *given)
+        return loss, is_sum and self.counted is not None
+
+    def _refuse(self, error: ValueError) -> Tensor:
+        """Raise an error, or keep it for :meth:`check` if other processes wait for this one.
+
+        Those have to get their gradients, because messages are counted. All raise at the end.
+        """
+        if self._alone:
+            raise error
+        self._refusal = self._refusal or error
+        return torch.zeros((), requires_grad=True)
+
+    def check(self) -> None:
+        """Check the losses of all micro-batches.
+
+        Raises:
+            ValueError: One was refused, or is not a mean over the count of its micro-batch.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self.monitor is not None:
+            self.monitor.check(self.error)
 
     def behind(self, layers: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
         """Return layers that return the loss of a micro-batch, so that their output is freed.
@@ -486,11 +601,13 @@ def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Ten
     return torch.stack([x * (count / whole) for count, x in zip(counts, xs) if count]).sum(0)
 
 
-def _check(loss: Any, name: str) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        raise ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
-                         f'{_outline(loss)}; reduce it, as by loss.mean(), or give the plain call '
-                         'a loss of another form')
+def _refusal(loss: Any, name: str) -> ValueError | None:
+    """Return the error for a loss that is no scalar."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return None
+    return ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
+                      f'{_outline(loss)}; reduce it, as by loss.mean(), or give the plain call '
+                      'a loss of another form')
 
 
 def _outline(value: Any) -> str:

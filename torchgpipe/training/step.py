@@ -106,6 +106,6 @@ def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: Sch
     early, again = recomputing(found, tuple(recomputed))
     rows = found.rows if engine.one_worker else early.rows  # One worker waits for no gradient.
     step = Step(engine, batches, rows, losses, recomputed=again, **options)
-    step.losses, step.keeps_output = losses.monitor, keeps_output
+    step.losses, step.keeps_output = losses.in_layers, keeps_output
     step.run()
     return step

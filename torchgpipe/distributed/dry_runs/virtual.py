@@ -384,7 +384,7 @@ class VirtualSteps(Steps):
 
     def _losses(self, sizes: list[int], *args: Any, **options: Any) -> Losses:
         losses = super()._losses(sizes, *args, **options)
-        losses.monitor = None  # It compares values.
+        losses.monitor = losses.in_layers = None  # It compares values.
         return losses
 
     def _row(self, schedule: Schedule) -> Row:

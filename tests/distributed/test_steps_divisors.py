@@ -1,0 +1,164 @@
+"""Losses that divide by counts: compared with the normalizer, on all ranks, or refused on all."""
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from tests.devices import cpu_only
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+pytestmark = cpu_only('processes meet by gloo')
+
+MESHES = [{'data': 2}, {'pipe': 2}, {'data': 2, 'pipe': 2}]
+
+
+def labelled():
+    """Return inputs, and two columns of labels with other numbers of ignored ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, 6, (8, 2), generator=generator)
+    target[[0, 1], 0] = target[[5, 6, 7], 1] = -100
+    return x, target
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+def counted(target):
+    """Count the labels in the first column."""
+    return (target[:, 0] != -100).sum()
+
+
+def mean(output, target):
+    return F.cross_entropy(output, target[:, 0])
+
+
+def two_means(output, target):
+    return mean(output, target) + F.cross_entropy(output, target[:, 1])
+
+
+def unreduced(output, target):
+    return F.cross_entropy(output, target[:, 0], reduction='none')
+
+
+def sum_by_hand(output, target):
+    return unreduced(output, target).sum() / counted(target)
+
+
+def masked_sum(output, target):
+    mask = (target[:, 0] != -100).double()
+    return torch.sum(unreduced(output, target) * mask) / mask.sum()
+
+
+def masked_mean(output, target):
+    return unreduced(output, target)[target[:, 0] != -100].mean()
+
+
+def mean_of_elements(output, target):
+    """A mean over samples, of means over elements."""
+    other = F.one_hot(target[:, 1].clamp(0), 6).double()
+    return F.mse_loss(output, other, reduction='none').mean(1).mean()
+
+
+def weighted_mean(output, target):
+    """A mean over samples, of a mean over labels."""
+    return mean(output, target) * counted(target) / len(target)
+
+
+def unreduced_sum(output, target):
+    return unreduced(output, target).sum()
+
+
+def stepped(axes, chunks, loss, normalizer):
+    """Take a step, and return its loss, or the type and text of its error and a later loss."""
+    mesh = init_mesh(**axes)
+    replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
+    x, target = (part.chunk(replicas)[replica] for part in labelled())
+    model = DistributedGPipe(layers(), [2, 1] if 'pipe' in axes else [3], mesh=mesh, chunks=chunks)
+    try:
+        return model.step(x, target, loss, normalizer=normalizer).item()
+    except Exception as error:
+        assert all(x.grad is None for x in model.parameters())
+        return type(error), str(error), model.step(x, x, F.mse_loss).item()
+
+
+def world_of(axes):
+    return axes.get('data', 1) * axes.get('pipe', 1)
+
+
+@pytest.mark.parametrize('axes', MESHES)
+@pytest.mark.parametrize('loss, normalizer', [
+    (mean, counted), (sum_by_hand, counted), (masked_sum, counted), (masked_mean, counted),
+    (mean_of_elements, None), (mean_of_elements, len), (weighted_mean, len)])
+def test_a_mean_over_the_count_of_the_normalizer_is_right(axes, loss, normalizer):
+    expected = loss(layers()(labelled()[0]), labelled()[1]).item()
+    # A mean over no labels is NaN, whatever it is multiplied by.
+    for chunks in [1] if loss is weighted_mean else [1, 2, 3]:
+        for found in run(world_of(axes), stepped, axes, chunks, loss, normalizer):
+            assert found == pytest.approx(expected, rel=1e-12), chunks
+
+
+@pytest.mark.parametrize('axes', MESHES)
+@pytest.mark.parametrize('loss, normalizer, text', [
+    (mean, len, 'normalizer=1'), (two_means, counted, 'normalizer=1'),
+    (two_means, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+    (sum_by_hand, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+    (masked_sum, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+    (masked_mean, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+    (masked_mean, len, 'normalizer=1'),
+    (unreduced_sum, None, 'give normalizer=1'), (unreduced_sum, counted, 'give normalizer=1'),
+    (unreduced, None, 'reduce it, as by loss.mean()')])
+def test_in_v0_22_other_means_were_silent_or_ended_all_ranks(axes, loss, normalizer, text):
+    """All ranks raise a ValueError, have no gradients, and the model goes on."""
+    later = F.mse_loss(layers()(labelled()[0]), labelled()[0]).item()
+    for error, message, loss in run(world_of(axes), stepped, axes, 2, loss, normalizer):
+        assert error is ValueError
+        assert text in message
+        assert loss == pytest.approx(later, rel=1e-12)
+
+
+def two_sums(axes, chunks):
+    """Do as the error says: sums, divided by counts in the whole mini-batch, normalizer=1."""
+    mesh = init_mesh(**axes)
+    replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
+    x, target = (part.chunk(replicas)[replica] for part in labelled())
+    model = DistributedGPipe(layers(), [2, 1] if 'pipe' in axes else [3], mesh=mesh, chunks=chunks)
+    counts = (target != -100).sum(0)
+    dist.all_reduce(counts, group=mesh['data'].get_group())
+
+    def loss(output, target):
+        sums = [F.cross_entropy(output, target[:, k], reduction='sum') for k in range(2)]
+        return sums[0] / counts[0] + sums[1] / counts[1]
+
+    return model.step(x, target, loss, normalizer=1).item()
+
+
+@pytest.mark.parametrize('axes', MESHES)
+def test_the_way_out_for_several_means(axes):
+    x, target = labelled()
+    expected = two_means(layers()(x), target).item()
+    for chunks in (1, 3):
+        assert run(world_of(axes), two_sums, axes, chunks) == [
+            pytest.approx(expected, rel=1e-12)] * world_of(axes)
+
+
+def evaluated(axes, loss):
+    mesh = init_mesh(**axes)
+    replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
+    x, target = (part.chunk(replicas)[replica] for part in labelled())
+    model = DistributedGPipe(layers(), [2, 1] if 'pipe' in axes else [3], mesh=mesh, chunks=2)
+    try:
+        model.eval().evaluate(x, target, loss)
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize('axes', MESHES)
+@pytest.mark.parametrize('loss', [masked_mean, unreduced])
+def test_all_ranks_refuse_the_loss_of_an_evaluation(axes, loss):
+    for error, _ in run(world_of(axes), evaluated, axes, loss):
+        assert error is ValueError
