@@ -131,7 +131,7 @@ def _raise_first(task: str, reasons: Mapping[int, str | None]) -> NoReturn:
     if reason is None:
         raise NotBegun(f'{task} could not begin on rank {rank}, so it ended here, too; '
                        'look at what that rank has raised')
-    raise ValueError(f'{task} ended on rank {rank}: {reason}')
+    raise ValueError(f'{task} ended on rank {rank}, so it ended here, too: {reason}')
 
 
 #: How often each clock is read; the answer with the shortest round trip counts.

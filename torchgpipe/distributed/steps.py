@@ -355,10 +355,12 @@ class Steps:
         def count() -> Facts:
             late = check()
             losses.check()
+            # A replica that counts nothing divides by nothing.
+            m = len(losses.counts) if sum(losses.counts) else 0
             if not rank.is_last:
-                return Facts(m=len(losses.counts), given=late, divisors=losses.divisors)
+                return Facts(m=m, given=late, divisors=losses.divisors)
             total = losses.total(trains)
-            return Facts(m=len(losses.counts), counted=float(total), given=late,
+            return Facts(m=m, counted=float(total), given=late,
                          digest=_DTYPES.index(total.dtype), divisors=losses.divisors)
 
         said = rank.together('the loss of a step', count)
