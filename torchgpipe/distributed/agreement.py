@@ -193,6 +193,13 @@ _CAUSES = {
             'was made otherwise on one rank',
     'tensor': 'Usual causes: a layer that tensor_plan does not split, but whose input differs; a '
               'weight that was changed on one rank; kernels that are not deterministic',
+    'gradients': 'A layer that tensor_plan does not split was applied to the heads or features of '
+                 'one rank, so each rank has a part of this gradient. Let the plan split it: for '
+                 'a norm of heads, SequenceParallel(sequence_dim=2, use_local_output=True), where '
+                 'dimension 2 has the heads. Or let its forward use '
+                 'torchgpipe.shard.distributed.copy(parameter), whose gradient is the sum over '
+                 "ranks, after init_process_group(mesh=mesh['data', 'tensor']) of that module. "
+                 'Kernels that are not deterministic are another cause',
     'pipe': 'Usual causes: a layer that stands in several stages and changes a buffer or a weight '
             'itself; a weight that was changed or an optimizer that was made otherwise on one '
             'rank. Stages may share a rank: places=…',
@@ -268,12 +275,14 @@ def details(tensors: Sequence[Shared]) -> list[Detail]:
         for each, number in zip(tensors, digests([each.value for each in tensors]))]
 
 
-def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups) -> str:
+def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups,
+                gradients: bool = False) -> str:
     """Describe the tensors that differ between ranks, with usual causes; '' if there are none.
 
     Args:
         everywhere: The descriptions of each rank's tensors.
         groups: The ranks along each axis.
+        gradients: Whether the tensors are the gradients of the parameters with these names.
     """
     for axis, lines in groups.items():
         for ranks in lines:
@@ -288,8 +297,10 @@ def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups) -> s
             if found:
                 name, owners = next(iter(found.items()))
                 others = f' and {len(found) - 1} others' if len(found) > 1 else ''
-                return (f"'{name}'{others} should be the same on ranks {owners}, along the {axis} "
-                        f'axis, but differs. {_CAUSES[axis]}')
+                subject = 'the gradient of ' if gradients else ''
+                causes = _CAUSES['gradients' if gradients else axis]
+                return (f"{subject}'{name}'{others} should be the same on ranks {owners}, along "
+                        f'the {axis} axis, but differs. {causes}')
     return ''
 
 

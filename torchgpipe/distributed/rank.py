@@ -3,6 +3,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torchgpipe.model.weights import Weights
 from torchgpipe.schedule.messages import ACTIVE, edges
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
-from torchgpipe.shard.sums import local, split_axes
+from torchgpipe.shard.sums import Gradients, local, split_axes
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
 
@@ -398,6 +399,25 @@ class Rank:
             text = differences(dict(zip(said, found)), self.lines)
             if text:
                 raise RuntimeError(text)
+
+    def compare_gradients(self, gradients: Gradients) -> None:
+        """Compare the gradients of parameters that ranks along the tensor axis have whole.
+
+        Raises:
+            RuntimeError: A gradient differs, such as that of a norm of heads, of which each rank
+                has some.
+        """
+        if self.tensor.size == 1:
+            return
+        names = {id(x): name.split('.', 2)[2] for name, x in self.replicas.named_parameters()}
+        shared = sorted([Shared(names[id(x)], grad, frozenset({'tensor'})) for x, grad in gradients
+                         if id(x) in names and not isinstance(x, DTensor)], key=itemgetter(0))
+        said = self.together('the gradients of a step',
+                             lambda: Facts(numbers=numbers_of(shared)))
+        if differ({rank: each.numbers for rank, each in said.items()}, self.lines):
+            assert self.everyone is not None
+            found = gathered(details(shared), self.everyone)
+            raise RuntimeError(differences(dict(zip(said, found)), self.lines, gradients=True))
 
     def apply(self, function: Callable[[nn.Module], None], seed: int) -> None:
         """Apply a function to all modules, with the random numbers of (seed, layer) on each rank.

@@ -387,12 +387,14 @@ class Replicas(nn.Module):
 
     # --- steps and calls
 
-    def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = ()) -> None:
+    def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = (),
+            check: Callable[[Gradients], object] = len) -> None:
         """Run a step, and add its gradients, reduced over replicas, to the parameters' ``.grad``.
 
         Args:
             step: Returns the gradients of this rank, except gradients that are reduced within it.
             others: Parameters of a loss, which are in none of the stages.
+            check: Called with the reduced gradients. If it raises, no gradient is added.
         """
         with self._all_or_nothing():
             gradients = step()
@@ -401,8 +403,10 @@ class Replicas(nn.Module):
                 late = [each for each in gradients if id(each[0]) in numbers]
                 gradients = [each for each in gradients if id(each[0]) not in numbers]
                 self.reduce(j, late)
-            give(self._completed(gradients, [*self.whole(), *(
-                x for x in others if not self._is_shard(x))]))
+            gradients = self._completed(gradients, [*self.whole(), *(
+                x for x in others if not self._is_shard(x))])
+            check(gradients)
+            give(gradients)
 
     def _completed(self, gradients: Gradients, parameters: Iterable[Tensor]) -> Gradients:
         """Return gradients from all replicas: the reduced ones, and these."""

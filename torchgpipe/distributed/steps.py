@@ -90,8 +90,10 @@ class Steps:
         self._compare_every = compare_every
         #: The number of tensors, and the number of steps, calls and evaluations with so many.
         self._tensors, self._since = 0, dict[str, int]()
-        #: Whether ranks compare now.
-        self._due = False
+        #: Whether ranks compare now, and whether this is the first time.
+        self._due = self._is_first = False
+        #: Whether ranks have gradients to compare, because they have not given any yet.
+        self._compares_gradients = True
 
     def train(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
               ) -> Any:
@@ -136,8 +138,14 @@ class Steps:
             whole.append(self._whole(losses, True, check))
             return gradients
 
-        rank.replicas.run(run, others)
+        rank.replicas.run(run, others, self._compare_gradients)
         return (whole[0], self._gathered(start, training)) if return_output else whole[0]
+
+    def _compare_gradients(self, gradients: Gradients) -> None:
+        """Compare the first reduced gradients of parameters that ranks share."""
+        if self._compares_gradients and self._compare_every and self._rank.replicas.syncs:
+            self._compares_gradients = False
+            self._rank.compare_gradients(gradients)
 
     def _scheduled(self, start: _Start) -> tuple[Schedule, Sequence[Collection[int]]]:
         """Return the schedule with recomputations, and by stage their micro-batches."""
@@ -290,6 +298,7 @@ class Steps:
         # Compare often at first: gradients may be added up for some steps, or learning rates be 0.
         self._due = self._compare_every > 0 and (
             since & (since - 1) == 0 or since % self._compare_every == 0)
+        self._is_first = self._due and since == 0
         self._rank.replicas.looks = self._due
         return self._due
 
@@ -357,13 +366,16 @@ class Steps:
             losses.check()
             # A replica that counts nothing divides by nothing.
             m = len(losses.counts) if sum(losses.counts) else 0
+            # Layers that change shared tensors are detected before they have an effect.
+            numbers = rank.numbers() if trains and self._is_first else (0, 0, 0)
+            facts = Facts(m=m, given=late, divisors=losses.divisors, numbers=numbers)
             if not rank.is_last:
-                return Facts(m=m, given=late, divisors=losses.divisors)
+                return facts
             total = losses.total(trains)
-            return Facts(m=m, counted=float(total), given=late,
-                         digest=_DTYPES.index(total.dtype), divisors=losses.divisors)
+            return facts._replace(counted=float(total), digest=_DTYPES.index(total.dtype))
 
         said = rank.together('the loss of a step', count)
+        rank.compare(said)
         rank.replicas.again = any(said[each].given for each in rank.at_place[rank.pipe.rank])
         for line in rank.lines['tensor']:
             check_same_losses({each: said[each].counted for each in line})

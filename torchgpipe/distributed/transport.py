@@ -128,6 +128,12 @@ def outline(k: int, x: Tensor, aliased: bool = False, common: bool = False) -> O
     return Outline(k, tuple(x.shape), x.dtype, order, x.requires_grad, aliased, common)
 
 
+def completed(x: Tensor) -> Tensor:
+    """Return the plain tensor of a split layer's output, whose collective may be in flight."""
+    wait: Callable[[], Tensor] | None = getattr(x, 'trigger_wait', None)
+    return x if wait is None else wait()
+
+
 class Messages:
     """The messages of one rank in one step.
 
@@ -351,9 +357,13 @@ class _OnRanks(Run):
             varies |= kind is not None and _has_numbers(batch.value)
             self._batches[i] = Chunk((), tuple)  # The batch can be freed when it is sent.
         aliased = self._aliased[i, j]
-        outlines = tuple([outline(k, x, aliased[k], self.aliasing.is_common(i, x))
-                          for k, x in zip(numbers, tensors)])
-        return Header(outlines, size, kind, tuple(skips), tuple(skip_kinds), varies), tensors
+        outlines = []
+        for index, (k, x) in enumerate(zip(numbers, tensors)):
+            tensors[index] = complete = completed(x)
+            made = outline(k, complete, aliased[k], self.aliasing.is_common(i, x))
+            outlines.append(made._replace(requires_grad=x.requires_grad))
+        header = Header(tuple(outlines), size, kind, tuple(skips), tuple(skip_kinds), varies)
+        return header, tensors
 
     def _arrive(self, message: Message) -> Header:
         """Put the result of another stage where a cell finds it."""
