@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from tests.devices import cpu_only
 from tests.distributed.models import MODELS, batch
-from tests.shard.processes import run
+from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 
@@ -203,3 +203,78 @@ def pending():
 def test_a_copy_has_the_gradients_that_wait():
     (one, two), = run(1, pending)
     torch.testing.assert_close(one, two)
+
+
+# --- schedulers of optimizers whose ranks have other groups
+# ----------------------------------------------------------------------------------
+
+
+def by_decay(model, keeps_empty):
+    """Return an optimizer with a group that decays, and one that does not."""
+    decays = {'params': [x for x in model.parameters() if x.dim() > 1], 'weight_decay': .1}
+    others = {'params': [x for x in model.parameters() if x.dim() < 2], 'lr': .05}
+    groups = [group for group in (decays, others) if keeps_empty or group['params']]
+    return torch.optim.AdamW(groups, .1, weight_decay=0.)
+
+
+def by_layer(model, keeps_empty):
+    """Return an optimizer with a group for each layer."""
+    groups = []
+    for number in range(4):
+        params = [x for name, x in model.named_parameters() if name.startswith(f'{number}.')]
+        if params or keeps_empty:
+            groups.append({'params': params, 'lr': .1 / (number + 1)})
+    return torch.optim.AdamW(groups, .1)
+
+
+def grouped(make, axes, keeps_empty, folder, loads):
+    """Load a checkpoint or take two steps; take a step, and return its loss and the rates."""
+    torch.manual_seed(0)
+    mesh = init_mesh(**axes)
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False),
+                           nn.LayerNorm(6), nn.Linear(6, 6)).double()
+    model = DistributedGPipe(module, [2, 2], mesh=mesh)
+    optimizer = make(model, keeps_empty)
+    scheduler = StepLR(optimizer, 1, .5)
+    replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
+    def part(x): return x.chunk(replicas)[replica]  # noqa: E704
+    if loads:
+        model.load(folder, optimizer, extra={'scheduler': scheduler})
+    else:
+        for _ in range(2):
+            stepped(model, optimizer, scheduler, part)
+        model.save(folder, optimizer, extra={'scheduler': scheduler})
+    loss = stepped(model, optimizer, scheduler, part)
+    rates = {name: group['lr'] for group in optimizer.param_groups
+             for name, x in model.named_parameters() if any(x is y for y in group['params'])}
+    return loss, rates
+
+
+@pytest.mark.parametrize('make', [by_decay, by_layer])
+def test_in_v0_22_a_scheduler_of_other_groups_was_loaded(make, tmp_path):
+    """All ranks raise when it is loaded, before anything changes."""
+    run(2, grouped, make, {'data': 2}, False, tmp_path / 'checkpoint', False)
+    for result in outcomes(2, grouped, make, {'pipe': 2}, False, tmp_path / 'checkpoint', True):
+        assert isinstance(result, Failure)
+        assert "extra 'scheduler' has" in result.text and "{'params': []}" in result.text
+
+
+@pytest.mark.parametrize('make', [by_decay, by_layer])
+def test_ranks_with_other_groups_are_told_the_way_out(make, tmp_path):
+    for result in outcomes(2, grouped, make, {'pipe': 2}, False, tmp_path / 'checkpoint', False):
+        assert isinstance(result, Failure)
+        assert "also those without parameters there, {'params': []}" in result.text
+
+
+@pytest.mark.parametrize('make', [by_decay, by_layer])
+@pytest.mark.parametrize('saves, loads', [
+    ({'data': 2}, {'pipe': 2}), ({'pipe': 2}, {'data': 2}), ({'pipe': 2}, {})])
+def test_empty_groups_let_a_scheduler_go_on_elsewhere(make, saves, loads, tmp_path):
+    path = tmp_path / 'checkpoint'
+    first = run(2, grouped, make, saves, True, path, False)
+    later = run(2 if loads else 1, grouped, make, loads, True, path, True)
+    rates = {name: rate for _, own in first for name, rate in own.items()}
+    for loss, own in later:
+        assert loss == pytest.approx(first[0][0], rel=1e-12)
+        assert own == {name: rates[name] for name in own}
+    assert {name for _, own in later for name in own} == {*rates}

@@ -33,9 +33,9 @@ from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
 from torchgpipe.shard.state_dict import Named, by_names, check_names, is_tensor, some, under
 
-__all__ = ['Saving', 'check_model', 'check_optimizer', 'extra_bytes', 'extra_entries',
-           'extra_forms', 'groups_of', 'load', 'load_checkpoint', 'load_extra', 'named',
-           'optimizer_entries', 'options_of', 'random_entries', 'restore_random', 'save',
+__all__ = ['Saving', 'check_model', 'check_optimizer', 'check_scheduler', 'extra_bytes',
+           'extra_entries', 'extra_forms', 'groups_of', 'load', 'load_checkpoint', 'load_extra',
+           'named', 'optimizer_entries', 'options_of', 'random_entries', 'restore_random', 'save',
            'save_checkpoint', 'saved_options', 'saved_shapes', 'shapes']
 
 #: Shapes by name; ``None`` for values that are not tensors.
@@ -186,6 +186,42 @@ def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str,
 # --------------------------------------------------------------------------
 
 
+#: The way out if schedulers of ranks have other groups.
+_ALL_GROUPS = ("make the optimizers of all ranks with the same groups, in one order, also those "
+               "without parameters there, {'params': []}")
+
+
+def check_scheduler(key: str, scheduler: Any, state: Any, groups: Sequence[Mapping[str, Any]]
+                    ) -> None:
+    """Check that the saved state of a scheduler is for the groups that an optimizer has here.
+
+    Args:
+        key: Its name.
+        scheduler: An object to load, which may be no scheduler.
+        state: Its saved state.
+        groups: The saved options of the optimizer's groups on this rank.
+
+    Raises:
+        ValueError: The state has other groups.
+    """
+    optimizer = getattr(scheduler, 'optimizer', None)
+    if not isinstance(optimizer, Optimizer) or not isinstance(state, Mapping):
+        return
+    number = len(optimizer.param_groups)
+    for name in ('base_lrs', '_last_lr'):
+        rates = state.get(name)
+        if isinstance(rates, list) and len(rates) != number:
+            raise ValueError(f'extra {key!r} has learning rates for {len(rates)} groups of '
+                             f'parameters, but its optimizer has {number} on this rank: '
+                             f'{_ALL_GROUPS}')
+    for number, (rate, group) in enumerate(zip(state.get('base_lrs', ()), groups)):
+        initial = group.get('initial_lr', rate)
+        if not _is_equal(rate, initial):
+            raise ValueError(f'extra {key!r} has the initial learning rate {rate} for group '
+                             f'{number}, but the parameters of that group had {initial}: '
+                             f'{_ALL_GROUPS}')
+
+
 def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the states of some objects, or plain values, each as the bytes of a file.
 
@@ -224,7 +260,8 @@ def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica
             if each[key] != first[number][key] and not _is_equal(
                     _read(each[key]), values[number]):
                 raise ValueError(f'ranks of replica {number} have other values of extra {key!r}, '
-                                 'but one of them is saved: give all the same')
+                                 'but one of them is saved: give all the same. A scheduler has '
+                                 f'values for each group of parameters: {_ALL_GROUPS}')
         same = all(each[key] == first[0][key] or _is_equal(values[number], values[0])
                    for number, each in first.items())
         found['all' if same else f'{len(first)}.{replica}', key] = first[0 if same else replica]
@@ -451,6 +488,11 @@ class _Loading:
         options = own.forms(saved_options(self.saved)) if own else {}
         self._read({'optimizer': {'param_groups': options}, 'extra': self._extra})
         self._groups = groups_of(own, options) if own else []
+        for path, value in self._extra.items():
+            key = path.rpartition('.')[2]
+            if key in asked:
+                state = _read(value.numpy().tobytes())
+                check_scheduler(key, asked[key], state, self._groups)
 
     def read_tensors(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Load the values of the model, its optimizer, generators and objects."""
