@@ -354,8 +354,10 @@ class GPipe(PipelineModule):
         gather: The rule for tensors of micro-batches in the output. An integer is the dimension
             of their concatenation, if it is not ``batch_dim``. Scalars take ``'mean'``, which is
             exact for means over samples only, ``'sum'`` or ``'stack'``. For means over other
-            counts, it is a function that is called like the model and counts in a micro-batch. A
-            dict or a sequence has rules by keys of the output.
+            counts, it is a function that is called like the model and counts in a micro-batch.
+            ``'micro-batch mean'`` accepts a loss for each micro-batch, such as a router's
+            auxiliary loss, although their mean is not the loss of the mini-batch. A dict or a
+            sequence has rules by keys of the output.
         weights: The values of parameters and buffers, by their names in ``module.state_dict()``.
             They are a mapping, a file of ``torch.save`` or, if that package is installed, of
             safetensors (``….safetensors``, ``….safetensors.index.json``), or a folder of them,

@@ -97,3 +97,37 @@ def test_rounding_and_random_numbers_are_no_wrong_rule():
 def test_a_rule_that_is_none_is_refused(convert):
     with pytest.raises(ValueError, match="gather must be .*'average'"):
         convert(nn.Sequential(nn.Linear(6, 6)), torch.rand(2, 6), gather='average')
+
+
+def of_a_router(x, labels):
+    """A loss like a router's: a product of means over tokens."""
+    share = x.softmax(-1).mean(0)
+    return {'loss': x.square().mean(), 'aux_loss': (share * share.detach()).sum() * 4}
+
+
+ACCEPTED = {'loss': 'mean', 'aux_loss': 'micro-batch mean'}
+
+
+def test_a_loss_for_each_micro_batch_is_accepted_by_name():
+    sample = tokens()
+    with pytest.warns(UserWarning, match="gather={'aux_loss': 'micro-batch mean'}"):
+        to_sequential(Loss(of_a_router), sample)
+    model = Loss(of_a_router)
+    layers = to_sequential(model, sample, gather=ACCEPTED)
+    pipeline = GPipe(layers, [1], devices=['cpu'], chunks=3, gather=ACCEPTED)
+    output = pipeline(*sample.args)
+    parts = [model(x, labels) for x, labels in zip(*(part.split([3, 3, 2])
+                                                     for part in sample.args))]
+    expected = sum(part['aux_loss'] * size for part, size in zip(parts, [3, 3, 2])) / 8
+    assert output['aux_loss'].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert output['aux_loss'].item() != pytest.approx(
+        model(*sample.args)['aux_loss'].item(), rel=1e-6)
+    output['aux_loss'].backward()
+    gradient = pipeline.get_parameter('0.a.weight').grad
+    expected, = torch.autograd.grad(expected, [model.a.weight])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_other_rules_are_still_compared_beside_it():
+    with pytest.raises(ConversionError, match=r"output\['loss'\]"):
+        to_sequential(Loss(of_a_router), tokens(), gather={**ACCEPTED, 'loss': 'sum'})

@@ -24,8 +24,8 @@ from torchgpipe.base.structure import (Annotated, Arguments, Kind, Leaf, Path, R
                                        annotated, bare, flatten_nested, is_among, item_at,
                                        leaves_of, once, path_name)
 
-__all__ = ['Chunk', 'DEFAULT', 'REDUCTIONS', 'SKIP', 'check_arguments', 'check_rule',
-           'check_rules', 'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
+__all__ = ['Chunk', 'DEFAULT', 'MICRO_BATCH_MEAN', 'REDUCTIONS', 'SKIP', 'check_arguments',
+           'check_rule', 'check_rules', 'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
 
 #: The way out for a mini-batch without samples in one process.
 SKIP = 'skip empty batches'
@@ -327,8 +327,12 @@ def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # ----------------------------------------------------------------------------------
 
 
+#: The mean of values that are no means over samples, such as a router's auxiliary loss. It is
+#: not the value for the mini-batch, and nothing compares it.
+MICRO_BATCH_MEAN = 'micro-batch mean'
+
 #: The reductions for tensors of micro-batches without a batch dimension.
-REDUCTIONS = ('mean', 'sum', 'stack')
+REDUCTIONS = ('mean', 'sum', 'stack', MICRO_BATCH_MEAN)
 
 
 def check_rules(batch_dim: Any, gather: Any) -> None:
@@ -352,8 +356,8 @@ def gather(batches: Sequence[Chunk], sizes: Sequence[int] | None = None, rule: A
         batches: At least one batch, all of one structure.
         sizes: The number of input samples in each batch. If there are several batches, outputs
             must have as many.
-        rule: The rule for gathering: a dimension, ``'mean'``, ``'sum'``, ``'stack'``, or a
-            function of the tensors of all micro-batches. A word or a function without keys
+        rule: The rule for gathering: a dimension, one of ``REDUCTIONS``, or a function of the
+            tensors of all micro-batches. A word or a function without keys
             applies to scalars only.
         batch_dim: The dimension for all other tensors. A rule by keys means dimension 0.
         shared: Tensors of the first batch that are the same for all micro-batches.
@@ -430,7 +434,7 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Pa
         return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
     if callable(rule):
         return rule(xs)  # type: ignore[no-any-return]
-    if rule == 'mean':
+    if rule in ('mean', MICRO_BATCH_MEAN):
         assert sizes is not None
         xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
     return torch.stack(list(xs)) if rule == 'stack' else torch.stack(list(xs)).sum(0)

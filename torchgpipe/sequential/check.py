@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torchgpipe.base.distance import (apart, arbitrary_loss, default_tolerance, distance, is_real,
                                       rounding, together)
 from torchgpipe.base.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
-from torchgpipe.engine.microbatches import DEFAULT, Chunk, gather, look_up
+from torchgpipe.engine.microbatches import DEFAULT, MICRO_BATCH_MEAN, Chunk, gather, look_up
 from torchgpipe.sequential.effects import (copied, copied_value, same_random_numbers, untouched,
                                            without_grad)
 from torchgpipe.sequential.parts import Converted, original_names
@@ -270,7 +270,9 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
         "gather={'loss': lambda ids, mask, labels: (labels != -100).sum()}, which is called as "
         'the model is; or labels[:, 1:], where the model shifts them. Pass it to '
         'to_sequential(…, gather=…) as well, which checks it. A loss that compares '
-        'samples: compute it of what the pipeline gives. check_sample=False does not look',
+        'samples: compute it of what the pipeline gives. A loss for each micro-batch that you '
+        "accept although it differs, such as a router's: gather={'aux_loss': 'micro-batch mean'}. "
+        'check_sample=False does not look',
         stacklevel=4)
 
 
@@ -310,7 +312,8 @@ def _compare_halves(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: 
     """Return mixed outputs, outputs with a wrong rule, and outputs that need a rule."""
     joined = {}
     for name, rule in rules.items():
-        if rule != 'stack':  # which keeps the values of micro-batches apart
+        # The values of micro-batches stay apart, or the user accepts that they differ.
+        if rule not in ('stack', MICRO_BATCH_MEAN):
             batches = [Chunk(*flatten({name: outputs[name]})) for outputs in halves]
             joined[name] = gather(batches, sizes, {name: rule})[name]
     others, *parts = ({name: x for name, x in outputs.items() if name not in rules}
