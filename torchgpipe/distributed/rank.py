@@ -98,6 +98,8 @@ class Rank:
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
         self.replaced: list[str] = []
+        #: By layer, the names in its state dict.
+        self._saved_names: dict[str, set[str]] = {}
         self.saving: Any = None
 
     @property
@@ -363,11 +365,14 @@ class Rank:
                 raise ValueError(f'ranks {ranks} along the tensor axis compute each layer '
                                  'together, so they take the same samples, but were given others')
 
-    def shared(self, loss: Mapping[str, Tensor] | None = None) -> list[Shared]:
+    def shared(self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
+               ) -> list[Shared]:
         """Return the tensors that other ranks may share, except tensors of replaced layers.
 
         Args:
             loss: The tensors of a loss, by name, to return instead of the model's.
+            within_step: Whether a step runs. Then FSDP would free whole parameters when a layer
+                makes its state dict, so the names from the start of the step are used.
         """
         if loss is not None:
             return [Shared(name, local(x), frozenset({'data', 'tensor'} - split_axes(x)))
@@ -375,19 +380,22 @@ class Rank:
         found: dict[int, Shared] = {}
         ties = self.ties.shared
         for layer in [name for name in self.made if name not in self.replaced]:
-            kept = self.made[layer].state_dict(prefix=f'{layer}.').keys()
+            if not within_step:
+                self._saved_names[layer] = {*self.made[layer].state_dict(prefix=f'{layer}.')}
             for full, _, x in named_slots(self.made[layer], layer):
                 name, others = ties.get(id(x), (full, 0))
                 found.setdefault(id(x), Shared(
                     name, local(x), frozenset({'data', 'tensor'} - split_axes(x)), others,
-                    full not in kept))
+                    full not in self._saved_names[layer]))
         return sorted(found.values(), key=lambda each: each.name)
 
-    def numbers(self, loss: Mapping[str, Tensor] | None = None) -> tuple[int, int, int]:
+    def numbers(self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
+                ) -> tuple[int, int, int]:
         """Return the numbers of this rank's tensors, for :meth:`compare`."""
-        return (0, 0, 0) if self.everyone is None else numbers_of(self.shared(loss))
+        return (0, 0, 0) if self.everyone is None else numbers_of(self.shared(loss, within_step))
 
-    def compare(self, said: Mapping[int, Facts], loss: Mapping[str, Tensor] | None = None) -> None:
+    def compare(self, said: Mapping[int, Facts], loss: Mapping[str, Tensor] | None = None,
+                within_step: bool = False) -> None:
         """Compare the tensors that ranks share, of the model or of a loss.
 
         Raises:
@@ -395,7 +403,7 @@ class Rank:
         """
         if self.everyone is not None and differ(
                 {rank: each.numbers for rank, each in said.items()}, self.lines):
-            found = gathered(details(self.shared(loss)), self.everyone)
+            found = gathered(details(self.shared(loss, within_step)), self.everyone)
             text = differences(dict(zip(said, found)), self.lines)
             if text:
                 raise RuntimeError(text)

@@ -367,7 +367,7 @@ class Steps:
             # A replica that counts nothing divides by nothing.
             m = len(losses.counts) if sum(losses.counts) else 0
             # Layers that change shared tensors are detected before they have an effect.
-            numbers = rank.numbers() if trains and self._is_first else (0, 0, 0)
+            numbers = rank.numbers(within_step=True) if trains and self._is_first else (0, 0, 0)
             facts = Facts(m=m, given=late, divisors=losses.divisors, numbers=numbers)
             if not rank.is_last:
                 return facts
@@ -375,7 +375,7 @@ class Steps:
             return facts._replace(counted=float(total), digest=_DTYPES.index(total.dtype))
 
         said = rank.together('the loss of a step', count)
-        rank.compare(said)
+        rank.compare(said, within_step=True)
         rank.replicas.again = any(said[each].given for each in rank.at_place[rank.pipe.rank])
         for line in rank.lines['tensor']:
             check_same_losses({each: said[each].counted for each in line})
