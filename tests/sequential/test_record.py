@@ -402,8 +402,9 @@ def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
     model = nn.Sequential(nn.Linear(6, 6), Inner(function)) if inner else Model(function)
     held = model[1] if inner else model
     held.last, held.cache = None, {}
-    with pytest.raises(ConversionError, match=r'Way out: .*leaf.*\. If only its first call does '
-                                              'that, as for a cache, call the model once before$'):
+    with pytest.raises(ConversionError, match='Way out: if only its first call does that, as for '
+                                              'a cache, call the model once before. Otherwise '
+                                              '.*leaf'):
         to_sequential(model, sample())
     model(sample())
     assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
@@ -419,7 +420,7 @@ def test_a_flag_that_the_first_call_sets_is_set_before(before, after):
 
     model = Model(flag_once)
     model.flag = before
-    with pytest.raises(ConversionError, match='call the model once before$'):
+    with pytest.raises(ConversionError, match='call the model once before'):
         to_sequential(model, sample())
     assert model.flag == before
     model(sample())

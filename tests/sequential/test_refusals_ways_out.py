@@ -268,3 +268,30 @@ def test_a_leaf_is_proposed_for_all_of_its_kind():
         each.count = 0
     with pytest.raises(ConversionError, match=re.escape("leaves=['1'])")):
         to_sequential(nn.Sequential(linear, *others), sample(), check_sample=False)
+
+
+class NotOnMeta(nn.Module):
+    """A layer whose operation PyTorch has on the meta device in bfloat16 only."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        """Multiply."""
+        y = x @ self.weight
+        if y.is_meta and y.dtype == torch.float32:
+            raise RuntimeError('Expected inputs of BF16 type')
+        return y
+
+
+def test_in_v0_22_leaves_were_proposed_in_a_circle_on_the_meta_device():
+    with torch.device('meta'):
+        model, x = nn.Sequential(nn.Linear(4, 4), NotOnMeta(), nn.Linear(4, 4)), torch.ones(4, 4)
+    for leaves in ([], ['1']):
+        with pytest.raises(ConversionError, match='where a leaf would call it as well') as caught:
+            to_sequential(model, x, leaves=leaves)
+        assert 'leaves=' not in str(caught.value)
+    assert len(to_sequential(model.to(torch.bfloat16), x.to(torch.bfloat16))) == 3
+    with_values = nn.Sequential(nn.Linear(4, 4), NotOnMeta(), nn.Linear(4, 4))
+    assert len(to_sequential(with_values, torch.ones(4, 4))) == 3

@@ -233,8 +233,16 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
         raise error
     why = [f'it cannot be followed ({type(error).__name__}: {error})']
     tracer.draws.check(why.append)  # Random numbers may be the cause.
+    # Operations raise this type. A leaf calls the same operation on the meta device.
+    hint = _NOT_ON_META if isinstance(error, RuntimeError) and is_on_meta(root) else ''
     raise refused(root, '; '.join(why), line_of_error(error.__traceback__),
-                  tracer.inner) from error
+                  tracer.inner, hint) from error
+
+
+#: The way out of an operation that does not work on the meta device.
+_NOT_ON_META = ('the operation does not work on the meta device, where a leaf would call it as '
+                'well. If PyTorch has it there for other dtypes, convert the model in one of these, '
+                'as by model.to(torch.bfloat16); or convert a model that has values')
 
 
 def _values(tracer: ForwardTracer, module: nn.Module, sample: Any

@@ -154,7 +154,7 @@ class ForwardTracer(StepTracer):
             there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
             is_first = there.get(name) is None or isinstance(value, (bool, str))  # a table, a flag
             self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
-                        'would do again', more=_CALL_IT_BEFORE if is_first else '')
+                        'would do again', first=_CALL_IT_BEFORE if is_first else '')
 
     def entered(self) -> None:
         """Make a module a leaf if a region of it sets a mode, even to the current mode."""
@@ -259,10 +259,11 @@ class ForwardTracer(StepTracer):
         self.refuse(why + ', which is not known without a sample',
                     'give one: to_sequential(model, sample)')
 
-    def refuse(self, why: str, hint: str = '', more: str = '') -> Any:
+    def refuse(self, why: str, hint: str = '', more: str = '', first: str = '') -> Any:
         """Raise an error that names the line and the submodule."""
         inner = self._paths[self._stack[-1]] if self._stack else None
-        self._stopped = self._stopped or refused(self.root, why, line_of(), inner, hint, more)
+        self._stopped = self._stopped or refused(
+            self.root, why, line_of(), inner, hint, more, first)
         raise self._stopped
 
     @contextmanager
@@ -296,12 +297,12 @@ class ForwardTracer(StepTracer):
                 raise refused(
                     self.root, f"it changes what is in the attribute '{name}' of a module, which "
                     'each micro-batch would do again', '  (a list, a dict or the like)',
-                    self._paths[module] or None, more='' if old else _CALL_IT_BEFORE)
+                    self._paths[module] or None, first='' if old else _CALL_IT_BEFORE)
 
 
 _BY_TRAINING = 'its program goes by the training mode'
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
-_CALL_IT_BEFORE = ('. If only its first call does that, as for a cache, call the model once '
+_CALL_IT_BEFORE = ('if only its first call does that, as for a cache, call the model once '
                    'before')
 
 

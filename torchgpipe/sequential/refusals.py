@@ -59,7 +59,7 @@ class NeedsLeaf(Exception):
 
 
 def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
-            more: str = '') -> ConversionError:
+            more: str = '', first: str = '') -> ConversionError:
     """Return the error that a module cannot be converted.
 
     Args:
@@ -69,6 +69,7 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
         inner: The name of the innermost submodule at fault, ``None`` for the model itself.
         hint: A fix instead of the usual one, which is a leaf.
         more: Another fix in addition.
+        first: Another fix, to be tried before.
     """
     module = root.get_submodule(inner or '')
     # A leaf with nearly all of the model would not help.
@@ -80,6 +81,8 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
     elif not hint:
         hint = ('write that part of the model as a layer, a submodule, and name it as a leaf: '
                 'to_sequential(model, sample, leaves=[…])')
+    if first:
+        hint = f'{first}. Otherwise {hint}'
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
     return ConversionError(
         f'{what} cannot be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
