@@ -12,13 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
 
 from torchgpipe import NoChunk
+from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 from torchgpipe.distributed.agreement import Facts, NotBegun, Shared, together
+from torchgpipe.distributed.checkpoint import check_scheduler
 from torchgpipe.distributed.layers import Ties, check_plan, tie_again
 from torchgpipe.distributed.mesh import Axis, axis_of
-from torchgpipe.distributed.rank import Rank
+from torchgpipe.distributed.rank import Rank, other_tensors
 from torchgpipe.distributed.reduction import Replicas, check_shardable
 from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
 from torchgpipe.distributed.transport import Header, Messages, outline
@@ -56,6 +59,50 @@ def other_settings():
         together('a step of this model', Facts, SimpleNamespace(size=lambda: 2), CPU)
 
 
+def raised(error):
+    """Raise an error."""
+    raise error
+
+
+def other_gradients():
+    """Compare gradients along the tensor axis with others."""
+    rank = rank_of()
+    rank.tensor, weight = SimpleNamespace(size=2), torch.nn.Parameter(WEIGHT)
+    rank.replicas = SimpleNamespace(named_parameters=lambda: [('stages.0.0.weight', weight)])
+    rank.together = lambda task, function: {
+        0: function(), 1: function()._replace(numbers=(0, 1, 0))}
+
+    def gather(found, own, group):
+        found[:] = own, [own[0]._replace(number=1)]
+
+    with patch.object(dist, 'all_gather_object', gather):
+        Rank.compare_gradients(rank, [(weight, WEIGHT)])
+
+
+def clip_one_rank():
+    """Clip the gradients of one rank of several."""
+    model = wrap(nn.Linear(2, 2))
+    model._rank.pipe = SimpleNamespace(size=2)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.)
+
+
+def with_shards():
+    """Give a shard of torchgpipe.shard to a model."""
+    init_mesh(device_type='cpu')
+    ts.distributed.init_process_group()
+    try:
+        wrap(ts.nn.ParallelLinear(2, 2, dim=1))
+    finally:
+        ts.distributed.destroy_process_group()
+
+
+def scheduler_of_other_groups():
+    """Load the state of a scheduler into one of more groups."""
+    parameters = [{'params': [nn.Parameter(WEIGHT)]} for _ in range(2)]
+    scheduler = StepLR(torch.optim.SGD(parameters, .1), 1)
+    check_scheduler('scheduler', scheduler, {'base_lrs': [.1]}, [])
+
+
 def split_in_two_ways():
     """Split a weight in one of its two places."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -69,7 +116,7 @@ def rank_of():
     lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
     return SimpleNamespace(at_place=[{0, 1}], lines=lines, replaced=[],
                            everyone=SimpleNamespace(size=lambda: 2), data=SimpleNamespace(group=1),
-                           shared=lambda loss: [
+                           shared=lambda loss, within_step: [
                                Shared('0.weight', torch.ones(2), frozenset(['data']))])
 
 
@@ -321,6 +368,11 @@ REFUSALS = [
     lambda: check_plan({}, nn.Sequential(), 2),
     split_in_two_ways,
     others_differ,
+    other_gradients,
+    with_shards,
+    clip_one_rank,
+    lambda: raised(other_tensors(0, [('0.a', (2,))], 1, [])),
+    lambda: raised(other_tensors(0, [('0.a', ()), ('0.b', ())], 1, [('0.b', ()), ('0.a', ())])),
     lambda: Rank.check_outlines(rank_of(), {0: Facts(layers=1), 1: Facts(layers=2)}),
     lambda: Rank.check_samples(rank_of(), {0: Facts(given=1), 1: Facts(given=2)}),
     lambda: check_losses({0: Facts(divisors=(6., 0.)), 1: Facts()}),
@@ -366,4 +418,5 @@ REFUSALS = [
     checkpoint(frozen_bias),
     checkpoint(lambda: made(kind=torch.optim.AdamW)),
     checkpoint(made, save=other_options),
-    checkpoint(made, save=nested_state)]
+    checkpoint(made, save=nested_state),
+    scheduler_of_other_groups]

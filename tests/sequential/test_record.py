@@ -291,7 +291,7 @@ def test_what_can_not_be_followed_names_the_line(function):
         to_sequential(model, sample())
     message = str(caught.value)
     assert 'test_record.py, line' in message and f'in {function.__name__}' in message
-    assert '# this line' in message and 'Way out: write that part' in message
+    assert '# this line' in message and 'write that part of the model' in message
     assert {**model.__dict__} == known and all(
         torch.equal(x, state[name]) for name, x in model.state_dict().items())
 

@@ -36,10 +36,11 @@ from torchgpipe.model.materialize import materialize, seeded
 from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.shard.collectives import gathered
+from torchgpipe.shard.parameter import sharded_parameters
 from torchgpipe.shard.sums import Gradients, like, local
 
-__all__ = ['Tie', 'Ties', 'check_plan', 'fill', 'layout_of', 'shared_in', 'skeleton_of',
-           'split_apart', 'split_layer', 'style_of', 'tie_again', 'ties_of']
+__all__ = ['Tie', 'Ties', 'check_plan', 'check_whole', 'fill', 'layout_of', 'shared_in',
+           'skeleton_of', 'split_apart', 'split_layer', 'style_of', 'tie_again', 'ties_of']
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
@@ -57,6 +58,24 @@ def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
         raise ValueError(f'the mesh has {size} ranks along its tensor axis, but tensor_plan says '
                          "of no layer how it is split: tensor_plan={'*.linear': ColwiseParallel()}"
                          ' of torch.distributed.tensor.parallel')
+
+
+def check_whole(module: nn.Module) -> None:
+    """Check that a model has no layers of :mod:`torchgpipe.shard`, which have shards already.
+
+    Raises:
+        ValueError: A parameter is a shard: ranks would copy the first rank's, and save it as the
+            whole parameter.
+    """
+    shards = sharded_parameters(module)
+    if shards:
+        name = next(iter(shards))
+        owner = module.get_submodule(name.rpartition('.')[0])
+        raise ValueError(
+            f"'{name}' is a shard, of a {type(owner).__name__}, but a DistributedGPipe splits "
+            'whole layers itself: give it nn.Linear or nn.Embedding in that place, and a style in '
+            "tensor_plan: ColwiseParallel() for dim=1, RowwiseParallel() for dim=0. A model with "
+            'layers of torchgpipe.shard runs in a GPipe on each rank')
 
 
 def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | None,

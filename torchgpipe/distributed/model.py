@@ -21,7 +21,7 @@ from torchgpipe.base.settings import Checkpoint, Settings
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
 from torchgpipe.distributed.agreement import Facts, digest, merge
-from torchgpipe.distributed.layers import check_plan, skeleton_of
+from torchgpipe.distributed.layers import check_plan, check_whole, skeleton_of
 from torchgpipe.distributed.mesh import lines_of
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.reduction import DATA
@@ -127,6 +127,7 @@ class DistributedGPipe(PipelineModule):
         self._watch = self._watch_type(mesh, timeout)
         with self._watch.run('the making of this model'):
             skeleton = skeleton_of(module)
+            check_whole(skeleton)
             devices = self._set(skeleton, balance, None, chunks, checkpoint, batch_dim, gather,
                                 offload)
             seed = parse_seed(seed)

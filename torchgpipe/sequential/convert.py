@@ -241,8 +241,8 @@ def _raise_again(error: Exception, root: nn.Module, tracer: ForwardTracer) -> No
 
 #: The way out of an operation that does not work on the meta device.
 _NOT_ON_META = ('the operation does not work on the meta device, where a leaf would call it as '
-                'well. If PyTorch has it there for other dtypes, convert the model in one of these, '
-                'as by model.to(torch.bfloat16); or convert a model that has values')
+                'well. If PyTorch has it there for other dtypes, convert the model in one of '
+                'these, as by model.to(torch.bfloat16); or convert a model that has values')
 
 
 def _values(tracer: ForwardTracer, module: nn.Module, sample: Any
