@@ -207,6 +207,55 @@ def deferred_statistics():
     return torch.allclose(model.get_buffer('1.running_mean'), mean * expected)
 
 
+class Counts(nn.Module):
+    """A layer that counts its samples.
+
+    Args:
+        group: The replicas, over which it adds up the counts.
+        is_buffer: Whether the count is a buffer.
+    """
+
+    def __init__(self, group=None, is_buffer=True):
+        super().__init__()
+        self.group, self.seen = group, torch.zeros(())
+        if is_buffer:
+            del self.seen
+            self.register_buffer('seen', torch.zeros(()))
+
+    def forward(self, x):
+        """Count."""
+        count = torch.tensor(float(len(x)))
+        if self.group is not None:
+            torch.distributed.all_reduce(count, group=self.group)
+        with torch.no_grad():
+            self.seen += count
+        return x * 1
+
+
+def counted(*args):
+    """Take steps within no_sync and without; return the count."""
+    model = linear(module=nn.Sequential(nn.Linear(6, 6).double(), Counts(*args)), chunks=2)
+    for step in range(2):
+        x, target = batch(step, 8)
+        with model.no_sync():
+            model.step(share(x, [5, 3]), share(target, [5, 3]), F.mse_loss)
+        model.step(share(x, [5, 3]), share(target, [5, 3]), F.mse_loss)
+    return model[1].seen.item()
+
+
+def counted_in_a_buffer():
+    counted()
+
+
+def counted_over_replicas():
+    mesh = init_mesh(data=2)
+    return counted(mesh['data'].get_group()) == 4 * 8
+
+
+def counted_in_an_attribute():
+    return counted(None, False) == 4 * share(torch.ones(8), [5, 3]).numel()
+
+
 def kept_gradient():
     """Return a model with a gradient that waits within no_sync."""
     model, (x, target) = linear(), batch(0, 4)
@@ -241,6 +290,10 @@ CASES = [
     Case(2, 'give the balance a number for each stage', wrong_places, a_stage_for_each_rank),
     Case(2, 'ColwiseParallel()', without_a_plan, with_a_plan),
     Case(2, 'batch norm takes deferred_batch_norm=True', own_statistics, deferred_statistics),
+    Case(2, "torch.distributed.all_reduce with group=mesh['data'].get_group()",
+         counted_in_a_buffer, counted_over_replicas),
+    Case(2, 'keeps them in an attribute that is no buffer', counted_in_a_buffer,
+         counted_in_an_attribute),
     Case(2, 'freeze parameters, and take other losses, after the step', frozen_too_early,
          frozen_after_the_step),
 ]

@@ -189,8 +189,10 @@ _AT_ONCE = 1 << 18
 #: The usual causes of a difference along each axis.
 _CAUSES = {
     'data': 'Usual causes: a layer that changes a buffer or a weight by its own samples (batch '
-            'norm takes deferred_batch_norm=True); a weight that was changed or an optimizer that '
-            'was made otherwise on one rank',
+            'norm takes deferred_batch_norm=True; another layer adds its statistics up over '
+            "replicas, by torch.distributed.all_reduce with group=mesh['data'].get_group(), or "
+            'keeps them in an attribute that is no buffer); a weight that was changed or an '
+            'optimizer that was made otherwise on one rank',
     'tensor': 'Usual causes: a layer that tensor_plan does not split, but whose input differs; a '
               'weight that was changed on one rank; kernels that are not deterministic',
     'gradients': 'A layer that tensor_plan does not split was applied to the heads or features of '
