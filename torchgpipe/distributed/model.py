@@ -153,6 +153,7 @@ class DistributedGPipe(PipelineModule):
                 [*skeleton._modules], self.balance, self.chunks, self.checkpoint, rank.places,
                 data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather, policies,
                 max_active_stages, compare_every)))
+            rank.check_skeleton(skeleton)
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
             rank.make(module, skeleton, seed, weights, init, plan, data, policies,

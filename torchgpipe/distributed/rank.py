@@ -218,6 +218,23 @@ class Rank:
                     found.append((name, tuple(x.shape)))
         return found if self._units else sorted(found)
 
+    def check_skeleton(self, skeleton: nn.Module) -> None:
+        """Check that all ranks have the same model: also the layers of other ranks.
+
+        Raises:
+            ValueError: Their layers have other tensors.
+        """
+        saved = skeleton.state_dict().keys()
+        tensors = sorted((name, tuple(x.shape)) for name, _, x in named_slots(skeleton)
+                         if name in saved)
+        said = self.together('this model', lambda: Facts(layers=digest(tensors)))
+        if len({each.layers for each in said.values()}) > 1:
+            assert self.everyone is not None
+            first, *others = zip(said, gathered(tensors, self.everyone))
+            for rank, each in others:
+                if each != first[1]:
+                    raise _other_model(first[0], first[1], rank, each)
+
     def _check_registered(self, said: Mapping[int, Facts]) -> None:
         """Check that ranks with the same stages can exchange their tensors.
 
@@ -379,9 +396,11 @@ class Rank:
                     for name, x in loss.items()]
         found: dict[int, Shared] = {}
         ties = self.ties.shared
-        for layer in [name for name in self.made if name not in self.replaced]:
-            if not within_step:
-                self._saved_names[layer] = {*self.made[layer].state_dict(prefix=f'{layer}.')}
+        if not within_step:
+            self._saved_names = {
+                name: {*layer.state_dict(prefix=f'{name}.')}
+                for name, layer in self.made.items() if name not in self.replaced}
+        for layer in self._saved_names:
             for full, _, x in named_slots(self.made[layer], layer):
                 name, others = ties.get(id(x), (full, 0))
                 found.setdefault(id(x), Shared(
@@ -510,6 +529,16 @@ class Rank:
     def sum(self, said: Mapping[int, Facts]) -> float:
         """Return the sum of the replicas' counts; all shards of a layer have the same count."""
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
+
+
+def _other_model(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
+                 others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
+    """Return the error for ranks with other models."""
+    name, shape = min({*tensors} ^ {*others})
+    owner = first if (name, shape) in tensors else rank
+    return ValueError(f"ranks {first} and {rank} have other models: only rank {owner} has '{name}' "
+                      f'of shape {shape}. Make the same module on all ranks; if its forward loops '
+                      'over a set and is converted, let it loop over sorted(…)')
 
 
 def other_tensors(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,

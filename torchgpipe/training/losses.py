@@ -189,7 +189,7 @@ class LossMonitor(TorchFunctionMode):
 
     def call(self, i: int, function: Callable[..., Any], *given: Any) -> tuple[Any, bool]:
         """Call a function for micro-batch ``i``; return its loss, and whether that is a sum."""
-        self._i = i
+        self._i, self._learns = i, torch.is_grad_enabled()
         try:
             with self:
                 loss = function(*given)
@@ -222,6 +222,8 @@ class LossMonitor(TorchFunctionMode):
         return result
 
     def _see_loss(self, func: Any, given: Mapping[str, Any], result: Tensor) -> None:
+        if self._learns and not result.requires_grad:
+            return  # a metric
         name, weight = f"a loss of PyTorch's in {self._where}", given.get('weight')
         reduction = _reduction(given)
         if reduction == 'none':
@@ -241,7 +243,7 @@ class LossMonitor(TorchFunctionMode):
         if torch.compiler.is_compiling() or is_transformed():
             return
         if self._trusts and (func in DIVISIONS or func in PRODUCTS):
-            self._see_weight(*values[:2])
+            self._see_weight(result, *values[:2])
         if func in DIVISIONS and self._sums:
             self._see_division(result, *values[:2])
         source = next((x for x in values if any(x is loss for loss in self._unreduced)), None)
@@ -254,11 +256,13 @@ class LossMonitor(TorchFunctionMode):
         else:
             self._unreduced.append(result)
 
-    def _see_weight(self, one: Any, other: Any) -> None:
+    def _see_weight(self, result: Any, one: Any, other: Any) -> None:
         """Forget the division of a mean that is weighted by a tensor."""
-        for x, number in self._means:
+        for x, number in [*self._means]:
             weight = other if one is x else one if other is x else None
-            if isinstance(weight, Tensor) and not weight.requires_grad:
+            if isinstance(weight, Real):  # A constant changes nothing.
+                self._means.append((result, number))
+            elif isinstance(weight, Tensor) and not weight.requires_grad:
                 self._divisions[self._i][number] = '', 0, 0
 
     def _see_division(self, result: Tensor, dividend: Any, divisor: Any) -> None:
@@ -296,13 +300,18 @@ class LossMonitor(TorchFunctionMode):
     def summary(self) -> tuple[float, float]:
         """Return two numbers that summarize the divisors, for comparison with other processes.
 
-        The first is equal in all processes if all micro-batches have the same divisors. The second
-        is equal in all processes if all divisors are proportional to the weights.
+        The first is equal in all processes if all micro-batches have the same elements and
+        divisors, as for a loss of parameters. The second is equal in all processes if all divisors
+        are proportional to the weights.
         """
         same, ratio = 0., 0.
         for k, divisions in enumerate(self._all_divisions(), 1):
-            counts = [float(count) for _, _, count in divisions]
-            same += k * (counts[0] if len({*counts}) == 1 else nan)
+            _, elements, divisors = zip(*divisions)
+            counts = [float(each) for each in divisors]
+            if None in elements or len({*zip(elements, counts)}) > 1:
+                same = nan
+            else:
+                same += k * (counts[0] + elements[0] / 3)
             ratio += k * sum(counts) / (sum(self._weights) or 1.)
         return same, ratio
 
