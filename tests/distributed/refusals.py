@@ -21,7 +21,7 @@ from torchgpipe.distributed.agreement import Facts, NotBegun, Shared, together
 from torchgpipe.distributed.checkpoint import check_scheduler
 from torchgpipe.distributed.layers import Ties, check_plan, tie_again
 from torchgpipe.distributed.mesh import Axis, axis_of
-from torchgpipe.distributed.rank import Rank, other_tensors
+from torchgpipe.distributed.rank import Rank, other_model, other_tensors
 from torchgpipe.distributed.reduction import Replicas, check_shardable
 from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
 from torchgpipe.distributed.transport import Header, Messages, outline
@@ -371,6 +371,7 @@ REFUSALS = [
     other_gradients,
     with_shards,
     clip_one_rank,
+    lambda: raised(other_model(0, [('0.a', (2,))], 1, [])),
     lambda: raised(other_tensors(0, [('0.a', (2,))], 1, [])),
     lambda: raised(other_tensors(0, [('0.a', ()), ('0.b', ())], 1, [('0.b', ()), ('0.a', ())])),
     lambda: Rank.check_outlines(rank_of(), {0: Facts(layers=1), 1: Facts(layers=2)}),

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from tests.shard.processes import run
+from tests.shard.processes import Failure, outcomes, run
+from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
 pytestmark = cpu_only('processes meet by gloo')
@@ -162,3 +163,87 @@ def evaluated(axes, loss):
 def test_all_ranks_refuse_the_loss_of_an_evaluation(axes, loss):
     for error, _ in run(world_of(axes), evaluated, axes, loss):
         assert error is ValueError
+
+
+# --- replicas of other sizes, loops and metrics
+# ----------------------------------------------------------------------------------
+
+
+def loop_over_samples(output, target):
+    """A mean over samples of a loss of each."""
+    losses = [F.cross_entropy(output[i], target[i, 1].clamp(0)) for i in range(len(target))]
+    return sum(losses) / len(target)
+
+
+def stacked_losses(output, target):
+    return torch.stack([F.cross_entropy(output[i:i + 1], target[i:i + 1, 1].clamp(0))
+                        for i in range(len(target))]).mean()
+
+
+def with_metrics(output, target):
+    """A mean over samples, beside means that have no gradient."""
+    mean(output.detach(), target)
+    with torch.no_grad():
+        masked_mean(output, target)
+    return F.mse_loss(output, torch.zeros_like(output))
+
+
+def half_of_a_sum(output, target):
+    return F.cross_entropy(output, target[:, 1].clamp(0), reduction='sum') / 2
+
+
+def equal_counts(output, target):
+    """A mean over the same number of labels on each replica, of five and three samples."""
+    labels = target[:, 1].clamp(0).clone()
+    labels[:len(target) - 3] = -100
+    return F.cross_entropy(output, labels)
+
+
+def of_other_sizes(loss, normalizer, chunks):
+    x, target = (part.split([5, 3])[dist.get_rank()] for part in labelled())
+    model = DistributedGPipe(layers(), [3], mesh=init_mesh(data=2), chunks=chunks)
+    try:
+        return model.step(x, target, loss, normalizer=normalizer).item()
+    except ValueError:
+        return 'refused'
+
+
+@pytest.mark.parametrize('chunks', [1, 2])
+@pytest.mark.parametrize('normalizer', [None, len])
+@pytest.mark.parametrize('loss', [loop_over_samples, stacked_losses, with_metrics])
+def test_a_mean_over_samples_is_accepted_in_other_forms(loss, normalizer, chunks):
+    expected = loss(layers()(labelled()[0]), labelled()[1]).item()
+    assert run(2, of_other_sizes, loss, normalizer, chunks) == [
+        pytest.approx(expected, rel=1e-12)] * 2
+
+
+@pytest.mark.parametrize('loss', [half_of_a_sum, equal_counts])
+@pytest.mark.parametrize('normalizer', [None, len])
+def test_in_v0_22_equal_divisors_of_replicas_of_other_sizes_were_silent(loss, normalizer):
+    assert run(2, of_other_sizes, loss, normalizer, 1) == ['refused'] * 2
+
+
+def test_one_word_and_a_constant_may_stand_between_a_mean_and_its_weight():
+    def weighted(output, target):
+        return mean(output, target) / len(target) * counted(target)
+
+    model = GPipe(layers(), [2, 1], devices=['cpu', 'cpu'], chunks=2)
+    x, target = (part[2:] for part in labelled())
+    expected = weighted(layers()(x), target).item()
+    assert model.step(x, target, weighted, normalizer=len).item() == pytest.approx(
+        expected, rel=1e-12)
+
+
+def other_layers(axes, orders):
+    """Make a model whose layers are in another order on each rank."""
+    names = orders[dist.get_rank() % 2]
+    found = nn.Sequential(*(nn.ParameterDict({name: torch.ones(2)}) for name in names))
+    DistributedGPipe(found, [1, 1], mesh=init_mesh(**axes))
+
+
+@pytest.mark.parametrize('axes', [{'pipe': 2}, {'pipe': 2, 'data': 2}])
+def test_in_v0_22_ranks_with_other_orders_of_layers_were_not_compared(axes):
+    """As by a conversion of a forward over a set."""
+    for result in outcomes(world_of(axes), other_layers, axes, ['ab', 'ba']):
+        assert isinstance(result, Failure)
+        assert 'have other models' in result.text and 'sorted(…)' in result.text

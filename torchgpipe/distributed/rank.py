@@ -233,7 +233,7 @@ class Rank:
             first, *others = zip(said, gathered(tensors, self.everyone))
             for rank, each in others:
                 if each != first[1]:
-                    raise _other_model(first[0], first[1], rank, each)
+                    raise other_model(first[0], first[1], rank, each)
 
     def _check_registered(self, said: Mapping[int, Facts]) -> None:
         """Check that ranks with the same stages can exchange their tensors.
@@ -531,14 +531,14 @@ class Rank:
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
 
 
-def _other_model(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
+def other_model(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
                  others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
     """Return the error for ranks with other models."""
     name, shape = min({*tensors} ^ {*others})
     owner = first if (name, shape) in tensors else rank
-    return ValueError(f"ranks {first} and {rank} have other models: only rank {owner} has '{name}' "
-                      f'of shape {shape}. Make the same module on all ranks; if its forward loops '
-                      'over a set and is converted, let it loop over sorted(…)')
+    return ValueError(f'ranks {first} and {rank} have other models: only rank {owner} has '
+                      f"'{name}' of shape {shape}. Make the same module on all ranks; if its "
+                      'forward loops over a set and is converted, let it loop over sorted(…)')
 
 
 def other_tensors(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,

@@ -14,6 +14,7 @@ but may use them in another way. If a function does not have such settings, :cla
 detects the divisor where the function calls one of PyTorch's losses.
 """
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf, nan
@@ -150,6 +151,23 @@ def _counted(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
         weight[target.where(kept, 0).long()] * kept).sum()
 
 
+class Division(NamedTuple):
+    """The division of a loss in one micro-batch.
+
+    Args:
+        name: The source, for errors.
+        elements: The number of elements; ``None`` if they are known to be of the samples, and not
+            of parameters.
+        divisor: A number or a tensor, which stays on the device, so that no thread waits for it.
+        site: The place in the code.
+    """
+
+    name: str
+    elements: int | None
+    divisor: Any
+    site: int
+
+
 class LossMonitor(TorchFunctionMode):
     """Records the divisors of PyTorch's losses in a function, and detects that it returns a sum.
 
@@ -160,26 +178,27 @@ class LossMonitor(TorchFunctionMode):
         (F.cross_entropy(…, reduction='none') * mask).sum() / mask.sum()
                 unreduced        unreduced       sum    divided by mask.sum()
 
-    It ignores compiled and transformed code, because values there do not persist.
+    It ignores compiled and transformed code, because values there do not persist; losses without
+    a gradient, which are metrics; and a loss that a loop computes for each sample.
 
     Args:
+        sizes: The numbers of samples of micro-batches.
         weights: The weight of the loss of each micro-batch, to which divisors are proportional:
-            its samples, or its count by a normalizer.
+            its count by a normalizer, or by default its samples.
         trusts: Whether a mean that is multiplied or divided by a tensor has other weights, which
             the given normalizer knows: ``F.cross_entropy(…) * count / len(target)``.
         where: The place of the losses, for errors.
     """
 
-    def __init__(self, weights: Sequence[float], trusts: bool = False, where: str = 'loss_fn'
-                 ) -> None:
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None = None,
+                 trusts: bool = False, where: str = 'loss_fn') -> None:
         super().__init__()
-        self._weights = weights
+        self._sizes = sizes
+        self._weights = sizes if weights is None else weights
         self._trusts = trusts
         self._where = where
-        #: By micro-batch, its divisions: source, number of elements, and divisor. Without a
-        #: number, the elements are known to be of the samples, and not of parameters. The divisor
-        #: stays on the device, so that no thread waits for it.
-        self._divisions: list[list[tuple[str, int | None, Any]]] = [[] for _ in weights]
+        #: By micro-batch, its divisions.
+        self._divisions: list[list[Division]] = [[] for _ in sizes]
         #: The sums of the current micro-batch, with their versions and numbers of elements.
         self._sums: list[tuple[Tensor, int, int | None]] = []
         #: The tensors of the current micro-batch that are losses without a reduction.
@@ -200,7 +219,8 @@ class LossMonitor(TorchFunctionMode):
 
     def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
         """Call a layer's function for micro-batch ``i``, and record the divisors of losses."""
-        monitor = LossMonitor(self._weights, where='a layer')  # Other layers may run concurrently.
+        # Other layers may run concurrently.
+        monitor = LossMonitor(self._sizes, self._weights, where='a layer')
         result, _ = monitor.call(i, function, *given)
         self._divisions[i] += monitor._divisions[i]
         return result
@@ -263,7 +283,7 @@ class LossMonitor(TorchFunctionMode):
             if isinstance(weight, Real):  # A constant changes nothing.
                 self._means.append((result, number))
             elif isinstance(weight, Tensor) and not weight.requires_grad:
-                self._divisions[self._i][number] = '', 0, 0
+                self._divisions[self._i][number] = Division('', 0, 0, 0)
 
     def _see_division(self, result: Tensor, dividend: Any, divisor: Any) -> None:
         if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.is_complex():
@@ -276,19 +296,31 @@ class LossMonitor(TorchFunctionMode):
 
     def _divide(self, name: str, elements: int | None, divisor: Any, result: Tensor) -> None:
         self._means.append((result, len(self._divisions[self._i])))
-        self._divisions[self._i].append((name, elements, divisor))
+        self._divisions[self._i].append(Division(name, elements, divisor, _site()))
 
-    def _all_divisions(self) -> Iterator[tuple[tuple[str, int | None, Any], ...]]:
+    def _all_divisions(self) -> Iterator[tuple[Division, ...]]:
         """Yield one division of each micro-batch after the other."""
-        most = max(map(len, self._divisions), default=0)
-        nothing: list[tuple[str, int | None, Any]] = [('', None, 0)] * most
+        loops = self._loops_over_samples()
+        divisions = [[each for each in own if each.site not in loops]
+                     for own in self._divisions]
+        most = max(map(len, divisions), default=0)
         # A micro-batch without divisions counts nothing, so its loss was not computed.
-        return zip(*(divisions or nothing for divisions in self._divisions))
+        nothing = [Division('', None, 0, 0)] * most
+        return zip(*(own or nothing for own in divisions))
+
+    def _loops_over_samples(self) -> set[int]:
+        """Return the places in the code that each micro-batch passes once for each sample."""
+        passed = [(Counter(each.site for each in own), size)
+                  for own, size in zip(self._divisions, self._sizes) if own]
+        if all(size == 1 for _, size in passed):  # One pass does not make a loop.
+            return set()
+        sites = {site for counts, _ in passed for site in counts}
+        return {site for site in sites if all(counts[site] == size for counts, size in passed)}
 
     def check(self, error: Callable[[str], Exception] | None = None) -> None:
         """Raise if a divisor is not proportional to the weights of micro-batches."""
         for divisions in self._all_divisions():
-            names, elements, divisors = zip(*divisions)
+            names, elements, divisors, _ = zip(*divisions)
             counts = [float(each) for each in divisors]
             if None not in elements and len({*zip(elements, counts)}) == 1:
                 continue  # Equal for all micro-batches, as for a loss of parameters.
@@ -306,7 +338,7 @@ class LossMonitor(TorchFunctionMode):
         """
         same, ratio = 0., 0.
         for k, divisions in enumerate(self._all_divisions(), 1):
-            _, elements, divisors = zip(*divisions)
+            _, elements, divisors, _ = zip(*divisions)
             counts = [float(each) for each in divisors]
             if None in elements or len({*zip(elements, counts)}) > 1:
                 same = nan
@@ -314,6 +346,16 @@ class LossMonitor(TorchFunctionMode):
                 same += k * (counts[0] + elements[0] / 3)
             ratio += k * sum(counts) / (sum(self._weights) or 1.)
         return same, ratio
+
+
+def _site() -> int:
+    """Return a number for the place in a loss function that runs, with its callers."""
+    places = []
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not LossMonitor.call.__code__:
+        places.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(places))
 
 
 def _weight_of_l1_loss() -> Any:
@@ -404,7 +446,8 @@ class Losses:
         self._learns = False
         is_known = normalizer is None and known.is_of_pytorch
         #: Records the divisors of losses in the function.
-        self.monitor = None if is_known else LossMonitor(self.counts, normalizer is not None)
+        self.monitor = None if is_known else LossMonitor(
+            sizes, None if normalizer is None else self.counts, normalizer is not None)
         #: Records the divisors of losses in layers, which a normalizer does not know.
         self.in_layers = None if normalizer is not None else self.monitor
         #: Returns the error for other divisors.
