@@ -532,7 +532,7 @@ class Rank:
 
 
 def other_model(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
-                 others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
+                others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
     """Return the error for ranks with other models."""
     name, shape = min({*tensors} ^ {*others})
     owner = first if (name, shape) in tensors else rank
