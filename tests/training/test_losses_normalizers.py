@@ -12,7 +12,7 @@ from tests.cases import cases
 from tests.devices import cpu_only
 from tests.helpers import assert_same
 from tests.training.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
-from torchgpipe.training.losses import BY_WEIGHT, LOSSES
+from torchgpipe.training.divisors import BY_WEIGHT, LOSSES
 
 pytestmark = cpu_only('it is about losses, not where they are')
 

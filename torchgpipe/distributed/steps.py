@@ -31,7 +31,8 @@ from torchgpipe.gpipe import PipelineModule
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
 from torchgpipe.shard.sums import Gradients, added
-from torchgpipe.training.losses import (Losses, LossMonitor, count_functions, counts_of, error_of,
+from torchgpipe.training.divisors import LossMonitor
+from torchgpipe.training.losses import (Losses, count_functions, counts_of, error_of,
                                         no_mean_in_the_model, seen_means, with_counts)
 from torchgpipe.training.step import find_schedule, read_schedule, recomputing
 

@@ -30,7 +30,8 @@ from torchgpipe.sequential.operations import Constant, form_of
 from torchgpipe.sequential.parts import (Converted, NamedLayer, all_names, converted, put,
                                          with_all_names)
 from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
-from torchgpipe.training.losses import LOSSES, watches
+from torchgpipe.training.divisors import LOSSES
+from torchgpipe.training.losses import watches
 
 __all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of', 'build',
            'called_with']
