@@ -44,6 +44,7 @@ SUMS, MEANS = {torch.sum, Tensor.sum}, {torch.mean, Tensor.mean}
 
 
 def reduction_of(settings: Mapping[str, Any]) -> Any:
+    """Return the reduction of a loss with some settings, also of the deprecated ones."""
     legacy = settings.get('size_average'), settings.get('reduce')
     if 'size_average' in settings and legacy != (None, None):  # has precedence in PyTorch
         return nn.L1Loss(*legacy).reduction
