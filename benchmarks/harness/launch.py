@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.report import accept_any_text, cores
 
-__all__ = ['launch']
+__all__ = ['launch', 'start_server']
 
 
 def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) -> None:
@@ -53,7 +53,7 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
                  for rank in range(config.world)]
         failed, code = None, 0
         try:
-            _start_server()
+            start_server()
             for process in ranks:
                 process.start()
             failed = _first_failure(ranks)
@@ -78,13 +78,21 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         config.resume = True
 
 
-def _start_server() -> None:
-    """Start the server that forks ranks, which leaves Ctrl-C to this process from its start on."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
+def start_server() -> None:
+    """Start the server that forks ranks.
+
+    Ctrl-C reaches all processes of a terminal. The server ignores it, but only after its imports,
+    so it starts with the signal blocked. An ignored signal would be lost here as well.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came, as after any other line.
+    """
+    resource_tracker.ensure_running()  # Else the server would do it, and unblock the signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _first_failure(ranks: list[Any]) -> int | None:

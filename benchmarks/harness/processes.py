@@ -27,6 +27,7 @@ import click
 import torch
 from torch import distributed
 
+from benchmarks.harness.launch import start_server
 from benchmarks.harness.report import cores
 
 __all__ = ['Processes', 'Span', 'is_available', 'seconds']
@@ -99,6 +100,7 @@ class Processes:
             store = (Path(folder) / 'store').as_uri()
             context = multiprocessing.get_context(METHOD)
             context.set_forkserver_preload(IMPORTED)
+            start_server()
             for rank in range(self._n):
                 here, there = context.Pipe()
                 process = context.Process(target=_serve, daemon=True, args=(

@@ -5,14 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver as SERVER
+import threading
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import train_gpt
-from benchmarks.harness.launch import launch
+from benchmarks.harness.launch import launch, start_server
 from benchmarks.harness.processes import is_available
 from benchmarks.harness.training_folder import TrainingFolder
 from tests.benchmarks import killing
@@ -295,18 +296,32 @@ def test_ctrl_c_while_processes_start(tmp_path):
     assert process.returncode == 130 and b'Traceback' not in err and err.endswith(b'Stopped.\n')
 
 
+def test_ctrl_c_while_the_server_of_ranks_starts_is_not_lost(monkeypatch):
+    pending = []
+
+    def ensure_running():
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        pending.append(signal.sigpending())
+
+    monkeypatch.setattr(forkserver, 'ensure_running', ensure_running)
+    with pytest.raises(KeyboardInterrupt):
+        start_server()
+    assert pending == [{signal.SIGINT}]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_while_it_starts_ranks(tmp_path, monkeypatch, capfd):
     """A restart starts it again."""
-    start, killed = SERVER.ensure_running, []
+    start, killed = forkserver.ensure_running, []
 
     def ensure_running():
         start()
         if not killed:
-            killed.append(SERVER._forkserver._forkserver_pid)
+            killed.append(forkserver._forkserver._forkserver_pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(SERVER, 'ensure_running', ensure_running)
+    monkeypatch.setattr(forkserver, 'ensure_running', ensure_running)
     config = options_of(tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', '--restarts', 1)
     launch(train_gpt.train, config, [2, 3])
     assert len(lines_of(tmp_path / 'log')) == 6
