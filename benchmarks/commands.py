@@ -3,7 +3,7 @@
 A module has ``COMMANDS``. Its section on the documentation's page is ``SECTION``. Tables of
 :mod:`benchmarks.harness.published` are on that page without one.
 """
-from benchmarks.experiments import (accuracy, arcface, balance, classes, concurrency, digits,
+from benchmarks.experiments import (accuracy, arcface, balance, classes, concurrency, digits, gpu,
                                     machine, memory, mingpt, overhead, plans, scaling, schedules,
                                     speed, timeline, zoo)
 
@@ -11,4 +11,4 @@ __all__ = ['MODULES']
 
 #: In the order in which they are listed.
 MODULES = (digits, accuracy, speed, memory, timeline, schedules, scaling, classes, mingpt, arcface,
-           balance, overhead, concurrency, machine, plans, zoo)
+           balance, overhead, concurrency, machine, gpu, plans, zoo)

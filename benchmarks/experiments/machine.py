@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.harness.page import Section
@@ -17,9 +18,11 @@ from benchmarks.harness.report import Rows, cores, describe
 from benchmarks.harness.report import machine as here
 from benchmarks.harness.report import output_folder, peak_tflops, table, write_json
 from benchmarks.models.gpt import Block, Sizes
+from torchgpipe import GPipe
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
 from torchgpipe.plan import Link, Machine, Transformer
 from torchgpipe.plan.transformers import MACHINES
+from torchgpipe.schedule import make
 
 __all__ = ['COMMANDS', 'measure_machine']
 
@@ -28,6 +31,9 @@ SIZES = (128, 256, 512, 1024, 2048, 4096, 8192), (32, 64, 128, 256, 512, 1024)
 
 #: Bytes of the collectives that are timed.
 SMALL, LARGE = 4, 2 ** 24
+
+#: Stages and micro-batches of the steps whose actions are timed.
+STAGES, CHUNKS = 4, 8
 
 #: Width, heads, tokens and sequences of the blocks that are timed, on accelerators and on the CPU.
 BLOCKS = (((2048, 16, 2048, 4), (4096, 32, 2048, 4), (8192, 64, 2048, 2), (12288, 96, 2048, 1)),
@@ -119,6 +125,50 @@ def gloo() -> Link:
     return Link(small / 2, LARGE / max(large - small, 1e-9))
 
 
+def action_seconds(device: torch.device) -> dict[str, float]:
+    """Return the least seconds of an action of a stage, by its kind.
+
+    The blocks are so small that the host's work takes all the time. A backward and its halves
+    have the rest of a step's time.
+    """
+    sizes = Sizes(width=32, heads=2)
+    blocks = nn.Sequential(*(Block(sizes) for _ in range(STAGES))).to(device)
+    x = torch.randn(CHUNKS, 16, sizes.width, device=device)
+    never, always = (GPipe(blocks, [1] * STAGES, devices=[device] * STAGES, chunks=CHUNKS,
+                           checkpoint=mode) for mode in ('never', 'always'))
+
+    def cell(call: Callable[[], object]) -> float:
+        return seconds(call, device, .3) / (STAGES * CHUNKS)
+
+    forward = cell(lambda: never(x))
+    whole, halves, recomputed = (
+        cell(partial(model.step, x, x, F.mse_loss, schedule=make(name, STAGES, CHUNKS)))
+        for model, name in ((never, '1f1b'), (never, 'zb-h1'), (always, '1f1b')))
+    half = max(0.0, halves - forward) / 2
+    return {'F': forward, 'B': max(0.0, whole - forward), 'I': half, 'W': half,
+            'R': max(0.0, recomputed - whole)}
+
+
+def split_share(device: torch.device, width: int, heads: int, length: int, batch: int) -> float:
+    """Return the part of a backward by which its two halves take longer than the whole.
+
+    The steps have one stage, so that they differ by the split only. Two thirds of a step are
+    backward.
+    """
+    dtype = torch.float32 if is_cpu(device) else torch.bfloat16
+    sizes = Sizes(width=width, heads=heads)
+    blocks = nn.Sequential(*(Block(sizes) for _ in range(2))).to(device, dtype)
+    x = torch.randn(2 * batch, length, width, device=device, dtype=dtype)
+    model = GPipe(blocks, [2], devices=[device], chunks=2, checkpoint='never')
+    times: dict[str, list[float]] = {'1f1b': [], 'zb-h1': []}
+    for _ in range(5):
+        for name, rounds in times.items():
+            step = partial(model.step, x, x, F.mse_loss, schedule=name)
+            rounds.append(seconds(step, device, .1))
+    whole, halves = map(median, times.values())
+    return max(0.0, halves - whole) / (whole * 2 / 3)
+
+
 def measure_machine(device: torch.device | None = None) -> Machine:
     """Measure this machine, with the threads that this process has.
 
@@ -136,7 +186,7 @@ def measure_machine(device: torch.device | None = None) -> Machine:
             os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / len(cores()),
             bandwidth(device, torch.float32),
             seconds(partial(torch.add, torch.ones(1), 1), device), 0., gloo(), Link(),
-            64)
+            64, split=split_share(device, *BLOCKS[True][0]))
     known = MACHINES.get(next((each for each in MACHINES if each in torch.cuda.get_device_name()),
                               'H100'))
     assert known is not None
@@ -151,7 +201,7 @@ def measure_machine(device: torch.device | None = None) -> Machine:
         float(torch.cuda.get_device_properties(device).total_memory),
         bandwidth(device, torch.bfloat16),
         seconds(tiny, device, recorded=True), seconds(tiny, device), known.host, known.network,
-        known.devices_per_host)
+        known.devices_per_host, action_seconds(device), split_share(device, *BLOCKS[False][0]))
 
 
 def timed_block(found: Machine, device: torch.device, width: int, heads: int, length: int,
@@ -207,6 +257,11 @@ def machine_rows(found: Machine) -> Rows:
              ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
              ['link on a host', f'{found.host.bandwidth / 1e9:.3g} GB/s, '
               f'{found.host.latency * 1e6:.3g} µs']]
+    if found.actions:
+        times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in found.actions.items()]
+        rows.append(['action of a stage, at least', f"{', '.join(times)} µs"])
+    if found.split:
+        rows.append(['split of a backward', f'{found.split:.1%} of it in addition'])
     return ['quantity', 'measured'], rows
 
 

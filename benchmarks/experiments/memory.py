@@ -30,7 +30,7 @@ from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.run import Skip
 
-__all__ = ['COMMANDS', 'measure', 'peaks_by_partition']
+__all__ = ['COMMANDS', 'measure', 'peaks_by_partition', 'train_keeping_gradients']
 
 
 def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
@@ -44,7 +44,7 @@ def measure(experiment: Experiment, setting: Setting, options: Options, result: 
               ) as bar:
         def run(number: int, turns: Turns | None = None) -> None:
             for _ in range(number):
-                _step(job, turns)
+                train_keeping_gradients(job, turns)
                 bar.update(job.batch)
         peaks = (_reserved if by_allocator else _live)(job, run, before, steps)
     model = [size_of_partition(partition, job.optimizers[j])
@@ -63,7 +63,7 @@ def _has_own_devices(devices: Sequence[torch.device]) -> bool:
     return len({device for device in devices if device.type != 'cpu'}) == len(devices)
 
 
-def _step(job: Job, turns: Turns | None) -> None:
+def train_keeping_gradients(job: Job, turns: Turns | None = None) -> None:
     """Train on one mini-batch; the gradients stay.
 
     The output and the loss are in no partition, and are on the last device. The optimizer needs

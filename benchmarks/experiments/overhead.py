@@ -1,6 +1,6 @@
 """Overhead of the engine: cells so small that nothing else takes time."""
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,8 +13,9 @@ from tqdm import tqdm
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
 from torchgpipe import GPipe
+from torchgpipe.base.devices import Device, memory_of, parse_device, synchronize
 
-ROWS = 4
+WIDTH, ROWS = 8, 4
 SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
 WORKERS: dict[str, Callable[[int], list[str]]] = {
     'one device': lambda n: ['cpu'] * n, 'n devices': lambda n: [f'cpu:{j}' for j in range(n)]}
@@ -27,17 +28,19 @@ MEANING = ('Each entry has the µs per cell of plain loop → GPipe, and the rat
 Step = Callable[[], object]
 
 
-def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
+def steps(n: int, m: int, devices: Sequence[torch.device], width: int, rows: int
+          ) -> dict[str, tuple[Step, Step]]:
     """Give, for each kind of step, the plain loop's and the pipeline's."""
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)])
+    memory = memory_of(devices[0])
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(n)]).to(memory)
     layers = list(model)
     never, always = (GPipe(model, [1] * n, devices=devices, chunks=m, checkpoint=mode)
                      for mode in ('never', 'always'))
-    x = torch.rand(ROWS * m, 8)
+    x = torch.rand(rows * m, width, device=memory)
 
     def loop() -> Tensor:
         outputs = []
-        for value in x.split(ROWS):
+        for value in x.split(rows):
             for layer in layers:
                 value = layer(value)
             outputs.append(value)
@@ -45,7 +48,7 @@ def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
 
     def checkpointed_loop() -> Tensor:
         outputs = []
-        for value in x.split(ROWS):
+        for value in x.split(rows):
             for layer in layers:
                 value = checkpoint(layer, value, use_reentrant=False)
             outputs.append(value)
@@ -68,9 +71,20 @@ def steps(n: int, m: int, devices: list[str]) -> dict[str, tuple[Step, Step]]:
             "forward + backward, 'always'": (train(checkpointed_loop), train(lambda: always(x)))}
 
 
-def measure(n: int, m: int, devices: list[str], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return microseconds per cell of each step, (loop, pipeline): medians over rounds."""
-    calls = {(kind, k): step for kind, pair in steps(n, m, devices).items()
+def measure(n: int, m: int, devices: Sequence[Device], rounds: int, width: int = WIDTH,
+            rows: int = ROWS) -> dict[str, tuple[float, float]]:
+    """Return microseconds per cell of each step, (loop, pipeline): medians over rounds.
+
+    Args:
+        n: The number of partitions.
+        m: The number of micro-batches.
+        devices: The devices of the partitions.
+        rounds: The number of rounds.
+        width: The features of each linear layer.
+        rows: The rows of a micro-batch.
+    """
+    places = [parse_device(device) for device in devices]
+    calls = {(kind, k): step for kind, pair in steps(n, m, places, width, rows).items()
              for k, step in enumerate(pair)}
     repeat = max(2, 256 // (n * m))
     times: dict[Any, list[float]] = {key: [] for key in calls}
@@ -78,9 +92,11 @@ def measure(n: int, m: int, devices: list[str], rounds: int) -> dict[str, tuple[
         step()
     for _ in range(rounds):
         for key, step in calls.items():
+            synchronize(places)
             start = time.perf_counter()
             for _ in range(repeat):
                 step()
+            synchronize(places)
             times[key].append((time.perf_counter() - start) / repeat / (n * m) * 1e6)
     return {kind: (median(times[kind, 0]), median(times[kind, 1])) for kind, _ in calls}
 

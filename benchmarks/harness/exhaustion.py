@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['free_memory', 'is_exhaustion', 'memory_limit', 'require']
+__all__ = ['first_line', 'free_memory', 'is_exhaustion', 'memory_limit', 'require']
 
 #: Phrases in errors of allocators, and of libraries without memory for their workspace.
 _PHRASES = (
@@ -65,6 +65,11 @@ def memory_limit() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if there is none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def is_exhaustion(error: BaseException) -> bool:

@@ -72,7 +72,7 @@ def places(schedule: str, n: int) -> list[int]:
     return [next(j for j, own in enumerate(stages) if stage in own) for stage in range(n)]
 
 
-def _parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
+def parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
     """Read devices like cuda:0,cuda:1 and see that they are there; sim is sim:0,…,sim:3."""
     devices: list[torch.device] = []
     for name in map(str.strip, value.split(',') if value else ()):
@@ -108,7 +108,7 @@ def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int
         click.option('--setting', 'settings', type=click.Choice([*names, 'all']), multiple=True,
                      default=('all',), show_default=True,
                      help='Which line of the table; may be given several times.'),
-        click.option('--devices', callback=_parse_devices, metavar='D,D,…',
+        click.option('--devices', callback=parse_devices, metavar='D,D,…',
                      help='Where partitions go, again from the first if there are too few; sim '
                      'simulates four accelerators. [default: all that there are, or cpu:0, '
                      'cpu:1, …]'),

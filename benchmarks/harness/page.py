@@ -163,7 +163,11 @@ def _picture(title: str, name: str) -> str:
 @click.command(hidden=True)
 @click.pass_obj
 def page(modules: Sequence[ModuleType]) -> None:
-    """Write docs/benchmarks.md and docs/costs.md from benchmarks/results."""
-    for path, text in (PAGE, make_page(modules)), (COSTS, make_costs(modules)):
+    """Write the pages of the documentation from benchmarks/results."""
+    pages = {PAGE: make_page(modules), COSTS: make_costs(modules)}
+    for module in modules:
+        for path, make in getattr(module, 'PAGES', {}).items():
+            pages[path] = make()
+    for path, text in pages.items():
         path.write_text(text)
         click.echo(path)

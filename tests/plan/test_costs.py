@@ -48,6 +48,29 @@ def test_what_an_action_takes_beside_its_layers():
         Costs.of(profiled(layer(0)), [1], 4, overhead={'forward': 1.0})
 
 
+def test_an_action_takes_at_least_as_long_as_the_host_needs():
+    """Forward takes 2 s, backward 4 s, and each of its halves 2 s."""
+    stage = Costs.of(profiled(*map(layer, range(2))), [1, 1], 4).stages[1]
+    assert [stage.seconds(kind) for kind in 'FBIWR'] == [2.0, 4.0, 2.0, 2.0, 2.0]
+    for kind in 'FBIWR':
+        for least in (1.0, 9.0):
+            slow = Costs.of(profiled(*map(layer, range(2))), [1, 1], 4, least={kind: least})
+            expected = max(stage.seconds(kind), least)
+            assert slow.stages[1].seconds(kind) == expected
+            others = [other for other in 'FBIWR' if other != kind]
+            assert all(slow.stages[1].seconds(other) == stage.seconds(other) for other in others)
+
+
+@pytest.mark.parametrize('name', ['overhead', 'least'])
+@pytest.mark.parametrize('seconds, message', [
+    ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),
+    ({'F': -1.0}, "a finite number of seconds, not below zero, for 'F', but has -1.0"),
+    ({'B': float('nan')}, "for 'B', but has nan"), ({'W': '1'}, "for 'W', but has '1'")])
+def test_seconds_of_actions_that_are_none(name, seconds, message):
+    with pytest.raises(ValueError, match=message):
+        Costs.of(profiled(layer(0)), [1], 4, **{name: seconds})
+
+
 def test_no_more_micro_batches_than_samples():
     assert Costs.of(profiled(layer(0)), [1], 99) == Costs.of(profiled(layer(0)), [1], 8)
 

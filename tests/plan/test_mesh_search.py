@@ -203,7 +203,8 @@ def test_a_module_is_measured():
 
 
 def test_json():
-    found = plan(GPT, mesh=4, machine=H100, batch=16)
+    machine = replace(H100, split=0.0, actions={})  # Then a pipeline is first.
+    found = plan(GPT, mesh=4, machine=machine, batch=16)
     again = MeshPlan.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
     assert hash(again) == hash(found) and {found: 1}[again]
     assert again == found and again.runners_up == found.runners_up and str(again) == str(found)
@@ -216,6 +217,19 @@ def test_json():
                   {'micro_batch': 0}):
         with pytest.raises(ValueError, match='this is not a plan'):
             MeshPlan.from_dict({**found.to_dict(), **wrong})
+
+
+def test_a_split_backward_and_actions_have_costs():
+    """A pipeline that splits is the fastest of its mesh only if that costs little."""
+    def first(**costs):
+        machine = replace(H100, **costs)
+        return plan(GPT, mesh={'pipe': 4}, machine=machine, batch=16)
+
+    free, split = first(split=0.0, actions={}), first(split=0.5, actions={})
+    assert free.schedule == 'zb-v' and split.schedule not in SPLIT
+    assert split.seconds > free.seconds
+    slow = first(split=0.0, actions=dict.fromkeys('FBIWR', 0.05))
+    assert slow.seconds > 2 * free.seconds and slow.chunks < free.chunks
 
 
 def test_text_and_picture(tmp_path):

@@ -74,7 +74,9 @@ def test_machines_survive_json(name):
     ({'bandwidth': 0.}, 'above zero'),
     ({'devices_per_host': 0}, 'above zero'),
     ({'attention_share': 0.}, 'above zero'),
-    ({'bandwidth': -1.}, "'bandwidth' of a Machine")])
+    ({'bandwidth': -1.}, "'bandwidth' of a Machine"),
+    ({'split': -1.}, "'split' of a Machine"),
+    ({'actions': {'X': 1.}}, "names 'X'")])
 def test_refused(change, text):
     with pytest.raises(ValueError, match=text):
         replace(MACHINE, **change)

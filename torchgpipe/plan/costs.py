@@ -44,8 +44,8 @@ from torchgpipe.training.losses import Losses
 from torchgpipe.training.step import run_step
 
 __all__ = ['Blocks', 'Costs', 'LayerProfile', 'Link', 'Links', 'MemoryLimit', 'Peak',
-           'SkipProfile', 'StageCosts', 'TieProfile', 'check_numbers', 'measure_links',
-           'measure_overhead', 'memory_limits', 'peaks']
+           'SkipProfile', 'StageCosts', 'TieProfile', 'check_kinds', 'check_numbers',
+           'measure_links', 'measure_overhead', 'memory_limits', 'peaks']
 
 MemoryLimit = None | float | Sequence[float | None]
 
@@ -72,6 +72,23 @@ def check_numbers(record: Any, unlimited: str = '') -> None:
                 'finite number, not below zero')
             raise ValueError(f'{field.name!r} of a {type(record).__name__} must be a {what}, but '
                              f'is {value!r}')
+
+
+def check_kinds(name: str, seconds: Mapping[str, float]) -> None:
+    """Check seconds of actions by kind.
+
+    Raises:
+        ValueError: There is another kind, or a value that is no number of seconds.
+    """
+    unknown = [kind for kind in seconds if kind not in KINDS]
+    if unknown:
+        raise ValueError(f'{name} has seconds of actions {", ".join(KINDS)}, but names '
+                         f'{", ".join(map(repr, unknown))}')
+    for kind, value in seconds.items():
+        number: Any = value
+        if not (isinstance(number, Real) and 0 <= float(number) < inf):
+            raise ValueError(f'{name} must have a finite number of seconds, not below zero, for '
+                             f'{kind!r}, but has {value!r}')
 
 
 @dataclass(frozen=True)
@@ -416,7 +433,8 @@ class Costs:
     @staticmethod
     def of(profile: Measured, balance: Sequence[int], chunks: int,
            checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
-           links: Links = Link(), overhead: Mapping[str, float] | None = None) -> 'Costs':
+           links: Links = Link(), overhead: Mapping[str, float] | None = None,
+           least: Mapping[str, float] | None = None) -> 'Costs':
         """Compute the costs of stages from the profile of the layers.
 
         If a profile does not have the shares of a split backward, they follow a rule. In a layer
@@ -440,6 +458,8 @@ class Costs:
                 relative to the parameter.
             links: The links between devices.
             overhead: Seconds that an action takes in addition to its layers, by kind.
+            least: The least seconds of an action, by kind, because the host needs them to start
+                its operations: see :class:`~torchgpipe.plan.Machine`.
 
         Raises:
             ValueError: The balance is for other layers, or an argument is wrong.
@@ -452,16 +472,20 @@ class Costs:
         parts = [(one * x, other * x) for x, (one, other) in
                  zip(blocks.backward, _shares(profile.layers))]
         cuts = [0, *accumulate(balance)]
-        more = dict.fromkeys(KINDS, 0.0) | dict(overhead or {})
-        if len(more) > len(KINDS):
-            raise ValueError(f'overhead is that of actions {", ".join(KINDS)}, but names '
-                             f'{", ".join(map(repr, overhead or {}))}')
+        check_kinds('overhead', overhead or {})
+        check_kinds('least', least or {})
+
+        def seconds(kind: str, layers: Sequence[float]) -> float:
+            """Return the seconds of an action, given the seconds of its layers."""
+            computed = sum(layers) / m + (overhead or {}).get(kind, 0.0)
+            return max(computed, (least or {}).get(kind, 0.0))
+
         stages = tuple(StageCosts(
-            forward=sum(blocks.forward[a:b]) / m + more['F'],
-            backward=sum(blocks.backward[a:b]) / m + more['B'],
-            weight_backward=sum(second for _, second in parts[a:b]) / m + more['W'],
-            input_backward=sum(first for first, _ in parts[a:b]) / m + more['I'],
-            recomputation=sum(blocks.forward[a:b]) / m + more['R'],
+            forward=seconds('F', blocks.forward[a:b]),
+            backward=seconds('B', blocks.backward[a:b]),
+            weight_backward=seconds('W', [second for _, second in parts[a:b]]),
+            input_backward=seconds('I', [first for first, _ in parts[a:b]]),
+            recomputation=seconds('R', blocks.forward[a:b]),
             recomputed=stop,
             activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
             backward_bytes=max(blocks.passing[a:b]) / m,

@@ -22,12 +22,13 @@ the sums.
 """
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import gcd, log, pow
 from typing import Any, NamedTuple
 
 from torchgpipe.plan.balance import Profile, positive
-from torchgpipe.plan.costs import LayerProfile, Link, TieProfile, check_numbers
+from torchgpipe.plan.costs import LayerProfile, Link, TieProfile, check_kinds, check_numbers
+from torchgpipe.schedule.schedule import KINDS
 
 __all__ = ['MACHINES', 'Machine', 'ParameterBytes', 'Product', 'RECOMPUTATIONS', 'Transformer']
 
@@ -96,9 +97,15 @@ class Machine:
     network: Link
     #: The number of devices on a host.
     devices_per_host: int = 8
+    #: The least seconds of an action of a stage, by its kind. The host needs them to start the
+    #: operations, while the device runs earlier actions.
+    actions: Mapping[str, float] = field(default_factory=dict)
+    #: The part of a backward by which its two halves take longer than the whole, if it is split.
+    split: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        check_kinds('actions', self.actions)
         sizes = [size for size, _ in self.shares]
         rates = [*self.flops.values(), *(share for _, share in self.shares), self.attention_share]
         if not (self.flops and sizes and sizes == sorted({*sizes}) and min(
@@ -216,10 +223,16 @@ def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, floa
     return tuple((round(size * scale), share * largest) for size, share in curve)
 
 
+#: The least seconds of an action, and the part of a backward by which a split takes longer: from
+#: steps with all partitions on an H100, on the page "On a GPU". Assumed for other machines.
+_ACTION, _SPLIT = 0.73e-3, 0.055
+
+
 def _machine(name: str, flops: Mapping[str, float], largest: float, attention: float,
              memory: float, bandwidth: float, host: float, network: float) -> Machine:
     return Machine(name, flops, shares_of(name, flops['bfloat16'], largest), attention, memory,
-                   bandwidth, 1.2e-6, 1e-5, Link(5e-6, host), Link(1e-5, network))
+                   bandwidth, 1.2e-6, 1e-5, Link(5e-6, host), Link(1e-5, network),
+                   actions=dict.fromkeys(KINDS, _ACTION), split=_SPLIT)
 
 
 #: Machines by their names. Peaks, memories and links are NVIDIA's data, links in one direction.
@@ -425,7 +438,7 @@ class Transformer:
         block = LayerProfile(
             '', forward + 2 * exchange, backward, w * self.block_parameters(t), 0, 0,
             round(saved), output, input_share=1 - weights / backward,
-            weight_share=weights / backward,
+            weight_share=weights / backward + machine.split,
             backward_bytes=round((4 * h * self._inner + w * n * self._inner) / t))
         return Profile(
             (self._embedding(machine, n, t, output),
@@ -494,7 +507,7 @@ class Transformer:
             str(self.layers + 1), forward, backward,
             round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))), 0, 0,
             round(part.saved), round(4 * n * v), input_share=1 - weights / backward,
-            weight_share=weights / backward, backward_bytes=round(4 * n * v))
+            weight_share=weights / backward + machine.split, backward_bytes=round(4 * n * v))
 
     def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.

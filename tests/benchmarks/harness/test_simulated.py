@@ -10,7 +10,7 @@ import torch
 from benchmarks.experiments import memory, speed, timeline
 from benchmarks.harness import epochs
 from benchmarks.harness.campaign import campaign
-from benchmarks.harness.options import _parse_devices
+from benchmarks.harness.options import parse_devices
 from benchmarks.harness.page import _command
 from benchmarks.harness.report import describe
 from benchmarks.harness.simulated import load
@@ -24,7 +24,7 @@ SIM = [f'sim:{j}' for j in range(4)]
 @pytest.mark.parametrize('value, names', [('sim', SIM), ('sim,cpu', [*SIM, 'cpu']),
                                           ('cpu:1, sim:2', ['cpu:1', 'sim:2'])])
 def test_devices(value, names):
-    assert [str(device) for device in _parse_devices(None, None, value)] == names
+    assert [str(device) for device in parse_devices(None, None, value)] == names
 
 
 def no_sources(monkeypatch):

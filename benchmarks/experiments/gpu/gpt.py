@@ -1,0 +1,145 @@
+"""A GPT on one device: PyTorch, and schedules with several partitions, all on that device.
+
+The partitions run in the order of the schedule for several devices::
+
+    partitions           0       1       2       3         all on one device
+    rows of 1F1B         0F0 …   1F0 …   2F0 …   3F0 …     as for four devices
+    actions              0F0 1F0 0F1 2F0 1F1 0F2 3F0 …     one after the other, by steps of rows
+
+There are no bubbles and no copies. The differences between schedules are the costs of actions and
+of a split backward, and the memory of activations.
+"""
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.harness.memory import peak_memory
+from benchmarks.models.gpt import GPT, Sizes, layers
+from torchgpipe import GPipe
+from torchgpipe.base.devices import is_cpu, memory_of, synchronize
+from torchgpipe.schedule import make
+
+__all__ = ['MICRO_BATCHES', 'compare']
+
+MICRO_BATCHES = 8
+
+#: Sequences of a micro-batch.
+SEQUENCES = 2
+
+#: Schedules, and the number of devices of their orders.
+ORDERS = (('1f1b', 1), ('1f1b', 4), ('1f1b', 8), ('zb-h1', 1), ('zb-h1', 4), ('zb-h1', 8),
+          ('zb-v', 4), ('v-half', 4), ('v-min', 4))
+
+Step = Callable[[], Tensor]
+
+
+def compare(sizes: Sizes, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Take steps by each contender in turn.
+
+    Args:
+        sizes: The sizes of the GPT.
+        device: The device of all layers.
+        rounds: The number of rounds, of which the medians count.
+
+    Returns:
+        By contender the seconds and the loss of a step, and the peak in bytes above the memory
+        before it, which has the parameters and their gradients.
+
+    Raises:
+        RuntimeError: Two contenders have different losses.
+    """
+    contenders = _contenders(sizes, device)
+    losses: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    for name, step in contenders.items():
+        losses[name] = step().item()  # not timed: allocates memory
+        peaks[name] = peak_memory(step, [device])
+    first = next(iter(losses.values()))
+    for name, loss in losses.items():
+        if not abs(loss - first) < 1e-2 * abs(first):
+            raise RuntimeError(f'contenders should have the same loss, but have {losses}')
+
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, step in contenders.items():
+            synchronize([device])
+            start = time.perf_counter()
+            step()
+            synchronize([device])
+            times[name].append(time.perf_counter() - start)
+
+    rows = {}
+    for name in contenders:
+        rows[name] = {'seconds': median(times[name]), 'peak': peaks[name], 'loss': losses[name]}
+    return {'sizes': sizes._asdict(), 'micro_batches': MICRO_BATCHES, 'sequences': SEQUENCES,
+            'rounds': rounds, 'rows': rows}
+
+
+def _contenders(sizes: Sizes, device: torch.device) -> dict[str, Step]:
+    """Return functions by name that compute the gradients of one mini-batch."""
+    torch.manual_seed(0)
+    memory = memory_of(device)
+    dtype = torch.float32 if is_cpu(device) else torch.bfloat16
+    model = layers(GPT(sizes)).to(memory, dtype)
+    samples = MICRO_BATCHES * SEQUENCES
+    tokens = torch.randint(sizes.vocabulary, (samples, sizes.context + 1)).to(memory)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    contenders: dict[str, Step] = {
+        'plain PyTorch': partial(_plain, model, x, y),
+        'torch.utils.checkpoint': partial(_checkpointed, model, x, y)}
+    for schedule, devices in ORDERS:
+        order = make(schedule, devices, MICRO_BATCHES)
+        stages = 1 + max(action.stage for row in order.rows for action in row)
+        if stages > sizes.depth:
+            continue
+        for mode in ('never', 'always') if schedule == '1f1b' else ('never',):
+            pipeline = GPipe(model, _balance(len(model), stages), devices=[device] * stages,
+                             chunks=MICRO_BATCHES, checkpoint=mode)
+            name = f'{schedule}, {stages} partition' + 's' * (stages > 1) + ', always' * (
+                mode == 'always')
+            contenders[name] = partial(pipeline.step, x, y, _loss, schedule=order)
+    return contenders
+
+
+def _balance(number: int, stages: int) -> list[int]:
+    """Return the number of layers of each partition, the first ones larger by one layer."""
+    size, rest = divmod(number, stages)
+    return [size + (stage < rest) for stage in range(stages)]
+
+
+def _loss(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1).float(), target.flatten())
+
+
+def _plain(model: nn.Sequential, input: Tensor, target: Tensor) -> Tensor:
+    """Train on one micro-batch after the other."""
+    return _in_parts(model, input, target)
+
+
+def _checkpointed(model: nn.Sequential, input: Tensor, target: Tensor) -> Tensor:
+    """Train on one micro-batch after the other, with a checkpoint for each block."""
+    def forward(tokens: Tensor) -> Tensor:
+        value: Tensor = model[0](tokens)
+        for layer in model[1:-1]:
+            value = checkpoint(layer, value, use_reentrant=False)
+        scores: Tensor = model[-1](value)
+        return scores
+
+    return _in_parts(forward, input, target)
+
+
+def _in_parts(forward: Callable[[Tensor], Tensor], input: Tensor, target: Tensor) -> Tensor:
+    losses = []
+    for x, y in zip(input.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES)):
+        loss = _loss(forward(x), y) / MICRO_BATCHES
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()

@@ -1,0 +1,202 @@
+"""The measurements that one device allows, by name."""
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.experiments.gpu.gpt import compare
+from benchmarks.experiments.machine import BLOCKS, measure_machine, timed_block
+from benchmarks.experiments.memory import train_keeping_gradients
+from benchmarks.experiments.overhead import measure, ratios
+from benchmarks.harness.exhaustion import first_line, is_exhaustion
+from benchmarks.harness.experiment import Experiment, Setting
+from benchmarks.harness.job import COPIES, Job
+from benchmarks.harness.memory import peak_memory, size_of_partition
+from benchmarks.harness.options import Options
+from benchmarks.harness.published import AMOEBANETD_MEMORY, RESNET_SPEED, UNET_MEMORY
+from benchmarks.harness.simulated import is_on_host, is_simulated
+from benchmarks.models.gpt import GPT2, Sizes
+from torchgpipe.base.devices import CPU, synchronize
+
+__all__ = ['Part', 'all_parts']
+
+ROOT = Path(__file__).parents[3]
+
+#: Tests for accelerators that take about a minute.
+TESTS = ('tests/engine', 'tests/skip', 'tests/training')
+
+#: Seconds after which tests are stopped.
+TESTS_STOP = 150
+
+#: Cells of the engine: width and rows. With the small ones the host is the limit.
+CELLS = {'small cells': (8, 4), 'large cells': (2048, 1024)}
+
+#: Partitions and micro-batches of these.
+CELLS_SIZE = 4, 8
+
+#: Settings of ResNet-101 that have one device.
+RESNET = ('baseline', 'pipeline-1')
+
+ROUNDS = 7
+
+
+class Part(NamedTuple):
+    """A measurement.
+
+    Attributes:
+        name: Its name in the results.
+        measure: Returns its result, given the device and the fraction of the full size.
+    """
+
+    name: str
+    measure: Callable[[torch.device, float], dict[str, Any]]
+
+
+def all_parts() -> list[Part]:
+    """Return all measurements, in their order."""
+    return [Part('machine', _machine),
+            *(Part(name, _cells(*size)) for name, size in CELLS.items()),
+            Part('GPT', _gpt),
+            *_memories(AMOEBANETD_MEMORY), *_memories(UNET_MEMORY),
+            Part('ResNet-101', _resnet), Part('tests', _tests)]
+
+
+def _machine(device: torch.device, scale: float) -> dict[str, Any]:
+    """Measure the machine for plans, and time blocks that it predicts."""
+    place = CPU if is_on_host(device) else device
+    machine = measure_machine(place)
+    blocks = [timed_block(machine, place, *sizes) for sizes in BLOCKS[is_on_host(device)]]
+    return {'machine': machine.to_dict(), 'blocks': blocks}
+
+
+def _cells(width: int, rows: int) -> Callable[[torch.device, float], dict[str, Any]]:
+    def measure_cells(device: torch.device, scale: float) -> dict[str, Any]:
+        """Time the engine, and loops with and without ``torch.utils.checkpoint``."""
+        scaled = [max(4, round(number * scale)) for number in (width, rows)]
+        n, m = CELLS_SIZE
+        times = measure(n, m, [device] * n, 3 * ROUNDS, *scaled)
+        return {'width': scaled[0], 'rows': scaled[1], 'partitions': n, 'micro_batches': m,
+                'us_per_cell': times, 'ratio': ratios(times)}
+
+    return measure_cells
+
+
+def _gpt(device: torch.device, scale: float) -> dict[str, Any]:
+    """Compare steps of a GPT of 1.5 billion parameters, or of a small one."""
+    sizes = GPT2['gpt2-xl']
+    if scale < 1:
+        sizes = Sizes(vocabulary=64, context=16, width=32, heads=2, depth=8)
+    return compare(sizes, device, ROUNDS)
+
+
+def _memories(experiment: Experiment) -> Iterator[Part]:
+    """Yield the lines of a table of memory, with all partitions on the one device."""
+    for setting in experiment.settings:
+        yield Part(f'{experiment.name} {setting.name}', _memory(experiment, setting))
+
+
+def _memory(experiment: Experiment, setting: Setting
+            ) -> Callable[[torch.device, float], dict[str, Any]]:
+    def measure_memory(device: torch.device, scale: float) -> dict[str, Any]:
+        """Measure parameters, gradients, optimizer state, and the peak of the second step."""
+        with torch.device('meta'):
+            number = sum(x.numel() for x in setting.model.build().parameters())
+        need = 4 * number * COPIES[experiment.optimizer]
+        room = _room(device)
+        if room is not None and need > room:
+            return {'parameters': number, 'status': 'does not fit', 'model': need, 'room': room}
+
+        try:
+            job = Job(experiment, setting, _options(setting, device, scale))
+            return {'parameters': number, 'status': 'measured', **_memory_of(job, device)}
+        except (MemoryError, RuntimeError) as error:
+            if not is_exhaustion(error):
+                raise
+            return {'parameters': number, 'status': 'out of memory', 'reason': first_line(error)}
+
+    return measure_memory
+
+
+def _memory_of(job: Job, device: torch.device) -> dict[str, Any]:
+    train_keeping_gradients(job)  # makes gradients and optimizer state
+    start = time.perf_counter()
+    activations = peak_memory(lambda: train_keeping_gradients(job), [device])
+    synchronize([device])
+    seconds = time.perf_counter() - start
+
+    model = 0
+    for partition, optimizer in zip(job.partitions, job.optimizers):
+        model += sum(size_of_partition(partition, optimizer).values())
+    return {'model': model, 'activations': activations, 'seconds': seconds, 'batch': job.batch,
+            'chunks': job.chunks, 'resolution': job.resolution}
+
+
+def _options(setting: Setting, device: torch.device, scale: float) -> Options:
+    return Options((setting,), (device,), scale, epochs=2, skip_epochs=1, dtype=torch.float32,
+                   compile=False, seed=0, output='')
+
+
+def _room(device: torch.device) -> int | None:
+    """Return the bytes of a device, or ``None`` for memory of the host."""
+    if is_on_host(device):
+        return None
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    size: int = free
+    return size
+
+
+def _resnet(device: torch.device, scale: float) -> dict[str, Any]:
+    """Train ResNet-101 with and without a pipeline of one partition, in turn."""
+    jobs = {}
+    for name in RESNET:
+        setting = RESNET_SPEED.setting(name)
+        jobs[name] = Job(RESNET_SPEED, setting, _options(setting, device, scale))
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for number in range(2 + ROUNDS):
+        for name, job in jobs.items():
+            synchronize([device])
+            start = time.perf_counter()
+            job.step()
+            synchronize([device])
+            if number >= 2:  # The first steps choose algorithms and allocate memory.
+                times[name].append(time.perf_counter() - start)
+    rows = {name: {'batch': job.batch, 'chunks': job.chunks,
+                   'samples_per_second': job.batch / median(times[name])}
+            for name, job in jobs.items()}
+    return {'rows': rows, 'resolution': jobs[RESNET[0]].resolution}
+
+
+def _tests(device: torch.device, scale: float) -> dict[str, Any]:
+    """Run tests for accelerators, and return the numbers of their outcomes."""
+    if not (ROOT / 'tests').is_dir():
+        return {'status': 'not run, because there is no source checkout'}
+    if device.type == 'cpu' or is_simulated(device):
+        return {'status': 'not run, because the device is no GPU'}
+    command = ['pytest', '-q', '-m', 'accelerator', *TESTS]
+    try:
+        process = subprocess.run([sys.executable, '-m', *command], cwd=ROOT, text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                 timeout=TESTS_STOP)
+    except subprocess.TimeoutExpired:
+        return {'failure': f'tests took more than {TESTS_STOP} seconds'}
+    return {'command': ' '.join(command), 'status': 'run', **_outcomes(process.stdout)}
+
+
+def _outcomes(output: str) -> dict[str, Any]:
+    """Return the numbers of passed, failed and skipped tests, and the names of failed ones.
+
+    >>> _outcomes('FAILED tests/a.py::test - x\\n= 1 failed, 20 passed, 3 skipped in 2.00s =')
+    {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}
+    """
+    last = output.strip().splitlines()[-1:] or ['']
+    numbers = {name: int(number) for number, name in re.findall(r'(\d+) (\w+)', last[0])}
+    failed = numbers.get('failed', 0) + numbers.get('errors', 0) + numbers.get('error', 0)
+    return {'passed': numbers.get('passed', 0), 'failed': failed,
+            'skipped': numbers.get('skipped', 0),
+            'names': re.findall(r'^(?:FAILED|ERROR) (\S+)', output, re.MULTILINE)}

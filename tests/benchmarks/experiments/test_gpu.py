@@ -1,0 +1,197 @@
+"""Measurements on one device: results that grow, failures, and the page."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.experiments.gpu import gpt, page, parts
+from benchmarks.experiments.gpu.page import GPU_PAGE, make_gpu_page
+from benchmarks.experiments.gpu.prediction import predicted_seconds
+from benchmarks.models.gpt import Sizes
+from tests.benchmarks import tiny
+from torchgpipe.base.devices import current_device
+from torchgpipe.plan import MACHINES
+
+
+class Stopped(BaseException):
+    """The process is killed."""
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace the measurements; return the names of those that were taken."""
+    names = []
+
+    def part(name, act):
+        def measure(device, scale):
+            names.append(name)
+            return act()
+        return parts.Part(name, measure)
+
+    def stop():
+        raise Stopped
+
+    def fail():
+        raise ValueError('no such kernel\nmore')
+
+    def exhaust():
+        raise torch.OutOfMemoryError('4 GiB are free')
+
+    actions = {'stop': stop, 'fail': fail, 'exhaust': exhaust}
+
+    def use(*kinds):
+        made = [part(f'part {k}', actions.get(kind, lambda k=k: {'value': k}))
+                for k, kind in enumerate(kinds)]
+        monkeypatch.setattr('benchmarks.experiments.gpu.all_parts', lambda: made)
+        return names
+
+    return use
+
+
+def results_of(folder):
+    return json.loads((folder / 'gpu.json').read_text())['results']['parts']
+
+
+def test_a_run_goes_on_where_it_was_killed(run, tmp_path, measured):
+    names = measured('', 'stop', '')
+    with pytest.raises(Stopped):
+        run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert results_of(tmp_path) == {'part 0': {'value': 0}}
+
+    measured('', '', '')
+    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
+    assert names == ['part 0', 'part 1', 'part 1', 'part 2']
+    assert results_of(tmp_path) == {f'part {k}': {'value': k} for k in range(3)}
+    assert (tmp_path / 'gpu.md').read_text().startswith('# On a GPU')
+
+
+def test_a_failure_does_not_stop_later_measurements_and_is_measured_again(run, tmp_path, measured):
+    names = measured('fail', 'exhaust', '')
+    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert code == 1 and 'part 0: ValueError: no such kernel\n' in err
+    results = results_of(tmp_path)
+    assert results['part 1'] == {'status': 'out of memory', 'reason': '4 GiB are free'}
+    assert results['part 2'] == {'value': 2}
+    text = (tmp_path / 'gpu.md').read_text()
+    assert '- part 0: ValueError' in text and '- part 1: out of memory' in text
+
+    measured('', '', '')
+    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
+    assert names == ['part 0', 'part 1', 'part 2', 'part 0']
+
+
+def test_nothing_is_started_after_the_minutes(run, tmp_path, measured):
+    names = measured('', '')
+    code, out, _ = run('gpu', '--devices', 'cpu', '--output', tmp_path, '--minutes', 1e-9)
+    assert code == 0 and names == []
+    assert 'not started within 1e-09 minutes: part 0, part 1; run this again to go on' in out
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'scale': .5}, 'scale 0.5 instead of 1.0'), ({'device': 'cuda:0'}, 'cuda:0 instead of cpu')])
+def test_results_of_another_device_or_scale_are_refused(run, tmp_path, measured, change, message):
+    measured('')
+    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
+    path = tmp_path / 'gpu.json'
+    file = json.loads(path.read_text())
+    file['results'] |= change
+    path.write_text(json.dumps(file))
+    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert code == 2 and message in err and 'choose another --output' in err
+
+
+def test_results_of_another_version_are_refused(run, tmp_path, measured, monkeypatch):
+    measured('')
+    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
+    monkeypatch.setattr('torchgpipe.__version__', '99')
+    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert code == 2 and 'instead of 99' in err
+
+
+@pytest.mark.parametrize('text', ['{', '[]', '{"machine": {}}'])
+def test_a_file_without_results_is_kept(run, tmp_path, measured, text):
+    measured('')
+    (tmp_path / 'gpu.json').write_text(text)
+    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert code == 2 and 'has no results of this command' in err
+    assert (tmp_path / 'gpu.json').read_text() == text
+
+
+def test_several_devices_are_refused(run, tmp_path):
+    code, _, err = run('gpu', '--devices', 'cpu:0,cpu:1', '--output', tmp_path)
+    assert code == 2 and '--devices has 2' in err
+
+
+@pytest.mark.accelerator
+def test_memory_of_partitions_on_one_accelerator():
+    device = current_device()
+    setting = tiny.MEMORY.setting('pipeline-2')
+    result = parts._memory(tiny.MEMORY, setting)(device, .5)
+    assert result['status'] == 'measured' and (result['batch'], result['chunks']) == (4, 4)
+    # RMSprop: parameters, gradients and their squares. Norms have no gradients of buffers.
+    assert result['model'] == pytest.approx(12 * result['parameters'], rel=.01)
+    assert result['activations'] > 4 * 3 * result['resolution'] ** 2
+
+
+def test_a_model_that_is_larger_than_the_device_is_not_built(monkeypatch):
+    monkeypatch.setattr(parts, '_room', lambda device: 1000)
+    monkeypatch.setattr(parts, 'Job', None)
+    result = parts._memory(tiny.MEMORY, tiny.MEMORY.baseline)(torch.device('cpu'), 1.)
+    assert result['status'] == 'does not fit' and result['model'] == 12 * result['parameters']
+
+
+def test_a_gpt_by_all_orders_has_one_loss():
+    sizes = Sizes(vocabulary=11, context=4, width=8, heads=2, depth=8)
+    result = gpt.compare(sizes, torch.device('cpu'), 1)
+    rows = result['rows']
+    assert [name for name in rows if 'zb' in name or 'v-' in name] == [
+        'zb-h1, 1 partition', 'zb-h1, 4 partitions', 'zb-h1, 8 partitions', 'zb-v, 8 partitions',
+        'v-half, 8 partitions', 'v-min, 8 partitions']
+    losses = {row['loss'] for row in rows.values()}
+    assert max(losses) - min(losses) < 1e-4
+    assert all(row['seconds'] > 0 and row['peak'] > 0 for row in rows.values())
+    # One partition holds one micro-batch, as a loop does; four partitions hold several.
+    assert rows['1f1b, 4 partitions']['peak'] > rows['1f1b, 1 partition']['peak']
+    assert rows['1f1b, 4 partitions, always']['peak'] < rows['1f1b, 4 partitions']['peak']
+
+
+def test_different_losses_are_no_comparison(monkeypatch):
+    monkeypatch.setattr(gpt, '_checkpointed', lambda *args: torch.tensor(0.))
+    sizes = Sizes(vocabulary=11, context=4, width=8, heads=2, depth=2)
+    with pytest.raises(RuntimeError, match='the same loss'):
+        gpt.compare(sizes, torch.device('cpu'), 1)
+
+
+@pytest.mark.slow
+def test_the_whole_command_on_a_small_scale(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, 'AMOEBANETD_MEMORY', tiny.MEMORY)
+    monkeypatch.setattr(page, 'AMOEBANETD_MEMORY', tiny.MEMORY)
+    monkeypatch.setattr(parts, 'UNET_MEMORY', replace(tiny.MEMORY, name='other-memory'))
+    monkeypatch.setattr(parts, 'ROUNDS', 1)
+    code, _, err = run('gpu', '--devices', 'cpu', '--scale', .01, '--output', tmp_path)
+    assert code == 0, err
+    results = results_of(tmp_path)
+    assert 'failure' not in str(results) and len(results) == len(parts.all_parts())
+    text = (tmp_path / 'gpu.md').read_text()
+    for title in ('Tests', 'Engine per cell', 'A GPT on one device', 'ResNet-101',
+                  'The machine for plans', tiny.MEMORY.title):
+        assert title in text
+    assert 'torchgpipe' in text and torch.__version__ in text
+
+
+def test_the_page_is_made_of_the_results_that_are_kept():
+    assert GPU_PAGE.read_text() == make_gpu_page()
+
+
+def test_predictions_of_the_schedules_on_an_h100():
+    """Within 15 % of each, with splits after whole backwards, and more stages after these."""
+    times = json.loads((page.RESULTS / 'h100.json').read_text())['less memory']['milliseconds']
+    layers = times['1f1b 4'] / 1e3
+    predicted = {name: 1e3 * predicted_seconds(page.ORDERS[name], 16, layers, MACHINES['H100'])
+                 for name in times}
+    for name, time in times.items():
+        assert predicted[name] == pytest.approx(time, rel=.15), name
+    order = ['1f1b 4', 'gpipe 4', 'zb-h1 4', 'v-min 8', 'zb-v 8', 'v-half 8', '1f1b 4 always']
+    assert sorted(order, key=times.get) == order
+    assert sorted(order, key=predicted.get) == order  # sorting keeps the order of equal times
