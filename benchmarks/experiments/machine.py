@@ -187,9 +187,8 @@ def measure_machine(device: torch.device | None = None) -> Machine:
             bandwidth(device, torch.float32),
             seconds(partial(torch.add, torch.ones(1), 1), device), 0., gloo(), Link(),
             64, split=split_share(device, *BLOCKS[True][0]))
-    known = MACHINES.get(next((each for each in MACHINES if each in torch.cuda.get_device_name()),
-                              'H100'))
-    assert known is not None
+    gpu = torch.cuda.get_device_name(device)
+    known = MACHINES[next((each for each in MACHINES if each in gpu), 'H100')]
     rates = products(device, torch.bfloat16)
     one = torch.ones(1, device=device)
     tiny = partial(torch.add, one, one, out=torch.empty_like(one))
@@ -208,7 +207,8 @@ def timed_block(found: Machine, device: torch.device, width: int, heads: int, le
                 batch: int) -> dict[str, Any]:
     """Time and measure a GPT block, and predict the same."""
     dtype = torch.float32 if is_cpu(device) else torch.bfloat16
-    block = Block(Sizes(width=width, heads=heads)).to(device, dtype)
+    with device:
+        block = Block(Sizes(width=width, heads=heads)).to(dtype)
     x = torch.randn(batch, length, width, device=device, dtype=dtype, requires_grad=True)
     grad = torch.ones_like(x)
 
@@ -219,9 +219,9 @@ def timed_block(found: Machine, device: torch.device, width: int, heads: int, le
     both, forward = seconds(step, device, .3), seconds(partial(block, x), device, .3)
     saved: float | None = None
     if not is_cpu(device):
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated(device)
         kept = [block(x)]
-        saved = torch.cuda.memory_allocated() - before
+        saved = torch.cuda.memory_allocated(device) - before
         kept.clear()
     one = Transformer(1, width, heads, 1, length, dtype='float32' if is_cpu(device) else 'bfloat16'
                       ).profile(found, 1, batch).layers[1]
@@ -249,13 +249,15 @@ def machine(output: str) -> None:
 
 def machine_rows(found: Machine) -> Rows:
     """Return a table of a machine."""
+    # Links of accelerators take several of them.
+    assumed = ', not measured' if 'bfloat16' in found.flops else ''
     rows = [[f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most']
             for dtype, rate in found.flops.items()]
     rows += [[f'  of size {size:.0f}', f'{share:.1%} of it'] for size, share in found.shares]
     rows += [['fused attention', f'{found.attention_share:.1%} of it'],
              ['memory', f'{found.bandwidth / 1e9:.4g} GB/s'],
              ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
-             ['link on a host', f'{found.host.bandwidth / 1e9:.3g} GB/s, '
+             [f'link on a host{assumed}', f'{found.host.bandwidth / 1e9:.3g} GB/s, '
               f'{found.host.latency * 1e6:.3g} µs']]
     if found.actions:
         times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in found.actions.items()]

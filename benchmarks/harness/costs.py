@@ -5,6 +5,7 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.harness.report import Rows, describe, markdown
+from torchgpipe.plan import MACHINES
 
 __all__ = ['COSTS', 'costs_page']
 
@@ -24,6 +25,9 @@ RUNS = {'loop over micro-batches and layers': ("forward + backward, 'never'", 0)
         'loop with `torch.utils.checkpoint`': ("forward + backward, 'always'", 0),
         "`loss.backward()`, `checkpoint='always'`": ("forward + backward, 'always'", 1),
         "`step`, `checkpoint='never'`": ("step by 'gpipe', 'never'", 1)}
+
+#: The least milliseconds of an action on an H100.
+ACTION = MACHINES['H100'].actions['F'] * 1e3
 
 #: Partitions and micro-batches of these.
 SIZE = 4, 8
@@ -68,8 +72,9 @@ The overhead of the engine does not depend on the layers. Here the layers alone 
 {never[0]:.0f} µs in the loop. On one device, the plain call adds {own:.0f} µs. If forward and
 backward of a partition take one millisecond, this is {own / 10:.0f} %. From {own / 10:.1f} ms on,
 it is less than 1 %. A step on CPU workers adds {step[1] - step[0]:.0f} µs, which is less than 1 %
-from {(step[1] - step[0]) / 10:.0f} ms on. CPU workers share one interpreter. Accelerators do not
-wait for the interpreter, because the host runs ahead of them.
+from {(step[1] - step[0]) / 10:.0f} ms on. CPU workers share one interpreter. The host runs ahead
+of an accelerator, so its time counts only where the device has less work. On an H100, an action
+takes at least {ACTION:.1f} ms: see [On a GPU](gpu.md).
 ''']
 
 

@@ -1,6 +1,6 @@
 """A model in training, for one step of a setting."""
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,12 +71,17 @@ class Job:
         self.batch = setting.scaled_batch(options.scale)
         self.chunks = min(setting.chunks, self.batch)
         self.resolution = experiment.scaled_resolution(options.scale)
-        copies = COPIES[experiment.optimizer] if is_on_host(self.devices[0]) else 1
-        with torch.device('meta'):
-            number = sum(p.numel() for p in setting.model.build().parameters())
-        require(number * max(4, options.dtype.itemsize) * copies, str(setting.model))
+        # One accelerator draws the initial values itself. The host may not have the memory.
+        in_place = len({*self.devices}) == 1 and not is_on_host(self.devices[0])
+        if not in_place:
+            copies = COPIES[experiment.optimizer] if is_on_host(self.devices[0]) else 1
+            with torch.device('meta'):
+                number = sum(p.numel() for p in setting.model.build().parameters())
+            require(number * max(4, options.dtype.itemsize) * copies, str(setting.model))
         torch.manual_seed(options.seed)
-        self.model = wrap(change(setting.model.build()), setting, options, self.batch)
+        with self.devices[0] if in_place else nullcontext():
+            module = setting.model.build()
+        self.model = wrap(change(module), setting, options, self.batch)
         self.partitions = partitions_of(self.model)
         # Where memory counts, one parameter at a time: `foreach` may copy all of them at once.
         foreach = False if experiment.figure == 'memory' else None

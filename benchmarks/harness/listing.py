@@ -1,5 +1,6 @@
 """The command that lists all experiments, with settings and published figures."""
 from collections.abc import Sequence
+from textwrap import fill
 from types import ModuleType
 
 import click
@@ -33,7 +34,8 @@ def listing(modules: Sequence[ModuleType]) -> None:
     others = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
     click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
                'model + activations, in GB in the GPipe paper.\n'
-               f"Without published figures: {', '.join(others)}.\nMore: COMMAND --help.")
+               + fill(f"Without published figures: {', '.join(others)}.", 99)
+               + '\nMore: COMMAND --help.')
 
 
 def _row(experiment: Experiment, setting: Setting) -> list[str]:

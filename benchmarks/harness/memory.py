@@ -1,4 +1,5 @@
 """The memory that a partition keeps, and the peak of a step."""
+import gc
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ def peak_memory(step: Any, devices: list[torch.device]) -> int:
     before = {}
     for device, module in accelerators.items():
         torch.accelerator.synchronize(device)
+        gc.collect()  # Garbage that is freed within the step would hide a part of the peak.
         module.reset_peak_memory_stats(device)
         before[device] = module.memory_allocated(device)
     step()

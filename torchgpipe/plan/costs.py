@@ -434,7 +434,7 @@ class Costs:
     def of(profile: Measured, balance: Sequence[int], chunks: int,
            checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
            links: Links = Link(), overhead: Mapping[str, float] | None = None,
-           least: Mapping[str, float] | None = None) -> 'Costs':
+           least: Mapping[str, float] | None = None, split: float = 0.0) -> 'Costs':
         """Compute the costs of stages from the profile of the layers.
 
         If a profile does not have the shares of a split backward, they follow a rule. In a layer
@@ -460,6 +460,8 @@ class Costs:
             overhead: Seconds that an action takes in addition to its layers, by kind.
             least: The least seconds of an action, by kind, because the host needs them to start
                 its operations: see :class:`~torchgpipe.plan.Machine`.
+            split: The part of a backward by which its halves take longer, where the profile does
+                not have their shares.
 
         Raises:
             ValueError: The balance is for other layers, or an argument is wrong.
@@ -470,7 +472,7 @@ class Costs:
         blocks = profile.blocks(chunks, param_scale)
         m = blocks.m
         parts = [(one * x, other * x) for x, (one, other) in
-                 zip(blocks.backward, _shares(profile.layers))]
+                 zip(blocks.backward, _shares(profile.layers, split))]
         cuts = [0, *accumulate(balance)]
         check_kinds('overhead', overhead or {})
         check_kinds('least', least or {})
@@ -519,7 +521,7 @@ class Costs:
         return self.links if isinstance(self.links, Link) else self.links[source][target]
 
 
-def _shares(layers: Sequence[LayerProfile]) -> Iterator[tuple[float, float]]:
+def _shares(layers: Sequence[LayerProfile], split: float) -> Iterator[tuple[float, float]]:
     """Yield for each layer the shares of its backward that ``I`` and ``W`` take."""
     is_first = True
     for x in layers:
@@ -527,7 +529,7 @@ def _shares(layers: Sequence[LayerProfile]) -> Iterator[tuple[float, float]]:
         by_rule = (1.0 if is_first else 0.5) if is_trained else 0.0
         is_first = is_first and not is_trained
         if x.input_share is None or x.weight_share is None:
-            yield 1 - by_rule, by_rule
+            yield 1 - by_rule, by_rule + split * is_trained
         else:
             yield x.input_share, x.weight_share
 

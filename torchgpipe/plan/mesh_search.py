@@ -217,7 +217,7 @@ class MeshSearch:
         profile = self._profile(linked, tensor, micro_batch, recomputation).counted_once([
             rank for rank, number in zip(where, balance) for _ in range(number)])
         costs = Costs.of(profile, balance, 1, mode, param_scale=0.0,
-                         least=self._machine.actions)
+                         least=self._machine.actions, split=self._machine.split)
         trainable, frozen = [], []
         cuts = [0, *accumulate(balance)]
         for start, end in zip(cuts, cuts[1:]):

@@ -430,6 +430,7 @@ class Transformer:
         attention, others = self._attention(n, t, micro_batch), self._others(n, t)
         parts = [*others, attention]
         forward, backward, weights = self._seconds(machine, parts)
+        split = machine.split * backward  # The halves repeat no collective and no recomputation.
         saved = sum(part.saved for part in parts)
         if recomputation == 'selective':
             backward += self._seconds(machine, [attention])[0]
@@ -438,7 +439,7 @@ class Transformer:
         block = LayerProfile(
             '', forward + 2 * exchange, backward, w * self.block_parameters(t), 0, 0,
             round(saved), output, input_share=1 - weights / backward,
-            weight_share=weights / backward + machine.split,
+            weight_share=(weights + split) / backward,
             backward_bytes=round((4 * h * self._inner + w * n * self._inner) / t))
         return Profile(
             (self._embedding(machine, n, t, output),
@@ -502,12 +503,13 @@ class Transformer:
                      backward=6 * w * own * h + 14 * n * v, saved=2 * w * own * h, operations=8)
         exchange = machine.all_reduce(n * h * w, t)
         forward, backward, weights = self._seconds(machine, [part])
+        split = machine.split * backward
         backward += exchange
         return LayerProfile(
             str(self.layers + 1), forward, backward,
             round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))), 0, 0,
             round(part.saved), round(4 * n * v), input_share=1 - weights / backward,
-            weight_share=weights / backward + machine.split, backward_bytes=round(4 * n * v))
+            weight_share=(weights + split) / backward, backward_bytes=round(4 * n * v))
 
     def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.

@@ -10,7 +10,7 @@ from benchmarks.harness.sharding import (MEMORY, difference_cell, meaning, memor
                                          sharding_options, training)
 from benchmarks.harness.side_by_side import side_by_side
 
-__all__ = ['COMMANDS', 'SECTION']
+__all__ = ['COMMANDS', 'SECTION', 'size_panels']
 
 #: Largest relative difference of losses: rounding of float32.
 TOLERANCE = 1e-5
@@ -39,7 +39,7 @@ def classes(numbers: tuple[int, ...], steps: int, output: str, sizes: tuple[int,
             {'classes': size, 'rows': side_by_side(make, Options(size, features, batch), numbers,
                                                    steps, f'{size:,} classes', TOLERANCE)}
             for size in sorted({*sizes})]}
-    training('classes', output, measure, _parts, _panels)
+    training('classes', output, measure, _parts, size_panels)
 
 
 def _rows(cases: list[dict[str, Any]]) -> Rows:
@@ -56,7 +56,8 @@ def _loss_alone(row: dict[str, Any]) -> float:
     return max(rank['loss'] / rank['logits'] / 2 for rank in row['ranks'] if rank['logits'])
 
 
-def _panels(results: dict[str, Any]) -> list[Panel]:
+def size_panels(results: dict[str, Any]) -> list[Panel]:
+    """Return peaks and times by the number of classes."""
     cases = results['cases']
     sizes = [case['classes'] for case in cases]
     rows = list(zip(*[case['rows'] for case in cases]))

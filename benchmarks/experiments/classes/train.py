@@ -8,9 +8,10 @@ from torch.nn import functional as F
 import torchgpipe.shard as ts
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.trainer import Trainer
+from benchmarks.models.resnet18 import FEATURES, resnet18
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
-__all__ = ['Options', 'make']
+__all__ = ['ImageOptions', 'Options', 'make', 'make_resnet']
 
 
 class Options(NamedTuple):
@@ -18,6 +19,14 @@ class Options(NamedTuple):
 
     classes: int
     features: int
+    batch: int
+
+
+class ImageOptions(NamedTuple):
+    """The options of each process, for a ResNet-18."""
+
+    classes: int
+    resolution: int
     batch: int
 
 
@@ -68,3 +77,28 @@ def make(options: Options, sharded: bool) -> Classifier:
     ts.distributed.init_process_group()
     layer = ts.nn.ParallelLinear(options.features, options.classes, dim=1)
     return Classifier(layer, sharded, options)
+
+
+def make_resnet(options: ImageOptions, sharded: bool) -> Trainer:
+    """Make a trainer of a ResNet-18; after the same seed, so that all have the same values."""
+    torch.manual_seed(0)
+    backbone = resnet18()
+    head: nn.Module
+    if sharded:
+        ts.distributed.init_process_group()
+        head = ts.nn.ParallelLinear(FEATURES, options.classes, dim=1)
+    else:
+        head = nn.Linear(FEATURES, options.classes)
+    model = nn.Sequential(backbone, head)
+    cross_entropy = parallel_cross_entropy if sharded else F.cross_entropy
+    generator = torch.Generator().manual_seed(0)
+
+    def loss() -> Tensor:
+        images = torch.randn(options.batch, 3, options.resolution, options.resolution,
+                             generator=generator)
+        target = torch.randint(options.classes, (options.batch,), generator=generator)
+        with torch.autocast('cpu', torch.bfloat16):
+            value: Tensor = cross_entropy(model(images), target)
+        return value
+
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.01), loss)

@@ -13,21 +13,21 @@ from benchmarks.experiments.gpu.results import NAME, Results
 from benchmarks.harness.exhaustion import first_line, is_exhaustion
 from benchmarks.harness.options import parse_devices
 from benchmarks.harness.report import machine, output_folder, replacing
-from benchmarks.harness.simulated import is_on_host
-from torchgpipe.base.devices import CPU, accelerator, current_device
+from torchgpipe.base.devices import accelerator, current_device
 
 __all__ = ['COMMANDS', 'PAGES']
 
 
 @click.command()
 @click.option('--devices', callback=parse_devices, metavar='D',
-              help='One device. [default: the current accelerator, or cpu]')
+              help='One device. [default: the current accelerator]')
 @click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1., show_default=True,
               help='Fraction of batches, images and layers, for a small machine.')
 @click.option('--minutes', type=click.FloatRange(0, min_open=True), default=8., show_default=True,
               help='After these, nothing more is started; the next run goes on from there.')
 @click.option('--part', 'names', type=click.Choice([part.name for part in all_parts()]),
-              multiple=True, show_default='all', help='May be given several times.')
+              multiple=True, show_default='all',
+              help='May be given several times; it is measured again.')
 @click.option('--output', default='results', show_default=True, metavar='DIR',
               help='Where the results and the page go.')
 def gpu(devices: tuple[torch.device, ...], scale: float, minutes: float, names: tuple[str, ...],
@@ -39,21 +39,29 @@ def gpu(devices: tuple[torch.device, ...], scale: float, minutes: float, names: 
     """
     if len(devices) > 1:
         raise click.UsageError(f'this measures one device, but --devices has {len(devices)}')
-    device, = devices or [current_device() if accelerator() else CPU]
+    if not (devices or accelerator()):
+        raise click.UsageError('there is no accelerator; on the CPU, try it with --devices cpu '
+                               '--scale 0.01')
+    device, = devices or [current_device()]
+    if device.type != 'cpu':
+        torch.accelerator.set_device_index(device.index)
     folder = output_folder(output)
     results = Results(folder, device, scale)
     chosen = [part for part in all_parts() if not names or part.name in names]
+    chosen.sort(key=lambda part: results.has_failed(part.name))  # These may end the process.
 
     end = time.monotonic() + 60 * minutes
     skipped = []
-    for part in tqdm(chosen, desc=NAME, leave=False):
-        if results.is_complete(part.name):
-            continue
-        if time.monotonic() > end:
-            skipped.append(part.name)
-            continue
-        _measure(part, device, scale, results)
-        _write_page(folder, device, results)
+    try:
+        for part in tqdm(chosen, desc=NAME, leave=False):
+            if results.is_complete(part.name) and part.name not in names:
+                continue
+            if time.monotonic() > end:
+                skipped.append(part.name)
+                continue
+            _measure(part, device, scale, results)
+    finally:
+        _write_page(folder, results)
 
     click.echo(f'{folder / NAME}.json\n{folder / NAME}.md')
     if skipped:
@@ -74,15 +82,19 @@ def _measure(part: Part, device: torch.device, scale: float, results: Results) -
             results.add(part.name, {'status': 'out of memory', 'reason': reason})
         else:
             results.add(part.name, {'failure': f'{type(error).__name__}: {reason}'})
+            # After such an error the device takes no more work. Old versions have none.
+            if isinstance(error, getattr(torch, 'AcceleratorError', ())):
+                raise click.ClickException(f'{part.name}: {reason}; run this again to go on'
+                                           ) from None
     gc.collect()
     if device.type != 'cpu':
         torch.get_device_module(device).empty_cache()
 
 
-def _write_page(folder: Path, device: torch.device, results: Results) -> None:
+def _write_page(folder: Path, results: Results) -> None:
     path = folder / f'{NAME}.md'
     with replacing(path) as new:
-        new.write_text(gpu_page(machine(), not is_on_host(device), results.parts))
+        new.write_text(gpu_page(machine(), results.to_dict()))
 
 
 COMMANDS = [gpu]

@@ -9,6 +9,7 @@ The partitions run in the order of the schedule for several devices::
 There are no bubbles and no copies. The differences between schedules are the costs of actions and
 of a split backward, and the memory of activations.
 """
+import gc
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness.exhaustion import is_exhaustion
 from benchmarks.harness.memory import peak_memory
+from benchmarks.harness.simulated import is_on_host
 from benchmarks.models.gpt import GPT, Sizes, layers
 from torchgpipe import GPipe
-from torchgpipe.base.devices import is_cpu, memory_of, synchronize
+from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.schedule import make
 
 __all__ = ['MICRO_BATCHES', 'compare']
@@ -49,44 +52,56 @@ def compare(sizes: Sizes, device: torch.device, rounds: int) -> dict[str, Any]:
         rounds: The number of rounds, of which the medians count.
 
     Returns:
-        By contender the seconds and the loss of a step, and the peak in bytes above the memory
-        before it, which has the parameters and their gradients.
+        By contender the seconds and the loss of a step, and the peak in bytes above the
+        parameters; or that it is out of memory.
 
     Raises:
         RuntimeError: Two contenders have different losses.
     """
-    contenders = _contenders(sizes, device)
-    losses: dict[str, float] = {}
-    peaks: dict[str, int] = {}
+    model, contenders = _contenders(sizes, device)
+    rows: dict[str, dict[str, Any]] = {}
     for name, step in contenders.items():
-        losses[name] = step().item()  # not timed: allocates memory
-        peaks[name] = peak_memory(step, [device])
-    first = next(iter(losses.values()))
-    for name, loss in losses.items():
-        if not abs(loss - first) < 1e-2 * abs(first):
-            raise RuntimeError(f'contenders should have the same loss, but have {losses}')
+        try:
+            rows[name] = {'loss': step().item()}  # allocates memory, so it is not measured
+            # A schedule has gradients of its own until its end. Where there are earlier ones, both
+            # exist at that time.
+            model.zero_grad()
+            rows[name]['peak'] = peak_memory(step, [device])
+        except (MemoryError, RuntimeError) as error:
+            if not is_exhaustion(error):
+                raise
+            rows[name] = {'status': 'out of memory'}
+        model.zero_grad()
+        gc.collect()
+    _check_losses({name: row['loss'] for name, row in rows.items() if 'loss' in row})
 
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[float]] = {name: [] for name, row in rows.items() if 'loss' in row}
     for _ in range(rounds):
-        for name, step in contenders.items():
+        for name, seconds in times.items():
+            model.zero_grad()
             synchronize([device])
             start = time.perf_counter()
-            step()
+            contenders[name]()
             synchronize([device])
-            times[name].append(time.perf_counter() - start)
-
-    rows = {}
-    for name in contenders:
-        rows[name] = {'seconds': median(times[name]), 'peak': peaks[name], 'loss': losses[name]}
+            seconds.append(time.perf_counter() - start)
+    for name, seconds in times.items():
+        rows[name]['seconds'] = median(seconds)
     return {'sizes': sizes._asdict(), 'micro_batches': MICRO_BATCHES, 'sequences': SEQUENCES,
             'rounds': rounds, 'rows': rows}
 
 
-def _contenders(sizes: Sizes, device: torch.device) -> dict[str, Step]:
-    """Return functions by name that compute the gradients of one mini-batch."""
+def _check_losses(losses: dict[str, float]) -> None:
+    """Check that all contenders train the same model on the same data."""
+    for loss in losses.values():
+        if not abs(loss - min(losses.values())) < 1e-2 * abs(loss):
+            raise RuntimeError(f'contenders should have the same loss, but have {losses}')
+
+
+def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str, Step]]:
+    """Return a model, and functions by name that compute its gradients of one mini-batch."""
     torch.manual_seed(0)
     memory = memory_of(device)
-    dtype = torch.float32 if is_cpu(device) else torch.bfloat16
+    dtype = torch.float32 if is_on_host(device) else torch.bfloat16
     model = layers(GPT(sizes)).to(memory, dtype)
     samples = MICRO_BATCHES * SEQUENCES
     tokens = torch.randint(sizes.vocabulary, (samples, sizes.context + 1)).to(memory)
@@ -106,7 +121,7 @@ def _contenders(sizes: Sizes, device: torch.device) -> dict[str, Step]:
             name = f'{schedule}, {stages} partition' + 's' * (stages > 1) + ', always' * (
                 mode == 'always')
             contenders[name] = partial(pipeline.step, x, y, _loss, schedule=order)
-    return contenders
+    return model, contenders
 
 
 def _balance(number: int, stages: int) -> list[int]:

@@ -24,8 +24,9 @@ START = '''# On a GPU
 
 <!-- Written by `python -m benchmarks gpu` and `page` from benchmarks/results; do not edit. -->
 
-`python -m benchmarks gpu` measures everything that one GPU can show, in about eight minutes. All
-partitions are on that GPU. A run that was stopped goes on where it was.
+`python -m benchmarks gpu` measures everything that one GPU can show. All partitions are on that
+GPU. After eight minutes it starts nothing more. The next run goes on where an earlier one stopped.
+All of it takes about a quarter of an hour on an H100.
 
 One device cannot show everything:
 
@@ -45,6 +46,9 @@ ORDERS = {'gpipe 4': Order('gpipe', 4), '1f1b 4': Order('1f1b', 4), 'zb-h1 4': O
 #: Micro-batches of that measurement.
 MICRO_BATCHES = 16
 
+#: PyTorch's default.
+TF32 = 'Convolutions use TF32 on GPUs that have it, matrix products do not.'
+
 #: Sections, by the results that they have.
 Section = Iterator[str | Rows]
 
@@ -55,24 +59,30 @@ def make_gpu_page() -> str:
     parts = [START]
     if path.exists():
         stored = json.loads(path.read_text())
-        parts += _sections(stored['machine'], True, stored['results']['parts'])
+        parts += _sections(stored['machine'], stored['results'])
     parts += _written(_h100(json.loads((RESULTS / 'h100.json').read_text())))
     return '\n'.join(parts)
 
 
-def gpu_page(machine: dict[str, Any], accelerated: bool, parts: dict[str, Any]) -> str:
+def gpu_page(machine: dict[str, Any], results: dict[str, Any]) -> str:
     """Return a page.
 
     Args:
         machine: The machine of the measurements.
-        accelerated: Whether they ran on a GPU.
-        parts: The results by name.
+        results: The device, the scale and the parts.
     """
-    return '\n'.join([START, *_sections(machine, accelerated, parts)])
+    return '\n'.join([START, *_sections(machine, results)])
 
 
-def _sections(machine: dict[str, Any], accelerated: bool, parts: dict[str, Any]) -> list[str]:
-    return _written([f'`python -m benchmarks gpu`, {describe(machine, accelerated)}:',
+def _sections(machine: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    parts = results['parts']
+    accelerated = not results['device'].startswith('cpu')
+    # Of several GPUs, one was measured.
+    where = describe({**machine, 'gpus': [results['name']]}, accelerated)
+    command = f"python -m benchmarks gpu --devices {results['device']}"
+    if results['scale'] < 1:
+        command += f" --scale {results['scale']:g}"
+    return _written([f'`{command}`, {where}:',
                      *_tests(parts), *_cells(parts), *_gpt(parts),
                      *_memory(AMOEBANETD_MEMORY, parts), *_memory(UNET_MEMORY, parts),
                      *_resnet(parts), *_machine(parts), *_failures(parts)])
@@ -129,12 +139,17 @@ def _gpt(parts: dict[str, Any]) -> Section:
     yield _text(f"{sizes['depth']} blocks of width {sizes['width']}, {sizes['context']} tokens, "
                 f"{part['micro_batches']} micro-batches of {part['sequences']} sequences; forward "
                 f"and backward of a mini-batch; medians of {part['rounds']} interleaved rounds. "
-                'The peak is in addition to parameters and gradients. Schedules with several '
-                'partitions run in the order for 4 or 8 devices, V-shaped ones with two '
+                'The peak is in addition to parameters, and includes gradients. Schedules with '
+                'several partitions run in the order for 4 or 8 devices, V-shaped ones with two '
                 'partitions of each device.')
-    first = part['rows']['plain PyTorch']['seconds']
-    rows = [[name, f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / first:.3f}",
-             f"{row['peak'] / 2 ** 20:.0f}"] for name, row in part['rows'].items()]
+    first = part['rows']['plain PyTorch'].get('seconds', float('nan'))
+    rows = []
+    for name, row in part['rows'].items():
+        if 'status' in row:
+            rows.append([name, row['status'], '—', '—'])
+            continue
+        rows.append([name, f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / first:.3f}",
+                     f"{row['peak'] / 2 ** 20:.0f}"])
     yield ['step', 'ms', 'relative to plain PyTorch', 'peak, MiB'], rows
 
 
@@ -161,7 +176,8 @@ def _memory(experiment: Experiment, parts: dict[str, Any]) -> Section:
     yield f'## {experiment.title}'
     yield _text('All partitions are on the one device. Model memory is parameters, gradients and '
                 'optimizer state. Activations are the peak of a step above it, as the allocator '
-                'counts tensors. Published totals are sums over devices of the reserved memory.')
+                'counts tensors. Published totals are sums over devices of the reserved memory. '
+                f'{TF32}')
     yield (['setting', 'model', 'parameters', 'model memory, GiB', 'activations, GiB',
             'total, GiB', 'batch, images', 'published model', 'published total'], rows)
 
@@ -171,15 +187,19 @@ def _resnet(parts: dict[str, Any]) -> Section:
     if 'rows' not in part:
         return
     yield '## ResNet-101'
-    yield f"Images of {part['resolution']}², float32."
-    first = part['rows']['baseline']['samples_per_second']
+    yield f"Images of {part['resolution']}² in float32. {TF32}"
+    first = part['rows']['baseline'].get('samples_per_second')
     rows = []
     for name, row in part['rows'].items():
         setting = RESNET_SPEED.setting(name)
+        if 'status' in row:
+            rows.append([name, row['status'], '—', '—', '—'])
+            continue
         ratio = RESNET_SPEED.published_ratio(setting, OURS)
         rows.append([name, f"{row['batch']} in {row['chunks']}",
                      number(row['samples_per_second']),
-                     number(row['samples_per_second'] / first), number(ratio)])
+                     number(row['samples_per_second'] / first if first else None, '—'),
+                     number(ratio)])
     yield ['setting', 'batch', 'samples/s', 'ratio', 'published ratio'], rows
 
 

@@ -28,8 +28,10 @@ __all__ = ['Part', 'all_parts']
 
 ROOT = Path(__file__).parents[3]
 
-#: Tests for accelerators that take about a minute.
-TESTS = ('tests/engine', 'tests/skip', 'tests/training')
+#: Tests for accelerators: streams, skips, split backwards, schedules, equality of results.
+TESTS = ('tests/accelerator', 'tests/skip', 'tests/engine/test_streams.py',
+         'tests/engine/test_gradients_split.py', 'tests/engine/test_scheduled_modes.py',
+         'tests/engine/test_plain_call_equivalence.py')
 
 #: Seconds after which tests are stopped.
 TESTS_STOP = 150
@@ -60,11 +62,10 @@ class Part(NamedTuple):
 
 def all_parts() -> list[Part]:
     """Return all measurements, in their order."""
-    return [Part('machine', _machine),
+    return [Part('machine', _machine), Part('tests', _tests),
             *(Part(name, _cells(*size)) for name, size in CELLS.items()),
-            Part('GPT', _gpt),
-            *_memories(AMOEBANETD_MEMORY), *_memories(UNET_MEMORY),
-            Part('ResNet-101', _resnet), Part('tests', _tests)]
+            Part('GPT', _gpt), Part('ResNet-101', _resnet),
+            *_memories(AMOEBANETD_MEMORY), *_memories(UNET_MEMORY)]
 
 
 def _machine(device: torch.device, scale: float) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _memories(experiment: Experiment) -> Iterator[Part]:
 def _memory(experiment: Experiment, setting: Setting
             ) -> Callable[[torch.device, float], dict[str, Any]]:
     def measure_memory(device: torch.device, scale: float) -> dict[str, Any]:
-        """Measure parameters, gradients, optimizer state, and the peak of the second step."""
+        """Measure parameters, gradients, optimizer state, and the peak of a step."""
         with torch.device('meta'):
             number = sum(x.numel() for x in setting.model.build().parameters())
         need = 4 * number * COPIES[experiment.optimizer]
@@ -124,17 +125,17 @@ def _memory(experiment: Experiment, setting: Setting
 
 
 def _memory_of(job: Job, device: torch.device) -> dict[str, Any]:
-    train_keeping_gradients(job)  # makes gradients and optimizer state
-    start = time.perf_counter()
+    for partition, optimizer in zip(job.partitions, job.optimizers):
+        for parameter in partition.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # makes its state
     activations = peak_memory(lambda: train_keeping_gradients(job), [device])
-    synchronize([device])
-    seconds = time.perf_counter() - start
 
     model = 0
     for partition, optimizer in zip(job.partitions, job.optimizers):
         model += sum(size_of_partition(partition, optimizer).values())
-    return {'model': model, 'activations': activations, 'seconds': seconds, 'batch': job.batch,
-            'chunks': job.chunks, 'resolution': job.resolution}
+    return {'model': model, 'activations': activations, 'batch': job.batch, 'chunks': job.chunks,
+            'resolution': job.resolution}
 
 
 def _options(setting: Setting, device: torch.device, scale: float) -> Options:
@@ -153,23 +154,32 @@ def _room(device: torch.device) -> int | None:
 
 def _resnet(device: torch.device, scale: float) -> dict[str, Any]:
     """Train ResNet-101 with and without a pipeline of one partition, in turn."""
-    jobs = {}
+    jobs: dict[str, Job] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in RESNET:
         setting = RESNET_SPEED.setting(name)
-        jobs[name] = Job(RESNET_SPEED, setting, _options(setting, device, scale))
+        try:
+            job = Job(RESNET_SPEED, setting, _options(setting, device, scale))
+            for _ in range(2):  # These choose algorithms and allocate memory.
+                job.step()
+            jobs[name] = job
+            rows[name] = {'batch': job.batch, 'chunks': job.chunks}
+        except (MemoryError, RuntimeError) as error:
+            if not is_exhaustion(error):
+                raise
+            rows[name] = {'status': 'out of memory'}
+
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    for number in range(2 + ROUNDS):
+    for _ in range(ROUNDS):
         for name, job in jobs.items():
             synchronize([device])
             start = time.perf_counter()
             job.step()
             synchronize([device])
-            if number >= 2:  # The first steps choose algorithms and allocate memory.
-                times[name].append(time.perf_counter() - start)
-    rows = {name: {'batch': job.batch, 'chunks': job.chunks,
-                   'samples_per_second': job.batch / median(times[name])}
-            for name, job in jobs.items()}
-    return {'rows': rows, 'resolution': jobs[RESNET[0]].resolution}
+            times[name].append(time.perf_counter() - start)
+    for name, job in jobs.items():
+        rows[name]['samples_per_second'] = job.batch / median(times[name])
+    return {'rows': rows, 'resolution': RESNET_SPEED.scaled_resolution(scale)}
 
 
 def _tests(device: torch.device, scale: float) -> dict[str, Any]:
@@ -178,14 +188,18 @@ def _tests(device: torch.device, scale: float) -> dict[str, Any]:
         return {'status': 'not run, because there is no source checkout'}
     if device.type == 'cpu' or is_simulated(device):
         return {'status': 'not run, because the device is no GPU'}
-    command = ['pytest', '-q', '-m', 'accelerator', *TESTS]
+    command = ['pytest', '-q', '--whole', '-n', '4', '-m', 'accelerator', *TESTS]
     try:
         process = subprocess.run([sys.executable, '-m', *command], cwd=ROOT, text=True,
                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                  timeout=TESTS_STOP)
     except subprocess.TimeoutExpired:
-        return {'failure': f'tests took more than {TESTS_STOP} seconds'}
-    return {'command': ' '.join(command), 'status': 'run', **_outcomes(process.stdout)}
+        return {'status': f'stopped after {TESTS_STOP} seconds'}
+    outcomes = _outcomes(process.stdout)
+    if outcomes['passed'] + outcomes['failed'] == 0:
+        lines = process.stdout.strip().splitlines() or ['no output']
+        return {'failure': f'pytest ran no test (exit code {process.returncode}): {lines[-1]}'}
+    return {'command': ' '.join(command), 'status': 'run', **outcomes}
 
 
 def _outcomes(output: str) -> dict[str, Any]:
@@ -194,8 +208,10 @@ def _outcomes(output: str) -> dict[str, Any]:
     >>> _outcomes('FAILED tests/a.py::test - x\\n= 1 failed, 20 passed, 3 skipped in 2.00s =')
     {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}
     """
-    last = output.strip().splitlines()[-1:] or ['']
-    numbers = {name: int(number) for number, name in re.findall(r'(\d+) (\w+)', last[0])}
+    summaries = [line for line in output.splitlines() if re.search(r'\d in [\d.]+s|\d+ passed|'
+                                                                   r'\d+ failed', line)]
+    last = summaries[-1] if summaries else ''
+    numbers = {name: int(number) for number, name in re.findall(r'(\d+) (\w+)', last)}
     failed = numbers.get('failed', 0) + numbers.get('errors', 0) + numbers.get('error', 0)
     return {'passed': numbers.get('passed', 0), 'failed': failed,
             'skipped': numbers.get('skipped', 0),

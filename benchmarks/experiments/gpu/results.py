@@ -15,7 +15,7 @@ __all__ = ['NAME', 'Results']
 NAME = 'gpu'
 
 #: The facts of a machine that all results of a file share.
-SAME = ('torchgpipe', 'torch', 'python', 'cpu', 'gpus', 'cuda')
+SAME = ('torchgpipe', 'torch', 'python', 'cpu', 'cores', 'cuda', 'cudnn')
 
 
 class Results:
@@ -33,7 +33,7 @@ class Results:
 
     def __init__(self, folder: Path, device: torch.device, scale: float) -> None:
         self._folder = folder
-        self._settings = {'device': str(device), 'scale': scale}
+        self._settings = {'device': str(device), 'name': _name(device), 'scale': scale}
         self._by_name: dict[str, Any] = {}
 
         path = folder / f'{NAME}.json'
@@ -56,12 +56,16 @@ class Results:
 
     def is_complete(self, name: str) -> bool:
         """Return whether there is a result of this name, and no failure."""
-        return name in self._by_name and 'failure' not in self._by_name[name]
+        return name in self._by_name and not self.has_failed(name)
 
     def add(self, name: str, result: dict[str, Any]) -> None:
         """Write a result."""
         self._by_name[name] = result
-        write_json(self._folder, NAME, {**self._settings, 'parts': self._by_name})
+        write_json(self._folder, NAME, self.to_dict())
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether a measurement of this name has failed."""
+        return 'failure' in self._by_name.get(name, {})
 
     def failures(self, names: Sequence[str]) -> list[str]:
         """Return the failures of measurements, each with its name."""
@@ -72,13 +76,20 @@ class Results:
                 lines.append(f'{name}: {failure}')
         return lines
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """All results by name."""
-        return self._by_name
+    def to_dict(self) -> dict[str, Any]:
+        """Return the device, the scale, and all results by name."""
+        return {**self._settings, 'parts': self._by_name}
 
 
 def _facts(machine: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that results of one file share."""
     facts = {name: machine[name] for name in SAME}
-    return {**facts, 'device': settings['device'], 'scale': settings['scale']}
+    return {**facts, **{name: settings[name] for name in ('device', 'name', 'scale')}}
+
+
+def _name(device: torch.device) -> str:
+    """Return the name of an accelerator, or of the device's type."""
+    if device.type == 'cpu':
+        return device.type
+    name: str = torch.get_device_module(device).get_device_name(device)
+    return name

@@ -11,7 +11,7 @@ from benchmarks.models.gpt import GPT, Sizes
 from benchmarks.models.sharded_gpt import sharded_gpt
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
-__all__ = ['Options', 'make']
+__all__ = ['Options', 'TokenOptions', 'make', 'make_of_tokens']
 
 BATCH, MAX_NORM = 16, 1.
 
@@ -21,6 +21,13 @@ class Options(NamedTuple):
 
     text: str
     sizes: Sizes
+
+
+class TokenOptions(NamedTuple):
+    """The options of each process, for random tokens."""
+
+    sizes: Sizes
+    batch: int
 
 
 class Batches:
@@ -59,3 +66,23 @@ def make(options: Options, sharded: bool) -> Trainer:
     clip = ts.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
     return Trainer(model, torch.optim.AdamW(model.parameters(), 1e-3), loss,
                    lambda parameters: clip(parameters, MAX_NORM))
+
+
+def make_of_tokens(options: TokenOptions, sharded: bool) -> Trainer:
+    """Make a trainer of a GPT on random tokens; after the same seed, as above."""
+    if sharded:
+        ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    sizes = options.sizes
+    model = sharded_gpt(sizes) if sharded else GPT(sizes)
+    generator = torch.Generator().manual_seed(0)
+
+    def loss() -> Tensor:
+        tokens = torch.randint(sizes.vocabulary, (options.batch, sizes.context + 1),
+                               generator=generator)
+        scores, targets = model(tokens[:, :-1]), tokens[:, 1:]
+        if sharded:
+            return parallel_cross_entropy(scores, targets)
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    return Trainer(model, torch.optim.AdamW(model.parameters(), 1e-4), loss)

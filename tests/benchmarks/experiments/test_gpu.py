@@ -41,8 +41,10 @@ def measured(monkeypatch):
     actions = {'stop': stop, 'fail': fail, 'exhaust': exhaust}
 
     def use(*kinds):
-        made = [part(f'part {k}', actions.get(kind, lambda k=k: {'value': k}))
-                for k, kind in enumerate(kinds)]
+        made = []
+        for k, kind in enumerate(kinds):
+            act = kind if callable(kind) else actions.get(kind, lambda k=k: {'value': k})
+            made.append(part(f'part {k}', act))
         monkeypatch.setattr('benchmarks.experiments.gpu.all_parts', lambda: made)
         return names
 
@@ -116,6 +118,74 @@ def test_a_file_without_results_is_kept(run, tmp_path, measured, text):
     code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
     assert code == 2 and 'has no results of this command' in err
     assert (tmp_path / 'gpu.json').read_text() == text
+
+
+def test_a_part_that_is_named_is_measured_again(run, tmp_path, monkeypatch):
+    numbers = iter(range(9))
+    monkeypatch.setattr('benchmarks.experiments.gpu.all_parts', lambda: [
+        parts.Part('tests', lambda device, scale: {'status': f'not run {next(numbers)}'})])
+    for words, expected in ((), 0), ((), 0), (('--part', 'tests'), 1):
+        assert run('gpu', '--devices', 'cpu', '--output', tmp_path, *words)[0] == 0
+        assert results_of(tmp_path) == {'tests': {'status': f'not run {expected}'}}
+
+
+def test_an_error_that_ends_the_device_ends_the_run(run, tmp_path, measured, monkeypatch):
+    class Ended(RuntimeError):
+        pass
+
+    def end():
+        raise Ended('an illegal memory access')
+
+    monkeypatch.setattr(torch, 'AcceleratorError', Ended, raising=False)
+    names = measured(end, '')
+    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert code == 1 and 'an illegal memory access; run this again to go on' in err
+    assert names == ['part 0']
+
+    # What failed comes last, so that it does not keep others from being measured.
+    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 1
+    assert names == ['part 0', 'part 1', 'part 0']
+
+
+def test_the_default_is_an_accelerator(run, tmp_path, monkeypatch):
+    monkeypatch.setattr('benchmarks.experiments.gpu.accelerator', lambda: None)
+    code, _, err = run('gpu', '--output', tmp_path)
+    assert code == 2 and '--devices cpu --scale 0.01' in err
+
+
+def test_a_schedule_without_memory_leaves_the_others(monkeypatch):
+    made = gpt._contenders
+
+    def contenders(sizes, device):
+        model, steps = made(sizes, device)
+
+        def exhaust():
+            raise torch.OutOfMemoryError('4 GiB are free')
+
+        return model, {**steps, 'zb-h1, 1 partition': exhaust}
+
+    monkeypatch.setattr(gpt, '_contenders', contenders)
+    sizes = Sizes(vocabulary=11, context=4, width=8, heads=2, depth=2)
+    rows = gpt.compare(sizes, torch.device('cpu'), 1)['rows']
+    assert rows.pop('zb-h1, 1 partition') == {'status': 'out of memory'}
+    assert all(row['seconds'] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize('output, expected', [
+    ('FAILED tests/a.py::test - x\n= 1 failed, 20 passed, 3 skipped in 2.00s =\nmore text',
+     {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}),
+    ('ERROR tests/b.py\n5 passed, 1 error in 0.10s',
+     {'passed': 5, 'failed': 1, 'skipped': 0, 'names': ['tests/b.py']}),
+    ('No module named pytest', {'passed': 0, 'failed': 0, 'skipped': 0, 'names': []})])
+def test_outcomes_of_tests(output, expected):
+    assert parts._outcomes(output) == expected
+
+
+def test_tests_that_do_not_run_are_a_failure(monkeypatch):
+    monkeypatch.setattr(parts, 'is_simulated', lambda device: False)
+    monkeypatch.setattr(parts, 'TESTS', ['tests/none.py'])
+    result = parts._tests(torch.device('meta'), 1.)
+    assert 'pytest ran no test (exit code ' in result['failure']
 
 
 def test_several_devices_are_refused(run, tmp_path):

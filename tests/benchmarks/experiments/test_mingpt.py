@@ -6,6 +6,7 @@ import torch
 from torch import distributed
 
 import torchgpipe.shard as ts
+from benchmarks.experiments import mingpt_sizes as sizes
 from benchmarks.experiments.mingpt.train import Batches
 from benchmarks.harness.processes import Processes, is_available
 from benchmarks.models.gpt import GPT, Sizes
@@ -88,3 +89,24 @@ def test_mingpt(run, tmp_path):
         assert all(rank[kind] < size for kind, size in plain['ranks'][0].items())
     assert f"{results['vocabulary']} different ones" in out and 'sharded over 2' in out
     assert (tmp_path / 'mingpt.png').exists() and (tmp_path / 'mingpt.svg').exists()
+
+
+@pytest.mark.slow
+def test_mingpt_sizes(run, tmp_path, monkeypatch):
+    """A size that fits is trained; one that does not is run as a dry run only."""
+    monkeypatch.setattr(sizes, 'SIZES', {'10M': (2, 192, 4), '57M': (3, 192, 4)})
+    few, many = (sizes.parameters_of(sizes.sizes_of(name)) for name in ('10M', '57M'))
+    monkeypatch.setattr(sizes, 'free_memory', lambda: 16 * (few + many))
+    code, out, err = run('mingpt-sizes', '--processes', 2, '--size', '10M', '--size', '57M',
+                         '--output', tmp_path)
+    assert code == 0, err
+    results = json.loads((tmp_path / 'mingpt-sizes.json').read_text())['results']
+    trained, dry = results['cases']
+    assert [row['name'] for row in trained['rows']] == ['plain', 'sharded over 2']
+    assert dry['rows'] == [] and [*dry['dry']] == ['plain', 'sharded over 2']
+    # Parameters, gradients and both moments are exact; a dry run gathers the scores as well.
+    for row in trained['rows']:
+        predicted = trained['dry'][row['name']]
+        assert max(rank['peak'] for rank in row['ranks']) == pytest.approx(predicted, rel=.25)
+    lines = [line for line in out.splitlines() if line.startswith(f'{many:,}')]
+    assert len(lines) == 2 and all('—' in line for line in lines)
