@@ -96,7 +96,7 @@ def test_mingpt_sizes(run, tmp_path, monkeypatch):
     """A size that fits is trained; one that does not is run as a dry run only."""
     monkeypatch.setattr(sizes, 'SIZES', {'10M': (2, 192, 4), '57M': (3, 192, 4)})
     few, many = (sizes.parameters_of(sizes.sizes_of(name)) for name in ('10M', '57M'))
-    monkeypatch.setattr(sizes, 'free_memory', lambda: 16 * (few + many))
+    monkeypatch.setattr(sizes, 'free_memory', lambda: 20 * (few + many))
     code, out, err = run('mingpt-sizes', '--processes', 2, '--size', '10M', '--size', '57M',
                          '--output', tmp_path)
     assert code == 0, err
