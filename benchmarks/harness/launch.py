@@ -42,7 +42,6 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
     context.set_forkserver_preload([run.__module__])  # torch is imported once
     click.echo(f'starting {config.world} processes', err=True)
     for attempt in range(config.restarts + 1):
-        start_server()  # before the store, whose thread could take Ctrl-C
         # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
         # of an attempt never find addresses of ranks that have ended.
         store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -54,6 +53,7 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
                  for rank in range(config.world)]
         failed, code = None, 0
         try:
+            start_server()
             for process in ranks:
                 process.start()
             failed = _first_failure(ranks)
