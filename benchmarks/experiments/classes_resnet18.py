@@ -3,7 +3,7 @@ from typing import Any
 
 import click
 
-from benchmarks.experiments.classes import size_panels
+from benchmarks.experiments.classes import classes_option, size_panels
 from benchmarks.harness.exhaustion import require
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows
@@ -22,9 +22,7 @@ TOLERANCE = 1e-3
 
 @click.command(NAME)
 @sharding_options(5, (2, 4))
-@click.option('--classes', 'sizes', type=click.IntRange(2), multiple=True,
-              default=(1_000, 10_000, 100_000, 1_000_000), show_default=True,
-              help='How many there are; may be given several times.')
+@classes_option
 @click.option('--resolution', type=click.IntRange(32), default=64, show_default=True,
               help='Height and width of the images.')
 @click.option('--batch', type=click.IntRange(2), default=16, show_default=True,

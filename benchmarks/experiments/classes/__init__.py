@@ -10,17 +10,21 @@ from benchmarks.harness.sharding import (MEMORY, difference_cell, meaning, memor
                                          sharding_options, training)
 from benchmarks.harness.side_by_side import side_by_side
 
-__all__ = ['COMMANDS', 'SECTION', 'size_panels']
+__all__ = ['COMMANDS', 'SECTION', 'classes_option', 'size_panels']
 
 #: Largest relative difference of losses: rounding of float32.
 TOLERANCE = 1e-5
 
 
+classes_option = click.option(
+    '--classes', 'sizes', type=click.IntRange(2), multiple=True,
+    default=(1_000, 10_000, 100_000, 1_000_000), show_default=True,
+    help='How many there are; may be given several times.')
+
+
 @click.command()
 @sharding_options(7)
-@click.option('--classes', 'sizes', type=click.IntRange(2), multiple=True,
-              default=(1_000, 10_000, 100_000, 1_000_000), show_default=True,
-              help='How many there are; may be given several times.')
+@classes_option
 @click.option('--features', type=click.IntRange(1), default=64, show_default=True,
               help='Of a sample.')
 @click.option('--batch', type=click.IntRange(1), default=64, show_default=True,

@@ -108,7 +108,7 @@ def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     contenders: dict[str, Step] = {
-        'plain PyTorch': partial(_plain, model, x, y),
+        'plain PyTorch': partial(_in_parts, model, x, y),
         'torch.utils.checkpoint': partial(_checkpointed, model, x, y)}
     for schedule, devices in ORDERS:
         order = make(schedule, devices, MICRO_BATCHES)
@@ -134,11 +134,6 @@ def _loss(scores: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1).float(), target.flatten())
 
 
-def _plain(model: nn.Sequential, input: Tensor, target: Tensor) -> Tensor:
-    """Train on one micro-batch after the other."""
-    return _in_parts(model, input, target)
-
-
 def _checkpointed(model: nn.Sequential, input: Tensor, target: Tensor) -> Tensor:
     """Train on one micro-batch after the other, with a checkpoint for each block."""
     def forward(tokens: Tensor) -> Tensor:
@@ -152,6 +147,7 @@ def _checkpointed(model: nn.Sequential, input: Tensor, target: Tensor) -> Tensor
 
 
 def _in_parts(forward: Callable[[Tensor], Tensor], input: Tensor, target: Tensor) -> Tensor:
+    """Train on one micro-batch after the other."""
     losses = []
     for x, y in zip(input.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES)):
         loss = _loss(forward(x), y) / MICRO_BATCHES

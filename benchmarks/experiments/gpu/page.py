@@ -26,7 +26,7 @@ START = '''# On a GPU
 
 `python -m benchmarks gpu` measures everything that one GPU can show. All partitions are on that
 GPU. After eight minutes it starts nothing more. The next run goes on where an earlier one stopped.
-All of it takes about a quarter of an hour on an H100.
+All of it should take a quarter of an hour on an H100, which is an estimate.
 
 One device cannot show everything:
 
