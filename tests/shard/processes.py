@@ -45,6 +45,10 @@ IMPORTED = ['pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict'
 #: For so many seconds a rank that has failed waits for the word that all the others are there.
 TO_HEAR = .3
 
+#: For so many seconds the results of the other ranks are awaited when one has failed. The one that
+#: has caused it may be later than one that lost the connection.
+TO_FOLLOW = .5
+
 #: Seconds that a rank may take to clean up after a call.
 TO_END = 5
 
@@ -67,20 +71,21 @@ def run(world, function, *args, group=None, timeout=120):
         The processes are ended after a quarter more.
 
     Raises:
-        RuntimeError: A rank has failed. The message has its number and its traceback.
+        RuntimeError: Ranks have failed. The message has their numbers and tracebacks.
         TimeoutError: It names the ranks that have not returned.
     """
     found = outcomes(world, function, *args, group=group, timeout=timeout, stop=True)
-    for each in found:
-        if isinstance(each, Failure):
-            raise RuntimeError(f'rank {each.rank} failed:\n{each.text}')
+    failures = [result for result in found if isinstance(result, Failure)]
+    if failures:
+        raise RuntimeError('\n'.join(f'rank {failure.rank} failed:\n{failure.text}'
+                                     for failure in failures))
     return found
 
 
 def outcomes(world, function, *args, group=None, timeout=120, stop=False):
     """Do the same, but give a `Failure` where a rank raises, and let the others go on.
 
-    With `stop`, they are ended then, and give None.
+    With `stop`, they are ended soon after, and give None.
     """
     ranks = [_Process.living() for _ in range(world)]
     kept = False
@@ -90,7 +95,7 @@ def outcomes(world, function, *args, group=None, timeout=120, stop=False):
         for rank, each in enumerate(ranks):
             each.end.send((rank, world, group, timeout, str(path), stop, call))
         deadline = time.monotonic() + 1.25 * timeout  # The errors of collectives come first.
-        found = _collect([each.end for each in ranks], deadline, stop)
+        found = _collect(ranks, deadline, stop)
         failed = any(isinstance(each, Failure) for each in found)
         kept = not (stop and failed) and all(each.ends_call() for each in ranks)
         return found
@@ -99,23 +104,29 @@ def outcomes(world, function, *args, group=None, timeout=120, stop=False):
             _idle.append(each) if kept else each.kill()
 
 
-def _collect(ends, deadline, stop):
-    found = [None] * len(ends)
+def _collect(processes, deadline, stop):
+    found = [None] * len(processes)
+    ends = [process.end for process in processes]
     left = list(ends)
+    failed = False
     while left:
         ready = wait(left, max(deadline - time.monotonic(), 0))
+        if not ready and failed:
+            return found
         if not ready:
             late = [ends.index(end) for end in left]
             raise TimeoutError(f'ranks {late} have not returned')
+
         for end in ready:
             rank = ends.index(end)
             left.remove(end)
             try:
                 found[rank] = pickle.loads(end.recv_bytes())
             except (EOFError, OSError):
-                found[rank] = Failure(rank, 'the process has ended')
-            if stop and isinstance(found[rank], Failure):
-                return found
+                found[rank] = Failure(rank, processes[rank].how_it_ended())
+            if stop and isinstance(found[rank], Failure) and not failed:
+                failed = True
+                deadline = min(deadline, time.monotonic() + TO_FOLLOW)
     return found
 
 
@@ -146,6 +157,11 @@ class _Process:
         except OSError:  # It has ended.
             return False
         return True
+
+    def how_it_ended(self):
+        """Return a text with its exit code, which is a negative number after a signal."""
+        self._process.join(TO_END)
+        return f'the process has ended with exit code {self._process.exitcode}'
 
     def is_as_before(self):
         """Wait for the end of a call, and return whether nothing is left of it."""

@@ -63,7 +63,20 @@ def end():
 
 
 def test_a_process_that_ends_is_a_failure():
-    assert outcomes(2, end) == ['here', Failure(1, 'the process has ended')]
+    assert outcomes(2, end) == ['here', Failure(1, 'the process has ended with exit code 1')]
+
+
+def end_after_another():
+    """End on a rank only when the other has failed."""
+    if dist.get_rank() == 0:
+        raise ConnectionError('the other has ended')
+    time.sleep(.1)
+    os._exit(3)
+
+
+def test_all_ranks_that_fail_together_are_told():
+    with pytest.raises(RuntimeError, match='(?s)rank 0.*has ended.*rank 1.*exit code 3'):
+        run(2, end_after_another)
 
 
 def hang():

@@ -136,9 +136,10 @@ def only_one_has_it():
 def test_state_dicts_can_be_collected_on_one_rank_tensor_by_tensor():
     """In TorchShard 0.1.0, every rank held the whole, and optimizer states were not handled."""
     first, *others = run(4, only_one_has_it, group=4)
-    # A shard is a quarter of a tensor, and a thread that has sent the model's may not have freed
-    # them when the optimizer's are sent.
-    assert 6.25 <= first < 6.51
+    # Six tensors, and a shard, which is a quarter of a tensor. The thread of a collective may free
+    # its tensor later: an output of 64 values after the count has begun, or a shard of the model
+    # when those of the optimizer are sent.
+    assert 6.25 - 3 / 64 <= first < 6.51
     assert all(0.2 < peak < 0.51 for peak in others), others
 
 

@@ -129,7 +129,9 @@ def _line(frame: FrameType) -> str:
 
 
 def _layer(frame: FrameType) -> str:
-    partition, layer = frame.f_locals.get('self'), frame.f_locals.get('module')
+    with uncollected():  # As in `_frames`.
+        variables = frame.f_locals
+    partition, layer = variables.get('self'), variables.get('module')
     names = [] if partition is None or layer is None else [
         name for name, each in partition._modules.items() if each is layer]
     return f"layer '{names[0]}', " if names else ''
