@@ -72,6 +72,12 @@ def test_a_split_makes_the_backward_of_trained_layers_longer():
                for one, other in zip(split, whole))
 
 
+@pytest.mark.parametrize('split', [-0.1, float('inf'), float('nan')])
+def test_a_split_that_is_no_part_of_a_backward(split):
+    with pytest.raises(ValueError, match=f'split must be a finite number.*it is {split}'):
+        Costs.of(profiled(layer(0)), [1], 4, split=split)
+
+
 @pytest.mark.parametrize('name', ['overhead', 'least'])
 @pytest.mark.parametrize('seconds, message', [
     ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),

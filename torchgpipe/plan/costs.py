@@ -476,6 +476,9 @@ class Costs:
         cuts = [0, *accumulate(balance)]
         check_kinds('overhead', overhead or {})
         check_kinds('least', least or {})
+        if not 0 <= split < inf:
+            raise ValueError('split must be a finite number, not below zero: the part of a '
+                             f'backward that its halves take in addition; it is {split!r}')
 
         def seconds(kind: str, layers: Sequence[float]) -> float:
             """Return the seconds of an action, given the seconds of its layers."""
