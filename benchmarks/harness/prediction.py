@@ -2,8 +2,10 @@
 
 The model is profiled on one device, with a small batch. That gives the time of each layer once per
 micro-batch, and its time per sample. The simulator returns the time of a step on devices like this
-one. Copies between them are assumed to be free.
+one. Copies between them are assumed to be free. One profile varies with the load of the machine,
+so the ratios are medians over several.
 """
+from statistics import median
 from typing import Any
 
 import click
@@ -26,6 +28,9 @@ __all__ = ['predict', 'step_seconds']
 #: Samples of a profile.
 BATCH = 8
 
+#: How many profiles are taken.
+PROFILES = 5
+
 
 def predict(experiment: Experiment, options: Options) -> None:
     """Profile the model, simulate the settings, and write and print the results."""
@@ -33,14 +38,14 @@ def predict(experiment: Experiment, options: Options) -> None:
     resolution = experiment.scaled_resolution(options.scale)
     device = memory_of(options.place(experiment.baseline)[0])
     torch.manual_seed(options.seed)
-    measured = profile(experiment.baseline.model.build(),
-                       torch.rand(BATCH, 3, resolution, resolution), device=device)
-    base = _speeds(measured, experiment.baseline)[PLAIN_CALL]
+    model = experiment.baseline.model.build()
+    sample = torch.rand(BATCH, 3, resolution, resolution)
+    profiles = [profile(model, sample, device=device) for _ in range(PROFILES)]
     summary = {'experiment': experiment.name, 'baseline': experiment.baseline.name,
-               'resolution': resolution, 'batch': BATCH, 'device': str(device),
-               'scale': options.scale, 'seed': options.seed, 'settings': [
-                   _result(experiment, setting, _speeds(measured, setting), base)
-                   for setting in options.settings]}
+               'resolution': resolution, 'batch': BATCH, 'profiles': PROFILES,
+               'device': str(device), 'scale': options.scale, 'seed': options.seed,
+               'settings': [_result(experiment, setting, profiles)
+                            for setting in options.settings]}
     click.echo('\n\n'.join([
         f'{experiment.title}: {describe(machine(), device.type != "cpu")}',
         table(*prediction_rows(summary)), *prediction_notes(summary)]))
@@ -49,10 +54,16 @@ def predict(experiment: Experiment, options: Options) -> None:
     click.echo('\n' + '\n'.join(map(str, files)))
 
 
-def _result(experiment: Experiment, setting: Setting, speeds: dict[str, float], base: float
-            ) -> dict[str, Any]:
+def _result(experiment: Experiment, setting: Setting, profiles: list[Profile]) -> dict[str, Any]:
+    ratios: dict[str, list[float]] = {}
+    for measured in profiles:
+        base = _speeds(measured, experiment.baseline)[PLAIN_CALL]
+        for name, speed in _speeds(measured, setting).items():
+            ratios.setdefault(name, []).append(speed / base)
+
     return {'setting': setting.name, 'partitions': len(setting), 'chunks': setting.chunks,
-            'ratios': {name: speed / base for name, speed in speeds.items()},
+            'ratios': {name: median(values) for name, values in ratios.items()},
+            'lowest': {name: min(values) for name, values in ratios.items()},
             'published': {source: experiment.published_ratio(setting, source)
                           for source in setting.published}}
 

@@ -104,8 +104,9 @@ def prediction_notes(summary: dict[str, Any]) -> list[str]:
     found = [f"Ratios are samples per second relative to '{summary['baseline']}'. Predicted "
              'ratios come from torchgpipe.plan.simulate and a profile of '
              f"{summary['batch']} samples of {summary['resolution']}² in float32 on one device "
-             f"({summary['device']}). The prediction assumes one such device per partition. The "
-             'last columns show published ratios.',
+             f"({summary['device']}). They are medians over {summary['profiles']} profiles. The "
+             'prediction assumes one such device per partition. The last columns show published '
+             'ratios.',
              "The profile separates each layer's time per micro-batch from its time per sample. "
              'The prediction leaves out copies between devices, the loss and the optimizer. '
              'Schedules with two partitions per device use the balance of torchgpipe.balance. '

@@ -69,12 +69,25 @@ def test_a_published_table(tmp_path, capsys, monkeypatch):
     assert page._prediction('nothing') == []
 
 
-def test_the_baseline_is_profiled_once(tmp_path, monkeypatch):
+def test_ratios_are_medians_over_profiles_of_the_baseline(tmp_path, monkeypatch):
     samples = []
+    overheads = iter([9., 0., .5, 1., 0.])
 
     def count(model, sample, **options):
         samples.append((len(model), *sample.shape))
-        return profile(len(model))
+        return profile(len(model), next(overheads))
     monkeypatch.setattr(prediction, 'profile', count)
     predict(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[1:]))
-    assert samples == [(65, prediction.BATCH, 3, 64, 64)]
+    assert samples == [(65, prediction.BATCH, 3, 64, 64)] * prediction.PROFILES
+
+    results = json.loads((tmp_path / 'tiny-speed-predicted.json').read_text())['results']
+    result = results['settings'][0]
+    setting, base = tiny.SETTINGS[1], tiny.SPEED.baseline
+    ratios = []
+    for overhead in [9., 0., .5, 1., 0.]:
+        measured = profile(65, overhead)
+        seconds = step_seconds(measured, setting)['1f1b']
+        plain = step_seconds(measured, base)['plain call']
+        ratios.append(plain / base.batch * setting.batch / seconds)
+    assert result['ratios']['1f1b'] == pytest.approx(sorted(ratios)[2])
+    assert result['lowest']['1f1b'] == pytest.approx(min(ratios))
