@@ -16,12 +16,13 @@ __all__ = ['COMMANDS', 'SECTION']
 
 NAME = 'classes-resnet18'
 
-#: Largest relative difference of losses: rounding of bfloat16.
-TOLERANCE = 1e-3
+#: Largest relative difference of losses. Steps enlarge rounding of bfloat16: a change of the plain
+#: model's weights by 1e-7 changes its third loss by 2e-3. Doubled gradients change it by 1e-1.
+TOLERANCE = 1e-2
 
 
 @click.command(NAME)
-@sharding_options(5, (2, 4))
+@sharding_options(3, (2, 4))
 @classes_option
 @click.option('--resolution', type=click.IntRange(32), default=64, show_default=True,
               help='Height and width of the images.')
@@ -69,8 +70,8 @@ def _rows(cases: list[dict[str, Any]]) -> Rows:
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Describe the training, and return the table."""
     return ['The model is a ResNet-18 with one linear layer for all classes. It trains on '
-            f"{results['batch']} images of {results['resolution']}² by SGD, with parameters in "
-            'float32 and autocast to bfloat16. Each process has all convolutions and all images. '
+            f"the same {results['batch']} images of {results['resolution']}² in each step, by SGD, "
+            'with parameters in float32 and autocast to bfloat16. Each process has all convolutions and all images. '
             f'The last layer is split by classes. {meaning(results)} "Largest difference" '
             'compares losses with the losses of the plain model.', _rows(results['cases'])]
 

@@ -92,11 +92,12 @@ def make_resnet(options: ImageOptions, sharded: bool) -> Trainer:
     model = nn.Sequential(backbone, head)
     cross_entropy = parallel_cross_entropy if sharded else F.cross_entropy
     generator = torch.Generator().manual_seed(0)
+    # Each step has the same images: so the loss falls fast, and a wrong gradient is seen in it.
+    images = torch.randn(options.batch, 3, options.resolution, options.resolution,
+                         generator=generator)
+    target = torch.randint(options.classes, (options.batch,), generator=generator)
 
     def loss() -> Tensor:
-        images = torch.randn(options.batch, 3, options.resolution, options.resolution,
-                             generator=generator)
-        target = torch.randint(options.classes, (options.batch,), generator=generator)
         with torch.autocast('cpu', torch.bfloat16):
             value: Tensor = cross_entropy(model(images), target)
         return value

@@ -25,8 +25,8 @@ def test_classes_resnet18(run, tmp_path):
     results = json.loads((tmp_path / 'classes-resnet18.json').read_text())['results']
     (case,) = results['cases']
     plain, sharded = case['rows']
-    assert plain['losses'][0] != plain['losses'][1]
-    assert sharded['difference'] < 1e-3 * max(plain['losses'])
+    assert plain['losses'][1] < 0.9 * plain['losses'][0]
+    assert sharded['difference'] < 3e-3 * max(plain['losses'])
     # Each process has the convolutions, and about half of the classes.
     head = [rank['parameters'] - _backbone() for rank in sharded['ranks']]
     assert head == [4 * (FEATURES + 1) * classes for classes in (501, 500)]
