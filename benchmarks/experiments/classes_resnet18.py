@@ -69,9 +69,10 @@ def _rows(cases: list[dict[str, Any]]) -> Rows:
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Describe the training, and return the table."""
-    return ['The model is a ResNet-18 with one linear layer for all classes. It trains on '
-            f"the same {results['batch']} images of {results['resolution']}² in each step, by SGD, "
-            'with parameters in float32 and autocast to bfloat16. Each process has all convolutions and all images. '
+    return ['The model is a ResNet-18 with one linear layer for all classes. It trains by SGD on '
+            f"{results['batch']} images of {results['resolution']}², the same in each step, with "
+            'parameters in float32 and autocast to bfloat16. Each process has all convolutions '
+            'and all images. '
             f'The last layer is split by classes. {meaning(results)} "Largest difference" '
             'compares losses with the losses of the plain model.', _rows(results['cases'])]
 

@@ -155,7 +155,14 @@ def _command(name: str, summary: dict[str, Any]) -> str:
 
 
 def _pictures(name: str) -> list[str]:
-    return [path.name for path in sorted(RESULTS.glob(f'{name}*.svg'))]
+    """Return the pictures of an experiment, without those of one with a longer name."""
+    names = [path.stem for path in RESULTS.glob('*.json') if not path.stem.endswith('-predicted')]
+    pictures = []
+    for path in sorted(RESULTS.glob(f'{name}*.svg')):
+        owner = max((other for other in names if path.stem.startswith(other)), key=len)
+        if owner == name:
+            pictures.append(path.name)
+    return pictures
 
 
 def _picture(title: str, name: str) -> str:
