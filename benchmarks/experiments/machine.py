@@ -24,7 +24,7 @@ from torchgpipe.plan import Link, Machine, Transformer
 from torchgpipe.plan.transformers import MACHINES
 from torchgpipe.schedule import make
 
-__all__ = ['COMMANDS', 'measure_machine']
+__all__ = ['COMMANDS', 'machine_parts', 'measure_machine']
 
 #: Sizes of products, on accelerators and on the CPU.
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192), (32, 64, 128, 256, 512, 1024)
@@ -279,12 +279,12 @@ def block_rows(rows: list[dict[str, Any]]) -> Rows:
          cell(row, 'backward', 1e-3), cell(row, 'saved', 2 ** 20)] for row in rows]
 
 
-def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Return the tables of the page."""
+def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
+    """Return the parts of a page about a machine and its blocks."""
     found = Machine.from_dict(results['machine'])
     return [machine_rows(found), 'Blocks of GPTs, predicted / measured:',
             block_rows(results['blocks'])]
 
 
 COMMANDS = [machine]
-SECTION = Section('A machine for plans of a mesh', 'machine', _parts)
+SECTION = Section('A machine for plans of a mesh', 'machine', machine_parts)

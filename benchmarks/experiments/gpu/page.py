@@ -6,13 +6,13 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.experiments.gpu.prediction import Order, predicted_seconds
-from benchmarks.experiments.machine import block_rows, machine_rows
+from benchmarks.experiments.machine import machine_parts
 from benchmarks.harness.experiment import OURS, Experiment
 from benchmarks.harness.memory import GIB
 from benchmarks.harness.published import AMOEBANETD_MEMORY, MODEL, RESNET_SPEED, UNET_MEMORY
 from benchmarks.harness.report import Rows, describe, markdown
 from benchmarks.harness.tables import number, published
-from torchgpipe.plan import MACHINES, Machine
+from torchgpipe.plan import MACHINES
 
 __all__ = ['GPU_PAGE', 'gpu_page', 'make_gpu_page']
 
@@ -208,9 +208,7 @@ def _machine(parts: dict[str, Any]) -> Section:
     if 'machine' not in part:
         return
     yield '## The machine for plans'
-    yield machine_rows(Machine.from_dict(part['machine']))
-    yield 'Blocks of GPTs, predicted / measured:'
-    yield block_rows(part['blocks'])
+    yield from machine_parts(part)
 
 
 def _failures(parts: dict[str, Any]) -> Section:
@@ -285,6 +283,11 @@ def _h100(results: dict[str, Any]) -> Section:
                 'first, then zb-h1, then the schedules with two partitions per device. The '
                 'difference between v-min and the other two is not predicted, because they have '
                 'the same number of actions.')
+
+    earlier = results['machine']
+    yield '### The machine for plans, version 0.18'
+    yield _where({**results, 'date': earlier['date']}, device, earlier['torchgpipe'])
+    yield from machine_parts(earlier)
 
     steps = results['steps by a plan']
     yield '### Steps by a plan, version 0.19'
