@@ -18,7 +18,12 @@
     models        models of the published tables, transformers, and sharded models
     results       stored measurements
 """
-from tqdm import tqdm
+try:
+    from tqdm import tqdm
+except ImportError as error:
+    raise ImportError(f'the benchmarks need the package {error.name!r}, which torchgpipe does not; '
+                      "in the clone, run: pip install -e '.[benchmarks]' -c constraints.txt",
+                      name=error.name) from error
 
 # No thread beside those that are measured.
 tqdm.monitor_interval = 0

@@ -98,6 +98,15 @@ def test_a_published_model_from_the_command_line(run, tmp_path):
     assert piped['ratio'] == piped['figure'] / base['figure'] and piped['balance'] == [370]
 
 
+def test_without_the_extra_the_error_names_the_command_that_installs_it():
+    code = "import sys; sys.modules['tqdm'] = None; import benchmarks"
+    process = subprocess.run([sys.executable, '-c', code], cwd=PAGE.parents[1], text=True,
+                             capture_output=True)
+    assert process.returncode == 1
+    assert "'tqdm'" in process.stderr.splitlines()[-1]
+    assert "pip install -e '.[benchmarks]'" in process.stderr.splitlines()[-1]
+
+
 #: Run the command line, and say when a result has been written.
 TELLING = """
 import runpy

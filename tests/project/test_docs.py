@@ -229,6 +229,22 @@ def test_both_readmes_say_the_same():
         assert not same(english, korean.replace(old, new, 1))
 
 
+def losses(text):
+    """Return the losses that a text has, one per line."""
+    return [float(loss) for loss in re.findall(r'^step \d+: loss (.*)$', text, re.M)]
+
+
+def test_the_readme_s_examples_learn_and_both_tools_print_the_same_losses():
+    text = (ROOT / 'README.md').read_text()
+    printed = [losses(expected) for *_, expected in blocks(text) if expected]
+    example, torchgpipe_, pipelining = printed
+    for run in printed:
+        assert len(run) > 2
+        assert run == sorted(run, reverse=True)
+    assert example[-1] < example[0] / 10
+    assert torchgpipe_ == pipelining
+
+
 @pytest.mark.slow
 def test_pictures_are_what_the_script_draws(tmp_path):
     pictures = ROOT / 'docs/pictures'
@@ -253,6 +269,7 @@ def test_the_commands_for_contributors():
     assert ' passed' in shell(f'{test} -q -p no:cacheprovider')
     script = (ROOT / ci).read_text()
     assert f"pip install -e '.[{','.join(extras)}]' -c constraints.txt" in script
-    assert commands(ROOT / 'README.md')[3].rpartition(' && ')[2] in script
+    readme, = (command for command in commands(ROOT / 'README.md') if 'pytest' in command)
+    assert readme.rpartition(' && ')[2] in script
     assert whole in script and releases in script
     assert build.replace('html', '"$builder"') in script
