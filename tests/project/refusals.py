@@ -1,5 +1,5 @@
 """Restrictions of the library: one small program for each row of
-``docs/guide/restrictions.md``."""
+``docs/reference/restrictions.md``."""
 import random
 from collections import OrderedDict
 from functools import partial
