@@ -21,7 +21,7 @@
 try:
     from tqdm import tqdm
 except ImportError as error:
-    raise ImportError(f'the benchmarks need the package {error.name!r}, which torchgpipe does not; '
+    raise ImportError(f'the benchmarks need the package {error.name!r}, the library does not; '
                       "in the clone, run: pip install -e '.[benchmarks]' -c constraints.txt",
                       name=error.name) from error
 

@@ -138,9 +138,23 @@ class Row:
     def _read_me(self):
         empty = self._folder / 'empty'
         empty.mkdir()
-        blocks = re.findall(r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(),
+        blocks = re.findall(r'^```(python|sh)\n(.*?)^```', (ROOT / 'README.md').read_text(),
                             re.M | re.S)
-        self._run(self._python, '-c', ''.join(blocks) + MORE, cwd=empty)
+        code, files, commands = '', [], []
+        for language, text in blocks:
+            file = re.match(r'# (\w+\.py)\n', text)
+            if language == 'sh':
+                commands.append(text.split())
+            elif file:
+                (empty / file[1]).write_text(text)
+                files.append(file[1])
+            else:
+                code += text
+        self._run(self._python, '-c', code + MORE, cwd=empty)
+        launchers = {'python': [], 'torchrun': ['-m', 'torch.distributed.run']}
+        for program, *arguments in commands:
+            if arguments[-1] in files:
+                self._run(self._python, *launchers[program], *arguments, cwd=empty)
 
     def _test(self, what, sim):
         printed = self._run(self._python, '-m', 'pytest', '-q', '-rs', '-n', 'auto', *what,

@@ -24,16 +24,18 @@ class Scripted(Row):
 
 
 WHEEL = 'torchgpipe.whl'
-GOOD = ['', '', '2.9.0 3.11.7', '', '', '....\n5 passed, 2 skipped in 3.2s\n']
+# The environment, the package, versions, README: its code and two programs; extras, tests.
+GOOD = ['', '', '2.9.0 3.11.7', '', '', '', '', '....\n5 passed, 2 skipped in 3.2s\n']
 LACKS = 'ERROR: No matching distribution found for '
 
 
 @pytest.mark.parametrize('outcomes, good, cells', [
     (GOOD, True, ['2.9.0', '3.11.7', 'passed', '5 passed, 2 skipped']),
-    ([*GOOD[:5], Failed('=== 1 failed, 4 passed in 3s ===\n')], False,
+    ([*GOOD[:7], Failed('=== 1 failed, 4 passed in 3s ===\n')], False,
      ['2.9.0', '3.11.7', 'passed', '1 failed, 4 passed']),
-    ([*GOOD[:5], Failed('Segmentation fault\n')], False, ['2.9.0', '3.11.7', 'passed', 'failed']),
+    ([*GOOD[:7], Failed('Segmentation fault\n')], False, ['2.9.0', '3.11.7', 'passed', 'failed']),
     ([*GOOD[:3], Failed('AttributeError\n')], False, ['2.9.0', '3.11.7', 'failed', '']),
+    ([*GOOD[:5], Failed('AttributeError\n')], False, ['2.9.0', '3.11.7', 'failed', '']),
     (['', Failed(f'{LACKS}torch==2.9\n')], True,
      ['floor', sys.executable, 'the index has no torch==2.9', '']),
     (['', Failed(f'{LACKS}torchgpipe\n')], False, ['floor', sys.executable, 'not installed', '']),
@@ -57,9 +59,11 @@ def test_who_may_lack_a_release(release, good, tmp_path):
 def test_what_is_run(whole, tmp_path):
     row = Scripted(tmp_path, GOOD)
     row.run(whole)
-    _, first, _, page, second, tests = row.commands
+    _, first, _, page, program, ranks, second, tests = row.commands
     assert first[-2:] == [*requirement('floor'), WHEEL] and second[5] == f'{WHEEL}[tests]'
     assert 'to_sequential' in page[2] and 'check_parity' in page[2]
+    assert program[1:] == ['with_torchgpipe.py']
+    assert ranks[2] == 'torch.distributed.run' and ranks[-1] == 'with_pipelining.py'
     assert tests[-2:] == ['auto', '--whole'] if whole else tests[-len(CORE):] == CORE
     assert 'torch==' not in (tmp_path / 'constraints.txt').read_text()
 

@@ -38,6 +38,7 @@ from torch import nn
 from torchgpipe.base.context import uncollected
 from torchgpipe.base.devices import CPU, Device, accelerator
 from torchgpipe.base.errors import format_bytes
+from torchgpipe.base.progress import progress
 from torchgpipe.base.settings import AXES, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
@@ -577,7 +578,7 @@ def _planned(search: MeshSearch, mesh: int | Mapping[str, int], limit: float,
     """Return the fastest plan, among candidates by mesh."""
     refused: dict[str, str] = {}
     meshes: list[list[_Bounded]] = []
-    for sizes in _meshes(mesh):
+    for sizes in progress([*_meshes(mesh)], 'plan: bounds of meshes'):
         try:
             meshes.append(sorted((*search.bound(case), case) for case in cases_of(sizes)))
         except ValueError as error:
@@ -657,7 +658,7 @@ def _best(search: MeshSearch, meshes: list[list[_Bounded]], limit: float,
           refused: dict[str, str]) -> Iterator[_Found]:
     """Simulate the candidates of each mesh, the lowest bound first; yield the best of each."""
     fastest_of_all = inf
-    for cases in meshes:
+    for cases in progress(meshes, 'plan: simulations of meshes'):
         best, least = None, inf
         for bound, bytes, case in cases:
             if best and bound >= min(best.seconds, HOPELESS * fastest_of_all):

@@ -43,6 +43,7 @@ from torchgpipe.base.devices import (CPU, Device, accelerator, has_data, is_cpu,
                                      set_rng_states, synchronize)
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
+from torchgpipe.base.progress import progress
 from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of
@@ -424,7 +425,8 @@ def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: to
     with _random_states(device), torch.inference_mode(False), torch.enable_grad(), \
             use_device(device):
         sandbox = layerwise_sandbox(module, device)
-        for index, name in enumerate(names):
+        lines = names if timeout is None else progress(names, f'profile, about {timeout:g} s')
+        for index, name in enumerate(lines):
             measured.append([Measurement(flow, index) for flow in flows])
             try:
                 _run(next(sandbox), measured[-1], budget)

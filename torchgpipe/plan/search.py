@@ -29,7 +29,9 @@ import torch
 from torch import nn
 
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
-from torchgpipe.base.errors import format_bytes, table
+from torchgpipe.base.errors import duration, format_bytes, table
+from torchgpipe.base.html import figure_as_html, rows_as_html, text_as_html
+from torchgpipe.base.progress import progress
 from torchgpipe.base.settings import AXES, Settings, name_of, stops_of_mode
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
@@ -44,6 +46,7 @@ from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, simul
 from torchgpipe.plan.transformers import RECOMPUTATIONS
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
+from torchgpipe.schedule.schedule import action_boxes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,6 +135,13 @@ class Plan(Settings):
             [str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))])
         return (f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
                 'these schedules')
+
+    def _repr_html_(self) -> str:
+        names = [f'{device} {busy / (self.seconds or 1.0):.0%}' for device, busy in
+                 zip(dict.fromkeys(self.devices), self.simulation.busy)]
+        boxes = action_boxes(self.simulation.actions, time=duration)
+        caption = f'predicted step: {duration(self.seconds)}, bubble {self.bubble:.1%}'
+        return text_as_html(str(self)) + rows_as_html(names, boxes, caption)
 
     def check(self) -> None:
         """Raise a :exc:`ValueError` or a :exc:`TypeError` if the plan is inconsistent."""
@@ -257,6 +267,9 @@ class MeshPlan(Plan):
         text += f'\n\nthe first: {causes}'
         text += ''.join(f'\n{mesh}: {why}' for mesh, why in [*self.refused.items()][:9])
         return text + f'\n… and {len(self.refused) - 9} others' * (len(self.refused) > 9)
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self)) + figure_as_html(self.draw)
 
     def draw(self, title: str | None = None) -> 'Figure':
         """Draw the seconds of the best plans by cause, and the memory of its ranks by kind.
@@ -444,8 +457,13 @@ def plan_devices(
         raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, {SEARCHED}, '
                          f'{", ".join(NAMES)}')
     base = NAMES if SEARCHED in {*schedules} <= {PLAIN_CALL, SEARCHED} else []
-    found = [each for name in (*schedules, *base)
-             if name != SEARCHED and (each := search.best(name, counts, [*checkpoints], virtual))]
+    found = []
+    for name in progress([*schedules, *base], 'plan: schedules'):
+        candidate = None
+        if name != SEARCHED:
+            candidate = search.best(name, counts, [*checkpoints], virtual)
+        if candidate is not None:
+            found.append(candidate)
     if SEARCHED in schedules:
         found += sorted(search.searched(found), key=attrgetter('seconds'))[:1]
     if not (found := found or [each for each in [search.nearby()] if each]):

@@ -15,13 +15,15 @@ import csv
 import io
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-__all__ = ['Action', 'Grid', 'KINDS', 'Schedule', 'ScheduleLike', 'Timed', 'WAITS', 'by_step',
-           'in_flight', 'steps', 'waits_for']
+from torchgpipe.base.html import Box, rows_as_html
+
+__all__ = ['Action', 'Grid', 'KINDS', 'LEGEND', 'Schedule', 'ScheduleLike', 'Timed', 'WAITS',
+           'action_boxes', 'by_step', 'in_flight', 'steps', 'waits_for']
 
 #: The kinds of actions. A backward is ``B``, or it is split into ``I`` and ``W``.
 KINDS = {
@@ -30,6 +32,16 @@ KINDS = {
     'B': 'backward',
     'I': 'backward, gradients of inputs',
     'W': 'backward, gradients of weights',
+}
+
+#: The short name and the colour of each kind, in pictures. Colours differ also for red-blind
+#: readers, on light and dark backgrounds.
+LEGEND = {
+    'F': ('forward', '#3b78c4'),
+    'R': ('recomputation', '#7a6bb5'),
+    'B': ('backward', '#c2612c'),
+    'I': ('backward of inputs', '#c2612c'),
+    'W': ('backward of weights', '#b3922e'),
 }
 
 _TEXT = re.compile(r'(\d+)([A-Z]+)(\d+)')
@@ -77,6 +89,24 @@ class Timed(NamedTuple):
     start: float
     #: Seconds from the start of the step.
     end: float
+
+
+def action_boxes(actions: Iterable[Timed], label: Callable[[Action], str] = str,
+                 time: Callable[[float], str] | None = None) -> Iterator[Box]:
+    """Yield the boxes of actions in a picture.
+
+    Args:
+        actions: The actions; ``Timed.device`` is the row.
+        label: Returns the text in the box of an action.
+        time: Returns a text for a number of seconds; ``None`` if the times are not seconds.
+    """
+    for timed in actions:
+        stage, kind, i = timed.action
+        name, colour = LEGEND[kind]
+        title = f'{name}, stage {stage}, micro-batch {i}'
+        if time is not None:
+            title += f', {time(timed.end - timed.start)}'
+        yield Box(timed.device, timed.start, timed.end, label(timed.action), title, colour)
 
 
 #: By device and step, the action that starts, or nothing.
@@ -287,6 +317,17 @@ class Schedule:
     def __str__(self) -> str:
         grid, _ = steps(self.rows)
         return _draw(grid)
+
+    def _repr_html_(self) -> str:
+        grid, _ = steps(self.rows)
+        actions = []
+        for device, row in enumerate(grid):
+            for step, action in enumerate(row):
+                if action is not None:
+                    actions.append(Timed(device, action, step, step + 1))
+        names = [f'device {device}' for device in range(len(self.rows))]
+        caption = f'{len(self.rows)} devices, {self.micro_batches} micro-batches'
+        return rows_as_html(names, action_boxes(actions), caption)
 
 
 #: A schedule, its name, or the path of a file with one as CSV.

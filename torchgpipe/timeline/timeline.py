@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchgpipe.base.errors import duration
-from torchgpipe.schedule.schedule import Action, Timed
+from torchgpipe.base.html import Box, rows_as_html
+from torchgpipe.schedule.schedule import LEGEND as ACTIONS
+from torchgpipe.schedule.schedule import Action, Timed, action_boxes
 
 __all__ = ['Comparison', 'Copied', 'LEGEND', 'Lanes', 'Timeline', 'compare', 'draw', 'save']
 
@@ -94,12 +96,8 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-#: The names and colours of the kinds of boxes. Colours differ also for red-blind readers, on light
-#: and dark backgrounds.
-
-LEGEND = {'F': ('forward', '#3b78c4'), 'R': ('recomputation', '#7a6bb5'),
-          'B': ('backward', '#c2612c'), 'I': ('backward of inputs', '#c2612c'),
-          'W': ('backward of weights', '#b3922e'), 'C': ('copy', '#4f9d69')}
+#: The names and colours of the kinds of boxes: actions and copies.
+LEGEND = {**ACTIONS, 'C': ('copy', '#4f9d69')}
 
 #: The colour of text and lines: readable on white and on black, because SVG has no background.
 NEUTRAL = '#808080'
@@ -240,6 +238,32 @@ class Timeline(Lanes):
     def __str__(self) -> str:
         return self.text()
 
+    def _repr_html_(self) -> str:
+        names, boxes = self._rows()
+        return rows_as_html(names, boxes, self.summary())
+
+    def _rows(self, first: int = 0) -> tuple[list[str], list[Box]]:
+        """Return the names and the boxes of lanes in a picture, from time zero on.
+
+        Args:
+            first: The row of the first lane.
+        """
+        boxes = [*action_boxes(self.actions, self.label, duration)]
+        name, colour = LEGEND['C']
+        for source, target, i, start, end in self.copies:
+            title = f'{name} of micro-batch {i} from {self.devices[source]}'
+            title += f', {duration(end - start)}'
+            boxes.append(Box(target, start, end, '', title, colour, height=.2))
+
+        zero = self.start
+        shifted = []
+        for box in boxes:
+            shifted.append(box._replace(row=box.row + first, start=box.start - zero,
+                                        end=box.end - zero))
+        names = [f'{device} {100 * share:.0f} %'
+                 for device, share in zip(self.devices, self.utilisations)]
+        return names, shifted
+
     def __repr__(self) -> str:
         return (f'<Timeline of {len(self.actions)} actions on {len(self.devices)} devices: '
                 f'{self.summary()}>')
@@ -343,6 +367,15 @@ class Comparison:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        names, boxes = self.predicted._rows()
+        names = [f'predicted {name}' for name in names]
+        measured_names, measured_boxes = self.measured._rows(len(names))
+        names += [f'measured {name}' for name in measured_names]
+        caption = (f'predicted {self.predicted.summary()}; measured {self.measured.summary()}; '
+                   f'predicted over measured: {self.ratio:.2f}')
+        return rows_as_html(names, boxes + measured_boxes, caption)
 
     def draw(self, title: str | None = None) -> 'Figure':
         """Draw both as a figure of matplotlib."""

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchgpipe.base.errors import format_bytes, table
+from torchgpipe.base.html import figure_as_html, text_as_html
 from torchgpipe.distributed.dry_runs.counters import Entry
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Send
@@ -407,6 +408,9 @@ class DryRun:
                          format_bytes(bytes * count), link])
         return table(['traffic of a rank', 'pipe', 'times', 'each', 'a step', 'link'],
                      rows).split('\n')
+
+    def _repr_html_(self) -> str:
+        return text_as_html(str(self)) + figure_as_html(self.draw)
 
     def draw(self, title: str | None = None) -> 'Figure':
         """Draw the memory of each place by kind, and the bytes that places send each other.

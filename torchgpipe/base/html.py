@@ -1,0 +1,103 @@
+"""HTML by which objects show themselves in notebooks: text, figures, and rows of boxes."""
+import base64
+import io
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+__all__ = ['Box', 'figure_as_html', 'rows_as_html', 'text_as_html']
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: The colour of text: readable on white and on black.
+NEUTRAL = '#808080'
+
+#: Sizes of a picture in pixels: its width, the heights of a row and of a box, the width of a
+#: character.
+WIDTH, ROW, HEIGHT, CHARACTER = 1000, 30, 24, 7.5
+
+
+class Box(NamedTuple):
+    """A coloured box in a row of a picture.
+
+    Attributes:
+        row: The index of its row.
+        start: Its start, in any unit.
+        end: Its end, in the same unit.
+        label: The text in the box. It is left out where it does not fit.
+        title: The text that appears while the pointer is on the box.
+        colour: The colour, as in CSS.
+        height: The part of the row that it takes, from 0 to 1.
+    """
+
+    row: int
+    start: float
+    end: float
+    label: str
+    title: str
+    colour: str
+    height: float = 1.0
+
+
+def text_as_html(text: str) -> str:
+    """Return text that keeps its columns.
+
+    >>> text_as_html('a < b')
+    '<pre>a &lt; b</pre>'
+    """
+    return f'<pre>{escape(text)}</pre>'
+
+
+def figure_as_html(draw: Callable[[], 'Figure']) -> str:
+    """Return a figure of matplotlib as an image, or an empty text without matplotlib."""
+    try:
+        figure = draw()
+    except ImportError:
+        return ''
+    file = io.BytesIO()
+    figure.savefig(file, format='png', dpi=100)
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img style="max-width: 100%" src="data:image/png;base64,{data}">'
+
+
+def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> str:
+    """Return a picture with a row of boxes for each name, and a caption below.
+
+    Args:
+        names: The names of the rows.
+        boxes: The boxes. The earliest start is at the left edge, the latest end at the right one.
+        caption: The text below the rows.
+    """
+    boxes = [*boxes]
+    start = min((box.start for box in boxes), default=0.0)
+    span = max((box.end for box in boxes), default=0.0) - start
+    margin = CHARACTER * (1 + max(map(len, names), default=0))
+    scale = (WIDTH - margin) / (span or 1.0)
+    height = ROW * (len(names) + 1)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+             f'style="display: block; max-width: {WIDTH}px" '
+             'font-family="monospace" font-size="12">']
+    for row, name in enumerate(names):
+        parts.append(_text(0, ROW * (row + 0.6), name, NEUTRAL))
+    for box in boxes:
+        left = margin + (box.start - start) * scale
+        width = (box.end - box.start) * scale
+        tall = HEIGHT * box.height
+        top = ROW * box.row + HEIGHT - tall
+        parts.append(f'<g><title>{escape(box.title)}</title><rect x="{left:.2f}" y="{top:.2f}" '
+                     f'width="{width:.2f}" height="{tall:.2f}" fill="{box.colour}" '
+                     'stroke="white" stroke-width="0.5"/>')
+        if CHARACTER * len(box.label) < width:
+            middle = left + width / 2
+            parts.append(_text(middle, top + 0.67 * tall, box.label, 'white', 'middle'))
+        parts.append('</g>')
+    parts.append(_text(margin, ROW * (len(names) + 0.5), caption, NEUTRAL))
+    parts.append('</svg>')
+    return ''.join(parts)
+
+
+def _text(x: float, y: float, text: str, colour: str, anchor: str = 'start') -> str:
+    return (f'<text x="{x:.2f}" y="{y:.2f}" fill="{colour}" text-anchor="{anchor}">'
+            f'{escape(text)}</text>')
