@@ -282,8 +282,13 @@ def block_rows(rows: list[dict[str, Any]]) -> Rows:
 def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
     """Return the parts of a page about a machine and its blocks."""
     found = Machine.from_dict(results['machine'])
-    return [machine_rows(found), 'Blocks of GPTs, predicted / measured:',
-            block_rows(results['blocks'])]
+    parts: list[str | Rows] = [machine_rows(found), 'Blocks of GPTs, predicted / measured:',
+                               block_rows(results['blocks'])]
+    if 'bfloat16' not in found.flops:
+        parts.append('Other operations than products are predicted by their bytes. On a CPU, '
+                     'arithmetic limits some of them, such as GELU and normalizations, so '
+                     'predictions are too low. [On a GPU](gpu.md) has a GPU.')
+    return parts
 
 
 COMMANDS = [machine]
