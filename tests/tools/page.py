@@ -2,7 +2,7 @@
 import re
 from pathlib import Path
 
-__all__ = ['HUGGING_FACE', 'MODEL', 'PAGE', 'RECIPES']
+__all__ = ['HUGGING_FACE', 'MODEL', 'PAGE', 'RECIPES', 'VISION']
 
 _GUIDE = Path(__file__).parents[2] / 'docs/guide'
 
@@ -22,3 +22,5 @@ for _package, _code in _blocks(PAGE):
 
 #: Of the page about Hugging Face, each goes on where the one before has ended.
 HUGGING_FACE = _blocks((_GUIDE / 'huggingface.md').read_text())
+
+VISION = _blocks((_GUIDE / 'vision-language.md').read_text())

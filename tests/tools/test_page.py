@@ -4,7 +4,7 @@ import importlib.util
 import pytest
 
 from tests.devices import cpu_only
-from tests.tools.page import HUGGING_FACE, MODEL, PAGE, RECIPES
+from tests.tools.page import HUGGING_FACE, MODEL, PAGE, RECIPES, VISION
 from tests.tools.rows import table
 
 pytestmark = cpu_only('what the documentation shows runs on the CPU')
@@ -42,3 +42,13 @@ def test_hugging_face_in_twenty_lines(tmp_path, monkeypatch, capsys, no_state):
             exec(code, names)
     assert 'tensor([[3, 4, 5, 6, 7, 8, 9]])' in capsys.readouterr().out
     assert (tmp_path / 'trained/model.safetensors').exists()
+
+
+@pytest.mark.tools
+@pytest.mark.filterwarnings('ignore')
+def test_vision_and_language(tmp_path, monkeypatch, capsys, no_state):
+    pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
+    monkeypatch.chdir(tmp_path)
+    (_, code), = VISION
+    exec(code, {'__name__': 'page'})
+    assert capsys.readouterr().out == 'True True\n'

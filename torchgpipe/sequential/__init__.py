@@ -42,9 +42,11 @@ from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names,
                                          optimizer_state, original_names, put, with_all_names)
 from torchgpipe.sequential.patches import watched
 from torchgpipe.sequential.refusals import ConversionError
+from torchgpipe.sequential.sample import sample_of
 from torchgpipe.training.losses import counts_of, with_counts
 
-__all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'to_sequential']
+__all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'sample_of',
+           'to_sequential']
 
 #: A function of a model and a value, or a submodule, which is a function of a value.
 StageLike = Callable[..., Any] | nn.Module

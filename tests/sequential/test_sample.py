@@ -1,0 +1,103 @@
+"""The sample of a submodule: the arguments that the model passes to it."""
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only
+from torchgpipe import Arguments, GPipe
+from torchgpipe.sequential import sample_of, to_sequential
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x, *, scale=None, cache=None):
+        return self.layers(x) if scale is None else self.layers(x) * scale
+
+
+class Net(nn.Module):
+    """A norm with statistics, dropout, and a body that gets keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.body, self.unused = nn.BatchNorm1d(4), Body(), nn.Linear(2, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = nn.functional.dropout(self.norm(x), .5, self.training)
+        try:
+            return self.body(x, scale=x.sum(1, keepdim=True), cache=None)
+        except Exception:
+            return None
+
+
+@pytest.mark.parametrize('by_name', [False, True])
+def test_the_arguments_of_the_call(by_name):
+    net, x = Net(), torch.rand(8, 4)
+    sample = sample_of(net, 'body' if by_name else net.body, x)
+    assert isinstance(sample, Arguments) and sorted(sample.kwargs) == ['cache', 'scale']
+    (body,), scale = sample.args, sample.kwargs['scale']
+    assert torch.equal(body.sum(1, keepdim=True), scale) and sample.kwargs['cache'] is None
+    assert not body.requires_grad
+
+
+def test_nothing_changes():
+    net, x = Net(), torch.rand(8, 4)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate()
+    sample_of(net, net.body, Arguments(x))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net.calls == 0 and not net.body._forward_pre_hooks
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_the_arguments_are_the_caller_s_not_changed_by_hooks():
+    net, x = Net().eval(), torch.rand(8, 4)
+    net.body.register_forward_pre_hook(lambda module, args: (args[0] * 0,))
+    assert sample_of(net, net.body, x).args[0].abs().sum() > 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.cell(self.cell(x + 1))
+
+
+def test_the_first_of_several_calls():
+    x = torch.rand(2, 4)
+    assert torch.equal(sample_of(Recurrent(), 'cell', x).args[0], x + 1)
+
+
+@cpu_only('the arguments are on the devices of the model')
+def test_the_part_of_a_model_runs_as_a_pipeline():
+    net, x = Net().double().eval(), torch.rand(8, 4, dtype=torch.float64)
+    layers = to_sequential(net.body, sample_of(net, net.body, x))
+    pipeline = GPipe(layers, [1, len(layers) - 1], devices=['cpu', 'cpu'], chunks=4)
+    net(x).sum().backward()
+    expected = [parameter.grad for parameter in net.body.parameters()]
+    net.zero_grad()
+    with pipeline.in_place_of(net.body):
+        net(x).sum().backward()
+    assert all(torch.allclose(parameter.grad, gradient) for parameter, gradient in
+               zip(net.body.parameters(), expected))
+
+
+def test_errors():
+    net, x = Net(), torch.rand(8, 4)
+    with pytest.raises(ValueError, match="Net does not call 'unused' for this sample"):
+        sample_of(net, net.unused, x)
+    with pytest.raises(ValueError, match='this Linear is not a submodule of the Net'):
+        sample_of(net, nn.Linear(2, 2), x)
+    with pytest.raises(AttributeError, match='nothing'):
+        sample_of(net, 'nothing', x)
+    with pytest.raises(RuntimeError, match='running_mean'):  # the model's own error
+        sample_of(net, net.unused, torch.rand(8, 3))
