@@ -18,7 +18,6 @@ and a training resumes on any mesh with the samples that an uninterrupted one wo
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -43,12 +42,12 @@ from benchmarks.harness.curves import Panel, draw_curves, draw_if_possible
 from benchmarks.harness.gpt_options import DTYPES, add_options, check_files, checked, require
 from benchmarks.harness.launch import launch
 from benchmarks.harness.log import Log, line_of, sample_logs
-from benchmarks.harness.report import output_folder, peak_memory, peak_tflops, replacing, table
+from benchmarks.harness.report import output_folder, peak_tflops, replacing, table
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.harness.training_folder import TrainingFolder
 from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
                                    layers_with_experts, tensor_plan)
-from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
+from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
@@ -56,7 +55,7 @@ from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.plan import MACHINES, ParameterBytes, Plan, Transformer, plan
 from torchgpipe.plan.mesh_search import USABLE
 from torchgpipe.schedule.generators import places
-from torchgpipe.timeline import record
+from torchgpipe.timeline import measure
 
 #: The exit code after a loss that is not finite: another attempt would end the same way.
 NOT_FINITE = 3
@@ -383,6 +382,7 @@ def train(config: Namespace) -> None:
     first = state['step']
     parameters, used = parameters_of(config)
     flops = 6 * used + 12 * config.sizes.depth * config.sizes.width * config.block_size
+    number = config.global_batch_size * config.block_size
     peak = config.peak_tflops or peak_tflops(device)
     text = described(config, model, found, parameters)
     name = config.training['name']
@@ -409,36 +409,31 @@ def train(config: Namespace) -> None:
         if step == config.steps:
             break
         step += 1
-        began, last = time.perf_counter(), step == config.steps
+        last = step == config.steps
         starts = starts_of(config, len(tokens), step - 1)[:, replica].flatten()
         x, y = samples_at(config, tokens, starts, device)
         for group in optimizer.param_groups:
             group['lr'] = rate_of(config, step - 1)
         validates = step % config.eval_interval == 0 or last
         shows = step % config.log_interval == 0 or validates
-        with record(model, merge=False) if shows else nullcontext() as timeline:
+        measurement: Any = nullcontext()
+        if shows:
+            measurement = measure(model, tokens=number, flops=flops * number,
+                                  peak_flops=None if peak is None else peak * 1e12)
+        with measurement as metrics:
             with autocast(config, device):
                 loss = model.step(x, y, loss_of, schedule='auto').item()
-        norm = model.clip_grad_norm_(config.grad_clip or inf).item()
-        check_finite(model, step, loss, norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize([device])
-        seconds, entry = time.perf_counter() - began, None
-        if timeline is not None:
-            # A lane has this rank's work. The longest one is the step, as ranks wait in it.
-            most, work = (torch.tensor(x, dtype=torch.float64, device=device) for x in (
-                [timeline.seconds, peak_memory(device)], timeline.utilisation * timeline.seconds))
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            dist.all_reduce(work)
-            rate = config.global_batch_size * config.block_size / seconds
-            tflops = flops * rate / config.world / 1e12
+            norm = model.clip_grad_norm_(config.grad_clip or inf).item()
+            check_finite(model, step, loss, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        entry = None
+        if metrics is not None:
             entry = {'step': step, 'loss': loss, 'grad_norm': norm, 'lr': group['lr'],
-                     'tokens_per_second': rate, 'seconds': seconds,
-                     'tokens_per_second_per_device': rate / config.world,
-                     'tflops_per_device': tflops, 'mfu': peak and tflops / peak,
-                     'peak_memory': int(most[1]),
-                     'bubble': 1 - float(work / config.world / most[0])}
+                     'tokens_per_second': metrics.tokens_per_second, 'seconds': metrics.seconds,
+                     'tokens_per_second_per_device': metrics.tokens_per_second_per_device,
+                     'tflops_per_device': metrics.tflops_per_device, 'mfu': metrics.mfu,
+                     'peak_memory': metrics.peak_bytes, 'bubble': metrics.bubble}
         samples.add({'step': step, 'starts': starts.tolist()})
         # A checkpoint comes before its validation, which may fail. It has the entry of the log.
         if config.save and (step % config.save_interval == 0 or last):

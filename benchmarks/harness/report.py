@@ -3,7 +3,6 @@ import io
 import json
 import os
 import platform
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torchgpipe.base.devices import accelerator, accelerators, is_cpu
 from torchgpipe.base.errors import table
 
 __all__ = ['Rows', 'accept_any_text', 'cores', 'describe', 'machine', 'markdown',
-           'output_folder', 'peak_memory', 'peak_tflops', 'replacing', 'table', 'write_json']
+           'output_folder', 'peak_tflops', 'replacing', 'table', 'write_json']
 
 #: Peak TFLOP/s of dense bfloat16 products, from data sheets, by a part of the device's name.
 PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'B200': 2250, 'MI300X': 1307}
@@ -99,13 +98,6 @@ def peak_tflops(device: torch.device) -> float | None:
         return None
     name = torch.get_device_module(device).get_device_name(device)
     return next((peak for part, peak in PEAKS.items() if part in name), None)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were allocated on a device, or were resident in this process."""
-    if is_cpu(device):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.accelerator.max_memory_allocated(device)
 
 
 def write_json(folder: Path, name: str, results: Any) -> Path:

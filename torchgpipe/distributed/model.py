@@ -10,6 +10,8 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -281,6 +283,18 @@ class DistributedGPipe(PipelineModule):
     def merged(self, actions: list[Timed], began: float) -> list[Timed]:
         """Return the actions of all ranks by one clock, for :func:`torchgpipe.timeline.record`."""
         return merge(actions, began, self._rank.everyone, self._rank.device)
+
+    @watched('a reduction of metrics')
+    def reduced(self, largest: Sequence[float], total: Sequence[float]
+                ) -> tuple[list[float], list[float]]:
+        """Return maxima and sums over all ranks, for :func:`torchgpipe.timeline.measure`."""
+        rank, results = self._rank, []
+        for numbers, operation in ((largest, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):
+            tensor = torch.tensor(numbers, dtype=torch.float64, device=rank.device)
+            if rank.everyone is not None and len(numbers):
+                dist.all_reduce(tensor, operation, group=rank.everyone)
+            results.append(tensor.tolist())
+        return results[0], results[1]
 
     @watched('saving')
     def save(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,

@@ -1,0 +1,131 @@
+"""Metrics of a step, of one process and of all ranks."""
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.devices import cpu_only, devices
+from tests.shard.processes import run
+from torchgpipe import GPipe
+from torchgpipe.timeline import StepMetrics, gathered_mean, measure
+from torchgpipe.timeline import metrics as metrics_file
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def train(model, x, **options):
+    """Measure a step."""
+    with measure(model, tokens=64, **options) as metrics:
+        assert math.isnan(metrics.seconds)
+        model.step(x, x, loss_of)
+    return metrics
+
+
+@devices
+def test_a_step_of_one_process(devices):
+    model = GPipe(layers(), [2, 2], devices=devices(2), chunks=4)
+    number = len({*model.devices})
+    x = torch.rand(16, 8, device=model.devices[0])
+    with measure(model, tokens=64, flops=1e9, peak_flops=1e12) as metrics:
+        model.step(x, x.to(model.devices[-1]), loss_of)
+    assert 0 <= metrics.bubble < 1 and metrics.peak_bytes > 0
+    assert metrics.tokens_per_second == 64 / metrics.seconds
+    assert metrics.tokens_per_second_per_device == 64 / metrics.seconds / number
+    assert metrics.tflops_per_device == pytest.approx(1e-3 / number / metrics.seconds)
+    assert metrics.mfu == pytest.approx(metrics.tflops_per_device)
+
+
+@cpu_only('the numbers are the same for all devices')
+def test_without_flops_or_a_peak():
+    model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
+    x = torch.rand(16, 8)
+    metrics = train(model, x)
+    assert metrics.tflops_per_device is None and metrics.mfu is None
+    metrics = train(model, x, flops=1e9)
+    assert metrics.tflops_per_device > 0 and metrics.mfu is None
+    assert train(model, x, peak_flops=1e12).mfu is None
+
+
+@cpu_only('the numbers are the same for all devices')
+def test_a_device_with_several_partitions_counts_once():
+    model = GPipe(layers(), [1, 1, 1, 1], devices=['cpu:0', 'cpu:1'] * 2, chunks=4)
+    metrics = train(model, torch.rand(16, 8))
+    assert metrics.tokens_per_second == 2 * metrics.tokens_per_second_per_device
+    assert 0 < metrics.bubble < 1
+
+
+@cpu_only('the numbers are the same for all devices')
+def test_an_error_leaves_the_metrics_empty():
+    model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
+    with pytest.raises(ValueError, match='stop'):
+        with measure(model, tokens=64) as metrics:
+            raise ValueError('stop')
+    assert math.isnan(metrics.seconds) and metrics.peak_bytes == 0
+    train(model, torch.rand(16, 8))  # it can be recorded again
+
+
+@cpu_only('the numbers are the same for all devices')
+def test_nothing_within_the_context():
+    model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
+    with measure(model, tokens=64) as metrics:
+        pass
+    assert math.isnan(metrics.bubble) and metrics.seconds > 0
+
+
+@pytest.mark.parametrize('platform, factor', [('linux', 1024), ('darwin', 1)])
+def test_the_unit_of_the_memory_of_a_process(platform, factor, monkeypatch):
+    import resource
+
+    class Usage:
+        ru_maxrss = 5000
+
+    monkeypatch.setattr(resource, 'getrusage', lambda who: Usage)
+    monkeypatch.setattr(metrics_file.sys, 'platform', platform)
+    assert metrics_file._peak_bytes([torch.device('cpu')]) == 5000 * factor
+
+
+def test_as_text():
+    metrics = StepMetrics(.5, 2000., 1000., 12.34, .125, 2 ** 30, .25)
+    assert str(metrics) == ('500 ms, 2,000 tokens/s, 12.3 TFLOP/s per device, 12.5% MFU, '
+                            '1.00 GiB, bubble 25.0%')
+    metrics = StepMetrics(.5, 2000., 1000., peak_bytes=2 ** 30, bubble=.25)
+    assert str(metrics) == '500 ms, 2,000 tokens/s, 1.00 GiB, bubble 25.0%'
+
+
+def on_a_rank(data, pipe):
+    """Return the metrics of a step, and means of metrics of the last stage's ranks."""
+    from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+    mesh = init_mesh(data=data, pipe=pipe)
+    model = DistributedGPipe(layers(), [4 // pipe] * pipe, mesh=mesh, chunks=4)
+    x = torch.rand(16, 8)
+    with measure(model, tokens=64, flops=1e9, peak_flops=1e12) as metrics:
+        model.step(x, x, loss_of)
+    replica, stage = mesh.get_local_rank('data'), mesh.get_local_rank('pipe')
+    is_last = stage == pipe - 1
+    # Replicas with means of 1 and of 3 samples.
+    mean = gathered_mean(model, float(replica) if is_last else math.nan,
+                         1 + 2 * replica if is_last else 0)
+    return metrics, mean, gathered_mean(model, math.nan, 0)
+
+
+@cpu_only('processes meet by gloo')
+@pytest.mark.parametrize('data, pipe', [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_metrics_of_all_ranks(data, pipe):
+    found = run(data * pipe, on_a_rank, data, pipe)
+    first, mean, none = found[0]
+    assert [metrics for metrics, *_ in found] == [first] * len(found)
+    assert first.tokens_per_second_per_device == pytest.approx(
+        64 / first.seconds / data / pipe)
+    assert first.tflops_per_device == pytest.approx(1e-3 / data / pipe / first.seconds)
+    assert 0 <= first.bubble < 1 and first.peak_bytes > 0
+    assert mean == (.75 if data == 2 else 0.)
+    assert {each for _, each, _ in found} == {mean} and math.isnan(none)
