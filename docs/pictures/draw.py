@@ -214,7 +214,67 @@ def skip():
     return picture
 
 
-PICTURES = (pipeline, bubble, fraction, checkpointing, timeline, schedules, skip)
+def memory():
+    """Draw the memory of the first of four devices over a step, with and without checkpoints."""
+    picture = Picture('Activations on the first of four devices, with and without checkpoints')
+    m, n, left, top, width, height = 8, 4, 40, 8, 380, 150
+    schedule = make('gpipe', n, m)
+    never = StageCosts(1.0, 2.0, activation_bytes=8)
+    always = StageCosts(1.0, 2.0, activation_bytes=8, output_bytes=1, recomputed=m)
+    steps = {'never': simulate(schedule, Costs([never] * n)),
+             'always': simulate(schedule.recomputing([m] * n), Costs([always] * n))}
+    span = max(step.seconds for step in steps.values())
+    most = max(step.peak_bytes[0] for step in steps.values())
+
+    for part in (0, .5, 1):
+        y = top + height * (1 - part)
+        picture.path([(left, y), (left + width, y)])
+        picture.words(left - 5, y + 4, f'{part:.0%}', 'end')
+    for k, (mode, colour) in enumerate((('never', 'F'), ('always', 'B'))):
+        points, last = [], 0.0
+        for second, bytes in (*steps[mode].bytes[0], (steps[mode].seconds, 0.0)):
+            x = left + width * second / span
+            points += [(x, top + height * (1 - last / most)),
+                       (x, top + height * (1 - bytes / most))]
+            last = bytes
+        picture.path(points, COLOURS[colour], 2)
+        picture.box(left + 150 * k, top + height + 24, 12, 12, COLOURS[colour])
+        picture.words(left + 150 * k + 18, top + height + 34, f"checkpoint='{mode}'")
+    picture.words(left + width, top + height + 16, 'time', 'end')
+    return picture
+
+
+def mesh():
+    """Draw the eight ranks of a mesh of data 2 × pipe 2 × tensor 2 on two hosts."""
+    picture = Picture('A mesh of two replicas, two stages and two parts of each layer')
+    picture.width = 400
+    left, right, size, height = 4, 234, 160, 30
+    for data in range(2):
+        top = 24 + 132 * data
+        picture.words(left, top - 8, f'host {data}: replica {data}')
+        for tensor in range(2):
+            y = top + 44 * tensor
+            for pipe, x in enumerate((left, right)):
+                rank = 4 * data + 2 * pipe + tensor
+                picture.box(x, y, size, height, COLOURS['FR'[pipe]],
+                            f'rank {rank}: stage {pipe}, part {tensor}')
+            picture.path([(left + size + 2, y + 15), (right - 3, y + 15)], COLOURS['B'], 1.5,
+                         arrow=True)
+        for x in (left, right):
+            picture.path([(x + 80, top + height), (x + 80, top + 44)], COLOURS['W'], 3)
+    for x in (left, right):
+        picture.path([(x + 125, 24 + 44 + height), (x + 125, 24 + 132)], WORDS, 1.5)
+    for k, (colour, text) in enumerate((
+            (COLOURS['W'], 'tensor: activations within each layer, on the fastest links'),
+            (COLOURS['B'], 'pipe: activations of each micro-batch, and their gradients'),
+            (WORDS, 'data: gradients once per step, on the slowest links'))):
+        y = 250 + 18 * k
+        picture.path([(left, y), (left + 20, y)], colour, 3 if k == 0 else 1.5)
+        picture.words(left + 28, y + 4, text)
+    return picture
+
+
+PICTURES = (pipeline, bubble, fraction, checkpointing, timeline, schedules, skip, memory, mesh)
 
 
 def draw(folder):

@@ -30,8 +30,8 @@ class StepMetrics:
     #: Floating-point operations per second of a device, in units of 1e12; ``None`` if their number
     #: was not given.
     tflops_per_device: float | None = None
-    #: Model FLOPs utilization: the part of a device's peak, from 0 to 1; ``None`` if the peak was
-    #: not given.
+    #: The MFU (model FLOPs utilization), which is the part of a device's peak, from 0 to 1;
+    #: ``None`` if the peak was not given.
     mfu: float | None = None
     #: The most bytes of tensors on a device since the process started, or since
     #: ``torch.accelerator.reset_peak_memory_stats``; on the CPU, of the whole process. Over ranks,
@@ -83,8 +83,8 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
         tokens: The tokens of the whole mini-batch, of all replicas, or its samples.
         flops: The floating-point operations of the step without recomputation, of all replicas. A
             transformer takes about ``6 * parameters`` per token, in forward and backward.
-        peak_flops: The peak of a device in FLOP/s, for the dtype in use: see
-            :data:`~torchgpipe.plan.MACHINES`.
+        peak_flops: The peak of a device in FLOP/s, for the dtype in use, such as
+            ``torchgpipe.plan.MACHINES['H100'].flops['bfloat16']``.
 
     Yields:
         The metrics, which are filled when the context ends without an error.
