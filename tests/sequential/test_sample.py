@@ -63,6 +63,44 @@ def test_the_arguments_are_the_caller_s_not_changed_by_hooks():
     assert sample_of(net, net.body, x).args[0].abs().sum() > 0
 
 
+def test_a_parameter_that_a_forward_writes_to_does_not_change():
+    """A copy of the model shares its parameters."""
+    net = nn.Sequential(nn.Embedding(4, 3, max_norm=.1), nn.Linear(3, 2))
+    before = net[0].weight.detach().clone()
+    sample = sample_of(net, net[1], torch.tensor([0, 1]))
+    assert sample.args[0].norm(dim=1).max() < .11
+    assert torch.equal(net[0].weight, before)
+
+
+#: Whether each call of a model is in grad mode. Copies of the model share it.
+GRAD_MODES = []
+
+
+class InPlace(nn.Module):
+    """Changes its input, and passes a parameter on."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.body = nn.Parameter(torch.ones(4)), nn.Bilinear(4, 4, 2)
+
+    def forward(self, x):
+        GRAD_MODES.append(torch.is_grad_enabled())
+        return self.body(x.add_(1), self.scale)
+
+
+def test_the_input_and_the_parameters_are_copied():
+    net, x = InPlace(), torch.zeros(2, 4)
+    value, scale = sample_of(net, 'body', x).args
+    assert value.sum() == 8 and x.sum() == 0
+    assert not scale.requires_grad and scale.data_ptr() != net.scale.data_ptr()
+
+
+def test_the_call_takes_no_memory_for_gradients():
+    GRAD_MODES.clear()
+    sample_of(InPlace(), 'body', torch.zeros(2, 4))
+    assert GRAD_MODES == [False]
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()

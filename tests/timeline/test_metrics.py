@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import accelerator
 from tests.devices import cpu_only, devices
 from tests.shard.processes import run
 from torchgpipe import GPipe
@@ -41,6 +42,21 @@ def test_a_step_of_one_process(devices):
     assert metrics.tokens_per_second_per_device == 64 / metrics.seconds / number
     assert metrics.tflops_per_device == pytest.approx(1e-3 / number / metrics.seconds)
     assert metrics.mfu == pytest.approx(metrics.tflops_per_device)
+
+
+@pytest.mark.sim
+def test_queued_work_counts_within_the_context_only():
+    """The optimizer's, but not work that was queued before."""
+    model = GPipe(layers(), [2, 2], devices=['sim:0', 'sim:1'], chunks=4)
+    x = torch.rand(16, 8, device='sim:0')
+    accelerator.sleep(600_000)
+    with measure(model, tokens=64) as metrics:
+        model.step(x, x.to('sim:1'), loss_of)
+    before = metrics.seconds
+    with measure(model, tokens=64) as metrics:
+        model.step(x, x.to('sim:1'), loss_of)
+        accelerator.sleep(600_000)
+    assert before < .6 <= metrics.seconds
 
 
 @cpu_only('the numbers are the same for all devices')

@@ -91,13 +91,14 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
     """
     metrics = StepMetrics()
     devices = model.devices
-    synchronize(devices)
-    start = time.perf_counter()
-    with record(model, merge=False) as timeline:
+    with record(model, merge=False) as timeline:  # It waits for the devices first.
+        start = time.perf_counter()
         yield metrics
-    synchronize(devices)
+        # The step may have queued more than actions, such as the optimizer's work.
+        synchronize(devices)
+        seconds = time.perf_counter() - start
 
-    largest: list[float] = [time.perf_counter() - start, timeline.seconds, _peak_bytes(devices)]
+    largest: list[float] = [seconds, timeline.seconds, _peak_bytes(devices)]
     # A lane of a rank has its own work only. The longest step counts, because ranks wait in it.
     work = [sum(timeline.utilisations) * timeline.seconds]
     lanes = len(timeline.devices)
