@@ -40,8 +40,9 @@ def test_boxes_cover_the_width_in_proportion_to_their_times():
                                      Box(1, 3., 6., 'y', 'second', 'blue')], 'below')
     (first, left, middle), (second, start, right) = boxes(html)
     assert (first, second) == ('first', 'second')
-    assert middle == pytest.approx(start, abs=.02) and right == pytest.approx(1000, abs=.02)
-    assert right - start == pytest.approx(3 * (middle - left), abs=.1)
+    # Half a pixel separates boxes.
+    assert middle == pytest.approx(start - .5, abs=.02) and right == pytest.approx(999.5, abs=.02)
+    assert right - start == pytest.approx(3 * (middle - left), abs=2)
     assert texts(html) == ['a', 'b', 'x', 'y', 'below']
 
 
@@ -49,6 +50,24 @@ def test_a_label_that_does_not_fit_is_left_out():
     html = rows_as_html(['a'], [Box(0, 0., 1., 'long label', '', 'red'),
                                 Box(0, 1., 1000., 'z', '', 'red')], '')
     assert 'long label' not in texts(html) and 'z' in texts(html)
+
+
+def test_boxes_that_are_narrower_than_a_pixel_are_drawn_once_for_each_place():
+    many = [Box(0, i, i + 1., '', '', 'red') for i in range(100_000)]
+    html = rows_as_html(['a'], many, '')
+    rects = [*ElementTree.fromstring(html).iter(f'{SVG}rect')]
+    assert len(html) < 100_000 and 450 < len(rects) <= 501
+    assert {rect.get('width') for rect in rects} == {'2'}
+    # An action that takes no time is seen beside one that does.
+    html = rows_as_html(['a'], [Box(0, 0., 0., '', '', 'red'), Box(0, 0., 9., '', '', 'blue')], '')
+    assert 'fill="red"' in html and 'fill="blue"' in html
+
+
+def test_long_names_and_control_characters():
+    html = rows_as_html(['x' * 200, 'a\x00b'], [Box(0, 0., 1., '', 'c\x1bd', 'red')], '')
+    assert texts(html)[:2] == ['x' * 39 + '…', 'a�b']
+    (title, left, right), = boxes(html)
+    assert title == 'c�d' and right - left > 500
 
 
 def test_names_and_titles_are_escaped():
@@ -86,8 +105,8 @@ def test_a_comparison_has_one_axis_of_time():
     other = Timeline([Timed(0, Action(0, 'F', 0), 1., 3.)])
     html = compare(other, TIMELINE)._repr_html_()
     (_, zero, half), (_, start, quarter), *_, (_, _, end) = boxes(html)[:3]
-    assert zero == start and end == pytest.approx(1000, abs=.02)
-    assert half - zero == pytest.approx(2 * (quarter - zero), abs=.1)
+    assert zero == start and end == pytest.approx(999.5, abs=.02)
+    assert half - zero == pytest.approx(2 * (quarter - zero), abs=2)
     assert texts(html)[0] == 'predicted device 0 100 %' and 'measured cpu:0 25 %' in texts(html)
 
 

@@ -4,6 +4,7 @@ import io
 import sys
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,9 +42,12 @@ def test_a_line_in_a_terminal():
     assert 'items' in text and '0/3' in text
 
 
-def test_a_line_in_a_notebook(monkeypatch):
+def test_no_line_in_a_file():
     assert printed(count, is_terminal=False) == ''
-    monkeypatch.setitem(sys.modules, 'ipykernel', sys)
+
+
+def test_a_line_in_a_notebook(monkeypatch):
+    monkeypatch.setattr(Stream, '__module__', 'ipykernel.iostream')
     assert '0/3' in printed(count, is_terminal=False)
 
 
@@ -62,8 +66,22 @@ def test_no_line_without_tqdm(monkeypatch):
     assert printed(count) == ''
 
 
-def test_no_line_without_stderr():
-    with contextlib.redirect_stderr(None):
+class ToLog:
+    """A stream of a program that writes its errors to a log."""
+
+    def write(self, text):
+        raise AssertionError(text)
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize('stream', [None, ToLog(), closed()], ids=['none', 'log', 'closed'])
+def test_no_line_without_a_stream(stream):
+    with contextlib.redirect_stderr(stream):
         count()
 
 

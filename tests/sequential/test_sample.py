@@ -129,6 +129,50 @@ def test_the_part_of_a_model_runs_as_a_pipeline():
                zip(net.body.parameters(), expected))
 
 
+class Catches(nn.Module):
+    """Catches everything, or raises its own error."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.body, self.error = nn.Linear(4, 4), error
+
+    def forward(self, x):
+        try:
+            return self.body(x)
+        except BaseException:
+            if self.error is not None:
+                raise self.error
+            return x
+
+
+@pytest.mark.parametrize('error', [None, ValueError('other')])
+def test_a_forward_that_catches_everything(error):
+    x = torch.rand(2, 4)
+    assert torch.equal(sample_of(Catches(error), 'body', x).args[0], x)
+
+
+@pytest.mark.parametrize('compiles', ['model', 'submodule'])
+def test_a_compiled_model_runs_as_it_was_written(compiles, compiler):
+    net, x = nn.Sequential(nn.Linear(4, 4), Body()), torch.rand(2, 4)
+    name = '1.layers'
+    if compiles == 'model':
+        net, name = torch.compile(net, backend='eager'), f'_orig_mod.{name}'
+        net(x)
+    else:
+        net[1] = torch.compile(net[1], backend='eager')
+        name = '1._orig_mod.layers'
+    assert sample_of(net, name, x).args[0].shape == (2, 4)
+
+
+def test_a_forward_that_a_copy_would_share_is_refused():
+    net, x = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), torch.rand(2, 4)
+    forward = net.forward
+    net.forward = lambda x: forward(x)
+    with pytest.raises(ValueError, match='the forward of Sequential is a function that does not'):
+        sample_of(net, '1', x)
+    assert net[0].num_batches_tracked == 0
+
+
 def test_errors():
     net, x = Net(), torch.rand(8, 4)
     with pytest.raises(ValueError, match="Net does not call 'unused' for this sample"):

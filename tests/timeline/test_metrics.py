@@ -89,6 +89,16 @@ def test_an_error_leaves_the_metrics_empty():
 
 
 @cpu_only('the numbers are the same for all devices')
+@pytest.mark.parametrize('name', ['tokens', 'flops', 'peak_flops'])
+@pytest.mark.parametrize('number', [0, -1, math.nan, math.inf])
+def test_numbers_are_checked_before_the_step(name, number):
+    model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
+    with pytest.raises(ValueError, match=f'{name} must be a finite number above zero'):
+        with measure(model, **{'tokens': 1, name: number}):
+            raise AssertionError
+
+
+@cpu_only('the numbers are the same for all devices')
 def test_nothing_within_the_context():
     model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
     with measure(model, tokens=64) as metrics:

@@ -1,6 +1,7 @@
 """HTML by which objects show themselves in notebooks: text, figures, and rows of boxes."""
 import base64
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,16 @@ NEUTRAL = '#808080'
 #: Sizes of a picture in pixels: its width, the heights of a row and of a box, the width of a
 #: character.
 WIDTH, ROW, HEIGHT, CHARACTER = 1000, 30, 24, 7.5
+
+#: The most characters of a name.
+LONGEST = 40
+
+#: Boxes that are narrower than so many pixels have no gap, label or title. Only one of them is
+#: drawn at the same pixels, so that a picture of many boxes stays small.
+NARROW = 2
+
+#: Characters that XML does not allow.
+_CONTROLS = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f]')
 
 
 class Box(NamedTuple):
@@ -70,6 +81,7 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
         caption: The text below the rows.
     """
     boxes = [*boxes]
+    names = [name if len(name) <= LONGEST else f'{name[:LONGEST - 1]}…' for name in names]
     start = min((box.start for box in boxes), default=0.0)
     span = max((box.end for box in boxes), default=0.0) - start
     margin = CHARACTER * (1 + max(map(len, names), default=0))
@@ -81,14 +93,21 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
              'font-family="monospace" font-size="12">']
     for row, name in enumerate(names):
         parts.append(_text(0, ROW * (row + 0.6), name, NEUTRAL))
+    drawn: set[tuple[int, float, int]] = set()
     for box in boxes:
         left = margin + (box.start - start) * scale
         width = (box.end - box.start) * scale
         tall = HEIGHT * box.height
         top = ROW * box.row + HEIGHT - tall
-        parts.append(f'<g><title>{escape(box.title)}</title><rect x="{left:.2f}" y="{top:.2f}" '
-                     f'width="{width:.2f}" height="{tall:.2f}" fill="{box.colour}" '
-                     'stroke="white" stroke-width="0.5"/>')
+        rect = f'y="{top:.1f}" height="{tall:.1f}" fill="{box.colour}"/>'
+        if width < NARROW:
+            place = box.row, box.height, int(left / NARROW)
+            if place not in drawn:
+                parts.append(f'<rect x="{place[-1] * NARROW}" width="{NARROW}" {rect}')
+                drawn.add(place)
+            continue
+        parts.append(f'<g><title>{_escaped(box.title)}</title>'
+                     f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rect}')
         if CHARACTER * len(box.label) < width:
             middle = left + width / 2
             parts.append(_text(middle, top + 0.67 * tall, box.label, 'white', 'middle'))
@@ -100,4 +119,8 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
 
 def _text(x: float, y: float, text: str, colour: str, anchor: str = 'start') -> str:
     return (f'<text x="{x:.2f}" y="{y:.2f}" fill="{colour}" text-anchor="{anchor}">'
-            f'{escape(text)}</text>')
+            f'{_escaped(text)}</text>')
+
+
+def _escaped(text: str) -> str:
+    return escape(_CONTROLS.sub('�', text))

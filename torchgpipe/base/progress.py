@@ -2,7 +2,7 @@
 import sys
 import threading
 from collections.abc import Collection, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ['progress']
 
@@ -22,11 +22,9 @@ def progress(items: Collection[T], description: str) -> Iterable[T]:
         from tqdm import tqdm
     except ImportError:
         return items
-    in_terminal = sys.stderr is not None and sys.stderr.isatty()
-    in_notebook = 'ipykernel' in sys.modules
     # Workers that measure at the same time would each have a line.
     is_main = threading.current_thread() is threading.main_thread()
-    if not (in_terminal or in_notebook) or not is_main:
+    if not is_main or not _shows_lines(sys.stderr):
         return items
 
     class Line(tqdm):  # type: ignore[misc]
@@ -35,3 +33,13 @@ def progress(items: Collection[T], description: str) -> Iterable[T]:
 
     line: Iterable[T] = Line(items, desc=description, leave=False)
     return line
+
+
+def _shows_lines(stream: Any) -> bool:
+    """Return whether a stream is a terminal, or the output of a notebook."""
+    if type(stream).__module__.partition('.')[0] == 'ipykernel':
+        return True
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # no stream, a logger in its place, or a closed stream
+        return False

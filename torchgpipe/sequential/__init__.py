@@ -26,9 +26,12 @@ value
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.structure import Arguments, call, flatten_nested
@@ -305,7 +308,7 @@ class _Uses:
 class _Called(BaseException):
     """The submodule was called; the rest of the model's forward is not needed.
 
-    It is no :exc:`Exception`, because a forward may catch these.
+    It is no :exc:`Exception`, because a forward may catch these and call the submodule again.
     """
 
 
@@ -339,7 +342,10 @@ def sample_of(model: nn.Module, submodule: nn.Module | str, sample: Any) -> Argu
 
     Raises:
         AttributeError: The model has no submodule of this name.
-        ValueError: The module is not in the model, or the model does not call it for this sample.
+        TypeError: The submodule is called without tensors, or with other objects than a sample of
+            :func:`to_sequential` may have.
+        ValueError: The module is not in the model, the model does not call it for this sample, or
+            the model's forward is a function that does not belong to its class.
     """
     name: str = submodule if isinstance(submodule, str) else _name_of(model, submodule)
     model.get_submodule(name)
@@ -349,16 +355,44 @@ def sample_of(model: nn.Module, submodule: nn.Module | str, sample: Any) -> Argu
         received.append(copied_value(Arguments(*args, **kwargs)))
         raise _Called
 
-    with same_random_numbers():
+    _check_forwards(model)
+    with same_random_numbers(), _without_compiled_code():
         copy = copied(model)
         # Before hooks of the user, which run again when the submodule is converted.
         copy.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
         try:
             untouched(copy, lambda: without_grad(lambda _: call(copy, copied_value(sample))))
         except _Called:
-            return received[0]
+            pass
+        except Exception:
+            if not received:
+                raise  # the model's own error, not one that follows from the stop
+    if received:
+        return received[0]
     raise ValueError(f"{type(model).__name__} does not call '{name}' for this sample. Pass a "
                      'sample with which it does, or name the submodule that it calls')
+
+
+def _check_forwards(model: nn.Module) -> None:
+    """Raise if a copy of the model would call the forward of the model itself."""
+    for name, module in model.named_modules():
+        # Bound methods and partials are copied with the module to which they belong, and a
+        # compiled module makes its forward anew.
+        is_compiled = '_orig_mod' in module._modules
+        if isinstance(vars(module).get('forward'), FunctionType) and not is_compiled:
+            where = f"submodule '{name}'" if name else type(module).__name__
+            raise ValueError(f'the forward of {where} is a function that does not belong to its '
+                             'class, such as compiled code, so a copy would call the module '
+                             'itself. Remove it before (del module.forward), or compile the '
+                             'module by module.compile()')
+
+
+def _without_compiled_code() -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run as they were written."""
+    if 'torch._dynamo' not in sys.modules:
+        return nullcontext()  # Nothing is compiled, and the import takes seconds.
+    stance: AbstractContextManager[object] = torch.compiler.set_stance('force_eager')
+    return stance
 
 
 def _name_of(model: nn.Module, submodule: nn.Module) -> str:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import nan
+from math import isfinite, nan
 from typing import Protocol
 
 import torch
@@ -68,7 +68,8 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
     """Measure the training step within the context, as ``train-gpt`` does.
 
     It waits for the devices at its start and at its end. Over processes, all ranks measure the
-    step, and each gets the metrics of all.
+    step, and each gets the metrics of all. All of them must leave the context without an error, or
+    none, because they exchange their figures at its end.
 
     >>> from torch import nn
     >>> model = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1],
@@ -80,7 +81,8 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
 
     Args:
         model: The model, or a :class:`~torchgpipe.distributed.DistributedGPipe`.
-        tokens: The tokens of the whole mini-batch, of all replicas, or its samples.
+        tokens: The tokens of the whole mini-batch, of all replicas, or its samples. It is the same
+            on all ranks, as are the other arguments.
         flops: The floating-point operations of the step without recomputation, of all replicas. A
             transformer takes about ``6 * parameters`` per token, in forward and backward.
         peak_flops: The peak of a device in FLOP/s, for the dtype in use, such as
@@ -88,7 +90,14 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
 
     Yields:
         The metrics, which are filled when the context ends without an error.
+
+    Raises:
+        RuntimeError: The model is being recorded or measured already.
+        ValueError: A number is not finite, or not above zero.
     """
+    for name, number in (('tokens', tokens), ('flops', flops), ('peak_flops', peak_flops)):
+        if number is not None and not (isfinite(number) and number > 0):
+            raise ValueError(f'{name} must be a finite number above zero, but is {number}')
     metrics = StepMetrics()
     devices = model.devices
     with record(model, merge=False) as timeline:  # It waits for the devices first.
@@ -106,17 +115,19 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
         lanes = len(model.lane_names())
         largest, work = model.reduced(largest, work)
     seconds, span, peak = largest
-    number = len({*devices}) if isinstance(model, GPipe) else lanes
+    number_of_devices = len({*devices}) if isinstance(model, GPipe) else lanes
+    rate = float(tokens) / seconds
+    flops_of_device = None if flops is None else float(flops) / seconds / number_of_devices
 
     metrics.seconds = seconds
-    metrics.tokens_per_second = tokens / seconds
-    metrics.tokens_per_second_per_device = tokens / seconds / number
+    metrics.tokens_per_second = rate
+    metrics.tokens_per_second_per_device = rate / number_of_devices
     metrics.peak_bytes = int(peak)
     metrics.bubble = 1 - work[0] / (lanes * span) if span else nan
-    if flops is not None:
-        metrics.tflops_per_device = flops / seconds / number / 1e12
+    if flops_of_device is not None:
+        metrics.tflops_per_device = flops_of_device / 1e12
         if peak_flops is not None:
-            metrics.mfu = flops / seconds / number / peak_flops
+            metrics.mfu = flops_of_device / peak_flops
 
 
 def gathered_mean(model: GPipe | Reduces, value: float, count: float) -> float:
@@ -138,7 +149,7 @@ def gathered_mean(model: GPipe | Reduces, value: float, count: float) -> float:
     Returns:
         The mean on all ranks; ``nan`` if all counts are zero.
     """
-    total: list[float] = [value * count if count else 0.0, count]
+    total = [float(value) * float(count) if count else 0.0, float(count)]
     if not isinstance(model, GPipe):
         _, total = model.reduced([], total)
     return total[0] / total[1] if total[1] else nan
