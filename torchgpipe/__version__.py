@@ -1,2 +1,2 @@
 """The version of this package; the changelog's newest release matches it."""
-__version__ = '0.24.0'
+__version__ = '0.25.0'
