@@ -39,7 +39,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ('py:.*', r'(torch|typing|nn|_?queue|collections|contextlib|datetime|os)\..*'),
     ('py:class', r'torchgpipe\.(.*\.)?(T\w*|ThreadState|Workers|CPUStreamType|HasActions|Ranks)'),
-    ('py:class', r'torchgpipe\.timeline\.metrics\.Reduces'),
+    ('py:class', r'torchgpipe\.timeline\.metrics\.ReducingModel'),
     ('py:class', r'torchgpipe\.(plan|shard)\.(.*\.)?(Blocks|Measured|Writer)'),
     ('py:class', 'OutQueue|Figure|StorageReader|Future'),
 ]

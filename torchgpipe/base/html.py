@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 #: The colour of text: readable on white and on black.
 NEUTRAL = '#808080'
 
-#: Sizes of a picture in pixels: its width, the heights of a row and of a box, the width of a
-#: character.
-WIDTH, ROW, HEIGHT, CHARACTER = 1000, 30, 24, 7.5
+#: Sizes in pixels.
+PICTURE_WIDTH = 1000
+ROW_HEIGHT = 30
+BOX_HEIGHT = 24
+CHARACTER_WIDTH = 7.5
 
 #: The most characters of a name.
 LONGEST = 40
 
-#: Boxes that are narrower than so many pixels have no gap, label or title. Only one of them is
-#: drawn at the same pixels, so that a picture of many boxes stays small.
+#: Boxes that are narrower than so many pixels have no gap, label or title. Where several of them
+#: fall on the same pixels, the first is drawn, so that a picture of many boxes stays small.
 NARROW = 2
 
 #: Characters that XML does not allow.
@@ -39,7 +41,7 @@ class Box(NamedTuple):
         label: The text in the box. It is left out where it does not fit.
         title: The text that appears while the pointer is on the box.
         colour: The colour, as in CSS.
-        height: The part of the row that it takes, from 0 to 1.
+        share_of_height: The part of the usual height that it takes, from 0 to 1.
     """
 
     row: int
@@ -48,7 +50,7 @@ class Box(NamedTuple):
     label: str
     title: str
     colour: str
-    height: float = 1.0
+    share_of_height: float = 1.0
 
 
 def text_as_html(text: str) -> str:
@@ -84,35 +86,39 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
     names = [name if len(name) <= LONGEST else f'{name[:LONGEST - 1]}…' for name in names]
     start = min((box.start for box in boxes), default=0.0)
     span = max((box.end for box in boxes), default=0.0) - start
-    margin = CHARACTER * (1 + max(map(len, names), default=0))
-    scale = (WIDTH - margin) / (span or 1.0)
-    height = ROW * (len(names) + 1)
+    names_width = CHARACTER_WIDTH * (1 + max(map(len, names), default=0))
+    scale = (PICTURE_WIDTH - names_width) / (span or 1.0)
+    picture_height = ROW_HEIGHT * (len(names) + 1)
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-             f'style="display: block; max-width: {WIDTH}px" '
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} '
+             f'{picture_height}" style="display: block; max-width: {PICTURE_WIDTH}px" '
              'font-family="monospace" font-size="12">']
     for row, name in enumerate(names):
-        parts.append(_text(0, ROW * (row + 0.6), name, NEUTRAL))
+        parts.append(_text(0, ROW_HEIGHT * (row + 0.6), name, NEUTRAL))
+
     drawn: set[tuple[int, float, int]] = set()
     for box in boxes:
-        left = margin + (box.start - start) * scale
+        left = names_width + (box.start - start) * scale
         width = (box.end - box.start) * scale
-        tall = HEIGHT * box.height
-        top = ROW * box.row + HEIGHT - tall
-        rect = f'y="{top:.1f}" height="{tall:.1f}" fill="{box.colour}"/>'
+        height = BOX_HEIGHT * box.share_of_height
+        top = ROW_HEIGHT * box.row + BOX_HEIGHT - height
+        rest = f'y="{top:.1f}" height="{height:.1f}" fill="{box.colour}"/>'
+
         if width < NARROW:
-            place = box.row, box.height, int(left / NARROW)
+            column = int(left / NARROW)
+            place = box.row, box.share_of_height, column
             if place not in drawn:
-                parts.append(f'<rect x="{place[-1] * NARROW}" width="{NARROW}" {rect}')
+                parts.append(f'<rect x="{column * NARROW}" width="{NARROW}" {rest}')
                 drawn.add(place)
             continue
+
         parts.append(f'<g><title>{_escaped(box.title)}</title>'
-                     f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rect}')
-        if CHARACTER * len(box.label) < width:
+                     f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rest}')
+        if CHARACTER_WIDTH * len(box.label) < width:
             middle = left + width / 2
-            parts.append(_text(middle, top + 0.67 * tall, box.label, 'white', 'middle'))
+            parts.append(_text(middle, top + 0.67 * height, box.label, 'white', 'middle'))
         parts.append('</g>')
-    parts.append(_text(margin, ROW * (len(names) + 0.5), caption, NEUTRAL))
+    parts.append(_text(names_width, ROW_HEIGHT * (len(names) + 0.5), caption, NEUTRAL))
     parts.append('</svg>')
     return ''.join(parts)
 

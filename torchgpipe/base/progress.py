@@ -12,8 +12,8 @@ T = TypeVar('T')
 def progress(items: Collection[T], description: str) -> Iterable[T]:
     """Return the items, with a line on stderr that shows how many are done and the time left.
 
-    There is no line without tqdm, in other threads than the main one, or if stderr is neither a
-    terminal nor the output of a notebook.
+    There is no line without tqdm, outside the main thread, or if stderr is neither a terminal nor
+    the output of a notebook.
 
     >>> [item for item in progress([1, 2], 'layers')]
     [1, 2]
@@ -27,11 +27,11 @@ def progress(items: Collection[T], description: str) -> Iterable[T]:
     if not is_main or not _shows_lines(sys.stderr):
         return items
 
-    class Line(tqdm):  # type: ignore[misc]
-        # No thread that runs while layers are measured.
+    class WithoutMonitor(tqdm):  # type: ignore[misc]
+        # The thread of tqdm's monitor would disturb the measurement of layers.
         monitor_interval = 0
 
-    line: Iterable[T] = Line(items, desc=description, leave=False)
+    line: Iterable[T] = WithoutMonitor(items, desc=description, leave=False)
     return line
 
 

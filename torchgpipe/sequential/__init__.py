@@ -348,41 +348,44 @@ def sample_of(model: nn.Module, submodule: nn.Module | str, sample: Any) -> Argu
             the model's forward is a function that does not belong to its class.
     """
     name: str = submodule if isinstance(submodule, str) else _name_of(model, submodule)
-    model.get_submodule(name)
+    model.get_submodule(name)  # raises if there is none
     received: list[Arguments] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         received.append(copied_value(Arguments(*args, **kwargs)))
         raise _Called
 
-    _check_forwards(model)
+    _refuse_replaced_forwards(model)
     with same_random_numbers(), _without_compiled_code():
         copy = copied(model)
-        # Before hooks of the user, which run again when the submodule is converted.
+        # First, before the user's hooks change the arguments, as these run again in a conversion.
         copy.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
         try:
+            # The copy shares parameters, to which the forward may write.
             untouched(copy, lambda: without_grad(lambda _: call(copy, copied_value(sample))))
         except _Called:
             pass
         except Exception:
+            # After the call, an error only follows from the stop.
             if not received:
-                raise  # the model's own error, not one that follows from the stop
+                raise
     if received:
         return received[0]
     raise ValueError(f"{type(model).__name__} does not call '{name}' for this sample. Pass a "
                      'sample with which it does, or name the submodule that it calls')
 
 
-def _check_forwards(model: nn.Module) -> None:
+def _refuse_replaced_forwards(model: nn.Module) -> None:
     """Raise if a copy of the model would call the forward of the model itself."""
     for name, module in model.named_modules():
-        # Bound methods and partials are copied with the module to which they belong, and a
-        # compiled module makes its forward anew.
+        # A function that was set on a module refers to the module itself, also in a copy. Bound
+        # methods and partials are copied with their module. A compiled module makes its forward
+        # anew.
         is_compiled = '_orig_mod' in module._modules
         if isinstance(vars(module).get('forward'), FunctionType) and not is_compiled:
             where = f"submodule '{name}'" if name else type(module).__name__
-            raise ValueError(f'the forward of {where} is a function that does not belong to its '
-                             'class, such as compiled code, so a copy would call the module '
+            raise ValueError(f'the forward of {where} is a function that was set on the '
+                             'module, such as compiled code, so a copy would call the module '
                              'itself. Remove it before (del module.forward), or compile the '
                              'module by module.compile()')
 

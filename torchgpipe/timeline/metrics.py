@@ -25,17 +25,17 @@ class StepMetrics:
     seconds: float = nan
     #: Tokens, or samples, of the whole mini-batch per second.
     tokens_per_second: float = nan
-    #: The same for each device.
+    #: ``tokens_per_second`` divided by the number of devices.
     tokens_per_second_per_device: float = nan
     #: Floating-point operations per second of a device, in units of 1e12; ``None`` if their number
     #: was not given.
     tflops_per_device: float | None = None
-    #: The MFU (model FLOPs utilization), which is the part of a device's peak, from 0 to 1;
-    #: ``None`` if the peak was not given.
+    #: The model FLOPs utilization (MFU), which is the rate as a fraction of a device's peak;
+    #: ``None`` unless ``flops`` and ``peak_flops`` were given.
     mfu: float | None = None
     #: The most bytes of tensors on a device since the process started, or since
-    #: ``torch.accelerator.reset_peak_memory_stats``; on the CPU, of the whole process. Over ranks,
-    #: the largest.
+    #: ``torch.accelerator.reset_peak_memory_stats``; on the CPU, of the whole process (zero on
+    #: Windows). Over ranks, the largest.
     peak_bytes: int = 0
     #: The part of the time of all devices for which they do not work, from 0 to 1, between the
     #: start of the first action and the end of the last one.
@@ -50,8 +50,8 @@ class StepMetrics:
         return ', '.join([*parts, format_bytes(self.peak_bytes), f'bubble {self.bubble:.1%}'])
 
 
-class Reduces(Ranks, Protocol):
-    """A model on several processes, which reduce numbers."""
+class ReducingModel(Ranks, Protocol):
+    """A model over several processes that reduces numbers over all ranks."""
 
     @property
     def devices(self) -> list[torch.device]:
@@ -63,7 +63,7 @@ class Reduces(Ranks, Protocol):
 
 
 @contextmanager
-def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None,
+def measure(model: GPipe | ReducingModel, *, tokens: float, flops: float | None = None,
             peak_flops: float | None = None) -> Iterator[StepMetrics]:
     """Measure the training step within the context, as ``train-gpt`` does.
 
@@ -107,30 +107,32 @@ def measure(model: GPipe | Reduces, *, tokens: float, flops: float | None = None
         synchronize(devices)
         seconds = time.perf_counter() - start
 
-    largest: list[float] = [seconds, timeline.seconds, _peak_bytes(devices)]
-    # A lane of a rank has its own work only. The longest step counts, because ranks wait in it.
-    work = [sum(timeline.utilisations) * timeline.seconds]
-    lanes = len(timeline.devices)
-    if not isinstance(model, GPipe):
-        lanes = len(model.lane_names())
-        largest, work = model.reduced(largest, work)
-    seconds, span, peak = largest
-    number_of_devices = len({*devices}) if isinstance(model, GPipe) else lanes
+    # A rank's timeline has its own work only, so the busy seconds of all ranks add up. Ranks wait
+    # for the slowest, so the longest time counts.
+    maxima: list[float] = [seconds, timeline.seconds, _peak_bytes(devices)]
+    busy = [sum(timeline.utilisations) * timeline.seconds]
+    if isinstance(model, GPipe):
+        number_of_devices = len({*devices})
+        lanes = len(timeline.devices)
+    else:
+        number_of_devices = lanes = len(model.lane_names())
+        maxima, busy = model.reduced(maxima, busy)
+    seconds, span, peak = maxima
     rate = float(tokens) / seconds
-    flops_of_device = None if flops is None else float(flops) / seconds / number_of_devices
 
     metrics.seconds = seconds
     metrics.tokens_per_second = rate
     metrics.tokens_per_second_per_device = rate / number_of_devices
     metrics.peak_bytes = int(peak)
-    metrics.bubble = 1 - work[0] / (lanes * span) if span else nan
-    if flops_of_device is not None:
-        metrics.tflops_per_device = flops_of_device / 1e12
+    metrics.bubble = 1 - busy[0] / (lanes * span) if span else nan
+    if flops is not None:
+        flops_per_second = float(flops) / seconds / number_of_devices
+        metrics.tflops_per_device = flops_per_second / 1e12
         if peak_flops is not None:
-            metrics.mfu = flops_of_device / peak_flops
+            metrics.mfu = flops_per_second / peak_flops
 
 
-def gathered_mean(model: GPipe | Reduces, value: float, count: float) -> float:
+def gathered_mean(model: GPipe | ReducingModel, value: float, count: float) -> float:
     """Return the mean of a metric over all ranks, each weighted by its count.
 
     All ranks call it, such as after an epoch. Ranks without a value, which do not have the last
@@ -149,6 +151,7 @@ def gathered_mean(model: GPipe | Reduces, value: float, count: float) -> float:
     Returns:
         The mean on all ranks; ``nan`` if all counts are zero.
     """
+    # The value of a rank without samples may be nan, which would spread.
     total = [float(value) * float(count) if count else 0.0, float(count)]
     if not isinstance(model, GPipe):
         _, total = model.reduced([], total)

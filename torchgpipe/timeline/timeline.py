@@ -253,7 +253,7 @@ class Timeline(Lanes):
         for source, target, i, start, end in self.copies:
             title = f'{name} of micro-batch {i} from {self.devices[source]}'
             title += f', {duration(end - start)}'
-            boxes.append(Box(target, start, end, '', title, colour, height=.2))
+            boxes.append(Box(target, start, end, '', title, colour, share_of_height=.2))
 
         zero = self.start
         shifted = []
