@@ -1,5 +1,6 @@
 """Metrics of a step, of one process and of all ranks."""
 import math
+import sys
 
 import pytest
 import torch
@@ -116,6 +117,11 @@ def test_the_unit_of_the_memory_of_a_process(platform, factor, monkeypatch):
     monkeypatch.setattr(resource, 'getrusage', lambda who: Usage)
     monkeypatch.setattr(metrics_file.sys, 'platform', platform)
     assert metrics_file._peak_bytes([torch.device('cpu')]) == 5000 * factor
+
+
+def test_no_memory_of_a_process_on_windows(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'resource', None)
+    assert metrics_file._peak_bytes([torch.device('cpu')]) == 0
 
 
 def test_as_text():
