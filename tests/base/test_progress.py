@@ -26,7 +26,7 @@ class Stream(io.StringIO):
 
 
 def printed(call, is_terminal=True):
-    """Return what a call prints on stderr."""
+    """Return the text that a call prints on stderr."""
     stream = Stream(is_terminal)
     with contextlib.redirect_stderr(stream):
         call()

@@ -1,4 +1,4 @@
-"""The notebook of the documentation: it runs, and shows what it shows in the repository."""
+"""The notebook of the documentation: it runs, with the tables and pictures that are stored."""
 from pathlib import Path
 
 import nbformat

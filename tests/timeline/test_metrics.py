@@ -8,7 +8,7 @@ from torch import nn
 
 from tests import accelerator
 from tests.devices import cpu_only, devices
-from tests.shard.processes import run
+from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe.timeline import StepMetrics, gathered_mean, measure
 from torchgpipe.timeline import metrics as metrics_file
@@ -147,6 +147,42 @@ def on_a_rank(data, pipe):
     mean = gathered_mean(model, float(replica) if is_last else math.nan,
                          1 + 2 * replica if is_last else 0)
     return metrics, mean, gathered_mean(model, math.nan, 0)
+
+
+def on_a_mesh_of_one_rank():
+    """Return the mean of a metric in a model that other processes do not have."""
+    from torch.distributed import get_rank
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchgpipe.distributed import DistributedGPipe
+
+    mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('other', 'pipe'))['pipe']
+    model = DistributedGPipe(layers(), [4], mesh=mesh, chunks=4)
+    return gathered_mean(model, float(get_rank()), 1)
+
+
+@cpu_only('processes meet by gloo')
+def test_a_mesh_of_one_rank_among_other_processes():
+    assert run(2, on_a_mesh_of_one_rank) == [0., 1.]
+
+
+def fails_on_the_second_rank():
+    from torchgpipe.distributed import DistributedGPipe, init_mesh
+
+    mesh = init_mesh(pipe=2)
+    model = DistributedGPipe(layers(), [2, 2], mesh=mesh, chunks=4)
+    x = torch.rand(16, 8)
+    with measure(model, tokens=64):
+        model.step(x, x, loss_of)
+        if mesh.get_rank() == 1:
+            raise ValueError('broken')
+
+
+@cpu_only('processes meet by gloo')
+def test_a_rank_that_waits_for_the_metrics_of_another_one_names_it():
+    texts = [outcome.text for outcome in outcomes(2, fails_on_the_second_rank)
+             if isinstance(outcome, Failure)]
+    assert any('a reduction of metrics' in text and 'rank 1' in text for text in texts), texts
 
 
 @cpu_only('processes meet by gloo')

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ['Box', 'figure_as_html', 'rows_as_html', 'text_as_html']
+__all__ = ['Box', 'NEUTRAL', 'figure_as_html', 'rows_as_html', 'text_as_html']
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The colour of text: readable on white and on black.
+#: The colour of text and lines: readable on white and on black, because SVG has no background.
 NEUTRAL = '#808080'
 
 #: Sizes in pixels.

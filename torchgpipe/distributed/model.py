@@ -291,7 +291,7 @@ class DistributedGPipe(PipelineModule):
         rank, results = self._rank, []
         for numbers, operation in ((largest, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):
             tensor = torch.tensor(numbers, dtype=torch.float64, device=rank.device)
-            if rank.everyone is not None and len(numbers):
+            if rank.everyone is not None:
                 dist.all_reduce(tensor, operation, group=rank.everyone)
             results.append(tensor.tolist())
         return results[0], results[1]

@@ -458,10 +458,9 @@ def plan_devices(
                          f'{", ".join(NAMES)}')
     base = NAMES if SEARCHED in {*schedules} <= {PLAIN_CALL, SEARCHED} else []
     found = []
-    for name in progress([*schedules, *base], 'plan: schedules'):
-        candidate = None
-        if name != SEARCHED:
-            candidate = search.best(name, counts, [*checkpoints], virtual)
+    generated = [name for name in (*schedules, *base) if name != SEARCHED]
+    for name in progress(generated, 'plan: schedules'):
+        candidate = search.best(name, counts, [*checkpoints], virtual)
         if candidate is not None:
             found.append(candidate)
     if SEARCHED in schedules:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torchgpipe.base.errors import duration
-from torchgpipe.base.html import Box, rows_as_html
+from torchgpipe.base.html import NEUTRAL, Box, rows_as_html
 from torchgpipe.schedule.schedule import LEGEND as ACTIONS
 from torchgpipe.schedule.schedule import Action, Timed, action_boxes
 
@@ -98,9 +98,6 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 
 #: The names and colours of the kinds of boxes: actions and copies.
 LEGEND = {**ACTIONS, 'C': ('copy', '#4f9d69')}
-
-#: The colour of text and lines: readable on white and on black, because SVG has no background.
-NEUTRAL = '#808080'
 
 #: Lower edge and height of boxes, from the middle of a lane; copies lie below actions.
 ACTION, COPY = (-.32, .74), (-.48, .14)
