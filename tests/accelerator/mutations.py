@@ -16,9 +16,15 @@ from torchgpipe.engine.streams import default_stream, no_context
 __all__ = ['MUTATIONS', 'Mutation']
 
 
+def source_of(function):
+    """Return the source of a function with one line per statement, however it is formatted."""
+    return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
+
+
 class Mutation(NamedTuple):
     """A piece of a function's source, the program that detects its removal, and the replacement.
 
+    The source is as :func:`source_of` returns it.
     The replacement is ``mutated()``, or ``mutated(value)``: see :class:`Mutated`.
     """
 
@@ -39,7 +45,7 @@ class Mutation(NamedTuple):
         return mutated
 
     def _code(self):
-        source = textwrap.dedent(inspect.getsource(self.function))
+        source = source_of(self.function)
         assert source.count(self.old) == 1, f'{self}: not what the function says'
         tree = ast.parse(source.replace(self.old, self.new))
         tree.body[0].decorator_list = []
@@ -72,7 +78,7 @@ def where_copies(name, wait):
 WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_stream, next_stream)'
 
 # In backward the later one of two nodes on a tensor comes first.
-RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)  # 2
+RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)
             self._tie(i, j, output, recomputation)
 ''', '''self._tie(i, j, output, recomputation)
             output[:] = mutated(_wait(self._streams[j], self._copy_streams[j][i], output))
