@@ -427,7 +427,11 @@ class Injector:
 
 
 def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
-    """Each line raises in some of 10,000 turns; later, a failed rank is still named."""
+    """Each line raises in some of 10,000 turns; later, a failed rank is still named.
+
+    Each hundred turns are another action of the step, which waits longer than it may.
+    """
+    monkeypatch.setattr(Room, 'limit', 20.)
     room, injector, generator, turns = Room(monkeypatch, 3), Injector(), Random(0), 0
     seen = set()
     monkeypatch.setattr(watchers, 'whereabouts', whereabouts)
@@ -438,7 +442,8 @@ def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
         nonlocal turns
         turns += 1
         room.now += 1
-        situation = turns // 100 % 4
+        own.count = turns // 100
+        situation = own.count % 4
         own.error = '' if situation == 1 else None
         own.inside = situation != 2
         watcher._answered.clear()
