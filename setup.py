@@ -1,4 +1,5 @@
 """Build by setuptools; all metadata is in setup.cfg."""
+
 from setuptools import setup
 
 setup()

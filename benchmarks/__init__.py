@@ -18,12 +18,15 @@
     models        models of the published tables, transformers, and sharded models
     results       stored measurements
 """
+
 try:
     from tqdm import tqdm
 except ImportError as error:
-    raise ImportError(f'the benchmarks need the package {error.name!r}, the library does not; '
-                      "in the clone, run: pip install -e '.[benchmarks]' -c constraints.txt",
-                      name=error.name) from error
+    raise ImportError(
+        f'the benchmarks need the package {error.name!r}, the library does not; '
+        "in the clone, run: pip install -e '.[benchmarks]' -c constraints.txt",
+        name=error.name,
+    ) from error
 
 # No thread beside those that are measured.
 tqdm.monitor_interval = 0

@@ -1,4 +1,5 @@
 """The command line of the benchmarks."""
+
 import sys
 from typing import NoReturn
 
@@ -16,8 +17,12 @@ def cli() -> None:
     """Train a GPT with torchgpipe on any mesh, and measure it on this machine."""
 
 
-for command in (train_gpt, listing, page,
-                *(command for module in MODULES for command in module.COMMANDS)):
+for command in (
+    train_gpt,
+    listing,
+    page,
+    *(command for module in MODULES for command in module.COMMANDS),
+):
     cli.add_command(command)
 
 

@@ -3,14 +3,50 @@
 A module has ``COMMANDS``. Its section on the documentation's page is ``SECTION``. Tables of
 :mod:`benchmarks.harness.published` are on that page without one.
 """
-from benchmarks.experiments import (accuracy, arcface, balance, classes, classes_resnet18,
-                                    concurrency, digits, gpu, machine, memory, mingpt,
-                                    mingpt_sizes, overhead, plans, scaling, schedules, speed,
-                                    timeline, zoo)
+
+from benchmarks.experiments import (
+    accuracy,
+    arcface,
+    balance,
+    classes,
+    classes_resnet18,
+    concurrency,
+    digits,
+    gpu,
+    machine,
+    memory,
+    mingpt,
+    mingpt_sizes,
+    overhead,
+    plans,
+    scaling,
+    schedules,
+    speed,
+    timeline,
+    zoo,
+)
 
 __all__ = ['MODULES']
 
 #: In the order in which they are listed.
-MODULES = (digits, accuracy, speed, memory, timeline, schedules, scaling, classes,
-           classes_resnet18, mingpt, mingpt_sizes, arcface, balance, overhead, concurrency,
-           machine, gpu, plans, zoo)
+MODULES = (
+    digits,
+    accuracy,
+    speed,
+    memory,
+    timeline,
+    schedules,
+    scaling,
+    classes,
+    classes_resnet18,
+    mingpt,
+    mingpt_sizes,
+    arcface,
+    balance,
+    overhead,
+    concurrency,
+    machine,
+    gpu,
+    plans,
+    zoo,
+)

@@ -15,6 +15,7 @@
 Initial values follow from the seed, and samples from seed and step. So losses match on all meshes,
 and a training resumes on any mesh with the samples that an uninterrupted one would have next.
 """
+
 import json
 import os
 import sys
@@ -45,8 +46,16 @@ from benchmarks.harness.log import Log, line_of, sample_logs
 from benchmarks.harness.report import output_folder, peak_tflops, replacing, table
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.harness.training_folder import TrainingFolder
-from benchmarks.models.gpt import (GPT, Block, Mixture, Sizes, init_gpt2, layers,
-                                   layers_with_experts, tensor_plan)
+from benchmarks.models.gpt import (
+    GPT,
+    Block,
+    Mixture,
+    Sizes,
+    init_gpt2,
+    layers,
+    layers_with_experts,
+    tensor_plan,
+)
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import Settings
@@ -95,27 +104,44 @@ def choose_mesh(config: Namespace) -> None:
     """Set the mesh and the step by a plan, and print it."""
     require('RANK' not in os.environ, '--devices starts processes, but torchrun has started some')
     source, typed = click.get_current_context().get_parameter_source, ParameterSource.COMMANDLINE
-    given = [f"--{name.replace('_', '-')}" for name in CHOSEN if source(name) is typed]
-    require(not given, f"--devices chooses {', '.join(given)}: leave it out, or --devices")
+    given = [f'--{name.replace("_", "-")}' for name in CHOSEN if source(name) is typed]
+    require(not given, f'--devices chooses {", ".join(given)}: leave it out, or --devices')
     require(not (config.experts or config.offload), '--devices is without --experts and --offload')
     devices, plan_for = config.devices, config.machine
-    sizes = checked(Namespace(**{**vars(config), 'plan': None, 'devices': None, 'machine': None,
-                                 'dry_run': True}))
+    sizes = checked(
+        Namespace(
+            **{**vars(config), 'plan': None, 'devices': None, 'machine': None, 'dry_run': True}
+        )
+    )
     known, device = sizes.sizes, CPU if config.cpu or not accelerator() else current_device()
     limit: dict[str, Any] = {'memory_limit': USABLE * config.memory} if config.memory else {}
     machine = MACHINES[plan_for] if plan_for else measure_machine(device)
-    model: Any = Transformer(known.depth, known.width, known.heads, known.vocabulary,
-                             sizes.block_size, tied=known.tied, dtype=config.dtype)
+    model: Any = Transformer(
+        known.depth,
+        known.width,
+        known.heads,
+        known.vocabulary,
+        sizes.block_size,
+        tied=known.tied,
+        dtype=config.dtype,
+    )
     # Autocast and FSDP keep parameters in bfloat16 during a step, beside those in float32.
     state = ParameterBytes(2, 4, 12) if config.dtype == 'bfloat16' else ParameterBytes(4, 4, 8)
     if is_cpu(device) and not plan_for:
         ranks = [t for t in range(1, devices + 1) if devices % t == 0 and known.heads % t == 0]
-        model, machine = profiles_of(known._replace(context=sizes.block_size), devices, ranks,
-                                     machine, state)
+        model, machine = profiles_of(
+            known._replace(context=sizes.block_size), devices, ranks, machine, state
+        )
         limit['micro_batches'] = (1, 2, 4, LARGE)  # as far as they are measured
     try:
-        found = plan(model, mesh=devices, machine=machine, batch=config.global_batch_size,
-                     state=state, **limit)
+        found = plan(
+            model,
+            mesh=devices,
+            machine=machine,
+            batch=config.global_batch_size,
+            state=state,
+            **limit,
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     click.echo(f'{found}\n')
@@ -133,23 +159,33 @@ def rehearse(config: Namespace) -> None:
     module, options = arguments_of(config, CPU)
     settings = settings_of(config)
     options['places'] = [*places(settings.schedule, config.pipe, config.virtual)]
-    samples = torch.empty(config.chunks * config.micro_batch_size, config.block_size,
-                          dtype=torch.long, device='meta')
+    samples = torch.empty(
+        config.chunks * config.micro_batch_size, config.block_size, dtype=torch.long, device='meta'
+    )
     try:
         with autocast(config, CPU):
             found = dry_run(
-                module, settings.balance, samples, samples, loss_of,
+                module,
+                settings.balance,
+                samples,
+                samples,
+                loss_of,
                 mesh={'data': config.data, 'pipe': config.pipe, 'tensor': config.tensor},
-                schedule=settings.schedule, chunks=config.chunks, checkpoint=config.checkpoint,
-                optimizer=partial(optimizer_of, config), devices_per_host=config.devices_per_host,
-                memory_limit=config.memory, **options)
+                schedule=settings.schedule,
+                chunks=config.chunks,
+                checkpoint=config.checkpoint,
+                optimizer=partial(optimizer_of, config),
+                devices_per_host=config.devices_per_host,
+                memory_limit=config.memory,
+                **options,
+            )
     except (RuntimeError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     click.echo(found)
     path = Path(output_folder(config.output)) / 'dry-run'
     with replacing(path.with_suffix('.json')) as new:
         new.write_text(json.dumps(found.to_dict()) + '\n')
-    click.echo(f"\n{path.with_suffix('.json')}")
+    click.echo(f'\n{path.with_suffix(".json")}')
 
     def draw() -> list[Path]:
         found.save(path.with_suffix('.png'))
@@ -191,9 +227,16 @@ def planned(config: Namespace, device: torch.device) -> Plan:
         sample = torch.zeros(min(share, 4 * config.micro_batch_size), config.block_size).long()
         with autocast(config, device):
             result[0] = plan_blocks(
-                few, sample, device, depth=config.sizes.depth, batch=share, ranks=config.pipe,
-                tensor=config.tensor, virtual=config.virtual,
-                settings=None if config.plan else settings_of(config)).to_dict()
+                few,
+                sample,
+                device,
+                depth=config.sizes.depth,
+                batch=share,
+                ranks=config.pipe,
+                tensor=config.tensor,
+                virtual=config.virtual,
+                settings=None if config.plan else settings_of(config),
+            ).to_dict()
     dist.broadcast_object_list(result, device=device)
     return Plan.from_dict(result[0])
 
@@ -215,8 +258,15 @@ def arguments_of(config: Namespace, device: torch.device) -> tuple[nn.Sequential
     """Return the layers, on the meta device, and the options of the model."""
     with torch.device('meta'):
         module = layers_of(config, config.sizes)
-    shards = {name: style for name, style in tensor_plan().items()
-              if not (config.experts and name == '*.c_fc')} if config.tensor > 1 else None
+    shards = (
+        {
+            name: style
+            for name, style in tensor_plan().items()
+            if not (config.experts and name == '*.c_fc')
+        }
+        if config.tensor > 1
+        else None
+    )
     options: dict[str, Any] = {'data': 'shard'} if config.shard or config.offload else {}
     if options and config.dtype == 'bfloat16':
         options['mp_policy'] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -227,18 +277,31 @@ def arguments_of(config: Namespace, device: torch.device) -> tuple[nn.Sequential
 
 def optimizer_of(config: Namespace, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay for matrices."""
-    groups = [{'params': [x for x in parameters if x.dim() > 1]},
-              {'params': [x for x in parameters if x.dim() < 2], 'weight_decay': 0.}]
-    return torch.optim.AdamW([group for group in groups if group['params']], config.lr, (.9, .95),
-                             weight_decay=config.weight_decay)
+    groups = [
+        {'params': [x for x in parameters if x.dim() > 1]},
+        {'params': [x for x in parameters if x.dim() < 2], 'weight_decay': 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group['params']],
+        config.lr,
+        (0.9, 0.95),
+        weight_decay=config.weight_decay,
+    )
 
 
-def made(config: Namespace, mesh: Any, found: Plan, device: torch.device
-         ) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
+def made(
+    config: Namespace, mesh: Any, found: Plan, device: torch.device
+) -> tuple[DistributedGPipe, torch.optim.Optimizer]:
     """Return the model and its optimizer."""
     module, options = arguments_of(config, device)
-    model = DistributedGPipe(module, found, mesh=mesh, seed=config.seed,
-                             init=partial(init_gpt2, depth=config.sizes.depth), **options)
+    model = DistributedGPipe(
+        module,
+        found,
+        mesh=mesh,
+        seed=config.seed,
+        init=partial(init_gpt2, depth=config.sizes.depth),
+        **options,
+    )
     if config.compile:
         for block in [x for x in model.modules() if isinstance(x, (Block, Mixture))]:
             block.compile()
@@ -249,8 +312,11 @@ def parameters_of(config: Namespace) -> tuple[int, int]:
     """Return the number of parameters, and of those that a token uses."""
     with torch.device('meta'):
         module = layers_of(config, config.sizes)
-    experts = sum(x.numel() for name, x in module.named_parameters()
-                  if '.experts.' in name and '.router' not in name)
+    experts = sum(
+        x.numel()
+        for name, x in module.named_parameters()
+        if '.experts.' in name and '.router' not in name
+    )
     total = sum(x.numel() for x in module.parameters())
     return total, total - experts + (experts * min(2, config.experts) // max(1, config.experts))
 
@@ -263,8 +329,9 @@ def rate_of(config: Namespace, step: int) -> float:
     return float(config.min_lr + (config.lr - config.min_lr) * (1 + cos(pi * min(part, 1))) / 2)
 
 
-def loaded(config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Optimizer
-           ) -> dict[str, Any]:
+def loaded(
+    config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """Load the newest checkpoint that is complete, and return its further state."""
     # The first rank decides: its training has the name, and others may see an older folder.
     shared = [(config.training, TrainingFolder(config.save).steps() if config.resume else [])]
@@ -284,7 +351,7 @@ def loaded(config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Op
             if is_first:
                 click.echo(f'step-{step} is not loaded: {error}', err=True)
             continue
-        for damaged in steps[steps.index(step) + 1:] if is_first else ():
+        for damaged in steps[steps.index(step) + 1 :] if is_first else ():
             click.echo(f'it is now {folder.set_aside(damaged)}', err=True)
         return state
     if steps:
@@ -296,13 +363,19 @@ def loaded(config: Namespace, model: DistributedGPipe, optimizer: torch.optim.Op
 def check_finite(model: nn.Module, step: int, loss: float, norm: float) -> None:
     """Stop all ranks before the optimizer would spread values that are not finite."""
     if not (isfinite(loss) and isfinite(norm)):
-        grads = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
-                 for x in model.parameters() if x.grad is not None]
+        grads = [
+            x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
+            for x in model.parameters()
+            if x.grad is not None
+        ]
         finite: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(finite, all(bool(grad.isfinite().all()) for grad in grads))
-        click.echo(f'step {step}: the loss is {loss}, the norm of gradients {norm}; gradients are '
-                   f'not finite on ranks {[k for k, each in enumerate(finite) if not each]}. The '
-                   'optimizer has not used them', err=True)
+        click.echo(
+            f'step {step}: the loss is {loss}, the norm of gradients {norm}; gradients are '
+            f'not finite on ranks {[k for k, each in enumerate(finite) if not each]}. The '
+            'optimizer has not used them',
+            err=True,
+        )
         dist.destroy_process_group()
         raise SystemExit(NOT_FINITE)
 
@@ -310,8 +383,8 @@ def check_finite(model: nn.Module, step: int, loss: float, norm: float) -> None:
 @torch.no_grad()
 def validated(config: Namespace, model: DistributedGPipe, val: Tensor, replica: int) -> float:
     """Return the exact mean over the tokens of some batches, or of all."""
-    block, batch, total, count = config.block_size, config.global_batch_size, 0., 0
-    starts = block * torch.arange((len(val) - 1) // block)[:config.eval_batches * batch or None]
+    block, batch, total, count = config.block_size, config.global_batch_size, 0.0, 0
+    starts = block * torch.arange((len(val) - 1) // block)[: config.eval_batches * batch or None]
     model.eval()
     # Experts take equally many samples of each replica. So the samples that replicas cannot share
     # evenly run on all of them, which does not change their mean.
@@ -319,8 +392,9 @@ def validated(config: Namespace, model: DistributedGPipe, val: Tensor, replica: 
     shared, common = starts.split([len(starts) - rest, rest])
     parts = [(len(x), x.tensor_split(config.data)[replica]) for x in shared.split(batch) if len(x)]
     parts += [(rest, common)] if rest else []
-    for number, own in tqdm(parts, 'validation', leave=False,
-                            disable=None if dist.get_rank() == 0 else True):
+    for number, own in tqdm(
+        parts, 'validation', leave=False, disable=None if dist.get_rank() == 0 else True
+    ):
         x, y = samples_at(config, val, own, model.devices[0])
         with autocast(config, model.devices[0]):
             loss, _ = model.evaluate(x, y, cross_entropy)
@@ -334,15 +408,16 @@ def generated(config: Namespace, model: DistributedGPipe) -> list[int]:
     tokens = [ord('\n') % config.vocab_size]
     generator = torch.Generator().manual_seed(config.seed)
     model.eval()
-    for _ in tqdm(range(config.generate), 'text', leave=False, disable=None if dist.get_rank() == 0
-                  else True):
-        seen = torch.tensor([tokens[-config.block_size:]], device=model.devices[0])
+    for _ in tqdm(
+        range(config.generate), 'text', leave=False, disable=None if dist.get_rank() == 0 else True
+    ):
+        seen = torch.tensor([tokens[-config.block_size :]], device=model.devices[0])
         with autocast(config, model.devices[0]):
             output = model(seen)  # on ranks with the last stage
         drawn = torch.full((1,), -1, device=model.devices[0])
         if output is not None:
             scores = output[0] if isinstance(output, tuple) else output
-            chances = (scores[0, -1].double().cpu() / .8).softmax(-1)
+            chances = (scores[0, -1].double().cpu() / 0.8).softmax(-1)
             drawn[0] = chances.multinomial(1, generator=generator)
         dist.all_reduce(drawn, dist.ReduceOp.MAX)
         tokens.append(int(drawn))
@@ -354,24 +429,30 @@ def described(config: Namespace, model: DistributedGPipe, found: Plan, parameter
     own = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, sum(x.numel() for x in own))
-    each = (f'{counts[0]:,} on each' if len({*counts}) == 1 else
-            f"by rank {', '.join(f'{count:,}' for count in counts)}")
-    return (f'{parameters:,} parameters, {each}\n'
-            f'mesh of data {config.data} × pipe {config.pipe} × tensor {config.tensor} on '
-            f'{model.devices[0].type}, balance {[*found.balance]}, schedule {found.schedule}, '
-            f'checkpoint {found.checkpoint}\n'
-            f'{config.data} replicas × {config.chunks} micro-batches × '
-            f'{config.global_batch_size // config.data // config.chunks} samples × '
-            f'{config.block_size} tokens = {config.global_batch_size * config.block_size:,} tokens'
-            f' per step\npredicted for the layers alone: {found.seconds * 1e3:.1f} ms, '
-            f'bubble {found.bubble:.1%}, {format_bytes(max(found.bytes.values()))}\n')
+    each = (
+        f'{counts[0]:,} on each'
+        if len({*counts}) == 1
+        else f'by rank {", ".join(f"{count:,}" for count in counts)}'
+    )
+    return (
+        f'{parameters:,} parameters, {each}\n'
+        f'mesh of data {config.data} × pipe {config.pipe} × tensor {config.tensor} on '
+        f'{model.devices[0].type}, balance {[*found.balance]}, schedule {found.schedule}, '
+        f'checkpoint {found.checkpoint}\n'
+        f'{config.data} replicas × {config.chunks} micro-batches × '
+        f'{config.global_batch_size // config.data // config.chunks} samples × '
+        f'{config.block_size} tokens = {config.global_batch_size * config.block_size:,} tokens'
+        f' per step\npredicted for the layers alone: {found.seconds * 1e3:.1f} ms, '
+        f'bubble {found.bubble:.1%}, {format_bytes(max(found.bytes.values()))}\n'
+    )
 
 
 def train(config: Namespace) -> None:
     """Run one rank, from its place in the mesh to the end of the training."""
     torch.use_deterministic_algorithms(config.deterministic)
-    mesh = init_mesh(config.data, config.pipe, config.tensor,
-                     device_type=None if config.accelerated else 'cpu')
+    mesh = init_mesh(
+        config.data, config.pipe, config.tensor, device_type=None if config.accelerated else 'cpu'
+    )
     rank, replica = dist.get_rank(), mesh.get_local_rank('data')
     device = current_device() if config.accelerated else CPU
     tokens, val = read(config)
@@ -418,8 +499,12 @@ def train(config: Namespace) -> None:
         shows = step % config.log_interval == 0 or validates
         measurement: Any = nullcontext()
         if shows:
-            measurement = measure(model, tokens=number, flops=flops * number,
-                                  peak_flops=None if peak is None else peak * 1e12)
+            measurement = measure(
+                model,
+                tokens=number,
+                flops=flops * number,
+                peak_flops=None if peak is None else peak * 1e12,
+            )
         with measurement as metrics:
             with autocast(config, device):
                 loss = model.step(x, y, loss_of, schedule='auto').item()
@@ -429,11 +514,19 @@ def train(config: Namespace) -> None:
             optimizer.zero_grad()
         entry = None
         if metrics is not None:
-            entry = {'step': step, 'loss': loss, 'grad_norm': norm, 'lr': group['lr'],
-                     'tokens_per_second': metrics.tokens_per_second, 'seconds': metrics.seconds,
-                     'tokens_per_second_per_device': metrics.tokens_per_second_per_device,
-                     'tflops_per_device': metrics.tflops_per_device, 'mfu': metrics.mfu,
-                     'peak_memory': metrics.peak_bytes, 'bubble': metrics.bubble}
+            entry = {
+                'step': step,
+                'loss': loss,
+                'grad_norm': norm,
+                'lr': group['lr'],
+                'tokens_per_second': metrics.tokens_per_second,
+                'seconds': metrics.seconds,
+                'tokens_per_second_per_device': metrics.tokens_per_second_per_device,
+                'tflops_per_device': metrics.tflops_per_device,
+                'mfu': metrics.mfu,
+                'peak_memory': metrics.peak_bytes,
+                'bubble': metrics.bubble,
+            }
         samples.add({'step': step, 'starts': starts.tolist()})
         # A checkpoint comes before its validation, which may fail. It has the entry of the log.
         if config.save and (step % config.save_interval == 0 or last):
@@ -441,9 +534,12 @@ def train(config: Namespace) -> None:
                 saving.result()
             shared = [entry]
             dist.broadcast_object_list(shared, device=device)
-            saving = model.save(TrainingFolder(config.save).checkpoint(step), optimizer,
-                                extra={'step': step, 'entry': shared[0]},
-                                wait=not config.async_save)
+            saving = model.save(
+                TrainingFolder(config.save).checkpoint(step),
+                optimizer,
+                extra={'step': step, 'entry': shared[0]},
+                wait=not config.async_save,
+            )
             if saving is not None and validates:
                 saving.result()
             if rank == 0:
@@ -458,22 +554,35 @@ def train(config: Namespace) -> None:
 
 def report(config: Namespace, found: Plan, logs: list[dict[str, Any]], tokens: list[int]) -> None:
     """Print predictions beside measurements, draw the losses, and print the text."""
+
     def typical(name: str) -> float:
         return median([entry[name] for entry in logs])
 
-    click.echo('\n' + table(['', 'predicted', 'measured'], [
-        ['step, ms', f'{found.seconds * 1e3:.1f}', f"{typical('seconds') * 1e3:.1f}"],
-        ['bubble', f'{found.bubble:.1%}', f"{typical('bubble'):.1%}"],
-        ['memory', format_bytes(max(found.bytes.values())),
-         format_bytes(max(entry['peak_memory'] for entry in logs))]]) + '\n')
-    curves: dict[str, Any] = {name: tuple(zip(*((entry['step'], entry[key]) for entry in logs
-                                                if key in entry)))
-                              for name, key in (('training', 'loss'), ('validation', 'val_loss'))}
+    click.echo(
+        '\n'
+        + table(
+            ['', 'predicted', 'measured'],
+            [
+                ['step, ms', f'{found.seconds * 1e3:.1f}', f'{typical("seconds") * 1e3:.1f}'],
+                ['bubble', f'{found.bubble:.1%}', f'{typical("bubble"):.1%}'],
+                [
+                    'memory',
+                    format_bytes(max(found.bytes.values())),
+                    format_bytes(max(entry['peak_memory'] for entry in logs)),
+                ],
+            ],
+        )
+        + '\n'
+    )
+    curves: dict[str, Any] = {
+        name: tuple(zip(*((entry['step'], entry[key]) for entry in logs if key in entry)))
+        for name, key in (('training', 'loss'), ('validation', 'val_loss'))
+    }
     stem = Path(config.output) / 'train-gpt'
     for path in draw_if_possible(lambda: draw_curves([Panel('step', 'loss', curves)], stem)):
         click.echo(path)
     if 'val_loss' in logs[-1]:
-        click.echo(f"validation loss {logs[-1]['val_loss']:.4f}\n")
+        click.echo(f'validation loss {logs[-1]["val_loss"]:.4f}\n')
     click.echo(bytes(k % 256 for k in tokens).decode(errors='replace') if config.text else tokens)
 
 

@@ -1,4 +1,5 @@
 """Build the documentation: ``python -m sphinx -W -b html docs docs/_build``."""
+
 import re
 
 import torchgpipe
@@ -25,13 +26,38 @@ autodoc_typehints_description_target = 'documented_params'
 autodoc_default_options = {'members': True}
 napoleon_use_ivar = True
 
-modules = ('balance', 'balance.blockpartition', 'plan.balance', 'plan.costs',
-           'balance.profile', 'batchnorm', 'checkpoint', 'copy', 'dependency', 'microbatch',
-           'phony', 'pipeline', 'plan', 'schedule', 'skip', 'skip.layout', 'skip.portal',
-           'skip.tracker', 'stream', 'testing', 'timeline', 'worker')
-doctest_global_setup = '\n'.join([
-    'import torch', 'from torch import nn', 'from torchgpipe import *',
-    *(f'from torchgpipe.{module} import *' for module in modules)])
+modules = (
+    'balance',
+    'balance.blockpartition',
+    'plan.balance',
+    'plan.costs',
+    'balance.profile',
+    'batchnorm',
+    'checkpoint',
+    'copy',
+    'dependency',
+    'microbatch',
+    'phony',
+    'pipeline',
+    'plan',
+    'schedule',
+    'skip',
+    'skip.layout',
+    'skip.portal',
+    'skip.tracker',
+    'stream',
+    'testing',
+    'timeline',
+    'worker',
+)
+doctest_global_setup = '\n'.join(
+    [
+        'import torch',
+        'from torch import nn',
+        'from torchgpipe import *',
+        *(f'from torchgpipe.{module} import *' for module in modules),
+    ]
+)
 
 # Every reference has to resolve, except references to other projects and to names that are not
 # public.
@@ -47,8 +73,9 @@ nitpick_ignore_regex = [
 
 def resolve(app, what, name, obj, options, lines):
     """Let docstrings say ``ts`` for ``torchgpipe.shard``, as its users do."""
-    lines[:] = [re.sub(r':`(ts\.([\w.]+))`', r':`\1 <torchgpipe.shard.\2>`', line)
-                for line in lines]
+    lines[:] = [
+        re.sub(r':`(ts\.([\w.]+))`', r':`\1 <torchgpipe.shard.\2>`', line) for line in lines
+    ]
 
 
 def setup(app):

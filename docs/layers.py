@@ -3,6 +3,7 @@
 A file's layer is one above the highest layer that it imports from. Run it after a change of
 imports: ``python docs/layers.py``.
 """
+
 import ast
 import re
 from functools import lru_cache
@@ -32,8 +33,11 @@ def imports(path: Path) -> set[str]:
             names = {f'{base}.{alias.name}'.lstrip('.') for alias in node.names}
             found |= {name if name in FILES else base or 'torchgpipe' for name in names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.partition('.')[2] for alias in node.names
-                      if alias.name.startswith('torchgpipe')}
+            found |= {
+                alias.name.partition('.')[2]
+                for alias in node.names
+                if alias.name.startswith('torchgpipe')
+            }
         assert not getattr(node, 'level', 0), f'a relative import in {path}'
     return found & set(FILES)
 
@@ -47,6 +51,7 @@ def layers(graph: dict[str, set[str]]) -> dict[str, int]:
     Traceback (most recent call last):
     ValueError: a cycle of imports: a, b, a
     """
+
     @lru_cache(maxsize=None)
     def layer(name: str) -> int:
         return max((climb(name, below) + 1 for below in graph[name]), default=0)
@@ -56,7 +61,7 @@ def layers(graph: dict[str, set[str]]) -> dict[str, int]:
     def climb(name: str, below: str) -> int:
         path.append(name)
         if below in path:
-            cycle = [*path[path.index(below):], below]
+            cycle = [*path[path.index(below) :], below]
             raise ValueError('a cycle of imports: ' + ', '.join(cycle))
         result = layer(below)
         path.pop()

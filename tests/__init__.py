@@ -1,4 +1,5 @@
 """The tests, one file per module of the package, and one per promise that spans modules."""
+
 import torch
 
 # torch.manual_seed records its stack for each kind of device that is missing. That takes some

@@ -2,6 +2,7 @@
 
 An item of pytest has a seed, a look at its threads, a timeout and a report: some milliseconds.
 """
+
 import functools
 import inspect
 
@@ -32,8 +33,11 @@ def cases(names, values):
                     raise
 
         signature = inspect.signature(test)
-        run.__signature__ = signature.replace(parameters=[
-            parameter for name, parameter in signature.parameters.items() if name not in names])
+        run.__signature__ = signature.replace(
+            parameters=[
+                parameter for name, parameter in signature.parameters.items() if name not in names
+            ]
+        )
         del run.__wrapped__
         return run
 

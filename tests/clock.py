@@ -1,4 +1,5 @@
 """A clock that tests move, and layers that take a time by it."""
+
 import torch
 from torch import nn
 
@@ -7,8 +8,8 @@ class Clock:
     """Stands where a module has imported ``time``; each look at it takes ``tick`` seconds."""
 
     def __init__(self):
-        self.now = 0.
-        self.tick = 0.
+        self.now = 0.0
+        self.tick = 0.0
 
     def perf_counter(self):
         """Return the time."""

@@ -2,6 +2,7 @@
 
 A clock is available on request.
 """
+
 import gc
 import multiprocessing
 import os
@@ -63,8 +64,9 @@ def one_server():
     context = multiprocessing.get_context('forkserver')
     preload = context.set_forkserver_preload
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, 'set_forkserver_preload',
-                      lambda names: preload([*IMPORTED, *names]))
+        patch.setattr(
+            context, 'set_forkserver_preload', lambda names: preload([*IMPORTED, *names])
+        )
         yield
 
 
@@ -83,8 +85,7 @@ def compiler(monkeypatch):
 
     monkeypatch.setattr(tqdm, 'monitor_interval', 0)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), \
-            warnings.catch_warnings():
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         yield
     torch._dynamo.reset()
@@ -119,13 +120,16 @@ def on_sim(request):
 
 def _seed_of(name):
     """Give each test delays of its own; others for another TORCHGPIPE_SIM_SEED."""
-    return zlib.crc32(f"{os.environ.get('TORCHGPIPE_SIM_SEED', '')} {name}".encode())
+    return zlib.crc32(f'{os.environ.get("TORCHGPIPE_SIM_SEED", "")} {name}'.encode())
 
 
 def pytest_addoption(parser):
     """Add an option that runs slow tests."""
-    parser.addoption('--whole', action='store_true',
-                     help='run all tests, also slow ones and all combinations of parameters')
+    parser.addoption(
+        '--whole',
+        action='store_true',
+        help='run all tests, also slow ones and all combinations of parameters',
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

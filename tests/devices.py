@@ -1,9 +1,18 @@
 """Where tests run: in one worker of the CPU, in a worker for each partition, on accelerators."""
+
 import pytest
 import torch
 
-__all__ = ['ACCELERATOR', 'DEVICES', 'cpu_only', 'cpus', 'devices', 'one_worker', 'places',
-           'workers']
+__all__ = [
+    'ACCELERATOR',
+    'DEVICES',
+    'cpu_only',
+    'cpus',
+    'devices',
+    'one_worker',
+    'places',
+    'workers',
+]
 
 #: The type of device that tests marked `accelerator` run on: a real one, or the simulated one.
 ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or 'sim')
@@ -12,8 +21,10 @@ ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or
 def places(letters):
     """Return a device for each letter: `c` is the CPU, `a` the next of the accelerators."""
     count = torch.accelerator.device_count() if 'a' in letters else 0
-    return ['cpu' if letter == 'c' else f'{ACCELERATOR}:{j % count}'
-            for j, letter in enumerate(letters)]
+    return [
+        'cpu' if letter == 'c' else f'{ACCELERATOR}:{j % count}'
+        for j, letter in enumerate(letters)
+    ]
 
 
 class Devices:
@@ -48,17 +59,26 @@ class Devices:
         return self.are_accelerators and torch.accelerator.device_count() > 1
 
 
-DEVICES = {'one worker': Devices(lambda n: ['cpu'] * n),
-           'a worker each': Devices(lambda n: [f'cpu:{j}' for j in range(n)]),
-           'accelerators': Devices(lambda n: places('a' * n))}
+DEVICES = {
+    'one worker': Devices(lambda n: ['cpu'] * n),
+    'a worker each': Devices(lambda n: [f'cpu:{j}' for j in range(n)]),
+    'accelerators': Devices(lambda n: places('a' * n)),
+}
 
 
 def _on(*names):
     """Let a test run on several kinds of devices, the last of which are accelerators."""
-    return pytest.mark.parametrize('devices', [
-        pytest.param(DEVICES[name], id=name,
-                     marks=[pytest.mark.accelerator] if name == 'accelerators' else [])
-        for name in names])
+    return pytest.mark.parametrize(
+        'devices',
+        [
+            pytest.param(
+                DEVICES[name],
+                id=name,
+                marks=[pytest.mark.accelerator] if name == 'accelerators' else [],
+            )
+            for name in names
+        ],
+    )
 
 
 devices = _on('one worker', 'a worker each', 'accelerators')

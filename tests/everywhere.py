@@ -3,6 +3,7 @@
 A test has a device in it if it makes an object that takes one: a pipeline, a worker, a checkpoint,
 a profile, an edge or a copy.
 """
+
 import functools
 
 import pytest
@@ -16,8 +17,15 @@ from torchgpipe.plan.profile import Flow
 __all__ = ['Everywhere']
 
 #: Functions that take a device.
-TOLD = [(Engine, '__init__'), (Workers, '__init__'), (Recomputation, '__init__'),
-        (Flow, '__init__'), (Copy, 'forward'), (Wait, 'forward'), (Tie, 'forward')]
+TOLD = [
+    (Engine, '__init__'),
+    (Workers, '__init__'),
+    (Recomputation, '__init__'),
+    (Flow, '__init__'),
+    (Copy, 'forward'),
+    (Wait, 'forward'),
+    (Tie, 'forward'),
+]
 
 #: The property of a test's report with the reason why the test runs on the CPU only, or None.
 DEVICE = 'device'
@@ -46,7 +54,8 @@ class Everywhere:
             item.user_properties.append((DEVICE, reason))
             assert reason != '', (
                 'the test has a device in it: let it run on accelerators, by `devices` of '
-                'tests/devices.py, or mark it as cpu_only(reason)')
+                'tests/devices.py, or mark it as cpu_only(reason)'
+            )
         return result
 
     def pytest_runtest_logreport(self, report):
@@ -60,13 +69,15 @@ class Everywhere:
         reasons = [reason for reason in self._found.values() if reason is not None]
         terminalreporter.write_line(
             f'{len(self._found)} test functions have a device in them: '
-            f'{len(self._found) - len(reasons)} run on accelerators, {len(reasons)} say why not')
+            f'{len(self._found) - len(reasons)} run on accelerators, {len(reasons)} say why not'
+        )
 
 
 def _watch(patch):
     """Return a list that gets longer when something is told of a device."""
     seen = []
     for owner, name in TOLD:
+
         def watched(*args, _function=getattr(owner, name), **kwargs):
             seen.append(_function)
             return _function(*args, **kwargs)
@@ -79,8 +90,11 @@ def _watch(patch):
 def _why_not(item):
     """Return the reason why a test runs on the CPU only; nothing if it gives none; None if not."""
     for mark in item.iter_markers('parametrize'):
-        if any(each.name == 'accelerator' for value in mark.args[1]
-               for each in getattr(value, 'marks', ())):
+        if any(
+            each.name == 'accelerator'
+            for value in mark.args[1]
+            for each in getattr(value, 'marks', ())
+        ):
             return None
     if item.get_closest_marker('accelerator') or item.get_closest_marker('sim'):
         return None

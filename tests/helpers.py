@@ -1,4 +1,5 @@
 """Oracles and test doubles that several test files share."""
+
 import copy
 import itertools
 import os
@@ -26,10 +27,18 @@ MODES = ['always', 'except_last', 'never']
 modes = pytest.mark.parametrize('mode', MODES)
 
 #: Each mode on another kind of devices, for long tests that look at neither.
-modes_on_devices = pytest.mark.parametrize('devices, mode', [
-    pytest.param(DEVICES[name], mode, id=f'{name}-{mode}',
-                 marks=[pytest.mark.accelerator] if name == 'accelerators' else [])
-    for name, mode in zip(DEVICES, MODES)])
+modes_on_devices = pytest.mark.parametrize(
+    'devices, mode',
+    [
+        pytest.param(
+            DEVICES[name],
+            mode,
+            id=f'{name}-{mode}',
+            marks=[pytest.mark.accelerator] if name == 'accelerators' else [],
+        )
+        for name, mode in zip(DEVICES, MODES)
+    ],
+)
 
 
 def tensors_of(value):
@@ -136,8 +145,11 @@ def small_model(n=4, width=4):
 
 def threads():
     """Return all threads except autograd's, one per device, of which Python may know or not."""
-    return {thread for thread in threading.enumerate()
-            if not isinstance(thread, threading._DummyThread)}
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+    }
 
 
 def in_a_new_thread(function):

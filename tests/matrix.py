@@ -6,6 +6,7 @@ the README's code runs, a comparison and a step. Then the core of the suite runs
 release that this project names itself may be missing in the package index, which the table then
 says. A release that the user names by its number has to be there.
 """
+
 import argparse
 import os
 import re
@@ -20,15 +21,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 #: The tests that depend most on PyTorch, in less than three minutes.
-CORE = ['tests/base/test_private.py', 'tests/engine/test_partition_compiled.py',
-        'tests/test_gpipe.py', 'tests/test_batchnorm.py', 'tests/model/test_materialize.py',
-        'tests/engine/test_workers_interpreter.py', 'tests/engine/test_scheduled_numbers.py',
-        'tests/engine/checkpoint/test_random.py', 'tests/engine/checkpoint/test_state.py',
-        'tests/base/test_context_thread_state.py',
-        'tests/distributed/dry_runs/test_counters.py',
-        'tests/distributed/dry_runs/test_dry_run.py',
-        'tests/schedule/test_schedule.py', 'tests/sequential/test_record.py',
-        'tests/shard/test_averaging_scaler.py', 'tests/skip/test_gpipe_gradients.py']
+CORE = [
+    'tests/base/test_private.py',
+    'tests/engine/test_partition_compiled.py',
+    'tests/test_gpipe.py',
+    'tests/test_batchnorm.py',
+    'tests/model/test_materialize.py',
+    'tests/engine/test_workers_interpreter.py',
+    'tests/engine/test_scheduled_numbers.py',
+    'tests/engine/checkpoint/test_random.py',
+    'tests/engine/checkpoint/test_state.py',
+    'tests/base/test_context_thread_state.py',
+    'tests/distributed/dry_runs/test_counters.py',
+    'tests/distributed/dry_runs/test_dry_run.py',
+    'tests/schedule/test_schedule.py',
+    'tests/sequential/test_record.py',
+    'tests/shard/test_averaging_scaler.py',
+    'tests/skip/test_gpipe_gradients.py',
+]
 
 #: The next steps of a new user after the README's code.
 MORE = """
@@ -79,15 +89,23 @@ class Row:
         bin = folder / 'venv' / 'bin'
         self._python = bin / 'python'
         path = f'{bin}{os.pathsep}{os.environ["PATH"]}'
-        self._environment = {name: value for name, value in os.environ.items()
-                             if name not in ('PYTHONPATH', 'VIRTUAL_ENV')} | {'PATH': path}
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ('PYTHONPATH', 'VIRTUAL_ENV')
+        } | {'PATH': path}
 
     def _run(self, *command, cwd=ROOT, **environment):
         """Run a command. Show and return its output."""
         self._print('$', *command)
         process = subprocess.Popen(
-            [str(word) for word in command], cwd=cwd, env=self._environment | environment,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            [str(word) for word in command],
+            cwd=cwd,
+            env=self._environment | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         lines = []
         for line in process.stdout:
             self._print(line.rstrip())
@@ -107,8 +125,10 @@ class Row:
             self._run(python, '-m', 'venv', self._folder / 'venv')
             self._install(*requirement(release), self._package)
             cells[0], cells[1] = self._run(
-                self._python, '-c', 'import platform, torch; '
-                'print(torch.__version__, platform.python_version())').split()[-2:]
+                self._python,
+                '-c',
+                'import platform, torch; print(torch.__version__, platform.python_version())',
+            ).split()[-2:]
             cells[2] = 'failed'
             self._read_me()
             cells[2], cells[3] = 'passed', 'failed'
@@ -138,8 +158,9 @@ class Row:
     def _read_me(self):
         empty = self._folder / 'empty'
         empty.mkdir()
-        blocks = re.findall(r'^```(python|sh)\n(.*?)^```', (ROOT / 'README.md').read_text(),
-                            re.M | re.S)
+        blocks = re.findall(
+            r'^```(python|sh)\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S
+        )
         code, files, commands = '', [], []
         for language, text in blocks:
             file = re.match(r'# (\w+\.py)\n', text)
@@ -157,37 +178,48 @@ class Row:
                 self._run(self._python, *launchers[program], *arguments, cwd=empty)
 
     def _test(self, what, sim):
-        printed = self._run(self._python, '-m', 'pytest', '-q', '-rs', '-n', 'auto', *what,
-                            TORCHGPIPE_SIM=sim)
+        printed = self._run(
+            self._python, '-m', 'pytest', '-q', '-rs', '-n', 'auto', *what, TORCHGPIPE_SIM=sim
+        )
         return re.findall(r'^=* ?(\d+ passed.*?) in \S+s', printed, re.M)[-1]
 
 
 def build(folder):
     """Return the path of the package's wheel, built into a folder."""
     shutil.rmtree(ROOT / 'build', ignore_errors=True)  # It may have modules of older versions.
-    subprocess.run([sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', folder, ROOT],
-                   check=True)
+    subprocess.run(
+        [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', folder, ROOT], check=True
+    )
     return next(Path(folder).glob('*.whl'))
 
 
 def main():
     """Run all rows, print the table, and fail if a row did."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('releases', nargs='*', default=NAMED,
-                        help="versions of torch; 'floor', 'pinned' and 'newest' if none is named")
+    parser.add_argument(
+        'releases',
+        nargs='*',
+        default=NAMED,
+        help="versions of torch; 'floor', 'pinned' and 'newest' if none is named",
+    )
     parser.add_argument('--python', action='append', help='a Python, this one if none is named')
     parser.add_argument('--whole', action='store_true', help='run all tests, not their core')
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         package = build(folder)
-        rows = [Row(python, release, Path(folder, str(k), release), package)
-                for k, python in enumerate(args.python or [sys.executable])
-                for release in args.releases]
+        rows = [
+            Row(python, release, Path(folder, str(k), release), package)
+            for k, python in enumerate(args.python or [sys.executable])
+            for release in args.releases
+        ]
         with ThreadPoolExecutor(len(rows)) as pool:
             good = [*pool.map(lambda row: row.run(args.whole), rows)]
-    for cells in [['torch', 'Python', 'README', 'tests', 'took'], ['---'] * 5,
-                  *(row.cells for row in rows)]:
-        print(f"| {' | '.join(cells)} |")
+    for cells in [
+        ['torch', 'Python', 'README', 'tests', 'took'],
+        ['---'] * 5,
+        *(row.cells for row in rows),
+    ]:
+        print(f'| {" | ".join(cells)} |')
     sys.exit(not all(good))
 
 

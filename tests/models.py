@@ -2,6 +2,7 @@
 
 The models of the page on transformers are taken from that page, which has them in full.
 """
+
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,16 +21,20 @@ PAGE = Path(torchgpipe.__file__).parent.parent / 'docs/guide/transformers.md'
 
 def section(heading):
     """Run the first block of Python below a heading; give its names."""
-    code = next(code for language, code, *_ in blocks(
-        PAGE.read_text().partition(f'\n## {heading}\n')[2]) if language == 'python')
+    code = next(
+        code
+        for language, code, *_ in blocks(PAGE.read_text().partition(f'\n## {heading}\n')[2])
+        if language == 'python'
+    )
     module = sys.modules.setdefault(f'tests.models.{heading}', ModuleType(heading))
     exec(compile(code, f'{PAGE}: {heading}', 'exec'), module.__dict__)
     return module
 
 
-gpt_page, bert_page, llama_page, t5_page = map(section, [
-    'GPT', 'BERT with a mask', 'Llama with rotary tables',
-    'T5 with an encoder and a decoder'])
+gpt_page, bert_page, llama_page, t5_page = map(
+    section,
+    ['GPT', 'BERT with a mask', 'Llama with rotary tables', 'T5 with an encoder and a decoder'],
+)
 
 
 def ids(size, length=7, words=13):
@@ -90,8 +95,9 @@ class Shrink(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(channels, channels, 3, 2, 1),
-                                    nn.GroupNorm(2, channels), nn.SiLU())
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, 2, 1), nn.GroupNorm(2, channels), nn.SiLU()
+        )
 
     def forward(self, value):
         """Do so."""
@@ -123,11 +129,15 @@ class Detect(nn.Module):
 
     def forward(self, value):
         """Do so."""
+
         def over_levels(layer):
             return torch.cat([layer(x).flatten(2).mT for x in value['features']], 1)
 
-        return {'scores': over_levels(self.scores), 'boxes': over_levels(self.boxes).sigmoid(),
-                'targets': value['targets']}
+        return {
+            'scores': over_levels(self.scores),
+            'boxes': over_levels(self.boxes).sigmoid(),
+            'targets': value['targets'],
+        }
 
 
 class Losses(nn.Module):
@@ -141,25 +151,33 @@ class Losses(nn.Module):
             number = targets['boxes'].shape[1]
             apart = (boxes[:, :number] - targets['boxes']).abs().sum(-1)
             wrong = F.cross_entropy(scores[:, :number].mT, targets['labels'], reduction='none')
-            found['losses'] = {'boxes': (apart * targets['valid']).sum(),
-                               'labels': (wrong * targets['valid']).sum(),
-                               'number': targets['valid'].sum()}
+            found['losses'] = {
+                'boxes': (apart * targets['valid']).sum(),
+                'labels': (wrong * targets['valid']).sum(),
+                'number': targets['valid'].sum(),
+            }
         return found
 
 
 def detector():
     """Return a detector with dicts in and out."""
-    return nn.Sequential(Stem(3, 4, 3, padding=1), Shrink(4), Shrink(4), Pyramid(4),
-                         Detect(4, 5), Losses())
+    return nn.Sequential(
+        Stem(3, 4, 3, padding=1), Shrink(4), Shrink(4), Pyramid(4), Detect(4, 5), Losses()
+    )
 
 
 def detector_sample(size):
     """Return images and padded targets."""
     valid = torch.rand(size, 3) < 0.6
     valid[0, 0] = True
-    return Arguments(image=torch.rand(size, 3, 8, 8).double(), targets={
-        'boxes': torch.rand(size, 3, 4).double(), 'labels': torch.randint(5, (size, 3)),
-        'valid': valid})
+    return Arguments(
+        image=torch.rand(size, 3, 8, 8).double(),
+        targets={
+            'boxes': torch.rand(size, 3, 4).double(),
+            'labels': torch.randint(5, (size, 3)),
+            'valid': valid,
+        },
+    )
 
 
 def detector_loss(found):
@@ -255,15 +273,25 @@ class Noise(nn.Conv2d):
 def diffusion():
     """Return a U-Net of diffusion."""
     outer, inner = Namespace(), Namespace()
-    return nn.Sequential(Time(3, 4), Down(4).isolate(outer), Down(4).isolate(inner), Middle(4),
-                         Up(4).isolate(inner), Up(4).isolate(outer), Noise(4, 3, 3, padding=1))
+    return nn.Sequential(
+        Time(3, 4),
+        Down(4).isolate(outer),
+        Down(4).isolate(inner),
+        Middle(4),
+        Up(4).isolate(inner),
+        Up(4).isolate(outer),
+        Noise(4, 3, 3, padding=1),
+    )
 
 
 def diffusion_sample(size):
     """Return images, times, and a context every other time."""
     context = torch.rand(size, 3, 4).double() if size % 2 else None
-    return Arguments(torch.rand(size, 3, 8, 8).double().requires_grad_(),
-                     torch.rand(size).double(), context=context)
+    return Arguments(
+        torch.rand(size, 3, 8, 8).double().requires_grad_(),
+        torch.rand(size).double(),
+        context=context,
+    )
 
 
 def mean_square(value):
@@ -278,6 +306,12 @@ MODELS = {
     'BERT': SimpleNamespace(make=bert, sample=bert_sample, balance=[1, 2, 1]),
     'Llama': SimpleNamespace(make=llama, sample=llama_sample, balance=[2, 2, 2]),
     'T5': SimpleNamespace(make=t5, sample=t5_sample, balance=[2, 2, 3]),
-    'detector': SimpleNamespace(make=detector, sample=detector_sample, loss=detector_loss,
-                                balance=[2, 1, 3], options={'gather': {'losses': 'sum'}}),
-    'diffusion': SimpleNamespace(make=diffusion, sample=diffusion_sample, balance=[2, 2, 3])}
+    'detector': SimpleNamespace(
+        make=detector,
+        sample=detector_sample,
+        loss=detector_loss,
+        balance=[2, 1, 3],
+        options={'gather': {'losses': 'sum'}},
+    ),
+    'diffusion': SimpleNamespace(make=diffusion, sample=diffusion_sample, balance=[2, 2, 3]),
+}

@@ -1,4 +1,5 @@
 """Deferred batch normalization against plain batch normalization on whole mini-batches."""
+
 import copy
 
 import pytest
@@ -22,18 +23,31 @@ def assert_same_statistics(deferred, plain, rtol=1e-12):
 
 def piped(layer, chunks, mode='never', devices=('cpu',)):
     """Return the layer in a pipeline, with deferred batch norm."""
-    return GPipe(nn.Sequential(copy.deepcopy(layer)), [1], devices=devices, chunks=chunks,
-                 checkpoint=mode, deferred_batch_norm=True)
+    return GPipe(
+        nn.Sequential(copy.deepcopy(layer)),
+        [1],
+        devices=devices,
+        chunks=chunks,
+        checkpoint=mode,
+        deferred_batch_norm=True,
+    )
 
 
 @one_worker
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('momentum', [0.1, 0.7, None])
-@pytest.mark.parametrize('layer, shape', [(nn.BatchNorm1d, (3,)), (nn.BatchNorm1d, (3, 5)),
-                                          (nn.BatchNorm2d, (3, 4, 4)),
-                                          (nn.BatchNorm3d, (3, 2, 2, 2))])
-def test_running_statistics_with_a_varying_number_of_micro_batches(devices, layer, shape,
-                                                                   momentum, mode):
+@pytest.mark.parametrize(
+    'layer, shape',
+    [
+        (nn.BatchNorm1d, (3,)),
+        (nn.BatchNorm1d, (3, 5)),
+        (nn.BatchNorm2d, (3, 4, 4)),
+        (nn.BatchNorm3d, (3, 2, 2, 2)),
+    ],
+)
+def test_running_statistics_with_a_varying_number_of_micro_batches(
+    devices, layer, shape, momentum, mode
+):
     plain = layer(3, momentum=momentum).double()
     gpipe = piped(plain, 4, mode, devices=devices(1))
     for size in (16, 9, 3 if len(shape) > 1 else 8, 16):
@@ -55,8 +69,10 @@ def test_each_micro_batch_is_normalised_by_itself(devices):
 
 
 @one_worker
-@pytest.mark.parametrize('dtype, rtol', [(torch.float64, 1e-12), (torch.float32, 1e-5),
-                                         (torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize(
+    'dtype, rtol',
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
+)
 def test_float_types(devices, dtype, rtol):
     plain = nn.BatchNorm2d(3).to(dtype)
     gpipe = piped(plain, 4, devices=devices(1))
@@ -186,10 +202,17 @@ def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices, mode
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
     # An accelerator's partition has all that is in it on that accelerator.
     of_inner = devices(1) * 2 if devices.are_accelerators else devices(2)
-    inner = GPipe(copy.deepcopy(plain), [1, 2], devices=of_inner, chunks=2, checkpoint=mode,
-                  deferred_batch_norm=True)
-    outer = GPipe(nn.Sequential(inner, nn.Identity()), [1, 1], devices=devices(2), chunks=2,
-                  checkpoint=mode)
+    inner = GPipe(
+        copy.deepcopy(plain),
+        [1, 2],
+        devices=of_inner,
+        chunks=2,
+        checkpoint=mode,
+        deferred_batch_norm=True,
+    )
+    outer = GPipe(
+        nn.Sequential(inner, nn.Identity()), [1, 1], devices=devices(2), chunks=2, checkpoint=mode
+    )
     for _ in range(3):
         x = torch.randn(8, 3, dtype=torch.double)
         plain[1](plain[0](x))
@@ -212,8 +235,12 @@ def test_outside_of_a_pipeline_every_so_many_calls_make_a_mini_batch():
 
 def test_conversion_shares_parameters_and_keeps_the_rest():
     norm = nn.BatchNorm2d(3, eps=1e-3, momentum=0.3).eval()
-    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(norm),
-                           nn.BatchNorm1d(2, track_running_stats=False), nn.SyncBatchNorm(2))
+    module = nn.Sequential(
+        nn.Linear(1, 1),
+        nn.Sequential(norm),
+        nn.BatchNorm1d(2, track_running_stats=False),
+        nn.SyncBatchNorm(2),
+    )
     same = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks=4)
     assert same is module
     deferred = module[1][0]

@@ -1,4 +1,5 @@
 """The module that the user holds: construction, protocol, copies, names, moves."""
+
 import copy
 import io
 import pickle
@@ -11,8 +12,17 @@ from torch import nn
 
 import torchgpipe
 from tests.devices import cpu_only, one_worker, places, workers
-from tests.helpers import (Child, assert_same, call, gradients, nodes, nothing, small_model,
-                           threads, to)
+from tests.helpers import (
+    Child,
+    assert_same,
+    call,
+    gradients,
+    nodes,
+    nothing,
+    small_model,
+    threads,
+    to,
+)
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.engine.streams import use_device
 from torchgpipe.skip import pop, skippable, stash
@@ -41,8 +51,15 @@ class Company(nn.Module):
 
 
 def test_the_public_names():
-    assert torchgpipe.__all__ == ['Arguments', 'GPipe', 'NoChunk', '__version__',
-                                  'is_checkpointing', 'is_recomputing', 'no_recompute']
+    assert torchgpipe.__all__ == [
+        'Arguments',
+        'GPipe',
+        'NoChunk',
+        '__version__',
+        'is_checkpointing',
+        'is_recomputing',
+        'no_recompute',
+    ]
     assert all(hasattr(torchgpipe, name) for name in torchgpipe.__all__)
     assert not torchgpipe.is_checkpointing() and not torchgpipe.is_recomputing()
 
@@ -77,8 +94,9 @@ def test_the_sequence_protocol(devices):
 
 @workers
 def test_names_are_those_of_the_module(devices):
-    module = nn.Sequential(OrderedDict(
-        a=nn.Linear(1, 1), b=nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))).double()
+    module = nn.Sequential(
+        OrderedDict(a=nn.Linear(1, 1), b=nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+    ).double()
     model = pipe(module, [1, 1], devices=devices(2))
     for names in ('named_modules', 'named_children', 'named_parameters', 'named_buffers'):
         pairs = [(name, value) for name, value in getattr(module, names)() if name]
@@ -137,8 +155,12 @@ def test_skips_go_their_way_when_layers_that_have_them_come_later(devices):
 @workers
 def test_partitions_follow_before_anything_asks_for_them(devices):
     """Each of these is the first to look at a layer that has been replaced."""
-    for look in (lambda model: model[0], lambda model: next(iter(model)),
-                 lambda model: model.partitions[0][0], lambda model: model.get_submodule('0')):
+    for look in (
+        lambda model: model[0],
+        lambda model: next(iter(model)),
+        lambda model: model.partitions[0][0],
+        lambda model: model.get_submodule('0'),
+    ):
         model = pipe(devices=devices(2))
         layer = nn.Linear(4, 4).double()
         model.set_submodule('0', layer)
@@ -152,15 +174,19 @@ def test_partitions_follow_before_anything_asks_for_them(devices):
 def test_a_layer_can_not_be_replaced_in_a_partition_or_by_what_does_not_fit(devices):
     """An optimizer made of the parameters of the model would not know of it."""
     x = torch.rand(2, 4, dtype=torch.double, device=devices.first)
-    for replace in (lambda model: model.partitions[0].__setattr__('0', nn.Identity()),
-                    lambda model: model.partitions[0].add_module('more', nn.Identity()),
-                    lambda model: model.partitions[0].__delitem__(0)):
+    for replace in (
+        lambda model: model.partitions[0].__setattr__('0', nn.Identity()),
+        lambda model: model.partitions[0].add_module('more', nn.Identity()),
+        lambda model: model.partitions[0].__delitem__(0),
+    ):
         model = pipe(devices=devices(2))
         replace(model)
         with pytest.raises(RuntimeError, match='has been replaced, added or removed'):
             model(x)
-    for layer, error, match in ((None, ValueError, "layer '0' is None"),
-                                (Alone(), TypeError, 'do not match')):
+    for layer, error, match in (
+        (None, ValueError, "layer '0' is None"),
+        (Alone(), TypeError, 'do not match'),
+    ):
         model = pipe(devices=devices(2))
         model.add_module('0', layer)
         for _ in range(2):
@@ -244,9 +270,16 @@ def test_a_missing_balance_recommends_how_to_find_one():
     assert 'torchgpipe.balance' in str(error.value) and 'balance_by_time(' in str(error.value)
 
 
-@pytest.mark.parametrize('balance, numbers', [
-    ([8, 1], r'8 layers.*\[8, 1\] adds up to 9'), ([], 'adds up to 0'), ([-1], 'up to -1'),
-    ([8, 0], r'positive.*\[8, 0\]'), ([9, -1], r'positive.*\[9, -1\]')])
+@pytest.mark.parametrize(
+    'balance, numbers',
+    [
+        ([8, 1], r'8 layers.*\[8, 1\] adds up to 9'),
+        ([], 'adds up to 0'),
+        ([-1], 'up to -1'),
+        ([8, 0], r'positive.*\[8, 0\]'),
+        ([9, -1], r'positive.*\[9, -1\]'),
+    ],
+)
 def test_a_wrong_balance(balance, numbers):
     with pytest.raises(ValueError, match=numbers) as error:
         pipe(balance=balance)
@@ -266,8 +299,11 @@ def test_a_balance_of_integers_of_another_type(devices):
 
 @pytest.mark.parametrize('devices', [[], ['cpu']])
 def test_too_few_devices(devices):
-    with pytest.raises(IndexError, match=rf'too few devices.*devices: {len(devices)}, '
-                                         'partitions: 2'):
+    with pytest.raises(
+        IndexError,
+        match=rf'too few devices.*devices: {len(devices)}, '
+        'partitions: 2',
+    ):
         pipe(devices=devices)
 
 
@@ -295,13 +331,16 @@ def test_wrong_chunks(chunks):
 
 @pytest.mark.parametrize('checkpoint', ['sometimes', None, 'ALWAYS'])
 def test_an_unknown_checkpoint_mode(checkpoint):
-    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or "
-                                         "'never'"):
+    with pytest.raises(
+        ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never'"
+    ):
         pipe(checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize('checkpoint', [
-    ['always', 'sometimes'], ['always', None], lambda j: 'sometimes' if j else 'always'])
+@pytest.mark.parametrize(
+    'checkpoint',
+    [['always', 'sometimes'], ['always', None], lambda j: 'sometimes' if j else 'always'],
+)
 def test_an_unknown_checkpoint_mode_of_a_partition(checkpoint):
     with pytest.raises(ValueError, match="checkpoint is not one of .*: ('sometimes'|None)$"):
         pipe(checkpoint=checkpoint)
@@ -324,12 +363,25 @@ def test_the_checkpoint_mode_stays_what_was_given_and_may_be_changed(devices):
 
 
 @one_worker
-@pytest.mark.parametrize('mode, count', [
-    ('always', 6), ('except_last', 4), ('never', 0), (['always', 'never'], 3),
-    (('except_last', 'always'), 5), (lambda j: ['never', 'except_last'][j], 2)])
+@pytest.mark.parametrize(
+    'mode, count',
+    [
+        ('always', 6),
+        ('except_last', 4),
+        ('never', 0),
+        (['always', 'never'], 3),
+        (('except_last', 'always'), 5),
+        (lambda j: ['never', 'except_last'][j], 2),
+    ],
+)
 def test_checkpoint_nodes_in_the_graph(devices, mode, count):
-    model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=devices(2),
-                  chunks=3, checkpoint=mode)
+    model = GPipe(
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        checkpoint=mode,
+    )
 
     def numbers(output):
         names = [node.name() for node in nodes(output)]
@@ -341,15 +393,19 @@ def test_checkpoint_nodes_in_the_graph(devices, mode, count):
 
 
 @workers
-@pytest.mark.parametrize('input, error, text', [
-    ([], TypeError, 'expected Tensor, but got list'),
-    ({'x': object()}, TypeError, r"expected Tensor, but got object as value\['x'\]"),
-    ('text', TypeError, 'expected Tensor, but got str'),
-    (None, TypeError, 'expected Tensor, but got NoneType'),
-    ((torch.rand(2, 4), {1}), TypeError, r'expected Tensor, but got set as value\[1\]'),
-    ((torch.rand(2, 4), torch.rand(3, 4)), ValueError, r'input\[0\]: 2, input\[1\]: 3'),
-    (torch.rand(()), ValueError, r'no dimensions'),
-    (torch.rand(0, 4), ValueError, r'empty.*\(0, 4\)')])
+@pytest.mark.parametrize(
+    'input, error, text',
+    [
+        ([], TypeError, 'expected Tensor, but got list'),
+        ({'x': object()}, TypeError, r"expected Tensor, but got object as value\['x'\]"),
+        ('text', TypeError, 'expected Tensor, but got str'),
+        (None, TypeError, 'expected Tensor, but got NoneType'),
+        ((torch.rand(2, 4), {1}), TypeError, r'expected Tensor, but got set as value\[1\]'),
+        ((torch.rand(2, 4), torch.rand(3, 4)), ValueError, r'input\[0\]: 2, input\[1\]: 3'),
+        (torch.rand(()), ValueError, r'no dimensions'),
+        (torch.rand(0, 4), ValueError, r'empty.*\(0, 4\)'),
+    ],
+)
 def test_input_that_is_refused(devices, input, error, text):
     input = to(devices.first, input)
     with pytest.raises(error, match=text):
@@ -359,18 +415,29 @@ def test_input_that_is_refused(devices, input, error, text):
 @workers
 def test_two_positional_inputs(devices):
     model = pipe(devices=devices(2))
-    with pytest.raises(TypeError, match="the first layer, '0' .Linear., cannot be called with "
-                                        'these 2 arguments .*: too many positional arguments. '
-                                        'Its forward takes .*as a skip'):
+    with pytest.raises(
+        TypeError,
+        match="the first layer, '0' .Linear., cannot be called with "
+        'these 2 arguments .*: too many positional arguments. '
+        'Its forward takes .*as a skip',
+    ):
         model(torch.rand(2, 4), torch.rand(2, 4))
     with pytest.raises(TypeError, match='missing a required argument'):
         model()
 
 
 @workers
-@pytest.mark.parametrize('returned, text', [
-    (None, 'NoneType'), ([1], 'list'), ('x', 'str'), ({}, 'dict'),
-    ((torch.rand(1), {1}), 'set'), (NoChunk(torch.rand(1)), 'NoChunk')])
+@pytest.mark.parametrize(
+    'returned, text',
+    [
+        (None, 'NoneType'),
+        ([1], 'list'),
+        ('x', 'str'),
+        ({}, 'dict'),
+        ((torch.rand(1), {1}), 'set'),
+        (NoChunk(torch.rand(1)), 'NoChunk'),
+    ],
+)
 @pytest.mark.parametrize('where', [0, 1])
 def test_a_partition_that_returns_something_else(devices, returned, text, where):
     class Return(nn.Module):
@@ -381,13 +448,14 @@ def test_a_partition_that_returns_something_else(devices, returned, text, where)
     layers[where] = Return()
     with pytest.raises(TypeError, match=f'expected Tensor, but got {text}') as error:
         call(pipe(nn.Sequential(*layers), [1, 1], devices=devices(2)), torch.rand(2, 4))
-    assert f"partition {where} on {devices(2)[where]}" in error.value.__notes__[0]
+    assert f'partition {where} on {devices(2)[where]}' in error.value.__notes__[0]
     assert f"layer '{where}'" in error.value.__notes__[0]
 
 
 @workers
-@pytest.mark.parametrize('function', [torch.sum, torch.Tensor.t, lambda x: x[:1],
-                                      lambda x: torch.cat([x, x])])
+@pytest.mark.parametrize(
+    'function', [torch.sum, torch.Tensor.t, lambda x: x[:1], lambda x: torch.cat([x, x])]
+)
 @pytest.mark.parametrize('chunks', [1, 2])
 def test_an_output_of_another_batch_size(devices, function, chunks):
     class Change(nn.Module):
@@ -400,8 +468,12 @@ def test_an_output_of_another_batch_size(devices, function, chunks):
         assert_same([call(gpipe, x)], [function(x)])
         return
     with pytest.raises(ValueError, match='samples and came out with shape'):
-        call(pipe(nn.Sequential(nn.Identity(), Change()), [1, 1], chunks=chunks,
-                  devices=devices(2)), torch.rand(8, 3))
+        call(
+            pipe(
+                nn.Sequential(nn.Identity(), Change()), [1, 1], chunks=chunks, devices=devices(2)
+            ),
+            torch.rand(8, 3),
+        )
 
 
 @workers
@@ -426,14 +498,25 @@ def test_moving_is_denied(devices):
     model = pipe(devices=devices(2))
     elsewhere = 'meta' if devices.first.type == 'cpu' else 'cpu'
     others = [model.cuda] if devices.first.type == 'cpu' else [model.cpu]
-    for move in (*others, lambda: model.cuda(99), lambda: model.to(elsewhere),
-                 lambda: model.to('meta'),
-                 lambda: model.to(device=elsewhere), lambda: model.to('ipu:99'),
-                 lambda: model.to(torch.rand(1)), lambda: model.to(elsewhere, torch.half),
-                 lambda: model.to(tensor=torch.rand(1)), lambda: nn.Sequential(model).to('meta'),
-                 lambda: model.to_empty(device='meta'), lambda: GPipe(nn.Sequential(), []).to(0)):
-        with pytest.raises(TypeError, match='denied to move parameters and buffers, because '
-                                            'GPipe should manage device placement'):
+    for move in (
+        *others,
+        lambda: model.cuda(99),
+        lambda: model.to(elsewhere),
+        lambda: model.to('meta'),
+        lambda: model.to(device=elsewhere),
+        lambda: model.to('ipu:99'),
+        lambda: model.to(torch.rand(1)),
+        lambda: model.to(elsewhere, torch.half),
+        lambda: model.to(tensor=torch.rand(1)),
+        lambda: nn.Sequential(model).to('meta'),
+        lambda: model.to_empty(device='meta'),
+        lambda: GPipe(nn.Sequential(), []).to(0),
+    ):
+        with pytest.raises(
+            TypeError,
+            match='denied to move parameters and buffers, because '
+            'GPipe should manage device placement',
+        ):
             move()
     assert {parameter.device.type for parameter in model.parameters()} == {devices.first.type}
 
@@ -456,7 +539,7 @@ def test_a_move_to_the_accelerator_that_has_all_is_not():
     model = pipe(devices=[device] * 2)
     with use_device(torch.device(device)):
         assert model.to(device) is model.to(torch.device(device).type) is model
-    for other in ({'cpu', *places('aaaa')} - {device}):
+    for other in {'cpu', *places('aaaa')} - {device}:
         with pytest.raises(TypeError, match='denied'):
             model.to(other)
         with pytest.raises(TypeError, match='denied'):
@@ -466,9 +549,12 @@ def test_a_move_to_the_accelerator_that_has_all_is_not():
 @workers
 def test_changing_the_dtype_is_not(devices):
     model = pipe(devices=devices(2))
-    for change, dtype in ((model.half, torch.half), (model.double, torch.double),
-                          (lambda: model.to(torch.float), torch.float),
-                          (lambda: model.to(dtype=torch.double), torch.double)):
+    for change, dtype in (
+        (model.half, torch.half),
+        (model.double, torch.double),
+        (lambda: model.to(torch.float), torch.float),
+        (lambda: model.to(dtype=torch.double), torch.double),
+    ):
         assert change() is model
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
@@ -481,8 +567,11 @@ def test_copies_work(devices):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
-                  torch.load(buffer, weights_only=False)):
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ):
         output = other(x)
         assert torch.equal(output, expected)
         output.sum().backward()
@@ -563,10 +652,20 @@ def test_a_pipeline_in_a_pipeline(devices, inner_mode, outer_mode, hooks):
     # An inner pipeline with workers of its own would save tensors from several threads. The outer
     # one also moves it to the device of the partition that contains it.
     together = outer_mode == 'always' or devices.are_accelerators
-    inner = pipe(model[2:], [3, 3], devices=[second if together else first, second], chunks=2,
-                 checkpoint=inner_mode)
-    outer = pipe(nn.Sequential(*model[:2], inner), [2, 1], devices=[first, second], chunks=3,
-                 checkpoint=outer_mode)
+    inner = pipe(
+        model[2:],
+        [3, 3],
+        devices=[second if together else first, second],
+        chunks=2,
+        checkpoint=inner_mode,
+    )
+    outer = pipe(
+        nn.Sequential(*model[:2], inner),
+        [2, 1],
+        devices=[first, second],
+        chunks=3,
+        checkpoint=outer_mode,
+    )
     with torch.autograd.graph.save_on_cpu() if hooks else nothing():
         output = call(outer, x)
     output.sum().backward()
@@ -598,7 +697,7 @@ def test_a_step_names_the_way_out_if_a_layer_writes_to_its_weight():
     class Clipped(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
-                self.weight.clamp_(-.1, .1)
+                self.weight.clamp_(-0.1, 0.1)
             return super().forward(x)
 
     layers = nn.Sequential(Clipped(4, 4), Clipped(4, 4))

@@ -1,4 +1,5 @@
 """Models in the shapes that people build: the numbers of the unwrapped model, with no adapters."""
+
 import copy
 
 import pytest
@@ -17,8 +18,10 @@ models = pytest.mark.parametrize('case', MODELS.values(), ids=list(MODELS))
 def moved(value, device):
     """Copy a value to a device, with its marks."""
     tensors = flatten_nested(value)[0]
-    return copy.deepcopy(value, {id(x): x.detach().to(device, copy=True).requires_grad_(
-        x.requires_grad) for x in tensors})
+    return copy.deepcopy(
+        value,
+        {id(x): x.detach().to(device, copy=True).requires_grad_(x.requires_grad) for x in tensors},
+    )
 
 
 def run(net, sample):
@@ -48,8 +51,14 @@ def step(net, case, sample):
 @modes_on_devices
 def test_three_steps_of_uneven_batches(devices, mode, case):
     plain = case.make().double()
-    gpipe = GPipe(copy.deepcopy(plain), case.balance, devices=devices(3), chunks=3,
-                  checkpoint=mode, **getattr(case, 'options', {}))
+    gpipe = GPipe(
+        copy.deepcopy(plain),
+        case.balance,
+        devices=devices(3),
+        chunks=3,
+        checkpoint=mode,
+        **getattr(case, 'options', {}),
+    )
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (plain, gpipe)]
     for size in (7, 5, 2):
         sample = case.sample(size)
@@ -62,6 +71,12 @@ def test_three_steps_of_uneven_batches(devices, mode, case):
 @cpu_only('there are tests of check_parity on accelerators')
 @models
 def test_check_parity_says_so(case):
-    parity = check_parity(case.make(), case.sample(5), case.balance, steps=2,
-                          loss_fn=getattr(case, 'loss', None), **getattr(case, 'options', {}))
+    parity = check_parity(
+        case.make(),
+        case.sample(5),
+        case.balance,
+        steps=2,
+        loss_fn=getattr(case, 'loss', None),
+        **getattr(case, 'options', {}),
+    )
     assert parity.equal and parity.reasons == []

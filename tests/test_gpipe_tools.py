@@ -1,4 +1,5 @@
 """PyTorch's own tools on a pipeline: their results fit the module, and any balance."""
+
 import copy
 from collections import OrderedDict
 
@@ -6,10 +7,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (get_model_state_dict,
-                                                     get_optimizer_state_dict, get_state_dict,
-                                                     set_model_state_dict,
-                                                     set_optimizer_state_dict, set_state_dict)
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -25,9 +30,15 @@ modes = pytest.mark.parametrize('mode', MODES)
 def module(seed=0):
     """Return a model with parameters and buffers, and layers with names."""
     torch.manual_seed(seed)
-    return nn.Sequential(OrderedDict(
-        first=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), act=nn.Tanh(),
-        block=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), last=nn.Linear(4, 2))).double()
+    return nn.Sequential(
+        OrderedDict(
+            first=nn.Linear(3, 4),
+            norm=nn.BatchNorm1d(4),
+            act=nn.Tanh(),
+            block=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+            last=nn.Linear(4, 2),
+        )
+    ).double()
 
 
 def pipe(balance=(2, 3), seed=0, **options):
@@ -62,8 +73,9 @@ def adam(net):
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')  # There is one process.
-@pytest.mark.parametrize('make', [module, lambda seed: pipe([1, 1, 3], seed)],
-                         ids=['unwrapped', 'another balance'])
+@pytest.mark.parametrize(
+    'make', [module, lambda seed: pipe([1, 1, 3], seed)], ids=['unwrapped', 'another balance']
+)
 def test_distributed_checkpoint(make, tmp_path):
     """Written to files and read again, model and optimizer go on as if nothing had been."""
     source = pipe()
@@ -72,15 +84,17 @@ def test_distributed_checkpoint(make, tmp_path):
     model_state, optimizer_state = get_state_dict(source, optimizer)
     assert list(model_state) == list(module().state_dict())
     assert set(optimizer_state['state']) == {name for name, _ in module().named_parameters()}
-    dcp.save({'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=tmp_path,
-             no_dist=True)
+    dcp.save(
+        {'model': model_state, 'optimizer': optimizer_state}, checkpoint_id=tmp_path, no_dist=True
+    )
     target = make(seed=2)
     other = adam(target)
     states = get_state_dict(target, other)
     state = {'model': states[0], 'optimizer': states[1]}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(target, other, model_state_dict=state['model'],
-                   optim_state_dict=state['optimizer'])
+    set_state_dict(
+        target, other, model_state_dict=state['model'], optim_state_dict=state['optimizer']
+    )
     for net, of_net in ((source, optimizer), (target, other)):
         train(net, of_net)
     assert_same(target.state_dict().values(), source.state_dict().values())
@@ -104,19 +118,31 @@ def test_distributed_checkpoint_from_the_unwrapped_module():
 def test_functional_call(mode):
     """The recomputation also uses the given parameters."""
     plain, gpipe = module(), pipe(checkpoint=mode)
-    given = {name: tensor.detach().clone().requires_grad_(name.endswith(('weight', 'bias')))
-             for name, tensor in module(seed=1).state_dict().items()}
+    given = {
+        name: tensor.detach().clone().requires_grad_(name.endswith(('weight', 'bias')))
+        for name, tensor in module(seed=1).state_dict().items()
+    }
     x = input()
     results = []
-    for run in (lambda state: torch.cat([torch.func.functional_call(plain, state, c)
-                                         for c in x.tensor_split(2)]),
-                lambda state: torch.func.functional_call(gpipe, state, x)):
-        state = {name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-                 for name, tensor in given.items()}
+    for run in (
+        lambda state: torch.cat(
+            [torch.func.functional_call(plain, state, c) for c in x.tensor_split(2)]
+        ),
+        lambda state: torch.func.functional_call(gpipe, state, x),
+    ):
+        state = {
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for name, tensor in given.items()
+        }
         output = run(state)
         output.square().sum().backward()
-        results.append([output, *(tensor.grad for tensor in state.values()
-                                  if tensor.requires_grad), *state.values()])
+        results.append(
+            [
+                output,
+                *(tensor.grad for tensor in state.values() if tensor.requires_grad),
+                *state.values(),
+            ]
+        )
     assert_same(results[1], results[0])
     assert all(parameter.grad is None for parameter in gpipe.parameters())
 
@@ -141,14 +167,22 @@ def test_averages_are_saved_and_loaded():
 
 @modes
 @pytest.mark.parametrize('wrapped_first', [True, False])
-@pytest.mark.parametrize('change', [
-    lambda net: prune.l1_unstructured(net.get_submodule('block.0'), 'weight', amount=0.5),
-    lambda net: prune.global_unstructured(
-        [(layer, 'weight') for layer in net.modules() if isinstance(layer, nn.Linear)],
-        pruning_method=prune.L1Unstructured, amount=3),
-    lambda net: parametrizations.weight_norm(net.get_submodule('first')),
-    lambda net: parametrize.register_parametrization(net.get_submodule('last'), 'weight', Twice())
-], ids=['prune', 'prune all', 'weight norm', 'parametrize'])
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda net: prune.l1_unstructured(net.get_submodule('block.0'), 'weight', amount=0.5),
+        lambda net: prune.global_unstructured(
+            [(layer, 'weight') for layer in net.modules() if isinstance(layer, nn.Linear)],
+            pruning_method=prune.L1Unstructured,
+            amount=3,
+        ),
+        lambda net: parametrizations.weight_norm(net.get_submodule('first')),
+        lambda net: parametrize.register_parametrization(
+            net.get_submodule('last'), 'weight', Twice()
+        ),
+    ],
+    ids=['prune', 'prune all', 'weight norm', 'parametrize'],
+)
 def test_layers_that_are_changed(change, wrapped_first, mode):
     plain, other = module(), module()
     change(plain)
@@ -159,10 +193,13 @@ def test_layers_that_are_changed(change, wrapped_first, mode):
         change(gpipe)
     for net in (plain, gpipe):
         train(net, adam(net))
-    assert [name for name, _ in gpipe.named_parameters()] \
-        == [name for name, _ in plain.named_parameters()]
-    assert_same([*gradients(gpipe), *gpipe.state_dict().values()],
-                [*gradients(plain), *plain.state_dict().values()])
+    assert [name for name, _ in gpipe.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    assert_same(
+        [*gradients(gpipe), *gpipe.state_dict().values()],
+        [*gradients(plain), *plain.state_dict().values()],
+    )
     plain.load_state_dict(gpipe.state_dict())
 
 

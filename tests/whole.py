@@ -4,6 +4,7 @@ A test with several lists of parameters runs with the cases in which a value of 
 It runs with one mode of checkpointing and one kind of devices, unless the test reads them. The
 next test has another one. One test on accelerators runs for each folder.
 """
+
 import ast
 import inspect
 import textwrap
@@ -38,9 +39,12 @@ def short(items):
 
 def first(number, values):
     """Return values for ``pytest.mark.parametrize``, of which all but so many are slow."""
-    return [value if k < number else
-            pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
-            for k, value in enumerate(values)]
+    return [
+        value
+        if k < number
+        else pytest.param(*value if isinstance(value, tuple) else (value,), marks=pytest.mark.slow)
+        for k, value in enumerate(values)
+    ]
 
 
 def _kind(item):
@@ -61,8 +65,13 @@ def _covering(items):
     missing, used = set().union(*values.values()), Counter()
     while missing:
         # Values that are there already are there about equally often.
-        best = max(items, key=lambda item: (
-            len(values[item] & missing), -sum(used[value] for value in values[item])))
+        best = max(
+            items,
+            key=lambda item: (
+                len(values[item] & missing),
+                -sum(used[value] for value in values[item]),
+            ),
+        )
         yield best
         missing -= values[best]
         used.update(values[best])
@@ -72,11 +81,15 @@ def _values(item):
     """Return a key for the value that a test has of each list of parameters."""
     params = item.callspec.params if hasattr(item, 'callspec') else {}
     lists = [mark.args[0] for mark in item.iter_markers('parametrize')]
-    lists = [names.replace(' ', '').split(',') if isinstance(names, str) else names
-             for names in lists]
+    lists = [
+        names.replace(' ', '').split(',') if isinstance(names, str) else names for names in lists
+    ]
     lists += [[name] for name in params if not any(name in names for names in lists)]
-    return {tuple((name, id(params[name])) for name in names) for names in lists
-            if not _is_any(item, names, params)} or {()}
+    return {
+        tuple((name, id(params[name])) for name in names)
+        for names in lists
+        if not _is_any(item, names, params)
+    } or {()}
 
 
 def _is_any(item, names, params):
@@ -92,8 +105,14 @@ def _looked_at(function):
     """Return the names that a function has in conditions, comparisons and subscripts."""
     found = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-        looks = (node.test,) if isinstance(node, (ast.If, ast.IfExp)) else (
-            node,) if isinstance(node, (ast.Compare, ast.BoolOp, ast.Subscript)) else ()
-        found |= {each.id for look in looks for each in ast.walk(look)
-                  if isinstance(each, ast.Name)}
+        looks = (
+            (node.test,)
+            if isinstance(node, (ast.If, ast.IfExp))
+            else (node,)
+            if isinstance(node, (ast.Compare, ast.BoolOp, ast.Subscript))
+            else ()
+        )
+        found |= {
+            each.id for look in looks for each in ast.walk(look) if isinstance(each, ast.Name)
+        }
     return found

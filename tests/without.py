@@ -3,6 +3,7 @@
 Each is tried in a process of its own, in which ``torchgpipe.base.private`` asks for another name,
 that PyTorch does not have. PyTorch itself keeps the name: it is one that it may have renamed.
 """
+
 import copy
 import json
 import multiprocessing
@@ -24,12 +25,12 @@ VARIABLE = ContextVar('VARIABLE')
 SOURCES = [Path(__file__).parent.parent / 'torchgpipe/base/private.py']
 
 #: Attributes that are looked up on their own, by name, and their text in the source.
-ATTRIBUTES = {'torch._ops:OpOverload._schema': "'_schema'",
-              'torch.nn:Module._compiled_call_impl': "'_compiled_call_impl'",
-              'torch.nn:Module._ddp_params_and_buffers_to_ignore':
-                  "'_ddp_params_and_buffers_to_ignore'",
-              'torch._functorch._aot_autograd.runtime_wrappers':
-                  "'torch._functorch._aot_autograd.runtime_wrappers'"}
+ATTRIBUTES = {
+    'torch._ops:OpOverload._schema': "'_schema'",
+    'torch.nn:Module._compiled_call_impl': "'_compiled_call_impl'",
+    'torch.nn:Module._ddp_params_and_buffers_to_ignore': "'_ddp_params_and_buffers_to_ignore'",
+    'torch._functorch._aot_autograd.runtime_wrappers': "'torch._functorch._aot_autograd.runtime_wrappers'",
+}
 
 
 def names():
@@ -76,8 +77,13 @@ class Features:
 
     def gpipe(self, model=None, balance=(2, 1), **options):
         """Wrap a model, or this one, on two workers."""
-        return self.package.GPipe(copy.deepcopy(self.model if model is None else model),
-                                  [*balance], devices=['cpu:0', 'cpu:1'], chunks=3, **options)
+        return self.package.GPipe(
+            copy.deepcopy(self.model if model is None else model),
+            [*balance],
+            devices=['cpu:0', 'cpu:1'],
+            chunks=3,
+            **options,
+        )
 
     def plain(self):
         run(self.gpipe(checkpoint='never'), self.model, self.x)
@@ -87,8 +93,9 @@ class Features:
 
     def drawing(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)).double()
-        gpipe = self.package.GPipe(copy.deepcopy(model), [2, 1], devices=['cpu', 'cpu'],
-                                   chunks=1, checkpoint='always')
+        gpipe = self.package.GPipe(
+            copy.deepcopy(model), [2, 1], devices=['cpu', 'cpu'], chunks=1, checkpoint='always'
+        )
         run(gpipe, model, self.x)
 
     def kept_out_of_recomputation(self):
@@ -118,8 +125,10 @@ class Features:
             def forward(self, x):
                 return x + (yield pop('skip'))
 
-        ours, model = (nn.Sequential(nn.Linear(4, 2), *between).double() for between in (
-            [Stash(), nn.Tanh(), Pop()], [Residual()]))
+        ours, model = (
+            nn.Sequential(nn.Linear(4, 2), *between).double()
+            for between in ([Stash(), nn.Tanh(), Pop()], [Residual()])
+        )
         model.load_state_dict(ours.state_dict())
         run(self.gpipe(ours, (2, 2), checkpoint='never'), model, self.x)
 
@@ -155,6 +164,7 @@ class Features:
 
     def converted(self):
         from torchgpipe.sequential import to_sequential
+
         layers = to_sequential(Net().double(), self.x)
         model = Net().double()
         layers.load_state_dict(model.state_dict())
@@ -162,30 +172,41 @@ class Features:
 
     def balanced(self):
         from torchgpipe.balance import balance_by_size
+
         assert sum(balance_by_size(2, self.model, self.x, device='cpu')) == 3
 
     def recorded(self):
         from torchgpipe.timeline import record
+
         gpipe = self.gpipe(checkpoint='never')
         with record(gpipe):
             gpipe(self.x).sum().backward()
 
     def compared(self):
         from torchgpipe.testing import check_parity
-        check_parity(copy.deepcopy(self.model), self.x, balance=[2, 1], chunks=2,
-                     devices=['cpu:0', 'cpu:1'])
+
+        check_parity(
+            copy.deepcopy(self.model), self.x, balance=[2, 1], chunks=2, devices=['cpu:0', 'cpu:1']
+        )
 
     def compiled(self):
-        gpipe = self.package.GPipe(copy.deepcopy(self.model), [2, 1], devices=['cpu', 'cpu'],
-                                   chunks=2, checkpoint='always')
+        gpipe = self.package.GPipe(
+            copy.deepcopy(self.model),
+            [2, 1],
+            devices=['cpu', 'cpu'],
+            chunks=2,
+            checkpoint='always',
+        )
         for partition in gpipe.partitions:
             partition.compile(backend='aot_eager')
         run(gpipe, self.model, self.x)
 
     def sharded(self):
         import torchgpipe.shard as ts
+
         torch.distributed.init_process_group(
-            'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+            'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
         ts.distributed.init_process_group()
         layer = ts.nn.ParallelLinear(4, 2)
         assert layer(torch.rand(3, 4)).shape == (3, 2)
@@ -193,10 +214,12 @@ class Features:
 
     def scaled(self):
         from torchgpipe.base.private import Scaler
+
         Scaler('cpu')
 
     def told_to_ddp(self):
         from torchgpipe.base.private import ignore_in_ddp
+
         ignore_in_ddp(self.model, ['0.weight'])
 
     def transformed(self):
@@ -205,6 +228,7 @@ class Features:
 
     def given_a_context(self):
         from torchgpipe.base.private import own_context
+
         output = self.model(self.x).sum()
         output.grad_fn.register_prehook(own_context)
         output.backward()
@@ -252,8 +276,9 @@ class Net(nn.Module):
         return self.b(x + self.a(x).relu())
 
 
-FEATURES = [name for name in vars(Features) if name not in ('__init__', 'gpipe')
-            and name[0] != '_']
+FEATURES = [
+    name for name in vars(Features) if name not in ('__init__', 'gpipe') and name[0] != '_'
+]
 
 
 def outcomes(name):

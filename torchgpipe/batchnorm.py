@@ -8,6 +8,7 @@ normalization of the whole mini-batch::
     normalise by    own        own        own                           own
     merge           start      merge      merge      commit             nothing
 """
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -44,16 +45,22 @@ class _Moments(NamedTuple):
     def merge(self, other: '_Moments') -> '_Moments':
         number = self.number + other.number
         delta = other.mean - self.mean
-        return _Moments(number, self.mean + delta * (other.number / number),
-                        self.deviation + other.deviation
-                        + delta.square() * (self.number * other.number / number))
+        return _Moments(
+            number,
+            self.mean + delta * (other.number / number),
+            self.deviation
+            + other.deviation
+            + delta.square() * (self.number * other.number / number),
+        )
 
     def of_all(self, gather: Gather) -> '_Moments':
         """Return the merged moments of all replicas, in the order of replicas."""
         number = torch.full_like(self.mean, self.number, dtype=torch.float64)
         own = torch.stack([number, self.mean, self.deviation])
-        first, *others = [_Moments(int(number[0]), mean, deviation)
-                          for number, mean, deviation in map(torch.unbind, gather(own))]
+        first, *others = [
+            _Moments(int(number[0]), mean, deviation)
+            for number, mean, deviation in map(torch.unbind, gather(own))
+        ]
         for other in others:
             first = first.merge(other)
         return first
@@ -102,11 +109,25 @@ class DeferredBatchNorm(BatchNorm):
         chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
-                 affine: bool = True, chunks: int = 1, device: Any = None, dtype: Any = None
-                 ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats=True,
-                         device=device, dtype=dtype)
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int = 1,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats=True,
+            device=device,
+            dtype=dtype,
+        )
         self.chunks = chunks
         self._start()
 
@@ -121,8 +142,9 @@ class DeferredBatchNorm(BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f'expected an input of shape (N, C) or (N, C, …), got '
-                             f'{tuple(input.shape)}')
+            raise ValueError(
+                f'expected an input of shape (N, C) or (N, C, …), got {tuple(input.shape)}'
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch of shape ``(N, C)`` or ``(N, C, …)``."""
@@ -210,8 +232,9 @@ class DeferredBatchNorm(BatchNorm):
         return cast(TModule, cls._convert_all(module, chunks, {}))
 
     @classmethod
-    def _convert_all(cls, module: nn.Module, chunks: int, done: dict[nn.Module, nn.Module]
-                     ) -> nn.Module:
+    def _convert_all(
+        cls, module: nn.Module, chunks: int, done: dict[nn.Module, nn.Module]
+    ) -> nn.Module:
         # A layer in two places is replaced by one layer in both.
         if module not in done:
             done[module] = module
@@ -225,16 +248,19 @@ class DeferredBatchNorm(BatchNorm):
     @classmethod
     def _convert(cls, module: BatchNorm, chunks: int) -> BatchNorm:
         if isinstance(module, LazyModuleMixin):
-            raise ValueError(f'{type(module).__name__} does not know its number of channels yet; '
-                             'call the module once before it is converted')
+            raise ValueError(
+                f'{type(module).__name__} does not know its number of channels yet; '
+                'call the module once before it is converted'
+            )
         known = isinstance(module, cls) and module.chunks != chunks
         plain = type(module).forward is BatchNorm.forward and module.track_running_stats
         if not known and not plain:
             return module
         if is_parametrized(module):
             raise ValueError('a batch normalization with parametrizations cannot be converted')
-        deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks,
-                       device='meta')
+        deferred = cls(
+            module.num_features, module.eps, module.momentum, module.affine, chunks, device='meta'
+        )
         for kind in ('_parameters', '_buffers', *HOOKS):
             getattr(deferred, kind).update(getattr(module, kind))
         setattr(deferred, is_full_backward_hook, getattr(module, is_full_backward_hook))

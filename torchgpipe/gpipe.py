@@ -11,6 +11,7 @@ are empty.
 
 Modules that a plain call does not use, such as steps and losses, are imported in functions.
 """
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -22,16 +23,37 @@ from torch import Tensor, nn
 
 from torchgpipe.base.devices import Device
 from torchgpipe.base.private import hooks_of, uncompiled
-from torchgpipe.base.settings import (Checkpoint, Settings, checkpoint_stops, parse_checkpoint,
-                                      stops_of_mode)
+from torchgpipe.base.settings import (
+    Checkpoint,
+    Settings,
+    checkpoint_stops,
+    parse_checkpoint,
+    stops_of_mode,
+)
 from torchgpipe.base.structure import Arguments, Value, flatten_nested
-from torchgpipe.engine.microbatches import (Chunk, check_arguments, check_rules, cut, fit_rule,
-                                            gather, value_of)
+from torchgpipe.engine.microbatches import (
+    Chunk,
+    check_arguments,
+    check_rules,
+    cut,
+    fit_rule,
+    gather,
+    value_of,
+)
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
-from torchgpipe.engine.split import (parse_balance, parse_chunks, parse_devices, parse_seed, split,
-                                     verify_counts, verify_layers, verify_module, verify_shared,
-                                     verify_source)
+from torchgpipe.engine.split import (
+    parse_balance,
+    parse_chunks,
+    parse_devices,
+    parse_seed,
+    split,
+    verify_counts,
+    verify_layers,
+    verify_module,
+    verify_shared,
+    verify_source,
+)
 from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import Schedule, ScheduleLike
@@ -61,9 +83,17 @@ class PipelineModule(LayerSequence):
     _known: tuple[nn.Module | None, ...]
     _schedule: str | Schedule | None
 
-    def _set(self, module: nn.Sequential, balance: Iterable[int] | Settings | None, devices: Any,
-             chunks: int, checkpoint: Checkpoint, batch_dim: Any, gather: Any, offload: bool
-             ) -> Any:
+    def _set(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | Settings | None,
+        devices: Any,
+        chunks: int,
+        checkpoint: Checkpoint,
+        batch_dim: Any,
+        gather: Any,
+        offload: bool,
+    ) -> Any:
         """Check the settings and keep them; return the devices, which a plan may name."""
         check_rules(batch_dim, gather)
         self.batch_dim, self.gather, self.offload = batch_dim, gather, bool(offload)
@@ -74,7 +104,8 @@ class PipelineModule(LayerSequence):
             if (devices, chunks, checkpoint) != (None, 1, 'except_last'):
                 raise ValueError(
                     'a plan says devices, chunks and checkpoint, so leave these out; or take the '
-                    f'balance alone: {type(self).__name__}(module, plan.balance, …)')
+                    f'balance alone: {type(self).__name__}(module, plan.balance, …)'
+                )
             self._schedule = Schedule.parse(balance.order) if balance.order else balance.schedule
             devices = balance.devices
             chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
@@ -85,8 +116,13 @@ class PipelineModule(LayerSequence):
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
         return devices
 
-    def _place(self, names: Iterable[str], layers: Mapping[str, Any], partitions: nn.ModuleList,
-               training: bool) -> None:
+    def _place(
+        self,
+        names: Iterable[str],
+        layers: Mapping[str, Any],
+        partitions: nn.ModuleList,
+        training: bool,
+    ) -> None:
         """Take the layers of a module: [Note: Two views of the layers]."""
         for each in (self, partitions, *partitions):
             each.training = training
@@ -98,12 +134,18 @@ class PipelineModule(LayerSequence):
     def _call(self, input: Any) -> Any:
         raise NotImplementedError
 
-    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
-                    return_output: bool) -> Any:
+    def _train_step(
+        self,
+        input: Any,
+        ready: Callable[[], ScheduleLike],
+        loss: tuple[Any, ...],
+        return_output: bool,
+    ) -> Any:
         raise NotImplementedError
 
-    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
-                  return_output: bool) -> Any:
+    def _evaluate(
+        self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...], return_output: bool
+    ) -> Any:
         raise NotImplementedError
 
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
@@ -143,9 +185,18 @@ class PipelineModule(LayerSequence):
         """
         return self._call(value_of(args, kwargs))
 
-    def step(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
-             schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
-             scale: Callable[[Tensor], Tensor] | None = None, return_output: bool = False) -> Any:
+    def step(
+        self,
+        input: Any,
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        schedule: ScheduleLike = '1f1b',
+        target_dim: Any = None,
+        normalizer: Any = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        return_output: bool = False,
+    ) -> Any:
         """Run forward and backward of a mini-batch, in the order of a schedule.
 
         Gradients are added to ``.grad`` as by ``loss_fn(model(input), target).backward()``. Where
@@ -199,28 +250,46 @@ class PipelineModule(LayerSequence):
         """
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._train_step(input, partial(self._ready, schedule), (
-            loss_fn, target, target_dim, normalizer, scale), return_output)
+        return self._train_step(
+            input,
+            partial(self._ready, schedule),
+            (loss_fn, target, target_dim, normalizer, scale),
+            return_output,
+        )
 
     def _ready(self, schedule: ScheduleLike | None = None) -> Any:
         """See that the model may take a step, or an evaluation, and return the schedule of it."""
         trains = schedule is not None
-        if trains and (not self.training or not torch.is_grad_enabled()
-                       or torch.is_inference_mode_enabled()):
-            raise RuntimeError('a step computes gradients, but '
-                               + ('gradients are off (torch.no_grad or inference_mode)'
-                                  if self.training else 'the model is in evaluation mode')
-                               + '; call model(input) for outputs, or model.train() before')
+        if trains and (
+            not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        ):
+            raise RuntimeError(
+                'a step computes gradients, but '
+                + (
+                    'gradients are off (torch.no_grad or inference_mode)'
+                    if self.training
+                    else 'the model is in evaluation mode'
+                )
+                + '; call model(input) for outputs, or model.train() before'
+            )
         if any(hooks_of(self)):
             raise _left_out('a step' if trains else 'an evaluation')
         if not self.balance:
-            raise ValueError(f"{'a step' if trains else 'an evaluation'} takes at least one "
-                             'partition')
+            raise ValueError(
+                f'{"a step" if trains else "an evaluation"} takes at least one partition'
+            )
         return self._planned() if isinstance(schedule, str) and schedule == 'auto' else schedule
 
-    def evaluate(self, input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], *,
-                 normalizer: Any = None, target_dim: Any = None, return_output: bool = False
-                 ) -> Any:
+    def evaluate(
+        self,
+        input: Any,
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        normalizer: Any = None,
+        target_dim: Any = None,
+        return_output: bool = False,
+    ) -> Any:
         """Return the loss of a mini-batch and its count, by a forward through the pipeline.
 
         The mean over several mini-batches is exact, whatever the sizes of these:
@@ -257,15 +326,18 @@ class PipelineModule(LayerSequence):
         """
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._evaluate(input, self._ready, (
-            loss_fn, target, target_dim, normalizer, None), return_output)
+        return self._evaluate(
+            input, self._ready, (loss_fn, target, target_dim, normalizer, None), return_output
+        )
 
     def _planned(self) -> ScheduleLike:
         if self._schedule is None:
             name = type(self).__name__
-            raise ValueError("schedule='auto' is that of a plan, but this model was made without "
-                             f'one; name a schedule, or make it by a plan: {name}(module, plan) '
-                             'of torchgpipe.plan.plan(module, sample, devices=…)')
+            raise ValueError(
+                "schedule='auto' is that of a plan, but this model was made without "
+                f'one; name a schedule, or make it by a plan: {name}(module, plan) '
+                'of torchgpipe.plan.plan(module, sample, devices=…)'
+            )
         return 'gpipe' if self._schedule == PLAIN_CALL else self._schedule  # in the same order
 
     @property
@@ -287,10 +359,13 @@ class PipelineModule(LayerSequence):
         layers = OrderedDict((name, self._modules.get(name)) for name in self._names)
         known = list(zip(self._names, self._known))
         if [item for part in partitions for item in part._modules.items()] != [
-                item for item in known if item[1] is not None]:
-            raise RuntimeError('a layer of this GPipe has been replaced, added or removed in its '
-                               'partition; replace it in the GPipe itself, '
-                               "model.set_submodule('name', layer), and partitions follow")
+            item for item in known if item[1] is not None
+        ]:
+            raise RuntimeError(
+                'a layer of this GPipe has been replaced, added or removed in its '
+                'partition; replace it in the GPipe itself, '
+                "model.set_submodule('name', layer), and partitions follow"
+            )
         if [*layers.items()] != known:
             self._replace(layers, partitions)
             self._known = tuple(layers.values())
@@ -298,12 +373,15 @@ class PipelineModule(LayerSequence):
 
 
 def _left_out(what: str) -> RuntimeError:
-    return RuntimeError(f'{what} does not call this model as a whole, so it would leave out the '
-                        'hooks that are registered on it; register them on its layers')
+    return RuntimeError(
+        f'{what} does not call this model as a whole, so it would leave out the '
+        'hooks that are registered on it; register them on its layers'
+    )
 
 
 def _not_sequential(module: object) -> TypeError:
     from torchgpipe.sequential.convert import not_sequential
+
     return not_sequential(module)
 
 
@@ -392,39 +470,65 @@ class GPipe(PipelineModule):
         IndexError: There are fewer devices than partitions.
     """
 
-    def __init__(self, module: nn.Sequential, balance: Iterable[int] | Settings | None = None, *,
-                 devices: Iterable[Device] | None = None, chunks: int = 1,
-                 checkpoint: Checkpoint = 'except_last',
-                 deferred_batch_norm: bool = False, batch_dim: Any = 0, gather: Any = None,
-                 weights: Weights | None = None,
-                 init: Callable[[nn.Module], Any] | None = None, seed: int | None = None,
-                 offload: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | Settings | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: Checkpoint = 'except_last',
+        deferred_batch_norm: bool = False,
+        batch_dim: Any = 0,
+        gather: Any = None,
+        weights: Weights | None = None,
+        init: Callable[[nn.Module], Any] | None = None,
+        seed: int | None = None,
+        offload: bool = False,
+    ) -> None:
         super().__init__()
         if isinstance(balance, Settings) and balance.mesh:
-            raise ValueError(f'this plan is for the processes of a mesh, {balance.mesh}: '
-                             'DistributedGPipe(module, plan, mesh=init_mesh(**plan.mesh))')
-        devices = self._set(module, balance, devices, chunks, checkpoint, batch_dim, gather,
-                            offload)
+            raise ValueError(
+                f'this plan is for the processes of a mesh, {balance.mesh}: '
+                'DistributedGPipe(module, plan, mesh=init_mesh(**plan.mesh))'
+            )
+        devices = self._set(
+            module, balance, devices, chunks, checkpoint, batch_dim, gather, offload
+        )
         self.devices = parse_devices(devices, len(self.balance))
         seed = None if seed is None else parse_seed(seed)
         verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             from torchgpipe.batchnorm import DeferredBatchNorm
+
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        if weights is not None or init is not None or any(
-                x.is_meta for x in (*module.parameters(), *module.buffers())):
+        if (
+            weights is not None
+            or init is not None
+            or any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+        ):
             self._materialize(module, weights, init, seed)
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         self._engine: Engine | None = Engine([*partitions], self.devices)
         self._place(module._modules, module._modules, partitions, module.training)
 
-    def _materialize(self, module: nn.Sequential, weights: Weights | None,
-                     init: Callable[[nn.Module], Any] | None, seed: int | None) -> None:
+    def _materialize(
+        self,
+        module: nn.Sequential,
+        weights: Weights | None,
+        init: Callable[[nn.Module], Any] | None,
+        seed: int | None,
+    ) -> None:
         from torchgpipe.model.materialize import materialize, seeded
+
         numbers = {name: i for i, name in enumerate(module._modules)}
-        materialize(module, [device for number, device in zip(self.balance, self.devices)
-                             for _ in range(number)], weights, None if seed is None else (
-                                 lambda name, _: seeded(seed, numbers[name])), init)
+        materialize(
+            module,
+            [device for number, device in zip(self.balance, self.devices) for _ in range(number)],
+            weights,
+            None if seed is None else (lambda name, _: seeded(seed, numbers[name])),
+            init,
+        )
 
     def _call(self, input: Any) -> Any:
         if not self.devices:
@@ -434,31 +538,45 @@ class GPipe(PipelineModule):
         pipeline = PlainCall(self._running_engine(), batches, **options)
         if rule is not None:
             from torchgpipe.training.losses import seen_means
+
             pipeline.losses = seen_means(rule, sizes)
         pipeline.run()
         if pipeline.losses:
             from torchgpipe.training.losses import no_mean_in_the_model
+
             pipeline.losses.check(no_mean_in_the_model)
         return gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
 
-    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
-                    return_output: bool) -> Any:
+    def _train_step(
+        self,
+        input: Any,
+        ready: Callable[[], ScheduleLike],
+        loss: tuple[Any, ...],
+        return_output: bool,
+    ) -> Any:
         from torchgpipe.training.losses import Losses
         from torchgpipe.training.step import run_step
+
         schedule = ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, scale = loss
         losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
-        pipeline = run_step(self._running_engine(), batches, losses, schedule,
-                            return_output, **options)
+        pipeline = run_step(
+            self._running_engine(), batches, losses, schedule, return_output, **options
+        )
         total = losses.total()
-        return (total, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
-                ) if return_output else total
+        return (
+            (total, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)))
+            if return_output
+            else total
+        )
 
     @torch.no_grad()
-    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
-                  return_output: bool) -> Any:
+    def _evaluate(
+        self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...], return_output: bool
+    ) -> Any:
         from torchgpipe.training.losses import Losses
+
         ready()
         batches, sizes, rule, options = self._cut(input)
         loss_fn, target, target_dim, normalizer, _ = loss
@@ -471,8 +589,11 @@ class GPipe(PipelineModule):
         pipeline.run()
         losses.check()
         found = losses.total(False), losses.count
-        return (*found, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
-                ) if return_output else found
+        return (
+            (*found, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)))
+            if return_output
+            else found
+        )
 
     def _running_engine(self) -> Engine:
         partitions = self.partitions  # Where a layer has been replaced, there is no engine now.
@@ -489,13 +610,19 @@ class GPipe(PipelineModule):
         batches, sizes, common = cut(input, self.chunks, rule)
         mode = self.checkpoint if self.training else 'never'
         stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
-            mode, len(batches), len(self.devices))
+            mode, len(batches), len(self.devices)
+        )
         rule = self.gather
         if rule:
             from torchgpipe.training.losses import counts_of, with_counts
+
             rule = with_counts(rule, iter(counts_of(rule, batches)))
-        return batches, sizes, rule, {
-            'recomputed': [*map(range, stops)], 'common': common, 'offload': self.offload}
+        return (
+            batches,
+            sizes,
+            rule,
+            {'recomputed': [*map(range, stops)], 'common': common, 'offload': self.offload},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with no threads.
@@ -546,4 +673,5 @@ class GPipe(PipelineModule):
             RuntimeError: In a call: tensors of the model were replaced, added or removed.
         """
         from torchgpipe.model.in_place_of import run_by
+
         return run_by(self, model)

@@ -1,4 +1,5 @@
 """Is the slowest partition as slow as its balance predicts?"""
+
 import time
 from collections.abc import Callable
 from statistics import median
@@ -46,9 +47,14 @@ def residual() -> tuple[nn.Sequential, Tensor]:
     for channels in (16, 32, 64):
         for _ in range(3):
             namespace = Namespace()
-            layers += [Split().isolate(namespace), nn.Conv2d(channels, channels, 3, padding=1),
-                       nn.BatchNorm2d(channels), nn.ReLU(inplace=True),
-                       nn.Conv2d(channels, channels, 3, padding=1), Add().isolate(namespace)]
+            layers += [
+                Split().isolate(namespace),
+                nn.Conv2d(channels, channels, 3, padding=1),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(channels, channels, 3, padding=1),
+                Add().isolate(namespace),
+            ]
         layers.append(nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1))
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
     return nn.Sequential(*layers), torch.rand(32, 3, 48, 48)
@@ -64,12 +70,16 @@ def perceptron() -> tuple[nn.Sequential, Tensor]:
 def transformer() -> tuple[nn.Sequential, Tensor]:
     """Return an encoder for integers."""
     layers = [nn.TransformerEncoderLayer(192, 6, 768, 0.0, batch_first=True) for _ in range(8)]
-    return nn.Sequential(nn.Embedding(1000, 192), *layers, nn.Linear(192, 1000)), \
-        torch.randint(1000, (16, 64))
+    return nn.Sequential(nn.Embedding(1000, 192), *layers, nn.Linear(192, 1000)), torch.randint(
+        1000, (16, 64)
+    )
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
-    'residual': residual, 'perceptron': perceptron, 'transformer': transformer}
+    'residual': residual,
+    'perceptron': perceptron,
+    'transformer': transformer,
+}
 
 
 class Stopwatch(Turns):
@@ -94,8 +104,9 @@ class Stopwatch(Turns):
         super().give(j)
 
 
-def measure(model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, device: str
-            ) -> list[float]:
+def measure(
+    model: nn.Sequential, sample: Tensor, balance: Balance, mode: str, device: str
+) -> list[float]:
     """Return the seconds of each partition in a training step: medians of a few."""
     gpipe = GPipe(model, balance, devices=[device] * len(balance), chunks=CHUNKS, checkpoint=mode)
     watch = Stopwatch(gpipe)
@@ -119,9 +130,12 @@ def compare(name: str, n: int, mode: str, device: str) -> dict[str, Any]:
     balance = costs.balance(n, chunks=CHUNKS, checkpoint=mode)
     seconds = measure(model, sample, balance, mode, device)
     slowest = max(range(n), key=lambda j: balance.seconds[j])
-    return {'balance': list(balance), 'predicted_seconds': balance.seconds[slowest],
-            'measured_seconds': seconds[slowest],
-            'ratio': seconds[slowest] / balance.seconds[slowest]}
+    return {
+        'balance': list(balance),
+        'predicted_seconds': balance.seconds[slowest],
+        'measured_seconds': seconds[slowest],
+        'ratio': seconds[slowest] / balance.seconds[slowest],
+    }
 
 
 def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> dict[str, Any]:
@@ -134,10 +148,20 @@ def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> dict[str, 
 
 @click.command()
 @click.option('--device', default='cpu', show_default=True, help='Where to measure.')
-@click.option('--rounds', type=click.IntRange(1), default=7, show_default=True,
-              help='Rounds of profile and measurement, of which the median counts.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file goes.')
+@click.option(
+    '--rounds',
+    type=click.IntRange(1),
+    default=7,
+    show_default=True,
+    help='Rounds of profile and measurement, of which the median counts.',
+)
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the JSON file goes.',
+)
 def balance(device: str, rounds: int, output: str) -> None:
     """Compare the predicted time of the slowest partition with the measured one.
 
@@ -150,25 +174,36 @@ def balance(device: str, rounds: int, output: str) -> None:
     except (AssertionError, RuntimeError) as error:
         raise click.ClickException(f'--device {device}: {str(error).splitlines()[0]}') from None
     cases = [(name, n, mode) for name in MODELS for n in SIZES for mode in MODES]
-    results = [repeat(*case, device, rounds)
-               for case in tqdm(cases, desc='balance', leave=False)]
-    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores, on "
-               f'{device}\n')
+    results = [repeat(*case, device, rounds) for case in tqdm(cases, desc='balance', leave=False)]
+    click.echo(
+        f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores, on '
+        f'{device}\n'
+    )
     click.echo(table(*balance_rows(results)))
-    click.echo('\nratio: measured to predicted time of the partition that was predicted as the '
-               'slowest')
-    click.echo(f"\n{write_json(folder, 'balance', results)}")
+    click.echo(
+        '\nratio: measured to predicted time of the partition that was predicted as the slowest'
+    )
+    click.echo(f'\n{write_json(folder, "balance", results)}')
 
 
 def balance_rows(results: list[dict[str, Any]]) -> Rows:
     """Return the header and the rows."""
     return ['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio', 'all rounds'], [
-        [f"{r['model']} {r['checkpoint']}", str(r['balance']),
-         f"{r['predicted_seconds'] * 1e3:.1f}", f"{r['measured_seconds'] * 1e3:.1f}",
-         f"{r['ratio']:.2f}", f"{min(r['ratios']):.2f}–{max(r['ratios']):.2f}"]
-        for r in results]
+        [
+            f'{r["model"]} {r["checkpoint"]}',
+            str(r['balance']),
+            f'{r["predicted_seconds"] * 1e3:.1f}',
+            f'{r["measured_seconds"] * 1e3:.1f}',
+            f'{r["ratio"]:.2f}',
+            f'{min(r["ratios"]):.2f}–{max(r["ratios"]):.2f}',
+        ]
+        for r in results
+    ]
 
 
 COMMANDS = [balance]
-SECTION = Section('Predicted and measured time of the slowest partition', 'balance',
-                  lambda results: [balance_rows(results)])
+SECTION = Section(
+    'Predicted and measured time of the slowest partition',
+    'balance',
+    lambda results: [balance_rows(results)],
+)

@@ -1,4 +1,5 @@
 """Two equal partitions on cpu:0 and cpu:1: which share of the ideal speed-up do they reach?"""
+
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,12 +30,12 @@ CHUNKS = (2, 4, 8, 16)
 FORWARD, STEP = 'forward, plain call', "training, step by '1f1b'"
 THREADS = 'training, two threads that share nothing'
 
-MEANING = '''Each entry is the share of the ideal speed-up, with the speed-up in brackets. The
+MEANING = """Each entry is the share of the ideal speed-up, with the speed-up in brackets. The
 baseline runs the same cells one after the other in one thread. The ideal is 2 · m / (m + 1), the
 maximum for m micro-batches in two partitions. Cells are stacks of linear layers, named by the
 forward time of one cell. The last table shows the limit of the machine and the interpreter. There,
 two threads each train one of the cells by itself, and neither waits for the other. The baseline is
-the same work in one thread, and the ideal is 2.'''
+the same work in one thread, and the ideal is 2."""
 
 
 def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
@@ -71,9 +72,11 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
         for thread in threads:
             thread.join()
 
-    pairs = {FORWARD: (lambda: forward(cells, m), lambda: forward(model, 1)),
-             STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b')),
-             THREADS: (in_turn, apart)}
+    pairs = {
+        FORWARD: (lambda: forward(cells, m), lambda: forward(model, 1)),
+        STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b')),
+        THREADS: (in_turn, apart),
+    }
     calls = [call for pair in pairs.values() for call in pair]
     for call in calls * 2:
         call()
@@ -81,10 +84,18 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
     found = []
     for what, serial, ours in zip(pairs, times[::2], times[1::2]):
         speed_up = median(one / two for one, two in zip(serial, ours))
-        found.append({'what': what, 'milliseconds': milliseconds, 'chunks': m, 'layers': depth,
-                      'serial_ms': median(serial) * 1e3, 'pipeline_ms': median(ours) * 1e3,
-                      'speed_up': speed_up, 'share': speed_up / (
-                          2 if what == THREADS else 2 * m / (m + 1))})
+        found.append(
+            {
+                'what': what,
+                'milliseconds': milliseconds,
+                'chunks': m,
+                'layers': depth,
+                'serial_ms': median(serial) * 1e3,
+                'pipeline_ms': median(ours) * 1e3,
+                'speed_up': speed_up,
+                'share': speed_up / (2 if what == THREADS else 2 * m / (m + 1)),
+            }
+        )
     return found
 
 
@@ -95,10 +106,20 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 @click.command()
-@click.option('--rounds', type=click.IntRange(1), default=9, show_default=True,
-              help='Interleaved rounds, of which the medians count.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file and the picture go.')
+@click.option(
+    '--rounds',
+    type=click.IntRange(1),
+    default=9,
+    show_default=True,
+    help='Interleaved rounds, of which the medians count.',
+)
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the JSON file and the picture go.',
+)
 def concurrency(rounds: int, output: str) -> None:
     """Time two equal partitions on cpu:0 and cpu:1 against one after the other.
 
@@ -115,7 +136,7 @@ def concurrency(rounds: int, output: str) -> None:
             results += measure(perceptron(CELLS[milliseconds], ROWS), milliseconds, m, rounds)
     finally:
         torch.set_num_threads(threads)
-    click.echo(f"{machine()['cores']} cores, torch {machine()['torch']}\n")
+    click.echo(f'{machine()["cores"]} cores, torch {machine()["torch"]}\n')
     for what in (FORWARD, STEP, THREADS):
         click.echo(table(*share_rows(results, what)) + '\n')
     files = [write_json(folder, 'concurrency', results), *draw(results, folder / 'concurrency')]
@@ -124,18 +145,24 @@ def concurrency(rounds: int, output: str) -> None:
 
 def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
     """Return the header and the rows of the measurements of a forward pass or a step."""
-    found = {(each['milliseconds'], each['chunks']): each for each in results
-             if each['what'] == what}
+    found = {
+        (each['milliseconds'], each['chunks']): each for each in results if each['what'] == what
+    }
     sizes, chunks = (list(dict.fromkeys(key[k] for key in found)) for k in range(2))
     return [what, *(f'm = {m}' for m in chunks)], [
-        [f'cells of {size:g} ms', *(
-            f"{found[size, m]['share']:.2f} ({found[size, m]['speed_up']:.2f} ×)" for m in chunks)]
-        for size in sizes]
+        [
+            f'cells of {size:g} ms',
+            *(
+                f'{found[size, m]["share"]:.2f} ({found[size, m]["speed_up"]:.2f} ×)'
+                for m in chunks
+            ),
+        ]
+        for size in sizes
+    ]
 
 
 def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Draw the shares as a map: a row for each size of cells, a column for each number of chunks.
-    """
+    """Draw the shares as a map: a row for each size of cells, a column for each number of chunks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.2), layout='constrained')
@@ -147,8 +174,15 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
         axes.imshow(shares, vmin=0.3, vmax=1, cmap='Blues', aspect='auto')
         for j, row in enumerate(shares):
             for k, share in enumerate(row):
-                axes.text(k, j, f'{share:.2f}', ha='center', va='center', fontsize=11,
-                          color='white' if share > 0.7 else 'black')
+                axes.text(
+                    k,
+                    j,
+                    f'{share:.2f}',
+                    ha='center',
+                    va='center',
+                    fontsize=11,
+                    color='white' if share > 0.7 else 'black',
+                )
         axes.set_xticks(range(len(chunks)), chunks, fontsize=11)
         axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=11)
         axes.set_title(what, color=NEUTRAL, fontsize=12)
@@ -157,5 +191,8 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
 
 
 COMMANDS = [concurrency]
-SECTION = Section('Two partitions at the same time', 'concurrency', lambda results: [
-    *(share_rows(results, what) for what in (FORWARD, STEP, THREADS)), MEANING])
+SECTION = Section(
+    'Two partitions at the same time',
+    'concurrency',
+    lambda results: [*(share_rows(results, what) for what in (FORWARD, STEP, THREADS)), MEANING],
+)

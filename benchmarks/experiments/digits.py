@@ -1,4 +1,5 @@
 """Train a small convolutional network on real handwritten digits, with and without GPipe."""
+
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,19 +48,31 @@ def load() -> Data:
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     x, test_x, y, test_y = (torch.from_numpy(part) for part in split)
-    return Data((x.float().view(-1, 1, 8, 8) / 16, y), (test_x.float().view(-1, 1, 8, 8) / 16,
-                                                        test_y))
+    return Data(
+        (x.float().view(-1, 1, 8, 8) / 16, y), (test_x.float().view(-1, 1, 8, 8) / 16, test_y)
+    )
 
 
 def network() -> nn.Sequential:
     """Make the network: four convolutions with batch norm, 16 layers in all."""
-    def block(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs),
-                nn.ReLU()]
 
-    return nn.Sequential(*block(1, 64), *block(64, 64), nn.MaxPool2d(2), *block(64, 128),
-                         *block(128, 128), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-                         nn.Linear(512, 10))
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+        ]
+
+    return nn.Sequential(
+        *block(1, 64),
+        *block(64, 64),
+        nn.MaxPool2d(2),
+        *block(64, 128),
+        *block(128, 128),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
 
 
 class Training:
@@ -73,8 +86,14 @@ class Training:
         steps: How many steps there will be.
     """
 
-    def __init__(self, model: Any, devices: Sequence[torch.device], threads: int, steps: int,
-                 schedule: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        devices: Sequence[torch.device],
+        threads: int,
+        steps: int,
+        schedule: str | None = None,
+    ) -> None:
         self._model, self._devices, self._schedule = model, devices, schedule
         self._threads = threads
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
@@ -135,18 +154,23 @@ def draw(results: dict[str, Curve], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.5), layout='constrained')
     curves, times, memory = figure.subplots(1, 3, width_ratios=[3, 1, 1])
-    colors = ['#3b6fb6', '#8fb0dc', '#e3a08a', '#d1603d'][:len(results)]
+    colors = ['#3b6fb6', '#8fb0dc', '#e3a08a', '#d1603d'][: len(results)]
     for color, (name, result) in zip(colors, results.items()):
         losses = torch.tensor(result.losses)
         smooth = F.avg_pool1d(F.pad(losses[None, None], (9, 0), 'replicate'), 10, 1)[0, 0]
         curves.plot(smooth, color=color, label=f'{name}: {result.accuracy:.2%} on the test set')
-    curves.set(xlabel='step', ylabel='training loss', yscale='log',
-               title='Handwritten digits: the same training, run in several ways')
+    curves.set(
+        xlabel='step',
+        ylabel='training loss',
+        yscale='log',
+        title='Handwritten digits: the same training, run in several ways',
+    )
     curves.legend()
     curves.grid(alpha=0.3)
     for axes, title, values in (
-            (times, 'ms per step', [each.seconds * 1e3 for each in results.values()]),
-            (memory, 'peak memory, MiB', [each.memory / 2**20 for each in results.values()])):
+        (times, 'ms per step', [each.seconds * 1e3 for each in results.values()]),
+        (memory, 'peak memory, MiB', [each.memory / 2**20 for each in results.values()]),
+    ):
         bars = axes.bar([*range(len(values))], values, color=colors)
         axes.bar_label(bars, fmt='%.3g')
         axes.set(title=title, xticks=[])
@@ -172,28 +196,52 @@ class Choice(NamedTuple):
     planned: bool
 
 
-def choose(data: Data, balance: list[int] | None, chunks: int | None, checkpoint: str | None,
-           schedule: str | None) -> Choice:
+def choose(
+    data: Data,
+    balance: list[int] | None,
+    chunks: int | None,
+    checkpoint: str | None,
+    schedule: str | None,
+) -> Choice:
     """Return the options of the pipeline: from a plan, except for the user's choices."""
     if balance is not None:
         places = choose_devices(len(balance), None if schedule == PLAIN_CALL else schedule)
-        return Choice(schedule or '1f1b', balance, places, chunks or 4, checkpoint or 'never',
-                      False)
+        return Choice(
+            schedule or '1f1b', balance, places, chunks or 4, checkpoint or 'never', False
+        )
     devices = choose_devices(min(max(len(accelerators()), 2), 4))
-    found = plan(network(), data.train[0][:BATCH], devices=list(dict.fromkeys(devices)),
-                 param_scale=3, schedules=[schedule] if schedule else (PLAIN_CALL, *NAMES),
-                 chunks=None if chunks is None else [chunks],
-                 checkpoints=[checkpoint] if checkpoint else ('never', 'except_last', 'always'))
-    return Choice(found.schedule, [*found.balance], [*map(torch.device, found.devices)],
-                  found.chunks, found.checkpoint, True)
+    found = plan(
+        network(),
+        data.train[0][:BATCH],
+        devices=list(dict.fromkeys(devices)),
+        param_scale=3,
+        schedules=[schedule] if schedule else (PLAIN_CALL, *NAMES),
+        chunks=None if chunks is None else [chunks],
+        checkpoints=[checkpoint] if checkpoint else ('never', 'except_last', 'always'),
+    )
+    return Choice(
+        found.schedule,
+        [*found.balance],
+        [*map(torch.device, found.devices)],
+        found.chunks,
+        found.checkpoint,
+        True,
+    )
 
 
 def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
     """Return the trainings, by name."""
+
     def piped() -> GPipe:
         torch.manual_seed(0)
-        return GPipe(network(), choice.balance, devices=devices, chunks=choice.chunks,
-                     checkpoint=choice.checkpoint, deferred_batch_norm=True)
+        return GPipe(
+            network(),
+            choice.balance,
+            devices=devices,
+            chunks=choice.chunks,
+            checkpoint=choice.checkpoint,
+            deferred_batch_norm=True,
+        )
 
     devices = choice.devices
     first = [memory_of(devices[0])]
@@ -202,31 +250,60 @@ def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
         torch.manual_seed(0)
         name = f'unwrapped, {number} thread{"s" * (number > 1)}'
         found[name if is_cpu(devices[0]) else 'unwrapped'] = Training(
-            network().to(first[0]), first, number, steps)
+            network().to(first[0]), first, number, steps
+        )
     found['GPipe, plain call'] = Training(piped(), devices, 1, steps)
     if choice.schedule != PLAIN_CALL:
-        found[f'GPipe, {choice.schedule}'] = Training(
-            piped(), devices, 1, steps, choice.schedule)
+        found[f'GPipe, {choice.schedule}'] = Training(piped(), devices, 1, steps, choice.schedule)
     return found
 
 
 @click.command()
-@click.option('--epochs', type=click.IntRange(1), default=12, show_default=True,
-              help='Passes over the training set.')
-@click.option('--chunks', type=click.IntRange(1, BATCH), show_default='by a plan',
-              help=f'Micro-batches in a mini-batch of {BATCH}.')
-@click.option('--balance', callback=parse_balance, show_default='by a plan', metavar='N,N,…',
-              help='Layers in each partition; 16 in all. What else is not chosen is 4 chunks, '
-              'never, 1f1b then.')
-@click.option('--checkpoint', type=click.Choice(['always', 'except_last', 'never']),
-              show_default='by a plan', help='Which micro-batches are computed again in backward.')
-@click.option('--schedule', type=click.Choice([PLAIN_CALL, *NAMES]), show_default='by a plan',
-              help='The order of a step; interleaved, looped-bfs and zb-v have two partitions on '
-              'each device.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the picture goes.')
-def digits(epochs: int, chunks: int | None, balance: list[int] | None, checkpoint: str | None,
-           schedule: str | None, output: str) -> None:
+@click.option(
+    '--epochs',
+    type=click.IntRange(1),
+    default=12,
+    show_default=True,
+    help='Passes over the training set.',
+)
+@click.option(
+    '--chunks',
+    type=click.IntRange(1, BATCH),
+    show_default='by a plan',
+    help=f'Micro-batches in a mini-batch of {BATCH}.',
+)
+@click.option(
+    '--balance',
+    callback=parse_balance,
+    show_default='by a plan',
+    metavar='N,N,…',
+    help='Layers in each partition; 16 in all. What else is not chosen is 4 chunks, '
+    'never, 1f1b then.',
+)
+@click.option(
+    '--checkpoint',
+    type=click.Choice(['always', 'except_last', 'never']),
+    show_default='by a plan',
+    help='Which micro-batches are computed again in backward.',
+)
+@click.option(
+    '--schedule',
+    type=click.Choice([PLAIN_CALL, *NAMES]),
+    show_default='by a plan',
+    help='The order of a step; interleaved, looped-bfs and zb-v have two partitions on '
+    'each device.',
+)
+@click.option(
+    '--output', default='results', show_default=True, metavar='DIR', help='Where the picture goes.'
+)
+def digits(
+    epochs: int,
+    chunks: int | None,
+    balance: list[int] | None,
+    checkpoint: str | None,
+    schedule: str | None,
+    output: str,
+) -> None:
     """Train on scikit-learn's handwritten digits, unwrapped and in GPipe, and compare.
 
     The partitions are on all accelerators, or else on cpu:0 and cpu:1, which have a thread each.
@@ -246,28 +323,43 @@ def digits(epochs: int, chunks: int | None, balance: list[int] | None, checkpoin
     torch.set_num_threads(threads)
     draw(results, folder / 'digits.png')
     print_results(results, choice, threads)
-    click.echo(f"loss curves, times, memory: {folder / 'digits.png'}")
+    click.echo(f'loss curves, times, memory: {folder / "digits.png"}')
 
 
 def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> None:
     """Print the table, and the machine of the measurement."""
     here = machine()
-    click.echo(f"torch {here['torch']}, {', '.join(here['gpus']) or here['cpu']}, {here['date']}")
+    click.echo(f'torch {here["torch"]}, {", ".join(here["gpus"]) or here["cpu"]}, {here["date"]}')
     chosen = ', by a plan' if choice.planned else ''
-    click.echo(f'GPipe on {", ".join(map(str, choice.devices))}{chosen}: balance '
-               f"{choice.balance}, {choice.chunks} chunks, checkpoint "
-               f"'{choice.checkpoint}'\n")
+    click.echo(
+        f'GPipe on {", ".join(map(str, choice.devices))}{chosen}: balance '
+        f'{choice.balance}, {choice.chunks} chunks, checkpoint '
+        f"'{choice.checkpoint}'\n"
+    )
     rows = [*results.values()]
     alone = next((k for k, name in enumerate(results) if name.endswith('1 thread')), 0)
-    click.echo(table(['', 'test accuracy', 'ms per step', 'times as fast', 'peak memory, MiB'], [
-        [name, f'{result.accuracy:.2%}', f'{result.seconds * 1e3:.1f}',
-         f'{rows[alone].seconds / result.seconds:.2f}', f'{result.memory / 2**20:.2f}']
-        for name, result in results.items()]))
+    click.echo(
+        table(
+            ['', 'test accuracy', 'ms per step', 'times as fast', 'peak memory, MiB'],
+            [
+                [
+                    name,
+                    f'{result.accuracy:.2%}',
+                    f'{result.seconds * 1e3:.1f}',
+                    f'{rows[alone].seconds / result.seconds:.2f}',
+                    f'{result.memory / 2**20:.2f}',
+                ]
+                for name, result in results.items()
+            ],
+        )
+    )
     losses = [torch.tensor(result.losses) for result in rows]
     differences = torch.stack([(each - losses[0]).abs() for each in losses[1:]])
-    click.echo(f'\nlargest difference of the losses: {differences.max():.4f} (mean '
-               f'{differences.mean():.4f}) in {len(losses[0])} steps; each micro-batch is '
-               'normalised by itself.')
+    click.echo(
+        f'\nlargest difference of the losses: {differences.max():.4f} (mean '
+        f'{differences.mean():.4f}) in {len(losses[0])} steps; each micro-batch is '
+        'normalised by itself.'
+    )
     click.echo(f'times as fast: as {[*results][alone]}.')
     click.echo('peak memory: of one training step, beyond parameters and optimizer state.')
     if is_cpu(choice.devices[0]):
@@ -275,7 +367,8 @@ def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> No
             f'Each of {len({*choice.devices})} workers has one thread, and a partition of the '
             'model. The plain call goes back in one\nthread on a CPU; a step by a schedule does '
             f'in all. With {threads} threads the kernels of the unwrapped model\nshare the whole '
-            'mini-batch, which needs one memory for all; a pipeline does not.')
+            'mini-batch, which needs one memory for all; a pipeline does not.'
+        )
 
 
 COMMANDS = [digits]

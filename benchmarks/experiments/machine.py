@@ -1,4 +1,5 @@
 """This machine as data: products, memory, attention and links, and GPT blocks as a check."""
+
 import os
 import time
 from collections.abc import Callable
@@ -30,18 +31,21 @@ __all__ = ['COMMANDS', 'machine_parts', 'measure_machine']
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192), (32, 64, 128, 256, 512, 1024)
 
 #: Bytes of the collectives that are timed.
-SMALL, LARGE = 4, 2 ** 24
+SMALL, LARGE = 4, 2**24
 
 #: Stages and micro-batches of the steps whose actions are timed.
 STAGES, CHUNKS = 4, 8
 
 #: Width, heads, tokens and sequences of the blocks that are timed, on accelerators and on the CPU.
-BLOCKS = (((2048, 16, 2048, 4), (4096, 32, 2048, 4), (8192, 64, 2048, 2), (12288, 96, 2048, 1)),
-          ((128, 4, 64, 8), (256, 8, 128, 8), (512, 8, 128, 4)))
+BLOCKS = (
+    ((2048, 16, 2048, 4), (4096, 32, 2048, 4), (8192, 64, 2048, 2), (12288, 96, 2048, 1)),
+    ((128, 4, 64, 8), (256, 8, 128, 8), (512, 8, 128, 4)),
+)
 
 
-def seconds(call: Callable[[], object], device: torch.device, least: float = .1,
-            recorded: bool = False) -> float:
+def seconds(
+    call: Callable[[], object], device: torch.device, least: float = 0.1, recorded: bool = False
+) -> float:
     """Return the seconds of a call: the median of several rounds, after some that do not count.
 
     Args:
@@ -77,13 +81,13 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
     for size in SIZES[is_cpu(device)]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         multiply = partial(torch.mm, a, b, out=torch.empty_like(a))
-        found[size] = 2 * size ** 3 / seconds(multiply, device, recorded=True)
+        found[size] = 2 * size**3 / seconds(multiply, device, recorded=True)
     return found
 
 
 def bandwidth(device: torch.device, dtype: torch.dtype) -> float:
     """Return the bytes per second of a sum of large tensors, which reads two and writes one."""
-    size = 2 ** 20 if is_cpu(device) else 2 ** 26
+    size = 2**20 if is_cpu(device) else 2**26
     a, b = (torch.ones(size, device=device, dtype=dtype) for _ in range(2))
     return 3 * a.nbytes / seconds(partial(torch.add, a, b, out=torch.empty_like(a)), device)
 
@@ -91,14 +95,16 @@ def bandwidth(device: torch.device, dtype: torch.dtype) -> float:
 def attention(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of a fused, causal attention, forward and backward."""
     batch, heads, length, size = (4, 4, 128, 32) if is_cpu(device) else (4, 32, 2048, 128)
-    q, k, v = (torch.randn(batch, heads, length, size, device=device).to(dtype).requires_grad_()
-               for _ in range(3))
+    q, k, v = (
+        torch.randn(batch, heads, length, size, device=device).to(dtype).requires_grad_()
+        for _ in range(3)
+    )
 
     def step() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     # Two products forward, five backward; half of the scores are masked.
-    return 7 * batch * heads * length ** 2 * size / seconds(step, device)
+    return 7 * batch * heads * length**2 * size / seconds(step, device)
 
 
 class Ring:
@@ -134,19 +140,27 @@ def action_seconds(device: torch.device) -> dict[str, float]:
     sizes = Sizes(width=32, heads=2)
     blocks = nn.Sequential(*(Block(sizes) for _ in range(STAGES))).to(device)
     x = torch.randn(CHUNKS, 16, sizes.width, device=device)
-    never, always = (GPipe(blocks, [1] * STAGES, devices=[device] * STAGES, chunks=CHUNKS,
-                           checkpoint=mode) for mode in ('never', 'always'))
+    never, always = (
+        GPipe(blocks, [1] * STAGES, devices=[device] * STAGES, chunks=CHUNKS, checkpoint=mode)
+        for mode in ('never', 'always')
+    )
 
     def cell(call: Callable[[], object]) -> float:
-        return seconds(call, device, .3) / (STAGES * CHUNKS)
+        return seconds(call, device, 0.3) / (STAGES * CHUNKS)
 
     forward = cell(lambda: never(x))
     whole, halves, recomputed = (
         cell(partial(model.step, x, x, F.mse_loss, schedule=make(name, STAGES, CHUNKS)))
-        for model, name in ((never, '1f1b'), (never, 'zb-h1'), (always, '1f1b')))
+        for model, name in ((never, '1f1b'), (never, 'zb-h1'), (always, '1f1b'))
+    )
     half = max(0.0, halves - forward) / 2
-    return {'F': forward, 'B': max(0.0, whole - forward), 'I': half, 'W': half,
-            'R': max(0.0, recomputed - whole)}
+    return {
+        'F': forward,
+        'B': max(0.0, whole - forward),
+        'I': half,
+        'W': half,
+        'R': max(0.0, recomputed - whole),
+    }
 
 
 def split_share(device: torch.device, width: int, heads: int, length: int, batch: int) -> float:
@@ -164,7 +178,7 @@ def split_share(device: torch.device, width: int, heads: int, length: int, batch
     for _ in range(5):
         for name, rounds in times.items():
             step = partial(model.step, x, x, F.mse_loss, schedule=name)
-            rounds.append(seconds(step, device, .1))
+            rounds.append(seconds(step, device, 0.1))
     whole, halves = map(median, times.values())
     return max(0.0, halves - whole) / (whole * 2 / 3)
 
@@ -180,13 +194,19 @@ def measure_machine(device: torch.device | None = None) -> Machine:
         rates = products(device, torch.float32)
         peak = max(rates.values())
         return Machine(
-            name, {'float32': peak},
+            name,
+            {'float32': peak},
             tuple((float(size), rate / peak) for size, rate in rates.items()),
             attention(device, torch.float32) / peak,
             os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / len(cores()),
             bandwidth(device, torch.float32),
-            seconds(partial(torch.add, torch.ones(1), 1), device), 0., gloo(), Link(),
-            64, split=split_share(device, *BLOCKS[True][0]))
+            seconds(partial(torch.add, torch.ones(1), 1), device),
+            0.0,
+            gloo(),
+            Link(),
+            64,
+            split=split_share(device, *BLOCKS[True][0]),
+        )
     gpu = torch.cuda.get_device_name(device)
     known = MACHINES[next((each for each in MACHINES if each in gpu), 'H100')]
     rates = products(device, torch.bfloat16)
@@ -194,17 +214,25 @@ def measure_machine(device: torch.device | None = None) -> Machine:
     tiny = partial(torch.add, one, one, out=torch.empty_like(one))
     peak = (peak_tflops(device) or max(rates.values()) / 1e12) * 1e12
     return Machine(
-        name, {'bfloat16': peak, 'float32': max(products(device, torch.float32).values())},
+        name,
+        {'bfloat16': peak, 'float32': max(products(device, torch.float32).values())},
         tuple((float(size), rate / peak) for size, rate in rates.items()),
         attention(device, torch.bfloat16) / peak,
         float(torch.cuda.get_device_properties(device).total_memory),
         bandwidth(device, torch.bfloat16),
-        seconds(tiny, device, recorded=True), seconds(tiny, device), known.host, known.network,
-        known.devices_per_host, action_seconds(device), split_share(device, *BLOCKS[False][0]))
+        seconds(tiny, device, recorded=True),
+        seconds(tiny, device),
+        known.host,
+        known.network,
+        known.devices_per_host,
+        action_seconds(device),
+        split_share(device, *BLOCKS[False][0]),
+    )
 
 
-def timed_block(found: Machine, device: torch.device, width: int, heads: int, length: int,
-                batch: int) -> dict[str, Any]:
+def timed_block(
+    found: Machine, device: torch.device, width: int, heads: int, length: int, batch: int
+) -> dict[str, Any]:
     """Time and measure a GPT block, and predict the same."""
     dtype = torch.float32 if is_cpu(device) else torch.bfloat16
     with device:
@@ -216,24 +244,40 @@ def timed_block(found: Machine, device: torch.device, width: int, heads: int, le
         block(x).backward(grad)
         block.zero_grad(set_to_none=False)
 
-    both, forward = seconds(step, device, .3), seconds(partial(block, x), device, .3)
+    both, forward = seconds(step, device, 0.3), seconds(partial(block, x), device, 0.3)
     saved: float | None = None
     if not is_cpu(device):
         before = torch.cuda.memory_allocated(device)
         kept = [block(x)]
         saved = torch.cuda.memory_allocated(device) - before
         kept.clear()
-    one = Transformer(1, width, heads, 1, length, dtype='float32' if is_cpu(device) else 'bfloat16'
-                      ).profile(found, 1, batch).layers[1]
-    return {'width': width, 'tokens': batch * length, 'forward': forward,
-            'backward': both - forward, 'saved': saved, 'predicted': {
-                'forward': one.forward_seconds, 'backward': one.backward_seconds,
-                'saved': one.activation_bytes}}
+    one = (
+        Transformer(1, width, heads, 1, length, dtype='float32' if is_cpu(device) else 'bfloat16')
+        .profile(found, 1, batch)
+        .layers[1]
+    )
+    return {
+        'width': width,
+        'tokens': batch * length,
+        'forward': forward,
+        'backward': both - forward,
+        'saved': saved,
+        'predicted': {
+            'forward': one.forward_seconds,
+            'backward': one.backward_seconds,
+            'saved': one.activation_bytes,
+        },
+    }
 
 
 @click.command()
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file goes.')
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the JSON file goes.',
+)
 def machine(output: str) -> None:
     """Measure this machine, for plans of a mesh; and predict GPT blocks that are also timed."""
     folder = output_folder(output)
@@ -244,24 +288,30 @@ def machine(output: str) -> None:
     checked = [timed_block(found, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
     click.echo('\n' + table(*block_rows(checked)))
     results = {'machine': found.to_dict(), 'blocks': checked}
-    click.echo(f"\n{write_json(folder, 'machine', results)}")
+    click.echo(f'\n{write_json(folder, "machine", results)}')
 
 
 def machine_rows(found: Machine) -> Rows:
     """Return a table of a machine."""
     # Links of accelerators take several of them.
     assumed = ', not measured' if 'bfloat16' in found.flops else ''
-    rows = [[f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most']
-            for dtype, rate in found.flops.items()]
+    rows = [
+        [f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most']
+        for dtype, rate in found.flops.items()
+    ]
     rows += [[f'  of size {size:.0f}', f'{share:.1%} of it'] for size, share in found.shares]
-    rows += [['fused attention', f'{found.attention_share:.1%} of it'],
-             ['memory', f'{found.bandwidth / 1e9:.4g} GB/s'],
-             ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
-             [f'link on a host{assumed}', f'{found.host.bandwidth / 1e9:.3g} GB/s, '
-              f'{found.host.latency * 1e6:.3g} µs']]
+    rows += [
+        ['fused attention', f'{found.attention_share:.1%} of it'],
+        ['memory', f'{found.bandwidth / 1e9:.4g} GB/s'],
+        ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
+        [
+            f'link on a host{assumed}',
+            f'{found.host.bandwidth / 1e9:.3g} GB/s, {found.host.latency * 1e6:.3g} µs',
+        ],
+    ]
     if found.actions:
         times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in found.actions.items()]
-        rows.append(['action of a stage, at least', f"{', '.join(times)} µs"])
+        rows.append(['action of a stage, at least', f'{", ".join(times)} µs'])
     if found.split:
         rows.append(['split of a backward', f'{found.split:.1%} of it in addition'])
     return ['quantity', 'measured'], rows
@@ -269,25 +319,43 @@ def machine_rows(found: Machine) -> Rows:
 
 def block_rows(rows: list[dict[str, Any]]) -> Rows:
     """Return a table of blocks: predicted / measured."""
+
     def cell(row: dict[str, Any], name: str, unit: float) -> str:
         measured, predicted = row[name], row['predicted'][name]
-        return '' if measured is None else (f'{predicted / unit:.3g} / {measured / unit:.3g}, '
-                                            f'{predicted / measured - 1:+.0%}')
+        return (
+            ''
+            if measured is None
+            else (
+                f'{predicted / unit:.3g} / {measured / unit:.3g}, {predicted / measured - 1:+.0%}'
+            )
+        )
 
     return ['width', 'tokens', 'forward, ms', 'backward, ms', 'saved, MiB'], [
-        [str(row['width']), str(row['tokens']), cell(row, 'forward', 1e-3),
-         cell(row, 'backward', 1e-3), cell(row, 'saved', 2 ** 20)] for row in rows]
+        [
+            str(row['width']),
+            str(row['tokens']),
+            cell(row, 'forward', 1e-3),
+            cell(row, 'backward', 1e-3),
+            cell(row, 'saved', 2**20),
+        ]
+        for row in rows
+    ]
 
 
 def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
     """Return the parts of a page about a machine and its blocks."""
     found = Machine.from_dict(results['machine'])
-    parts: list[str | Rows] = [machine_rows(found), 'Blocks of GPTs, predicted / measured:',
-                               block_rows(results['blocks'])]
+    parts: list[str | Rows] = [
+        machine_rows(found),
+        'Blocks of GPTs, predicted / measured:',
+        block_rows(results['blocks']),
+    ]
     if 'bfloat16' not in found.flops:
-        parts.append('Other operations than products are predicted by their bytes. On a CPU, '
-                     'arithmetic limits some of them, such as GELU and normalizations, so '
-                     'predictions are too low. [On a GPU](gpu.md) has a GPU.')
+        parts.append(
+            'Other operations than products are predicted by their bytes. On a CPU, '
+            'arithmetic limits some of them, such as GELU and normalizations, so '
+            'predictions are too low. [On a GPU](gpu.md) has a GPU.'
+        )
     return parts
 
 

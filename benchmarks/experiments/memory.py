@@ -10,6 +10,7 @@ on its own device. These are the tensors that the partition made, its input, the
 output and the skip tensors that it pops. That leaves out the workspace of kernels and the rounding
 of the allocator. A tensor that two partitions hold at the same time counts for the later one only.
 """
+
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -33,27 +34,35 @@ from torchgpipe.engine.run import Skip
 __all__ = ['COMMANDS', 'measure', 'peaks_by_partition', 'train_keeping_gradients']
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
-            ) -> None:
+def measure(
+    experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
+) -> None:
     """Train for some steps, and add the memory of each partition to the result."""
     job = Job(experiment, setting, options)
     # Gradients and optimizer state, which belong to the model, are there after one step.
     before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
     by_allocator = all(_has_own_devices(options.place(each)) for each in options.settings)
-    with tqdm(total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
-              ) as bar:
+    with tqdm(
+        total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
+    ) as bar:
+
         def run(number: int, turns: Turns | None = None) -> None:
             for _ in range(number):
                 train_keeping_gradients(job, turns)
                 bar.update(job.batch)
+
         peaks = (_reserved if by_allocator else _live)(job, run, before, steps)
-    model = [size_of_partition(partition, job.optimizers[j])
-             for j, partition in enumerate(job.partitions)]
+    model = [
+        size_of_partition(partition, job.optimizers[j])
+        for j, partition in enumerate(job.partitions)
+    ]
     if by_allocator:
         peaks = [peak - sum(sizes.values()) for peak, sizes in zip(peaks, model)]
     total = sum(sum(sizes.values()) for sizes in model)
-    result['partitions'] = [{'device': str(device), **sizes, 'activations': peak}
-                            for device, sizes, peak in zip(job.devices, model, peaks)]
+    result['partitions'] = [
+        {'device': str(device), **sizes, 'activations': peak}
+        for device, sizes, peak in zip(job.devices, model, peaks)
+    ]
     result['measured_by'] = 'the allocator' if by_allocator else 'live tensors'
     result['figure'] = (total + sum(peaks)) / GIB
     result['details'].update({MODEL: total / GIB, ACTIVATIONS: sum(peaks) / GIB})
@@ -114,8 +123,9 @@ class _Owners(Turns):
                 self.live.give(tensor, j)
 
 
-def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], None]
-                       ) -> dict[int, int]:
+def peaks_by_partition(
+    partitions: Sequence[nn.Module], run: Callable[[Turns], None]
+) -> dict[int, int]:
     """Return the peak bytes of live tensors of each partition, in a memory that they share.
 
     Args:
@@ -126,15 +136,19 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
     owners = _Owners(partitions)
     bring = PlainCall._bring
 
-    def bring_and_hand_over(pipeline: PlainCall, i: int, j: int, popped: Sequence[Skip]
-                            ) -> list[Tensor]:
+    def bring_and_hand_over(
+        pipeline: PlainCall, i: int, j: int, popped: Sequence[Skip]
+    ) -> list[Tensor]:
         place = pipeline._engine.partitions[j].device
-        waiting = [*pipeline._batches[i].tensors,
-                   *(x.tensor for x in popped if x.tensor is not None)]
+        waiting = [
+            *pipeline._batches[i].tensors,
+            *(x.tensor for x in popped if x.tensor is not None),
+        ]
         owners.hand_over(j, place, waiting)
         tensors = bring(pipeline, i, j, popped)
         owners.hand_over(j, place, tensors)
         return tensors
+
     try:
         with owners.live.watched(), patch.object(PlainCall, '_bring', bring_and_hand_over):
             run(owners)
@@ -144,13 +158,18 @@ def peaks_by_partition(partitions: Sequence[nn.Module], run: Callable[[Turns], N
 
 
 def _command(experiment: Experiment) -> click.Command:
-    @click.command(experiment.name, help=(
-        f'{experiment.title}: what parameters, gradients, optimizer state and activations of each '
-        'partition take. Model memory is all of these but activations; activation memory is the '
-        'peak of all memory, less the model memory.'))
+    @click.command(
+        experiment.name,
+        help=(
+            f'{experiment.title}: what parameters, gradients, optimizer state and activations of each '
+            'partition take. Model memory is all of these but activations; activation memory is the '
+            'peak of all memory, less the model memory.'
+        ),
+    )
     @experiment_options(experiment, 2, 1, 'a step each, at least one of which comes first')
     def command(**options: Any) -> None:
         campaign(experiment, take_options(experiment, **options), measure)
+
     return command
 
 

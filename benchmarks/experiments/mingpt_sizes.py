@@ -7,6 +7,7 @@ as is a column beside the measured ones::
     10 … 201 M    plain, 2, 4 processes  1, 2, 4 ranks
     805 M                                1, 2, 4 ranks
 """
+
 from typing import Any
 
 import click
@@ -18,8 +19,14 @@ from benchmarks.harness.curves import Panel
 from benchmarks.harness.exhaustion import free_memory
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows
-from benchmarks.harness.sharding import (difference_cell, meaning, memory_cells, peak,
-                                         sharding_options, training)
+from benchmarks.harness.sharding import (
+    difference_cell,
+    meaning,
+    memory_cells,
+    peak,
+    sharding_options,
+    training,
+)
 from benchmarks.harness.side_by_side import PLAIN, side_by_side
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 
@@ -41,14 +48,23 @@ TOLERANCE = 1e-3
 
 @click.command(NAME)
 @sharding_options(3, (2, 4))
-@click.option('--size', 'names', type=click.Choice([*SIZES]), multiple=True, default=[*SIZES],
-              show_default=True, help='May be given several times.')
-def mingpt_sizes(numbers: tuple[int, ...], steps: int, output: str, names: tuple[str, ...]
-                 ) -> None:
+@click.option(
+    '--size',
+    'names',
+    type=click.Choice([*SIZES]),
+    multiple=True,
+    default=[*SIZES],
+    show_default=True,
+    help='May be given several times.',
+)
+def mingpt_sizes(
+    numbers: tuple[int, ...], steps: int, output: str, names: tuple[str, ...]
+) -> None:
     """Train minGPTs of four sizes: in one process, and sharded over several.
 
     Sizes for which the memory does not suffice are not trained, but run as a dry run.
     """
+
     def measure() -> dict[str, Any]:
         from benchmarks.experiments.mingpt.train import TokenOptions, make_of_tokens
 
@@ -60,13 +76,21 @@ def mingpt_sizes(numbers: tuple[int, ...], steps: int, output: str, names: tuple
             need = BYTES * parameters * (1 + len(numbers)) * 5 // 4
             rows = []
             if need < free_memory():
-                rows = side_by_side(make_of_tokens, TokenOptions(sizes, BATCH), numbers, steps,
-                                    name, TOLERANCE)
+                rows = side_by_side(
+                    make_of_tokens, TokenOptions(sizes, BATCH), numbers, steps, name, TOLERANCE
+                )
             dry = {PLAIN: dry_bytes(sizes, 1)}
             for n in numbers:
                 dry[f'sharded over {n}'] = dry_bytes(sizes, n)
-            cases.append({'size': name, 'parameters': parameters, **sizes._asdict(), 'rows': rows,
-                          'dry': dry})
+            cases.append(
+                {
+                    'size': name,
+                    'parameters': parameters,
+                    **sizes._asdict(),
+                    'rows': rows,
+                    'dry': dry,
+                }
+            )
         return {'batch': BATCH, 'cases': cases}
 
     training(NAME, output, measure, _parts, _panels)
@@ -92,9 +116,17 @@ def dry_bytes(sizes: Sizes, ranks: int) -> int:
         model: nn.Sequential = layers(GPT(sizes))
         tokens = torch.zeros(BATCH, sizes.context, dtype=torch.long)
     report = dry_run(
-        model, [len(model)], tokens, tokens, _loss, mesh={'tensor': ranks}, chunks=1,
-        checkpoint='never', optimizer=torch.optim.AdamW,
-        tensor_plan=tensor_plan() if ranks > 1 else None)
+        model,
+        [len(model)],
+        tokens,
+        tokens,
+        _loss,
+        mesh={'tensor': ranks},
+        chunks=1,
+        checkpoint='never',
+        optimizer=torch.optim.AdamW,
+        tensor_plan=tensor_plan() if ranks > 1 else None,
+    )
     return max(rank.total for rank in report.ranks)
 
 
@@ -105,15 +137,25 @@ def _loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _rows(cases: list[dict[str, Any]]) -> Rows:
     rows = []
     for case in cases:
-        parameters = f"{case['parameters']:,}"
+        parameters = f'{case["parameters"]:,}'
         by_name = {row['name']: row for row in case['rows']}
         for name, dry in case['dry'].items():
             row = by_name.get(name)
-            cells = ['—'] * 4 if row is None else [
-                f"{row['seconds'] * 1e3:.0f}", *memory_cells(row), difference_cell(row)]
-            rows.append([parameters, name, *cells, f'{dry / 2 ** 20:.2f}'])
-    return ['parameters', '', 'ms per step', 'model, MiB', 'peak, MiB', 'largest difference',
-            'dry run, MiB'], rows
+            cells = (
+                ['—'] * 4
+                if row is None
+                else [f'{row["seconds"] * 1e3:.0f}', *memory_cells(row), difference_cell(row)]
+            )
+            rows.append([parameters, name, *cells, f'{dry / 2**20:.2f}'])
+    return [
+        'parameters',
+        '',
+        'ms per step',
+        'model, MiB',
+        'peak, MiB',
+        'largest difference',
+        'dry run, MiB',
+    ], rows
 
 
 def _panels(results: dict[str, Any]) -> list[Panel]:
@@ -123,22 +165,25 @@ def _panels(results: dict[str, Any]) -> list[Panel]:
         for row in case['rows']:
             sizes, peaks = measured.setdefault(row['name'], ([], []))
             sizes.append(case['parameters'])
-            peaks.append(peak(row) / 2 ** 20)
+            peaks.append(peak(row) / 2**20)
         for name, dry in case['dry'].items():
             sizes, peaks = measured.setdefault(f'{name}, dry run', ([], []))
             sizes.append(case['parameters'])
-            peaks.append(dry / 2 ** 20)
+            peaks.append(dry / 2**20)
     return [Panel('parameters', 'peak, MiB per rank', measured, 'xy')]
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Describe the training, and return the table."""
     first = results['cases'][0]
-    return [f"The models are minGPTs with a vocabulary of {first['vocabulary']} tokens. They "
-            f"train on {results['batch']} random sequences of {first['context']} tokens in "
-            f'float32 by AdamW. {meaning(results)} Rows without a time were not trained, because '
-            'the machine does not have the memory. The last column is the memory of a rank by '
-            'torchgpipe.distributed.dry_run, for the same split.', _rows(results['cases'])]
+    return [
+        f'The models are minGPTs with a vocabulary of {first["vocabulary"]} tokens. They '
+        f'train on {results["batch"]} random sequences of {first["context"]} tokens in '
+        f'float32 by AdamW. {meaning(results)} Rows without a time were not trained, because '
+        'the machine does not have the memory. The last column is the memory of a rank by '
+        'torchgpipe.distributed.dry_run, for the same split.',
+        _rows(results['cases']),
+    ]
 
 
 COMMANDS = [mingpt_sizes]

@@ -1,4 +1,5 @@
 """Overhead of the engine: cells so small that nothing else takes time."""
+
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -18,24 +19,31 @@ from torchgpipe.base.devices import Device, memory_of, parse_device, synchronize
 WIDTH, ROWS = 8, 4
 SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
 WORKERS: dict[str, Callable[[int], list[str]]] = {
-    'one device': lambda n: ['cpu'] * n, 'n devices': lambda n: [f'cpu:{j}' for j in range(n)]}
+    'one device': lambda n: ['cpu'] * n,
+    'n devices': lambda n: [f'cpu:{j}' for j in range(n)],
+}
 
-MEANING = ('Each entry has the µs per cell of plain loop → GPipe, and the ratio of the '
-           "difference\nto the loop. For 'always', the loop uses torch.utils.checkpoint. There "
-           'the ratio is the\ntime that GPipe adds to the plain loop, divided by the time that\n'
-           'torch.utils.checkpoint adds to it.')
+MEANING = (
+    'Each entry has the µs per cell of plain loop → GPipe, and the ratio of the '
+    "difference\nto the loop. For 'always', the loop uses torch.utils.checkpoint. There "
+    'the ratio is the\ntime that GPipe adds to the plain loop, divided by the time that\n'
+    'torch.utils.checkpoint adds to it.'
+)
 
 Step = Callable[[], object]
 
 
-def steps(n: int, m: int, devices: Sequence[torch.device], width: int, rows: int
-          ) -> dict[str, tuple[Step, Step]]:
+def steps(
+    n: int, m: int, devices: Sequence[torch.device], width: int, rows: int
+) -> dict[str, tuple[Step, Step]]:
     """Give, for each kind of step, the plain loop's and the pipeline's."""
     memory = memory_of(devices[0])
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(n)]).to(memory)
     layers = list(model)
-    never, always = (GPipe(model, [1] * n, devices=devices, chunks=m, checkpoint=mode)
-                     for mode in ('never', 'always'))
+    never, always = (
+        GPipe(model, [1] * n, devices=devices, chunks=m, checkpoint=mode)
+        for mode in ('never', 'always')
+    )
     x = torch.rand(rows * m, width, device=memory)
 
     def loop() -> Tensor:
@@ -58,21 +66,29 @@ def steps(n: int, m: int, devices: Sequence[torch.device], width: int, rows: int
         def run() -> None:
             with torch.no_grad():
                 step()
+
         return run
 
     def train(step: Callable[[], Tensor]) -> Step:
         return lambda: step().sum().backward()
 
-    return {'forward without grad': (no_grad(loop), no_grad(lambda: never(x))),
-            'forward': (loop, lambda: never(x)),
-            "forward + backward, 'never'": (train(loop), train(lambda: never(x))),
-            "step by 'gpipe', 'never'": (train(loop), lambda: never.step(
-                x, None, lambda output, target: output.sum(), schedule='gpipe', normalizer=1)),
-            "forward + backward, 'always'": (train(checkpointed_loop), train(lambda: always(x)))}
+    return {
+        'forward without grad': (no_grad(loop), no_grad(lambda: never(x))),
+        'forward': (loop, lambda: never(x)),
+        "forward + backward, 'never'": (train(loop), train(lambda: never(x))),
+        "step by 'gpipe', 'never'": (
+            train(loop),
+            lambda: never.step(
+                x, None, lambda output, target: output.sum(), schedule='gpipe', normalizer=1
+            ),
+        ),
+        "forward + backward, 'always'": (train(checkpointed_loop), train(lambda: always(x))),
+    }
 
 
-def measure(n: int, m: int, devices: Sequence[Device], rounds: int, width: int = WIDTH,
-            rows: int = ROWS) -> dict[str, tuple[float, float]]:
+def measure(
+    n: int, m: int, devices: Sequence[Device], rounds: int, width: int = WIDTH, rows: int = ROWS
+) -> dict[str, tuple[float, float]]:
     """Return microseconds per cell of each step, (loop, pipeline): medians over rounds.
 
     Args:
@@ -84,8 +100,11 @@ def measure(n: int, m: int, devices: Sequence[Device], rounds: int, width: int =
         rows: The rows of a micro-batch.
     """
     places = [parse_device(device) for device in devices]
-    calls = {(kind, k): step for kind, pair in steps(n, m, places, width, rows).items()
-             for k, step in enumerate(pair)}
+    calls = {
+        (kind, k): step
+        for kind, pair in steps(n, m, places, width, rows).items()
+        for k, step in enumerate(pair)
+    }
     repeat = max(2, 256 // (n * m))
     times: dict[Any, list[float]] = {key: [] for key in calls}
     for step in calls.values():
@@ -108,15 +127,27 @@ def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
     ``torch.utils.checkpoint`` adds.
     """
     plain = times["forward + backward, 'never'"][0]
-    return {kind: (ours - plain) / (loop - plain) if 'always' in kind else (ours - loop) / loop
-            for kind, (loop, ours) in times.items()}
+    return {
+        kind: (ours - plain) / (loop - plain) if 'always' in kind else (ours - loop) / loop
+        for kind, (loop, ours) in times.items()
+    }
 
 
 @click.command()
-@click.option('--rounds', type=click.IntRange(1), default=11, show_default=True,
-              help='Interleaved rounds, of which the medians count.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file goes.')
+@click.option(
+    '--rounds',
+    type=click.IntRange(1),
+    default=11,
+    show_default=True,
+    help='Interleaved rounds, of which the medians count.',
+)
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the JSON file goes.',
+)
 def overhead(rounds: int, output: str) -> None:
     """Time the engine on trivial cells: Linear(8, 8) on 4 rows.
 
@@ -130,12 +161,13 @@ def overhead(rounds: int, output: str) -> None:
     sizes = [(where, n, m) for where in WORKERS for n, m in SIZES]
     for where, n, m in tqdm(sizes, desc='overhead', leave=False):
         times = measure(n, m, WORKERS[where](n), rounds)
-        results.append({'where': where, 'n': n, 'm': m, 'us_per_cell': times,
-                        'ratio': ratios(times)})
-    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores")
+        results.append(
+            {'where': where, 'n': n, 'm': m, 'us_per_cell': times, 'ratio': ratios(times)}
+        )
+    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores')
     for where in WORKERS:
         print_table(where, [result for result in results if result['where'] == where])
-    click.echo(f"\n{write_json(folder, 'overhead', results)}")
+    click.echo(f'\n{write_json(folder, "overhead", results)}')
 
 
 def print_table(where: str, results: list[Any]) -> None:
@@ -149,10 +181,12 @@ def overhead_rows(results: list[Any]) -> Rows:
     kinds = list(results[0]['ratio'])
     rows = []
     for result in results:
-        cells = [f'{loop:.1f} → {ours:.1f}  {result["ratio"][kind]:.2f}'
-                 for kind, (loop, ours) in result['us_per_cell'].items()]
-        rows.append([f"n={result['n']} m={result['m']}", *cells])
-    medians = [f"{median(result['ratio'][kind] for result in results):.2f}" for kind in kinds]
+        cells = [
+            f'{loop:.1f} → {ours:.1f}  {result["ratio"][kind]:.2f}'
+            for kind, (loop, ours) in result['us_per_cell'].items()
+        ]
+        rows.append([f'n={result["n"]} m={result["m"]}', *cells])
+    medians = [f'{median(result["ratio"][kind] for result in results):.2f}' for kind in kinds]
     return ['', *kinds], [*rows, ['median', *medians]]
 
 
@@ -160,8 +194,10 @@ def _parts(results: list[Any]) -> list[str | Rows]:
     """Return the page a table for each kind of devices."""
     parts: list[str | Rows] = [MEANING]
     for where in WORKERS:
-        parts += [f'On {where}:',
-                  overhead_rows([result for result in results if result['where'] == where])]
+        parts += [
+            f'On {where}:',
+            overhead_rows([result for result in results if result['where'] == where]),
+        ]
     return parts
 
 

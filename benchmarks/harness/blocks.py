@@ -5,6 +5,7 @@
     measured    embedding   block                 head
     planned     embedding   block block block …   head      over the ranks of a pipeline
 """
+
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,8 +21,15 @@ from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.balance import LayerProfile, Profile, profile
 from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.plan import (Costs, Machine, ParameterBytes, Plan, Transformer, measure_overhead,
-                             plan)
+from torchgpipe.plan import (
+    Costs,
+    Machine,
+    ParameterBytes,
+    Plan,
+    Transformer,
+    measure_overhead,
+    plan,
+)
 from torchgpipe.plan.balance import solve
 from torchgpipe.schedule import NAMES
 
@@ -54,7 +62,7 @@ class _Rank:
             x.grad = torch.ones_like(x)
 
         def update() -> None:
-            model.clip_grad_norm_(1.)
+            model.clip_grad_norm_(1.0)
             optimizer.step()
 
         return self._seconds(update) / sum(x.numel() for x in model.parameters())
@@ -63,8 +71,14 @@ class _Rank:
         mesh = init_mesh(dist.get_world_size() // tensor, 1, tensor, device_type='cpu')
         with torch.device('meta'):
             module = layers(GPT(sizes))
-        return DistributedGPipe(module, [len(module)], mesh=mesh, chunks=2, checkpoint='never',
-                                tensor_plan=tensor_plan() if tensor > 1 else None)
+        return DistributedGPipe(
+            module,
+            [len(module)],
+            mesh=mesh,
+            chunks=2,
+            checkpoint='never',
+            tensor_plan=tensor_plan() if tensor > 1 else None,
+        )
 
     def _seconds(self, function: Callable[[], None]) -> float:
         times = []
@@ -75,8 +89,9 @@ class _Rank:
         return median(times[1:])
 
 
-def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine,
-                state: ParameterBytes) -> tuple[dict[int, Profile], Machine]:
+def profiles_of(
+    sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine, state: ParameterBytes
+) -> tuple[dict[int, Profile], Machine]:
     """Return profiles of the layers of a GPT, by the number of ranks that share each layer.
 
     Steps of GPTs are timed on all processes at once: with few blocks and with more, with small
@@ -95,12 +110,22 @@ def profiles_of(sizes: Sizes, devices: int, tensors: Iterable[int], machine: Mac
     with Processes(devices, _Rank) as group:
         for tensor in tensors:
             times = [_times(group, sizes, tensor, batch) for batch in (1, LARGE)]
-            one = Transformer(sizes.depth, sizes.width, sizes.heads, sizes.vocabulary,
-                              sizes.context, tied=sizes.tied, dtype='float32').profile(
-                                  machine, tensor, LARGE)
-            found[tensor] = replace(one, layers=tuple(
-                _timed(x, *(both[0 < k <= sizes.depth] for both in times))
-                for k, x in enumerate(one.layers)))
+            one = Transformer(
+                sizes.depth,
+                sizes.width,
+                sizes.heads,
+                sizes.vocabulary,
+                sizes.context,
+                tied=sizes.tied,
+                dtype='float32',
+            ).profile(machine, tensor, LARGE)
+            found[tensor] = replace(
+                one,
+                layers=tuple(
+                    _timed(x, *(both[0 < k <= sizes.depth] for both in times))
+                    for k, x in enumerate(one.layers)
+                ),
+            )
         update = max(group.call('update', small))
     return found, replace(machine, bandwidth=state.traffic / update)
 
@@ -114,18 +139,26 @@ FEW, MANY = 2, 6
 
 def _times(group: Processes, sizes: Sizes, tensor: int, batch: int) -> tuple[float, float]:
     """Return the seconds of an embedding or a head, and of a block, for one micro-batch."""
-    few, many = (max(group.call('step', sizes._replace(depth=depth), tensor, batch))
-                 for depth in (FEW, MANY))
-    block = max(0., many - few) / (MANY - FEW)
-    return max(0., few - FEW * block) / 2, block
+    few, many = (
+        max(group.call('step', sizes._replace(depth=depth), tensor, batch))
+        for depth in (FEW, MANY)
+    )
+    block = max(0.0, many - few) / (MANY - FEW)
+    return max(0.0, few - FEW * block) / 2, block
 
 
 def _timed(layer: LayerProfile, small: float, large: float) -> LayerProfile:
     """Return a layer with times: backward takes twice as long as forward."""
-    overhead = min(small, max(0., small - (large - small) / (LARGE - 1)))
-    return replace(layer, forward_seconds=large / 3, backward_seconds=2 * large / 3,
-                   forward_overhead=overhead / 3, backward_overhead=2 * overhead / 3,
-                   input_share=None, weight_share=None)
+    overhead = min(small, max(0.0, small - (large - small) / (LARGE - 1)))
+    return replace(
+        layer,
+        forward_seconds=large / 3,
+        backward_seconds=2 * large / 3,
+        forward_overhead=overhead / 3,
+        backward_overhead=2 * overhead / 3,
+        input_share=None,
+        weight_share=None,
+    )
 
 
 def balance_of(sizes: Sizes, experts: int, tokens: int, stages: int) -> list[int]:
@@ -142,14 +175,23 @@ def balance_of(sizes: Sizes, experts: int, tokens: int, stages: int) -> list[int
     """
     width = sizes.width
     networks = min(2, experts) if experts else 1
-    block = (4 + 8 * networks) * width ** 2 + 2 * tokens * width
+    block = (4 + 8 * networks) * width**2 + 2 * tokens * width
     layers = [0, *([block] * sizes.depth), width * sizes.vocabulary]
     return [len(stage) for stage in solve(layers, stages)]
 
 
-def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, depth: int,
-                batch: int, ranks: int, tensor: int, virtual: int,
-                settings: Settings | None = None) -> Plan:
+def plan_blocks(
+    few: nn.Sequential,
+    sample: Tensor,
+    device: torch.device,
+    *,
+    depth: int,
+    batch: int,
+    ranks: int,
+    tensor: int,
+    virtual: int,
+    settings: Settings | None = None,
+) -> Plan:
     """Return the predictions for some settings, or the fastest plan.
 
     Predictions leave out the loss, the optimizer and messages.
@@ -165,26 +207,59 @@ def plan_blocks(few: nn.Sequential, sample: Tensor, device: torch.device, *, dep
         virtual: The most stages on a rank that a plan tries.
         settings: The settings; by default, those of the fastest plan.
     """
-    costs = profile(few.to(device), sample.to(device), device=device, timeout=.5).scaled(batch)
-    first, block, last = (replace(x, **{
-        name: value / tensor for name, value in vars(x).items()
-        if name.endswith(('seconds', 'overhead'))}) for x in costs.layers)
+    costs = profile(few.to(device), sample.to(device), device=device, timeout=0.5).scaled(batch)
+    first, block, last = (
+        replace(
+            x,
+            **{
+                name: value / tensor
+                for name, value in vars(x).items()
+                if name.endswith(('seconds', 'overhead'))
+            },
+        )
+        for x in costs.layers
+    )
     blocks = [replace(block, name=str(k + 1)) for k in range(depth)]
     places = {0: 0, 2: depth + 1}  # the head may have the embedding's weight
-    ties = [replace(tie, layers=tuple(places[index] for index in tie.layers))
-            for tie in costs.ties]
-    costs = replace(costs, layers=(first, *blocks, replace(last, name=str(depth + 1))),
-                    ties=tuple(ties))
+    ties = [
+        replace(tie, layers=tuple(places[index] for index in tie.layers)) for tie in costs.ties
+    ]
+    costs = replace(
+        costs, layers=(first, *blocks, replace(last, name=str(depth + 1))), ties=tuple(ties)
+    )
     overhead = measure_overhead([device])
     if settings is None:
         chunks = [m for m in range(1, batch + 1) if batch % m == 0]
-        return plan(costs, devices=[f'cpu:{k}' for k in range(ranks)], param_scale=ADAM,
-                    overhead=overhead, virtual=virtual, schedules=[*NAMES], chunks=chunks)
+        return plan(
+            costs,
+            devices=[f'cpu:{k}' for k in range(ranks)],
+            param_scale=ADAM,
+            overhead=overhead,
+            virtual=virtual,
+            schedules=[*NAMES],
+            chunks=chunks,
+        )
     seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
-    layer_devices = [device for device, number in zip(settings.devices, settings.balance)
-                     for _ in range(number)]
-    stages = Costs.of(costs.counted_once(layer_devices), settings.balance, settings.chunks,
-                      settings.checkpoint, param_scale=ADAM, overhead=overhead)
+    layer_devices = [
+        device for device, number in zip(settings.devices, settings.balance) for _ in range(number)
+    ]
+    stages = Costs.of(
+        costs.counted_once(layer_devices),
+        settings.balance,
+        settings.chunks,
+        settings.checkpoint,
+        param_scale=ADAM,
+        overhead=overhead,
+    )
     layers = tuple((x.name, x.parameter_bytes) for x in costs.layers)
-    return Plan(settings.schedule, settings.balance, settings.devices, settings.chunks,
-                settings.checkpoint, layers, batch, seconds, stages)
+    return Plan(
+        settings.schedule,
+        settings.balance,
+        settings.devices,
+        settings.chunks,
+        settings.checkpoint,
+        layers,
+        batch,
+        seconds,
+        stages,
+    )

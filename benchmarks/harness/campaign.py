@@ -1,4 +1,5 @@
 """Run the settings of an experiment one after another, and keep whatever was measured."""
+
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -45,26 +46,41 @@ def _write(folder: Path, name: str, summary: dict[str, Any]) -> None:
     try:
         write_json(folder, name, summary)
     except OSError as error:
-        raise click.ClickException(f"cannot write '{folder / name}.json': "
-                                   f'{error.strerror or error}') from None
+        raise click.ClickException(
+            f"cannot write '{folder / name}.json': {error.strerror or error}"
+        ) from None
 
 
 def _describe(experiment: Experiment, setting: Setting, options: Options) -> dict[str, Any]:
     batch = setting.scaled_batch(options.scale)
-    published = {source: {'figure': figure,
-                          'ratio': experiment.published_ratio(setting, source)}
-                 for source, figure in setting.published.items()}
-    return {'setting': setting.name, 'model': str(setting.model), 'batch': batch,
-            'chunks': min(setting.chunks, batch), 'balance': list(setting.balance),
-            'checkpoint': setting.checkpoint if setting.balance else None,
-            'devices': [str(device) for device in options.place(setting)],
-            'status': 'not measured', 'figure': None, 'ratio': None, 'published': published,
-            'details': {}, 'published_details': {
-                name: dict(sources) for name, sources in setting.details.items()}}
+    published = {
+        source: {'figure': figure, 'ratio': experiment.published_ratio(setting, source)}
+        for source, figure in setting.published.items()
+    }
+    return {
+        'setting': setting.name,
+        'model': str(setting.model),
+        'batch': batch,
+        'chunks': min(setting.chunks, batch),
+        'balance': list(setting.balance),
+        'checkpoint': setting.checkpoint if setting.balance else None,
+        'devices': [str(device) for device in options.place(setting)],
+        'status': 'not measured',
+        'figure': None,
+        'ratio': None,
+        'published': published,
+        'details': {},
+        'published_details': {name: dict(sources) for name, sources in setting.details.items()},
+    }
 
 
-def _measure(experiment: Experiment, setting: Setting, options: Options, measure: Measure,
-             result: dict[str, Any]) -> None:
+def _measure(
+    experiment: Experiment,
+    setting: Setting,
+    options: Options,
+    measure: Measure,
+    result: dict[str, Any],
+) -> None:
     devices = options.place(setting)
     accelerators = {device for device in devices if device.type != 'cpu'}
     try:
@@ -86,20 +102,32 @@ def _measure(experiment: Experiment, setting: Setting, options: Options, measure
 
 
 def _relate(experiment: Experiment, results: list[dict[str, Any]]) -> None:
-    base = next((result['figure'] for result in results
-                 if result['setting'] == experiment.baseline.name), None)
+    base = next(
+        (result['figure'] for result in results if result['setting'] == experiment.baseline.name),
+        None,
+    )
     for result in results:
         result['ratio'] = result['figure'] / base if base and result['figure'] else None
 
 
-def _summary(experiment: Experiment, options: Options, results: list[dict[str, Any]]
-             ) -> dict[str, Any]:
-    return {'experiment': experiment.name, 'figure': experiment.figure, 'unit': experiment.unit,
-            'baseline': experiment.baseline.name, 'scale': options.scale,
-            'resolution': experiment.scaled_resolution(options.scale), 'epochs': options.epochs,
-            'skip_epochs': options.skip_epochs, 'dtype': str(options.dtype).split('.')[1],
-            'compile': options.compile, 'seed': options.seed, 'schedule': options.schedule,
-            'settings': results}
+def _summary(
+    experiment: Experiment, options: Options, results: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        'experiment': experiment.name,
+        'figure': experiment.figure,
+        'unit': experiment.unit,
+        'baseline': experiment.baseline.name,
+        'scale': options.scale,
+        'resolution': experiment.scaled_resolution(options.scale),
+        'epochs': options.epochs,
+        'skip_epochs': options.skip_epochs,
+        'dtype': str(options.dtype).split('.')[1],
+        'compile': options.compile,
+        'seed': options.seed,
+        'schedule': options.schedule,
+        'settings': results,
+    }
 
 
 def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None:
@@ -113,6 +141,7 @@ def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None
     with suppress(OSError):  # A folder that is gone has been complained about.
         # Small runs on the CPU are no result that bars could stand for.
         if any(result['ratio'] for result in summary['settings']) and (
-                summary['scale'] >= 1 or is_accelerated(summary)):
+            summary['scale'] >= 1 or is_accelerated(summary)
+        ):
             files += draw_ratios(summary, folder / experiment.name)
     click.echo('\n' + '\n'.join(str(path) for path in files if path.exists()))

@@ -8,6 +8,7 @@
 Layers that stash or pop have effects that it cannot see. A deferred batch norm does something
 else in each micro-batch, so it would be compiled again and again.
 """
+
 from collections.abc import Callable
 from itertools import groupby
 
@@ -33,6 +34,7 @@ def compile_partition(partition: nn.Sequential) -> None:
         for step in steps:
             input = step(input)
         return input
+
     partition.forward = forward
 
 
@@ -41,14 +43,17 @@ def _run(layers: list[nn.Module], number: int) -> Step:
 
     PyTorch counts compilations by code object, and gives up at the eighth.
     """
+
     def run(input: Value) -> Value:
         for layer in layers:
             input = layer(input)
         return input
+
     run.__code__ = run.__code__.replace(co_name=f'run_{number}')
     return run
 
 
 def _is_left_alone(layer: nn.Module) -> bool:
-    return any(isinstance(module, (DeclaresSkips, DeferredBatchNorm))
-               for module in layer.modules())
+    return any(
+        isinstance(module, (DeclaresSkips, DeferredBatchNorm)) for module in layer.modules()
+    )

@@ -1,4 +1,5 @@
 """The documentation's page on costs and gains of wrapping, made of the stored results."""
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -11,20 +12,22 @@ __all__ = ['COSTS', 'costs_page']
 
 COSTS = Path(__file__).parents[2] / 'docs/costs.md'
 
-START = '''# Costs and gains
+START = """# Costs and gains
 
 <!-- Written by `python -m benchmarks page` from benchmarks/results; do not edit. -->
 
 The line below each heading names the command, the versions, the machine and the date of the
 measurement. Results on another machine differ, so run the command there.
-'''
+"""
 
 #: Whose µs are shown: the row of the results, and which of the pair of loop and pipeline.
-RUNS = {'loop over micro-batches and layers': ("forward + backward, 'never'", 0),
-        "`loss.backward()`, `checkpoint='never'`": ("forward + backward, 'never'", 1),
-        'loop with `torch.utils.checkpoint`': ("forward + backward, 'always'", 0),
-        "`loss.backward()`, `checkpoint='always'`": ("forward + backward, 'always'", 1),
-        "`step`, `checkpoint='never'`": ("step by 'gpipe', 'never'", 1)}
+RUNS = {
+    'loop over micro-batches and layers': ("forward + backward, 'never'", 0),
+    "`loss.backward()`, `checkpoint='never'`": ("forward + backward, 'never'", 1),
+    'loop with `torch.utils.checkpoint`': ("forward + backward, 'always'", 0),
+    "`loss.backward()`, `checkpoint='always'`": ("forward + backward, 'always'", 1),
+    "`step`, `checkpoint='never'`": ("step by 'gpipe', 'never'", 1),
+}
 
 #: The least milliseconds of an action on an H100.
 ACTION = MACHINES['H100'].actions['F'] * 1e3
@@ -33,8 +36,10 @@ ACTION = MACHINES['H100'].actions['F'] * 1e3
 SIZE = 4, 8
 
 #: Micro-batches of a partition that stages hold at their peak, by schedule.
-HELD = {'gpipe': ('m · n', lambda m, n: m * n),
-        '1f1b': ('n · (n + 1) / 2', lambda m, n: sum(min(m, n - j) for j in range(n)))}
+HELD = {
+    'gpipe': ('m · n', lambda m, n: m * n),
+    '1f1b': ('n · (n + 1) / 2', lambda m, n: sum(min(m, n - j) for j in range(n))),
+}
 
 
 def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) -> str:
@@ -45,29 +50,47 @@ def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) ->
             ones may be missing.
         shares: The text on the results of ``concurrency``.
     """
-    parts = [START, *_cells(kept['overhead']), *_shares(kept['concurrency'], shares),
-             *_schedules(kept['schedules']), *_processes(kept.get('scaling'))]
+    parts = [
+        START,
+        *_cells(kept['overhead']),
+        *_shares(kept['concurrency'], shares),
+        *_schedules(kept['schedules']),
+        *_processes(kept.get('scaling')),
+    ]
     return '\n'.join(part if isinstance(part, str) else markdown(part) for part in parts)
 
 
 def _where(name: str, kept: dict[str, Any]) -> str:
-    return f"`python -m benchmarks {name}`, {describe(kept['machine'])}:\n"
+    return f'`python -m benchmarks {name}`, {describe(kept["machine"])}:\n'
 
 
 def _cells(kept: dict[str, Any]) -> list[str | Rows]:
     """Return the time that the engine takes for each micro-batch in each partition."""
-    found = {each['where']: each['us_per_cell'] for each in kept['results']
-             if (each['n'], each['m']) == SIZE}
+    found = {
+        each['where']: each['us_per_cell']
+        for each in kept['results']
+        if (each['n'], each['m']) == SIZE
+    }
     here, there = found['one device'], found['n devices']
     never = here["forward + backward, 'never'"]
     own = never[1] - never[0]
     step = there["step by 'gpipe', 'never'"]
-    rows = [[name, f'{here[kind][k]:.0f}', f'{there[kind][k]:.0f}' if k else '—']
-            for name, (kind, k) in RUNS.items()]
-    return ['## Overhead per micro-batch and partition\n', _where('overhead', kept),
-            (['µs for forward and backward of a linear layer of 8 × 8', 'one device',
-              'one CPU worker per partition'], rows),
-            f'''
+    rows = [
+        [name, f'{here[kind][k]:.0f}', f'{there[kind][k]:.0f}' if k else '—']
+        for name, (kind, k) in RUNS.items()
+    ]
+    return [
+        '## Overhead per micro-batch and partition\n',
+        _where('overhead', kept),
+        (
+            [
+                'µs for forward and backward of a linear layer of 8 × 8',
+                'one device',
+                'one CPU worker per partition',
+            ],
+            rows,
+        ),
+        f"""
 The overhead of the engine does not depend on the layers. Here the layers alone take
 {never[0]:.0f} µs in the loop. On one device, the plain call adds {own:.0f} µs. If forward and
 backward of a partition take one millisecond, this is {own / 10:.0f} %. From {own / 10:.1f} ms on,
@@ -75,19 +98,24 @@ it is less than 1 %. A step on CPU workers adds {step[1] - step[0]:.0f} µs, whi
 from {(step[1] - step[0]) / 10:.0f} ms on. CPU workers share one interpreter. The host runs ahead
 of an accelerator, so its time counts only where the device has less work. On an H100, an action
 takes at least {ACTION:.1f} ms: see [On a GPU](gpu.md).
-''']
+""",
+    ]
 
 
 def _shares(kept: dict[str, Any], shares: Sequence[str | Rows]) -> list[str | Rows]:
     """Show the map."""
     between = [part for each in shares for part in (each, '')]
-    return ['## Speed-up of two partitions\n', _where('concurrency', kept),
-            '![Share of the ideal, by size of cells and micro-batches]'
-            '(../benchmarks/results/concurrency.svg)\n', *between,
-            '''On the CPU, autograd runs backward in one thread, where only large kernels use
+    return [
+        '## Speed-up of two partitions\n',
+        _where('concurrency', kept),
+        '![Share of the ideal, by size of cells and micro-batches]'
+        '(../benchmarks/results/concurrency.svg)\n',
+        *between,
+        """On the CPU, autograd runs backward in one thread, where only large kernels use
 several cores. In the next table, they do. To train on CPU workers, use [`step`](guide/step.md).
 Each accelerator has its own autograd thread.
-''']
+""",
+    ]
 
 
 def _schedules(kept: dict[str, Any]) -> list[str | Rows]:
@@ -98,40 +126,59 @@ def _schedules(kept: dict[str, Any]) -> list[str | Rows]:
     for case in cases:
         found = {row['name']: row for row in case['rows']}
         one = found['in sequence']['peak'] / case['partitions']
-        rows.append([f"{case['stack']}, m = {case['chunks']}", *(
-            f"{found[name]['speed_up']:.2f} ×, {found[name]['peak'] / one:.1f}"
-            if name in found else '—' for name in names)])
+        rows.append(
+            [
+                f'{case["stack"]}, m = {case["chunks"]}',
+                *(
+                    f'{found[name]["speed_up"]:.2f} ×, {found[name]["peak"] / one:.1f}'
+                    if name in found
+                    else '—'
+                    for name in names
+                ),
+            ]
+        )
     n, m = cases[0]['partitions'], cases[0]['chunks']
-    formulas = ', '.join(f'{name} {formula} = {count(m, n)}'
-                         for name, (formula, count) in HELD.items())
-    return ['## Speed and memory of each schedule\n', _where('schedules', kept),
-            (['two partitions', *names], rows), f'''
+    formulas = ', '.join(
+        f'{name} {formula} = {count(m, n)}' for name, (formula, count) in HELD.items()
+    )
+    return [
+        '## Speed and memory of each schedule\n',
+        _where('schedules', kept),
+        (['two partitions', *names], rows),
+        f"""
 Each entry is the speed-up over execution in sequence, and the peak of activations without
 checkpoints. The unit of the peak is the activations of one micro-batch in one partition. For
 n = {n} and m = {m}, the schedule alone implies: {formulas}. A step also holds tensors that are in
 transit between two partitions. `torch 1F1B` is torch.distributed.pipelining, with one process per
 partition. [Schedules](schedules.md) shows the differences between the schedules, and
 [Benchmarks](benchmarks.md) has all rows.
-''']
+""",
+    ]
 
 
 #: Sentences on an axis: the name of a row, and the text for it.
 AXES: dict[str, Callable[[dict[str, Any]], str]] = {
     'data 2': lambda row: (
-        f"With `data 2`, each rank has all parameters, and sends {_mib(row, 'data')} MiB of "
-        'gradients in a step, for any size of the mini-batch.'),
+        f'With `data 2`, each rank has all parameters, and sends {_mib(row, "data")} MiB of '
+        'gradients in a step, for any size of the mini-batch.'
+    ),
     'data 2, shard': lambda row: (
         'With `data 2, shard`, a rank keeps half of them. It gathers all once in a step, and '
-        f"sends {_mib(row, 'data')} MiB."),
+        f'sends {_mib(row, "data")} MiB.'
+    ),
     'FSDP2, data 2': lambda row: (
-        f"FSDP2 gathers each block in each micro-batch. It sends {_mib(row, 'data')} MiB, and "
-        f"its peak is {row['memory'] / 2 ** 20:.1f} MiB."),
+        f'FSDP2 gathers each block in each micro-batch. It sends {_mib(row, "data")} MiB, and '
+        f'its peak is {row["memory"] / 2**20:.1f} MiB.'
+    ),
     'pipe 2': lambda row: (
-        f"With `pipe 2`, a rank sends {_mib(row, 'pipe')} MiB of activations or of their "
-        f"gradients, and waits for {row['bubble'] * 100:.0f} % of the time."),
+        f'With `pipe 2`, a rank sends {_mib(row, "pipe")} MiB of activations or of their '
+        f'gradients, and waits for {row["bubble"] * 100:.0f} % of the time.'
+    ),
     'tensor 2': lambda row: (
-        f"With `tensor 2`, it sends {_mib(row, 'tensor')} MiB, because all blocks exchange "
-        'activations in forward and backward of each micro-batch.')}
+        f'With `tensor 2`, it sends {_mib(row, "tensor")} MiB, because all blocks exchange '
+        'activations in forward and backward of each micro-batch.'
+    ),
+}
 
 
 #: The axes whose traffic is shown.
@@ -139,7 +186,7 @@ LINKS = ('data', 'pipe', 'tensor')
 
 
 def _mib(row: dict[str, Any], axis: str) -> str:
-    return f"{row['sent'].get(axis, 0) / 2 ** 20:.1f}"
+    return f'{row["sent"].get(axis, 0) / 2**20:.1f}'
 
 
 def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
@@ -151,25 +198,44 @@ def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
     found = {name: {row['kind']: row for row in rows if row['name'] == name} for name in own}
     first = {row['name']: row for row in reversed(rows)}
     texts = [text(first[name]) for name, text in AXES.items() if name in first]
-    return ['## Several processes\n', where,
-            (['mesh of a GPT', 'cores per rank', 'speed-up, same mini-batch',
-              'speed-up, mini-batch per process', 'memory of a rank, MiB', 'sent in a step, MiB',
-              'bubble, %', 'against PyTorch'],
-             [_mesh_row(name, each) for name, each in found.items()]), _meaning(rows),
-            _filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.']))]
+    return [
+        '## Several processes\n',
+        where,
+        (
+            [
+                'mesh of a GPT',
+                'cores per rank',
+                'speed-up, same mini-batch',
+                'speed-up, mini-batch per process',
+                'memory of a rank, MiB',
+                'sent in a step, MiB',
+                'bubble, %',
+                'against PyTorch',
+            ],
+            [_mesh_row(name, each) for name, each in found.items()],
+        ),
+        _meaning(rows),
+        _filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.'])),
+    ]
 
 
 def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
     row = next(iter(kinds.values()))
-    against = [f"{each['against']['times_as_fast']:.2f} ×" for each in kinds.values()
-               if each['against']]
-    return [name, f"{row['cores_per_rank']:.2g}",
-            *(f"{kinds[kind]['speed_up']:.2f} ×" if kind in kinds else '—'
-              for kind in ('strong', 'weak')),
-            f"{row['memory'] / 2 ** 20:.1f}",
-            ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent'] if axis in LINKS),
-            f"{row['bubble'] * 100:.0f}",
-            f"{', '.join(against)} {row['against']['library']}" if against else '—']
+    against = [
+        f'{each["against"]["times_as_fast"]:.2f} ×' for each in kinds.values() if each['against']
+    ]
+    return [
+        name,
+        f'{row["cores_per_rank"]:.2g}',
+        *(
+            f'{kinds[kind]["speed_up"]:.2f} ×' if kind in kinds else '—'
+            for kind in ('strong', 'weak')
+        ),
+        f'{row["memory"] / 2**20:.1f}',
+        ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent'] if axis in LINKS),
+        f'{row["bubble"] * 100:.0f}',
+        f'{", ".join(against)} {row["against"]["library"]}' if against else '—',
+    ]
 
 
 def _meaning(rows: Sequence[dict[str, Any]]) -> str:
@@ -177,10 +243,11 @@ def _meaning(rows: Sequence[dict[str, Any]]) -> str:
     one = next(row for row in rows if row['processes'] == 1)
     return '\n' + _filled(
         'Speed-ups are relative to a loop of plain PyTorch in one process on one core, which '
-        f"takes {one['seconds'] * 1e3:.0f} ms and {one['memory'] / 2 ** 20:.1f} MiB for a "
+        f'takes {one["seconds"] * 1e3:.0f} ms and {one["memory"] / 2**20:.1f} MiB for a '
         'mini-batch. Where ranks share cores, the largest speed-up is the number of cores. The '
         "last column is the speed relative to PyTorch's own library on the same mesh, for both "
-        'mini-batches. Memory, traffic and bubble are for the same mini-batch on all meshes.')
+        'mini-batches. Memory, traffic and bubble are for the same mini-batch on all meshes.'
+    )
 
 
 def _filled(text: str) -> str:

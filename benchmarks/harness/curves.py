@@ -1,4 +1,5 @@
 """Curves of several ways to do the same, in panels side by side."""
+
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from benchmarks.harness.chart import COLORS, NEUTRAL, neutral, save
 __all__ = ['Panel', 'draw_curves', 'draw_if_possible']
 
 #: Curves that are the same lie on each other: the first one is broad, so that it is seen.
-WIDTHS, SIZES, MARKS = (5., 1.6), (9., 4.5), ('o', 'o', 's', '^')
+WIDTHS, SIZES, MARKS = (5.0, 1.6), (9.0, 4.5), ('o', 'o', 's', '^')
 
 
 class Panel(NamedTuple):
@@ -49,17 +50,29 @@ def draw_curves(panels: Sequence[Panel], stem: Path) -> list[Path]:
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(all_axes, panels):
         for k, (name, (xs, ys)) in enumerate(panel.curves.items()):
-            axes.plot(xs, ys, label=name, color=COLORS[k % len(COLORS)], alpha=1 if k else .5,
-                      linewidth=WIDTHS[k > 0], marker=MARKS[k % len(MARKS)],
-                      markersize=SIZES[k > 0], markevery=_places(k, len(xs)))
+            axes.plot(
+                xs,
+                ys,
+                label=name,
+                color=COLORS[k % len(COLORS)],
+                alpha=1 if k else 0.5,
+                linewidth=WIDTHS[k > 0],
+                marker=MARKS[k % len(MARKS)],
+                markersize=SIZES[k > 0],
+                markevery=_places(k, len(xs)),
+            )
         axes.set_xscale('log' if 'x' in panel.logarithmic else 'linear')
         axes.set_yscale('log' if 'y' in panel.logarithmic else 'linear')
         axes.set_xlabel(panel.x, color=NEUTRAL)
         axes.set_ylabel(panel.y, color=NEUTRAL)
         axes.tick_params(which='minor', colors=NEUTRAL)
         neutral(axes)
-    legend = figure.legend(*all_axes[0].get_legend_handles_labels(), frameon=False,
-                           loc='outside lower center', ncols=len(panels[0].curves))
+    legend = figure.legend(
+        *all_axes[0].get_legend_handles_labels(),
+        frameon=False,
+        loc='outside lower center',
+        ncols=len(panels[0].curves),
+    )
     for text in legend.get_texts():
         text.set_color(NEUTRAL)
     return save(figure, all_axes[0], stem)

@@ -1,4 +1,5 @@
 """Epochs of training, and how long they take."""
+
 from statistics import median
 from typing import Any
 
@@ -26,8 +27,9 @@ def time_epochs(job: Job, result: dict[str, Any]) -> None:
     setting, options = job.setting, job.options
     steps = steps_of_an_epoch(setting, options.scale)
     throughputs = []
-    with tqdm(total=options.epochs * steps * job.batch, desc=setting.name, unit=' samples',
-              leave=False) as bar:
+    with tqdm(
+        total=options.epochs * steps * job.batch, desc=setting.name, unit=' samples', leave=False
+    ) as bar:
         for epoch in range(options.epochs):
             start = _now(job)
             for _ in range(steps):

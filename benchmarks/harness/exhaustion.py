@@ -3,6 +3,7 @@
 CUDA's allocator raises an error. The CPU's does not, before the machine kills the process. So
 there, on Linux, the process gets the free memory as its limit.
 """
+
 import ctypes
 import re
 from collections.abc import Iterator
@@ -15,11 +16,18 @@ __all__ = ['first_line', 'free_memory', 'is_exhaustion', 'memory_limit', 'requir
 
 #: Phrases in errors of allocators, and of libraries without memory for their workspace.
 _PHRASES = (
-    "can't allocate memory", 'not enough memory', 'out of memory', 'bad_alloc', 'ALLOC_FAILED',
-    'unable to find an engine to execute', 'could not create a primitive',
-    'could not create a memory object', "can't start new thread")
+    "can't allocate memory",
+    'not enough memory',
+    'out of memory',
+    'bad_alloc',
+    'ALLOC_FAILED',
+    'unable to find an engine to execute',
+    'could not create a primitive',
+    'could not create a memory object',
+    "can't start new thread",
+)
 
-_UNKNOWN = 2 ** 62
+_UNKNOWN = 2**62
 
 
 def free_memory() -> int:
@@ -44,8 +52,10 @@ def require(number: int, what: str) -> None:
     """Raise :exc:`MemoryError` if the host has fewer than this many bytes left."""
     free = free_memory()
     if number > free:
-        raise MemoryError(f'{what} needs {number / 2**30:.1f} GiB of the host, and '
-                          f'{free / 2**30:.1f} GiB are free')
+        raise MemoryError(
+            f'{what} needs {number / 2**30:.1f} GiB of the host, and '
+            f'{free / 2**30:.1f} GiB are free'
+        )
 
 
 @contextmanager
@@ -56,6 +66,7 @@ def memory_limit() -> Iterator[None]:
         yield
         return
     import resource  # Linux has it.
+
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used * 1024 + free_memory()
     if before[1] != resource.RLIM_INFINITY:
@@ -76,5 +87,4 @@ def is_exhaustion(error: BaseException) -> bool:
     """Distinguish an error of an allocator from others."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(
-        phrase in str(error) for phrase in _PHRASES)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)

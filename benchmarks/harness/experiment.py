@@ -1,4 +1,5 @@
 """Experiments: settings of a model, and the published figures of each."""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -20,7 +21,8 @@ RESOLUTION_STEP = 32
 _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     'resnet101': lambda: resnet101(),
     'amoebanetd': lambda layers, filters: amoebanetd(num_layers=layers, num_filters=filters),
-    'unet': lambda convs, channels: unet(num_convs=convs, base_channels=channels)}
+    'unet': lambda convs, channels: unet(num_convs=convs, base_channels=channels),
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """The options of ``train-gpt``, and whether they fit each other."""
+
 import os
 import re
 from argparse import Namespace
@@ -67,18 +68,23 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--shard', bool, False, 'Shard parameters over replicas (FSDP2).'),
     ('--cpu', bool, False, 'Train on the CPU, also where there are accelerators.'),
     ('--offload', bool, False, 'Shard, and keep parameters, gradients and optimizer on the host.'),
-    ('--micro-batch-size', COUNT, None, 'Samples of a micro-batch.  [default: for 4 micro-batches '
-     'for each rank of the pipe, 8 with experts, else 1]'),
+    (
+        '--micro-batch-size',
+        COUNT,
+        None,
+        'Samples of a micro-batch.  [default: for 4 micro-batches '
+        'for each rank of the pipe, 8 with experts, else 1]',
+    ),
     ('--global-batch-size', COUNT, 32, 'Samples of a step, on all replicas.'),
     ('--steps', COUNT, 300, 'Steps in all.'),
     ('--lr', NUMBER, 1e-3, 'The largest learning rate.'),
     ('--min-lr', NUMBER, 1e-4, 'The learning rate of the last step.'),
     ('--warmup-steps', click.IntRange(0), 20, 'Steps in which the learning rate grows.'),
-    ('--weight-decay', NUMBER, .1, 'Of matrices, by AdamW.'),
-    ('--grad-clip', NUMBER, 1., 'The largest norm of gradients; 0 for any.'),
+    ('--weight-decay', NUMBER, 0.1, 'Of matrices, by AdamW.'),
+    ('--grad-clip', NUMBER, 1.0, 'The largest norm of gradients; 0 for any.'),
     ('--dtype', [*DTYPES], 'float32', 'bfloat16: autocast, with parameters in float32.'),
     ('--compile', bool, False, 'Compile each block (torch.compile).'),
-    ('--seed', click.IntRange(0, 2 ** 31 - 1), 0, 'For initial values and samples.'),
+    ('--seed', click.IntRange(0, 2**31 - 1), 0, 'For initial values and samples.'),
     ('--deterministic', bool, False, 'Deterministic algorithms only.'),
     ('--text', FILE, None, 'A file, each byte of which is a token.  [default: the license]'),
     ('--tokens', FOLDER, None, 'A folder with train.bin and val.bin of uint16, as of nanoGPT.'),
@@ -99,15 +105,20 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--dry-run', bool, False, 'Print the needs of each rank, and end.'),
     ('--devices-per-host', COUNT, 8, 'Devices of a host, to tell links apart in a dry run.'),
     ('--memory', Bytes(), None, 'Memory of a device, such as 80GiB, for a dry run.'),
-    ('--output', str, 'results', 'A folder for the pictures.')]
+    ('--output', str, 'results', 'A folder for the pictures.'),
+]
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command with all options."""
     for names, kind, default, text in reversed(OPTIONS):
         command = click.option(
-            *names.split(), type=click.Choice(kind) if isinstance(kind, list) else kind,
-            default=default, is_flag=kind is bool, help=text)(command)
+            *names.split(),
+            type=click.Choice(kind) if isinstance(kind, list) else kind,
+            default=default,
+            is_flag=kind is bool,
+            help=text,
+        )(command)
     return command
 
 
@@ -124,31 +135,49 @@ def checked(config: Namespace) -> Namespace:
         click.UsageError: Some do not fit the others, or the machine.
     """
     data, pipe, tensor = config.data, config.pipe, config.tensor
-    require(bool(config.text) + bool(config.tokens) + config.mock_data <= 1,
-            '--text, --tokens and --mock-data exclude each other')
+    require(
+        bool(config.text) + bool(config.tokens) + config.mock_data <= 1,
+        '--text, --tokens and --mock-data exclude each other',
+    )
     config.text = config.text or (None if config.tokens or config.mock_data else str(LICENSE))
     known = MODELS.get(config.model, Sizes(0, config.block_size or 64, 128, 4, 4))
     config.block_size = block = config.block_size or known.context
-    require(block <= known.context,
-            f'--block-size {block} is more than the {known.context} of --model {config.model}')
+    require(
+        block <= known.context,
+        f'--block-size {block} is more than the {known.context} of --model {config.model}',
+    )
     config.vocab_size = config.vocab_size or (256 if config.text else 50304)
     config.sizes = sizes = Sizes(
-        config.vocab_size, known.context, config.n_embd or known.width,
-        config.n_head or known.heads, config.n_layer or known.depth, known.tied)
-    require(sizes.width % sizes.heads == 0,
-            f'--n-embd {sizes.width} is not a multiple of --n-head {sizes.heads}')
-    require(sizes.heads % tensor == 0,
-            f'--n-head {sizes.heads} is not a multiple of --tensor {tensor}')
+        config.vocab_size,
+        known.context,
+        config.n_embd or known.width,
+        config.n_head or known.heads,
+        config.n_layer or known.depth,
+        known.tied,
+    )
+    require(
+        sizes.width % sizes.heads == 0,
+        f'--n-embd {sizes.width} is not a multiple of --n-head {sizes.heads}',
+    )
+    require(
+        sizes.heads % tensor == 0, f'--n-head {sizes.heads} is not a multiple of --tensor {tensor}'
+    )
     least, most = stages_per_device(config.schedule)
     config.virtual = min(max(config.virtual, least), most)
     require(pipe > 1 or most == 1, f'--schedule {config.schedule} takes --pipe 2 or more')
-    require(pipe * config.virtual <= sizes.depth + 2,
-            f'--n-layer {sizes.depth}, the embedding and the head are fewer layers than the '
-            f'{pipe * config.virtual} stages of --pipe {pipe} --schedule {config.schedule}')
-    require(not config.offload or pipe == 1 and not config.plan,
-            '--offload runs one layer after the other: with --pipe 1, and without --plan')
-    require(config.plan or not (config.devices or config.machine),
-            '--devices and --machine are for --plan auto')
+    require(
+        pipe * config.virtual <= sizes.depth + 2,
+        f'--n-layer {sizes.depth}, the embedding and the head are fewer layers than the '
+        f'{pipe * config.virtual} stages of --pipe {pipe} --schedule {config.schedule}',
+    )
+    require(
+        not config.offload or pipe == 1 and not config.plan,
+        '--offload runs one layer after the other: with --pipe 1, and without --plan',
+    )
+    require(
+        config.plan or not (config.devices or config.machine),
+        '--devices and --machine are for --plan auto',
+    )
     config.virtual = sizes.depth + 2 if config.offload else config.virtual
     if not getattr(config, 'balance', None):  # a plan for a mesh has chosen one
         config.balance = balance_of(sizes, config.experts, block, pipe * config.virtual)
@@ -157,26 +186,42 @@ def checked(config: Namespace) -> Namespace:
     chunks = 8 if config.experts else 4 * pipe if pipe > 1 else 1
     config.micro_batch_size = config.micro_batch_size or max(1, share // chunks)
     config.chunks = share // config.micro_batch_size
-    require(config.chunks * config.micro_batch_size * data == config.global_batch_size > 0,
-            f'--global-batch-size {config.global_batch_size} is not a multiple of --data {data} × '
-            f'--micro-batch-size {config.micro_batch_size}')
+    require(
+        config.chunks * config.micro_batch_size * data == config.global_batch_size > 0,
+        f'--global-batch-size {config.global_batch_size} is not a multiple of --data {data} × '
+        f'--micro-batch-size {config.micro_batch_size}',
+    )
     config.world, launched = data * pipe * tensor, 'RANK' in os.environ
-    require(not launched or os.environ.get('WORLD_SIZE', '').isdigit(),
-            'RANK is set, but WORLD_SIZE is no number: start with torchrun, or unset RANK')
+    require(
+        not launched or os.environ.get('WORLD_SIZE', '').isdigit(),
+        'RANK is set, but WORLD_SIZE is no number: start with torchrun, or unset RANK',
+    )
     config.accelerated = bool(accelerators()) and not config.cpu
-    require(not (config.dry_run and config.plan),
-            '--plan measures layers on a device, which a --dry-run does not have')
+    require(
+        not (config.dry_run and config.plan),
+        '--plan measures layers on a device, which a --dry-run does not have',
+    )
     if config.dry_run:
         return config
-    there = int(os.environ['WORLD_SIZE']) if launched else (
-        len(accelerators()) if config.accelerated else config.world)
-    require(config.world == there or config.world < there and not launched,
-            f'--data {data} × --pipe {pipe} × --tensor {tensor} take {config.world} processes, '
-            f'but there are {there} ' + ('of torchrun' if launched else 'devices: add --cpu'))
-    require(config.save or not (config.resume or config.restarts),
-            '--resume and --restarts take checkpoints: --save FOLDER')
-    require(not (launched and config.restarts), 'torchrun has started these processes, so that '
-            '--restarts cannot: run torchrun again, with --resume')
+    there = (
+        int(os.environ['WORLD_SIZE'])
+        if launched
+        else (len(accelerators()) if config.accelerated else config.world)
+    )
+    require(
+        config.world == there or config.world < there and not launched,
+        f'--data {data} × --pipe {pipe} × --tensor {tensor} take {config.world} processes, '
+        f'but there are {there} ' + ('of torchrun' if launched else 'devices: add --cpu'),
+    )
+    require(
+        config.save or not (config.resume or config.restarts),
+        '--resume and --restarts take checkpoints: --save FOLDER',
+    )
+    require(
+        not (launched and config.restarts),
+        'torchrun has started these processes, so that '
+        '--restarts cannot: run torchrun again, with --resume',
+    )
     require(config.log or not config.log_samples, '--log-samples takes --log FILE')
     return config
 
@@ -189,13 +234,22 @@ def check_files(config: Namespace) -> None:
         train, val = read(config)
     except (OSError, RuntimeError, ValueError) as error:
         raise click.UsageError(f'cannot read the data: {error}') from None
-    require(len(train) >= 2 * block and len(val) > block,
-            f'there are {len(train)} tokens to train and {len(val)} to validate with, but '
-            f'--block-size {block} takes {2 * block} and {block + 1}')
-    config.training = {**config.sizes._asdict(), 'experts': config.experts, 'block_size': block,
-                       'seed': config.seed, 'global_batch_size': config.global_batch_size,
-                       'tokens': len(train), 'weight_decay': config.weight_decay,
-                       'dtype': config.dtype, 'digest': digest_of(train, val)}
+    require(
+        len(train) >= 2 * block and len(val) > block,
+        f'there are {len(train)} tokens to train and {len(val)} to validate with, but '
+        f'--block-size {block} takes {2 * block} and {block + 1}',
+    )
+    config.training = {
+        **config.sizes._asdict(),
+        'experts': config.experts,
+        'block_size': block,
+        'seed': config.seed,
+        'global_batch_size': config.global_batch_size,
+        'tokens': len(train),
+        'weight_decay': config.weight_decay,
+        'dtype': config.dtype,
+        'digest': digest_of(train, val),
+    }
     last = 0
     name = new_name()
     if config.save:

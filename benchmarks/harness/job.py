@@ -1,4 +1,5 @@
 """A model in training, for one step of a setting."""
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -30,15 +31,25 @@ def autocast(options: Options, devices: Sequence[torch.device]) -> Iterator[None
         yield
 
 
-def wrap(model: nn.Sequential, setting: Setting, options: Options, batch: int, **kwargs: Any
-         ) -> nn.Module:
+def wrap(
+    model: nn.Sequential, setting: Setting, options: Options, batch: int, **kwargs: Any
+) -> nn.Module:
     """Put a model on its devices: into GPipe, or by itself if the setting has no balance."""
     devices = options.place(setting)
     if options.dtype == torch.float64:
         model.double()
-    wrapped: nn.Module = model.to(memory_of(devices[0])) if not setting.balance else GPipe(
-        model, setting.balance, devices=devices, chunks=min(setting.chunks, batch),
-        checkpoint=setting.checkpoint, **kwargs)
+    wrapped: nn.Module = (
+        model.to(memory_of(devices[0]))
+        if not setting.balance
+        else GPipe(
+            model,
+            setting.balance,
+            devices=devices,
+            chunks=min(setting.chunks, batch),
+            checkpoint=setting.checkpoint,
+            **kwargs,
+        )
+    )
     if options.compile:
         for partition in partitions_of(wrapped):
             compile_partition(partition)
@@ -63,8 +74,13 @@ class Job:
         MemoryError: The host has not enough memory for the model.
     """
 
-    def __init__(self, experiment: Experiment, setting: Setting, options: Options,
-                 change: Callable[[nn.Sequential], nn.Sequential] = lambda model: model) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        setting: Setting,
+        options: Options,
+        change: Callable[[nn.Sequential], nn.Sequential] = lambda model: model,
+    ) -> None:
         self.setting = setting
         self.options = options
         self.devices = options.place(setting)
@@ -85,8 +101,12 @@ class Job:
         self.partitions = partitions_of(self.model)
         # Where memory counts, one parameter at a time: `foreach` may copy all of them at once.
         foreach = False if experiment.figure == 'memory' else None
-        self.optimizers = [getattr(torch.optim, experiment.optimizer)(
-            partition.parameters(), lr=1e-3, foreach=foreach) for partition in self.partitions]
+        self.optimizers = [
+            getattr(torch.optim, experiment.optimizer)(
+                partition.parameters(), lr=1e-3, foreach=foreach
+            )
+            for partition in self.partitions
+        ]
         self.input, self.target = self._data()
 
     def _data(self) -> Any:
@@ -111,8 +131,9 @@ class Job:
         """Train on one mini-batch."""
         if self.options.schedule is not None and isinstance(self.model, GPipe):
             with autocast(self.options, self.devices):
-                self.model.step(self.input, self.target, self._loss,
-                                schedule=self.options.schedule)
+                self.model.step(
+                    self.input, self.target, self._loss, schedule=self.options.schedule
+                )
         else:
             self.forward().backward()
         for optimizer in self.optimizers:

@@ -7,6 +7,7 @@
     rank 1          run ──▶ killed    all others are killed, and all start again
     all ranks       end with this process
 """
+
 import multiprocessing
 import os
 import signal
@@ -48,9 +49,10 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         # Ranks end when this end of their pipe is closed: also by the end of this process, and
         # when the server that forks them has ended, and cannot kill them.
         ends, alive = context.Pipe(duplex=False)
-        ranks = [context.Process(target=_run, daemon=True,
-                                 args=(run, config, rank, store.port, ends))
-                 for rank in range(config.world)]
+        ranks = [
+            context.Process(target=_run, daemon=True, args=(run, config, rank, store.port, ends))
+            for rank in range(config.world)
+        ]
         failed, code = None, 0
         try:
             start_server()
@@ -106,14 +108,21 @@ def _first_failure(ranks: list[Any]) -> int | None:
         wait(running)
 
 
-def _run(run: Callable[[Any], object], config: Any, rank: int, port: int, ends: Connection
-         ) -> None:
+def _run(
+    run: Callable[[Any], object], config: Any, rank: int, port: int, ends: Connection
+) -> None:
     threading.Thread(target=_end_with, args=(ends,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it.
     world = str(config.world)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-        MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='True')
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=world,
+        LOCAL_WORLD_SIZE=world,
+        MASTER_ADDR='127.0.0.1',
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE='True',
+    )
     torch.set_num_threads(max(1, len(cores()) // config.world))
     accept_any_text()
     try:

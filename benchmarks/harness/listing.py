@@ -1,4 +1,5 @@
 """The command that lists all experiments, with settings and published figures."""
+
 from collections.abc import Sequence
 from textwrap import fill
 from types import ModuleType
@@ -23,19 +24,24 @@ def listing(modules: Sequence[ModuleType]) -> None:
     The first setting of each is the baseline of its ratios.
     """
     for experiment in EXPERIMENTS.values():
-        click.echo(f'{experiment.name}: {experiment.title}, {experiment.resolution}² '
-                   f'({experiment.figure}, {experiment.unit})')
+        click.echo(
+            f'{experiment.name}: {experiment.title}, {experiment.resolution}² '
+            f'({experiment.figure}, {experiment.unit})'
+        )
         rows = [_row(experiment, setting) for setting in experiment.settings]
         widths = [max(map(len, column)) for column in zip(*rows)]
         for row in rows:
-            click.echo('  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)
-                                        ).rstrip())
+            click.echo(
+                '  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            )
     names = [[command.name for command in module.COMMANDS] for module in modules]
     others = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
-    click.echo('\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
-               'model + activations, in GB in the GPipe paper.\n'
-               + fill(f"Without published figures: {', '.join(others)}.", 99)
-               + '\nMore: COMMAND --help.')
+    click.echo(
+        '\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
+        'model + activations, in GB in the GPipe paper.\n'
+        + fill(f'Without published figures: {", ".join(others)}.', 99)
+        + '\nMore: COMMAND --help.'
+    )
 
 
 def _row(experiment: Experiment, setting: Setting) -> list[str]:
@@ -44,13 +50,22 @@ def _row(experiment: Experiment, setting: Setting) -> list[str]:
     figure = _figure(setting, OURS)
     if ratio is not None and experiment.figure == 'throughput':
         figure += f' ({number(ratio)})'
-    others = [f'{source} {_figure(setting, source)}' for source in setting.published
-              if source != OURS]
-    details = [f'{published(sources[OURS])} {name}' for name, sources in setting.details.items()
-               if name not in PARTS]
-    return [setting.name, str(setting.model.size or ''), size,
-            ','.join(map(str, setting.balance)) or 'without GPipe', figure,
-            '; '.join([*details, *others])]
+    others = [
+        f'{source} {_figure(setting, source)}' for source in setting.published if source != OURS
+    ]
+    details = [
+        f'{published(sources[OURS])} {name}'
+        for name, sources in setting.details.items()
+        if name not in PARTS
+    ]
+    return [
+        setting.name,
+        str(setting.model.size or ''),
+        size,
+        ','.join(map(str, setting.balance)) or 'without GPipe',
+        figure,
+        '; '.join([*details, *others]),
+    ]
 
 
 def _figure(setting: Setting, source: str) -> str:

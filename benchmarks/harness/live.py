@@ -4,6 +4,7 @@ A dispatch mode sees every tensor that an operator returns, and its memory's end
 allocator keeps no statistics. CUDA's statistics round up and count cached memory. A pipeline's
 workers are in the modes of its caller.
 """
+
 import threading
 import weakref
 from collections import deque

@@ -11,6 +11,7 @@
 A log may also be a device, a pipe, or the output of this process. Lines are written to it, and
 nothing is read or cut.
 """
+
 import errno
 import json
 import os
@@ -108,7 +109,7 @@ class Log:
         try:
             # Usually one write, so that a killed process leaves whole lines.
             while rest:
-                rest = rest[os.write(self._descriptor, rest):]
+                rest = rest[os.write(self._descriptor, rest) :]
         except BrokenPipeError:  # The training goes on without the reader.
             click.echo(f'step {line["step"]}: the process that reads the log has ended', err=True)
             self._descriptor = None
@@ -116,14 +117,16 @@ class Log:
 
 def line_of(entry: dict[str, Any]) -> str:
     """Return the entry of a step as a line of a table."""
-    mfu = '' if entry['mfu'] is None else f" {entry['mfu']:.1%} MFU "
-    return (f"step {entry['step']:>5}  loss {entry['loss']:<8.6g} norm {entry['grad_norm']:<7.4g} "
-            f"lr {entry['lr']:.2e} {entry['tokens_per_second']:>9,.0f} tokens/s "
-            f"{entry['tokens_per_second_per_device']:>9,.0f}/device "
-            f"{entry['tflops_per_device']:>7.3g} TFLOP/s{mfu} "
-            f"{format_bytes(entry['peak_memory']):>8} {entry['seconds'] * 1e3:>8.1f} ms  "
-            f"bubble {entry['bubble']:5.1%}"
-            + (f"  validation {entry['val_loss']:.4f}" if 'val_loss' in entry else ''))
+    mfu = '' if entry['mfu'] is None else f' {entry["mfu"]:.1%} MFU '
+    return (
+        f'step {entry["step"]:>5}  loss {entry["loss"]:<8.6g} norm {entry["grad_norm"]:<7.4g} '
+        f'lr {entry["lr"]:.2e} {entry["tokens_per_second"]:>9,.0f} tokens/s '
+        f'{entry["tokens_per_second_per_device"]:>9,.0f}/device '
+        f'{entry["tflops_per_device"]:>7.3g} TFLOP/s{mfu} '
+        f'{format_bytes(entry["peak_memory"]):>8} {entry["seconds"] * 1e3:>8.1f} ms  '
+        f'bubble {entry["bubble"]:5.1%}'
+        + (f'  validation {entry["val_loss"]:.4f}' if 'val_loss' in entry else '')
+    )
 
 
 def _is_stream(path: str) -> bool:
@@ -186,7 +189,8 @@ def _own_lines(path: str, training: str, last: int) -> _Own:
             if is_cut:
                 raise click.UsageError(
                     f'{path} has lines of another training after lines of this one that a '
-                    'checkpoint does not have: give another log')
+                    'checkpoint does not have: give another log'
+                )
             size = position
             if is_own:
                 own.append(line)
@@ -198,7 +202,7 @@ def _own_lines(path: str, training: str, last: int) -> _Own:
 def _is_half(text: bytes, training: str) -> bool:
     """Return whether a text is the start of a line of a training."""
     start = json.dumps({'training': training})[:-1].encode()
-    return start.startswith(text[:len(start)])
+    return start.startswith(text[: len(start)])
 
 
 def _parsed(path: str, text: bytes) -> dict[str, Any]:

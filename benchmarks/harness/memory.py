@@ -1,4 +1,5 @@
 """The memory that a partition keeps, and the peak of a step."""
+
 import gc
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -14,17 +15,23 @@ from torchgpipe.base.private import backward_pass
 
 __all__ = ['GIB', 'OwnedTensors', 'peak_memory', 'peak_of_activations', 'size_of_partition']
 
-GIB = 2 ** 30
+GIB = 2**30
 
 
 def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes that stay: parameters (with buffers), gradients, optimizer state."""
     parameters = list(partition.parameters())
-    state = [value for p in parameters for value in optimizer.state[p].values()
-             if isinstance(value, Tensor)]
-    return {'parameters': _bytes([*parameters, *partition.buffers()]),
-            'gradients': _bytes([p.grad for p in parameters if p.grad is not None]),
-            'optimizer': _bytes(state)}
+    state = [
+        value
+        for p in parameters
+        for value in optimizer.state[p].values()
+        if isinstance(value, Tensor)
+    ]
+    return {
+        'parameters': _bytes([*parameters, *partition.buffers()]),
+        'gradients': _bytes([p.grad for p in parameters if p.grad is not None]),
+        'optimizer': _bytes(state),
+    }
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -33,8 +40,9 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def peak_memory(step: Any, devices: list[torch.device]) -> int:
     """Return the peak of one step in bytes, beyond tensors alive before it, over all devices."""
-    accelerators = {device: torch.get_device_module(device) for device in devices
-                    if device.type != 'cpu'}
+    accelerators = {
+        device: torch.get_device_module(device) for device in devices if device.type != 'cpu'
+    }
     if not accelerators:
         with LiveTensors().watched() as live:
             step()
@@ -46,8 +54,10 @@ def peak_memory(step: Any, devices: list[torch.device]) -> int:
         module.reset_peak_memory_stats(device)
         before[device] = module.memory_allocated(device)
     step()
-    return sum(module.max_memory_allocated(device) - before[device]
-               for device, module in accelerators.items())
+    return sum(
+        module.max_memory_allocated(device) - before[device]
+        for device, module in accelerators.items()
+    )
 
 
 def peak_of_activations(step: Callable[[], object]) -> int:
@@ -56,6 +66,7 @@ def peak_of_activations(step: Callable[[], object]) -> int:
     Gradients are excluded. Each partition on the CPU has a thread of its own, and its peak does
     not depend on the progress of the others. The CPU's allocator keeps no statistics.
     """
+
     def thread_and_pass() -> tuple[int, bool]:
         return threading.get_ident(), _in_forward()
 

@@ -1,4 +1,5 @@
 """The options that all experiments have in common."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,42 +100,84 @@ def _refuse_nan(context: Any, parameter: Any, value: float) -> float:
     return value
 
 
-def experiment_options(experiment: Experiment, epochs: int = 3, skip_epochs: int = 1,
-                       epoch: str = '10,000 samples; --scale takes a fraction of the steps too'
-                       ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def experiment_options(
+    experiment: Experiment,
+    epochs: int = 3,
+    skip_epochs: int = 1,
+    epoch: str = '10,000 samples; --scale takes a fraction of the steps too',
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command with the options that all experiments have in common."""
     names = [setting.name for setting in experiment.settings]
     options = [
-        click.option('--setting', 'settings', type=click.Choice([*names, 'all']), multiple=True,
-                     default=('all',), show_default=True,
-                     help='Which line of the table; may be given several times.'),
-        click.option('--devices', callback=parse_devices, metavar='D,D,…',
-                     help='Where partitions go, again from the first if there are too few; sim '
-                     'simulates four accelerators. [default: all that there are, or cpu:0, '
-                     'cpu:1, …]'),
-        click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1.,
-                     callback=_refuse_nan, show_default=True,
-                     help='Fraction of the published batch, and of height and width of the '
-                     f'images ({experiment.resolution}, at least 64).'),
-        click.option('--epochs', type=click.IntRange(1), default=epochs, show_default=True,
-                     help=f'Passes over the data: {epoch}.'),
-        click.option('--skip-epochs', type=click.IntRange(0),
-                     default=lambda: min(skip_epochs, _epochs_of_context() - 1),
-                     show_default=str(skip_epochs),
-                     help='How many of these come first and do not count.'),
-        click.option('--dtype', type=click.Choice(list(DTYPES)), default='float32',
-                     show_default=True,
-                     help='float16 and bfloat16: mixed precision, by autocast.'),
+        click.option(
+            '--setting',
+            'settings',
+            type=click.Choice([*names, 'all']),
+            multiple=True,
+            default=('all',),
+            show_default=True,
+            help='Which line of the table; may be given several times.',
+        ),
+        click.option(
+            '--devices',
+            callback=parse_devices,
+            metavar='D,D,…',
+            help='Where partitions go, again from the first if there are too few; sim '
+            'simulates four accelerators. [default: all that there are, or cpu:0, '
+            'cpu:1, …]',
+        ),
+        click.option(
+            '--scale',
+            type=click.FloatRange(0, 1, min_open=True),
+            default=1.0,
+            callback=_refuse_nan,
+            show_default=True,
+            help='Fraction of the published batch, and of height and width of the '
+            f'images ({experiment.resolution}, at least 64).',
+        ),
+        click.option(
+            '--epochs',
+            type=click.IntRange(1),
+            default=epochs,
+            show_default=True,
+            help=f'Passes over the data: {epoch}.',
+        ),
+        click.option(
+            '--skip-epochs',
+            type=click.IntRange(0),
+            default=lambda: min(skip_epochs, _epochs_of_context() - 1),
+            show_default=str(skip_epochs),
+            help='How many of these come first and do not count.',
+        ),
+        click.option(
+            '--dtype',
+            type=click.Choice(list(DTYPES)),
+            default='float32',
+            show_default=True,
+            help='float16 and bfloat16: mixed precision, by autocast.',
+        ),
         click.option('--compile', is_flag=True, help='Compile each partition (torch.compile).'),
-        click.option('--seed', type=click.IntRange(0, 2 ** 32 - 1), default=0, show_default=True,
-                     help='For parameters, data and dropout.'),
-        click.option('--output', default='results', show_default=True, metavar='DIR',
-                     help='Where tables, pictures and logs go.')]
+        click.option(
+            '--seed',
+            type=click.IntRange(0, 2**32 - 1),
+            default=0,
+            show_default=True,
+            help='For parameters, data and dropout.',
+        ),
+        click.option(
+            '--output',
+            default='results',
+            show_default=True,
+            metavar='DIR',
+            help='Where tables, pictures and logs go.',
+        ),
+    ]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):
             function = option(function)
         return function
+
     return decorate
 
 
@@ -143,14 +186,30 @@ def _epochs_of_context() -> int:
     return int(click.get_current_context().params['epochs'])
 
 
-def take_options(experiment: Experiment, settings: tuple[str, ...], devices: tuple[Any, ...],
-                 scale: float, epochs: int, skip_epochs: int, dtype: str, compile: bool,
-                 seed: int, output: str, schedule: str | None = None) -> Options:
+def take_options(
+    experiment: Experiment,
+    settings: tuple[str, ...],
+    devices: tuple[Any, ...],
+    scale: float,
+    epochs: int,
+    skip_epochs: int,
+    dtype: str,
+    compile: bool,
+    seed: int,
+    output: str,
+    schedule: str | None = None,
+) -> Options:
     """Check options that depend on each other."""
     if skip_epochs >= epochs:
-        raise click.BadParameter(f'{skip_epochs} of {epochs} epochs leave nothing to measure',
-                                 param_hint='--skip-epochs')
-    chosen = experiment.settings if 'all' in settings else tuple(
-        setting for setting in experiment.settings if setting.name in settings)
-    return Options(chosen, devices, scale, epochs, skip_epochs, DTYPES[dtype], compile, seed,
-                   output, schedule)
+        raise click.BadParameter(
+            f'{skip_epochs} of {epochs} epochs leave nothing to measure',
+            param_hint='--skip-epochs',
+        )
+    chosen = (
+        experiment.settings
+        if 'all' in settings
+        else tuple(setting for setting in experiment.settings if setting.name in settings)
+    )
+    return Options(
+        chosen, devices, scale, epochs, skip_epochs, DTYPES[dtype], compile, seed, output, schedule
+    )

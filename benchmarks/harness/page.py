@@ -1,4 +1,5 @@
 """The documentation's pages of benchmarks, made of the results that are kept."""
+
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +12,22 @@ from benchmarks.harness.costs import COSTS, costs_page
 from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.report import Rows, describe, markdown
 from benchmarks.harness.simulated import SIMULATED
-from benchmarks.harness.tables import (experiment_rows, is_accelerated, is_simulated, notes,
-                                       partition_rows, prediction_notes, prediction_rows)
+from benchmarks.harness.tables import (
+    experiment_rows,
+    is_accelerated,
+    is_simulated,
+    notes,
+    partition_rows,
+    prediction_notes,
+    prediction_rows,
+)
 
 __all__ = ['Section', 'make_costs', 'make_page', 'page']
 
 RESULTS = Path(__file__).parents[1] / 'results'
 PAGE = RESULTS.parents[1] / 'docs/benchmarks.md'
 
-START = '''# Benchmarks
+START = """# Benchmarks
 
 <!-- Written by `python -m benchmarks page` from benchmarks/results; do not edit. -->
 
@@ -53,7 +61,7 @@ processes:
 [1] `from_hugging_face` converts weights of transformers. [2] `from_timm` converts weights of timm.
 Parameters have the same names in these libraries, but a different order: all queries, then all
 keys, then all values. Here they are ordered by heads, so that each process has whole heads.
-'''
+"""
 
 
 class Section(NamedTuple):
@@ -72,8 +80,12 @@ class Section(NamedTuple):
 
 def make_page(modules: Sequence[ModuleType]) -> str:
     """Write the page: published tables, then the sections of those modules that have one."""
-    tables = [_experiment(name, title) for name, title in
-              ((experiment.name, experiment.title) for experiment in EXPERIMENTS.values())]
+    tables = [
+        _experiment(name, title)
+        for name, title in (
+            (experiment.name, experiment.title) for experiment in EXPERIMENTS.values()
+        )
+    ]
     others = [_other(module.SECTION) for module in modules if hasattr(module, 'SECTION')]
     return '\n'.join([START, *filter(None, [*tables, *others])])
 
@@ -81,8 +93,11 @@ def make_page(modules: Sequence[ModuleType]) -> str:
 def make_costs(modules: Sequence[ModuleType]) -> str:
     """Write the page on costs and gains of wrapping."""
     kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules', 'scaling')}
-    shares, = (module.SECTION.parts(kept['concurrency']['results']) for module in modules
-               if getattr(module, 'SECTION', None) and module.SECTION.name == 'concurrency')
+    (shares,) = (
+        module.SECTION.parts(kept['concurrency']['results'])
+        for module in modules
+        if getattr(module, 'SECTION', None) and module.SECTION.name == 'concurrency'
+    )
     return costs_page(kept, shares)
 
 
@@ -92,9 +107,10 @@ def _kept(name: str) -> dict[str, Any]:
     return kept
 
 
-def _section(title: str, command: str, kept: dict[str, Any], *parts: str, accelerated: bool = False
-             ) -> str:
-    where = f"`{command}`, {describe(kept['machine'], accelerated)}:"
+def _section(
+    title: str, command: str, kept: dict[str, Any], *parts: str, accelerated: bool = False
+) -> str:
+    where = f'`{command}`, {describe(kept["machine"], accelerated)}:'
     return '\n\n'.join([f'## {title}', where, *parts]) + '\n'
 
 
@@ -108,8 +124,9 @@ def _experiment(name: str, title: str) -> str:
         parts.insert(1, markdown(partition_rows(summary)))
     parts += _prediction(name)
     parts += [_picture(title, picture) for picture in _pictures(name)]
-    return _section(title, _command(name, summary), kept, *parts,
-                    accelerated=is_accelerated(summary))
+    return _section(
+        title, _command(name, summary), kept, *parts, accelerated=is_accelerated(summary)
+    )
 
 
 def _prediction(name: str) -> list[str]:
@@ -118,32 +135,44 @@ def _prediction(name: str) -> list[str]:
     if not kept:
         return []
     summary = kept['results']
-    command = f"python -m benchmarks {name} --predict --seed {summary['seed']}"
+    command = f'python -m benchmarks {name} --predict --seed {summary["seed"]}'
     if summary['scale'] < 1:
-        command += f" --scale {summary['scale']}"
+        command += f' --scale {summary["scale"]}'
     where = describe(kept['machine'], summary['device'] != 'cpu')
-    return [f'Predicted by `{command}`, {where}:', markdown(prediction_rows(summary)),
-            *prediction_notes(summary)]
+    return [
+        f'Predicted by `{command}`, {where}:',
+        markdown(prediction_rows(summary)),
+        *prediction_notes(summary),
+    ]
 
 
 def _other(section: Section) -> str:
     kept = _kept(section.name)
     if not kept:
         return ''
-    parts = [part if isinstance(part, str) else markdown(part)
-             for part in section.parts(kept['results'])]
+    parts = [
+        part if isinstance(part, str) else markdown(part)
+        for part in section.parts(kept['results'])
+    ]
     parts += [_picture(section.title, name) for name in _pictures(section.name)]
-    return _section(section.title, f'python -m benchmarks {section.name}', kept, *parts,
-                    accelerated=bool(kept['machine']['gpus']))
+    return _section(
+        section.title,
+        f'python -m benchmarks {section.name}',
+        kept,
+        *parts,
+        accelerated=bool(kept['machine']['gpus']),
+    )
 
 
 def _command(name: str, summary: dict[str, Any]) -> str:
-    options = [f"--{option.replace('_', '-')} {summary[option]}" for option in
-               ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')]
+    options = [
+        f'--{option.replace("_", "-")} {summary[option]}'
+        for option in ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')
+    ]
     if summary['compile']:
         options.append('--compile')
     if summary.get('schedule'):
-        options.append(f"--schedule {summary['schedule']}")
+        options.append(f'--schedule {summary["schedule"]}')
     if is_simulated(summary):
         options.append(f'--devices {SIMULATED}')
     if any('images' in result for result in summary['settings']):

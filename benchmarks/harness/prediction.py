@@ -5,6 +5,7 @@ micro-batch, and its time per sample. The simulator returns the time of a step o
 one. Copies between them are assumed to be free. One profile varies with the load of the machine,
 so the ratios are medians over several.
 """
+
 from statistics import median
 from typing import Any
 
@@ -41,14 +42,26 @@ def predict(experiment: Experiment, options: Options) -> None:
     model = experiment.baseline.model.build()
     sample = torch.rand(BATCH, 3, resolution, resolution)
     profiles = [profile(model, sample, device=device) for _ in range(PROFILES)]
-    summary = {'experiment': experiment.name, 'baseline': experiment.baseline.name,
-               'resolution': resolution, 'batch': BATCH, 'profiles': PROFILES,
-               'device': str(device), 'scale': options.scale, 'seed': options.seed,
-               'settings': [_result(experiment, setting, profiles)
-                            for setting in options.settings]}
-    click.echo('\n\n'.join([
-        f'{experiment.title}: {describe(machine(), device.type != "cpu")}',
-        table(*prediction_rows(summary)), *prediction_notes(summary)]))
+    summary = {
+        'experiment': experiment.name,
+        'baseline': experiment.baseline.name,
+        'resolution': resolution,
+        'batch': BATCH,
+        'profiles': PROFILES,
+        'device': str(device),
+        'scale': options.scale,
+        'seed': options.seed,
+        'settings': [_result(experiment, setting, profiles) for setting in options.settings],
+    }
+    click.echo(
+        '\n\n'.join(
+            [
+                f'{experiment.title}: {describe(machine(), device.type != "cpu")}',
+                table(*prediction_rows(summary)),
+                *prediction_notes(summary),
+            ]
+        )
+    )
     name = f'{experiment.name}-predicted'
     files = [write_json(folder, name, summary), *draw_predictions(summary, folder / name)]
     click.echo('\n' + '\n'.join(map(str, files)))
@@ -61,17 +74,23 @@ def _result(experiment: Experiment, setting: Setting, profiles: list[Profile]) -
         for name, speed in _speeds(measured, setting).items():
             ratios.setdefault(name, []).append(speed / base)
 
-    return {'setting': setting.name, 'partitions': len(setting), 'chunks': setting.chunks,
-            'ratios': {name: median(values) for name, values in ratios.items()},
-            'lowest': {name: min(values) for name, values in ratios.items()},
-            'published': {source: experiment.published_ratio(setting, source)
-                          for source in setting.published}}
+    return {
+        'setting': setting.name,
+        'partitions': len(setting),
+        'chunks': setting.chunks,
+        'ratios': {name: median(values) for name, values in ratios.items()},
+        'lowest': {name: min(values) for name, values in ratios.items()},
+        'published': {
+            source: experiment.published_ratio(setting, source) for source in setting.published
+        },
+    }
 
 
 def _speeds(measured: Profile, setting: Setting) -> dict[str, float]:
     """Return samples per second, by schedule."""
-    return {name: setting.batch / seconds
-            for name, seconds in step_seconds(measured, setting).items()}
+    return {
+        name: setting.batch / seconds for name, seconds in step_seconds(measured, setting).items()
+    }
 
 
 def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
@@ -91,8 +110,11 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
     for name in (PLAIN_CALL, *NAMES):
         schedule = make('gpipe' if name == PLAIN_CALL else name, n, m)
         stages = sum(map(len, schedule.stages))
-        balance = setting.balance if stages == n else whole.balance(
-            stages, chunks=m, checkpoint=mode)
-        found[name] = simulate(schedule.recomputing(checkpoint_stops(mode, m, stages)),
-                               Costs.of(whole, balance, m, mode)).seconds
+        balance = (
+            setting.balance if stages == n else whole.balance(stages, chunks=m, checkpoint=mode)
+        )
+        found[name] = simulate(
+            schedule.recomputing(checkpoint_stops(mode, m, stages)),
+            Costs.of(whole, balance, m, mode),
+        ).seconds
     return found

@@ -10,6 +10,7 @@ and a rank in :mod:`torch.distributed`::
 No process is left if one fails. They end when this process closes its end of their pipes or kills
 them. None waits longer for another one than :data:`PATIENCE`.
 """
+
 import multiprocessing
 import os
 import signal
@@ -62,8 +63,11 @@ def seconds(spans: Iterable[Span]) -> float:
 
 def is_available() -> bool:
     """Return whether processes and gloo are available."""
-    return (METHOD in multiprocessing.get_all_start_methods() and distributed.is_available()
-            and distributed.is_gloo_available())
+    return (
+        METHOD in multiprocessing.get_all_start_methods()
+        and distributed.is_available()
+        and distributed.is_gloo_available()
+    )
 
 
 class Processes:
@@ -83,11 +87,18 @@ class Processes:
         click.ClickException: Processes or gloo are not available.
     """
 
-    def __init__(self, n: int, make: Callable[..., Any], *args: Any, device: str = 'cpu',
-                 pinned: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        make: Callable[..., Any],
+        *args: Any,
+        device: str = 'cpu',
+        pinned: bool = False,
+    ) -> None:
         if not is_available():
-            raise click.ClickException('this takes torch.distributed with gloo, and processes '
-                                       f'that start by {METHOD!r}')
+            raise click.ClickException(
+                f'this takes torch.distributed with gloo, and processes that start by {METHOD!r}'
+            )
         self._n = n
         self._place = device, pinned
         self._work = make, args
@@ -103,8 +114,11 @@ class Processes:
             start_server()
             for rank in range(self._n):
                 here, there = context.Pipe()
-                process = context.Process(target=_serve, daemon=True, args=(
-                    rank, self._n, store, there, *self._place, *self._work))
+                process = context.Process(
+                    target=_serve,
+                    daemon=True,
+                    args=(rank, self._n, store, there, *self._place, *self._work),
+                )
                 process.start()
                 stack.callback(_end, process, here)
                 there.close()  # Only its process has it now, so reading here ends with it.
@@ -174,15 +188,24 @@ def _settle(rank: int, device: str, pinned: bool) -> str:
     return str(distributed.get_default_backend_for_device(device))
 
 
-def _serve(rank: int, n: int, store: str, pipe: Connection, device: str, pinned: bool,
-           make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(
+    rank: int,
+    n: int,
+    store: str,
+    pipe: Connection,
+    device: str,
+    pinned: bool,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     """Do as told, until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this.
     with suppress(EOFError, BrokenPipeError):
         try:
             backend = _settle(rank, device, pinned)
-            distributed.init_process_group(backend, store, timedelta(seconds=PATIENCE),
-                                           world_size=n, rank=rank)
+            distributed.init_process_group(
+                backend, store, timedelta(seconds=PATIENCE), world_size=n, rank=rank
+            )
             worker = make(*args)
             pipe.send(None)  # It is there.
             while True:

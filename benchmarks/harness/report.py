@@ -1,4 +1,5 @@
 """The output of all benchmarks: tables, and files that name the machine of the measurement."""
+
 import io
 import json
 import os
@@ -18,8 +19,19 @@ from benchmarks.harness.simulated import NAME
 from torchgpipe.base.devices import accelerator, accelerators, is_cpu
 from torchgpipe.base.errors import table
 
-__all__ = ['Rows', 'accept_any_text', 'cores', 'describe', 'machine', 'markdown',
-           'output_folder', 'peak_tflops', 'replacing', 'table', 'write_json']
+__all__ = [
+    'Rows',
+    'accept_any_text',
+    'cores',
+    'describe',
+    'machine',
+    'markdown',
+    'output_folder',
+    'peak_tflops',
+    'replacing',
+    'table',
+    'write_json',
+]
 
 #: Peak TFLOP/s of dense bfloat16 products, from data sheets, by a part of the device's name.
 PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'B200': 2250, 'MI300X': 1307}
@@ -50,44 +62,55 @@ def output_folder(path: str) -> Path:
         (folder / '.writable').touch()
         (folder / '.writable').unlink(missing_ok=True)  # another rank looks, too
     except OSError as error:
-        raise click.UsageError(f'cannot write to the output folder {path!r}: '
-                               f'{error.strerror or error}') from None
+        raise click.UsageError(
+            f'cannot write to the output folder {path!r}: {error.strerror or error}'
+        ) from None
     return folder
 
 
 def machine() -> dict[str, Any]:
     """Return the date, the versions and the machine of a measurement."""
-    gpus = [torch.get_device_module(device).get_device_name(device)
-            for device in accelerators()]
-    return {'date': date.today().isoformat(), 'torchgpipe': torchgpipe.__version__,
-            'torch': torch.__version__, 'python': platform.python_version(),
-            'cpu': _cpu_name(), 'cores': len(cores()), 'gpus': gpus, 'cuda': torch.version.cuda,
-            'cudnn': torch.backends.cudnn.version() if accelerator() == 'cuda' else None}
+    gpus = [torch.get_device_module(device).get_device_name(device) for device in accelerators()]
+    return {
+        'date': date.today().isoformat(),
+        'torchgpipe': torchgpipe.__version__,
+        'torch': torch.__version__,
+        'python': platform.python_version(),
+        'cpu': _cpu_name(),
+        'cores': len(cores()),
+        'gpus': gpus,
+        'cuda': torch.version.cuda,
+        'cudnn': torch.backends.cudnn.version() if accelerator() == 'cuda' else None,
+    }
 
 
 def describe(here: dict[str, Any], accelerated: bool = False) -> str:
     """Say in one line where and when figures were measured: on accelerators, or on the CPU."""
-    hardware = f"{here['cpu']}, {here['cores']} cores"
+    hardware = f'{here["cpu"]}, {here["cores"]} cores'
     if accelerated and NAME in here['gpus']:
-        hardware = f"{len(here['gpus'])} × {NAME} on {hardware}"
+        hardware = f'{len(here["gpus"])} × {NAME} on {hardware}'
     elif accelerated:
         hardware = ', '.join(here['gpus'])
         if here['cuda']:
-            hardware += f", CUDA {here['cuda']}, cuDNN {here['cudnn']}"
-    return f"torchgpipe {here['torchgpipe']}, torch {here['torch']}, {hardware}, {here['date']}"
+            hardware += f', CUDA {here["cuda"]}, cuDNN {here["cudnn"]}'
+    return f'torchgpipe {here["torchgpipe"]}, torch {here["torch"]}, {hardware}, {here["date"]}'
 
 
 def cores() -> list[int]:
     """Return the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') \
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, 'sched_getaffinity')
         else list(range(os.cpu_count() or 1))
+    )
 
 
 def _cpu_name() -> str:
     try:
         lines = Path('/proc/cpuinfo').read_text().splitlines()
-        return next(line.partition(':')[2].strip() for line in lines
-                    if line.startswith('model name'))
+        return next(
+            line.partition(':')[2].strip() for line in lines if line.startswith('model name')
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 

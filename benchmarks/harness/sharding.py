@@ -1,4 +1,5 @@
 """Code shared by the commands that shard a model over processes."""
+
 import os
 import textwrap
 from collections.abc import Callable, Sequence
@@ -9,29 +10,57 @@ import click
 from benchmarks.harness.curves import Panel, draw_curves
 from benchmarks.harness.report import Rows, describe, machine, output_folder, table, write_json
 
-__all__ = ['MEMORY', 'difference_cell', 'meaning', 'memory_cells', 'peak', 'sharding_options',
-           'training', 'training_rows']
+__all__ = [
+    'MEMORY',
+    'difference_cell',
+    'meaning',
+    'memory_cells',
+    'peak',
+    'sharding_options',
+    'training',
+    'training_rows',
+]
 
 #: Titles of the columns of `memory_cells`.
 MEMORY = ['model, MiB', 'peak, MiB']
 
 
-def sharding_options(steps: int, processes: tuple[int, ...] = (1, 2, 4)
-                     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sharding_options(
+    steps: int, processes: tuple[int, ...] = (1, 2, 4)
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command with the options of all of them."""
     options = [
-        click.option('--processes', 'numbers', type=click.IntRange(1), multiple=True,
-                     default=processes, show_default=True, callback=_drop_repeated,
-                     help='How many share the model; may be given several times.'),
-        click.option('--steps', type=click.IntRange(1), default=steps, show_default=True,
-                     help='Steps that all take, in turn.'),
-        click.option('--output', default='results', show_default=True, metavar='DIR',
-                     help='Where the JSON file and the picture go.')]
+        click.option(
+            '--processes',
+            'numbers',
+            type=click.IntRange(1),
+            multiple=True,
+            default=processes,
+            show_default=True,
+            callback=_drop_repeated,
+            help='How many share the model; may be given several times.',
+        ),
+        click.option(
+            '--steps',
+            type=click.IntRange(1),
+            default=steps,
+            show_default=True,
+            help='Steps that all take, in turn.',
+        ),
+        click.option(
+            '--output',
+            default='results',
+            show_default=True,
+            metavar='DIR',
+            help='Where the JSON file and the picture go.',
+        ),
+    ]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):
             function = option(function)
         return function
+
     return decorate
 
 
@@ -41,14 +70,16 @@ def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tupl
 
 def memory_cells(row: dict[str, Any]) -> list[str]:
     """Return the cells of a row for the rank with the most memory."""
-    model = max(sum(rank[kind] for kind in ('parameters', 'gradients', 'optimizer'))
-                for rank in row['ranks'])
-    return [f'{size / 2 ** 20:.2f}' for size in (model, peak(row))]
+    model = max(
+        sum(rank[kind] for kind in ('parameters', 'gradients', 'optimizer'))
+        for rank in row['ranks']
+    )
+    return [f'{size / 2**20:.2f}' for size in (model, peak(row))]
 
 
 def difference_cell(row: dict[str, Any]) -> str:
     """Return the difference of losses from the plain model's."""
-    return f"{row['difference']:.0e}" if row['difference'] else '0'
+    return f'{row["difference"]:.0e}' if row['difference'] else '0'
 
 
 def peak(row: dict[str, Any]) -> int:
@@ -60,9 +91,16 @@ def peak(row: dict[str, Any]) -> int:
 def training_rows(rows: Sequence[dict[str, Any]]) -> Rows:
     """Return the header and the rows."""
     return ['', 'first loss', 'last loss', 'largest difference', 'ms per step', *MEMORY], [
-        [row['name'], f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}",
-         difference_cell(row), f"{row['seconds'] * 1e3:.1f}", *memory_cells(row)]
-        for row in rows]
+        [
+            row['name'],
+            f'{row["losses"][0]:.4f}',
+            f'{row["losses"][-1]:.4f}',
+            difference_cell(row),
+            f'{row["seconds"] * 1e3:.1f}',
+            *memory_cells(row),
+        ]
+        for row in rows
+    ]
 
 
 def training_panels(results: dict[str, Any]) -> list[Panel]:
@@ -70,15 +108,18 @@ def training_panels(results: dict[str, Any]) -> list[Panel]:
     losses, peaks = {}, {}
     for row in results['rows']:
         losses[row['name']] = range(len(row['losses'])), row['losses']
-        peaks[row['name']] = [len(row['ranks'])], [peak(row) / 2 ** 20]
+        peaks[row['name']] = [len(row['ranks'])], [peak(row) / 2**20]
     return [Panel('step', 'loss', losses), Panel('processes', 'peak, MiB per rank', peaks)]
 
 
 def meaning(results: dict[str, Any]) -> str:
     """Return an explanation of the figures."""
     load = results['load']
-    busy = '' if load is None else (
-        f' Before the run, the load average of the machine over one minute was {load:.1f}.')
+    busy = (
+        ''
+        if load is None
+        else (f' Before the run, the load average of the machine over one minute was {load:.1f}.')
+    )
     return (
         'The plain model uses layers of torch.nn in one process. The sharded models use layers of '
         'torchgpipe.shard. The command starts the given number of processes, which exchange '
@@ -86,12 +127,17 @@ def meaning(results: dict[str, Any]) -> str:
         'for a core. Times are medians of steps (forward, backward, optimizer), and all models '
         f'take their steps in turn.{busy} Model memory consists of parameters, gradients and '
         'optimizer state. Peak memory is the maximum over a step of the model memory and all '
-        'other live tensors. Both columns show the process with the largest value.')
+        'other live tensors. Both columns show the process with the largest value.'
+    )
 
 
-def training(name: str, output: str, measure: Callable[[], dict[str, Any]],
-             parts: Callable[[dict[str, Any]], Sequence[str | Rows]],
-             panels: Callable[[dict[str, Any]], Sequence[Panel]] = training_panels) -> None:
+def training(
+    name: str,
+    output: str,
+    measure: Callable[[], dict[str, Any]],
+    parts: Callable[[dict[str, Any]], Sequence[str | Rows]],
+    panels: Callable[[dict[str, Any]], Sequence[Panel]] = training_panels,
+) -> None:
     """Measure, and write tables, the JSON file and the pictures.
 
     Args:

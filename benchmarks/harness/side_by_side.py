@@ -7,6 +7,7 @@
     sharded over 2             step 1                 step 2
                                step 1                 step 2
 """
+
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import median
@@ -23,8 +24,14 @@ __all__ = ['PLAIN', 'side_by_side']
 PLAIN = 'plain'
 
 
-def side_by_side(make: Callable[..., Trainer], options: Any, numbers: Sequence[int], steps: int,
-                 name: str, tolerance: float) -> list[dict[str, Any]]:
+def side_by_side(
+    make: Callable[..., Trainer],
+    options: Any,
+    numbers: Sequence[int],
+    steps: int,
+    name: str,
+    tolerance: float,
+) -> list[dict[str, Any]]:
     """Train by the plain model, and sharded over each number of processes.
 
     Args:
@@ -57,15 +64,21 @@ def side_by_side(make: Callable[..., Trainer], options: Any, numbers: Sequence[i
     return rows
 
 
-def _row(name: str, steps: Sequence[Sequence[Step]], figures: Sequence[dict[str, Any]]
-         ) -> dict[str, Any]:
+def _row(
+    name: str, steps: Sequence[Sequence[Step]], figures: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     for ranks in steps:
         if len({step.loss for step in ranks}) > 1:
-            raise RuntimeError(f'{name}: these should be the same on all ranks, as each has the '
-                               f'whole loss: {[step.loss for step in ranks]}')
-    return {'name': name, 'losses': [ranks[0].loss for ranks in steps],
-            'seconds': median(seconds([step.span for step in ranks]) for ranks in steps),
-            'ranks': [*figures]}
+            raise RuntimeError(
+                f'{name}: these should be the same on all ranks, as each has the '
+                f'whole loss: {[step.loss for step in ranks]}'
+            )
+    return {
+        'name': name,
+        'losses': [ranks[0].loss for ranks in steps],
+        'seconds': median(seconds([step.span for step in ranks]) for ranks in steps),
+        'ranks': [*figures],
+    }
 
 
 def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float) -> float:
@@ -73,6 +86,8 @@ def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float
     differences = [abs(loss - other) for loss, other in zip(row['losses'], expected)]
     for step, (difference, loss) in enumerate(zip(differences, expected)):
         if not difference <= tolerance * max(map(abs, expected)):
-            raise RuntimeError(f"{row['name']}: the loss of step {step} should be {loss}, as that "
-                               f"of the plain model, but is {row['losses'][step]}")
+            raise RuntimeError(
+                f'{row["name"]}: the loss of step {step} should be {loss}, as that '
+                f'of the plain model, but is {row["losses"][step]}'
+            )
     return max(differences)

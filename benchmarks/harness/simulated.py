@@ -1,4 +1,5 @@
 """The simulated accelerator of the tests, as devices to measure on."""
+
 import click
 import torch
 
@@ -29,14 +30,16 @@ def load() -> list[torch.device]:
     """
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None and not is_simulated(other):
-        raise click.BadParameter(f'{SIMULATED!r}: there is one accelerator in a process, here '
-                                 f"'{other.type}'")
+        raise click.BadParameter(
+            f"{SIMULATED!r}: there is one accelerator in a process, here '{other.type}'"
+        )
     try:
         from tests import accelerator
     except ImportError:
         raise click.BadParameter(
             f'{SIMULATED!r} is the {NAME} of the tests, which are not here: run this in a '
-            'checkout of the sources') from None
+            'checkout of the sources'
+        ) from None
     try:
         accelerator.load()
     except RuntimeError as error:

@@ -8,6 +8,7 @@
 
 So the samples of a step follow from seed and step alone, and an epoch has each of them once.
 """
+
 import zlib
 from argparse import Namespace
 from functools import lru_cache
@@ -19,10 +20,10 @@ from torch import Tensor
 __all__ = ['digest_of', 'read', 'samples_at', 'starts_of']
 
 #: The number of tokens whose values are looked at before a training begins.
-_LOOKED_AT = 2 ** 22
+_LOOKED_AT = 2**22
 
 #: The most pieces of a file that its digest reads, and their length in tokens.
-_PIECES, _PIECE = 256, 2 ** 16
+_PIECES, _PIECE = 256, 2**16
 
 
 def read(config: Namespace) -> tuple[Tensor, Tensor]:
@@ -33,17 +34,19 @@ def read(config: Namespace) -> tuple[Tensor, Tensor]:
     """
     if config.mock_data:
         generator = torch.Generator().manual_seed(config.seed)
-        train, val = torch.randint(config.vocab_size, (2, 2 ** 18), generator=generator)
+        train, val = torch.randint(config.vocab_size, (2, 2**18), generator=generator)
     elif config.tokens:
         paths = [Path(config.tokens) / f'{part}.bin' for part in ('train', 'val')]
-        train, val = (torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.int16)
-                      for path in paths)
+        train, val = (
+            torch.from_file(str(path), size=path.stat().st_size // 2, dtype=torch.int16)
+            for path in paths
+        )
     else:
         size = Path(config.text).stat().st_size
         tokens = torch.from_file(config.text, size=size, dtype=torch.uint8)
-        train, val = tokens[:size * 9 // 10], tokens[size * 9 // 10:]
+        train, val = tokens[: size * 9 // 10], tokens[size * 9 // 10 :]
     for tokens in (train, val):
-        _check(tokens[:_LOOKED_AT].long() & 0xffff, config.vocab_size)
+        _check(tokens[:_LOOKED_AT].long() & 0xFFFF, config.vocab_size)
     return train, val
 
 
@@ -53,7 +56,7 @@ def digest_of(*parts: Tensor) -> int:
     for tokens in parts:
         step = max(_PIECE, len(tokens) // _PIECES)
         for start in (*range(0, len(tokens), step), max(0, len(tokens) - _PIECE)):
-            piece = tokens[start:start + _PIECE].contiguous()
+            piece = tokens[start : start + _PIECE].contiguous()
             digest = zlib.crc32(piece.view(torch.uint8).numpy(), digest)
     return digest
 
@@ -79,11 +82,15 @@ def starts_of(config: Namespace, tokens: int, step: int) -> Tensor:
     return torch.stack(starts).view(config.chunks, config.data, -1)
 
 
-def samples_at(config: Namespace, tokens: Tensor, starts: Tensor, device: torch.device
-               ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def samples_at(
+    config: Namespace, tokens: Tensor, starts: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Return inputs and targets of shape (N, block size); nothing if no sample starts."""
     if not len(starts):
         return None, None
-    x = torch.stack([tokens[k:k + config.block_size + 1] for k in starts.tolist()]).long() & 0xffff
+    x = (
+        torch.stack([tokens[k : k + config.block_size + 1] for k in starts.tolist()]).long()
+        & 0xFFFF
+    )
     _check(x, config.vocab_size)
     return x[:, :-1].to(device), x[:, 1:].to(device)

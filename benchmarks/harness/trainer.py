@@ -1,4 +1,5 @@
 """A worker that trains a model, step by step, and measures time and memory."""
+
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -29,9 +30,13 @@ class Trainer:
         clip: Changes the gradients of parameters, before the optimizer does its step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor],
-                 clip: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
-                 ) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[], Tensor],
+        clip: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None,
+    ) -> None:
         self.model = model
         self._optimizer = optimizer
         self._loss = loss

@@ -14,6 +14,7 @@ The lock belongs to an open file, which all ranks of a launch share. The system 
 the last of them has ended, however they end. So no lock is left behind, and no rank of an ended
 launch writes beside a new one.
 """
+
 import fcntl
 import json
 import os
@@ -99,10 +100,14 @@ class TrainingFolder:
                 file.seek(0)
                 raise click.UsageError(
                     f'{self.path} is in use by {file.read() or "another process"}: wait until '
-                    'that training has ended, or give another folder') from None
+                    'that training has ended, or give another folder'
+                ) from None
             except OSError as error:
-                click.echo(f'{self.path} has no lock ({error.strerror}): start no other training '
-                           'in it meanwhile', err=True)
+                click.echo(
+                    f'{self.path} has no lock ({error.strerror}): start no other training '
+                    'in it meanwhile',
+                    err=True,
+                )
             file.truncate(0)
             file.write(f'process {os.getpid()} on {socket.gethostname()}')
             file.flush()
@@ -126,7 +131,8 @@ class TrainingFolder:
             if checkpoints:
                 raise click.UsageError(
                     f'{self.path} has step-{checkpoints[-1]}, but no training.json, so it is not '
-                    'the folder of a training: give another folder')
+                    'the folder of a training: give another folder'
+                )
             return new_name()
         differences = []
         for name, value in training.items():
@@ -136,13 +142,17 @@ class TrainingFolder:
         if differences:
             raise click.UsageError(
                 f"{self.path} has another training's checkpoints ({'; '.join(differences)}): give "
-                'the options that it had, or another folder')
+                'the options that it had, or another folder'
+            )
         if checkpoints and not resume:
-            raise click.UsageError(f'{self.path} has checkpoints already: give --resume, or '
-                                   'another folder')
+            raise click.UsageError(
+                f'{self.path} has checkpoints already: give --resume, or another folder'
+            )
         if checkpoints and checkpoints[-1] > steps:
-            raise click.UsageError(f'{self.path} has step-{checkpoints[-1]}, but --steps is '
-                                   f'{steps}: give {checkpoints[-1]} steps or more')
+            raise click.UsageError(
+                f'{self.path} has step-{checkpoints[-1]}, but --steps is '
+                f'{steps}: give {checkpoints[-1]} steps or more'
+            )
         return str(saved.get('name', ''))
 
     def _read(self) -> dict[str, Any] | None:
@@ -154,8 +164,9 @@ class TrainingFolder:
         except (OSError, ValueError) as error:
             raise click.UsageError(f'cannot read {self._description}: {error}') from None
         if not isinstance(saved, dict):
-            raise click.UsageError(f'{self._description} does not describe a training: it is '
-                                   f'{json.dumps(saved)[:50]}')
+            raise click.UsageError(
+                f'{self._description} does not describe a training: it is {json.dumps(saved)[:50]}'
+            )
         return saved
 
     def describe(self, training: Mapping[str, Any]) -> None:
@@ -168,7 +179,7 @@ class TrainingFolder:
         """Rename a checkpoint that cannot be loaded, so that a new one can have its name."""
         number = 0
         while True:
-            path = self.path / f"step-{step}.damaged{number or ''}"
+            path = self.path / f'step-{step}.damaged{number or ""}'
             if not os.path.lexists(path):
                 break
             number += 1
@@ -194,4 +205,5 @@ class TrainingFolder:
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a path is a folder with the files of a checkpoint only."""
     return path.is_dir() and all(
-        file.name.startswith('.metadata') or file.suffix == '.distcp' for file in path.iterdir())
+        file.name.startswith('.metadata') or file.suffix == '.distcp' for file in path.iterdir()
+    )

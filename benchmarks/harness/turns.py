@@ -9,6 +9,7 @@
 Each worker numbers its own nodes. One thread runs the nodes of all partitions on the CPU, by these
 numbers; so partitions may alternate in backward at any node.
 """
+
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,9 @@ class Turns:
             self._handles += [
                 partition.register_forward_pre_hook(lambda _, args, j=j: self._enter(j, args)),
                 partition.register_forward_hook(
-                    lambda _, args, output, j=j: self._leave(j, output))]
+                    lambda _, args, output, j=j: self._leave(j, output)
+                ),
+            ]
 
     @property
     def owner(self) -> int | None:
@@ -59,7 +62,8 @@ class Turns:
     def _enter(self, j: int, args: Any) -> None:
         skips = [] if context.skips is None else [*context.skips.tensors.values()]
         self._local.__dict__.setdefault('stack', []).append(
-            (self.owner, producers(_tensors((args, skips)))))
+            (self.owner, producers(_tensors((args, skips))))
+        )
         self.give(j)
 
     def _leave(self, j: int, output: Any) -> None:

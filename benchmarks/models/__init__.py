@@ -2,6 +2,7 @@
 
 Transformers are plain modules, with a function each that makes layers of them.
 """
+
 from benchmarks.models.amoebanetd import amoebanetd
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet

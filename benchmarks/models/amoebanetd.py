@@ -24,6 +24,7 @@ does, whose parameter counts the GPipe paper has; the text of Real et al. says 4
 The first README of torchgpipe had other counts, from 89,745,302 for (6, 208) on: of an earlier
 builder, which was wrong.
 """
+
 from collections.abc import Callable
 
 import torch
@@ -35,11 +36,13 @@ States = tuple[Tensor, Tensor]
 Operation = Callable[[int, int], nn.Module]
 
 
-def _relu_conv_bn(a: int, b: int, kernel: tuple[int, int] = (1, 1),
-                  stride: tuple[int, int] = (1, 1)) -> nn.Sequential:
+def _relu_conv_bn(
+    a: int, b: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
+) -> nn.Sequential:
     padding = (kernel[0] // 2, kernel[1] // 2)
-    return nn.Sequential(nn.ReLU(), nn.Conv2d(a, b, kernel, stride, padding, bias=False),
-                         nn.BatchNorm2d(b))
+    return nn.Sequential(
+        nn.ReLU(), nn.Conv2d(a, b, kernel, stride, padding, bias=False), nn.BatchNorm2d(b)
+    )
 
 
 class FactorizedReduction(nn.Module):
@@ -77,34 +80,50 @@ def _conv_1x1(channels: int, stride: int) -> nn.Module:
 
 def _conv_3x3(channels: int, stride: int) -> nn.Module:
     quarter = channels // 4
-    return nn.Sequential(_relu_conv_bn(channels, quarter),
-                         _relu_conv_bn(quarter, quarter, (3, 3), (stride, stride)),
-                         _relu_conv_bn(quarter, channels))
+    return nn.Sequential(
+        _relu_conv_bn(channels, quarter),
+        _relu_conv_bn(quarter, quarter, (3, 3), (stride, stride)),
+        _relu_conv_bn(quarter, channels),
+    )
 
 
 def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
     quarter = channels // 4
-    return nn.Sequential(_relu_conv_bn(channels, quarter),
-                         _relu_conv_bn(quarter, quarter, (1, 7), (1, stride)),
-                         _relu_conv_bn(quarter, quarter, (7, 1), (stride, 1)),
-                         _relu_conv_bn(quarter, channels))
+    return nn.Sequential(
+        _relu_conv_bn(channels, quarter),
+        _relu_conv_bn(quarter, quarter, (1, 7), (1, stride)),
+        _relu_conv_bn(quarter, quarter, (7, 1), (stride, 1)),
+        _relu_conv_bn(quarter, channels),
+    )
 
 
 # (earlier state, operation), two for each of the states 2 to 6.
 NORMAL: list[tuple[int, Operation]] = [
-    (1, _conv_1x1), (1, _avg_pool_3x3),
-    (1, _none), (0, _conv_1x7_7x1),
-    (0, _conv_1x1), (0, _conv_1x7_7x1),
-    (2, _avg_pool_3x3), (2, _none),
-    (1, _avg_pool_3x3), (5, _conv_1x1)]
+    (1, _conv_1x1),
+    (1, _avg_pool_3x3),
+    (1, _none),
+    (0, _conv_1x7_7x1),
+    (0, _conv_1x1),
+    (0, _conv_1x7_7x1),
+    (2, _avg_pool_3x3),
+    (2, _none),
+    (1, _avg_pool_3x3),
+    (5, _conv_1x1),
+]
 NORMAL_OUTPUT = [0, 3, 4, 6]
 
 REDUCTION: list[tuple[int, Operation]] = [
-    (0, _max_pool_2x2), (0, _avg_pool_3x3),
-    (2, _none), (1, _conv_3x3),
-    (2, _conv_1x7_7x1), (2, _avg_pool_3x3),
-    (3, _none), (1, _max_pool_2x2),
-    (2, _avg_pool_3x3), (3, _conv_1x1)]
+    (0, _max_pool_2x2),
+    (0, _avg_pool_3x3),
+    (2, _none),
+    (1, _conv_3x3),
+    (2, _conv_1x7_7x1),
+    (2, _avg_pool_3x3),
+    (3, _none),
+    (1, _max_pool_2x2),
+    (2, _avg_pool_3x3),
+    (3, _conv_1x1),
+]
 REDUCTION_OUTPUT = [4, 5, 6]
 
 
@@ -133,8 +152,9 @@ class Cell(nn.Module):
         after_reduction: Whether the last cell did.
     """
 
-    def __init__(self, last: int, before: int, channels: int, reduction: bool,
-                 after_reduction: bool) -> None:
+    def __init__(
+        self, last: int, before: int, channels: int, reduction: bool, after_reduction: bool
+    ) -> None:
         super().__init__()
         self.last = _relu_conv_bn(last, channels)
         self.before: nn.Module = nn.Identity()
@@ -142,11 +162,13 @@ class Cell(nn.Module):
             self.before = FactorizedReduction(before, channels)
         elif before != channels:
             self.before = _relu_conv_bn(before, channels)
-        operations, self.output = (REDUCTION, REDUCTION_OUTPUT) if reduction \
-            else (NORMAL, NORMAL_OUTPUT)
+        operations, self.output = (
+            (REDUCTION, REDUCTION_OUTPUT) if reduction else (NORMAL, NORMAL_OUTPUT)
+        )
         self.indices = [index for index, _ in operations]
-        self.operations = nn.ModuleList([
-            make(channels, 2 if reduction and index < 2 else 1) for index, make in operations])
+        self.operations = nn.ModuleList(
+            [make(channels, 2 if reduction and index < 2 else 1) for index, make in operations]
+        )
 
     def forward(self, input: States) -> States:
         last, before = input
@@ -170,8 +192,9 @@ class Classifier(nn.Module):
         return self.fc(self.flatten(self.pool(input[0])))
 
 
-def amoebanetd(num_classes: int = 1000, num_layers: int = 18, num_filters: int = 208
-               ) -> nn.Sequential:
+def amoebanetd(
+    num_classes: int = 1000, num_layers: int = 18, num_filters: int = 208
+) -> nn.Sequential:
     """Make an AmoebaNet-D (L, D) for images of shape ``(batch, 3, 224, 224)``.
 
     Args:
@@ -186,8 +209,10 @@ def amoebanetd(num_classes: int = 1000, num_layers: int = 18, num_filters: int =
         ValueError: ``num_layers`` is not divisible by 3, or ``num_filters`` not by 16.
     """
     if num_layers % 3 or num_filters % 16:
-        raise ValueError('num_layers must be divisible by 3 and num_filters by 16, but they are '
-                         f'{num_layers} and {num_filters}')
+        raise ValueError(
+            'num_layers must be divisible by 3 and num_filters by 16, but they are '
+            f'{num_layers} and {num_filters}'
+        )
     channels = num_filters // 4
     layers: list[nn.Module] = [Stem(channels)]
     last = before = channels

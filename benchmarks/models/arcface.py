@@ -3,6 +3,7 @@
 The score of a class is 64 times the cosine of the angle between the features and the direction of
 the class. In training, 0.5 is added to the angle of the target class alone.
 """
+
 from math import cos, pi, sin
 
 import torch
@@ -13,7 +14,7 @@ import torchgpipe.shard as ts
 
 __all__ = ['ArcFace', 'ShardedArcFace']
 
-SCALE, MARGIN = 64., .5
+SCALE, MARGIN = 64.0, 0.5
 
 
 class ArcFace(nn.Module):
@@ -73,5 +74,6 @@ def _with_margin(cosines: Tensor, target: Tensor, classes: Tensor) -> Tensor:
     # Where the cosine is 1, the angle has no gradient.
     more = (own.clamp(-1 + 1e-7, 1 - 1e-7).acos() + MARGIN).cos()
     # From π on, a larger angle would be a better one. So there it is the cosine that is lowered.
-    return cosines.index_put(places, torch.where(
-        own > cos(pi - MARGIN), more, own - MARGIN * sin(MARGIN)))
+    return cosines.index_put(
+        places, torch.where(own > cos(pi - MARGIN), more, own - MARGIN * sin(MARGIN))
+    )

@@ -6,6 +6,7 @@ shard of them is some heads, with all that these need::
     as papers write them        q0 q1 q2 …   k0 k1 k2 …   v0 v1 v2 …
     here                        q0 k0 v0   q1 k1 v1   q2 k2 v2 …
 """
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,9 +31,11 @@ def heads_of(x: Tensor, *sizes: int) -> Tensor:
     """
     each = torch.Size(sizes).numel()
     if x.size(-1) % each:
-        raise ValueError(f'{x.size(-1)} features are {x.size(-1) / each:.2f} heads of {each}, and '
-                         'have to be whole ones: the number of heads is divisible by that of the '
-                         'ranks along the tensor axis')
+        raise ValueError(
+            f'{x.size(-1)} features are {x.size(-1) / each:.2f} heads of {each}, and '
+            'have to be whole ones: the number of heads is divisible by that of the '
+            'ranks along the tensor axis'
+        )
     return x.unflatten(-1, (-1, *sizes))
 
 

@@ -4,6 +4,7 @@ GPT-2 is of Radford et al., "Language Models are Unsupervised Multitask Learners
 parameters have the names of transformers. minGPT (https://github.com/karpathy/minGPT) is the same
 with a head of its own. There is no dropout, so that numbers can be compared.
 """
+
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,9 +16,21 @@ from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.sequential import from_stages
 from torchgpipe.shard.nn import Experts
 
-__all__ = ['GPT', 'GPT2', 'MINGPT', 'Block', 'Embedding', 'Mixture', 'Sizes',
-           'from_hugging_face', 'init_gpt2', 'layers', 'layers_with_experts', 'score',
-           'tensor_plan']
+__all__ = [
+    'GPT',
+    'GPT2',
+    'MINGPT',
+    'Block',
+    'Embedding',
+    'Mixture',
+    'Sizes',
+    'from_hugging_face',
+    'init_gpt2',
+    'layers',
+    'layers_with_experts',
+    'score',
+    'tensor_plan',
+]
 
 
 class Sizes(NamedTuple):
@@ -41,16 +54,20 @@ class Sizes(NamedTuple):
 
 
 #: The sizes that were published, by the names of transformers.
-GPT2 = {'gpt2': Sizes(),
-        'gpt2-medium': Sizes(width=1024, heads=16, depth=24),
-        'gpt2-large': Sizes(width=1280, heads=20, depth=36),
-        'gpt2-xl': Sizes(width=1600, heads=25, depth=48)}
+GPT2 = {
+    'gpt2': Sizes(),
+    'gpt2-medium': Sizes(width=1024, heads=16, depth=24),
+    'gpt2-large': Sizes(width=1280, heads=20, depth=36),
+    'gpt2-xl': Sizes(width=1600, heads=25, depth=48),
+}
 
 #: Sizes that only minGPT has.
-MINGPT = {'gopher-44m': Sizes(width=512, heads=16, depth=8, tied=False),
-          'gpt-mini': Sizes(width=192, heads=6, depth=6, tied=False),
-          'gpt-micro': Sizes(width=128, heads=4, depth=4, tied=False),
-          'gpt-nano': Sizes(width=48, heads=3, depth=3, tied=False)}
+MINGPT = {
+    'gopher-44m': Sizes(width=512, heads=16, depth=8, tied=False),
+    'gpt-mini': Sizes(width=192, heads=6, depth=6, tied=False),
+    'gpt-micro': Sizes(width=128, heads=4, depth=4, tied=False),
+    'gpt-nano': Sizes(width=48, heads=3, depth=3, tied=False),
+}
 
 
 class Embedding(nn.Embedding):
@@ -108,11 +125,14 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict({
-            'wte': Embedding(sizes.vocabulary, sizes.width),
-            'wpe': Embedding(sizes.context, sizes.width),
-            'h': nn.ModuleList(Block(sizes) for _ in range(sizes.depth)),
-            'ln_f': nn.LayerNorm(sizes.width)})
+        self.transformer = nn.ModuleDict(
+            {
+                'wte': Embedding(sizes.vocabulary, sizes.width),
+                'wpe': Embedding(sizes.context, sizes.width),
+                'h': nn.ModuleList(Block(sizes) for _ in range(sizes.depth)),
+                'ln_f': nn.LayerNorm(sizes.width),
+            }
+        )
         self.lm_head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         if sizes.tied:
             self.lm_head.weight = self.transformer.wte.weight
@@ -198,8 +218,9 @@ def layers_with_experts(sizes: Sizes, experts: int) -> nn.Sequential:
                      0 ─────── + ──────────────── ▶ ──▶ auxiliary    (N, T)
     """
     embed, score = layers(GPT(sizes._replace(depth=0)))
-    return nn.Sequential(First(embed), *(Mixture(sizes, experts) for _ in range(sizes.depth)),
-                         Last(score))
+    return nn.Sequential(
+        First(embed), *(Mixture(sizes, experts) for _ in range(sizes.depth)), Last(score)
+    )
 
 
 def init_gpt2(module: nn.Module, depth: int) -> None:
@@ -209,11 +230,11 @@ def init_gpt2(module: nn.Module, depth: int) -> None:
     residual stream are smaller by the square root of their number, ``2 * depth``.
     """
     if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=.02)
+        nn.init.normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, (Attention, MLP)):  # after the modules in it
-        nn.init.normal_(module.c_proj.weight, std=.02 / (2 * depth) ** .5)
+        nn.init.normal_(module.c_proj.weight, std=0.02 / (2 * depth) ** 0.5)
 
 
 def tensor_plan() -> dict[str, Any]:
@@ -221,10 +242,13 @@ def tensor_plan() -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    return {'*.wte': RowwiseParallel(input_layouts=Replicate()),
-            '*.c_attn': ColwiseParallel(), '*.c_fc': ColwiseParallel(),
-            '*.c_proj': RowwiseParallel(),
-            '*lm_head': ColwiseParallel(output_layouts=Replicate())}
+    return {
+        '*.wte': RowwiseParallel(input_layouts=Replicate()),
+        '*.c_attn': ColwiseParallel(),
+        '*.c_fc': ColwiseParallel(),
+        '*.c_proj': RowwiseParallel(),
+        '*lm_head': ColwiseParallel(output_layouts=Replicate()),
+    }
 
 
 def from_hugging_face(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Wang and Komatsuzaki, "GPT-J-6B: A 6 Billion Parameter Autoregressive Language M
 "RoFormer", 2021 (arXiv 2104.09864). Its parameters have the names of transformers. By default it
 has the published size: 6,050,882,784 parameters.
 """
+
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +62,9 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads_of(linear(x), self.size)
-                   for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            heads_of(linear(x), self.size) for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y: Tensor = self.out_proj(attend(turned(q, self.rotary), turned(k, self.rotary), v, True))
         return y
 
@@ -100,10 +102,13 @@ class GPTJ(nn.Module):
 
     def __init__(self, sizes: Sizes = Sizes()) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict({
-            'wte': Embedding(sizes.vocabulary, sizes.width),
-            'h': nn.ModuleList(Block(sizes) for _ in range(sizes.depth)),
-            'ln_f': nn.LayerNorm(sizes.width)})
+        self.transformer = nn.ModuleDict(
+            {
+                'wte': Embedding(sizes.vocabulary, sizes.width),
+                'h': nn.ModuleList(Block(sizes) for _ in range(sizes.depth)),
+                'ln_f': nn.LayerNorm(sizes.width),
+            }
+        )
         self.lm_head = nn.Linear(sizes.width, sizes.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -116,8 +121,9 @@ class GPTJ(nn.Module):
 def layers(model: Any) -> nn.Sequential:
     """Return the layers of a GPT-J in a row: the embedding, each block, the head."""
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
-    return from_stages(model, [model.transformer.wte, *model.transformer.h, score], tokens,
-                       check_sample=False)
+    return from_stages(
+        model, [model.transformer.wte, *model.transformer.h, score], tokens, check_sample=False
+    )
 
 
 def tensor_plan() -> dict[str, Any]:
@@ -125,7 +131,11 @@ def tensor_plan() -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    return {'*.wte': RowwiseParallel(input_layouts=Replicate()),
-            '*.[qkv]_proj': ColwiseParallel(), '*.fc_in': ColwiseParallel(),
-            '*.out_proj': RowwiseParallel(), '*.fc_out': RowwiseParallel(),
-            '*lm_head': ColwiseParallel(output_layouts=Replicate())}
+    return {
+        '*.wte': RowwiseParallel(input_layouts=Replicate()),
+        '*.[qkv]_proj': ColwiseParallel(),
+        '*.fc_in': ColwiseParallel(),
+        '*.out_proj': RowwiseParallel(),
+        '*.fc_out': RowwiseParallel(),
+        '*lm_head': ColwiseParallel(output_layouts=Replicate()),
+    }

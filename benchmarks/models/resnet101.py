@@ -55,8 +55,12 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
     Returns:
         370 layers; with 1,000 classes 44,549,160 parameters. Stride 2 is on the 3×3 convolution.
     """
-    layers: list[nn.Module] = [nn.Conv2d(3, WIDTH, 7, stride=2, padding=3, bias=False),
-                               nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, WIDTH, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
     channels = WIDTH
     for stage, blocks in enumerate(STAGES):
         planes = WIDTH << stage
@@ -76,11 +80,20 @@ def _bottleneck(channels: int, planes: int, stride: int) -> list[nn.Module]:
     out = planes * EXPANSION
     downsample = None
     if stride != 1 or channels != out:
-        downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False),
-                                   nn.BatchNorm2d(out))
+        downsample = nn.Sequential(
+            nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+        )
     block = Namespace()
-    return [Identity().isolate(block),
-            nn.Conv2d(channels, planes, 1, bias=False), nn.BatchNorm2d(planes), nn.ReLU(),
-            nn.Conv2d(planes, planes, 3, stride, 1, bias=False), nn.BatchNorm2d(planes), nn.ReLU(),
-            nn.Conv2d(planes, out, 1, bias=False), nn.BatchNorm2d(out),
-            Residual(downsample).isolate(block), nn.ReLU()]
+    return [
+        Identity().isolate(block),
+        nn.Conv2d(channels, planes, 1, bias=False),
+        nn.BatchNorm2d(planes),
+        nn.ReLU(),
+        nn.Conv2d(planes, planes, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(planes),
+        nn.ReLU(),
+        nn.Conv2d(planes, out, 1, bias=False),
+        nn.BatchNorm2d(out),
+        Residual(downsample).isolate(block),
+        nn.ReLU(),
+    ]

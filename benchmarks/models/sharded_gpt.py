@@ -13,6 +13,7 @@ values::
 All ranks of the group read the same batch. Norms and positions are whole on each. They stay equal,
 because their gradients are equal by construction.
 """
+
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -32,8 +33,10 @@ def sharded_gpt(sizes: Sizes) -> GPT:
     """
     ranks = ts.distributed.get_group_size()
     if sizes.heads % ranks:
-        raise ValueError(f'{sizes.heads} heads cannot be shared by {ranks} processes: each '
-                         'has as many, and whole ones')
+        raise ValueError(
+            f'{sizes.heads} heads cannot be shared by {ranks} processes: each '
+            'has as many, and whole ones'
+        )
     model = GPT(sizes)
     for pattern, style in tensor_plan().items():
         for name, layer in [*model.named_modules()]:
@@ -47,8 +50,12 @@ def sharded_gpt(sizes: Sizes) -> GPT:
 def _sharded(layer: nn.Module, columns: bool) -> nn.Module:
     """Return this rank's part of a layer."""
     if isinstance(layer, nn.Embedding):
-        return ts.nn.ParallelEmbedding(layer.num_embeddings, layer.embedding_dim,
-                                       _weight=layer.weight, dim=1 if columns else 0)
+        return ts.nn.ParallelEmbedding(
+            layer.num_embeddings,
+            layer.embedding_dim,
+            _weight=layer.weight,
+            dim=1 if columns else 0,
+        )
     found = ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=1 if columns else 0)
     if not columns:  # The tensor between two layers has lost its tag.
         tag = ts.nn.RegisterParallelDim(-1)

@@ -1,4 +1,5 @@
 """Stacks of equal cells, so that nothing but a schedule decides how well partitions do."""
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,8 +23,9 @@ class Stack(NamedTuple):
     def build(self, cells: int, depth: int) -> nn.Sequential:
         """Make a number of cells of ``depth`` layers each, the same ones whenever it is called."""
         torch.manual_seed(0)
-        return nn.Sequential(*[nn.Sequential(*[self.layer() for _ in range(depth)])
-                               for _ in range(cells)])
+        return nn.Sequential(
+            *[nn.Sequential(*[self.layer() for _ in range(depth)]) for _ in range(cells)]
+        )
 
     def data(self, chunks: int) -> tuple[Tensor, Tensor]:
         """Return an input and a target of so many micro-batches, the same ones each time."""
@@ -47,5 +49,10 @@ def perceptron(width: int, rows: int) -> Stack:
 STACKS = {
     'mlp': perceptron(512, 256),
     'convolutional': Stack(lambda: _rectified(nn.Conv2d(32, 32, 3, padding=1)), (8, 32, 24, 24)),
-    'transformer': Stack(lambda: nn.TransformerEncoderLayer(
-        128, 4, 512, dropout=0., batch_first=True, norm_first=True), (4, 64, 128))}
+    'transformer': Stack(
+        lambda: nn.TransformerEncoderLayer(
+            128, 4, 512, dropout=0.0, batch_first=True, norm_first=True
+        ),
+        (4, 64, 128),
+    ),
+}

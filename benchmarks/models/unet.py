@@ -51,8 +51,13 @@ class PopAndConcatenate(Skippable):
         return torch.cat((x, skip), dim=1)
 
 
-def unet(depth: int = 5, num_convs: int = 5, base_channels: int = 64, input_channels: int = 3,
-         output_channels: int = 1) -> nn.Sequential:
+def unet(
+    depth: int = 5,
+    num_convs: int = 5,
+    base_channels: int = 64,
+    input_channels: int = 3,
+    output_channels: int = 1,
+) -> nn.Sequential:
     """Make a U-Net for images of shape ``(batch, input_channels, height, width)``.
 
     Args:
@@ -71,20 +76,33 @@ def unet(depth: int = 5, num_convs: int = 5, base_channels: int = 64, input_chan
     layers: list[nn.Module] = []
     for i, level in enumerate(levels):
         channels = input_channels if i == 0 else c << (i - 1)
-        layers += [*_stack(channels, c << i, c << i, num_convs), Stash().isolate(level),
-                   nn.MaxPool2d(2)]
+        layers += [
+            *_stack(channels, c << i, c << i, num_convs),
+            Stash().isolate(level),
+            nn.MaxPool2d(2),
+        ]
     bottom = c << (depth - 1)
     layers += _stack(bottom, 2 * bottom, bottom, num_convs)
     for i, level in reversed([*enumerate(levels)]):
         half = (c << i) // 2
-        layers += [nn.Upsample(scale_factor=2), PopAndConcatenate().isolate(level),
-                   *_stack(c << (i + 1), half, half, num_convs)]
+        layers += [
+            nn.Upsample(scale_factor=2),
+            PopAndConcatenate().isolate(level),
+            *_stack(c << (i + 1), half, half, num_convs),
+        ]
     layers.append(nn.Conv2d(c // 2, output_channels, 1, bias=False))
     return nn.Sequential(*layers)
 
 
 def _stack(channels: int, mid: int, out: int, num_convs: int) -> list[nn.Module]:
     widths = [channels, *[mid] * (num_convs - 1), out]
-    return [layer for a, b in zip(widths, widths[1:]) for layer in (
-        nn.Conv2d(a, b, 3, padding=1, bias=False), nn.Dropout2d(0.1), nn.InstanceNorm2d(b),
-        nn.LeakyReLU(0.01))]
+    return [
+        layer
+        for a, b in zip(widths, widths[1:])
+        for layer in (
+            nn.Conv2d(a, b, 3, padding=1, bias=False),
+            nn.Dropout2d(0.1),
+            nn.InstanceNorm2d(b),
+            nn.LeakyReLU(0.01),
+        )
+    ]

@@ -3,6 +3,7 @@
 Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020 (arXiv 2010.11929).
 Its parameters have the names of timm. There is no dropout, so that numbers can be compared.
 """
+
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -132,8 +133,9 @@ def score(model: Any, x: Tensor) -> Tensor:
 
 def layers(model: Any) -> nn.Sequential:
     """Return the layers of a vision transformer: patches, each block, the head."""
-    images = torch.zeros(1, 3, model.image, model.image, device=model.pos_embed.device,
-                         dtype=model.pos_embed.dtype)
+    images = torch.zeros(
+        1, 3, model.image, model.image, device=model.pos_embed.device, dtype=model.pos_embed.dtype
+    )
     return from_stages(model, [embed, *model.blocks, score], images, check_sample=False)
 
 
@@ -142,9 +144,13 @@ def tensor_plan() -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    return {'*.qkv': ColwiseParallel(), '*.fc1': ColwiseParallel(),
-            '*.attn.proj': RowwiseParallel(), '*.fc2': RowwiseParallel(),
-            '*head': ColwiseParallel(output_layouts=Replicate())}
+    return {
+        '*.qkv': ColwiseParallel(),
+        '*.fc1': ColwiseParallel(),
+        '*.attn.proj': RowwiseParallel(),
+        '*.fc2': RowwiseParallel(),
+        '*head': ColwiseParallel(output_layouts=Replicate()),
+    }
 
 
 def from_timm(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 Steps come from schedules that are simulated, times from ``timeline.json``. One file serves
 light and dark pages: nothing has a background, words are grey, and colours lie halfway.
 """
+
 import json
 import sys
 from html import escape
@@ -33,16 +34,20 @@ class Picture:
     def box(self, x, y, width, height, colour, label=''):
         """Draw a filled box with a white label."""
         self._grow(x + width, y + height)
-        self.shapes.append(f"<rect x='{x:.1f}' y='{y:.1f}' width='{width - 1:.1f}' "
-                           f"height='{height - 1:.1f}' rx='2' fill='{colour}'/>")
+        self.shapes.append(
+            f"<rect x='{x:.1f}' y='{y:.1f}' width='{width - 1:.1f}' "
+            f"height='{height - 1:.1f}' rx='2' fill='{colour}'/>"
+        )
         if label:
             self.words(x + (width - 1) / 2, y + height / 2 + 3.5, label, 'middle', '#fff', 10.5)
 
     def words(self, x, y, text, anchor='start', colour=WORDS, size=11.5):
         """Write a line."""
         self._grow(x, y + 4)
-        self.shapes.append(f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}' "
-                           f"text-anchor='{anchor}'>{escape(text)}</text>")
+        self.shapes.append(
+            f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{colour}' "
+            f"text-anchor='{anchor}'>{escape(text)}</text>"
+        )
 
     def path(self, points, colour=LINE, width=1, arrow=False):
         """Draw a line through points, with an arrow at its end if wanted."""
@@ -50,20 +55,25 @@ class Picture:
             self._grow(x, y)
         d = 'M' + ' L'.join(f'{x:.1f} {y:.1f}' for x, y in points)
         end = " marker-end='url(#arrow)'" if arrow else ''
-        self.shapes.append(f"<path d='{d}' fill='none' stroke='{colour}' "
-                           f"stroke-width='{width}'{end}/>")
+        self.shapes.append(
+            f"<path d='{d}' fill='none' stroke='{colour}' stroke-width='{width}'{end}/>"
+        )
 
     def svg(self):
         """Return the file."""
         width, height = self.width + 4, self.height + 4
-        arrow = (f"<defs><marker id='arrow' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='6' "
-                 f"markerHeight='6' orient='auto'><path d='M0 0 L8 4 L0 8 z' fill='{WORDS}'/>"
-                 '</marker></defs>')
-        return ("<svg xmlns='http://www.w3.org/2000/svg' "
-                f"viewBox='0 0 {width:.0f} {height:.0f}' "
-                f"width='{width * 1.6:.0f}' role='img' {FONT}>"
-                f'<title>{escape(self.title)}</title>\n'
-                f'{arrow}\n' + '\n'.join(self.shapes) + '\n</svg>\n')
+        arrow = (
+            f"<defs><marker id='arrow' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='6' "
+            f"markerHeight='6' orient='auto'><path d='M0 0 L8 4 L0 8 z' fill='{WORDS}'/>"
+            '</marker></defs>'
+        )
+        return (
+            "<svg xmlns='http://www.w3.org/2000/svg' "
+            f"viewBox='0 0 {width:.0f} {height:.0f}' "
+            f"width='{width * 1.6:.0f}' role='img' {FONT}>"
+            f'<title>{escape(self.title)}</title>\n'
+            f'{arrow}\n' + '\n'.join(self.shapes) + '\n</svg>\n'
+        )
 
 
 def plain_call(m, n, forward=1, backward=2):
@@ -75,8 +85,14 @@ def step(picture, top, m, n, unit, forward=1, backward=2, left=50, label='{}{}')
     """Draw a training step; return the place of its end."""
     simulated = plain_call(m, n, forward, backward)
     for j, (_, kind, i), start, end in simulated.actions:
-        picture.box(left + unit * start, top + 24 * j, unit * (end - start), 24, COLOURS[kind],
-                    label.format(kind, i))
+        picture.box(
+            left + unit * start,
+            top + 24 * j,
+            unit * (end - start),
+            24,
+            COLOURS[kind],
+            label.format(kind, i),
+        )
     for j in range(n):
         picture.words(0, top + 24 * j + 16, f'cuda:{j}')
     return left + unit * simulated.seconds
@@ -114,7 +130,7 @@ def fraction():
     def at(m, part):
         return left + (m - 1) / (largest - 1) * width, top + height * (1 - part)
 
-    for part in (0, .25, .5, .75, 1):
+    for part in (0, 0.25, 0.5, 0.75, 1):
         picture.path([at(1, part), at(largest, part)])
         picture.words(left - 5, at(1, part)[1] + 4, f'{part:.0%}', 'end')
     for m in (1, 4, 8, 16, 32):
@@ -140,8 +156,11 @@ def checkpointing():
             kept = kind == 'F' and i >= stop
             picture.box(x, top + 18, unit * length, 22, COLOURS[kind], f'{kind}{i}')
             for level in range(held + (kind != 'B')):
-                picture.path([(x, top + 46 + 5 * level),
-                              (x + unit * length, top + 46 + 5 * level)], WORDS, 4)
+                picture.path(
+                    [(x, top + 46 + 5 * level), (x + unit * length, top + 46 + 5 * level)],
+                    WORDS,
+                    4,
+                )
             held += {'F': kept, 'R': 1, 'B': -1}[kind]
             x += unit * length
     return picture
@@ -164,8 +183,9 @@ def timeline():
     left, scale = 40, 340 / max(cell[4] for cell in data['cells'])
     for kind, i, j, start, end in data['cells']:
         width = (end - start) * scale + 1
-        picture.box(left + start * scale, 26 * j, width, 26, COLOURS[kind],
-                    str(i) if width > 8 else '')
+        picture.box(
+            left + start * scale, 26 * j, width, 26, COLOURS[kind], str(i) if width > 8 else ''
+        )
     for j in range(n):
         picture.words(0, 26 * j + 17, f'sim:{j}')
     low = 26 * n
@@ -177,7 +197,7 @@ def timeline():
     for k, (kind, name) in enumerate((('F', 'forward'), ('R', 'recompute'), ('B', 'backward'))):
         picture.box(left + 110 * k, low + 32, 12, 12, COLOURS[kind])
         picture.words(left + 110 * k + 18, low + 42, name)
-    share = f"{data['utilisation']:.0%}"
+    share = f'{data["utilisation"]:.0%}'
     picture.words(left, low + 62, f'{n} simulated accelerators at work for {share} of the time')
     return picture
 
@@ -186,17 +206,27 @@ def schedules():
     """Draw schedules as they are simulated: backward takes as long as two forwards."""
     picture = Picture('The schedules of eight micro-batches on four devices')
     devices, m, unit, left, height = 4, 8, 9, 50, 18
-    for row, name in enumerate(('gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'v-half',
-                                'v-min')):
+    for row, name in enumerate(
+        ('gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min')
+    ):
         v = 2 if name in ('interleaved', *V_SHAPED) else 1
         stage = StageCosts(forward=1 / v, backward=2 / v, activation_bytes=1 / v)
         step = simulate(make(name, devices, m), Costs([stage] * (devices * v)))
         top = row * (devices * height + 36)
-        picture.words(0, top + 11, f'{name}: bubble {step.bubble:.0%}, '
-                      f'{max(step.peak_bytes):g} micro-batches alive')
+        picture.words(
+            0,
+            top + 11,
+            f'{name}: bubble {step.bubble:.0%}, {max(step.peak_bytes):g} micro-batches alive',
+        )
         for device, (_, kind, i), start, end in step.actions:
-            picture.box(left + start * unit, top + 18 + device * height, (end - start) * unit,
-                        height, COLOURS[kind], str(i) if v == 1 else '')
+            picture.box(
+                left + start * unit,
+                top + 18 + device * height,
+                (end - start) * unit,
+                height,
+                COLOURS[kind],
+                str(i) if v == 1 else '',
+            )
         for device in range(devices):
             picture.words(0, top + 31 + device * height, f'cuda:{device}')
     return picture
@@ -221,12 +251,14 @@ def memory():
     schedule = make('gpipe', n, m)
     never = StageCosts(1.0, 2.0, activation_bytes=8)
     always = StageCosts(1.0, 2.0, activation_bytes=8, output_bytes=1, recomputed=m)
-    steps = {'never': simulate(schedule, Costs([never] * n)),
-             'always': simulate(schedule.recomputing([m] * n), Costs([always] * n))}
+    steps = {
+        'never': simulate(schedule, Costs([never] * n)),
+        'always': simulate(schedule.recomputing([m] * n), Costs([always] * n)),
+    }
     span = max(step.seconds for step in steps.values())
     most = max(step.peak_bytes[0] for step in steps.values())
 
-    for part in (0, .5, 1):
+    for part in (0, 0.5, 1):
         y = top + height * (1 - part)
         picture.path([(left, y), (left + width, y)])
         picture.words(left - 5, y + 4, f'{part:.0%}', 'end')
@@ -234,8 +266,10 @@ def memory():
         points, last = [], 0.0
         for second, bytes in (*steps[mode].bytes[0], (steps[mode].seconds, 0.0)):
             x = left + width * second / span
-            points += [(x, top + height * (1 - last / most)),
-                       (x, top + height * (1 - bytes / most))]
+            points += [
+                (x, top + height * (1 - last / most)),
+                (x, top + height * (1 - bytes / most)),
+            ]
             last = bytes
         picture.path(points, COLOURS[colour], 2)
         picture.box(left + 150 * k, top + height + 24, 12, 12, COLOURS[colour])
@@ -256,18 +290,28 @@ def mesh():
             y = top + 44 * tensor
             for pipe, x in enumerate((left, right)):
                 rank = 4 * data + 2 * pipe + tensor
-                picture.box(x, y, size, height, COLOURS['FR'[pipe]],
-                            f'rank {rank}: stage {pipe}, part {tensor}')
-            picture.path([(left + size + 2, y + 15), (right - 3, y + 15)], COLOURS['B'], 1.5,
-                         arrow=True)
+                picture.box(
+                    x,
+                    y,
+                    size,
+                    height,
+                    COLOURS['FR'[pipe]],
+                    f'rank {rank}: stage {pipe}, part {tensor}',
+                )
+            picture.path(
+                [(left + size + 2, y + 15), (right - 3, y + 15)], COLOURS['B'], 1.5, arrow=True
+            )
         for x in (left, right):
             picture.path([(x + 80, top + height), (x + 80, top + 44)], COLOURS['W'], 3)
     for x in (left, right):
         picture.path([(x + 125, 24 + 44 + height), (x + 125, 24 + 132)], WORDS, 1.5)
-    for k, (colour, text) in enumerate((
+    for k, (colour, text) in enumerate(
+        (
             (COLOURS['W'], 'tensor: activations within each layer, on the fastest links'),
             (COLOURS['B'], 'pipe: activations of each micro-batch, and their gradients'),
-            (WORDS, 'data: gradients once per step, on the slowest links'))):
+            (WORDS, 'data: gradients once per step, on the slowest links'),
+        )
+    ):
         y = 250 + 18 * k
         picture.path([(left, y), (left + 20, y)], colour, 3 if k == 0 else 1.5)
         picture.words(left + 28, y + 4, text)

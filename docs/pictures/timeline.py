@@ -2,6 +2,7 @@
 
 Of several steps the one with the median duration is kept.
 """
+
 import json
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def measure():
     torch.manual_seed(0)
     devices = load()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(len(devices) * DEPTH)])
-    model = GPipe(model, [DEPTH] * len(devices), devices=devices, chunks=CHUNKS,
-                  checkpoint='always')
+    model = GPipe(
+        model, [DEPTH] * len(devices), devices=devices, chunks=CHUNKS, checkpoint='always'
+    )
     x = torch.randn(CHUNKS * ROWS, WIDTH).to(devices[0])
     steps = []
     for _ in range(STEPS):
@@ -33,8 +35,10 @@ def measure():
             model(x).sum().backward()
         steps.append(timeline)
     timeline = sorted(steps, key=lambda step: step.seconds)[STEPS // 2]
-    cells = [[kind, i, j, round(start * 1e3, 3), round(end * 1e3, 3)]
-             for _, (j, kind, i), start, end in timeline.actions]
+    cells = [
+        [kind, i, j, round(start * 1e3, 3), round(end * 1e3, 3)]
+        for _, (j, kind, i), start, end in timeline.actions
+    ]
     return {'utilisation': round(timeline.utilisation, 3), 'cells': cells}
 
 

@@ -7,6 +7,7 @@ that runs kernels of the CPU later, in their order; see ``csrc`` for the rest.
 Events with timing measure the time of devices that have a core each, and never wait for the host.
 A kernel takes the time for which its thread computes, or a given time.
 """
+
 import atexit
 from contextlib import contextmanager
 
@@ -15,9 +16,22 @@ import torch
 from tests.accelerator.build import extension, reason
 from tests.accelerator.module import make, on
 
-__all__ = ['clear_races', 'detection', 'is_available', 'is_loaded', 'is_ordered', 'load',
-           'no_race', 'on', 'races', 'reason', 'set_copy_time', 'set_delays', 'set_memory_limit',
-           'sleep']
+__all__ = [
+    'clear_races',
+    'detection',
+    'is_available',
+    'is_loaded',
+    'is_ordered',
+    'load',
+    'no_race',
+    'on',
+    'races',
+    'reason',
+    'set_copy_time',
+    'set_delays',
+    'set_memory_limit',
+    'sleep',
+]
 
 _loaded = None
 

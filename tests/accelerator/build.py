@@ -1,4 +1,5 @@
 """Build the simulated accelerator's C++, once for each state of its sources."""
+
 import hashlib
 import importlib.util
 import os
@@ -76,6 +77,7 @@ def _build(library):
     import fcntl
 
     from torch.utils.cpp_extension import load
+
     library.parent.mkdir(parents=True, exist_ok=True)
     with open(library.parent / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, others wait
@@ -83,7 +85,12 @@ def _build(library):
             return
         # Beside its place, and moved there when it is whole, should this process be ended.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            load(NAME, [str(source) for source in sorted(SOURCES.glob('*.cpp'))],
-                 extra_cflags=FLAGS, build_directory=folder, is_python_module=False,
-                 is_standalone=False)
+            load(
+                NAME,
+                [str(source) for source in sorted(SOURCES.glob('*.cpp'))],
+                extra_cflags=FLAGS,
+                build_directory=folder,
+                is_python_module=False,
+                is_standalone=False,
+            )
             os.replace(Path(folder, library.name), library)

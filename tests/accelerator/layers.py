@@ -1,4 +1,5 @@
 """Layers of programs for the simulated accelerator."""
+
 import threading
 
 import torch

@@ -1,4 +1,5 @@
 """The device module ``torch.sim``, the counterpart of ``torch.cuda``."""
+
 import types
 from contextlib import contextmanager, nullcontext
 
@@ -80,8 +81,9 @@ def _streams(extension):
 
     def default_stream(device=None):
         current = torch.accelerator.current_stream(_index(device))
-        return torch.Stream(stream_id=0, device_index=current.device_index,
-                            device_type=current.device_type)
+        return torch.Stream(
+            stream_id=0, device_index=current.device_index, device_type=current.device_type
+        )
 
     def set_stream(stream):
         torch.accelerator.set_stream(stream)
@@ -105,8 +107,15 @@ def _streams(extension):
 
 
 def _memory(extension):
-    names = ['memory_allocated', 'max_memory_allocated', 'memory_reserved', 'max_memory_reserved',
-             'reset_peak_memory_stats', 'memory_stats', 'empty_cache']
+    names = [
+        'memory_allocated',
+        'max_memory_allocated',
+        'memory_reserved',
+        'max_memory_reserved',
+        'reset_peak_memory_stats',
+        'memory_stats',
+        'empty_cache',
+    ]
     return {name: getattr(torch.accelerator, name) for name in names}
 
 

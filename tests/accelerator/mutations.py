@@ -3,6 +3,7 @@
 Each comes with the program that detects it: by a race, a wrong number, an error, or by actions
 that are no longer concurrent.
 """
+
 import ast
 import inspect
 import textwrap
@@ -78,134 +79,299 @@ def where_copies(name, wait):
 WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_stream, next_stream)'
 
 # In backward the later one of two nodes on a tensor comes first.
-RECOMPUTE_LATER = ('''output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)
+RECOMPUTE_LATER = (
+    """output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)
             self._tie(i, j, output, recomputation)
-''', '''self._tie(i, j, output, recomputation)
+""",
+    """self._tie(i, j, output, recomputation)
             output[:] = mutated(_wait(self._streams[j], self._copy_streams[j][i], output))
-''')
+""",
+)
 
-MUTATIONS = [Mutation(*mutation) for mutation in [
-    # Copies
-    (streams.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
-    (streams.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
-    (streams.copy_tensor, 'record_stream(tensor, source)', P.training),
-    (streams.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
-    (streams.Copy.forward, 'current_stream(get_device(next_stream))', P.without_grad,
-     'mutated(next_stream)'),
-    (streams.Copy.forward, 'current_stream(get_device(next_stream))', P.side_streams_without_grad,
-     'mutated.default(get_device(next_stream))'),
-    (streams.Copy.forward, 'current_stream(get_device(prev_stream))',
-     P.a_hook_gives_another_gradient, 'mutated.default(get_device(prev_stream))'),
-    (streams.Copy.backward, 'ctx.prev_compute', P.a_hook_gives_another_gradient,
-     'mutated(prev_stream)'),
-
-    # Waits: of the compute stream for an arrival, and of a copy stream before a departure
-    (streams.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
-    (streams.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
-    (streams.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
-    (streams.Wait.backward, WAIT_BACK, P.steps_by_a_schedule,
-     where_copies('next_stream', WAIT_BACK)),
-    (plain_call._wait, 'Wait.apply(prev_stream, next_stream, *tensors)', P.training,
-     'mutated(tensors)'),
-    (plain_call.PlainCall._bring, '_wait(self._copy_streams[j][i], self._streams[j], tensors)',
-     P.training, 'mutated(tensors)'),
-    (plain_call.PlainCall._send, '_wait(self._streams[j], self._copy_streams[j][i], output)',
-     P.training, 'mutated(output)'),
-    (streams.wait_stream, 'as_accelerator(source).wait_stream(as_accelerator(target))',
-     P.training),
-    (streams.wait_stream, 'as_accelerator(target).synchronize()', P.the_host_waits),
-    (streams.record_stream, 'tensor.record_stream(as_accelerator(stream))', P.training),
-
-    # The streams on which cells and copies run
-    (run.Run.__init__, 'current_stream(partition.device)',
-     P.side_streams_without_grad, 'mutated.default(partition.device)'),
-    (plain_call.PlainCall._copy, 'use_stream(self._streams[prev_j])',
-     P.copies_know_who_reads_the_gradient),
-    (plain_call.PlainCall._act_here, 'use_stream(self._streams[action.stage])',
-     P.side_streams_without_grad),
-    (plain_call.PlainCall._run_in_order, 'use_stream(self._streams[j])',
-     P.layers_make_tensors),
-    (run.Run.__init__, 'engine.workers.copy_streams(partition.device, len(batches))',
-     P.copies_overlap_with_computation,
-     'mutated([current_stream(partition.device)] * len(batches))'),
-    (plain_call.PlainCall._copy, 'self._copy_streams[prev_j][i], self._copy_streams[next_j][i]',
-     P.copies_overlap_with_computation,
-     'mutated(self._streams[prev_j]), self._streams[next_j]'),
-    (workers.Workers.copy_streams, 'new_stream(device)', P.copies_overlap_with_computation,
-     'mutated((streams or [new_stream(device)])[0])'),
-    (streams.new_stream, 'torch.Stream(device)', P.copies_overlap_with_computation,
-     'mutated(current_stream(device))'),
-    (streams.current_stream, 'torch.accelerator.current_stream(device)',
-     P.side_streams_without_grad, 'mutated.default(device)'),
-    (streams.use_device, 'torch.accelerator.device_index(device.index)', P.layers_are_profiled),
-    (streams._Current.__enter__, 'torch.accelerator.current_device_index()', P.layers_make_tensors,
-     'mutated(self._stream.device.index)'),
-    (streams._Current.__enter__, 'torch.accelerator.current_stream(self._stream.device)',
-     P.without_grad, 'mutated(self._stream)'),
-    (streams._Current.__enter__, 'torch.accelerator.set_stream(self._stream)',
-     P.copies_overlap_with_computation),
-    (streams._Current.__exit__, 'torch.accelerator.set_stream(self._before)', P.without_grad),
-    (streams._Current.__exit__, 'torch.accelerator.set_device_index(self._device)',
-     P.layers_make_tensors),
-
-    # Inputs that wait on the host
-    (streams.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
-    (streams.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
-    (streams.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
-    (streams.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
-    (streams.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
-    (streams.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
-    (workers.Workers.host_stream, 'new_stream(device)', P.inputs_go_and_come_beside_cells,
-     'mutated(torch.sim.default_stream(device))'),
-
-    # Tensors that partitions share
-    (shared.SharedTensors._copy, 'current_stream(tensor.device)',
-     P.parameters_are_shared_without_grad, 'mutated.default(tensor.device)'),
-    (shared.SharedTensors._copy, 'current_stream(device)',
-     P.parameters_are_shared_without_grad, 'mutated.default(device)'),
-    (shared.SharedTensors._copy, '_apply(Wait, home, leaving, tensor)', P.parameters_are_shared,
-     'mutated(tensor)'),
-    (shared.SharedTensors._copy, '_apply(Wait, arriving, there, ', P.parameters_are_shared,
-     'mutated('),
-    (shared.SharedTensors._return_late, 'put_last(partition.j, phony)',
-     P.devices_do_not_wait_for_what_is_shared),
-    (shared.SharedTensors._copy_stream,
-     'self._engine.workers.copy_streams(device, self._m + 1)[-1]',
-     P.devices_do_not_wait_for_what_is_shared, 'mutated(current_stream(device))'),
-    (shared.SharedTensors._end, 'wait_stream(current_stream(device), self._copy_stream(device))',
-     P.parameters_are_shared_without_grad),
-    (shared.SharedTensors._end, 'current_stream(device)', P.parameters_are_shared_without_grad,
-     'mutated.default(device)'),
-
-    # Steps by a schedule
-    (scheduled.Step._act, 'use_stream(self._streams[j])', P.steps_by_a_schedule),
-    (scheduled.Step._carry, 'wait_stream(self._streams[j], self._copy_streams[j][i])',
-     P.steps_by_a_schedule),
-    (scheduled.Step._carry, 'Wait.apply(CPUStream, CPUStream, *tensors)',
-     P.steps_with_a_change_in_place, 'mutated(tensors)'),
-    (scheduled.Step._copied, 'self._streams[j]', P.steps_of_a_frozen_start,
-     'mutated(next_stream)'),
-    (scheduled.Step._send, 'Wait.apply(stream, departure, *output)', P.steps_by_a_schedule,
-     'mutated(output)'),
-    (scheduled.Step._send_back, 'wait_stream(next_stream, self._streams[j])',
-     P.steps_by_a_schedule),
-    (scheduled.Step._send_back, 'self._streams[prev_j]', P.steps_of_a_frozen_start,
-     'mutated(prev_stream)'),
-
-    # Backward: recomputations, samples, and the nodes on the way
-    (run.Run.__init__, 'partition.lock_alone), stream,', P.gradients_accumulate_on_side_streams,
-     'partition.lock_alone), mutated.default(partition.device),'),
-    (recomputation.Recomputation._run_again, 'use_stream(self._stream)',
-     P.recomputations_overlap_with_what_comes_before),
-    (recomputation.Recomputation._run_again, 'use_stream(self._stream)', P.hooks_pack_inputs),
-    (plain_call._recompute, 'output.device',
-     P.recomputations_overlap_with_what_comes_before, 'mutated(torch.device("cpu"))'),
-    (samples._event, 'torch.accelerator.current_stream(device).record_event()',
-     P.samples_from_another_device, 'mutated(torch.Event(device))'),
-    (samples._event, 'torch.accelerator.current_stream(device)',
-     P.samples_from_another_device, 'mutated(torch.accelerator.current_stream())'),
-    (plain_call.PlainCall._send, 'use_stream(self._copy_streams[j][i])',
-     P.recomputations_overlap_with_what_comes_before),
-    (plain_call.PlainCall._send, RECOMPUTE_LATER[0],
-     P.recomputations_overlap_with_what_comes_before, RECOMPUTE_LATER[1]),
-]]
+MUTATIONS = [
+    Mutation(*mutation)
+    for mutation in [
+        # Copies
+        (streams.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
+        (streams.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
+        (streams.copy_tensor, 'record_stream(tensor, source)', P.training),
+        (streams.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
+        (
+            streams.Copy.forward,
+            'current_stream(get_device(next_stream))',
+            P.without_grad,
+            'mutated(next_stream)',
+        ),
+        (
+            streams.Copy.forward,
+            'current_stream(get_device(next_stream))',
+            P.side_streams_without_grad,
+            'mutated.default(get_device(next_stream))',
+        ),
+        (
+            streams.Copy.forward,
+            'current_stream(get_device(prev_stream))',
+            P.a_hook_gives_another_gradient,
+            'mutated.default(get_device(prev_stream))',
+        ),
+        (
+            streams.Copy.backward,
+            'ctx.prev_compute',
+            P.a_hook_gives_another_gradient,
+            'mutated(prev_stream)',
+        ),
+        # Waits: of the compute stream for an arrival, and of a copy stream before a departure
+        (streams.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
+        (streams.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
+        (streams.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
+        (
+            streams.Wait.backward,
+            WAIT_BACK,
+            P.steps_by_a_schedule,
+            where_copies('next_stream', WAIT_BACK),
+        ),
+        (
+            plain_call._wait,
+            'Wait.apply(prev_stream, next_stream, *tensors)',
+            P.training,
+            'mutated(tensors)',
+        ),
+        (
+            plain_call.PlainCall._bring,
+            '_wait(self._copy_streams[j][i], self._streams[j], tensors)',
+            P.training,
+            'mutated(tensors)',
+        ),
+        (
+            plain_call.PlainCall._send,
+            '_wait(self._streams[j], self._copy_streams[j][i], output)',
+            P.training,
+            'mutated(output)',
+        ),
+        (
+            streams.wait_stream,
+            'as_accelerator(source).wait_stream(as_accelerator(target))',
+            P.training,
+        ),
+        (streams.wait_stream, 'as_accelerator(target).synchronize()', P.the_host_waits),
+        (streams.record_stream, 'tensor.record_stream(as_accelerator(stream))', P.training),
+        # The streams on which cells and copies run
+        (
+            run.Run.__init__,
+            'current_stream(partition.device)',
+            P.side_streams_without_grad,
+            'mutated.default(partition.device)',
+        ),
+        (
+            plain_call.PlainCall._copy,
+            'use_stream(self._streams[prev_j])',
+            P.copies_know_who_reads_the_gradient,
+        ),
+        (
+            plain_call.PlainCall._act_here,
+            'use_stream(self._streams[action.stage])',
+            P.side_streams_without_grad,
+        ),
+        (
+            plain_call.PlainCall._run_in_order,
+            'use_stream(self._streams[j])',
+            P.layers_make_tensors,
+        ),
+        (
+            run.Run.__init__,
+            'engine.workers.copy_streams(partition.device, len(batches))',
+            P.copies_overlap_with_computation,
+            'mutated([current_stream(partition.device)] * len(batches))',
+        ),
+        (
+            plain_call.PlainCall._copy,
+            'self._copy_streams[prev_j][i], self._copy_streams[next_j][i]',
+            P.copies_overlap_with_computation,
+            'mutated(self._streams[prev_j]), self._streams[next_j]',
+        ),
+        (
+            workers.Workers.copy_streams,
+            'new_stream(device)',
+            P.copies_overlap_with_computation,
+            'mutated((streams or [new_stream(device)])[0])',
+        ),
+        (
+            streams.new_stream,
+            'torch.Stream(device)',
+            P.copies_overlap_with_computation,
+            'mutated(current_stream(device))',
+        ),
+        (
+            streams.current_stream,
+            'torch.accelerator.current_stream(device)',
+            P.side_streams_without_grad,
+            'mutated.default(device)',
+        ),
+        (
+            streams.use_device,
+            'torch.accelerator.device_index(device.index)',
+            P.layers_are_profiled,
+        ),
+        (
+            streams._Current.__enter__,
+            'torch.accelerator.current_device_index()',
+            P.layers_make_tensors,
+            'mutated(self._stream.device.index)',
+        ),
+        (
+            streams._Current.__enter__,
+            'torch.accelerator.current_stream(self._stream.device)',
+            P.without_grad,
+            'mutated(self._stream)',
+        ),
+        (
+            streams._Current.__enter__,
+            'torch.accelerator.set_stream(self._stream)',
+            P.copies_overlap_with_computation,
+        ),
+        (streams._Current.__exit__, 'torch.accelerator.set_stream(self._before)', P.without_grad),
+        (
+            streams._Current.__exit__,
+            'torch.accelerator.set_device_index(self._device)',
+            P.layers_make_tensors,
+        ),
+        # Inputs that wait on the host
+        (streams.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
+        (streams.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+        (streams.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
+        (streams.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+        (streams.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
+        (streams.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
+        (
+            workers.Workers.host_stream,
+            'new_stream(device)',
+            P.inputs_go_and_come_beside_cells,
+            'mutated(torch.sim.default_stream(device))',
+        ),
+        # Tensors that partitions share
+        (
+            shared.SharedTensors._copy,
+            'current_stream(tensor.device)',
+            P.parameters_are_shared_without_grad,
+            'mutated.default(tensor.device)',
+        ),
+        (
+            shared.SharedTensors._copy,
+            'current_stream(device)',
+            P.parameters_are_shared_without_grad,
+            'mutated.default(device)',
+        ),
+        (
+            shared.SharedTensors._copy,
+            '_apply(Wait, home, leaving, tensor)',
+            P.parameters_are_shared,
+            'mutated(tensor)',
+        ),
+        (
+            shared.SharedTensors._copy,
+            '_apply(Wait, arriving, there, ',
+            P.parameters_are_shared,
+            'mutated(',
+        ),
+        (
+            shared.SharedTensors._return_late,
+            'put_last(partition.j, phony)',
+            P.devices_do_not_wait_for_what_is_shared,
+        ),
+        (
+            shared.SharedTensors._copy_stream,
+            'self._engine.workers.copy_streams(device, self._m + 1)[-1]',
+            P.devices_do_not_wait_for_what_is_shared,
+            'mutated(current_stream(device))',
+        ),
+        (
+            shared.SharedTensors._end,
+            'wait_stream(current_stream(device), self._copy_stream(device))',
+            P.parameters_are_shared_without_grad,
+        ),
+        (
+            shared.SharedTensors._end,
+            'current_stream(device)',
+            P.parameters_are_shared_without_grad,
+            'mutated.default(device)',
+        ),
+        # Steps by a schedule
+        (scheduled.Step._act, 'use_stream(self._streams[j])', P.steps_by_a_schedule),
+        (
+            scheduled.Step._carry,
+            'wait_stream(self._streams[j], self._copy_streams[j][i])',
+            P.steps_by_a_schedule,
+        ),
+        (
+            scheduled.Step._carry,
+            'Wait.apply(CPUStream, CPUStream, *tensors)',
+            P.steps_with_a_change_in_place,
+            'mutated(tensors)',
+        ),
+        (
+            scheduled.Step._copied,
+            'self._streams[j]',
+            P.steps_of_a_frozen_start,
+            'mutated(next_stream)',
+        ),
+        (
+            scheduled.Step._send,
+            'Wait.apply(stream, departure, *output)',
+            P.steps_by_a_schedule,
+            'mutated(output)',
+        ),
+        (
+            scheduled.Step._send_back,
+            'wait_stream(next_stream, self._streams[j])',
+            P.steps_by_a_schedule,
+        ),
+        (
+            scheduled.Step._send_back,
+            'self._streams[prev_j]',
+            P.steps_of_a_frozen_start,
+            'mutated(prev_stream)',
+        ),
+        # Backward: recomputations, samples, and the nodes on the way
+        (
+            run.Run.__init__,
+            'partition.lock_alone), stream,',
+            P.gradients_accumulate_on_side_streams,
+            'partition.lock_alone), mutated.default(partition.device),',
+        ),
+        (
+            recomputation.Recomputation._run_again,
+            'use_stream(self._stream)',
+            P.recomputations_overlap_with_what_comes_before,
+        ),
+        (recomputation.Recomputation._run_again, 'use_stream(self._stream)', P.hooks_pack_inputs),
+        (
+            plain_call._recompute,
+            'output.device',
+            P.recomputations_overlap_with_what_comes_before,
+            'mutated(torch.device("cpu"))',
+        ),
+        (
+            samples._event,
+            'torch.accelerator.current_stream(device).record_event()',
+            P.samples_from_another_device,
+            'mutated(torch.Event(device))',
+        ),
+        (
+            samples._event,
+            'torch.accelerator.current_stream(device)',
+            P.samples_from_another_device,
+            'mutated(torch.accelerator.current_stream())',
+        ),
+        (
+            plain_call.PlainCall._send,
+            'use_stream(self._copy_streams[j][i])',
+            P.recomputations_overlap_with_what_comes_before,
+        ),
+        (
+            plain_call.PlainCall._send,
+            RECOMPUTE_LATER[0],
+            P.recomputations_overlap_with_what_comes_before,
+            RECOMPUTE_LATER[1],
+        ),
+    ]
+]

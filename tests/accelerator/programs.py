@@ -4,6 +4,7 @@ Each compares with the unwrapped model, or checks which events may not wait for 
 race detector. They copy numbers to the CPU at their end only, because that waits for all earlier
 kernels.
 """
+
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,9 @@ class Pair:
 
     def __init__(self, model, balance, devices=FOUR, mode='always', chunks=3, **options):
         self.model = copy.deepcopy(model)
-        self.gpipe = GPipe(model, balance, devices=devices, chunks=chunks, checkpoint=mode,
-                           **options)
+        self.gpipe = GPipe(
+            model, balance, devices=devices, chunks=chunks, checkpoint=mode, **options
+        )
         self.outputs = []
 
     def forward(self):
@@ -60,15 +62,23 @@ class Pair:
             expected = self.model(x)
             expected.square().sum().backward()
             _, actual = self.gpipe.step(
-                x.to(self.gpipe.devices[0]), None, lambda output, _: output.square().sum(),
-                normalizer=1, return_output=True, **options)
+                x.to(self.gpipe.devices[0]),
+                None,
+                lambda output, _: output.square().sum(),
+                normalizer=1,
+                return_output=True,
+                **options,
+            )
             self.outputs.append((expected.detach(), actual))
 
     def check(self):
         """Compare outputs and gradients."""
         expected, actual = zip(*self.outputs)
-        assert_same([*(y.cpu() for y in actual), *gradients(self.gpipe)],
-                    [*expected, *gradients(self.model)], 1e-9)
+        assert_same(
+            [*(y.cpu() for y in actual), *gradients(self.gpipe)],
+            [*expected, *gradients(self.model)],
+            1e-9,
+        )
 
 
 @contextmanager
@@ -152,15 +162,17 @@ def backward_in_another_thread(mode='except_last'):
 
 def micro_batches_share_a_tensor(mode='except_last'):
     """Copy one tensor for each micro-batch, and sum up its gradients."""
-    pair = Pair(nn.Sequential(AddTable(), AddTable(), AddTable(), First()).double(), [1, 1, 2],
-                mode=mode)
+    pair = Pair(
+        nn.Sequential(AddTable(), AddTable(), AddTable(), First()).double(), [1, 1, 2], mode=mode
+    )
     x, table = torch.randn(7, WIDTH).double(), torch.randn(WIDTH).double().requires_grad_()
     there = table.detach().to('sim:0').requires_grad_()
     for _ in range(2):
         pair.model[1:](pair.model[0](x, table * 2)).square().sum().backward()
         pair.gpipe(x.to('sim:0'), NoChunk(there * 2)).square().sum().backward()
-    assert_same([there.grad.cpu(), *gradients(pair.gpipe)],
-                [table.grad, *gradients(pair.model)], 1e-9)
+    assert_same(
+        [there.grad.cpu(), *gradients(pair.gpipe)], [table.grad, *gradients(pair.model)], 1e-9
+    )
 
 
 def hooks_pack_inputs(mode='always'):
@@ -225,8 +237,9 @@ def steps_of_a_frozen_start():
 def steps_make_tensors():
     """Let layers find their device current."""
     for devices in (['sim:2', 'sim:2'], ['sim:1', 'sim:2']):
-        pair = Pair(nn.Sequential(Shift(WIDTH, WIDTH), Shift(WIDTH, WIDTH)).double(), [1, 1],
-                    devices)
+        pair = Pair(
+            nn.Sequential(Shift(WIDTH, WIDTH), Shift(WIDTH, WIDTH)).double(), [1, 1], devices
+        )
         pair.step()
         pair.check()
 
@@ -244,8 +257,8 @@ def a_hook_gives_another_gradient():
 
         x, losses = torch.ones(1, device='sim:0', requires_grad=True), []
         for _ in range(3):
-            y, = Wait.apply(compute[0], copies[0], x * 1)
-            y, = Copy.apply(*copies, y)
+            (y,) = Wait.apply(compute[0], copies[0], x * 1)
+            (y,) = Copy.apply(*copies, y)
             y.grad_fn.register_hook(double)
             losses += Wait.apply(copies[1], compute[1], y)
         for loss in losses:
@@ -259,8 +272,9 @@ def copies_know_who_reads_the_gradient():
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
         gpipe = GPipe(nn.Sequential(*layers), [1, 1, 1], chunks=2)
         output = gpipe(torch.rand(2, WIDTH, device='sim:0'))
-        readers = {node.prev_compute for node in nodes(output)
-                   if isinstance(node, Copy._backward_cls)}
+        readers = {
+            node.prev_compute for node in nodes(output) if isinstance(node, Copy._backward_cls)
+        }
         assert readers == {torch.accelerator.current_stream(device) for device in range(2)}
 
 
@@ -274,8 +288,9 @@ def only_a_skip_has_a_gradient(mode='except_last'):
 def outputs_in_two_places():
     """Recompute each micro-batch once, in the device's thread and not in the CPU's."""
     layer = TwoPlaces()
-    gpipe = GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), [1, 1], chunks=4,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), [1, 1], chunks=4, checkpoint='always'
+    )
     a, b = gpipe(torch.rand(4, WIDTH, device='sim:0'))
     (a.sum() + b.cpu().sum()).backward()
     assert len(layer.recomputed_in) == 4 and threading.get_ident() not in layer.recomputed_in
@@ -294,16 +309,16 @@ def samples_from_another_device():
 def layers_make_tensors():
     """Let layers find their device current, and the caller's be current afterwards."""
     for devices in (['sim:2', 'sim:2'], ['sim:1', 'sim:2']):
-        pair = Pair(nn.Sequential(Shift(WIDTH, WIDTH), Shift(WIDTH, WIDTH)).double(), [1, 1],
-                    devices)
+        pair = Pair(
+            nn.Sequential(Shift(WIDTH, WIDTH), Shift(WIDTH, WIDTH)).double(), [1, 1], devices
+        )
         pair.train()
         pair.check()
         assert torch.accelerator.current_device_index() == 0
 
 
 def layers_are_profiled():
-    """Let layers find the device current on which they are profiled, and the caller's be current.
-    """
+    """Let layers find the device current on which they are profiled, and the caller's be current."""
     profile(nn.Sequential(Shift(WIDTH, WIDTH)), torch.rand(4, WIDTH), device='sim:2', timeout=0)
     assert torch.accelerator.current_device_index() == 0
 
@@ -315,7 +330,7 @@ def the_host_waits():
         x = torch.ones(3, device='sim:0', requires_grad=True)
         accelerator.sleep(10000)
         y = x.to('cpu', non_blocking=True)
-    y, = Wait.apply(stream, CPUStream, y)
+    (y,) = Wait.apply(stream, CPUStream, y)
     assert y.tolist() == [1, 1, 1]
 
 
@@ -421,18 +436,38 @@ def inputs_go_and_come_beside_cells():
 
 
 #: Those that are run in each checkpoint mode.
-IN_MODES = [training, partitions_share_devices, devices_and_the_cpu,
-            gradients_accumulate_on_side_streams, backward_in_another_thread,
-            only_a_skip_has_a_gradient, micro_batches_share_a_tensor, hooks_pack_inputs,
-            inputs_wait_on_the_host, parameters_are_shared, steps_by_a_schedule,
-            steps_through_virtual_stages]
+IN_MODES = [
+    training,
+    partitions_share_devices,
+    devices_and_the_cpu,
+    gradients_accumulate_on_side_streams,
+    backward_in_another_thread,
+    only_a_skip_has_a_gradient,
+    micro_batches_share_a_tensor,
+    hooks_pack_inputs,
+    inputs_wait_on_the_host,
+    parameters_are_shared,
+    steps_by_a_schedule,
+    steps_through_virtual_stages,
+]
 
-OTHERS = [without_grad, side_streams_without_grad, a_hook_gives_another_gradient,
-          copies_know_who_reads_the_gradient,
-          outputs_in_two_places,
-          samples_from_another_device, layers_make_tensors, the_host_waits,
-          copies_overlap_with_computation, recomputations_overlap_with_what_comes_before,
-          inputs_go_and_come_beside_cells, parameters_are_shared_without_grad,
-          devices_do_not_wait_for_what_is_shared, steps_with_a_change_in_place,
-          steps_make_tensors, copies_of_a_step_overlap_with_computation,
-          recomputations_of_a_step_overlap_with_what_comes_before, steps_of_a_frozen_start]
+OTHERS = [
+    without_grad,
+    side_streams_without_grad,
+    a_hook_gives_another_gradient,
+    copies_know_who_reads_the_gradient,
+    outputs_in_two_places,
+    samples_from_another_device,
+    layers_make_tensors,
+    the_host_waits,
+    copies_overlap_with_computation,
+    recomputations_overlap_with_what_comes_before,
+    inputs_go_and_come_beside_cells,
+    parameters_are_shared_without_grad,
+    devices_do_not_wait_for_what_is_shared,
+    steps_with_a_change_in_place,
+    steps_make_tensors,
+    copies_of_a_step_overlap_with_computation,
+    recomputations_of_a_step_overlap_with_what_comes_before,
+    steps_of_a_frozen_start,
+]

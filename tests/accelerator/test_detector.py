@@ -1,4 +1,5 @@
 """The race detector: it reports every race, every time, and nothing else."""
+
 import pytest
 import torch
 
@@ -63,14 +64,14 @@ def test_missing_record_stream():
 
 
 def test_report_says_what_and_where():
-    report, = reports(lambda: two_streams(waits=False))
+    (report,) = reports(lambda: two_streams(waits=False))
     assert 'aten::mul reads on sim:0 stream' in report
     assert 'aten::fill_ writes on sim:0 stream' in report
     assert report.count(f'{__file__}:') == 2 and report.count('in two_streams') == 2
 
 
 def test_report_of_freed_memory():
-    report, = reports(lambda: two_streams(records=False))
+    (report,) = reports(lambda: two_streams(records=False))
     assert 'the next owner of memory that was freed writes on sim:0 stream' in report
     assert 'aten::mul reads on sim:0 stream' in report
 
@@ -122,6 +123,7 @@ def test_two_readers_are_right():
             with on(stream):
                 x + 1
             x.record_stream(stream)
+
     assert not reports(program)
 
 
@@ -135,6 +137,7 @@ def test_slices(low):
             x[low:].mul_(2)
         x[:5].mul_(2)
         x.record_stream(stream)
+
     assert bool(reports(program)) == (low == 4)
 
 
@@ -148,6 +151,7 @@ def test_write_after_read():
         x.mul_(2)
         x.record_stream(stream)
         return y
+
     assert reports(program)
 
 
@@ -156,6 +160,7 @@ def test_copy_between_devices_is_ordered():
         x = torch.ones(10, device='sim:0')
         y = (x * 2).to('sim:1') + 1
         return y.to('sim:0') + x
+
     assert count(program) == 0
 
 
@@ -165,6 +170,7 @@ def test_autograd_is_ordered():
         y = (x @ x).to('sim:1')
         (y.tanh() @ y).to('sim:0').sum().backward()
         return x.grad.cpu()
+
     assert count(program) == 0
 
 
@@ -173,6 +179,7 @@ def test_freed_with_pending_reader_of_its_own_stream():
         for _ in range(5):
             x = torch.ones(10, device='sim:0')
             x + 1
+
     assert not reports(program)
 
 
@@ -188,6 +195,7 @@ def test_wait_after_it_was_freed_is_enough():
         a.wait_stream(b)
         with on(a):
             torch.ones(10, device='sim:0')
+
     assert not reports(program)
 
 

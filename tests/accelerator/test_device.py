@@ -1,4 +1,5 @@
 """The simulated accelerator: it computes the CPU's results asynchronously, as CUDA does."""
+
 import copy
 import io
 import pickle
@@ -41,21 +42,36 @@ def test_accelerator():
 
 
 def test_tensors():
-    x = torch.arange(12.).view(3, 4)
+    x = torch.arange(12.0).view(3, 4)
     y = x.to('sim:1')
     assert y.device == torch.device('sim:1') and not y.is_cpu and y.is_sim
-    for function in (lambda t: t.t()[1:] * 2, lambda t: t.unfold(1, 2, 1).sum(-1), torch.cumsum,
-                     lambda t: t[t > 5], lambda t: torch.cat([t, t.flip(0)]), torch.nonzero,
-                     lambda t: t.reshape(4, 3).softmax(0), lambda t: t.expand(2, 3, 4) + 1,
-                     lambda t: torch.view_as_real(t.to(torch.cfloat)), lambda t: t[[0, 2]],
-                     lambda t: t.view(torch.int32), lambda t: torch.stack(t.split(1)),
-                     lambda t: t.sort(descending=True)[1], lambda t: t.unique(),
-                     lambda t: t[torch.tensor([1, 0])], lambda t: t + torch.tensor(2.),
-                     lambda t: t.new_zeros(2).resize_(3, 2).fill_(1), lambda t: t.std(),
-                     lambda t: t.chunk(2)[1].mean(0), lambda t: t.clone().t_().contiguous(),
-                     lambda t: torch.einsum('ij,kj->ik', t, t), lambda t: t.masked_fill(t > 3, 0),
-                     lambda t: torch.complex(t, t).conj() * 2, lambda t: t._neg_view().clone(),
-                     lambda t: t[2, 2] / 13 * 0.9 * 0.9):
+    for function in (
+        lambda t: t.t()[1:] * 2,
+        lambda t: t.unfold(1, 2, 1).sum(-1),
+        torch.cumsum,
+        lambda t: t[t > 5],
+        lambda t: torch.cat([t, t.flip(0)]),
+        torch.nonzero,
+        lambda t: t.reshape(4, 3).softmax(0),
+        lambda t: t.expand(2, 3, 4) + 1,
+        lambda t: torch.view_as_real(t.to(torch.cfloat)),
+        lambda t: t[[0, 2]],
+        lambda t: t.view(torch.int32),
+        lambda t: torch.stack(t.split(1)),
+        lambda t: t.sort(descending=True)[1],
+        lambda t: t.unique(),
+        lambda t: t[torch.tensor([1, 0])],
+        lambda t: t + torch.tensor(2.0),
+        lambda t: t.new_zeros(2).resize_(3, 2).fill_(1),
+        lambda t: t.std(),
+        lambda t: t.chunk(2)[1].mean(0),
+        lambda t: t.clone().t_().contiguous(),
+        lambda t: torch.einsum('ij,kj->ik', t, t),
+        lambda t: t.masked_fill(t > 3, 0),
+        lambda t: torch.complex(t, t).conj() * 2,
+        lambda t: t._neg_view().clone(),
+        lambda t: t[2, 2] / 13 * 0.9 * 0.9,
+    ):
         arguments = (0,) if function is torch.cumsum else ()
         expected, actual = function(x, *arguments), function(y, *arguments)
         assert actual.device == y.device
@@ -87,23 +103,35 @@ def models():
     """Return pairs of a module and an input."""
     torch.manual_seed(1)
     image, words = torch.randn(4, 3, 8, 8), torch.randint(0, 9, (4, 5))
-    conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
-                         nn.MaxPool2d(2), nn.ConvTranspose2d(4, 2, 2, stride=2),
-                         nn.GroupNorm(2, 2), nn.Upsample(scale_factor=2), nn.Flatten(),
-                         nn.Linear(512, 3))
-    attention = nn.Sequential(nn.Embedding(9, 8),
-                              nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True),
-                              nn.LayerNorm(8), nn.GELU())
-    return {'linear': (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
-                       torch.randn(5, 4)),
-            'convolution': (conv, image), 'attention': (attention, words),
-            'lstm': (nn.LSTM(3, 4), torch.randn(5, 2, 3)),
-            'gru': (nn.GRU(3, 4, num_layers=2), torch.randn(5, 2, 3))}
+    conv = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(4, 2, 2, stride=2),
+        nn.GroupNorm(2, 2),
+        nn.Upsample(scale_factor=2),
+        nn.Flatten(),
+        nn.Linear(512, 3),
+    )
+    attention = nn.Sequential(
+        nn.Embedding(9, 8),
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+        nn.LayerNorm(8),
+        nn.GELU(),
+    )
+    return {
+        'linear': (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(5, 4)),
+        'convolution': (conv, image),
+        'attention': (attention, words),
+        'lstm': (nn.LSTM(3, 4), torch.randn(5, 2, 3)),
+        'gru': (nn.GRU(3, 4, num_layers=2), torch.randn(5, 2, 3)),
+    }
 
 
 def train(model, x, steps=3):
     """Train, and give all numbers that come of it."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(steps):
         output = model(x)
         output = output[0] if isinstance(output, tuple) else output
@@ -113,8 +141,15 @@ def train(model, x, steps=3):
     model.eval()
     last = model(x)
     last = last[0] if isinstance(last, tuple) else last
-    return [t.detach().cpu() for t in (last, *model.parameters(), *model.buffers(),
-                                       *(p.grad for p in model.parameters()))]
+    return [
+        t.detach().cpu()
+        for t in (
+            last,
+            *model.parameters(),
+            *model.buffers(),
+            *(p.grad for p in model.parameters()),
+        )
+    ]
 
 
 @pytest.mark.parametrize('delay', [0, 50])
@@ -181,7 +216,7 @@ def test_a_kernel_takes_the_time_that_it_is_told_to_take():
     accelerator.sleep(300)
     end = stamp()
     end.synchronize()
-    assert .3 <= begin.elapsed_time(end) < .5
+    assert 0.3 <= begin.elapsed_time(end) < 0.5
 
 
 def test_a_kernel_takes_the_time_for_which_it_computes():
@@ -210,9 +245,15 @@ def test_a_stream_goes_on_when_what_it_waits_for_is_over():
     assert ends[0].elapsed_time(ends[1]) == ends[0].elapsed_time(later) == 0
 
 
-@pytest.mark.parametrize('wait', [
-    lambda stream, event: stream.synchronize(), lambda stream, event: event.synchronize(),
-    lambda stream, event: until(stream.query), lambda stream, event: until(event.query)])
+@pytest.mark.parametrize(
+    'wait',
+    [
+        lambda stream, event: stream.synchronize(),
+        lambda stream, event: event.synchronize(),
+        lambda stream, event: until(stream.query),
+        lambda stream, event: until(event.query),
+    ],
+)
 def test_what_the_host_queues_after_a_wait_begins_later(wait):
     a, b = torch.Stream('sim:0'), torch.Stream('sim:0')
     with on(a):
@@ -323,7 +364,7 @@ def test_generators():
     own = torch.Generator('sim:0').manual_seed(9)
     b = torch.rand(5, device='sim:0', generator=own)
     assert torch.equal(torch.rand(5, device='sim:0', generator=own.manual_seed(9)), b)
-    with pytest.raises(RuntimeError, match="device type for generator"):
+    with pytest.raises(RuntimeError, match='device type for generator'):
         torch.rand(5, device='sim:0', generator=torch.Generator())
     with torch.random.fork_rng([0], device_type='sim'):
         c = torch.randperm(9, device='sim:0')
@@ -393,6 +434,7 @@ def test_pickle_deepcopy_and_save():
 
 def test_backward_runs_in_a_thread_of_each_device():
     import threading
+
     seen = []
     x = torch.ones(3, device='sim:1', requires_grad=True)
     y = x * 2

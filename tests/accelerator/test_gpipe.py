@@ -1,4 +1,5 @@
 """GPipe on the simulated accelerator: the numbers of the unwrapped model, and no race."""
+
 import copy
 from contextlib import ExitStack
 
@@ -30,14 +31,26 @@ def layers():
     """Return a model with two skips that cross each other."""
     a, b = Namespace(), Namespace()
     return nn.Sequential(
-        nn.Linear(6, 6), Stash(doubled).isolate(a), nn.Tanh(), nn.Linear(6, 6),
-        Stash(doubled).isolate(b), nn.ReLU(), nn.LayerNorm(6), Pop().isolate(a), nn.Linear(6, 6),
-        nn.GELU(), Pop().isolate(b), nn.Linear(6, 3)).double()
+        nn.Linear(6, 6),
+        Stash(doubled).isolate(a),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        Stash(doubled).isolate(b),
+        nn.ReLU(),
+        nn.LayerNorm(6),
+        Pop().isolate(a),
+        nn.Linear(6, 6),
+        nn.GELU(),
+        Pop().isolate(b),
+        nn.Linear(6, 3),
+    ).double()
 
 
 @seeds
-@pytest.mark.parametrize('mode', [*MODES, ['always', 'never', 'always', 'except_last'],
-                                  ['never', 'always', 'never', 'never']])
+@pytest.mark.parametrize(
+    'mode',
+    [*MODES, ['always', 'never', 'always', 'except_last'], ['never', 'always', 'never', 'never']],
+)
 def test_skips_between_four_devices(mode, seed):
     accelerator.set_delays(seed, 300)
     model = layers()
@@ -47,14 +60,17 @@ def test_skips_between_four_devices(mode, seed):
     for _ in range(2):
         x = torch.randn(11, 6, dtype=torch.double, requires_grad=True)
         expected = reference(x)
-        x_grad, = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
+        (x_grad,) = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
         expected.square().sum().backward(inputs=list(reference.parameters()))
         y = x.detach().to('sim:0').requires_grad_()
         actual = gpipe(y)
         actual.square().sum().backward()
         assert actual.device == torch.device('sim:3')
-        assert_same([actual.cpu(), y.grad.cpu(), *gradients(gpipe)],
-                    [expected, x_grad, *gradients(reference)], 1e-11)
+        assert_same(
+            [actual.cpu(), y.grad.cpu(), *gradients(gpipe)],
+            [expected, x_grad, *gradients(reference)],
+            1e-11,
+        )
 
 
 @modes
@@ -118,8 +134,15 @@ def test_forward_without_grad(seed):
 
 
 @modes
-@pytest.mark.parametrize('devices', [['sim:0', 'cpu', 'sim:1'], ['cpu', 'sim:2', 'cpu'],
-                                     ['sim:1', 'sim:0', 'sim:1'], ['sim:3', 'sim:3', 'sim:3']])
+@pytest.mark.parametrize(
+    'devices',
+    [
+        ['sim:0', 'cpu', 'sim:1'],
+        ['cpu', 'sim:2', 'cpu'],
+        ['sim:1', 'sim:0', 'sim:1'],
+        ['sim:3', 'sim:3', 'sim:3'],
+    ],
+)
 def test_mixed_devices(devices, mode):
     accelerator.set_delays(3, 200)
     model = layers()
@@ -146,13 +169,21 @@ def test_dropout_is_drawn_again(mode):
 def test_deferred_batch_norm(mode):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 2], devices=['sim:0', 'sim:1'], chunks=2, checkpoint=mode,
-                  deferred_batch_norm=True)
+    gpipe = GPipe(
+        model,
+        [1, 2],
+        devices=['sim:0', 'sim:1'],
+        chunks=2,
+        checkpoint=mode,
+        deferred_batch_norm=True,
+    )
     x = torch.randn(8, 4, dtype=torch.double)
     gpipe(x.to('sim:0')).sum().backward()
     reference(x)
-    assert_same([gpipe[1].running_mean.cpu(), gpipe[1].running_var.cpu()],
-                [reference[1].running_mean, reference[1].running_var])
+    assert_same(
+        [gpipe[1].running_mean.cpu(), gpipe[1].running_var.cpu()],
+        [reference[1].running_mean, reference[1].running_var],
+    )
 
 
 def test_autocast():
@@ -181,7 +212,7 @@ def test_the_device_without_a_number_is_the_current_one():
 def test_balances_are_measured_on_it():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
     state = torch.sim.get_rng_state()
-    assert sum(balance_by_time(2, model, torch.randn(4, 8), timeout=.01)) == 3
+    assert sum(balance_by_time(2, model, torch.randn(4, 8), timeout=0.01)) == 3
     assert sum(balance_by_size(2, model, torch.randn(4, 8))) == 3
     assert torch.equal(torch.sim.get_rng_state(), state)
 

@@ -1,4 +1,5 @@
 """Peak memory of each device in a step, by its allocator: as the guide to memory says."""
+
 import threading
 from itertools import accumulate
 
@@ -25,8 +26,9 @@ SKIP = {1: lambda: Stash(lambda x: (x, x.tanh())), DEPTH * N - 1: Pop}
 
 def layers(kinds):
     """Return `N` times `DEPTH` layers; some are of other kinds, by their places."""
-    model = [layer for _ in range(N * DEPTH // 2)
-             for layer in (nn.Linear(COLUMNS, COLUMNS), nn.Tanh())]
+    model = [
+        layer for _ in range(N * DEPTH // 2) for layer in (nn.Linear(COLUMNS, COLUMNS), nn.Tanh())
+    ]
     for place, kind in kinds.items():
         model[place] = kind()
     return nn.Sequential(*model)
@@ -48,6 +50,7 @@ def keep_pace(gpipe):
     def look(j, args, output):
         first = not args[0].requires_grad
         output.register_hook(lambda grad: begin(j, first))
+
     for j, partition in enumerate(gpipe.partitions):
         partition.register_forward_hook(lambda _, *values, j=j: look(j, *values))
 
@@ -71,16 +74,25 @@ def formula(costs, balance, mode, param_scale):
     return [blocks.bytes(*cut) for cut in zip(cuts, cuts[1:], stages)]
 
 
-@pytest.mark.parametrize('kinds, balance, mode', [  # all pairs
-    (kinds, balance, mode) for k, mode in enumerate(MODES) for kinds, balance in (
-        ({}, [[DEPTH] * N, UNEVEN][k % 2]), (SKIP, [UNEVEN, [DEPTH] * N][k % 2]))])
+@pytest.mark.parametrize(
+    'kinds, balance, mode',
+    [  # all pairs
+        (kinds, balance, mode)
+        for k, mode in enumerate(MODES)
+        for kinds, balance in (
+            ({}, [[DEPTH] * N, UNEVEN][k % 2]),
+            (SKIP, [UNEVEN, [DEPTH] * N][k % 2]),
+        )
+    ],
+)
 def test_the_peak_of_each_device_is_what_the_formula_says(kinds, balance, mode):
     model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
-    costs = profile(model, x, device='cpu', timeout=.01)
+    costs = profile(model, x, device='cpu', timeout=0.01)
     before = [torch.accelerator.memory_allocated(device) for device in range(N)]
     gpipe, x = GPipe(model, balance, chunks=M, checkpoint=mode), x.to('sim:0')
     keep_pace(gpipe)
     for param_scale in (2, 3):  # in the second step there are gradients to add to
         for measured, there, expected in zip(
-                peaks(gpipe, x), before, formula(costs, balance, mode, param_scale)):
-            assert measured - there == pytest.approx(expected, rel=.1)
+            peaks(gpipe, x), before, formula(costs, balance, mode, param_scale)
+        ):
+            assert measured - there == pytest.approx(expected, rel=0.1)

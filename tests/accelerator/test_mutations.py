@@ -3,6 +3,7 @@
 The programs are in :mod:`tests.accelerator.programs`, the lines in
 :mod:`tests.accelerator.mutations`.
 """
+
 import ast
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,32 @@ pytestmark = pytest.mark.sim
 SEEDS = range(5)
 
 #: Those without a mode are the same in all modes.
-PROGRAMS = {f'{program.__name__} {mode}': partial(program, mode)
-            for program in IN_MODES for mode in MODES}
+PROGRAMS = {
+    f'{program.__name__} {mode}': partial(program, mode) for program in IN_MODES for mode in MODES
+}
 PROGRAMS.update((program.__name__, program) for program in OTHERS)
 
 #: The ends of names of programs that are much the same in another mode.
 SLOW = tuple(f' {mode}' for mode in MODES[1:])
 
 #: Calls that wait, record, or choose a stream or a device.
-CALLS = {'_wait', 'copy_streams', 'current_stream', 'device_index', 'new_stream', 'record_event',
-         'record_stream', 'set_device_index', 'set_stream', 'synchronize', 'torch.Stream',
-         'use_device', 'use_stream', 'wait_stream', 'Wait.apply'}
+CALLS = {
+    '_wait',
+    'copy_streams',
+    'current_stream',
+    'device_index',
+    'new_stream',
+    'record_event',
+    'record_stream',
+    'set_device_index',
+    'set_stream',
+    'synchronize',
+    'torch.Stream',
+    'use_device',
+    'use_stream',
+    'wait_stream',
+    'Wait.apply',
+}
 
 
 @pytest.fixture
@@ -63,9 +79,13 @@ def notices(program, seed):
         return bool(races())
 
 
-@pytest.mark.parametrize('program', [
-    pytest.param(program, id=name, marks=pytest.mark.slow if name.endswith(SLOW) else ())
-    for name, program in PROGRAMS.items()])
+@pytest.mark.parametrize(
+    'program',
+    [
+        pytest.param(program, id=name, marks=pytest.mark.slow if name.endswith(SLOW) else ())
+        for name, program in PROGRAMS.items()
+    ],
+)
 def test_the_programs_are_right(program):
     for seed in SEEDS[:3]:
         accelerator.set_delays(seed, 200)
@@ -107,13 +127,21 @@ def without_mutation(mutations):
     """Return the calls in the package that no mutation takes out."""
     taken = [(f'{m.function.__module__}.{m.function.__qualname__}', m.old) for m in mutations]
     folder = Path(torchgpipe.__file__).parent
-    calls = [call for part in ('engine', 'skip') for path in sorted((folder / part).rglob('*.py'))
-             for call in calls_of(path)]
-    return [(name, text) for name, text in calls
-            if not any(name == where and (text in old or old in text) for where, old in taken)]
+    calls = [
+        call
+        for part in ('engine', 'skip')
+        for path in sorted((folder / part).rglob('*.py'))
+        for call in calls_of(path)
+    ]
+    return [
+        (name, text)
+        for name, text in calls
+        if not any(name == where and (text in old or old in text) for where, old in taken)
+    ]
 
 
 def test_there_is_a_mutation_for_every_call():
     assert without_mutation(MUTATIONS) == []
     assert ('torchgpipe.engine.streams.copy_tensor', 'use_stream(source)') in without_mutation(
-        MUTATIONS[1:])
+        MUTATIONS[1:]
+    )

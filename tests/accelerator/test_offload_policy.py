@@ -1,4 +1,5 @@
 """Parameters, gradients and states of optimizers that wait on the host, by a policy of FSDP2."""
+
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -33,8 +34,10 @@ def layers():
 def batch():
     """Return a mini-batch on the CPU."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(8, 6, dtype=torch.float64, generator=generator),
-            torch.randn(8, 4, dtype=torch.float64, generator=generator))
+    return (
+        torch.randn(8, 6, dtype=torch.float64, generator=generator),
+        torch.randn(8, 4, dtype=torch.float64, generator=generator),
+    )
 
 
 def distance(output, target):
@@ -47,31 +50,39 @@ def trained():
     if ACCELERATOR == 'sim':
         accelerator.load()
     torch.accelerator.set_device_index(0)
-    model = DistributedGPipe(layers(), [2, 1], mesh=init_mesh(device_type=ACCELERATOR), chunks=2,
-                             data='shard', offload_policy=CPUOffloadPolicy())
-    optimizer, found = torch.optim.AdamW(model.parameters(), .1), []
+    model = DistributedGPipe(
+        layers(),
+        [2, 1],
+        mesh=init_mesh(device_type=ACCELERATOR),
+        chunks=2,
+        data='shard',
+        offload_policy=CPUOffloadPolicy(),
+    )
+    optimizer, found = torch.optim.AdamW(model.parameters(), 0.1), []
     x, target = (each.to(ACCELERATOR) for each in batch())
     for _ in range(3):
         optimizer.zero_grad()
         loss = model.step(x, target, distance)
-        found += [loss.item(), model.clip_grad_norm_(.5).item()]
+        found += [loss.item(), model.clip_grad_norm_(0.5).item()]
         optimizer.step()
     states = [each for state in optimizer.state.values() for each in state.values()]
-    kinds = {each.device.type for each in (
-        *states, *model.parameters(), *(x.grad for x in model.parameters()))}
+    kinds = {
+        each.device.type
+        for each in (*states, *model.parameters(), *(x.grad for x in model.parameters()))
+    }
     return found, model(x).cpu(), kinds
 
 
 def test_a_model_whose_parameters_wait_on_the_host():
     module, (x, target), expected = layers(), batch(), []
-    optimizer = torch.optim.AdamW(module.parameters(), .1)
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
     for _ in range(3):
         optimizer.zero_grad()
         loss = distance(module(x), target)
         loss.backward()
-        expected += [loss.item(), nn.utils.clip_grad_norm_(module.parameters(), .5).item()]
+        expected += [loss.item(), nn.utils.clip_grad_norm_(module.parameters(), 0.5).item()]
         optimizer.step()
-    (found, output, kinds), = run(1, trained)
+    ((found, output, kinds),) = run(1, trained)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(output, module(x).detach(), rtol=1e-10, atol=1e-10)
     assert kinds == {'cpu'}
@@ -112,14 +123,21 @@ def squeezed(share, **options):
     x, target = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=generator)
     with limit(int(share * SIZE)):
         torch.accelerator.reset_peak_memory_stats()  # A rank may have run before.
-        model = DistributedGPipe(large(), [1] * N, mesh=init_mesh(device_type=ACCELERATOR),
-                                 chunks=4, compare_every=0, **options)  # digests take room
+        model = DistributedGPipe(
+            large(),
+            [1] * N,
+            mesh=init_mesh(device_type=ACCELERATOR),
+            chunks=4,
+            compare_every=0,
+            **options,
+        )  # digests take room
         optimizer, found = torch.optim.AdamW(model.parameters(), lr=2.56 / WIDTH), []
         for _ in range(3):
             optimizer.zero_grad()
-            loss = model.step(x.to(ACCELERATOR), target.to(ACCELERATOR), distance,
-                              schedule='looped-bfs')
-            found += [loss.item(), model.clip_grad_norm_(.5).item()]
+            loss = model.step(
+                x.to(ACCELERATOR), target.to(ACCELERATOR), distance, schedule='looped-bfs'
+            )
+            found += [loss.item(), model.clip_grad_norm_(0.5).item()]
             optimizer.step()
         output = model(x.to(ACCELERATOR)).cpu()
     return found, output, torch.accelerator.max_memory_allocated() / SIZE
@@ -128,8 +146,8 @@ def squeezed(share, **options):
 @pytest.mark.parametrize('options', [{}, {'offload': True, 'checkpoint': 'always'}])
 def test_a_device_has_parameters_and_gradients_of_one_stage(options):
     """Its memory has parameters, gradients, buffers sent to other replicas, and activations."""
-    (expected, output, whole), = run(1, squeezed, 6.)
-    (found, own, peak), = run(1, partial(squeezed, **OFFLOAD, **options), .75)
+    ((expected, output, whole),) = run(1, squeezed, 6.0)
+    ((found, own, peak),) = run(1, partial(squeezed, **OFFLOAD, **options), 0.75)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(own, output, rtol=1e-12, atol=1e-12)
     # On CUDA there is the workspace of cuBLAS, too.
@@ -137,7 +155,7 @@ def test_a_device_has_parameters_and_gradients_of_one_stage(options):
 
 
 def test_without_a_policy_a_device_needs_room_for_all():
-    failure, = outcomes(1, squeezed, 2.)
+    (failure,) = outcomes(1, squeezed, 2.0)
     assert isinstance(failure, Failure) and 'OutOfMemoryError' in failure.text
 
 
@@ -145,14 +163,18 @@ def spread():
     """Let ranks tell each other a tied weight that waits on the host."""
     module, messages = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
     ties = [((0, '0.weight'), (1, '1.weight'))]
-    with limit(SIZE), patch.object(dist, 'send', lambda x, *args: messages.append(x)), \
-            patch.object(dist, 'recv', lambda x, *args: messages.append(x.fill_(2))):
+    with (
+        limit(SIZE),
+        patch.object(dist, 'send', lambda x, *args: messages.append(x)),
+        patch.object(dist, 'recv', lambda x, *args: messages.append(x.fill_(2))),
+    ):
         for ranks in ([0, 1], [1, 0]):  # This is rank 0.
             Ties({'0': module[0], '1': module[1]}, ties, ranks, None).spread(
-                torch.device(ACCELERATOR, 0))
+                torch.device(ACCELERATOR, 0)
+            )
     return [x.device.type for x in messages], module[1].weight.tolist()
 
 
 def test_a_tied_weight_that_waits_on_the_host_travels_between_devices():
     kinds, weight = run(1, spread)[0]
-    assert kinds == [ACCELERATOR] * 2 and weight == [[2.] * 3] * 3
+    assert kinds == [ACCELERATOR] * 2 and weight == [[2.0] * 3] * 3

@@ -3,6 +3,7 @@
 Kernels and copies take known times here, and the host takes none. So only the dependencies decide
 when each begins.
 """
+
 import threading
 from contextlib import contextmanager
 from itertools import product
@@ -88,15 +89,20 @@ class Timeline:
 
         def step():
             gpipe(x).sum().backward()
+
         for _ in range(2):
             step()
         with record(gpipe) as timeline:
             step()
         self._recorded = timeline.copies
         self.forward, self.recomputation, self.backward = (
-            {(action.micro_batch, action.stage): (start, end)
-             for _, action, start, end in timeline.actions if action.kind == kind}
-            for kind in 'FRB')
+            {
+                (action.micro_batch, action.stage): (start, end)
+                for _, action, start, end in timeline.actions
+                if action.kind == kind
+            }
+            for kind in 'FRB'
+        )
 
     def _copies(self, j):
         """Return those to a partition, of batches first, then of gradients in their order."""
@@ -119,38 +125,47 @@ def beside(a, b):
 def forward_is_a_pipeline(timeline):
     """While a partition works on a micro-batch, the one before it works on the next one."""
     forward = timeline.forward
-    assert all(beside(forward[i, j], forward[i + 1, j - 1])
-               for i, j in product(range(M - 1), range(1, N)))
+    assert all(
+        beside(forward[i, j], forward[i + 1, j - 1]) for i, j in product(range(M - 1), range(1, N))
+    )
 
 
 def backward_is_a_pipeline(timeline):
     """While a partition works on a micro-batch, the one behind it works on the one before."""
     backward, again = timeline.backward, timeline.recomputation
-    assert all(beside(backward[i, j], backward[i - 1, j + 1]) or (i - 1, j + 1) in again
-               and beside(backward[i, j], again[i - 1, j + 1])
-               for i, j in product(range(1, M), range(N - 1)))
+    assert all(
+        beside(backward[i, j], backward[i - 1, j + 1])
+        or (i - 1, j + 1) in again
+        and beside(backward[i, j], again[i - 1, j + 1])
+        for i, j in product(range(1, M), range(N - 1))
+    )
 
 
 def copies_run_beside_forward(timeline):
     """While a micro-batch is copied, both partitions work on others."""
     forward, copies = timeline.forward, timeline.copies
-    assert all(beside(copies[i, j], forward[i + 1, j - 1])
-               and beside(copies[i, j], forward[i - 1, j])
-               for i, j in product(range(1, M - 1), range(1, N)))
+    assert all(
+        beside(copies[i, j], forward[i + 1, j - 1]) and beside(copies[i, j], forward[i - 1, j])
+        for i, j in product(range(1, M - 1), range(1, N))
+    )
 
 
 def gradients_are_copied_beside_backward(timeline):
     """While a gradient is copied, the partition that gave it works on the micro-batch before."""
     backward, again, copies = timeline.backward, timeline.recomputation, timeline.gradients
-    assert all(beside(copies[i, j], again.get((i - 1, j + 1), backward[i - 1, j + 1]))
-               for i, j in product(range(1, M), range(N - 1)))
+    assert all(
+        beside(copies[i, j], again.get((i - 1, j + 1), backward[i - 1, j + 1]))
+        for i, j in product(range(1, M), range(N - 1))
+    )
 
 
 def one_micro_batch_at_a_time(timeline):
     """A partition recomputes no micro-batch before it is done with the one that comes first."""
     backward, again = timeline.backward, timeline.recomputation
-    assert all(backward[i + 1, j][1] <= again.get((i, j), backward[i, j])[0]
-               for i, j in product(range(M - 1), range(N)))
+    assert all(
+        backward[i + 1, j][1] <= again.get((i, j), backward[i, j])[0]
+        for i, j in product(range(M - 1), range(N))
+    )
 
 
 def gradients_are_copied_beside_recomputations(timeline):
@@ -160,19 +175,26 @@ def gradients_are_copied_beside_recomputations(timeline):
     """
     again, copies = timeline.recomputation, timeline.gradients
     assert all(beside(copies[i, j], again[i, j]) for i, j in product(range(M - 1), range(N - 1)))
-    assert all(again[M - 1, j][1] <= copies[M - 1, j][0] for j in range(N - 1)
-               if (M - 1, j) in again)
+    assert all(
+        again[M - 1, j][1] <= copies[M - 1, j][0] for j in range(N - 1) if (M - 1, j) in again
+    )
 
 
 def recomputations_wait_for_no_gradient(timeline):
     """A micro-batch is recomputed while the partition behind still computes its gradient."""
     again, backward = timeline.recomputation, timeline.backward
-    assert again and all(start < backward[i, j + 1][1]
-                         for (i, j), (start, _) in again.items() if j < N - 1)
+    assert again and all(
+        start < backward[i, j + 1][1] for (i, j), (start, _) in again.items() if j < N - 1
+    )
 
 
-FOR_ALL = [forward_is_a_pipeline, backward_is_a_pipeline, one_micro_batch_at_a_time,
-           copies_run_beside_forward, gradients_are_copied_beside_backward]
+FOR_ALL = [
+    forward_is_a_pipeline,
+    backward_is_a_pipeline,
+    one_micro_batch_at_a_time,
+    copies_run_beside_forward,
+    gradients_are_copied_beside_backward,
+]
 FOR_CHECKPOINTS = [gradients_are_copied_beside_recomputations, recomputations_wait_for_no_gradient]
 
 
@@ -199,10 +221,12 @@ def others_bring(which):
             return copy(pipeline, i, prev_j, next_j, tensors)
         found = []
         thread = threading.Thread(
-            target=lambda: found.append(copy(pipeline, i, prev_j, next_j, tensors)))
+            target=lambda: found.append(copy(pipeline, i, prev_j, next_j, tensors))
+        )
         thread.start()
         thread.join()
         return found[0]
+
     return patch.object(PlainCall, '_copy', copy_in_a_thread)
 
 
@@ -224,8 +248,11 @@ def host_waits_for_cells():
     def send_and_wait(pipeline, i, j, *args):
         send(pipeline, i, j, *args)
         torch.accelerator.synchronize(j)
-    with patch.object(PlainCall, '_send', send_and_wait), \
-            patch.object(ThreadState, 'is_serialized', True):
+
+    with (
+        patch.object(PlainCall, '_send', send_and_wait),
+        patch.object(ThreadState, 'is_serialized', True),
+    ):
         yield
 
 
@@ -245,13 +272,15 @@ def nodes_on_the_compute_stream():
 
 
 #: Each removed feature, and the property that it breaks.
-WHY = [(host_waits_for_cells, forward_is_a_pipeline),
-       (host_waits_for_samples, copies_run_beside_forward),
-       (copies_on_the_compute_stream, copies_run_beside_forward),
-       (copies_on_the_compute_stream, gradients_are_copied_beside_backward),
-       (others_bring_everything, backward_is_a_pipeline),
-       (nodes_on_the_compute_stream, gradients_are_copied_beside_recomputations),
-       (nodes_on_the_compute_stream, recomputations_wait_for_no_gradient)]
+WHY = [
+    (host_waits_for_cells, forward_is_a_pipeline),
+    (host_waits_for_samples, copies_run_beside_forward),
+    (copies_on_the_compute_stream, copies_run_beside_forward),
+    (copies_on_the_compute_stream, gradients_are_copied_beside_backward),
+    (others_bring_everything, backward_is_a_pipeline),
+    (nodes_on_the_compute_stream, gradients_are_copied_beside_recomputations),
+    (nodes_on_the_compute_stream, recomputations_wait_for_no_gradient),
+]
 
 
 @pytest.mark.parametrize('mutation, promise', WHY, ids=lambda function: function.__name__)
@@ -290,6 +319,7 @@ def layers_that_keep_the_host_busy():
             if is_recomputing() and self.times % M == 0:
                 assert recomputed.acquire(timeout=60)
             return x + (yield pop('skip'))
+
     return StashAndTell, PopAndWait
 
 

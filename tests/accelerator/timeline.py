@@ -1,4 +1,5 @@
 """A timeline of a training step: work that may be concurrent, without measuring time."""
+
 from collections import defaultdict
 from unittest.mock import patch
 
@@ -51,14 +52,14 @@ class Timeline:
         if tied:
             model[2].weight = model[0].weight
         gpipe = GPipe(model, [1, 1, 1], chunks=3, checkpoint='always', **options)
-        with patch.object(torch.Tensor, 'to', moved), \
-                patch.object(torch.Tensor, 'copy_', copied):
+        with patch.object(torch.Tensor, 'to', moved), patch.object(torch.Tensor, 'copy_', copied):
             x = torch.ones(3, WIDTH, device='sim:0')
             if schedule is None:
                 gpipe(x).sum().backward()
             else:
-                gpipe.step(x, None, lambda output, _: output.sum(), normalizer=1,
-                           schedule=schedule)
+                gpipe.step(
+                    x, None, lambda output, _: output.sum(), normalizer=1, schedule=schedule
+                )
         return self
 
     def is_free(self, what, of, after=0):

@@ -1,4 +1,5 @@
 """Thread-local state follows into workers and recomputations, as in the unwrapped model."""
+
 import contextvars
 import copy
 import gc
@@ -23,14 +24,20 @@ pytestmark = cpu_only('about the state of threads, which are the same for any de
 def pipe(model, devices, mode, chunks=4):
     """Return the model in two partitions."""
     half = len(model) // 2
-    return GPipe(model, [half, len(model) - half], devices=devices(2), chunks=chunks,
-                 checkpoint=mode)
+    return GPipe(
+        model, [half, len(model) - half], devices=devices(2), chunks=chunks, checkpoint=mode
+    )
 
 
 @cpus
-@pytest.mark.parametrize('see, context', [
-    (torch.is_grad_enabled, torch.no_grad), (torch.is_grad_enabled, torch.enable_grad),
-    (torch.is_inference_mode_enabled, torch.inference_mode)])
+@pytest.mark.parametrize(
+    'see, context',
+    [
+        (torch.is_grad_enabled, torch.no_grad),
+        (torch.is_grad_enabled, torch.enable_grad),
+        (torch.is_inference_mode_enabled, torch.inference_mode),
+    ],
+)
 def test_grad_and_inference_mode(devices, see, context):
     seen = []
     model = nn.Sequential(*[Spy(lambda _: seen.append(see())) for _ in range(2)])
@@ -49,8 +56,9 @@ def test_autocast(devices, mode, dtype, where):
     """Outputs, their dtype and gradients equal the unwrapped model's for the same
     micro-batches."""
     dtypes = []
-    model = nn.Sequential(nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)),
-                          nn.Linear(8, 8), nn.Tanh())
+    model = nn.Sequential(
+        nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)), nn.Linear(8, 8), nn.Tanh()
+    )
     gpipe = pipe(model, devices, mode)
     x = torch.rand(8, 8)
 
@@ -122,6 +130,7 @@ def test_a_weight_is_cast_once_per_forward(devices):
 @modes
 def test_saved_tensor_hooks(devices, mode):
     """Each saved tensor is packed once and unpacked once, also in a recomputation."""
+
     def counted():
         counts = {'pack': 0, 'unpack': 0}
 
@@ -129,8 +138,9 @@ def test_saved_tensor_hooks(devices, mode):
             counts[name] += 1
             return x.clone()
 
-        return counts, saved_tensors_hooks(lambda x: count('pack', x),
-                                           lambda x: count('unpack', x))
+        return counts, saved_tensors_hooks(
+            lambda x: count('pack', x), lambda x: count('unpack', x)
+        )
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
     gpipe = pipe(model, devices, mode)
@@ -154,8 +164,12 @@ def test_saved_tensor_hooks(devices, mode):
 @modes
 def test_save_on_cpu(devices, mode):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
-    train_both(model, pipe(model, devices, mode), torch.rand(5, 4, dtype=torch.double),
-               context=save_on_cpu)
+    train_both(
+        model,
+        pipe(model, devices, mode),
+        torch.rand(5, 4, dtype=torch.double),
+        context=save_on_cpu,
+    )
 
 
 @cpus
@@ -176,8 +190,9 @@ def test_context_variables(devices, mode):
             scale.reset(token)  # before backward, so a recomputation has to remember
 
     model = nn.Sequential(Scale(), nn.Linear(4, 4), Scale(), nn.Linear(4, 4)).double()
-    train_both(model, pipe(model, devices, mode), torch.rand(5, 4, dtype=torch.double),
-               context=scaled)
+    train_both(
+        model, pipe(model, devices, mode), torch.rand(5, 4, dtype=torch.double), context=scaled
+    )
 
 
 @cpus
@@ -201,8 +216,12 @@ def test_the_default_device(devices, mode):
 
 def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
     seen = []
-    inner = GPipe(nn.Sequential(nn.Identity(), Spy(lambda _: seen.append(is_recomputing()))),
-                  [1, 1], devices=['cpu:0', 'cpu:1'], checkpoint='never')
+    inner = GPipe(
+        nn.Sequential(nn.Identity(), Spy(lambda _: seen.append(is_recomputing()))),
+        [1, 1],
+        devices=['cpu:0', 'cpu:1'],
+        checkpoint='never',
+    )
     outer = GPipe(nn.Sequential(inner), [1], devices=['cpu'], checkpoint='always')
     outer(torch.rand(2, 2, requires_grad=True)).sum().backward()
     assert seen == [False, True]
@@ -294,8 +313,9 @@ def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
     """In v0.3.0, of 40 backwards on workers 16 were silently wrong, and 24 raised."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3),
-                          nn.Sigmoid()).double()
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Sigmoid()
+    ).double()
     reference = copy.deepcopy(model)
     gpipe = pipe(model, devices, mode)
     for _ in range(10):
@@ -304,7 +324,8 @@ def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
         reference.zero_grad(), gpipe.zero_grad()
         reference(y).square().sum().backward()
         torch.utils.checkpoint.checkpoint(
-            gpipe, x, use_reentrant=reentrant).square().sum().backward()
+            gpipe, x, use_reentrant=reentrant
+        ).square().sum().backward()
         assert_same([x.grad, *gradients(gpipe)], [y.grad, *gradients(reference)])
 
 
@@ -315,8 +336,13 @@ def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.BatchNorm1d(4)).double()
     reference = copy.deepcopy(model)
     inner = GPipe(model, [2, 2], devices=devices(2), chunks=1, checkpoint=mode)
-    outer = GPipe(nn.Sequential(inner, nn.Linear(4, 4).double()), [1, 1], devices=devices(2),
-                  chunks=1, checkpoint='always')
+    outer = GPipe(
+        nn.Sequential(inner, nn.Linear(4, 4).double()),
+        [1, 1],
+        devices=devices(2),
+        chunks=1,
+        checkpoint='always',
+    )
     reference = nn.Sequential(reference, copy.deepcopy(outer[1]))
     for _ in range(5):
         results = []
@@ -330,9 +356,11 @@ def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
 
 @cpus
 @modes
-@pytest.mark.parametrize('call', [
-    lambda gpipe, x: gpipe(x), lambda gpipe, x: gpipe.step(x, x, nn.MSELoss())],
-    ids=['call', 'step'])
+@pytest.mark.parametrize(
+    'call',
+    [lambda gpipe, x: gpipe(x), lambda gpipe, x: gpipe.step(x, x, nn.MSELoss())],
+    ids=['call', 'step'],
+)
 def test_mutation_on_saved_tensors_is_refused(devices, mode, call):
     """With workers, gradients were wrong now and then; after a change of the input, always."""
     gpipe = pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices, mode)
@@ -360,7 +388,8 @@ TRANSFORMS = {
     'grad': lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
     'jacrev': lambda f, x: torch.func.jacrev(f)(x),
     'jvp': lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
-    'vmap': lambda f, x: torch.func.vmap(f)(torch.stack([x, x + 1]))}
+    'vmap': lambda f, x: torch.func.vmap(f)(torch.stack([x, x + 1])),
+}
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
@@ -400,9 +429,14 @@ def test_forward_mode_differentiation_is_refused(devices):
 
 @pytest.mark.filterwarnings('ignore')
 @cpus
-@pytest.mark.parametrize('trace', [
-    torch.jit.trace, lambda net, x: make_fx(net)(x),
-    lambda net, x: torch.export.export(net, (x,))])
+@pytest.mark.parametrize(
+    'trace',
+    [
+        torch.jit.trace,
+        lambda net, x: make_fx(net)(x),
+        lambda net, x: torch.export.export(net, (x,)),
+    ],
+)
 def test_in_v030_a_trace_held_constants(devices, trace):
     gpipe = pipe(nn.Sequential(Sine(), Sine()), devices, 'never')
     with pytest.raises(Exception, match='cannot be traced'):

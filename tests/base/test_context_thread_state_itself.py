@@ -1,4 +1,5 @@
 """The captured state on its own: its contents, its restoration, its use in recomputation."""
+
 import contextvars
 from functools import partial
 from unittest import mock
@@ -48,10 +49,16 @@ def phase(name):
     return mock.patch.object(context, name, True)
 
 
-STATES = {'grad': torch.no_grad, 'inference': torch.inference_mode, 'autocast': autocast,
-          'hooks': hooks, 'function_modes': See, 'dispatch_modes': SeeOperations,
-          'checkpointing': partial(phase, 'checkpointing'),
-          'recomputing': partial(phase, 'recomputing')}
+STATES = {
+    'grad': torch.no_grad,
+    'inference': torch.inference_mode,
+    'autocast': autocast,
+    'hooks': hooks,
+    'function_modes': See,
+    'dispatch_modes': SeeOperations,
+    'checkpointing': partial(phase, 'checkpointing'),
+    'recomputing': partial(phase, 'recomputing'),
+}
 
 
 @pytest.mark.parametrize('field', [*STATES, 'workers'])
@@ -67,10 +74,19 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
     assert getattr(after, field) == getattr(before, field)
 
 
-@pytest.mark.parametrize('context, is_serialized', [
-    (nothing, False), (torch.no_grad, False), (autocast, False),
-    (partial(phase, 'recomputing'), False), (lambda: torch.device('cpu'), False),
-    (hooks, True), (See, True), (SeeOperations, True)])
+@pytest.mark.parametrize(
+    'context, is_serialized',
+    [
+        (nothing, False),
+        (torch.no_grad, False),
+        (autocast, False),
+        (partial(phase, 'recomputing'), False),
+        (lambda: torch.device('cpu'), False),
+        (hooks, True),
+        (See, True),
+        (SeeOperations, True),
+    ],
+)
 def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, is_serialized):
     with context():
         assert ThreadState.capture().is_serialized is is_serialized
@@ -91,7 +107,10 @@ def test_what_an_interrupt_left_behind_is_dropped():
         assert torch.get_num_threads() == state.num_threads != 3
         now = ThreadState.capture()
         assert (now.hooks, now.function_modes, now.dispatch_modes) == (
-            state.hooks, state.function_modes, state.dispatch_modes)
+            state.hooks,
+            state.function_modes,
+            state.dispatch_modes,
+        )
     assert ThreadState.capture().plain
     for each in reversed(entered):
         each.__exit__(None, None, None)
@@ -110,7 +129,7 @@ def test_a_forward_pass_leaves_nothing_behind_that_an_interrupt_has_cut_short():
 
 
 def test_a_context_variable_that_a_layer_sets_is_as_before_in_each_recomputation():
-    number = contextvars.ContextVar('number', default=1.)
+    number = contextvars.ContextVar('number', default=1.0)
 
     class Next(nn.Linear):
         def forward(self, x):
@@ -136,8 +155,13 @@ class Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.log.append((torch.is_autocast_enabled('cpu'), torch.get_autocast_dtype('cpu'),
-                        torch.is_autocast_cache_enabled()))
+        ctx.log.append(
+            (
+                torch.is_autocast_enabled('cpu'),
+                torch.get_autocast_dtype('cpu'),
+                torch.is_autocast_cache_enabled(),
+            )
+        )
         return None, grad
 
 
@@ -155,10 +179,13 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize('forward, backward', [(autocast, nothing), (nothing, autocast)])
 def test_nodes_have_autocast_as_in_backward_after_a_recomputation_had_it_as_in_forward(
-        forward, backward):
+    forward, backward
+):
     logs = [], []
-    for net in (Looking(logs[0]), GPipe(nn.Sequential(Looking(logs[1])), [1], devices=['cpu'],
-                                        checkpoint='always')):
+    for net in (
+        Looking(logs[0]),
+        GPipe(nn.Sequential(Looking(logs[1])), [1], devices=['cpu'], checkpoint='always'),
+    ):
         with forward():
             loss = net(torch.rand(2, 2, requires_grad=True)).sum()
         with backward():

@@ -1,4 +1,5 @@
 """Several threads on one model, or on models that share layers: their cells are serialized."""
+
 import copy
 import threading
 
@@ -49,8 +50,14 @@ class Count(nn.Module):
 def make():
     """Return a model with state."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), Count(), nn.BatchNorm1d(8, momentum=None), nn.Tanh(),
-                         nn.Linear(8, 4), Count()).double()
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        Count(),
+        nn.BatchNorm1d(8, momentum=None),
+        nn.Tanh(),
+        nn.Linear(8, 4),
+        Count(),
+    ).double()
 
 
 @cpu_only('about locks of the host')
@@ -65,8 +72,13 @@ def test_forward_passes_and_steps_of_one_model_exclude_each_other(mode):
         thread.join()
         return x
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Call(look)), [1, 1], devices=['cpu:0', 'cpu:1'],
-                  chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Call(look)),
+        [1, 1],
+        devices=['cpu:0', 'cpu:1'],
+        chunks=2,
+        checkpoint=mode,
+    )
     x, lock = torch.rand(4, 4), gpipe._engine.lock
     gpipe(x)
     gpipe.step(x, x, lambda output, target: (output - target).square().mean())
@@ -92,8 +104,9 @@ def test_two_threads_train_one_model(devices, mode):
     run_at_once(train, train)
     assert model[1].calls.item() == model[5].calls.item() == 3 * 25
     assert model[2].num_batches_tracked == 3 * 25
-    assert {name: id(buffer) for name, buffer in model.named_buffers()
-            if 'calls' not in name} == buffers
+    assert {
+        name: id(buffer) for name, buffer in model.named_buffers() if 'calls' not in name
+    } == buffers
     assert_same(gradients(gpipe), [24 * grad for grad in one], 1e-9)
 
 
@@ -124,16 +137,25 @@ def test_a_server_that_evaluates_while_it_trains(devices, mode):
 def test_deferred_batch_norm_in_two_threads(devices, mode):
     """In v0.3.0 it was off by 2.3 to 3.0: both had one place for their unfinished mini-batches."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).double()
-    gpipe = GPipe(copy.deepcopy(plain), [1, 1], devices=devices(2), chunks=3, checkpoint=mode,
-                  deferred_batch_norm=True)
+    gpipe = GPipe(
+        copy.deepcopy(plain),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        checkpoint=mode,
+        deferred_batch_norm=True,
+    )
     batches = [torch.randn(9, 4, dtype=torch.double) * k + k for k in range(1, 9)]
     for x in batches:
         plain(x)
-    run_at_once(*[lambda k=k: [call(gpipe, x).sum().backward() for x in batches[k::2]]
-                  for k in (0, 1)])
+    run_at_once(
+        *[lambda k=k: [call(gpipe, x).sum().backward() for x in batches[k::2]] for k in (0, 1)]
+    )
     assert gpipe[1].num_batches_tracked == 8
-    assert_same([gpipe[1].running_mean, gpipe[1].running_var],
-                [plain[1].running_mean, plain[1].running_var])
+    assert_same(
+        [gpipe[1].running_mean, gpipe[1].running_var],
+        [plain[1].running_mean, plain[1].running_var],
+    )
 
 
 @devices
@@ -155,8 +177,9 @@ def test_models_that_share_layers_in_another_order_do_not_wait_for_each_other():
     a, b, c = (nn.Linear(4, 4) for _ in range(3))
     one = GPipe(nn.Sequential(a, b, c), [1, 2], devices=['cpu', 'cpu'], chunks=4)
     two = GPipe(nn.Sequential(b, a, c), [2, 1], devices=['cpu:0', 'cpu:1'], chunks=4)
-    three = GPipe(nn.Sequential(c, nn.Linear(4, 4), a, b), [3, 1], devices=['cpu', 'cpu'],
-                  chunks=4)
+    three = GPipe(
+        nn.Sequential(c, nn.Linear(4, 4), a, b), [3, 1], devices=['cpu', 'cpu'], chunks=4
+    )
 
     def train(gpipe):
         for _ in range(50):
@@ -175,6 +198,7 @@ def test_each_layer_has_a_lock_of_its_own():
             assert lock.acquire(blocking=False) is may
             if may:
                 lock.release()
+
         run_at_once(try_it)
 
     both = layer_lock([a, b])

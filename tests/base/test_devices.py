@@ -1,4 +1,5 @@
 """Kinds of devices, and that one file of the package asks for them."""
+
 import ast
 
 from tests.cases import cases
@@ -12,8 +13,11 @@ KINDS = {'cpu', 'cuda', 'meta', 'mps', 'xpu'}
 
 def names_a_kind(node):
     """Return whether an expression is the name of a kind, or several."""
-    return isinstance(node, ast.Constant) and node.value in KINDS or (
-        isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(map(names_a_kind, node.elts)))
+    return (
+        isinstance(node, ast.Constant)
+        and node.value in KINDS
+        or (isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(map(names_a_kind, node.elts)))
+    )
 
 
 def asks(node):

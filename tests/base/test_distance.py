@@ -1,4 +1,5 @@
 """Distances of tensors: relative to their size, and infinite where tensors do not correspond."""
+
 import math
 
 import torch
@@ -7,14 +8,14 @@ from torchgpipe.base.distance import apart, close, default_tolerance, distance, 
 
 
 def test_a_distance_is_relative_to_the_largest_element():
-    expected = torch.tensor([1., -200.])
+    expected = torch.tensor([1.0, -200.0])
     assert distance(expected, expected) == 0
-    assert math.isclose(distance(expected + torch.tensor([2., 0.]), expected), .01)
-    assert distance(torch.tensor([1.]), torch.tensor([0.]), typical=4.) == .25
+    assert math.isclose(distance(expected + torch.tensor([2.0, 0.0]), expected), 0.01)
+    assert distance(torch.tensor([1.0]), torch.tensor([0.0]), typical=4.0) == 0.25
 
 
 def test_not_a_number_equals_itself_and_nothing_else():
-    nan = torch.tensor([math.nan, 1.])
+    nan = torch.tensor([math.nan, 1.0])
     assert distance(nan, nan.clone()) == 0
     assert distance(torch.ones(2), nan) == math.inf
 
@@ -25,7 +26,7 @@ def test_other_shapes_and_types_are_infinitely_far():
 
 
 def test_integers_that_floats_cannot_distinguish_differ():
-    assert distance(torch.tensor([2 ** 60 + 1]), torch.tensor([2 ** 60])) == 1
+    assert distance(torch.tensor([2**60 + 1]), torch.tensor([2**60])) == 1
 
 
 def test_rounding_depends_on_the_type():
@@ -41,16 +42,20 @@ def test_a_missing_tensor_is_infinitely_apart_and_equal_ones_are_left_out():
 
 def test_tensors_without_size_are_measured_by_their_kind():
     """A gradient that is zero but for rounding differs in each run, relative to itself."""
-    expected = {'weight': torch.tensor([8.]), 'large': torch.tensor([8.]), 'bias': torch.zeros(1)}
-    assert apart(expected, {**expected, 'bias': torch.tensor([2.])}) == {'bias': .25}
+    expected = {
+        'weight': torch.tensor([8.0]),
+        'large': torch.tensor([8.0]),
+        'bias': torch.zeros(1),
+    }
+    assert apart(expected, {**expected, 'bias': torch.tensor([2.0])}) == {'bias': 0.25}
 
 
 def test_parts_are_joined_along_the_split_dimension_or_summed():
-    whole = torch.arange(6.).view(2, 3)
+    whole = torch.arange(6.0).view(2, 3)
     assert split_dim(whole, whole.split(1, 1)) == 1
-    joined, = together(whole, whole.split([1, 2], 1), [1, 2])
+    (joined,) = together(whole, whole.split([1, 2], 1), [1, 2])
     assert joined.equal(whole)
-    mean, total = together(torch.tensor(2.), [torch.tensor(1.), torch.tensor(4.)], [2, 1])
+    mean, total = together(torch.tensor(2.0), [torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
     assert mean == 2 and total == 5
-    assert split_dim(torch.tensor(2.), [torch.tensor(1.)]) is None
+    assert split_dim(torch.tensor(2.0), [torch.tensor(1.0)]) is None
     assert together(torch.ones(3), [torch.ones(2), torch.ones(2)], [1, 1]) == []

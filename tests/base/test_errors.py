@@ -1,4 +1,5 @@
 """Errors: they keep type and traceback, name the culprit, hang nothing and spoil nothing."""
+
 import copy
 import gc
 import signal
@@ -37,11 +38,12 @@ class Fail(nn.Module):
 
 @devices
 def test_type_traceback_and_note(devices):
-    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(),
-                          nn.Sequential(Fail(lambda x: int(x[0]) == 1)))
+    model = nn.Sequential(
+        nn.Identity(), nn.Identity(), nn.Identity(), nn.Sequential(Fail(lambda x: int(x[0]) == 1))
+    )
     gpipe = GPipe(model, [1, 1, 2], devices=devices(3), chunks=4)
     with pytest.raises(Oops, match='from the layer') as error:
-        gpipe(torch.arange(4., device=devices.first))
+        gpipe(torch.arange(4.0, device=devices.first))
     device = gpipe.devices[2]
     assert error.value.__notes__ == [f"in partition 2 on {device}, micro-batch 1 of 4, layer '3'"]
     frames = traceback.extract_tb(error.value.__traceback__)
@@ -53,8 +55,13 @@ def test_type_traceback_and_note(devices):
 @one_worker
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_an_error_in_backward_is_named_too(devices, mode):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Fail(lambda x: is_recomputing())), [1, 1],
-                  devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), Fail(lambda x: is_recomputing())),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        checkpoint=mode,
+    )
     output = gpipe(torch.rand(3, 2, device=devices.first))
     if mode == 'never':
         output.sum().backward()
@@ -74,12 +81,14 @@ def test_on_one_worker_nothing_starts_after_the_first_failure():
         def when(x):
             log.append((int(x[0]), j))
             return (int(x[0]), j) in [(2, 0), (1, 1), (0, 2)]
+
         return when
 
-    gpipe = GPipe(nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3, devices=['cpu'] * 3,
-                  chunks=5)
+    gpipe = GPipe(
+        nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3, devices=['cpu'] * 3, chunks=5
+    )
     with pytest.raises(Oops) as error:
-        gpipe(torch.arange(5.))
+        gpipe(torch.arange(5.0))
     assert 'partition 2 ' in error.value.__notes__[0]
     assert log == [(0, 0), (0, 1), (0, 2)]
 
@@ -94,15 +103,20 @@ def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices)
             with lock:
                 log.append((int(x[0]), j))
             return (int(x[0]), j) in [(2, 0), (1, 1), (0, 2)]  # all of clock 2
+
         return when
 
-    gpipe = GPipe(nn.Sequential(*[Fail(fail(j)) for j in range(3)]), [1] * 3,
-                  devices=devices.distinct(3), chunks=5)
-    gpipe(torch.arange(5., 10., device=devices.first))  # learns that cells may run at once
+    gpipe = GPipe(
+        nn.Sequential(*[Fail(fail(j)) for j in range(3)]),
+        [1] * 3,
+        devices=devices.distinct(3),
+        chunks=5,
+    )
+    gpipe(torch.arange(5.0, 10.0, device=devices.first))  # learns that cells may run at once
     for _ in range(30):
         log.clear()
         with pytest.raises(Oops) as error:
-            gpipe(torch.arange(5., device=devices.first))
+            gpipe(torch.arange(5.0, device=devices.first))
         assert 'partition 0 ' in error.value.__notes__[0]
         assert max(i + j for i, j in log) == 2
     del error
@@ -112,11 +126,18 @@ def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices)
 def test_on_one_worker_later_cells_of_the_clock_do_not_start(devices):
     log = []
     first, second = devices.distinct(2)
-    gpipe = GPipe(nn.Sequential(Spy(lambda x: None), Fail(lambda x: int(x[0]) == 0),
-                                Spy(lambda x: log.append(int(x[0])))), [1] * 3,
-                  devices=[first, second, second], chunks=3)
+    gpipe = GPipe(
+        nn.Sequential(
+            Spy(lambda x: None),
+            Fail(lambda x: int(x[0]) == 0),
+            Spy(lambda x: log.append(int(x[0]))),
+        ),
+        [1] * 3,
+        devices=[first, second, second],
+        chunks=3,
+    )
     with pytest.raises(Oops):
-        gpipe(torch.arange(3., device=devices.first))
+        gpipe(torch.arange(3.0, device=devices.first))
     assert log == []
 
 
@@ -129,13 +150,18 @@ def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another
         if int(x[0]) == 1:  # during the failure; a worker runs its next task afterwards
             gpipe._engine.workers.submit([(gpipe.devices[0], int)])[0].result()
 
-    gpipe = GPipe(nn.Sequential(Fail(lambda x: int(x[0]) == 2), Spy(wait),
-                                Spy(lambda x: log.append(int(x[0])))), [1] * 3,
-                  devices=[first, second, second], chunks=3)
-    gpipe(torch.arange(3., 6., device=devices.first))  # learns that cells may run at once
+    gpipe = GPipe(
+        nn.Sequential(
+            Fail(lambda x: int(x[0]) == 2), Spy(wait), Spy(lambda x: log.append(int(x[0])))
+        ),
+        [1] * 3,
+        devices=[first, second, second],
+        chunks=3,
+    )
+    gpipe(torch.arange(3.0, 6.0, device=devices.first))  # learns that cells may run at once
     log.clear()
     with pytest.raises(Oops):
-        gpipe(torch.arange(3., device=devices.first))
+        gpipe(torch.arange(3.0, device=devices.first))
     assert log == []
 
 
@@ -148,6 +174,7 @@ def test_a_thousand_failures_then_a_success(devices):
     def when(j):
         def matches(x):
             return state['at'] is not None and state['at'] == (int(x[0, 4]), j)
+
         return matches
 
     class Layer(nn.Module):
@@ -158,9 +185,10 @@ def test_a_thousand_failures_then_a_success(devices):
         def forward(self, x):
             return self.fail(x)
 
-    gpipe = GPipe(nn.Sequential(*[Layer(j) for j in range(3)]), [1] * 3, devices=devices(3),
-                  chunks=4)
-    x = torch.cat([torch.rand(4, 4), torch.arange(4.)[:, None]], 1).to(devices.first)
+    gpipe = GPipe(
+        nn.Sequential(*[Layer(j) for j in range(3)]), [1] * 3, devices=devices(3), chunks=4
+    )
+    x = torch.cat([torch.rand(4, 4), torch.arange(4.0)[:, None]], 1).to(devices.first)
     assert_same([gpipe(x)], [x], 0)
     before = threads()
     for _ in range(1000):
@@ -178,8 +206,13 @@ def test_a_thousand_failures_then_a_success(devices):
 
 @devices
 def test_a_failure_keeps_no_tensor_alive(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Fail(lambda x: len(x) == 1)), [1, 2],
-                  devices=devices(2), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Fail(lambda x: len(x) == 1)),
+        [1, 2],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='always',
+    )
     log = WeakLog(*list(gpipe)[:2])
     try:
         gpipe(torch.rand(3, 2, device=devices.first))
@@ -199,7 +232,7 @@ def test_keyboard_interrupt_while_cells_run(devices, ctrl_c):
             signal.raise_signal(signal.SIGINT)
 
     gpipe = GPipe(nn.Sequential(Spy(see), nn.Identity()), [1, 1], devices=devices(2), chunks=4)
-    x = torch.arange(4., device=devices.first)
+    x = torch.arange(4.0, device=devices.first)
     assert_same([gpipe(x)], [x], 0)
     before = len(threads())
     for _ in range(50):
@@ -219,16 +252,18 @@ def test_keyboard_interrupt_waits_for_the_cells_under_way(devices, ctrl_c):
             signal.raise_signal(signal.SIGINT)
             ended.append('partition 0')
 
-    gpipe = GPipe(nn.Sequential(Spy(slow), nn.Identity()), [1, 1],
-                  devices=devices.distinct(2), chunks=4)
+    gpipe = GPipe(
+        nn.Sequential(Spy(slow), nn.Identity()), [1, 1], devices=devices.distinct(2), chunks=4
+    )
     with pytest.raises(KeyboardInterrupt):
-        gpipe(torch.arange(4., device=devices.first))
+        gpipe(torch.arange(4.0, device=devices.first))
     assert ended == ['partition 0']
 
 
 @workers
-def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(devices, ctrl_c,
-                                                                      monkeypatch):
+def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(
+    devices, ctrl_c, monkeypatch
+):
     log, stopping = [], threading.Event()
     first, second = devices.distinct(2)
 
@@ -241,9 +276,17 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(devices, c
                     break
             log.append('partition 0')
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt),
-                                Spy(lambda x: log.append('partition 1')), nn.Identity()),
-                  [2, 1, 1], devices=[first, first, second], chunks=2)
+    gpipe = GPipe(
+        nn.Sequential(
+            nn.Linear(2, 2),
+            Spy(interrupt),
+            Spy(lambda x: log.append('partition 1')),
+            nn.Identity(),
+        ),
+        [2, 1, 1],
+        devices=[first, first, second],
+        chunks=2,
+    )
     gpipe[1].see, gpipe[2].see, sees = id, id, (gpipe[1].see, gpipe[2].see)
     gpipe(torch.rand(3, 2, device=devices.first))  # At first cells that may draw come one by one.
     gpipe[1].see, gpipe[2].see = sees
@@ -278,8 +321,9 @@ def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_those_beside_it(de
             assert raised.wait(20)
             log.append('partition 0')
 
-    gpipe = GPipe(nn.Sequential(Spy(beside), Spy(interrupt)), [1, 1],
-                  devices=devices.distinct(2), chunks=2)
+    gpipe = GPipe(
+        nn.Sequential(Spy(beside), Spy(interrupt)), [1, 1], devices=devices.distinct(2), chunks=2
+    )
     gpipe.eval()
     for known in (True, False):  # At first nothing runs beside a cell that may draw.
         gpipe[0].see, gpipe[1].see = (id, id) if known else (beside, interrupt)
@@ -331,19 +375,31 @@ class AddOne(nn.Module):
         return x.add_(1)
 
 
-@pytest.mark.parametrize('layers, culprit', [
-    ([AddOne(), nn.Linear(2, 2)], '0'),
-    ([nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(2, 2)], '1'),
-    ([nn.Identity(), nn.Unflatten(1, (1, 2)), nn.Sequential(AddOne()), nn.Linear(2, 2)], '2')])
+@pytest.mark.parametrize(
+    'layers, culprit',
+    [
+        ([AddOne(), nn.Linear(2, 2)], '0'),
+        ([nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(2, 2)], '1'),
+        ([nn.Identity(), nn.Unflatten(1, (1, 2)), nn.Sequential(AddOne()), nn.Linear(2, 2)], '2'),
+    ],
+)
 @pytest.mark.parametrize('mode, chunks', [('always', 1), ('always', 4), ('except_last', 4)])
 @devices
 def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devices, mode, chunks):
-    gpipe = GPipe(nn.Sequential(*layers, nn.Linear(2, 2)), [len(layers), 1], devices=devices(2),
-                  chunks=chunks, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(*layers, nn.Linear(2, 2)),
+        [len(layers), 1],
+        devices=devices(2),
+        chunks=chunks,
+        checkpoint=mode,
+    )
     output = gpipe(torch.rand(8, 2, device=devices.first))
-    with pytest.raises(RuntimeError, match=f"layer '{culprit}' of partition 0 on "
-                                           f"{gpipe.devices[0]}.*changed the "
-                                           "input of the partition in place.*'never'"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"layer '{culprit}' of partition 0 on "
+        f'{gpipe.devices[0]}.*changed the '
+        "input of the partition in place.*'never'",
+    ):
         output.sum().backward()
 
 
@@ -355,8 +411,12 @@ def test_an_in_place_change_by_a_layer_that_can_not_be_named(devices):
                 raise RuntimeError('needs grad')
             return x
 
-    gpipe = GPipe(nn.Sequential(NeedsGrad(), AddOne(), nn.Linear(2, 2)), [3], devices=devices(1),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(NeedsGrad(), AddOne(), nn.Linear(2, 2)),
+        [3],
+        devices=devices(1),
+        checkpoint='always',
+    )
     output = gpipe(torch.rand(8, 2, device=devices.first))
     with pytest.raises(RuntimeError, match='^a layer of partition 0 on .* changed the input'):
         output.sum().backward()
@@ -364,8 +424,12 @@ def test_an_in_place_change_by_a_layer_that_can_not_be_named(devices):
 
 @one_worker
 def test_an_in_place_change_between_a_stash_and_its_pop_leaves_no_skip_behind(devices):
-    gpipe = GPipe(nn.Sequential(Stash(), AddOne(), Pop(), nn.Linear(2, 2)), [4],
-                  devices=devices(1), checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Stash(), AddOne(), Pop(), nn.Linear(2, 2)),
+        [4],
+        devices=devices(1),
+        checkpoint='always',
+    )
     output = gpipe(torch.rand(8, 2, device=devices.first))
     with pytest.raises(RuntimeError, match="layer '1' of partition 0"):
         output.sum().backward()
@@ -381,8 +445,8 @@ def test_an_in_place_change_of_one_of_two_inputs(devices):
             return a * b
 
     gpipe = GPipe(nn.Sequential(Multiply()), [1], devices=devices(1), checkpoint='always')
-    a = torch.tensor([1.], requires_grad=True, device=devices.first)
-    output = gpipe((a, torch.tensor([1.], device=devices.first)))
+    a = torch.tensor([1.0], requires_grad=True, device=devices.first)
+    output = gpipe((a, torch.tensor([1.0], device=devices.first)))
     with pytest.raises(RuntimeError, match="layer '0' of partition 0"):
         output.backward()
     assert a.grad is None
@@ -396,19 +460,34 @@ def test_an_in_place_change_behind_the_back_of_autograd(devices):
                 x.mul_(2)
             return super().forward(x)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Sneaky(2, 2)), [1, 1], devices=devices(2),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), Sneaky(2, 2)),
+        [1, 1],
+        devices=devices(2),
+        checkpoint='always',
+    )
     with pytest.raises(RuntimeError, match="layer '1' of partition 1"):
         gpipe(torch.rand(4, 2, device=devices.first)).sum().backward()
 
 
 @one_worker
-@pytest.mark.parametrize('model, balance, culprit', [
-    ([nn.Linear(1, 1), nn.ReLU(inplace=True)], [1, 1], "layer '1' of partition 1"),
-    ([nn.Linear(1, 1), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))], [1, 1],
-     "layer '1' of partition 1"),
-    ([Stash(), nn.Linear(1, 1), nn.ReLU(inplace=True), Pop()], [2, 2],
-     'the input of a checkpointed micro-batch')], ids=['layer', 'view', 'skip'])
+@pytest.mark.parametrize(
+    'model, balance, culprit',
+    [
+        ([nn.Linear(1, 1), nn.ReLU(inplace=True)], [1, 1], "layer '1' of partition 1"),
+        (
+            [nn.Linear(1, 1), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))],
+            [1, 1],
+            "layer '1' of partition 1",
+        ),
+        (
+            [Stash(), nn.Linear(1, 1), nn.ReLU(inplace=True), Pop()],
+            [2, 2],
+            'the input of a checkpointed micro-batch',
+        ),
+    ],
+    ids=['layer', 'view', 'skip'],
+)
 def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culprit, devices):
     # Its cause is autograd's "a leaf Variable that requires grad …", because a recomputation
     # starts from a leaf.
@@ -416,7 +495,7 @@ def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culpr
     output = gpipe(torch.rand(1, 1, device=devices.first))
     with pytest.raises(RuntimeError, match=culprit + r'.* in place.*\(inplace=False\)') as error:
         output.backward()
-    note, = error.value.__context__.__notes__
+    (note,) = error.value.__context__.__notes__
     assert f"in partition 1 on {gpipe.devices[1]}, micro-batch 0 of 1, layer '" in note
 
 
@@ -424,8 +503,9 @@ def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culpr
 @pytest.mark.parametrize('chunks', [1, 3])
 def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devices, chunks):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=chunks,
-                  checkpoint='never')
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 2], devices=devices(2), chunks=chunks, checkpoint='never'
+    )
     train_both(model, gpipe, torch.randn(5, 2, dtype=torch.double))
 
 
@@ -454,6 +534,7 @@ def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, 
 @one_worker
 def test_a_note_that_an_exception_does_not_take(devices):
     """In v0.3.0 it came out as the AttributeError of the note."""
+
     class Frozen(Exception):
         def __setattr__(self, name, value):
             raise AttributeError('frozen')
@@ -471,6 +552,7 @@ def test_a_note_that_an_exception_does_not_take(devices):
 @pytest.mark.parametrize('mode', MODES)
 def test_sparse_tensors_between_partitions(workers, mode):
     """In v0.3.0, errors of PyTorch's from within the library."""
+
     class Sparse(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
@@ -497,12 +579,14 @@ def test_sparse_tensors_between_partitions(workers, mode):
 @one_worker
 def test_another_shape_of_an_output_in_recomputation(devices):
     """In v0.3.0, "size mismatch" of PyTorch's."""
+
     class Last(nn.Module):
         def forward(self, x):
             return torch.cat([x, x]) if is_recomputing() else x
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Last()), [1, 1], devices=devices(2),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), Last()), [1, 1], devices=devices(2), checkpoint='always'
+    )
     output = gpipe(torch.rand(3, 2, device=devices.first))
     with pytest.raises(RuntimeError, match=r'its output 0 is .* of shape \(6, 2\)'):
         output.sum().backward()

@@ -2,6 +2,7 @@
 
 Each is taken away, too; and which of them stands where is tested: nowhere else in the package.
 """
+
 import ast
 import json
 import re
@@ -15,8 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import (allow_mutation_on_saved_tensors, get_gradient_edge,
-                                  saved_tensors_hooks)
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,27 +33,44 @@ ROOT = Path(torchgpipe.__file__).parent
 PAGE = (ROOT.parent / 'docs/private-names.md').read_text()
 
 #: Names in the table of the page, and attributes that may be used anywhere.
-TABLE, ATTRIBUTES = (re.findall(r'^\| `([^`]+)` \|', part, re.M)
-                     for part in PAGE.split('\n## ')[1:])
+TABLE, ATTRIBUTES = (
+    re.findall(r'^\| `([^`]+)` \|', part, re.M) for part in PAGE.split('\n## ')[1:]
+)
 
 
 #: Python's own.
-PYTHONS = {'_asdict', '_at_fork_reinit', '_current_frames', '_exit', '_fields', '_getframe',
-           '_lru_cache_wrapper',
-           # A reentrant lock, as `threading.Condition` uses it.
-           '_is_owned', '_release_save', '_acquire_restore'}
+PYTHONS = {
+    '_asdict',
+    '_at_fork_reinit',
+    '_current_frames',
+    '_exit',
+    '_fields',
+    '_getframe',
+    '_lru_cache_wrapper',
+    # A reentrant lock, as `threading.Condition` uses it.
+    '_is_owned',
+    '_release_save',
+    '_acquire_restore',
+}
 
 
 def names_in(path):
     """Return the private names in a file that are not the package's own."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('torch.'):
-            yield from (f'{node.module}.{alias.name}' for alias in node.names
-                        if is_private(f'{node.module}.{alias.name}'))
+            yield from (
+                f'{node.module}.{alias.name}'
+                for alias in node.names
+                if is_private(f'{node.module}.{alias.name}')
+            )
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) \
-                and is_private(node.value) and hasattr(nn.Linear(1, 1), node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and is_private(node.value)
+            and hasattr(nn.Linear(1, 1), node.value)
+        ):
             yield node.value
 
 
@@ -66,15 +87,20 @@ def own_names():
                 yield node.name
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) \
-                    and isinstance(node.value, ast.Name) and node.value.id in ('self', 'cls'):
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ('self', 'cls')
+            ):
                 yield node.attr
 
 
 def test_private_names_stand_in_one_file_but_for_attributes_that_all_of_pytorch_has():
     own = {*own_names()}
-    found = {name for path in ROOT.rglob('*.py') if path.name != 'private.py'
-             for name in names_in(path)}
+    found = {
+        name for path in ROOT.rglob('*.py') if path.name != 'private.py' for name in names_in(path)
+    }
     # Models of Transformers override `_init_weights`; it is documented.
     assert found - own - PYTHONS - {'_init_weights'} == {*ATTRIBUTES}
 
@@ -84,19 +110,41 @@ def test_the_page_names_all_that_is_looked_up():
 
 
 #: The tested features that need each name. All others work without it.
-PIPELINES = {'plain', 'checkpointed', 'drawing', 'kept_out_of_recomputation', 'within_hooks',
-             'within_a_default_device', 'skips', 'step', 'step_with_halves',
-             'values_of_other_kinds', 'deferred_batch_norm', 'recorded', 'compared'}
+PIPELINES = {
+    'plain',
+    'checkpointed',
+    'drawing',
+    'kept_out_of_recomputation',
+    'within_hooks',
+    'within_a_default_device',
+    'skips',
+    'step',
+    'step_with_halves',
+    'values_of_other_kinds',
+    'deferred_batch_norm',
+    'recorded',
+    'compared',
+}
 #: A conversion also watches the writes of the sample's forward.
 WATCHED = PIPELINES | {'converted'}
-BACKWARD = {'checkpointed', 'drawing', 'kept_out_of_recomputation', 'step',
-            'step_with_halves', 'recorded', 'compared'}
+BACKWARD = {
+    'checkpointed',
+    'drawing',
+    'kept_out_of_recomputation',
+    'step',
+    'step_with_halves',
+    'recorded',
+    'compared',
+}
 VALUES = {'values_of_other_kinds', 'converted', 'compared'}
 #: Older releases have no context variables in backward.
 IN_CONTEXT = {'given_a_context'} if torch.__version__ >= '2.13' else set()
 NEEDED = {
-    'torch._C:_autograd._top_saved_tensors_default_hooks':
-        {'within_hooks', 'kept_out_of_recomputation', 'step_with_halves'},
+    'torch._C:_autograd._top_saved_tensors_default_hooks': {
+        'within_hooks',
+        'kept_out_of_recomputation',
+        'step_with_halves',
+    },
     'torch._C:_current_graph_task_id': BACKWARD,
     'torch._C:_get_dispatch_stack_at': WATCHED,
     'torch._C:_get_function_stack_at': {'within_a_default_device'},
@@ -111,11 +159,13 @@ NEEDED = {
     'torch._C:_stash_obj_in_tls': IN_CONTEXT,
     'torch._ops:OpOverload._schema': WATCHED,
     'torch.amp:GradScaler._unscale_grads_': {'scaled'},
-    'torch.autograd:Variable._execution_engine.queue_callback':
-        BACKWARD - {'step', 'step_with_halves'},
+    'torch.autograd:Variable._execution_engine.queue_callback': BACKWARD
+    - {'step', 'step_with_halves'},
     'torch.nn.parallel:DistributedDataParallel._get_active_ddp_module': {'sharded'},
-    'torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model':
-        {'sharded', 'told_to_ddp'},
+    'torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model': {
+        'sharded',
+        'told_to_ddp',
+    },
     'torch.nn:Module._compiled_call_impl': {'kept_out_of_recomputation', 'step_with_halves'},
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': {'told_to_ddp'},
     'torch.utils._python_dispatch:TorchDispatchMode': WATCHED,
@@ -128,19 +178,31 @@ NEEDED = {
 
 @pytest.mark.slow
 def test_without_any_one_name_the_import_works_and_what_needs_it_says_so():
-    result = subprocess.run([sys.executable, '-W', 'ignore', '-m', 'tests.without'], check=True,
-                            stdout=subprocess.PIPE, cwd=ROOT.parent)
+    result = subprocess.run(
+        [sys.executable, '-W', 'ignore', '-m', 'tests.without'],
+        check=True,
+        stdout=subprocess.PIPE,
+        cwd=ROOT.parent,
+    )
     found = json.loads(result.stdout)
     assert [*found] == ['', *without.names()]
     for name, raised in found.items():
         assert {feature for feature, says_so in raised.items() if says_so is True} == {*raised}, (
-            name, raised)
+            name,
+            raised,
+        )
         assert {*raised} == NEEDED.get(name, set()), name
 
 
-@pytest.mark.parametrize('line, is_missing', [
-    ('from torch import no_such_name', True), ('import torch.no_such_module', True),
-    ('import no_such_package.torch', False), ('raise ImportError("broken")', False)])
+@pytest.mark.parametrize(
+    'line, is_missing',
+    [
+        ('from torch import no_such_name', True),
+        ('import torch.no_such_module', True),
+        ('import no_such_package.torch', False),
+        ('raise ImportError("broken")', False),
+    ],
+)
 def test_only_a_name_that_pytorch_lacks_is_missing(tmp_path, monkeypatch, line, is_missing):
     """In v0.22, a module of PyTorch that needs NumPy was taken for a missing name."""
     (tmp_path / 'module_of_pytorch.py').write_text(line)
@@ -197,7 +259,7 @@ def test_a_backward_pass():
 def test_backward_from_edges(function):
     x = torch.ones(2, requires_grad=True)
     edges = get_gradient_edge(x * 2), get_gradient_edge(x.sum())
-    function(edges, (torch.ones(2), torch.tensor(3.)))
+    function(edges, (torch.ones(2), torch.tensor(3.0)))
     assert x.grad.tolist() == [5, 5]
 
 
@@ -207,8 +269,8 @@ def test_a_tensor_without_memory():
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             raise AssertionError
 
-    x = private.on_cpu_without_memory(Shape, torch.Size([10 ** 9, 10 ** 5]), torch.half)
-    assert isinstance(x, Shape) and x.shape == (10 ** 9, 10 ** 5) and x.dtype == torch.half
+    x = private.on_cpu_without_memory(Shape, torch.Size([10**9, 10**5]), torch.half)
+    assert isinstance(x, Shape) and x.shape == (10**9, 10**5) and x.dtype == torch.half
     assert x.device == torch.device('cpu') and not x.is_meta and x.is_contiguous()
 
 
@@ -232,8 +294,9 @@ class Dispatch(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize('kind, stack', [(Function, private.FUNCTION_MODES),
-                                         (Dispatch, private.DISPATCH_MODES)])
+@pytest.mark.parametrize(
+    'kind, stack', [(Function, private.FUNCTION_MODES), (Dispatch, private.DISPATCH_MODES)]
+)
 def test_modes(kind, stack):
     kind.calls = 0
     mode = kind()
@@ -331,9 +394,16 @@ def between_operations(x):
 
 
 @pytest.mark.usefixtures('compiler')
-@pytest.mark.parametrize('function, number', [
-    (sine, 1), (apart, 0), (between, 1), (lambda x: sine(x + 1) * 2, 1),
-    (lambda x: apart(x + 1) * 2, 2)])
+@pytest.mark.parametrize(
+    'function, number',
+    [
+        (sine, 1),
+        (apart, 0),
+        (between, 1),
+        (lambda x: sine(x + 1) * 2, 1),
+        (lambda x: apart(x + 1) * 2, 2),
+    ],
+)
 def test_what_is_not_compiled(function, number):
     graphs = []
 
@@ -370,7 +440,9 @@ def test_trees():
     assert private.tree_map_only(int, str, value) == {'a': ['1', ('2',)], 'b': None}
     leaves, spec = private.tree_flatten(value, is_leaf=lambda x: isinstance(x, tuple))
     assert leaves == [1, (2,), None] and private.tree_unflatten([3, 4, 5], spec) == {
-        'a': [3, 4], 'b': 5}
+        'a': [3, 4],
+        'b': 5,
+    }
     paths, _ = private.tree_flatten_with_path(value)
     assert [(path[0].key, leaf) for path, leaf in paths] == [('a', 1), ('a', 2), ('b', None)]
     assert paths[0][0][1].idx == 0
@@ -414,7 +486,8 @@ def test_what_ddp_leaves_alone():
     private.ignore_in_ddp(layer, ['bias'])
     private.ignore_in_ddp(layer, ['others'])
     torch.distributed.init_process_group(
-        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         ddp, seen = nn.parallel.DistributedDataParallel(layer), []
         assert ddp.parameters_to_ignore == {'bias', 'others'} and private.active_ddp() is None

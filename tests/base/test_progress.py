@@ -1,4 +1,5 @@
 """Progress lines: where they are shown, and where not."""
+
 import contextlib
 import io
 import sys
@@ -90,13 +91,13 @@ MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 @cpu_only('the lines are the same for all devices')
 def test_a_profile_says_how_long_it_takes():
-    text = printed(lambda: profile(MODEL, torch.rand(8, 4), device='cpu', timeout=.01))
+    text = printed(lambda: profile(MODEL, torch.rand(8, 4), device='cpu', timeout=0.01))
     assert 'profile, about 0.01 s' in text and '0/2' in text
 
 
 @cpu_only('the lines are the same for all devices')
 def test_plans_show_their_progress():
-    text = printed(lambda: plan(MODEL, torch.rand(8, 4), devices=['cpu:0', 'cpu:1'], timeout=.01))
+    text = printed(lambda: plan(MODEL, torch.rand(8, 4), devices=['cpu:0', 'cpu:1'], timeout=0.01))
     assert 'profile, about 0.01 s' in text and 'plan: schedules' in text
     text = printed(lambda: plan(Transformer(4, 64, 4, 100, 16), mesh=2, machine='H100', batch=8))
     assert 'plan: bounds of meshes' in text and 'plan: simulations of meshes' in text

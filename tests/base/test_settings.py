@@ -1,12 +1,20 @@
 """Modes of checkpointing: the number of checkpointed micro-batches of each partition."""
+
 import pytest
 
 from torchgpipe.base.settings import checkpoint_stops, parse_checkpoint
 
 
-@pytest.mark.parametrize('mode, stops', [
-    ('always', (4, 4)), ('except_last', (3, 3)), ('never', (0, 0)),
-    (['never', 'always'], (0, 4)), (lambda j: ['except_last', 'never'][j], (3, 0))])
+@pytest.mark.parametrize(
+    'mode, stops',
+    [
+        ('always', (4, 4)),
+        ('except_last', (3, 3)),
+        ('never', (0, 0)),
+        (['never', 'always'], (0, 4)),
+        (lambda j: ['except_last', 'never'][j], (3, 0)),
+    ],
+)
 def test_each_partition_checkpoints_the_first_micro_batches(mode, stops):
     assert checkpoint_stops(parse_checkpoint(mode, 2), 4, 2) == stops
 

@@ -1,4 +1,5 @@
 """Values of any nesting: the rebuilt value equals the original."""
+
 import enum
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
@@ -52,14 +53,28 @@ class Output(OrderedDict):
 
 
 _pytree.register_pytree_node(
-    Output, lambda value: (list(value.values()), list(value)),
-    lambda values, keys: Output(zip(keys, values)))
+    Output,
+    lambda value: (list(value.values()), list(value)),
+    lambda values, keys: Output(zip(keys, values)),
+)
 
 VALUES = [
-    X, (X,), (X, Y), [X], [X, [Y, ()]], {'x': X, 'n': 3, 'none': None}, Pair(X, None),
-    Pair({'x': [Y]}, X), OrderedDict(b=X, a=Y), defaultdict(list, a=X), Output(z=X, a=1),
+    X,
+    (X,),
+    (X, Y),
+    [X],
+    [X, [Y, ()]],
+    {'x': X, 'n': 3, 'none': None},
+    Pair(X, None),
+    Pair({'x': [Y]}, X),
+    OrderedDict(b=X, a=Y),
+    defaultdict(list, a=X),
+    Output(z=X, a=1),
     (X, 'text', 2.5, True, Color.RED, torch.float, torch.Size([2, 3]), slice(1), b'b', 1j),
-    torch.max(torch.zeros(2, 2), 0), {'pair': Pair(X, Frozen({'y': Y}, [Y, None]))}, Slots([X])]
+    torch.max(torch.zeros(2, 2), 0),
+    {'pair': Pair(X, Frozen({'y': Y}, [Y, None]))},
+    Slots([X]),
+]
 
 
 def same(a, b):
@@ -73,8 +88,10 @@ def same(a, b):
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (Frozen, Slots)):
-        return all(same(getattr(a, name, None), getattr(b, name, None))
-                   for name in type(a).__dataclass_fields__)
+        return all(
+            same(getattr(a, name, None), getattr(b, name, None))
+            for name in type(a).__dataclass_fields__
+        )
     return a == b
 
 
@@ -84,7 +101,8 @@ def test_it_comes_out_as_it_went_in(value):
     assert same(kind(tensors), value)
     assert kind == flatten(value)[1]
     assert [leaf.value for leaf in leaves_of(value) if isinstance(leaf.value, torch.Tensor)] == [
-        *tensors]
+        *tensors
+    ]
     doubled = kind([x.double() for x in tensors])
     assert type(doubled) is type(value)
     assert all(x.dtype == torch.double for x in flatten(doubled)[0])
@@ -111,9 +129,18 @@ def test_what_holds_tensors_is_made_anew():
     assert kind(tensors) == value == {'x': X}
 
 
-@pytest.mark.parametrize('a, b', [
-    ({'x': X}, {'y': X}), ({'n': 1, 'x': X}, {'n': 2, 'x': X}), ([X], [X, Y]), ([X], [[X]]),
-    (Frozen(X), {'x': X}), (Frozen(X), Frozen(X, 1)), (Pair(X, Y), (X, Y, None))])
+@pytest.mark.parametrize(
+    'a, b',
+    [
+        ({'x': X}, {'y': X}),
+        ({'n': 1, 'x': X}, {'n': 2, 'x': X}),
+        ([X], [X, Y]),
+        ([X], [[X]]),
+        (Frozen(X), {'x': X}),
+        (Frozen(X), Frozen(X, 1)),
+        (Pair(X, Y), (X, Y, None)),
+    ],
+)
 def test_other_structures_are_not_equal(a, b):
     assert flatten(a)[1] != flatten(b)[1]
 
@@ -122,24 +149,35 @@ class Opaque:
     """A type that cannot be taken apart."""
 
 
-@cases('value, where', [
-    (Opaque(), 'Opaque as the value'), ({'a': [X, Opaque()]}, r"Opaque as value\['a'\]\[1\]"),
-    (Pair(X, {1}), r'set as value\.y'),
-    (Frozen(X, {'k': Opaque()}), r"Opaque as value\.rest\['k'\]"),
-    (Output(a=X, b=Opaque()), r'Opaque as value\[1\]'), (None, 'NoneType as the value'),
-    ([1, None], 'list as the value'),
-    (Frozen, 'type as the value')])
+@cases(
+    'value, where',
+    [
+        (Opaque(), 'Opaque as the value'),
+        ({'a': [X, Opaque()]}, r"Opaque as value\['a'\]\[1\]"),
+        (Pair(X, {1}), r'set as value\.y'),
+        (Frozen(X, {'k': Opaque()}), r"Opaque as value\.rest\['k'\]"),
+        (Output(a=X, b=Opaque()), r'Opaque as value\[1\]'),
+        (None, 'NoneType as the value'),
+        ([1, None], 'list as the value'),
+        (Frozen, 'type as the value'),
+    ],
+)
 def test_a_leaf_that_will_not_do_is_named(value, where):
     with pytest.raises(TypeError, match=f'expected Tensor, but got {where}; .*pytree'):
         flatten(value)
 
 
-@pytest.mark.parametrize('value, where', [
-    (UserDict(x=X), 'UserDict as the value'), ([X, UserDict(x=X)], r'UserDict as value\[1\]')])
+@pytest.mark.parametrize(
+    'value, where',
+    [(UserDict(x=X), 'UserDict as the value'), ([X, UserDict(x=X)], r'UserDict as value\[1\]')],
+)
 def test_a_mapping_that_is_no_dict_is_neither_one_value_nor_several(value, where):
     """As the batch of a tokenizer."""
-    with pytest.raises(TypeError, match=rf'got {where}\. .*model\(\*\*batch\), or Arguments'
-                                        r'\(\*\*batch\) .* dict\(batch\)$'):
+    with pytest.raises(
+        TypeError,
+        match=rf'got {where}\. .*model\(\*\*batch\), or Arguments'
+        r'\(\*\*batch\) .* dict\(batch\)$',
+    ):
         flatten(value)
     with pytest.raises(TypeError, match='pytree'):
         flatten({'n': 3})
@@ -150,7 +188,9 @@ def test_marks():
     tensors, kind = flatten_nested(value)
     assert same(kind(tensors), [X, {'t': Frozen(Y)}, 3])
     assert [(path_name(leaf.path), leaf.shared) for leaf in leaves_of(value)][:2] == [
-        ('[0]', False), ("[1]['t'].x", True)]
+        ('[0]', False),
+        ("[1]['t'].x", True),
+    ]
     assert repr(NoChunk(3)) == 'NoChunk(3)'
     with pytest.raises(TypeError, match='Opaque'):
         flatten_nested([X, NoChunk(Opaque())])

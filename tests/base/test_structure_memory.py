@@ -1,4 +1,5 @@
 """Versions and memories of tensors."""
+
 import pytest
 import torch
 from torch import nn
@@ -36,10 +37,18 @@ def test_sizes():
     assert size_of(x.to_sparse()) == 4 * 4 + 2 * 8 * 4
 
 
-@pytest.mark.parametrize('make', [
-    lambda: torch.rand(6), lambda: torch.rand(2, 3).t(), lambda: torch.rand(8)[2:],
-    lambda: torch.rand(3, 1).expand(3, 4), lambda: torch.eye(3).to_sparse(),
-    lambda: nn.Parameter(torch.rand(3)), lambda: torch.rand(0)])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: torch.rand(6),
+        lambda: torch.rand(2, 3).t(),
+        lambda: torch.rand(8)[2:],
+        lambda: torch.rand(3, 1).expand(3, 4),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: nn.Parameter(torch.rand(3)),
+        lambda: torch.rand(0),
+    ],
+)
 def test_copies(make):
     x = make()
     copy = copy_of(x, {})

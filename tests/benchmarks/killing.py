@@ -1,4 +1,5 @@
 """Ranks of the trainer that are killed: at a step, or in the middle of a save."""
+
 import os
 import random
 import signal
@@ -40,10 +41,14 @@ def killed_in_a_save(config):
 
     def saving(*args, **options):
         saves.append(args)
-        if len(saves) == 2 and int(os.environ['RANK']) == config.moment % config.world \
-                and once(config):
-            threading.Timer(generator.uniform(0, .06), os.kill,
-                            (os.getpid(), signal.SIGKILL)).start()
+        if (
+            len(saves) == 2
+            and int(os.environ['RANK']) == config.moment % config.world
+            and once(config)
+        ):
+            threading.Timer(
+                generator.uniform(0, 0.06), os.kill, (os.getpid(), signal.SIGKILL)
+            ).start()
         return save(*args, **options)
 
     DistributedGPipe.save = saving

@@ -1,4 +1,5 @@
 """The command line: help, wrong options, and a published model."""
+
 import json
 import pkgutil
 import signal
@@ -18,9 +19,23 @@ from tests.cases import cases
 def test_help(run):
     code, out, _ = run('--help')
     assert code == 0
-    assert all(name in out for name in ('list', 'digits', 'balance', 'overhead', 'concurrency',
-                                        'schedules', 'scaling', 'pictures', 'classes', 'mingpt',
-                                        'arcface', *EXPERIMENTS))
+    assert all(
+        name in out
+        for name in (
+            'list',
+            'digits',
+            'balance',
+            'overhead',
+            'concurrency',
+            'schedules',
+            'scaling',
+            'pictures',
+            'classes',
+            'mingpt',
+            'arcface',
+            *EXPERIMENTS,
+        )
+    )
     assert out.count('\n') < 34
     code, out, _ = run('digits', '--help')
     assert code == 0
@@ -34,31 +49,45 @@ def test_all_experiments_are_in_the_list():
     assert {module.__name__ for module in MODULES} == {info.name for info in found}
 
 
-@cases('args, reason', [
-    (['digits', '--epochs', '0'], '--epochs'), (['digits', '--epochs', 'x'], '--epochs'),
-    (['digits', '--chunks', '0'], '--chunks'), (['digits', '--chunks', '257'], '1<=x<=256'),
-    (['digits', '--balance', '1,2'], '16 layers'), (['digits', '--balance', 'a,b'], 'a,b'),
-    (['digits', '--balance', '0,16'], 'positive'),
-    (['digits', '--checkpoint', 'sometimes'], "'except_last'"),
-    (['digits', '--schedule', 'zb-v', '--balance', '4,4,8'], "'zb-v' has 2 partitions"),
-    (['digits', '--schedule', '2f2b'], "'1f1b'"),
-    (['digits', '--output', '/proc/nothing'], '/proc/nothing'), (['digitz'], 'digitz'),
-    (['digits', '--speed', 'high'], '--speed'), (['digits', 'more'], 'more'),
-    (['unet-sped'], "'unet-speed'"), (['unet-speed', '--setting', 'pipeline-3'], 'pipeline-4'),
-    (['unet-speed', '--schedule', 'zb-v'], "'1f1b'"),
-    (['unet-speed', '--scale', '0'], '--scale'), (['unet-speed', '--scale', '2'], '--scale'),
-    (['unet-speed', '--epochs', '2', '--skip-epochs', '2'], 'nothing to measure'),
-    (['unet-speed', '--devices', 'cpu:0,gpu'], "'gpu'"),
-    (['unet-speed', '--devices', 'cuda:99'], "'cuda:99'"),
-    (['unet-speed', '--devices', 'meta'], 'neither a CPU nor an accelerator'),
-    (['unet-speed', '--dtype', 'int8'], "'bfloat16'"),
-    (['unet-speed', '--output', '/proc/nothing'], '/proc/nothing'),
-    (['unet-timeline', '--model', 'vgg'], "'resnet101'"),
-    (['resnet101-accuracy', '--data', '/proc/nothing'], '/proc/nothing/train'),
-    (['mingpt', '--heads', '5'], '--width 64'), (['mingpt', '--processes', '3'], '--heads 4'),
-    (['classes', '--classes', '1'], '--classes'), (['arcface', '--processes', '0'], '--processes'),
-    (['arcface', '--output', '/proc/nothing'], '/proc/nothing'),
-    (['pictures', '/proc/nothing'], '/proc/nothing'), (['pictures'], 'DIR')])
+@cases(
+    'args, reason',
+    [
+        (['digits', '--epochs', '0'], '--epochs'),
+        (['digits', '--epochs', 'x'], '--epochs'),
+        (['digits', '--chunks', '0'], '--chunks'),
+        (['digits', '--chunks', '257'], '1<=x<=256'),
+        (['digits', '--balance', '1,2'], '16 layers'),
+        (['digits', '--balance', 'a,b'], 'a,b'),
+        (['digits', '--balance', '0,16'], 'positive'),
+        (['digits', '--checkpoint', 'sometimes'], "'except_last'"),
+        (['digits', '--schedule', 'zb-v', '--balance', '4,4,8'], "'zb-v' has 2 partitions"),
+        (['digits', '--schedule', '2f2b'], "'1f1b'"),
+        (['digits', '--output', '/proc/nothing'], '/proc/nothing'),
+        (['digitz'], 'digitz'),
+        (['digits', '--speed', 'high'], '--speed'),
+        (['digits', 'more'], 'more'),
+        (['unet-sped'], "'unet-speed'"),
+        (['unet-speed', '--setting', 'pipeline-3'], 'pipeline-4'),
+        (['unet-speed', '--schedule', 'zb-v'], "'1f1b'"),
+        (['unet-speed', '--scale', '0'], '--scale'),
+        (['unet-speed', '--scale', '2'], '--scale'),
+        (['unet-speed', '--epochs', '2', '--skip-epochs', '2'], 'nothing to measure'),
+        (['unet-speed', '--devices', 'cpu:0,gpu'], "'gpu'"),
+        (['unet-speed', '--devices', 'cuda:99'], "'cuda:99'"),
+        (['unet-speed', '--devices', 'meta'], 'neither a CPU nor an accelerator'),
+        (['unet-speed', '--dtype', 'int8'], "'bfloat16'"),
+        (['unet-speed', '--output', '/proc/nothing'], '/proc/nothing'),
+        (['unet-timeline', '--model', 'vgg'], "'resnet101'"),
+        (['resnet101-accuracy', '--data', '/proc/nothing'], '/proc/nothing/train'),
+        (['mingpt', '--heads', '5'], '--width 64'),
+        (['mingpt', '--processes', '3'], '--heads 4'),
+        (['classes', '--classes', '1'], '--classes'),
+        (['arcface', '--processes', '0'], '--processes'),
+        (['arcface', '--output', '/proc/nothing'], '/proc/nothing'),
+        (['pictures', '/proc/nothing'], '/proc/nothing'),
+        (['pictures'], 'DIR'),
+    ],
+)
 def test_a_wrong_option_gets_one_clear_line(run, args, reason):
     code, out, err = run(*args)
     assert code != 0 and not out
@@ -69,8 +98,17 @@ def test_a_wrong_option_gets_one_clear_line(run, args, reason):
 def test_the_help_of_an_experiment_shows_the_common_options(run, name):
     code, out, _ = run(name, '--help')
     assert code == 0 and out.count('\n') < 50
-    for option in ('--setting', '--devices', '--scale', '--epochs', '--skip-epochs', '--dtype',
-                   '--compile', '--seed', '--output'):
+    for option in (
+        '--setting',
+        '--devices',
+        '--scale',
+        '--epochs',
+        '--skip-epochs',
+        '--dtype',
+        '--compile',
+        '--seed',
+        '--output',
+    ):
         assert option in out
     assert all(setting.name in out for setting in EXPERIMENTS[name].settings)
 
@@ -81,16 +119,34 @@ def test_the_list(run):
     for experiment in EXPERIMENTS.values():
         assert experiment.name in out
         assert all(setting.name in out for setting in experiment.settings)
-    for figure in ('135.539 (1.41)', '22.24 ± 0.19', '0.91 + out of memory', '6.07 + 3.39',
-                   '154.1', 'GPipe paper 24.62 + 26.24', '75 utilisation',
-                   'Goyal et al. 22.08 ± 0.06'):
+    for figure in (
+        '135.539 (1.41)',
+        '22.24 ± 0.19',
+        '0.91 + out of memory',
+        '6.07 + 3.39',
+        '154.1',
+        'GPipe paper 24.62 + 26.24',
+        '75 utilisation',
+        'Goyal et al. 22.08 ± 0.06',
+    ):
         assert figure in out
 
 
 @pytest.mark.slow
 def test_a_published_model_from_the_command_line(run, tmp_path):
-    code, out, _ = run('resnet101-speed', '--setting', 'baseline', '--setting', 'pipeline-1',
-                       '--scale', 0.004, '--epochs', 1, '--output', tmp_path)
+    code, out, _ = run(
+        'resnet101-speed',
+        '--setting',
+        'baseline',
+        '--setting',
+        'pipeline-1',
+        '--scale',
+        0.004,
+        '--epochs',
+        1,
+        '--output',
+        tmp_path,
+    )
     assert code == 0 and '0.853' in out
     summary = json.loads((tmp_path / 'resnet101-speed.json').read_text())
     assert summary['machine']['torch'] == torch.__version__
@@ -100,8 +156,9 @@ def test_a_published_model_from_the_command_line(run, tmp_path):
 
 def test_without_the_extra_the_error_names_the_command_that_installs_it():
     code = "import sys; sys.modules['tqdm'] = None; import benchmarks"
-    process = subprocess.run([sys.executable, '-c', code], cwd=PAGE.parents[1], text=True,
-                             capture_output=True)
+    process = subprocess.run(
+        [sys.executable, '-c', code], cwd=PAGE.parents[1], text=True, capture_output=True
+    )
     assert process.returncode == 1
     assert "'tqdm'" in process.stderr.splitlines()[-1]
     assert "pip install -e '.[benchmarks]'" in process.stderr.splitlines()[-1]
@@ -121,11 +178,29 @@ runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)
 @pytest.mark.slow
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, '-c', TELLING, 'resnet101-speed', '--scale', '0.004', '--epochs', '2',
-         '--setting', 'baseline', '--setting', 'pipeline-2', '--output', str(tmp_path)],
-        cwd=PAGE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            '-c',
+            TELLING,
+            'resnet101-speed',
+            '--scale',
+            '0.004',
+            '--epochs',
+            '2',
+            '--setting',
+            'baseline',
+            '--setting',
+            'pipeline-2',
+            '--output',
+            str(tmp_path),
+        ],
+        cwd=PAGE.parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         # A process that was started in the background would ignore the signal.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert process.stdout.readline() == 'written\n'
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()

@@ -1,4 +1,5 @@
 """The trainer of a GPT: it learns as a plain loop does, on any mesh, and resumes exactly."""
+
 import json
 import os
 import re
@@ -29,15 +30,36 @@ from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import MACHINES
 
-pytestmark = [pytest.mark.distributed,
-              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
 ROOT = Path(__file__).parents[2]
 COMMAND = sys.executable, '-m', 'benchmarks', 'train-gpt'
 #: A tiny model in float64, and short steps.
-TINY = ['--cpu', '--n-layer', '4', '--n-head', '2', '--n-embd', '16', '--block-size', '8',
-        '--dtype', 'float64', '--global-batch-size', '16', '--steps', '6', '--generate', '0',
-        '--eval-interval', '3', '--eval-batches', '3', '--warmup-steps', '2']
+TINY = [
+    '--cpu',
+    '--n-layer',
+    '4',
+    '--n-head',
+    '2',
+    '--n-embd',
+    '16',
+    '--block-size',
+    '8',
+    '--dtype',
+    'float64',
+    '--global-batch-size',
+    '16',
+    '--steps',
+    '6',
+    '--generate',
+    '0',
+    '--eval-interval',
+    '3',
+    '--eval-batches',
+    '3',
+    '--warmup-steps',
+    '2',
+]
 
 
 @pytest.fixture(autouse=True)
@@ -78,19 +100,24 @@ def plain_curve(config, steps):
     model = GPT(sizes).double()
     # The initial values that layers of a pipeline have follow from the seed and their numbers.
     model.load_state_dict(plain_values(config))
-    decay, rest = ([x for x in model.parameters() if (x.dim() > 1) == each]
-                   for each in (True, False))
-    optimizer = torch.optim.AdamW([{'params': decay, 'weight_decay': .1},
-                                   {'params': rest, 'weight_decay': 0.}], betas=(.9, .95))
+    decay, rest = (
+        [x for x in model.parameters() if (x.dim() > 1) == each] for each in (True, False)
+    )
+    optimizer = torch.optim.AdamW(
+        [{'params': decay, 'weight_decay': 0.1}, {'params': rest, 'weight_decay': 0.0}],
+        betas=(0.9, 0.95),
+    )
     lines = []
     for k in range(steps):
-        x, y = samples_at(config, tokens, starts_of(config, len(tokens), k).flatten(),
-                          CPU)
+        x, y = samples_at(config, tokens, starts_of(config, len(tokens), k).flatten(), CPU)
         loss = F.cross_entropy(model(x).transpose(1, 2), y)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.)
-        rate = 1e-3 * (k + 1) / 2 if k < 2 else 1e-4 + 9e-4 * (
-            1 + cos(pi * (k - 2) / (config.steps - 3))) / 2
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = (
+            1e-3 * (k + 1) / 2
+            if k < 2
+            else 1e-4 + 9e-4 * (1 + cos(pi * (k - 2) / (config.steps - 3))) / 2
+        )
         for group in optimizer.param_groups:
             group['lr'] = rate
         optimizer.step()
@@ -98,10 +125,12 @@ def plain_curve(config, steps):
         lines.append({'step': k + 1, 'loss': loss.item(), 'grad_norm': norm.item()})
         if (k + 1) % 3 == 0:
             n = min((len(val) - 1) // config.block_size, 3 * config.global_batch_size)
-            pieces = torch.stack([val[k * config.block_size:][:config.block_size + 1]
-                                  for k in range(n)]).long()
+            pieces = torch.stack(
+                [val[k * config.block_size :][: config.block_size + 1] for k in range(n)]
+            ).long()
             lines[-1]['val_loss'] = F.cross_entropy(
-                model(pieces[:, :-1]).transpose(1, 2), pieces[:, 1:]).item()
+                model(pieces[:, :-1]).transpose(1, 2), pieces[:, 1:]
+            ).item()
     return lines
 
 
@@ -109,8 +138,12 @@ def plain_values(config):
     """Return the values of a pipeline of one process, by the names of the unwrapped model."""
     with torch.device('meta'):
         module = layers(GPT(config.sizes)).double()
-    model = DistributedGPipe(module, [len(module)], mesh=init_mesh(device_type='cpu'),
-                             init=lambda each: init_gpt2(each, config.sizes.depth))
+    model = DistributedGPipe(
+        module,
+        [len(module)],
+        mesh=init_mesh(device_type='cpu'),
+        init=lambda each: init_gpt2(each, config.sizes.depth),
+    )
     torch.distributed.destroy_process_group()
     return {re.sub(r'^\d+\.', '', name): x for name, x in model.state_dict().items()}
 
@@ -123,26 +156,40 @@ def test_it_learns_as_a_plain_loop_does(tmp_path, run):
     assert (tmp_path / 'train-gpt.png').exists() and (tmp_path / 'train-gpt.svg').exists()
 
 
-@cases('args, reason', [
-    (['--data', '4', '--global-batch-size', '6'], '6 is not a multiple of --data 4'),
-    (['--micro-batch-size', '5'], '--micro-batch-size 5'),
-    (['--n-head', '3'], '--n-embd 16 is not a multiple of --n-head 3'),
-    (['--tensor', '4'], '--n-head 2 is not a multiple of --tensor 4'),
-    (['--pipe', '7'], '7 stages'), (['--schedule', 'zb-v', '--pipe', '4'], '8 stages'),
-    (['--schedule', 'interleaved'], '--pipe 2 or more'), (['--schedule', '2f2b'], "'1f1b'"),
-    (['--model', 'gpt2', '--block-size', '2048'], '--block-size 2048 is more than the 1024'),
-    (['--model', 'gpt5'], "'gpt2'"), (['--steps', '0'], '--steps'),
-    (['--text', '/proc/nothing'], '/proc/nothing'), (['--tokens', '/proc/nothing'], 'nothing'),
-    (['--tokens', '/proc/self'], 'train.bin'), (['--text', '/dev/null'], '0 tokens'),
-    (['--vocab-size', '99'], 'there is a token 122'),
-    (['--text', __file__, '--mock-data'], 'exclude each other'),
-    (['--block-size', '2000'], '--block-size 2000 takes 4000 and 2001'),
-    (['--resume'], '--save FOLDER'), (['--restarts', '1'], '--save FOLDER'),
-    (['--save', '/proc/nothing'], '/proc/nothing'), (['--output', '/proc/nothing'], 'nothing'),
-    (['--log-samples'], '--log FILE'), (['--log', '/proc/nothing/log'], '/proc/nothing'),
-    (['--offload', '--pipe', '2'], '--pipe 1'), (['--dtype', 'int8'], "'bfloat16'")])
-def test_a_wrong_option_gets_one_line_before_any_process_starts(run, tmp_path, monkeypatch, args,
-                                                                reason):
+@cases(
+    'args, reason',
+    [
+        (['--data', '4', '--global-batch-size', '6'], '6 is not a multiple of --data 4'),
+        (['--micro-batch-size', '5'], '--micro-batch-size 5'),
+        (['--n-head', '3'], '--n-embd 16 is not a multiple of --n-head 3'),
+        (['--tensor', '4'], '--n-head 2 is not a multiple of --tensor 4'),
+        (['--pipe', '7'], '7 stages'),
+        (['--schedule', 'zb-v', '--pipe', '4'], '8 stages'),
+        (['--schedule', 'interleaved'], '--pipe 2 or more'),
+        (['--schedule', '2f2b'], "'1f1b'"),
+        (['--model', 'gpt2', '--block-size', '2048'], '--block-size 2048 is more than the 1024'),
+        (['--model', 'gpt5'], "'gpt2'"),
+        (['--steps', '0'], '--steps'),
+        (['--text', '/proc/nothing'], '/proc/nothing'),
+        (['--tokens', '/proc/nothing'], 'nothing'),
+        (['--tokens', '/proc/self'], 'train.bin'),
+        (['--text', '/dev/null'], '0 tokens'),
+        (['--vocab-size', '99'], 'there is a token 122'),
+        (['--text', __file__, '--mock-data'], 'exclude each other'),
+        (['--block-size', '2000'], '--block-size 2000 takes 4000 and 2001'),
+        (['--resume'], '--save FOLDER'),
+        (['--restarts', '1'], '--save FOLDER'),
+        (['--save', '/proc/nothing'], '/proc/nothing'),
+        (['--output', '/proc/nothing'], 'nothing'),
+        (['--log-samples'], '--log FILE'),
+        (['--log', '/proc/nothing/log'], '/proc/nothing'),
+        (['--offload', '--pipe', '2'], '--pipe 1'),
+        (['--dtype', 'int8'], "'bfloat16'"),
+    ],
+)
+def test_a_wrong_option_gets_one_line_before_any_process_starts(
+    run, tmp_path, monkeypatch, args, reason
+):
     monkeypatch.setattr(train_gpt, 'launch', None)
     monkeypatch.setattr(train_gpt, 'train', None)
     code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *args)
@@ -175,8 +222,21 @@ def test_a_dry_run_prints_and_draws_the_needs_of_each_rank(run, tmp_path, monkey
 
 
 def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--plan', 'auto', '--devices',
-                         8, '--machine', 'H100', '--dtype', 'bfloat16', '--dry-run')
+    code, out, err = run(
+        'train-gpt',
+        *TINY,
+        '--output',
+        tmp_path,
+        '--plan',
+        'auto',
+        '--devices',
+        8,
+        '--machine',
+        'H100',
+        '--dtype',
+        'bfloat16',
+        '--dry-run',
+    )
     assert code == 0, err
     assert 'slower by' in out and 'the first: compute' in out
     mesh = re.search(r'^8 ranks: data (\d+) × pipe (\d+) × tensor (\d+)', out, re.MULTILINE)
@@ -197,36 +257,71 @@ def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
     assert first == pytest.approx([x['loss'] for x in lines_of(tmp_path / 'log')], rel=1e-9)
 
 
-@cases('args, reason', [
-    (['--devices', 2], '--devices and --machine are for --plan auto'),
-    (['--machine', 'H100'], '--devices and --machine are for --plan auto'),
-    (['--plan', 'auto', '--devices', 2, '--data', 2], '--devices chooses --data: leave it out'),
-    (['--plan', 'auto', '--devices', 2, '--checkpoint', 'always', '--micro-batch-size', 1],
-     '--devices chooses --checkpoint, --micro-batch-size: leave'),
-    (['--plan', 'auto', '--devices', 2, '--experts', 2], 'without --experts and --offload'),
-    (['--plan', 'auto', '--devices', 2, '--machine', 'H100', '--memory', '1KiB'],
-     'no plan for this mesh'),
-    (['--plan', 'auto', '--devices', 2, '--machine', 'H1'], "'H1' is not one of 'A100', 'H100'")])
+@cases(
+    'args, reason',
+    [
+        (['--devices', 2], '--devices and --machine are for --plan auto'),
+        (['--machine', 'H100'], '--devices and --machine are for --plan auto'),
+        (
+            ['--plan', 'auto', '--devices', 2, '--data', 2],
+            '--devices chooses --data: leave it out',
+        ),
+        (
+            ['--plan', 'auto', '--devices', 2, '--checkpoint', 'always', '--micro-batch-size', 1],
+            '--devices chooses --checkpoint, --micro-batch-size: leave',
+        ),
+        (['--plan', 'auto', '--devices', 2, '--experts', 2], 'without --experts and --offload'),
+        (
+            ['--plan', 'auto', '--devices', 2, '--machine', 'H100', '--memory', '1KiB'],
+            'no plan for this mesh',
+        ),
+        (
+            ['--plan', 'auto', '--devices', 2, '--machine', 'H1'],
+            "'H1' is not one of 'A100', 'H100'",
+        ),
+    ],
+)
 def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path, args, reason):
     code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dtype', 'float32', *args)
     assert (code, out) == (2, '') and reason in err
 
 
 @pytest.mark.slow
-@cases('schedule, options', [
-    (schedule, []) for schedule in ('gpipe', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-v')
-] + [('1f1b', ['--shard']), ('1f1b', ['--dtype', 'bfloat16'])])
+@cases(
+    'schedule, options',
+    [
+        (schedule, [])
+        for schedule in ('gpipe', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-v')
+    ]
+    + [('1f1b', ['--shard']), ('1f1b', ['--dtype', 'bfloat16'])],
+)
 def test_a_dry_run_of_each_schedule(run, tmp_path, schedule, options):
-    code, out, _ = run('train-gpt', *TINY, '--output', tmp_path, '--data', '2', '--pipe', '2',
-                       '--schedule', schedule, '--dry-run', *options)
+    code, out, _ = run(
+        'train-gpt',
+        *TINY,
+        '--output',
+        tmp_path,
+        '--data',
+        '2',
+        '--pipe',
+        '2',
+        '--schedule',
+        schedule,
+        '--dry-run',
+        *options,
+    )
     assert code == 0 and out.startswith('4 ranks')
 
 
-@cases('args, reason', [
-    (['--memory', '80'], "'80' is no size above zero"),
-    (['--memory', '0GiB'], 'no size above zero'),
-    (['--plan', 'auto'], '--plan measures layers'),
-    (['--experts', '4', '--data', '2'], 'a dry run has no values')])
+@cases(
+    'args, reason',
+    [
+        (['--memory', '80'], "'80' is no size above zero"),
+        (['--memory', '0GiB'], 'no size above zero'),
+        (['--plan', 'auto'], '--plan measures layers'),
+        (['--experts', '4', '--data', '2'], 'a dry run has no values'),
+    ],
+)
 def test_a_dry_run_that_cannot_be_made_gets_one_line(run, tmp_path, args, reason):
     code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dry-run', *args)
     assert code == 2 and not out
@@ -239,8 +334,18 @@ def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     code, _, err = run('train-gpt', *TINY, '--output', tmp_path, '--data', 4)
     assert code == 2 and 'take 4 processes, but there are 2 of torchrun' in err
-    code, _, err = run('train-gpt', *TINY, '--output', tmp_path, '--data', 2, '--restarts', 1,
-                       '--save', tmp_path / 'saved')
+    code, _, err = run(
+        'train-gpt',
+        *TINY,
+        '--output',
+        tmp_path,
+        '--data',
+        2,
+        '--restarts',
+        1,
+        '--save',
+        tmp_path / 'saved',
+    )
     assert code == 2 and 'run torchrun again, with --resume' in err
 
 
@@ -252,14 +357,18 @@ def test_samples_follow_from_seed_and_step(tmp_path, mesh):
     tokens, block, batch = 8 * 20 + 3, config.block_size, config.global_batch_size
     seen = torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)])
     assert len(seen) == 16 * batch + 3 * batch and starts_of(config, tokens, 3).shape == (
-        chunks, data, batch // chunks // data)
+        chunks,
+        data,
+        batch // chunks // data,
+    )
     for epoch in seen.split(19):  # (163 - 8) // 8 samples, and 19 · 16 = 16 · 19
         first = epoch.min()
         assert sorted(epoch.tolist()) == [*range(first, first + 19 * block, block)]
         assert 0 <= first < block and epoch.max() + block < tokens
     config.data = config.chunks = 1
-    assert torch.equal(torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)]),
-                       seen)
+    assert torch.equal(
+        torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)]), seen
+    )
     config.seed = 1
     assert not torch.equal(starts_of(config, tokens, 0).flatten(), seen[:batch])
 
@@ -269,10 +378,18 @@ def mesh_of(data, pipe, tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mesh, options', [
-    ((2, 1, 1), []), ((1, 2, 1), ['--schedule', 'zb-v']), ((1, 1, 2), []),
-    ((2, 2, 1), ['--shard']), ((2, 2, 2), ['--checkpoint', 'always']),
-    ((2, 1, 1), ['--offload', '--micro-batch-size', 2]), ((1, 2, 1), ['--plan', 'auto'])])
+@pytest.mark.parametrize(
+    'mesh, options',
+    [
+        ((2, 1, 1), []),
+        ((1, 2, 1), ['--schedule', 'zb-v']),
+        ((1, 1, 2), []),
+        ((2, 2, 1), ['--shard']),
+        ((2, 2, 2), ['--checkpoint', 'always']),
+        ((2, 1, 1), ['--offload', '--micro-batch-size', 2]),
+        ((1, 2, 1), ['--plan', 'auto']),
+    ],
+)
 def test_all_meshes_have_the_curve_of_a_plain_loop(tmp_path, mesh, options):
     lines = launched(tmp_path, *mesh_of(*mesh), *options)
     assert_same(lines, plain_curve(options_of(tmp_path), 6))
@@ -280,16 +397,27 @@ def test_all_meshes_have_the_curve_of_a_plain_loop(tmp_path, mesh, options):
 
 @pytest.mark.slow
 def test_experts_are_spread_over_replicas(tmp_path):
-    alone, spread = (launched(tmp_path / str(data), '--experts', 4, '--data', data)
-                     for data in (1, 2))
+    alone, spread = (
+        launched(tmp_path / str(data), '--experts', 4, '--data', data) for data in (1, 2)
+    )
     assert_same(spread, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('victim', range(4))
 def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, victim):
-    config = options_of(tmp_path, *mesh_of(2, 2, 1), '--save', tmp_path / 'saved',
-                        '--save-interval', 2, '--restarts', 1, '--log-samples', '--async-save')
+    config = options_of(
+        tmp_path,
+        *mesh_of(2, 2, 1),
+        '--save',
+        tmp_path / 'saved',
+        '--save-interval',
+        2,
+        '--restarts',
+        1,
+        '--log-samples',
+        '--async-save',
+    )
     config.victim = victim, 2 + victim  # after and before a save
     launch(killing.killed_at_a_step, config, [2, 3])
     assert f'rank {victim} ended by signal 9' in capfd.readouterr().err
@@ -297,17 +425,24 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, vict
     starts = [starts_of(config, config.training['tokens'], k) for k in range(6)]
     for replica in range(2):
         assert lines_of(tmp_path / f'log.{replica}') == [
-            {'training': config.training['name'], 'step': k + 1,
-             'starts': each[:, replica].flatten().tolist()}
-            for k, each in enumerate(starts)]
+            {
+                'training': config.training['name'],
+                'step': k + 1,
+                'starts': each[:, replica].flatten().tolist(),
+            }
+            for k, each in enumerate(starts)
+        ]
     assert sorted(path.name for path in (tmp_path / 'saved').glob('step-*')) == [
-        'step-4', 'step-6']
+        'step-4',
+        'step-6',
+    ]
 
 
 @pytest.mark.slow
 def test_a_training_resumes_on_another_mesh(tmp_path):
-    config = options_of(tmp_path, *mesh_of(2, 2, 1), '--save', tmp_path / 'saved',
-                        '--save-interval', 3)
+    config = options_of(
+        tmp_path, *mesh_of(2, 2, 1), '--save', tmp_path / 'saved', '--save-interval', 3
+    )
     config.victim = 3, 5
     with pytest.raises(SystemExit):
         launch(killing.killed_at_a_step, config, [2, 3])
@@ -325,8 +460,9 @@ def test_a_training_resumes_on_another_mesh(tmp_path):
 @pytest.mark.parametrize('moment', range(3))
 def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
     save = ['--save', tmp_path / 'saved', '--save-interval', 2]
-    config = options_of(tmp_path, *mesh_of(2, 2, 1), *save,
-                        *(['--async-save'] if moment % 2 else []))
+    config = options_of(
+        tmp_path, *mesh_of(2, 2, 1), *save, *(['--async-save'] if moment % 2 else [])
+    )
     config.moment = moment
     with pytest.raises(SystemExit):
         launch(killing.killed_in_a_save, config, [2, 3])
@@ -335,9 +471,22 @@ def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('command', [
-    COMMAND, (sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node',
-              2, '-m', 'benchmarks.train_gpt')])
+@pytest.mark.parametrize(
+    'command',
+    [
+        COMMAND,
+        (
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--standalone',
+            '--nproc-per-node',
+            2,
+            '-m',
+            'benchmarks.train_gpt',
+        ),
+    ],
+)
 def test_it_starts_its_processes_or_runs_in_those_of_torchrun(tmp_path, command):
     words = [*command, *TINY, '--pipe', 2, '--output', tmp_path, '--log-file', tmp_path / 'log']
     done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
@@ -369,7 +518,7 @@ def forks(config):
     """End the server that forks ranks, on the first one, and wait."""
     Path(config.output, os.environ['RANK']).write_text(str(os.getpid()))
     while len(list(Path(config.output).glob('[01]'))) < 2:
-        time.sleep(.01)
+        time.sleep(0.01)
     if os.environ['RANK'] == '0' and killing.once(config):
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(100)
@@ -384,16 +533,17 @@ def test_no_rank_outlives_its_attempt(tmp_path):
         for _ in range(1000):  # It is a zombie for a moment.
             if not path.exists() or ') Z ' in path.read_text():
                 break
-            time.sleep(.01)
+            time.sleep(0.01)
         else:
             pytest.fail(f'rank {rank} lives on')
 
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
-    words = [*COMMAND, *TINY, '--data', 2, '--steps', 10 ** 6, '--output', tmp_path]
-    process = subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
+    words = [*COMMAND, *TINY, '--data', 2, '--steps', 10**6, '--output', tmp_path]
+    process = subprocess.Popen(
+        [*map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     while b'step     2' not in process.stdout.readline():
         assert process.poll() is None
     process.kill()
@@ -411,6 +561,7 @@ def peak_of(folder, *args):
     def step():
         with train_gpt.autocast(config, CPU):
             model.step(x, y, train_gpt.loss_of, schedule='auto')
+
     step()
     optimizer.zero_grad()
     return peak_of_activations(step)
@@ -423,7 +574,7 @@ def test_activations_of_bfloat16_take_less_memory(tmp_path):
         full, half = (peak_of(tmp_path, '--dtype', dtype) for dtype in ('float32', 'bfloat16'))
     finally:
         torch.distributed.destroy_process_group()
-    assert .4 * full < half < .62 * full  # norms and the loss are in float32
+    assert 0.4 * full < half < 0.62 * full  # norms and the loss are in float32
 
 
 @pytest.mark.slow
@@ -431,13 +582,24 @@ def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
     tokens = torch.randint(50304, (4000,), generator=torch.Generator().manual_seed(0))
     for name in ('train', 'val'):
         (tmp_path / f'{name}.bin').write_bytes(bytes(tokens.to(torch.uint16).view(torch.uint8)))
-    code, out, err = run('train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--tokens',
-                         tmp_path, '--generate', 3)
+    code, out, err = run(
+        'train-gpt',
+        *TINY,
+        '--steps',
+        1,
+        '--output',
+        tmp_path,
+        '--tokens',
+        tmp_path,
+        '--generate',
+        3,
+    )
     assert code == 0 and '50304' not in err, err
     config = options_of(tmp_path, '--tokens', tmp_path)
     x, y = samples_at(config, read(config)[0], torch.tensor([0, 7]), CPU)
     assert torch.equal(x, torch.stack([tokens[:8], tokens[7:15]]))
     assert torch.equal(y, torch.stack([tokens[1:9], tokens[8:16]]))
-    code, _, err = run('train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--mock-data',
-                       '--vocab-size', 40)
+    code, _, err = run(
+        'train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--mock-data', '--vocab-size', 40
+    )
     assert code == 0, err

@@ -1,4 +1,5 @@
 """The files of a training: checkpoints, logs and pictures, with damaged ones and missing parts."""
+
 import json
 import os
 import shutil
@@ -17,13 +18,21 @@ from benchmarks.harness.launch import launch, start_server
 from benchmarks.harness.processes import is_available
 from benchmarks.harness.training_folder import TrainingFolder
 from tests.benchmarks import killing
-from tests.benchmarks.test_train_gpt import (COMMAND, ROOT, TINY, assert_same, launched, lines_of,
-                                             mesh_of, options_of, plain_curve)
+from tests.benchmarks.test_train_gpt import (
+    COMMAND,
+    ROOT,
+    TINY,
+    assert_same,
+    launched,
+    lines_of,
+    mesh_of,
+    options_of,
+    plain_curve,
+)
 from tests.cases import cases
 from torchgpipe.base.devices import CPU
 
-pytestmark = [pytest.mark.distributed,
-              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +43,20 @@ def one_thread(monkeypatch):
 @pytest.fixture
 def trained(run, tmp_path):
     """Train for some steps with checkpoints and a log; return the options."""
-    words = [*TINY, '--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved',
-             '--save-interval', 2, '--keep-last', 9, '--log-samples']
+    words = [
+        *TINY,
+        '--output',
+        tmp_path,
+        '--log',
+        tmp_path / 'log',
+        '--save',
+        tmp_path / 'saved',
+        '--save-interval',
+        2,
+        '--keep-last',
+        9,
+        '--log-samples',
+    ]
     assert run('train-gpt', *words)[0] == 0
     return words
 
@@ -49,10 +70,16 @@ def damage(path):
     file.write_bytes(file.read_bytes()[:-1] + b'?')
 
 
-@cases('damaged', [
-    damage, lambda path: next(path.glob('*.distcp')).unlink(),
-    lambda path: (path / '.metadata').unlink(), lambda path: (path / '.metadata').write_text('x'),
-    lambda path: (shutil.rmtree(path), path.write_text('a file'))])
+@cases(
+    'damaged',
+    [
+        damage,
+        lambda path: next(path.glob('*.distcp')).unlink(),
+        lambda path: (path / '.metadata').unlink(),
+        lambda path: (path / '.metadata').write_text('x'),
+        lambda path: (shutil.rmtree(path), path.write_text('a file')),
+    ],
+)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(run, tmp_path, trained, damaged):
     expected = lines_of(tmp_path / 'log')
     damaged(tmp_path / 'saved/step-6')
@@ -75,13 +102,23 @@ def test_without_a_whole_checkpoint_nothing_begins_again(run, tmp_path, trained)
     assert (tmp_path / 'log').read_bytes() == before
 
 
-@cases('args, reason', [
-    (['--steps', 5], 'step-6, but --steps is 5'), (['--weight-decay', .2], 'weight_decay 0.1 the'),
-    (['--dtype', 'float32'], 'dtype float64 there'), (['--log', '/'], 'cannot write to the log'),
-    (['--log', ROOT / 'README.md'], 'is no log of JSON lines'), (['--seed', 1], 'seed 0 there')])
+@cases(
+    'args, reason',
+    [
+        (['--steps', 5], 'step-6, but --steps is 5'),
+        (['--weight-decay', 0.2], 'weight_decay 0.1 the'),
+        (['--dtype', 'float32'], 'dtype float64 there'),
+        (['--log', '/'], 'cannot write to the log'),
+        (['--log', ROOT / 'README.md'], 'is no log of JSON lines'),
+        (['--seed', 1], 'seed 0 there'),
+    ],
+)
 def test_a_training_continues_as_it_began(run, tmp_path, trained, args, reason):
-    before = {path: path.read_bytes() for path in tmp_path.rglob('*')
-              if path.is_file() and path.name != 'training.lock'}
+    before = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob('*')
+        if path.is_file() and path.name != 'training.lock'
+    }
     code, out, err = run('train-gpt', *trained, '--resume', *args)
     assert code == 2 and not out and reason in err and err.count('\n') == 1
     assert all(path.read_bytes() == data for path, data in before.items())
@@ -90,8 +127,17 @@ def test_a_training_continues_as_it_began(run, tmp_path, trained, args, reason):
 def test_another_text_of_the_same_length_is_refused(run, tmp_path):
     text = tmp_path / 'text'
     text.write_text('abcd' * 999)
-    words = [*TINY, '--steps', 1, '--output', tmp_path, '--save', tmp_path / 'saved', '--text',
-             text]
+    words = [
+        *TINY,
+        '--steps',
+        1,
+        '--output',
+        tmp_path,
+        '--save',
+        tmp_path / 'saved',
+        '--text',
+        text,
+    ]
     assert run('train-gpt', *words)[0] == 0
     for k in (0, 1998, 3995):
         changed = bytearray(b'abcd' * 999)
@@ -126,20 +172,29 @@ def stopped(config):
 
 @pytest.mark.slow
 def test_ranks_hold_the_folder_of_a_launcher_that_was_killed(tmp_path):
-    program = ('import sys\nfrom argparse import Namespace\n'
-               'from benchmarks.harness.launch import launch\n'
-               'from benchmarks.harness.training_folder import TrainingFolder\n'
-               'from tests.benchmarks.test_train_gpt_files import stopped\n'
-               'with TrainingFolder(sys.argv[1]).locked() as lock:\n'
-               '    launch(stopped, Namespace(world=1, restarts=0, lock=lock), [])\n')
+    program = (
+        'import sys\nfrom argparse import Namespace\n'
+        'from benchmarks.harness.launch import launch\n'
+        'from benchmarks.harness.training_folder import TrainingFolder\n'
+        'from tests.benchmarks.test_train_gpt_files import stopped\n'
+        'with TrainingFolder(sys.argv[1]).locked() as lock:\n'
+        '    launch(stopped, Namespace(world=1, restarts=0, lock=lock), [])\n'
+    )
     folder = TrainingFolder(str(tmp_path))
-    process = subprocess.Popen([sys.executable, '-c', program, tmp_path], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, '-c', program, tmp_path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.stdout.readline() == b'stopped\n'
     rank = Path(f'/proc/{process.pid}/task/{process.pid}/children')
     server = [int(pid) for pid in rank.read_text().split()]
-    ranks = [int(pid) for one in server
-             for pid in Path(f'/proc/{one}/task/{one}/children').read_text().split()]
+    ranks = [
+        int(pid)
+        for one in server
+        for pid in Path(f'/proc/{one}/task/{one}/children').read_text().split()
+    ]
     process.kill()
     process.wait()
     with pytest.raises(Exception, match='is in use by process'):
@@ -154,6 +209,7 @@ def test_ranks_hold_the_folder_of_a_launcher_that_was_killed(tmp_path):
 
 def failing(config):
     """Train, but validations fail, for the first time."""
+
     def validated(*args):
         raise RuntimeError('no validation')
 
@@ -165,28 +221,44 @@ def failing(config):
 @pytest.mark.slow
 @pytest.mark.parametrize('options', [[], ['--async-save'], ['--log-interval', 3]])
 def test_a_checkpoint_comes_before_the_validation_of_its_step(tmp_path, options):
-    config = options_of(tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', *options,
-                        '--save-interval', 3)
+    config = options_of(
+        tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', *options, '--save-interval', 3
+    )
     with pytest.raises(SystemExit):
         launch(failing, config, [2, 3])
     assert names(tmp_path) == ['step-3'] and len(lines_of(tmp_path / 'log')) in (0, 2)
-    lines = launched(tmp_path, *mesh_of(1, 1, 1), '--save', tmp_path / 'saved', '--resume',
-                     *options)
+    lines = launched(
+        tmp_path, *mesh_of(1, 1, 1), '--save', tmp_path / 'saved', '--resume', *options
+    )
     expected = plain_curve(config, 6)
     assert_same(lines, expected if len(lines) == 6 else [expected[2], expected[5]])
 
 
 @pytest.mark.slow
-@cases('data, pipe, batch, size, experts', [
-    (3, 1, 18, 1, 3), (4, 1, 16, 2, 4), (2, 1, 16, 1, 4), (3, 1, 18, 2, 0), (3, 2, 18, 3, 0)])
-def test_validations_of_samples_that_replicas_cannot_share(tmp_path, data, pipe, batch, size,
-                                                           experts):
+@cases(
+    'data, pipe, batch, size, experts',
+    [(3, 1, 18, 1, 3), (4, 1, 16, 2, 4), (2, 1, 16, 1, 4), (3, 1, 18, 2, 0), (3, 2, 18, 3, 0)],
+)
+def test_validations_of_samples_that_replicas_cannot_share(
+    tmp_path, data, pipe, batch, size, experts
+):
     """Of 142 samples, neither batches nor replicas take an equal part."""
-    words = ['--global-batch-size', batch, '--experts', experts, '--vocab-size', 257,
-             '--eval-batches', 0, '--steps', 3]
+    words = [
+        '--global-batch-size',
+        batch,
+        '--experts',
+        experts,
+        '--vocab-size',
+        257,
+        '--eval-batches',
+        0,
+        '--steps',
+        3,
+    ]
     alone = launched(tmp_path / 'alone', *words, '--micro-batch-size', size * data)
-    spread = launched(tmp_path / 'spread', *words, *mesh_of(data, pipe, 1),
-                      '--micro-batch-size', size)
+    spread = launched(
+        tmp_path / 'spread', *words, *mesh_of(data, pipe, 1), '--micro-batch-size', size
+    )
     assert_same(spread, alone)
     assert 'val_loss' in alone[-1]
 
@@ -199,18 +271,27 @@ def test_samples_of_lost_steps_are_dropped_on_a_mesh_with_fewer_replicas(tmp_pat
     with pytest.raises(SystemExit):
         launch(killing.killed_at_a_step, config, [2, 3])
     launched(tmp_path, *words, '--resume')
-    starts = [start for path in ('log.0', 'log.1') for line in lines_of(tmp_path / path)
-              for start in line['starts']]
+    starts = [
+        start
+        for path in ('log.0', 'log.1')
+        for line in lines_of(tmp_path / path)
+        for start in line['starts']
+    ]
     assert len(starts) == len({*starts}) == 6 * 16
 
 
 @pytest.mark.slow
-@cases('encoding, options', [('latin-1', []), ('latin-1', ['--data', 2]), ('ascii', []),
-                             ('latin-1', ['--dry-run'])])
+@cases(
+    'encoding, options',
+    [('latin-1', []), ('latin-1', ['--data', 2]), ('ascii', []), ('latin-1', ['--dry-run'])],
+)
 def test_a_terminal_without_unicode(tmp_path, encoding, options):
-    done = subprocess.run([*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path,
-                                      *options))], cwd=ROOT, capture_output=True,
-                          env={**os.environ, 'PYTHONIOENCODING': encoding})
+    done = subprocess.run(
+        [*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path, *options))],
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, 'PYTHONIOENCODING': encoding},
+    )
     assert done.returncode == 0, done.stderr
     assert b'train-gpt.png' in done.stdout or b'dry-run.png' in done.stdout
 
@@ -225,8 +306,19 @@ def test_results_without_matplotlib(run, tmp_path, monkeypatch, words):
 
 
 def test_a_text_of_a_small_vocabulary(run, tmp_path):
-    code, out, err = run('train-gpt', *TINY, '--steps', 1, '--generate', 5, '--output', tmp_path,
-                         '--mock-data', '--vocab-size', 8)
+    code, out, err = run(
+        'train-gpt',
+        *TINY,
+        '--steps',
+        1,
+        '--generate',
+        5,
+        '--output',
+        tmp_path,
+        '--mock-data',
+        '--vocab-size',
+        8,
+    )
     assert code == 0, err
     tokens = json.loads(out.splitlines()[-1])
     assert len(tokens) == 5 and max(tokens) < 8
@@ -239,10 +331,15 @@ def test_a_rank_without_a_world(run, tmp_path, monkeypatch):
     assert code == 2 and 'RANK is set, but WORLD_SIZE is no number' in err
 
 
-@cases('args, stages', [
-    (['--offload', '--n-layer', 3], 5), (['--pipe', 4, '--n-layer', 2], 4),
-    (['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8], 6),
-    (['--pipe', 2, '--schedule', 'zb-v'], 4)])
+@cases(
+    'args, stages',
+    [
+        (['--offload', '--n-layer', 3], 5),
+        (['--pipe', 4, '--n-layer', 2], 4),
+        (['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8], 6),
+        (['--pipe', 2, '--schedule', 'zb-v'], 4),
+    ],
+)
 def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path, args, stages):
     code, _, err = run('train-gpt', *TINY, '--output', tmp_path, *args, '--dry-run')
     assert code == 0, err
@@ -256,9 +353,15 @@ def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path, args, stages):
 
 
 @pytest.mark.slow
-@cases('args', [['--offload', '--n-layer', 3], ['--pipe', 4, '--n-layer', 2],
-                ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8],
-                ['--pipe', 3, '--global-batch-size', 12]])
+@cases(
+    'args',
+    [
+        ['--offload', '--n-layer', 3],
+        ['--pipe', 4, '--n-layer', 2],
+        ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8],
+        ['--pipe', 3, '--global-batch-size', 12],
+    ],
+)
 def test_a_training_has_the_balance_of_its_settings(tmp_path, args):
     settings = train_gpt.settings_of(options_of(tmp_path, *args))
     words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
@@ -285,9 +388,14 @@ def serves(pid):
 
 @pytest.mark.slow
 def test_ctrl_c_while_processes_start(tmp_path):
-    words = [*COMMAND, *TINY, '--data', 2, '--steps', 10 ** 6, '--output', tmp_path]
-    process = subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, start_new_session=True)
+    words = [*COMMAND, *TINY, '--data', 2, '--steps', 10**6, '--output', tmp_path]
+    process = subprocess.Popen(
+        [*map(str, words)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     assert process.stderr.readline() == b'starting 2 processes\n'
     while not serves(process.pid):
         assert process.poll() is None

@@ -1,4 +1,5 @@
 """A mesh chosen by a plan: its arguments, the settings that it changes, and measured blocks."""
+
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,8 +16,25 @@ from torchgpipe.balance import LayerProfile
 from torchgpipe.base.settings import Settings
 from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
 
-WORDS = ['--cpu', '--n-layer', '4', '--n-head', '2', '--n-embd', '16', '--block-size', '8',
-         '--dtype', 'bfloat16', '--global-batch-size', '32', '--plan', 'auto', '--devices', '8']
+WORDS = [
+    '--cpu',
+    '--n-layer',
+    '4',
+    '--n-head',
+    '2',
+    '--n-embd',
+    '16',
+    '--block-size',
+    '8',
+    '--dtype',
+    'bfloat16',
+    '--global-batch-size',
+    '32',
+    '--plan',
+    'auto',
+    '--devices',
+    '8',
+]
 
 
 def chosen(*args):
@@ -27,16 +45,23 @@ def chosen(*args):
     return config
 
 
-FOUND = Namespace(mesh={'data': 2, 'pipe': 2, 'tensor': 2}, schedule='interleaved',
-                  checkpoint='always', balance=(1,) * 6, micro_batch=4, data='shard')
+FOUND = Namespace(
+    mesh={'data': 2, 'pipe': 2, 'tensor': 2},
+    schedule='interleaved',
+    checkpoint='always',
+    balance=(1,) * 6,
+    micro_batch=4,
+    data='shard',
+)
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """Let a plan be a known one; return the arguments of it, later."""
     asked = {}
-    monkeypatch.setattr(train_gpt, 'plan', lambda model, **options: asked.update(
-        options, model=model) or FOUND)
+    monkeypatch.setattr(
+        train_gpt, 'plan', lambda model, **options: asked.update(options, model=model) or FOUND
+    )
     return asked
 
 
@@ -44,28 +69,45 @@ def asked(monkeypatch):
 STATE = ParameterBytes(2, 4, 12)
 
 
-@pytest.mark.parametrize('dtype, state', [('bfloat16', STATE),
-                                          ('float32', ParameterBytes(4, 4, 8))])
+@pytest.mark.parametrize(
+    'dtype, state', [('bfloat16', STATE), ('float32', ParameterBytes(4, 4, 8))]
+)
 def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked, dtype, state):
     config = chosen('--machine', 'H100', '--memory', '1GiB', '--dtype', dtype)
     sizes = checked(Namespace(**vars(config))).sizes
     assert asked == {
         'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
-        'mesh': 8, 'machine': MACHINES['H100'], 'batch': 32, 'state': state,
-        'memory_limit': .9 * 2 ** 30}
+        'mesh': 8,
+        'machine': MACHINES['H100'],
+        'batch': 32,
+        'state': state,
+        'memory_limit': 0.9 * 2**30,
+    }
     assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
-    assert (config.schedule, config.checkpoint, config.virtual, config.micro_batch_size,
-            config.shard, config.balance) == ('interleaved', 'always', 3, 4, True, [1] * 6)
+    assert (
+        config.schedule,
+        config.checkpoint,
+        config.virtual,
+        config.micro_batch_size,
+        config.shard,
+        config.balance,
+    ) == ('interleaved', 'always', 3, 4, True, [1] * 6)
     assert (config.plan, config.devices, config.machine) == (None, None, None)
 
 
 def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
     monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
-    monkeypatch.setattr(train_gpt, 'profiles_of', lambda sizes, devices, ranks, machine, state: (
-        (sizes.context, devices, ranks, state), replace(machine, bandwidth=7.)))
+    monkeypatch.setattr(
+        train_gpt,
+        'profiles_of',
+        lambda sizes, devices, ranks, machine, state: (
+            (sizes.context, devices, ranks, state),
+            replace(machine, bandwidth=7.0),
+        ),
+    )
     chosen('--dtype', 'bfloat16')
     assert asked['model'] == (8, 8, [1, 2], STATE)
-    assert asked['machine'] == replace(MACHINES['A100'], bandwidth=7.)
+    assert asked['machine'] == replace(MACHINES['A100'], bandwidth=7.0)
     assert asked['micro_batches'] == (1, 2, 4, blocks.LARGE) and 'memory_limit' not in asked
 
 
@@ -74,40 +116,51 @@ def test_torchrun_has_a_mesh_already(asked, monkeypatch):
     with pytest.raises(click.UsageError, match='torchrun has started some'):
         chosen('--machine', 'H100')
     monkeypatch.delenv('RANK')
-    with pytest.raises(click.UsageError, match="without --experts and --offload"):
+    with pytest.raises(click.UsageError, match='without --experts and --offload'):
         chosen('--machine', 'H100', '--offload')
 
 
 def test_times_of_a_block_and_of_ends():
     """From steps whose times are known: an end takes 3 s, a block 5 s, for one micro-batch."""
+
     def call(name, sizes, tensor, batch):
-        return [2 * 3. + sizes.depth * 5., 0.]  # the slowest rank counts
+        return [2 * 3.0 + sizes.depth * 5.0, 0.0]  # the slowest rank counts
+
     group = Namespace(call=call)
-    assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1) == (3., 5.)
+    assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1) == (3.0, 5.0)
 
 
-@pytest.mark.parametrize('small, large, overhead', [
-    (3., 10., 2.), (1., 8., 0.), (1., 9., 0.), (4., 2., 4.)])
+@pytest.mark.parametrize(
+    'small, large, overhead', [(3.0, 10.0, 2.0), (1.0, 8.0, 0.0), (1.0, 9.0, 0.0), (4.0, 2.0, 4.0)]
+)
 def test_overheads_of_layers(small, large, overhead):
     """Overheads do not grow with the samples; they are between zero and all of the time."""
-    layer = LayerProfile('0', 0., 0., 8, 0, 0, 4, 4, input_share=.5, weight_share=.5)
+    layer = LayerProfile('0', 0.0, 0.0, 8, 0, 0, 4, 4, input_share=0.5, weight_share=0.5)
     found = blocks._timed(layer, small, large)
     assert found == replace(
-        layer, forward_seconds=large / 3, backward_seconds=2 * large / 3,
+        layer,
+        forward_seconds=large / 3,
+        backward_seconds=2 * large / 3,
         forward_overhead=overhead / 3,
-        backward_overhead=2 * overhead / 3, input_share=None, weight_share=None)
+        backward_overhead=2 * overhead / 3,
+        input_share=None,
+        weight_share=None,
+    )
 
 
 def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, '_times', lambda group, sizes, tensor, batch: (batch, 10. * batch))
+    monkeypatch.setattr(
+        blocks, '_times', lambda group, sizes, tensor, batch: (batch, 10.0 * batch)
+    )
 
-    group = nullcontext(Namespace(call=lambda name, sizes: [2., 9.]))
+    group = nullcontext(Namespace(call=lambda name, sizes: [2.0, 9.0]))
     monkeypatch.setattr(blocks, 'Processes', lambda number, rank: group)
-    found, machine = blocks.profiles_of(Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'],
-                                        STATE)
+    found, machine = blocks.profiles_of(
+        Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'], STATE
+    )
     assert [*found] == [1, 2]
     seconds = [x.forward_seconds + x.backward_seconds for x in found[2].layers]
-    assert seconds == pytest.approx([8., 80., 80., 80., 8.])
+    assert seconds == pytest.approx([8.0, 80.0, 80.0, 80.0, 8.0])
     assert found[1].batch_size == blocks.LARGE
     assert machine == replace(MACHINES['A100'], bandwidth=STATE.traffic / 9)
 
@@ -122,12 +175,22 @@ def test_the_weight_of_embedding_and_head_is_counted_once_by_each_device(depth):
     def resident_bytes(*balance):
         devices = tuple(f'cpu:{rank}' for rank in range(len(balance)))
         settings = Settings('1f1b', balance, devices, 2, 'never', ())
-        plan = blocks.plan_blocks(layers(GPT(sizes)), sample, cpu, depth=depth, batch=2,
-                                  ranks=len(balance), tensor=1, virtual=1, settings=settings)
+        plan = blocks.plan_blocks(
+            layers(GPT(sizes)),
+            sample,
+            cpu,
+            depth=depth,
+            batch=2,
+            ranks=len(balance),
+            tensor=1,
+            virtual=1,
+            settings=settings,
+        )
         return sum(stage.resident_bytes for stage in plan.costs.stages)
 
     weight = 64 * 16 * 4
     assert resident_bytes(1, depth + 1) - resident_bytes(depth + 2) == 4 * weight
-    plan = blocks.plan_blocks(layers(GPT(sizes)), sample, cpu, depth=depth, batch=2,
-                              ranks=2, tensor=1, virtual=1)
+    plan = blocks.plan_blocks(
+        layers(GPT(sizes)), sample, cpu, depth=depth, batch=2, ranks=2, tensor=1, virtual=1
+    )
     assert sum(plan.balance) == depth + 2

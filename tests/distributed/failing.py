@@ -1,4 +1,5 @@
 """Run processes of which some fail: how each ends, and its output."""
+
 import os
 import pickle
 import signal
@@ -35,9 +36,21 @@ def endings(world, function, *args, tcp=False, stays=(), timeout=100, group_time
     release, ports = _context.Event(), _context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_serve, daemon=True, args=(
-                rank, world, folder, ports if tcp else None, release,
-                group_timeout, pickle.dumps((function, args)))) for rank in range(world)]
+            _context.Process(
+                target=_serve,
+                daemon=True,
+                args=(
+                    rank,
+                    world,
+                    folder,
+                    ports if tcp else None,
+                    release,
+                    group_timeout,
+                    pickle.dumps((function, args)),
+                ),
+            )
+            for rank in range(world)
+        ]
         for process in processes:
             process.start()
         try:
@@ -50,8 +63,7 @@ def endings(world, function, *args, tcp=False, stays=(), timeout=100, group_time
             for process in processes:
                 process.kill()
                 process.join()
-        return [(code, Path(folder, f'{rank}.txt').read_text())
-                for rank, code in enumerate(codes)]
+        return [(code, Path(folder, f'{rank}.txt').read_text()) for rank, code in enumerate(codes)]
 
 
 def _join(processes, deadline):
@@ -81,8 +93,9 @@ def _serve(rank, world, folder, ports, release, group_timeout, call):
             ports.put(store.port)
     else:
         store = dist.TCPStore('localhost', ports.get(), world, False)
-    dist.init_process_group('gloo', store=store, rank=rank, world_size=world,
-                            timeout=timedelta(seconds=group_timeout))
+    dist.init_process_group(
+        'gloo', store=store, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout)
+    )
     dist.barrier()
     function, args = pickle.loads(call)
     function(release, *args)

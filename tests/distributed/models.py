@@ -1,4 +1,5 @@
 """Models and mini-batches for several processes, and the training that is compared."""
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -77,11 +78,20 @@ class Images(nn.Module):
 
 def resnet():
     """Convolutions and batch normalization."""
+
     def conv(a, b):
         return nn.Conv2d(a, b, 3, padding=1, dtype=DOUBLE)
+
     return nn.Sequential(
-        Images(1, 2, 3), conv(1, 3), nn.BatchNorm2d(3, dtype=DOUBLE), nn.ReLU(), conv(3, 3),
-        nn.BatchNorm2d(3, dtype=DOUBLE), nn.Tanh(), nn.Sequential(conv(3, 1), Images(6)))
+        Images(1, 2, 3),
+        conv(1, 3),
+        nn.BatchNorm2d(3, dtype=DOUBLE),
+        nn.ReLU(),
+        conv(3, 3),
+        nn.BatchNorm2d(3, dtype=DOUBLE),
+        nn.Tanh(),
+        nn.Sequential(conv(3, 1), Images(6)),
+    )
 
 
 class Fork(Block):
@@ -119,8 +129,14 @@ class Head(nn.Module):
 def tied():
     """Return layers in which the first, the last and a middle one share a weight."""
     first = nn.Linear(6, 6, bias=False, dtype=DOUBLE)
-    return nn.Sequential(first, *(Block() for _ in range(3)), Head(first.weight), Block(),
-                         nn.Tanh(), Head(first.weight))
+    return nn.Sequential(
+        first,
+        *(Block() for _ in range(3)),
+        Head(first.weight),
+        Block(),
+        nn.Tanh(),
+        Head(first.weight),
+    )
 
 
 def frozen():
@@ -154,16 +170,22 @@ def train(model, share, sizes=(8, 7, 3, 8), **options):
         share: Returns this replica's part of a tensor. sizes: Sizes of mini-batches. options:
         Options of `step`.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     found = []
     for step, size in enumerate(sizes):
         x, target = batch(step, size)
         optimizer.zero_grad()
         loss = model.step(share(x), share(target), F.mse_loss, **options)
-        grads = {name: full(x.grad) for name, x in model.named_parameters(remove_duplicate=False)
-                 if x.grad is not None}
-        found.append((loss.item(), model.clip_grad_norm_(.5).item(), grads))
+        grads = {
+            name: full(x.grad)
+            for name, x in model.named_parameters(remove_duplicate=False)
+            if x.grad is not None
+        }
+        found.append((loss.item(), model.clip_grad_norm_(0.5).item(), grads))
         optimizer.step()
     buffers = {name: full(x) for name, x in model.named_buffers()}
-    return found, {name: full(x) for name, x in model.named_parameters(remove_duplicate=False)}, \
-        buffers
+    return (
+        found,
+        {name: full(x) for name, x in model.named_parameters(remove_duplicate=False)},
+        buffers,
+    )

@@ -1,4 +1,5 @@
 """Refusals with many processes: a small program in one of them for each row of that section."""
+
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -39,8 +40,11 @@ WEIGHT = torch.ones(2, 2)
 
 def wrap(*layers, **options):
     """Make a model of one process."""
-    return DistributedGPipe(options.pop('module', nn.Sequential(*layers)), [1],
-                            **{'mesh': init_mesh(device_type='cpu'), **options})
+    return DistributedGPipe(
+        options.pop('module', nn.Sequential(*layers)),
+        [1],
+        **{'mesh': init_mesh(device_type='cpu'), **options},
+    )
 
 
 def other_axes():
@@ -50,12 +54,15 @@ def other_axes():
 
 def other_settings():
     """Get together with a rank of other settings."""
+
     def gather(found, own, group):
         for rank, each in enumerate(found):
             each.copy_(own + rank * (torch.arange(len(own)) == 4))
 
-    with patch.object(dist, 'all_gather', gather), \
-            patch.object(dist, 'get_process_group_ranks', lambda group: [0, 1]):
+    with (
+        patch.object(dist, 'all_gather', gather),
+        patch.object(dist, 'get_process_group_ranks', lambda group: [0, 1]),
+    ):
         together('a step of this model', Facts, SimpleNamespace(size=lambda: 2), CPU)
 
 
@@ -70,7 +77,9 @@ def other_gradients():
     rank.tensor, weight = SimpleNamespace(size=2), torch.nn.Parameter(WEIGHT)
     rank.replicas = SimpleNamespace(named_parameters=lambda: [('stages.0.0.weight', weight)])
     rank.together = lambda task, function: {
-        0: function(), 1: function()._replace(numbers=(0, 1, 0))}
+        0: function(),
+        1: function()._replace(numbers=(0, 1, 0)),
+    }
 
     def gather(found, own, group):
         found[:] = own, [own[0]._replace(number=1)]
@@ -83,7 +92,7 @@ def clip_one_rank():
     """Clip the gradients of one rank of several."""
     model = wrap(nn.Linear(2, 2))
     model._rank.pipe = SimpleNamespace(size=2)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def with_shards():
@@ -99,8 +108,8 @@ def with_shards():
 def scheduler_of_other_groups():
     """Load the state of a scheduler into one of more groups."""
     parameters = [{'params': [nn.Parameter(WEIGHT)]} for _ in range(2)]
-    scheduler = StepLR(torch.optim.SGD(parameters, .1), 1)
-    check_scheduler('scheduler', scheduler, {'base_lrs': [.1]}, [])
+    scheduler = StepLR(torch.optim.SGD(parameters, 0.1), 1)
+    check_scheduler('scheduler', scheduler, {'base_lrs': [0.1]}, [])
 
 
 def split_in_two_ways():
@@ -114,14 +123,19 @@ def split_in_two_ways():
 def rank_of():
     """Make an object with the parts of a rank that its checks read."""
     lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
-    return SimpleNamespace(at_place=[{0, 1}], lines=lines, replaced=[],
-                           everyone=SimpleNamespace(size=lambda: 2), data=SimpleNamespace(group=1),
-                           shared=lambda loss, within_step: [
-                               Shared('0.weight', torch.ones(2), frozenset(['data']))])
+    return SimpleNamespace(
+        at_place=[{0, 1}],
+        lines=lines,
+        replaced=[],
+        everyone=SimpleNamespace(size=lambda: 2),
+        data=SimpleNamespace(group=1),
+        shared=lambda loss, within_step: [Shared('0.weight', torch.ones(2), frozenset(['data']))],
+    )
 
 
 def others_differ():
     """Compare a weight with another one."""
+
     def gather(found, own, group):
         found[:] = own, [own[0]._replace(number=1)]
 
@@ -221,10 +235,20 @@ class Uses(nn.Linear):
 
 def shards(layers, loss=F.mse_loss):
     """Train two stages whose parameters are gathered."""
-    model = DistributedGPipe(layers, [1, 1], mesh=init_mesh(device_type='cpu'), chunks=4,
-                             data='shard', mp_policy=MixedPrecisionPolicy(), checkpoint='never')
-    model.step(torch.tensor([[-1.], [-1.], [-1.], [1.]]).expand(4, 2), torch.ones(4, 2),
-               loss(model) if isinstance(loss, type) else loss)
+    model = DistributedGPipe(
+        layers,
+        [1, 1],
+        mesh=init_mesh(device_type='cpu'),
+        chunks=4,
+        data='shard',
+        mp_policy=MixedPrecisionPolicy(),
+        checkpoint='never',
+    )
+    model.step(
+        torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]]).expand(4, 2),
+        torch.ones(4, 2),
+        loss(model) if isinstance(loss, type) else loss,
+    )
 
 
 def used_later():
@@ -294,8 +318,10 @@ def goes_on():
 def ended():
     """End a step as another rank does."""
     watch = Watch(init_mesh(device_type='cpu'))
-    watch._watcher = SimpleNamespace(name='rank 0 (data 0, pipe 0, tensor 0)',
-                                     tell=lambda text: 'rank 1 raised ValueError: it is broken')
+    watch._watcher = SimpleNamespace(
+        name='rank 0 (data 0, pipe 0, tensor 0)',
+        tell=lambda text: 'rank 1 raised ValueError: it is broken',
+    )
     with watch.run('a step'):
         raise NotBegun
 
@@ -303,16 +329,18 @@ def ended():
 def made(layer=None, kind=torch.optim.SGD):
     """Make a layer and its optimizer."""
     module = nn.Sequential(layer or nn.Linear(2, 2))
-    return module, kind(module.parameters(), lr=.1)
+    return module, kind(module.parameters(), lr=0.1)
 
 
 def checkpoint(load, change=lambda folder: None, save=made):
     """Load a checkpoint that does not fit."""
+
     def program():
         with TemporaryDirectory() as folder:
             save_checkpoint(Path(folder) / 'model', *save())
             change(Path(folder) / 'model')
             load_checkpoint(Path(folder) / 'model', *load())
+
     return program
 
 
@@ -332,16 +360,16 @@ def other_things():
 
 def not_written():
     """Save where there is no room."""
-    with TemporaryDirectory() as folder, \
-            patch('torch.save', side_effect=OSError('no space left')):
+    with TemporaryDirectory() as folder, patch('torch.save', side_effect=OSError('no space left')):
         save_checkpoint(folder, *made())
 
 
 def other_options():
     """Make an optimizer of two groups."""
     module, _ = made()
-    return module, torch.optim.SGD([{'params': [module[0].weight]},
-                                    {'params': [module[0].bias], 'lr': .2}], lr=.1)
+    return module, torch.optim.SGD(
+        [{'params': [module[0].weight]}, {'params': [module[0].bias], 'lr': 0.2}], lr=0.1
+    )
 
 
 def nested_state():
@@ -354,7 +382,7 @@ def nested_state():
 def frozen_bias():
     """Make an optimizer of the weight alone."""
     module, _ = made()
-    return module, torch.optim.SGD([module[0].weight], lr=.1)
+    return module, torch.optim.SGD([module[0].weight], lr=0.1)
 
 
 REFUSALS = [
@@ -376,9 +404,9 @@ REFUSALS = [
     lambda: raised(other_tensors(0, [('0.a', ()), ('0.b', ())], 1, [('0.b', ()), ('0.a', ())])),
     lambda: Rank.check_outlines(rank_of(), {0: Facts(layers=1), 1: Facts(layers=2)}),
     lambda: Rank.check_samples(rank_of(), {0: Facts(given=1), 1: Facts(given=2)}),
-    lambda: check_losses({0: Facts(divisors=(6., 0.)), 1: Facts()}),
+    lambda: check_losses({0: Facts(divisors=(6.0, 0.0)), 1: Facts()}),
     lambda: check_losses({0: Facts(layers=1), 1: Facts()}),
-    lambda: check_same_losses({0: 1., 1: 2.}),
+    lambda: check_same_losses({0: 1.0, 1: 2.0}),
     unused,
     unknown,
     beside_with_a_hook,
@@ -397,7 +425,7 @@ REFUSALS = [
     lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),
     descending,
     lambda: check_alike({0: 2, 1: 3}),
-    lambda: check_counts([1., 0.]),
+    lambda: check_counts([1.0, 0.0]),
     lambda: Experts(2, 2, 2)(torch.full((1, 2), torch.nan)),
     other_settings,
     ended,
@@ -420,4 +448,5 @@ REFUSALS = [
     checkpoint(lambda: made(kind=torch.optim.AdamW)),
     checkpoint(made, save=other_options),
     checkpoint(made, save=nested_state),
-    scheduler_of_other_groups]
+    scheduler_of_other_groups,
+]

@@ -1,4 +1,5 @@
 """Layouts in which a model is saved and loaded: meshes, and one process without any."""
+
 from collections import OrderedDict
 
 import torch
@@ -12,8 +13,18 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 from torchgpipe.distributed.layers import fill
 
-__all__ = ['LAYOUTS', 'OFFLOAD', 'PLAN', 'World', 'adam', 'fresh', 'made', 'same', 'steps',
-           'values']
+__all__ = [
+    'LAYOUTS',
+    'OFFLOAD',
+    'PLAN',
+    'World',
+    'adam',
+    'fresh',
+    'made',
+    'same',
+    'steps',
+    'values',
+]
 
 OFFLOAD = {'data': 'shard', 'offload_policy': CPUOffloadPolicy()}
 
@@ -40,12 +51,23 @@ def fresh(name='perceptron'):
     """A model in one process, with the initial values that all meshes have."""
     with torch.device('meta'):
         module = MODELS[name]()
-    return nn.Sequential(OrderedDict(fill(module, module, [*module._modules],
-                                          torch.device('cpu'), 0, None, None,
-                                          lambda name, layer: None)))
+    return nn.Sequential(
+        OrderedDict(
+            fill(
+                module,
+                module,
+                [*module._modules],
+                torch.device('cpu'),
+                0,
+                None,
+                None,
+                lambda name, layer: None,
+            )
+        )
+    )
 
 
-def adam(model, lr=.02, **options):
+def adam(model, lr=0.02, **options):
     return torch.optim.AdamW(model.parameters(), lr=lr, **options)
 
 
@@ -96,7 +118,7 @@ def made(layout, folder, name='perceptron', optimizer=adam):
     """Train for two steps in a layout, with a learning rate that changes, and save."""
     world = World(layout, name)
     own = optimizer(world.model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(own, .5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.5)
     losses = steps(world, own, range(2), scheduler)
     world.save(folder, own)
     return losses

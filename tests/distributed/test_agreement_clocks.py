@@ -1,4 +1,5 @@
 """Timelines of several ranks, by one clock."""
+
 import time
 
 import torch
@@ -25,15 +26,15 @@ def recorded(shift):
 
 
 def test_all_ranks_get_the_lanes_of_all_and_causes_come_first():
-    (devices, actions), (others, same) = run(2, recorded, 1000.)
+    (devices, actions), (others, same) = run(2, recorded, 1000.0)
     assert devices == others == ('rank 0', 'rank 1') and actions == same
     ends = {str(timed.action): timed.end for timed in actions}
     starts = {str(timed.action): timed.start for timed in actions}
     assert {timed.device for timed in actions} == {0, 1}
     for i in range(2):
         for stage in range(3):
-            assert ends[f'{stage}F{i}'] <= starts[f'{stage + 1}F{i}'] + .001
-            assert ends[f'{stage + 1}B{i}'] <= starts[f'{stage}B{i}'] + .001
+            assert ends[f'{stage}F{i}'] <= starts[f'{stage + 1}F{i}'] + 0.001
+            assert ends[f'{stage + 1}B{i}'] <= starts[f'{stage}B{i}'] + 0.001
     assert max(ends.values()) < 100
 
 
@@ -52,8 +53,9 @@ def test_a_rank_records_its_own_lane_without_the_others():
     (devices, actions), _ = run(2, recorded_alone)
     assert devices == ('cpu:0',)
     assert actions == {f'{j}{kind}{i}' for j in (0, 2) for kind in 'FB' for i in range(2)} | {
-        f'{j}R0' for j in (0, 2)}
+        f'{j}R0' for j in (0, 2)
+    }
 
 
 def test_one_rank_has_its_own_clock():
-    assert agreement.merge([], 3., None, torch.device('cpu')) == []
+    assert agreement.merge([], 3.0, None, torch.device('cpu')) == []

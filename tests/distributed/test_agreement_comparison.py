@@ -1,4 +1,5 @@
 """State that ranks share stays equal: gradients from other ranks are summed, or errors name it."""
+
 import copy
 import random
 import re
@@ -73,8 +74,11 @@ def closure(axes, options):
     x, y = data()
     for _ in range(2):
         (F.mse_loss(module(x), y) + module[2].weight.square().sum()).backward()
-        world.step(model, lambda o, t: F.mse_loss(o, t)
-                   + model.get_parameter('2.weight').square().sum(), normalizer=len)
+        world.step(
+            model,
+            lambda o, t: F.mse_loss(o, t) + model.get_parameter('2.weight').square().sum(),
+            normalizer=len,
+        )
     check_grads(model, module)
 
 
@@ -224,13 +228,24 @@ def expanded(axes, options):
 DATA, SHARD = ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})
 
 
-@pytest.mark.parametrize('function, axes, options', [
-    (closure, *DATA), (listed, *DATA), (adapted, *DATA), (adapted, *SHARD),
-    (learns_later, *DATA), (learns_later, *SHARD), (frozen_for_a_step, *DATA),
-    (frozen_for_a_step, *SHARD), (replaced, *DATA), (expanded, *DATA),
-    (expanded, {'pipe': 2}, {}),
-    (frozen_first, {'data': 2, 'pipe': 2}, {'data': 'shard'}),
-    (frozen_first, {'data': 2, 'pipe': 2}, {})])
+@pytest.mark.parametrize(
+    'function, axes, options',
+    [
+        (closure, *DATA),
+        (listed, *DATA),
+        (adapted, *DATA),
+        (adapted, *SHARD),
+        (learns_later, *DATA),
+        (learns_later, *SHARD),
+        (frozen_for_a_step, *DATA),
+        (frozen_for_a_step, *SHARD),
+        (replaced, *DATA),
+        (expanded, *DATA),
+        (expanded, {'pipe': 2}, {}),
+        (frozen_first, {'data': 2, 'pipe': 2}, {'data': 'shard'}),
+        (frozen_first, {'data': 2, 'pipe': 2}, {}),
+    ],
+)
 def test_gradients_from_elsewhere_are_those_of_the_whole_batch(function, axes, options):
     run(axes.get('data', 1) * axes.get('pipe', 1), function, axes, options)
 
@@ -246,16 +261,18 @@ FOLDER = ''
 
 def way(world, words, **axes):
     """Add a way in which ranks could part, with words of the error."""
+
     def add(function):
         WAYS.append((function, world, axes, words))
         return function
+
     return add
 
 
 def train(world, model, change=None, loss_fn=F.mse_loss, steps=3, **options):
     """Take steps."""
     parameters = [*model.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=.1) if parameters else None
+    optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
     for number in range(steps):
         world.step(model, loss_fn, **options)
         if optimizer is not None:
@@ -267,10 +284,12 @@ def train(world, model, change=None, loss_fn=F.mse_loss, steps=3, **options):
 
 def first_rank(function):
     """Do something on one rank, after the first step."""
+
     def change(number, model):
         if dist.get_rank() == 0 and number == 0:
             with torch.no_grad():
                 function(model)
+
     return change
 
 
@@ -281,14 +300,17 @@ def a_weight_is_changed_on_one_rank(world):
 
 @way(2, "'0.bias' should be the same on ranks [0, 1], along the data axis", data=2)
 def two_elements_change_places(world):
-    train(world, world.model(layers()),
-          first_rank(lambda m: m.get_parameter('0.bias').copy_(m.get_parameter('0.bias').flip(0))))
+    train(
+        world,
+        world.model(layers()),
+        first_rank(lambda m: m.get_parameter('0.bias').copy_(m.get_parameter('0.bias').flip(0))),
+    )
 
 
 @way(2, 'along the data axis', data=2)
 def optimizers_with_other_options(world):
     model = world.model(layers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1 + dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
     for _ in range(3):
         world.step(model)
         optimizer.step()
@@ -297,8 +319,12 @@ def optimizers_with_other_options(world):
 @way(2, 'loss_fn uses a tensor of shape (2.*) that requires grad, but is no parameter', data=2)
 def a_criterion_in_a_closure(world):
     criterion = linear()
-    train(world, world.model(layers()),
-          loss_fn=lambda o, t: F.mse_loss(criterion(o), t), normalizer=len)
+    train(
+        world,
+        world.model(layers()),
+        loss_fn=lambda o, t: F.mse_loss(criterion(o), t),
+        normalizer=len,
+    )
 
 
 @way(2, "'3.shared' is or has '0.weight', a parameter of a layer on another rank", pipe=2)
@@ -318,7 +344,7 @@ class Average(nn.Module):
     def forward(self, x):
         """Move it, and subtract it."""
         if self.training:
-            self.mean.mul_(.9).add_(x.detach().mean(0), alpha=.1)
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x - self.mean
 
 
@@ -332,7 +358,7 @@ def a_layer_moves_a_buffer_that_is_in_no_state_dict(world):
     train(world, world.model(layers(Average(persistent=False)), data='shard'))
 
 
-@way(2, "along the data axis, but differs. Usual causes: .*deferred_batch_norm=True", data=2)
+@way(2, 'along the data axis, but differs. Usual causes: .*deferred_batch_norm=True', data=2)
 def a_plain_batch_norm(world):
     train(world, world.model(layers(nn.BatchNorm1d(2, dtype=torch.float64))))
 
@@ -355,7 +381,7 @@ class Words(nn.Module):
     def __init__(self, weight=None):
         super().__init__()
         torch.manual_seed(5)
-        self.words = nn.Embedding(4, 2, max_norm=.1, dtype=torch.float64)
+        self.words = nn.Embedding(4, 2, max_norm=0.1, dtype=torch.float64)
 
     def forward(self, x):
         """Add the rows of numbers made of the samples."""
@@ -369,8 +395,9 @@ def an_embedding_with_a_norm_over_replicas(world):
     x, y = data()
     model = world.model(module)
     for _ in range(3):
-        model.step(world.part(x) if dist.get_rank() else world.part(x) * 0, world.part(y),
-                   F.mse_loss)
+        model.step(
+            world.part(x) if dist.get_rank() else world.part(x) * 0, world.part(y), F.mse_loss
+        )
 
 
 @way(2, "a layer has changed '0.words.weight' in its forward", data=2)
@@ -394,25 +421,35 @@ def a_sharded_parameter_is_replaced(world):
 
 @way(2, 'ranks [0, 1] have the same stages, but not in the same state', data=2)
 def a_parameter_is_frozen_on_one_rank(world):
-    train(world, world.model(layers()),
-          first_rank(lambda m: m.get_parameter('0.weight').requires_grad_(False)))
+    train(
+        world,
+        world.model(layers()),
+        first_rank(lambda m: m.get_parameter('0.weight').requires_grad_(False)),
+    )
 
 
 @way(2, 'ranks [0, 1] have the same stages, but not in the same state', data=2)
 def another_mode_of_a_layer_on_one_rank(world):
-    train(world, world.model(layers(nn.Dropout(0.))),
-          first_rank(lambda m: m.get_submodule('2').eval()))
+    train(
+        world,
+        world.model(layers(nn.Dropout(0.0))),
+        first_rank(lambda m: m.get_submodule('2').eval()),
+    )
 
 
 @way(2, 'the model is in evaluation mode', data=2)
 def another_mode_on_one_rank(world):
-    train(world, world.model(layers(nn.Dropout(0.))), first_rank(lambda m: m.eval()))
+    train(world, world.model(layers(nn.Dropout(0.0))), first_rank(lambda m: m.eval()))
 
 
 @way(2, 'normalizer is, by rank, {0: 6.0, 1: 0.0}', data=2)
 def another_normalizer_on_one_rank(world):
-    train(world, world.model(layers()), normalizer=6 if dist.get_rank() == 0 else None,
-          loss_fn=nn.MSELoss(reduction='sum') if dist.get_rank() == 0 else F.mse_loss)
+    train(
+        world,
+        world.model(layers()),
+        normalizer=6 if dist.get_rank() == 0 else None,
+        loss_fn=nn.MSELoss(reduction='sum') if dist.get_rank() == 0 else F.mse_loss,
+    )
 
 
 PLAN = {'0': ColwiseParallel(), '2': RowwiseParallel()}
@@ -435,8 +472,11 @@ def other_targets_along_the_tensor_axis(world):
 @way(2, "'3.weight' should be the same on ranks [0, 1], along the tensor axis", tensor=2)
 def a_layer_without_a_style_is_changed_on_one_rank(world):
     module = layers().append(linear())
-    train(world, world.model(module, tensor_plan=PLAN),
-          first_rank(lambda m: m.get_parameter('3.weight').mul_(2)))
+    train(
+        world,
+        world.model(module, tensor_plan=PLAN),
+        first_rank(lambda m: m.get_parameter('3.weight').mul_(2)),
+    )
 
 
 @way(2, 'is sparse, but ranks add up dense ones', data=2)
@@ -451,8 +491,12 @@ def a_sparse_gradient(world):
 def a_hook_of_a_weight_in_a_closure(world):
     model = world.model(layers())
     model.get_parameter('0.weight').register_hook(lambda grad: grad * 2)
-    train(world, model, loss_fn=lambda o, t: F.mse_loss(o, t)
-          + model.get_parameter('0.weight').square().sum(), normalizer=len)
+    train(
+        world,
+        model,
+        loss_fn=lambda o, t: F.mse_loss(o, t) + model.get_parameter('0.weight').square().sum(),
+        normalizer=len,
+    )
 
 
 @way(2, 'loss_fn has other parameters on some of ranks [0, 1]', data=2)
@@ -507,8 +551,10 @@ def a_load_compares(world):
     model.save(FOLDER)
     if dist.get_rank():
         model.register_load_state_dict_post_hook(
-            lambda module, keys: setattr(module.get_parameter('0.weight'), 'data',
-                                         torch.ones(2, 2, dtype=torch.float64)))
+            lambda module, keys: setattr(
+                module.get_parameter('0.weight'), 'data', torch.ones(2, 2, dtype=torch.float64)
+            )
+        )
     model.load(FOLDER)
 
 
@@ -529,7 +575,7 @@ class Scaled(nn.Module):
     def forward(self, output, target):
         """Move the buffer by the samples."""
         if self.moves:
-            self.center = .9 * self.center + .1 * output.detach().mean(0)
+            self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
         return F.mse_loss(output * self.weight, target + self.center)
 
 
@@ -571,8 +617,11 @@ class Detached(Listed):
         return x @ self.shared[0].detach()
 
 
-@way(2, "'3.shared' is or has '2.weight', a parameter of a layer on another rank or one that took",
-     data=2)
+@way(
+    2,
+    "'3.shared' is or has '2.weight', a parameter of a layer on another rank or one that took",
+    data=2,
+)
 def the_value_of_a_sharded_weight(world):
     module = layers()
     module.append(Detached(module[2].weight))
@@ -621,7 +670,7 @@ class Reassigned(Average):
 
     def forward(self, x):
         """Put another one in its place."""
-        self.mean = .9 * self.mean + .1 * x.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return x - self.mean
 
 
@@ -652,7 +701,7 @@ class Clamps(nn.Linear):
 
     def forward(self, x):
         """Change it."""
-        self.weight.data.clamp_(-.1, .1)
+        self.weight.data.clamp_(-0.1, 0.1)
         return super().forward(x)
 
 
@@ -689,10 +738,12 @@ def another_number_along_the_tensor_axis(world):
         def forward(self, x, k):
             return x * k
 
-    model = world.model(nn.Sequential(Times(), *layers(), Noise())[:4], tensor_plan={
-        '1': ColwiseParallel(), '3': RowwiseParallel()})
+    model = world.model(
+        nn.Sequential(Times(), *layers(), Noise())[:4],
+        tensor_plan={'1': ColwiseParallel(), '3': RowwiseParallel()},
+    )
     x, y = data()
-    model.step(Arguments(x, dist.get_rank() + 1.), y, F.mse_loss)
+    model.step(Arguments(x, dist.get_rank() + 1.0), y, F.mse_loss)
 
 
 @way(2, "'0.perm' should be the same on ranks [0, 1], along the data axis", data=2)
@@ -700,14 +751,17 @@ def rows_in_another_order(world):
     module = layers()
     module[0].register_buffer('perm', torch.eye(4))
     model = world.model(module)
-    train(world, model, first_rank(lambda m: m.get_buffer('0.perm').copy_(
-        torch.eye(4)[[1, 0, 3, 2]])))
+    train(
+        world,
+        model,
+        first_rank(lambda m: m.get_buffer('0.perm').copy_(torch.eye(4)[[1, 0, 3, 2]])),
+    )
 
 
 @way(2, 'along the data axis', data=2)
 def optimizers_that_differ_begin_late(world):
     model = world.model(layers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1 + dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
     for number in range(12):
         world.step(model)
         if number > 3:
@@ -719,8 +773,11 @@ def optimizers_that_differ_begin_late(world):
 def a_tensor_learns_later(world):
     model, weight = world.model(layers()), torch.eye(2, dtype=torch.float64, requires_grad=True)
     for number in range(12):
-        world.step(model, lambda o, t, number=number: F.mse_loss(
-            o if number < 3 else o @ weight, t), normalizer=len)
+        world.step(
+            model,
+            lambda o, t, number=number: F.mse_loss(o if number < 3 else o @ weight, t),
+            normalizer=len,
+        )
 
 
 @way(2, 'a NoChunk in the input requires grad', data=2)
@@ -740,8 +797,9 @@ def a_hook_after_the_gradient_of_a_weight_in_a_closure(world):
     model = world.model(layers())
     weight = model.get_parameter('0.weight')
     weight.register_post_accumulate_grad_hook(lambda x: None)
-    train(world, model, loss_fn=lambda o, t: F.mse_loss(o, t) + weight.square().sum(),
-          normalizer=len)
+    train(
+        world, model, loss_fn=lambda o, t: F.mse_loss(o, t) + weight.square().sum(), normalizer=len
+    )
 
 
 @way(2, "'0.weight' was replaced after this model was made, but with data='shard'", data=2)
@@ -802,7 +860,7 @@ class Cache(nn.Module):
         """Let the mask grow."""
         if len(x) > len(self.mask):
             self.mask = torch.ones(len(x), dtype=x.dtype)
-        return x * self.mask[:len(x), None]
+        return x * self.mask[: len(x), None]
 
 
 def caches():
@@ -821,15 +879,24 @@ def test_masks_of_other_sizes_are_no_difference():
 
 
 def test_numbers_tell_values_and_places_of_all_types():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
-                  torch.uint8, torch.bool, torch.complex64):
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ):
         x = torch.arange(24).reshape(2, 3, 4) % 7
         x = (x > 3 if dtype is torch.bool else x).to(dtype)
         others = [x.flip(0), x.flip(1), x.flip(2), x.transpose(0, 1).contiguous().view(2, 3, 4)]
         changed = x.clone()
         changed[1, 2, 3] = changed[0, 1, 2]
-        found = digests([x, x.clone(), x.permute(2, 0, 1).contiguous().permute(1, 2, 0), changed,
-                         *others])
+        found = digests(
+            [x, x.clone(), x.permute(2, 0, 1).contiguous().permute(1, 2, 0), changed, *others]
+        )
         assert found[0] == found[1] == found[2] and found[0] not in found[3:], dtype
         assert all(0 <= each < 1 << 40 for each in found)
     constant = digests([torch.ones(4), torch.ones(4) + 1, torch.ones(()), torch.empty(0)])

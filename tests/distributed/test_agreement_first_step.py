@@ -1,4 +1,5 @@
 """Differences that the first step makes are detected before it gives gradients."""
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class Moves(nn.Module):
     def forward(self, x):
         """Subtract the moving mean."""
         with torch.no_grad():
-            self.mean += .1 * (x.mean(0) - self.mean)
+            self.mean += 0.1 * (x.mean(0) - self.mean)
         return x - self.mean
 
 
@@ -42,8 +43,9 @@ def moving_buffer():
 
 def moving_statistics():
     norm = nn.InstanceNorm1d(6, track_running_stats=True)
-    return nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Upsample(scale_factor=2), norm, nn.Flatten(),
-                         nn.Linear(12, 6)).double()
+    return nn.Sequential(
+        nn.Unflatten(1, (6, 1)), nn.Upsample(scale_factor=2), norm, nn.Flatten(), nn.Linear(12, 6)
+    ).double()
 
 
 class Words(nn.Module):
@@ -59,7 +61,7 @@ class Words(nn.Module):
 
 
 def tied_table():
-    table = nn.Embedding(6, 6, max_norm=.5)
+    table = nn.Embedding(6, 6, max_norm=0.5)
     return nn.Sequential(Words(table), nn.Linear(6, 6), nn.Linear(6, 6), Words(table)).double()
 
 
@@ -78,13 +80,17 @@ def first_step(make, axes):
         return str(error), any(x.grad is not None for x in model.parameters())
 
 
-@pytest.mark.parametrize('make, name, axes', [
-    (moving_buffer, '0.mean', {'data': 2}), (moving_buffer, '0.mean', {'data': 2, 'pipe': 2}),
-    (moving_statistics, '2.running_mean', {'data': 2}),
-    (tied_table, '0.table.weight', {'pipe': 2}),
-    (tied_table, '0.table.weight', {'data': 2, 'pipe': 2})])
-def test_in_v0_22_the_first_step_gave_gradients_of_layers_that_make_ranks_differ(
-        make, name, axes):
+@pytest.mark.parametrize(
+    'make, name, axes',
+    [
+        (moving_buffer, '0.mean', {'data': 2}),
+        (moving_buffer, '0.mean', {'data': 2, 'pipe': 2}),
+        (moving_statistics, '2.running_mean', {'data': 2}),
+        (tied_table, '0.table.weight', {'pipe': 2}),
+        (tied_table, '0.table.weight', {'data': 2, 'pipe': 2}),
+    ],
+)
+def test_in_v0_22_the_first_step_gave_gradients_of_layers_that_make_ranks_differ(make, name, axes):
     for text, has_gradients in run(world_of(axes), first_step, make, axes):
         assert f"'{name}'" in text and 'should be the same on ranks' in text
         assert not has_gradients
@@ -137,9 +143,14 @@ def trained(kind, axes, copies, norm=None):
     plan = {f'0.{name}': ColwiseParallel() for name in split} | {'0.o': RowwiseParallel()}
     if norm is not None:
         plan['0.norm'] = norm
-    model = DistributedGPipe(module, [1, 1] if 'pipe' in axes else [2], mesh=mesh, chunks=2,
-                             tensor_plan=plan if 'tensor' in axes else {})
-    optimizer = torch.optim.SGD(model.parameters(), .1, foreach=False)
+    model = DistributedGPipe(
+        module,
+        [1, 1] if 'pipe' in axes else [2],
+        mesh=mesh,
+        chunks=2,
+        tensor_plan=plan if 'tensor' in axes else {},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
     generator = torch.Generator().manual_seed(1)
     replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
     losses = []
@@ -162,8 +173,9 @@ MESHES = [{'tensor': 2}, {'tensor': 2, 'data': 2}, {'tensor': 2, 'pipe': 2}]
 
 
 @pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize('kind, name', [
-    ('norm', '0.norm.bias'), ('temperature', '0.temperature'), ('mqa', '0.k.bias')])
+@pytest.mark.parametrize(
+    'kind, name', [('norm', '0.norm.bias'), ('temperature', '0.temperature'), ('mqa', '0.k.bias')]
+)
 def test_in_v0_22_a_part_of_a_gradient_was_taken_for_the_whole(kind, name, axes):
     for text in run(world_of(axes), trained, kind, axes, False):
         assert f"the gradient of '{name}'" in text
@@ -172,11 +184,16 @@ def test_in_v0_22_a_part_of_a_gradient_was_taken_for_the_whole(kind, name, axes)
 
 
 @pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize('kind, norm', [
-    ('norm', SequenceParallel(sequence_dim=2, use_local_output=True)),
-    ('temperature', None), ('mqa', None)])
+@pytest.mark.parametrize(
+    'kind, norm',
+    [
+        ('norm', SequenceParallel(sequence_dim=2, use_local_output=True)),
+        ('temperature', None),
+        ('mqa', None),
+    ],
+)
 def test_the_ways_out_of_a_part_of_a_gradient(kind, norm, axes):
     """The last layer of a stage may be split: its collective has ended when it is sent."""
-    expected, = run(1, trained, kind, {}, False)
+    (expected,) = run(1, trained, kind, {}, False)
     for losses in run(world_of(axes), trained, kind, axes, norm is None, norm):
         assert losses == pytest.approx(expected, rel=1e-10)

@@ -1,4 +1,5 @@
 """Checkpoints: a training saved in one layout continues unchanged in any other one."""
+
 from itertools import product
 
 import pytest
@@ -35,7 +36,7 @@ def load_all(folder, pairs, name):
         with torch.no_grad():
             for x in world.model.parameters():
                 x.zero_()
-        optimizer = adam(world.model, 7., betas=(.1, .2))
+        optimizer = adam(world.model, 7.0, betas=(0.1, 0.2))
         world.load(f'{folder}/{source}', optimizer)
         found[source, layout] = steps(world, optimizer, range(2, 4))
     return found
@@ -45,7 +46,7 @@ def uninterrupted(name):
     """The losses of four steps in one process."""
     world = World('plain', name)
     optimizer = adam(world.model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, .5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     return steps(world, optimizer, range(2), scheduler) + steps(world, optimizer, range(2, 4))
 
 
@@ -53,12 +54,16 @@ def cross(folder, pairs, name='perceptron'):
     """Save in layouts, load in others, with a start of processes for each number of them."""
     expected = uninterrupted(name)
     for function, numbers, key, wanted in (
-            (save_all, {source for source, _ in pairs}, lambda each: each, expected[:2]),
-            (load_all, pairs, lambda each: each[1], expected[2:])):
+        (save_all, {source for source, _ in pairs}, lambda each: each, expected[:2]),
+        (load_all, pairs, lambda each: each[1], expected[2:]),
+    ):
         for world in sorted({size(key(each)) for each in numbers}):
             some = [each for each in sorted(numbers) if size(key(each)) == world]
-            found = run(world, function, str(folder), some, name) if world else [
-                function(str(folder), some, name)]
+            found = (
+                run(world, function, str(folder), some, name)
+                if world
+                else [function(str(folder), some, name)]
+            )
             for rank in found:
                 assert rank == {each: pytest.approx(wanted, rel=1e-9) for each in some}
 

@@ -1,5 +1,6 @@
 """The contents of a checkpoint: optimizers, generators, buffers, extra states; each of them
 once."""
+
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_state_dict,
-                                                     set_state_dict)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 from tests.devices import cpu_only
 from tests.distributed.models import batch
@@ -58,8 +62,12 @@ def test_what_ranks_share_is_written_once(tmp_path):
     made('plain', tmp_path / 'plain')
 
     def tensors(layout):
-        return sum(item.length for item in dcp.FileSystemReader(
-            tmp_path / layout).read_metadata().storage_data.values())
+        return sum(
+            item.length
+            for item in dcp.FileSystemReader(tmp_path / layout)
+            .read_metadata()
+            .storage_data.values()
+        )
 
     def size(layout):
         return sum(file.stat().st_size for file in Path(tmp_path / layout).glob('*.distcp'))
@@ -73,13 +81,19 @@ def test_what_ranks_share_is_written_once(tmp_path):
     read = {'model': model_state, 'optimizer': optimizer_state}
     with pytest.warns(UserWarning, match='torch.distributed is disabled'):
         dcp.load(read, checkpoint_id=tmp_path / 'shard', no_dist=True)
-    set_state_dict(world.model, optimizer, model_state_dict=read['model'],
-                   optim_state_dict=read['optimizer'], options=options)
+    set_state_dict(
+        world.model,
+        optimizer,
+        model_state_dict=read['model'],
+        optim_state_dict=read['optimizer'],
+        options=options,
+    )
     other = World('plain')
     own = adam(other.model)
     other.load(tmp_path / 'plain', own)
     assert steps(world, optimizer, range(2, 4)) == pytest.approx(
-        steps(other, own, range(2, 4)), rel=1e-9)
+        steps(other, own, range(2, 4)), rel=1e-9
+    )
 
 
 def some_layers():
@@ -115,8 +129,9 @@ def test_a_rank_without_parameters(tmp_path):
 def normalized(folder):
     with torch.device('meta'):
         module = resnet_of_four()
-    model = DistributedGPipe(module, [2, 2], mesh=init_mesh(data=2, pipe=2), chunks=2,
-                             deferred_batch_norm=True)
+    model = DistributedGPipe(
+        module, [2, 2], mesh=init_mesh(data=2, pipe=2), chunks=2, deferred_batch_norm=True
+    )
     x = batch(0, 8)[0].chunk(2)[dist.get_rank() // 2]
     model.step(x, x, nn.functional.mse_loss)
     model.save(folder)
@@ -126,6 +141,7 @@ def normalized(folder):
 def resnet_of_four():
     def norm():
         return nn.BatchNorm1d(6, dtype=torch.float64)
+
     return nn.Sequential(norm(), nn.Linear(6, 6, dtype=torch.float64), norm(), nn.Tanh())
 
 
@@ -141,10 +157,10 @@ def test_running_statistics(tmp_path):
 #: One whose learning rate is a tensor, one with states before the first step, and two others. The
 #: last one's states have other shapes than parameters, which PyTorch supports for whole ones only.
 OPTIMIZERS = {
-    'radam': lambda model: torch.optim.RAdam(model.parameters(), torch.tensor(.02)),
-    'adagrad': lambda model: torch.optim.Adagrad(model.parameters(), .02),
-    'sgd': lambda model: torch.optim.SGD(model.parameters(), .02, momentum=.9),
-    'adafactor': lambda model: torch.optim.Adafactor(model.parameters(), .02),
+    'radam': lambda model: torch.optim.RAdam(model.parameters(), torch.tensor(0.02)),
+    'adagrad': lambda model: torch.optim.Adagrad(model.parameters(), 0.02),
+    'sgd': lambda model: torch.optim.SGD(model.parameters(), 0.02, momentum=0.9),
+    'adafactor': lambda model: torch.optim.Adafactor(model.parameters(), 0.02),
 }
 
 
@@ -189,11 +205,13 @@ class Extra(nn.Linear):
 
 def extra(folder):
     mesh = init_mesh(pipe=2)
-    model = DistributedGPipe(nn.Sequential(Extra(), Extra(x=torch.ones(2), n=3)), [1, 1],
-                             mesh=mesh)
+    model = DistributedGPipe(
+        nn.Sequential(Extra(), Extra(x=torch.ones(2), n=3)), [1, 1], mesh=mesh
+    )
     model.save(folder)
-    other = DistributedGPipe(nn.Sequential(Extra(), Extra(x=torch.zeros(2), n=0)), [1, 1],
-                             mesh=mesh)
+    other = DistributedGPipe(
+        nn.Sequential(Extra(), Extra(x=torch.zeros(2), n=0)), [1, 1], mesh=mesh
+    )
     other.load(folder)
     return [layer.state for layer in other.children()]
 
@@ -208,14 +226,23 @@ def test_extra_states(tmp_path):
 def test_groups_of_other_options(tmp_path):
     """Each parameter keeps its options, wherever it goes; a group has one value of each."""
     model = some_layers()
-    optimizer = torch.optim.SGD([{'params': [model[0].weight], 'lr': 1.},
-                                 {'params': [model[0].bias], 'lr': 2.}], momentum=.5)
+    optimizer = torch.optim.SGD(
+        [{'params': [model[0].weight], 'lr': 1.0}, {'params': [model[0].bias], 'lr': 2.0}],
+        momentum=0.5,
+    )
     save_checkpoint(tmp_path, model, optimizer)
-    other = torch.optim.SGD([{'params': [model[0].bias]}, {'params': [model[0].weight]},
-                             {'params': []}], lr=3.)
+    other = torch.optim.SGD(
+        [{'params': [model[0].bias]}, {'params': [model[0].weight]}, {'params': []}], lr=3.0
+    )
     load_checkpoint(tmp_path, model, other)
     assert [(group['lr'], group['momentum']) for group in other.param_groups] == [
-        (2., .5), (1., .5), (3., 0)]
-    with pytest.raises(ValueError, match="'0.weight' and '0.bias' in one group, .* the lr of the "
-                                         'first is 1.0, and that of the second 2.0'):
+        (2.0, 0.5),
+        (1.0, 0.5),
+        (3.0, 0),
+    ]
+    with pytest.raises(
+        ValueError,
+        match="'0.weight' and '0.bias' in one group, .* the lr of the "
+        'first is 1.0, and that of the second 2.0',
+    ):
         load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))

@@ -1,4 +1,5 @@
 """Saving and loading: interrupted, in the background, into the wrong place, of another model."""
+
 import os
 import re
 import shutil
@@ -66,8 +67,10 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_the_last_one(tmp_path):
-    assert all(isinstance(each, Failure) for each in outcomes(
-        2, interrupted, str(tmp_path / 'model'), 'kill'))
+    assert all(
+        isinstance(each, Failure)
+        for each in outcomes(2, interrupted, str(tmp_path / 'model'), 'kill')
+    )
     model = fresh()
     world, optimizer = World('plain'), None
     load_checkpoint(tmp_path / 'model', model)
@@ -88,7 +91,8 @@ def test_between_two_names(tmp_path):
     (tmp_path / 'model').rename(tmp_path / 'model.before')
     shutil.copytree(tmp_path / 'model.before', tmp_path / 'model.saving')
     (tmp_path / 'model.saving/.metadata.replaced').rename(
-        tmp_path / 'model.saving/.metadata.0.written')
+        tmp_path / 'model.saving/.metadata.0.written'
+    )
     model = fresh()
     load_checkpoint(tmp_path / 'model', model)
     same(values(model), values(expected))
@@ -138,8 +142,9 @@ def test_a_checkpoint_with_the_name_of_a_save_is_kept(tmp_path, name):
     assert files == {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
 
-@pytest.mark.parametrize('name, mark', [('model.before', '.metadata.replaced'),
-                                        ('model.saving', '.metadata.0.written')])
+@pytest.mark.parametrize(
+    'name, mark', [('model.before', '.metadata.replaced'), ('model.saving', '.metadata.0.written')]
+)
 def test_an_interrupted_deletion_is_ended_by_the_next_save(tmp_path, monkeypatch, name, mark):
     made('plain', tmp_path / 'model')
     shutil.copytree(tmp_path / 'model', tmp_path / name)
@@ -229,8 +234,13 @@ def refused_folders(folder):
     world = World('pipe')
     own = f'{folder}/{dist.get_rank()}'
     found = [refused(world.load, f'{folder}/{name}') for name in ('nowhere', 'empty', 'broken')]
-    return [*found, refused(world.save, f'{folder}/notes'), refused(world.save, own),
-            refused(world.load, own), refused(world.save, f'{own}.own/model')]
+    return [
+        *found,
+        refused(world.save, f'{folder}/notes'),
+        refused(world.save, own),
+        refused(world.load, own),
+        refused(world.save, f'{own}.own/model'),
+    ]
 
 
 def test_folders_that_are_no_checkpoints(tmp_path):
@@ -242,11 +252,17 @@ def test_folders_that_are_no_checkpoints(tmp_path):
     shutil.copytree(tmp_path / '1', tmp_path / '0.saving')
     first, second = run(2, refused_folders, str(tmp_path))
     for nowhere, empty, broken, notes, other, missing, apart in (first, second):
-        assert re.match(r'FileNotFoundError: .*/nowhere is no checkpoint: it is not there; there '
-                        r'are some at .*/1', nowhere)
+        assert re.match(
+            r'FileNotFoundError: .*/nowhere is no checkpoint: it is not there; there '
+            r'are some at .*/1',
+            nowhere,
+        )
         assert '.saving' not in nowhere
-        assert re.match(r"RuntimeError: saving a checkpoint failed on ranks \[0\]: RuntimeError: "
-                        r'rank 1 writes to another .*/0.own/model.saving', apart)
+        assert re.match(
+            r'RuntimeError: saving a checkpoint failed on ranks \[0\]: RuntimeError: '
+            r'rank 1 writes to another .*/0.own/model.saving',
+            apart,
+        )
         assert 'empty is no checkpoint: it has no .metadata, which is written last' in empty
         assert re.match(r'ValueError: .*/broken/.metadata cannot be read', broken)
         assert 'other settings on rank 1' in other
@@ -258,16 +274,23 @@ def test_folders_that_are_no_checkpoints(tmp_path):
 
 def refused_models(folder):
     world = World('pipe')
-    optimizer = torch.optim.SGD(world.model.parameters(), lr=1., momentum=.9)
-    several = torch.optim.AdamW([x for name, x in world.model.named_parameters()
-                                 if name != '0.up.bias'])
+    optimizer = torch.optim.SGD(world.model.parameters(), lr=1.0, momentum=0.9)
+    several = torch.optim.AdamW(
+        [x for name, x in world.model.named_parameters() if name != '0.up.bias']
+    )
     found = [refused(world.load, f'{folder}/{name}') for name in ('names', 'sizes')]
     lost = f'{folder}/lost'
-    apart = refused(world.load, f"{folder}/{['plain', 'values'][dist.get_rank()]}")
+    apart = refused(world.load, f'{folder}/{["plain", "values"][dist.get_rank()]}')
     assert 'loading a checkpoint has other settings on rank 1' in apart
-    return [*found, *(refused(world.load, f'{folder}/{name}', each) for name, each in (
-        ('plain', optimizer), ('plain', several), ('values', optimizer))),
-            refused(world.load, lost), refused(world.save, lost, adam(nn.Linear(2, 3)))]
+    return [
+        *found,
+        *(
+            refused(world.load, f'{folder}/{name}', each)
+            for name, each in (('plain', optimizer), ('plain', several), ('values', optimizer))
+        ),
+        refused(world.load, lost),
+        refused(world.save, lost, adam(nn.Linear(2, 3))),
+    ]
 
 
 def test_other_models(tmp_path):
@@ -293,7 +316,8 @@ def test_other_models(tmp_path):
             'ValueError: the checkpoint was saved without an optimizer',
             r'(ValueError: .*the checkpoint is damaged: .*/lost/__0_0.distcp is missing|'
             r'RuntimeError: loading, .* as rank . .*__0_0.distcp is missing)',
-            r'ValueError: 2 parameters of the optimizer are not in the model, with shapes']
+            r'ValueError: 2 parameters of the optimizer are not in the model, with shapes',
+        ]
         assert len(found) == len(expected)
         for text, pattern in zip(found, expected):
             assert re.match(pattern, text), text

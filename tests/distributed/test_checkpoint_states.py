@@ -1,4 +1,5 @@
 """Further state of a training, and optimizers with names: saved, and loaded elsewhere."""
+
 import copy
 
 import pytest
@@ -37,8 +38,8 @@ def training(axes, data='replicate'):
         module = MODELS['perceptron']()
     mesh = init_mesh(**axes)
     model = DistributedGPipe(module, [4, 4], mesh=mesh, chunks=2, data=data)
-    optimizer = torch.optim.AdamW(model.named_parameters(), .1)
-    return model, optimizer, StepLR(optimizer, 1, .5), mesh.get_local_rank('data')
+    optimizer = torch.optim.AdamW(model.named_parameters(), 0.1)
+    return model, optimizer, StepLR(optimizer, 1, 0.5), mesh.get_local_rank('data')
 
 
 def stepped(model, optimizer, scheduler, part):
@@ -54,11 +55,17 @@ def saved(folder, axes):
     """Save after two steps, and return the loss of the third."""
     model, optimizer, scheduler, replica = training(axes)
     data = axes.get('data', 1)
-    def part(x): return x.chunk(data)[replica]  # noqa: E704
+
+    def part(x):
+        return x.chunk(data)[replica]  # noqa: E704
+
     for _ in range(2):
         stepped(model, optimizer, scheduler, part)
-    model.save(folder, optimizer, extra={
-        'scheduler': scheduler, 'step': 2, 'loader': Loader(7 + replica), 'none': None})
+    model.save(
+        folder,
+        optimizer,
+        extra={'scheduler': scheduler, 'step': 2, 'loader': Loader(7 + replica), 'none': None},
+    )
     return stepped(model, optimizer, scheduler, part)
 
 
@@ -78,7 +85,7 @@ def test_a_training_goes_on_with_all_that_belongs_to_it(tmp_path, axes):
     losses = run(2, saved, tmp_path / 'c', axes)
     found = run(2, loaded, tmp_path / 'c', axes, ['scheduler', 'loader'])
     for rank, (step, at, rate, loss) in enumerate(found):
-        assert (step, rate) == (2, [.1 * .5 ** 3])
+        assert (step, rate) == (2, [0.1 * 0.5**3])
         assert at == 7 + (rank if 'data' in axes else 0)
         assert loss == pytest.approx(losses[0], rel=1e-12)
 
@@ -89,8 +96,8 @@ def test_an_optimizer_by_names_goes_on_elsewhere(tmp_path):
     for step, _, _, again in run(2, loaded, tmp_path / 'c', {'data': 2}, ['scheduler']):
         assert step == 2 and again == pytest.approx(loss, rel=1e-12)
     model = GPipe(MODELS['perceptron'](), [8], devices=['cpu'], chunks=2)
-    optimizer = torch.optim.AdamW(model.named_parameters(), .1)
-    scheduler = StepLR(optimizer, 1, .5)
+    optimizer = torch.optim.AdamW(model.named_parameters(), 0.1)
+    scheduler = StepLR(optimizer, 1, 0.5)
     found = load_checkpoint(tmp_path / 'c', model, optimizer, {'scheduler': scheduler})
     assert found['step'] == 2 and found['none'] is None and found['loader']['at'] == 7
     assert stepped(model, optimizer, scheduler, lambda x: x) == pytest.approx(loss, rel=1e-12)
@@ -125,12 +132,12 @@ def test_ranks_of_a_replica_save_the_same():
 
 def test_one_process(tmp_path):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), .1)
-    scheduler = LambdaLR(optimizer, lambda step: .5 ** step)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.step()
     scheduler.step()
     save_checkpoint(tmp_path / 'c', model, optimizer, {'scheduler': scheduler, 'epoch': 3})
-    other = LambdaLR(torch.optim.SGD(model.parameters(), .1), lambda step: .5 ** step)
+    other = LambdaLR(torch.optim.SGD(model.parameters(), 0.1), lambda step: 0.5**step)
     assert load_checkpoint(tmp_path / 'c', model, extra={'scheduler': other})['epoch'] == 3
     assert other.last_epoch == 1
     with pytest.raises(ValueError, match="no extra 'loader'; it has .'epoch', 'scheduler'"):
@@ -154,8 +161,14 @@ def odd(folder):
     """Save values of any kind, which are the same on both replicas."""
     model, *_ = training({'data': 2})
     order = (0, 8) if torch.distributed.get_rank() else (8, 0)
-    model.save(folder, extra={'odd': Odd(order), 'nan': torch.tensor(float('nan')),
-                              'sparse': torch.eye(2).to_sparse()})
+    model.save(
+        folder,
+        extra={
+            'odd': Odd(order),
+            'nan': torch.tensor(float('nan')),
+            'sparse': torch.eye(2).to_sparse(),
+        },
+    )
 
 
 def test_values_of_any_kind(tmp_path):
@@ -171,7 +184,7 @@ def replaced(folder):
     rank = torch.distributed.get_rank()
     model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2)), [1], mesh=init_mesh(data=2))
     layer = nn.Linear(2, 2)
-    nn.init.constant_(layer.weight, 1. + rank)
+    nn.init.constant_(layer.weight, 1.0 + rank)
     model.set_submodule('0', layer)
     model.save(folder)
     model.set_submodule('0', nn.Linear(2, 2 + rank))
@@ -182,7 +195,7 @@ def replaced(folder):
 
 
 def test_a_replaced_layer_is_saved_with_the_values_of_the_first_replica(tmp_path):
-    assert run(2, replaced, tmp_path / 'c') == [4., 4.]
+    assert run(2, replaced, tmp_path / 'c') == [4.0, 4.0]
     model = nn.Sequential(nn.Linear(2, 2))
     load_checkpoint(tmp_path / 'c', model)
     assert model[0].weight.eq(1).all()
@@ -201,7 +214,7 @@ def pending():
 
 
 def test_a_copy_has_the_gradients_that_wait():
-    (one, two), = run(1, pending)
+    ((one, two),) = run(1, pending)
     torch.testing.assert_close(one, two)
 
 
@@ -211,10 +224,10 @@ def test_a_copy_has_the_gradients_that_wait():
 
 def by_decay(model, keeps_empty):
     """Return an optimizer with a group that decays, and one that does not."""
-    decays = {'params': [x for x in model.parameters() if x.dim() > 1], 'weight_decay': .1}
-    others = {'params': [x for x in model.parameters() if x.dim() < 2], 'lr': .05}
+    decays = {'params': [x for x in model.parameters() if x.dim() > 1], 'weight_decay': 0.1}
+    others = {'params': [x for x in model.parameters() if x.dim() < 2], 'lr': 0.05}
     groups = [group for group in (decays, others) if keeps_empty or group['params']]
-    return torch.optim.AdamW(groups, .1, weight_decay=0.)
+    return torch.optim.AdamW(groups, 0.1, weight_decay=0.0)
 
 
 def by_layer(model, keeps_empty):
@@ -223,21 +236,25 @@ def by_layer(model, keeps_empty):
     for number in range(4):
         params = [x for name, x in model.named_parameters() if name.startswith(f'{number}.')]
         if params or keeps_empty:
-            groups.append({'params': params, 'lr': .1 / (number + 1)})
-    return torch.optim.AdamW(groups, .1)
+            groups.append({'params': params, 'lr': 0.1 / (number + 1)})
+    return torch.optim.AdamW(groups, 0.1)
 
 
 def grouped(make, axes, keeps_empty, folder, loads):
     """Load a checkpoint or take two steps; take a step, and return its loss and the rates."""
     torch.manual_seed(0)
     mesh = init_mesh(**axes)
-    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False),
-                           nn.LayerNorm(6), nn.Linear(6, 6)).double()
+    module = nn.Sequential(
+        nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 6)
+    ).double()
     model = DistributedGPipe(module, [2, 2], mesh=mesh)
     optimizer = make(model, keeps_empty)
-    scheduler = StepLR(optimizer, 1, .5)
+    scheduler = StepLR(optimizer, 1, 0.5)
     replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
-    def part(x): return x.chunk(replicas)[replica]  # noqa: E704
+
+    def part(x):
+        return x.chunk(replicas)[replica]  # noqa: E704
+
     if loads:
         model.load(folder, optimizer, extra={'scheduler': scheduler})
     else:
@@ -245,8 +262,12 @@ def grouped(make, axes, keeps_empty, folder, loads):
             stepped(model, optimizer, scheduler, part)
         model.save(folder, optimizer, extra={'scheduler': scheduler})
     loss = stepped(model, optimizer, scheduler, part)
-    rates = {name: group['lr'] for group in optimizer.param_groups
-             for name, x in model.named_parameters() if any(x is y for y in group['params'])}
+    rates = {
+        name: group['lr']
+        for group in optimizer.param_groups
+        for name, x in model.named_parameters()
+        if any(x is y for y in group['params'])
+    }
     return loss, rates
 
 
@@ -267,8 +288,9 @@ def test_ranks_with_other_groups_are_told_the_way_out(make, tmp_path):
 
 
 @pytest.mark.parametrize('make', [by_decay, by_layer])
-@pytest.mark.parametrize('saves, loads', [
-    ({'data': 2}, {'pipe': 2}), ({'pipe': 2}, {'data': 2}), ({'pipe': 2}, {})])
+@pytest.mark.parametrize(
+    'saves, loads', [({'data': 2}, {'pipe': 2}), ({'pipe': 2}, {'data': 2}), ({'pipe': 2}, {})]
+)
 def test_empty_groups_let_a_scheduler_go_on_elsewhere(make, saves, loads, tmp_path):
     path = tmp_path / 'checkpoint'
     first = run(2, grouped, make, saves, True, path, False)

@@ -1,4 +1,5 @@
 """The layers of one rank: made here, of seeds, functions or weights."""
+
 import pytest
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ def of_functions(axes, stages):
 
 
 def test_functions_make_the_same_layers_on_all_meshes():
-    expected, = run(1, of_functions, {}, 1)
+    (expected,) = run(1, of_functions, {}, 1)
     first, second = run(2, of_functions, {'pipe': 2}, 2)
     assert [*first] == ['0.weight', '0.bias', '1.weight', '1.bias'] and len(second) == 4
     for name, x in {**first, **second}.items():

@@ -1,4 +1,5 @@
 """One block, or the same experts, in several layers of a model on a mesh."""
+
 import pytest
 import torch
 from torch import nn
@@ -34,8 +35,9 @@ def whole_block():
 
 def inner_block():
     block = Block()
-    return nn.Sequential(nn.Sequential(block, nn.ReLU()), nn.Linear(6, 6),
-                         nn.Sequential(nn.Tanh(), block))
+    return nn.Sequential(
+        nn.Sequential(block, nn.ReLU()), nn.Linear(6, 6), nn.Sequential(nn.Tanh(), block)
+    )
 
 
 def same_experts():
@@ -49,9 +51,10 @@ def trained(make, on_meta, axes, balance, plan, data='replicate'):
     with torch.device('meta' if on_meta else 'cpu'):
         module = make()
     mesh = init_mesh(**axes)
-    model = DistributedGPipe(module.double(), balance, mesh=mesh, chunks=2, tensor_plan=plan,
-                             data=data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    model = DistributedGPipe(
+        module.double(), balance, mesh=mesh, chunks=2, tensor_plan=plan, data=data
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(3):
@@ -70,10 +73,11 @@ SPLIT = [({'tensor': 2}, [3]), ({'tensor': 2, 'pipe': 2}, [2, 1]), ({'tensor': 2
 
 
 @pytest.mark.parametrize('on_meta', [False, True])
-@pytest.mark.parametrize('make, meshes', [
-    (whole_block, SPLIT), (inner_block, SPLIT), (same_experts, MESHES)])
+@pytest.mark.parametrize(
+    'make, meshes', [(whole_block, SPLIT), (inner_block, SPLIT), (same_experts, MESHES)]
+)
 def test_in_v0_22_a_layer_in_several_places_was_split_or_spread_twice(make, meshes, on_meta):
-    expected, = run(1, trained, make, on_meta, {}, [3], {})
+    (expected,) = run(1, trained, make, on_meta, {}, [3], {})
     for axes, balance in meshes:
         world = axes.get('data', 1) * axes.get('pipe', 1) * axes.get('tensor', 1)
         plan = {'*up': ColwiseParallel(), '*down': RowwiseParallel()} if 'tensor' in axes else {}
@@ -82,15 +86,22 @@ def test_in_v0_22_a_layer_in_several_places_was_split_or_spread_twice(make, mesh
 
 
 def test_its_names_may_have_equal_styles_of_several_patterns():
-    plan = {'0.up': ColwiseParallel(), '0.down': RowwiseParallel(),
-            '2.up': ColwiseParallel(), '2.down': RowwiseParallel()}
-    expected, = run(1, trained, whole_block, False, {}, [3], {})
-    assert run(2, trained, whole_block, False, {'tensor': 2}, [3], plan) == [
-        pytest.approx(expected, rel=1e-10)] * 2
+    plan = {
+        '0.up': ColwiseParallel(),
+        '0.down': RowwiseParallel(),
+        '2.up': ColwiseParallel(),
+        '2.down': RowwiseParallel(),
+    }
+    (expected,) = run(1, trained, whole_block, False, {}, [3], {})
+    assert (
+        run(2, trained, whole_block, False, {'tensor': 2}, [3], plan)
+        == [pytest.approx(expected, rel=1e-10)] * 2
+    )
 
 
-@pytest.mark.parametrize('other', [{}, {'2.up': RowwiseParallel()},
-                                   {'2.up': ColwiseParallel(use_local_output=False)}])
+@pytest.mark.parametrize(
+    'other', [{}, {'2.up': RowwiseParallel()}, {'2.up': ColwiseParallel(use_local_output=False)}]
+)
 def test_other_styles_under_its_names_are_refused(other):
     plan = {'0.up': ColwiseParallel(), '0.down': RowwiseParallel(), **other}
     for result in outcomes(2, trained, whole_block, False, {'tensor': 2}, [3], plan):

@@ -1,4 +1,5 @@
 """Layers that are split along the tensor axis, beside stages and replicas."""
+
 import pytest
 import torch
 from torch import nn
@@ -29,8 +30,9 @@ def trained(axes, name, stages, data, schedule):
     with torch.device('meta'):
         module = MODELS[name]()
     mesh = init_mesh(**axes)
-    model = DistributedGPipe(module, [8 // stages] * stages, mesh=mesh, chunks=3, data=data,
-                             tensor_plan=plan())
+    model = DistributedGPipe(
+        module, [8 // stages] * stages, mesh=mesh, chunks=3, data=data, tensor_plan=plan()
+    )
     rank = mesh.get_local_rank('data')
     return train(model, lambda x: part(x, axes.get('data', 1), rank), schedule=schedule)
 
@@ -44,16 +46,24 @@ def test_tensor_and_pipe(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_data_and_pipe_and_tensor(data):
-    found = run(8, trained, {'tensor': 2, 'pipe': 2, 'data': 2}, 'perceptron', 4, data,
-                'interleaved')
+    found = run(
+        8, trained, {'tensor': 2, 'pipe': 2, 'data': 2}, 'perceptron', 4, data, 'interleaved'
+    )
     check(found, alone('perceptron'))
 
 
 def planned(axes):
     """Train by a plan that knows sizes alone."""
     data = axes.get('data', 1)
-    found = plans.plan(Transformer(6, 8, 2, 10, 6), mesh=axes, machine='H100', batch=6 * data,
-                       schedules=['zb-v'], shardings=['shard'], micro_batches=[2])
+    found = plans.plan(
+        Transformer(6, 8, 2, 10, 6),
+        mesh=axes,
+        machine='H100',
+        batch=6 * data,
+        schedules=['zb-v'],
+        shardings=['shard'],
+        micro_batches=[2],
+    )
     with torch.device('meta'):
         module = MODELS['perceptron']()
     options = {'tensor_plan': plan()} if 'tensor' in axes else {}
@@ -78,18 +88,30 @@ def initial(axes, stages):
     """Give the initial values of a mesh."""
     with torch.device('meta'):
         module = MODELS['tied']()
-    model = DistributedGPipe(module, [8 // stages] * stages, mesh=init_mesh(**axes), seed=5,
-                             data='shard', tensor_plan=plan() if 'tensor' in axes else None)
+    model = DistributedGPipe(
+        module,
+        [8 // stages] * stages,
+        mesh=init_mesh(**axes),
+        seed=5,
+        data='shard',
+        tensor_plan=plan() if 'tensor' in axes else None,
+    )
     return {name: full(x) for name, x in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize('axes', [
-    {'pipe': 2}, {'tensor': 2}, pytest.param({'data': 2}, marks=pytest.mark.slow),
-    pytest.param({'data': 2, 'pipe': 2}, marks=pytest.mark.slow),
-    pytest.param({'data': 2, 'pipe': 2, 'tensor': 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'axes',
+    [
+        {'pipe': 2},
+        {'tensor': 2},
+        pytest.param({'data': 2}, marks=pytest.mark.slow),
+        pytest.param({'data': 2, 'pipe': 2}, marks=pytest.mark.slow),
+        pytest.param({'data': 2, 'pipe': 2, 'tensor': 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_initial_values_are_the_same_on_all_meshes(axes):
     ranks = torch.tensor([*axes.values()]).prod().item()
-    expected, = run(1, initial, {}, 1)
+    (expected,) = run(1, initial, {}, 1)
     found = {}
     for each in run(ranks, initial, axes, 2 if 'pipe' in axes else 1):
         found.update(each)
@@ -119,8 +141,14 @@ def adapted():
         module = MODELS['perceptron']()
     for k in (0, 1, 4, 5):
         module[k].requires_grad_(False)
-    model = DistributedGPipe(module, [4, 4], mesh=init_mesh(pipe=2, tensor=2), chunks=3,
-                             checkpoint='always', tensor_plan=plan())
+    model = DistributedGPipe(
+        module,
+        [4, 4],
+        mesh=init_mesh(pipe=2, tensor=2),
+        chunks=3,
+        checkpoint='always',
+        tensor_plan=plan(),
+    )
     return train(model, lambda x: x, sizes=(8, 8))[0][-1][0]
 
 
@@ -130,11 +158,13 @@ def test_frozen_layers_that_are_split_are_recomputed():
 
 def tied_and_split():
     """Give how many parameters there are where one of two places is split by its own name."""
+
     def made(plan):
         first, last = (nn.Linear(6, 6, bias=False) for _ in range(2))
         last.weight = first.weight
-        return DistributedGPipe(nn.Sequential(first, nn.Tanh(), last), [3],
-                                mesh=init_mesh(tensor=2), tensor_plan=plan)
+        return DistributedGPipe(
+            nn.Sequential(first, nn.Tanh(), last), [3], mesh=init_mesh(tensor=2), tensor_plan=plan
+        )
 
     with pytest.raises(ValueError, match="splits it in other ways there: .*'2.weight': 'whole'"):
         made({'0': ColwiseParallel()})
@@ -157,15 +187,22 @@ class Dropped(Block):
 def dropped(axes):
     """Give losses and norms where each rank has a generator in another state."""
     torch.manual_seed(torch.distributed.get_rank())
-    model = DistributedGPipe([Dropped, Dropped], [2], mesh=init_mesh(**axes), chunks=2,
-                             tensor_plan=plan() if axes else None)
-    return [(model.step(*batch(step, 4), F.mse_loss).item(), model.clip_grad_norm_(1.).item())
-            for step in range(2)]
+    model = DistributedGPipe(
+        [Dropped, Dropped],
+        [2],
+        mesh=init_mesh(**axes),
+        chunks=2,
+        tensor_plan=plan() if axes else None,
+    )
+    return [
+        (model.step(*batch(step, 4), F.mse_loss).item(), model.clip_grad_norm_(1.0).item())
+        for step in range(2)
+    ]
 
 
 def test_ranks_along_the_tensor_axis_drop_the_same():
     """They draw the same as the first rank, and as one process."""
-    (one, two), = run(1, dropped, {})
+    ((one, two),) = run(1, dropped, {})
     for found in run(2, dropped, {'tensor': 2}):
         assert found == [pytest.approx(one, rel=1e-10), pytest.approx(two, rel=1e-10)]
 
@@ -185,8 +222,9 @@ def test_a_gradient_gets_the_layout_of_its_parameter():
 def values():
     """Give the values of a model that each rank has made with others."""
     torch.manual_seed(torch.distributed.get_rank())
-    model = DistributedGPipe(nn.Sequential(Block(), nn.Linear(6, 6)), [2],
-                             mesh=init_mesh(tensor=2), tensor_plan=plan())
+    model = DistributedGPipe(
+        nn.Sequential(Block(), nn.Linear(6, 6)), [2], mesh=init_mesh(tensor=2), tensor_plan=plan()
+    )
     return {name: full(x) for name, x in model.named_parameters()}
 
 

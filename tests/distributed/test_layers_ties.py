@@ -1,4 +1,5 @@
 """Ties: parameters that stand in stages of several ranks, with one value and one gradient."""
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def own_tie():
     layer = nn.Linear(2, 2)
     ties = Ties(nn.Sequential(layer)._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
     grad = torch.ones(2, 2)
-    (_, found), = ties.together([(layer.weight, grad)])
+    ((_, found),) = ties.together([(layer.weight, grad)])
     return found is grad and not ties.names
 
 
@@ -42,8 +43,9 @@ def test_stages_of_one_rank_share_a_gradient_as_it_is():
 
 def split_apart():
     """Split a tied weight on one of its ranks only."""
-    DistributedGPipe(tied(), [4, 4], mesh=init_mesh(pipe=2, tensor=2),
-                     tensor_plan={'0': ColwiseParallel()})
+    DistributedGPipe(
+        tied(), [4, 4], mesh=init_mesh(pipe=2, tensor=2), tensor_plan={'0': ColwiseParallel()}
+    )
 
 
 def test_a_tied_weight_that_is_split_in_two_ways_is_refused():
@@ -76,8 +78,9 @@ class Spare(Block):
 def spare():
     """Tell which parameters have a gradient."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    model = DistributedGPipe(nn.Sequential(Spare(weight), Spare(weight)), [1, 1],
-                             mesh=init_mesh(pipe=2))
+    model = DistributedGPipe(
+        nn.Sequential(Spare(weight), Spare(weight)), [1, 1], mesh=init_mesh(pipe=2)
+    )
     model.step(*batch(0, 4), F.mse_loss)
     return {name: x.grad is not None for name, x in model.named_parameters()}
 

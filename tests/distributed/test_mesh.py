@@ -1,4 +1,5 @@
 """Meshes that fit, and errors for meshes that do not fit."""
+
 from contextlib import nullcontext
 
 import pytest
@@ -20,20 +21,22 @@ def wrong():
     rank, found = torch.distributed.get_rank(), []
     layers, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_mesh(pipe=2)
     for make in (
-            lambda: init_mesh(pipe=3),
-            lambda: init_mesh(data=0),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh('cpu', (2,))),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh(
-                'cpu', (2,), mesh_dim_names=('dp',))),
-            lambda: DistributedGPipe(layers, [2], mesh=mesh),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, places=[0, 0]),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, data='fsdp'),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=0),
-            lambda: DistributedGPipe([nn.Linear(2, 2)], [1], mesh=mesh),
-            lambda: DistributedGPipe([lambda: 3, lambda: 4], [1, 1], mesh=mesh),
-            lambda: DistributedGPipe(3, [1, 1], mesh=mesh),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, seed=rank),
-            lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=1 + rank)):
+        lambda: init_mesh(pipe=3),
+        lambda: init_mesh(data=0),
+        lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh('cpu', (2,))),
+        lambda: DistributedGPipe(
+            layers, [1, 1], mesh=init_device_mesh('cpu', (2,), mesh_dim_names=('dp',))
+        ),
+        lambda: DistributedGPipe(layers, [2], mesh=mesh),
+        lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, places=[0, 0]),
+        lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, data='fsdp'),
+        lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=0),
+        lambda: DistributedGPipe([nn.Linear(2, 2)], [1], mesh=mesh),
+        lambda: DistributedGPipe([lambda: 3, lambda: 4], [1, 1], mesh=mesh),
+        lambda: DistributedGPipe(3, [1, 1], mesh=mesh),
+        lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, seed=rank),
+        lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=1 + rank),
+    ):
         with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
             make()
         found.append(str(info.value))
@@ -46,14 +49,15 @@ def wrong():
             model.step(x, target, loss)
 
     for step in (
-            lambda: model.step(x, target, loss, schedule='zb-v'),
-            lambda: model.step(x, target, loss, schedule=['1f1b', 'gpipe'][rank]),
-            lambda: model(x) if rank else model.step(x, target, loss, schedule='gpipe'),
-            on_one_without_sync,
-            lambda: model.step(x if rank else x[:0], target, loss),
-            lambda: model.step(x, target[:3], loss),
-            lambda: model.step(x, target, nn.MSELoss(reduction='sum')),
-            lambda: model.eval().step(x, target, loss)):
+        lambda: model.step(x, target, loss, schedule='zb-v'),
+        lambda: model.step(x, target, loss, schedule=['1f1b', 'gpipe'][rank]),
+        lambda: model(x) if rank else model.step(x, target, loss, schedule='gpipe'),
+        on_one_without_sync,
+        lambda: model.step(x if rank else x[:0], target, loss),
+        lambda: model.step(x, target[:3], loss),
+        lambda: model.step(x, target, nn.MSELoss(reduction='sum')),
+        lambda: model.eval().step(x, target, loss),
+    ):
         with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
             step()
         found.append(str(info.value))
@@ -63,11 +67,27 @@ def wrong():
 
 def test_what_does_not_fit_is_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
-    words = ['3 processes, but there are 2', 'data=0', 'name them by mesh_dim_names', "'dp'",
-             'places are [0]', 'places are [0, 0]', "'fsdp'", 'chunks must be a positive integer',
-             'a Linear in it', 'function 0 of the model gave a int', 'this is a int',
-             'other settings on rank 1', 'other settings on rank 1', 'places=[0, 0]',
-             *['other settings on rank 1'] * 3, '', '', '', 'evaluation mode']
+    words = [
+        '3 processes, but there are 2',
+        'data=0',
+        'name them by mesh_dim_names',
+        "'dp'",
+        'places are [0]',
+        'places are [0, 0]',
+        "'fsdp'",
+        'chunks must be a positive integer',
+        'a Linear in it',
+        'function 0 of the model gave a int',
+        'this is a int',
+        'other settings on rank 1',
+        'other settings on rank 1',
+        'places=[0, 0]',
+        *['other settings on rank 1'] * 3,
+        '',
+        '',
+        '',
+        'evaluation mode',
+    ]
     for one, two, word in zip(first, second, words, strict=True):
         assert word in one and word in two, (one, two)
     assert 'empty' in first[17] and 'rank 0' in second[17]
@@ -80,8 +100,13 @@ def seen():
     """Return the axes of a mesh that the user made, in another order."""
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('pipe', 'data'))
     data, pipe, tensor = (axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))
-    return data.ranks, pipe.ranks, tensor.ranks, sorted(alike(mesh, 'pipe')), \
-        whole_group(mesh).size()
+    return (
+        data.ranks,
+        pipe.ranks,
+        tensor.ranks,
+        sorted(alike(mesh, 'pipe')),
+        whole_group(mesh).size(),
+    )
 
 
 def test_axes_by_their_names():
@@ -93,24 +118,39 @@ def test_axes_by_their_names():
 def edges(queues, limit, world=4):
     """Return the losses of two models on a mesh, and facts about the groups of their messages."""
     meshes.WITHOUT_QUEUES, meshes.MOST_EDGES = () if queues else ('cpu',), limit
-    mesh = init_mesh(data=2, pipe=2) if world == 4 else init_device_mesh(
-        'cpu', (2,), mesh_dim_names=('pipe',))
+    mesh = (
+        init_mesh(data=2, pipe=2)
+        if world == 4
+        else init_device_mesh('cpu', (2,), mesh_dim_names=('pipe',))
+    )
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
         model = DistributedGPipe(layers, [1] * 4, mesh=mesh, chunks=4)
         for _ in range(3):
-            losses.append(model.step(torch.ones(4, 4), torch.ones(4, 4), nn.functional.mse_loss,
-                                     schedule='interleaved').item())
+            losses.append(
+                model.step(
+                    torch.ones(4, 4),
+                    torch.ones(4, 4),
+                    nn.functional.mse_loss,
+                    schedule='interleaved',
+                ).item()
+            )
     # Receives are early only if nothing waits behind them.
     early = any(key[0] for _, rows in model._steps._known.values() for key in rows if key)
     assert early is model._rank.edges.apart
     found = groups_of_edges(mesh, [(0, 1), (1, 0)])
     assert all(found.groups[each] is group for each, group in model._rank.edges.groups.items())
     groups = [found.groups[each] for each in sorted(found.groups)]
-    return (losses, found.apart, sorted(found.groups), [each.size() for each in groups],
-            len({*map(id, groups)}), len(meshes._groups.get(torch.distributed.group.WORLD, ())))
+    return (
+        losses,
+        found.apart,
+        sorted(found.groups),
+        [each.size() for each in groups],
+        len({*map(id, groups)}),
+        len(meshes._groups.get(torch.distributed.group.WORLD, ())),
+    )
 
 
 def test_messages_have_a_group_for_each_edge_or_one_for_each_direction():

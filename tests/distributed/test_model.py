@@ -1,4 +1,5 @@
 """Training on several processes, against one process that has the whole model."""
+
 import copy
 from functools import cache
 
@@ -35,8 +36,9 @@ def trained(axes, name, stages, places, options, settings, even=False):
     with torch.device('meta'):
         module = MODELS[name]()
     mesh = init_mesh(**axes)
-    model = DistributedGPipe(module, [LAYERS // stages] * stages, mesh=mesh, chunks=3,
-                             places=places, **settings)
+    model = DistributedGPipe(
+        module, [LAYERS // stages] * stages, mesh=mesh, chunks=3, places=places, **settings
+    )
     data, rank = axes.get('data', 1), mesh.get_local_rank('data')
     return train(model, lambda x: part(x, data, rank, even), **options)
 
@@ -55,8 +57,9 @@ def trained_alone(name, chunks, options):
         module = MODELS[name]()
     model = DistributedGPipe(module, [LAYERS], mesh=init_mesh())
     layers = nn.Sequential(*copy.deepcopy(list(model.children())))
-    gpipe = GPipe(layers, [LAYERS], devices=['cpu'], chunks=chunks or 1,
-                  deferred_batch_norm=chunks > 0)
+    gpipe = GPipe(
+        layers, [LAYERS], devices=['cpu'], chunks=chunks or 1, deferred_batch_norm=chunks > 0
+    )
     gpipe.clip_grad_norm_ = lambda norm: nn.utils.clip_grad_norm_(gpipe.parameters(), norm)
     return train(gpipe, lambda x: x, **options)
 
@@ -78,9 +81,14 @@ def check(found, expected):
                 torch.testing.assert_close(x, whole[name], rtol=1e-10, atol=1e-10)
 
 
-SCHEDULES = [('gpipe', 2, None), ('1f1b', 2, None), ('interleaved', 4, None),
-             ('looped-bfs', 4, None), ('zb-h1', 2, None),
-             *((name, 4, [0, 1, 1, 0]) for name in V_SHAPED)]
+SCHEDULES = [
+    ('gpipe', 2, None),
+    ('1f1b', 2, None),
+    ('interleaved', 4, None),
+    ('looped-bfs', 4, None),
+    ('zb-h1', 2, None),
+    *((name, 4, [0, 1, 1, 0]) for name in V_SHAPED),
+]
 
 
 @pytest.mark.parametrize('schedule, stages, places', SCHEDULES)
@@ -92,8 +100,16 @@ def test_schedules(schedule, stages, places):
 @pytest.mark.parametrize('name', ['v-half', 'v-min'])
 @pytest.mark.parametrize('model', first(1, ['unet', 'tied']))
 def test_a_v_of_four_ranks(name, model):
-    found = run(4, trained, {'pipe': 4}, model, 8, [*range(4), *reversed(range(4))],
-                {'schedule': name}, {'checkpoint': 'always' if name == 'v-min' else 'never'})
+    found = run(
+        4,
+        trained,
+        {'pipe': 4},
+        model,
+        8,
+        [*range(4), *reversed(range(4))],
+        {'schedule': name},
+        {'checkpoint': 'always' if name == 'v-min' else 'never'},
+    )
     check(found, alone(model))
 
 
@@ -101,12 +117,21 @@ def test_a_v_of_four_ranks(name, model):
 def test_micro_batches_that_a_schedule_recomputes(is_searched):
     schedule = make('zb-v', 2, 3).recomputing([{1}, {0, 2}, {}, {2}])
     if is_searched:
-        stages = [StageCosts(1. + j, 2., activation_bytes=1.) for j in range(4)]
-        schedule = search_schedule(Costs(stages), 2, 3, 3., places=[0, 1, 1, 0],
-                                   effort=3_000).schedule
+        stages = [StageCosts(1.0 + j, 2.0, activation_bytes=1.0) for j in range(4)]
+        schedule = search_schedule(
+            Costs(stages), 2, 3, 3.0, places=[0, 1, 1, 0], effort=3_000
+        ).schedule
         assert any(map(schedule.recomputed, range(4)))
-    found = run(2, trained, {'pipe': 2}, 'unet', 4, [0, 1, 1, 0], {'schedule': schedule},
-                {'checkpoint': 'never'})
+    found = run(
+        2,
+        trained,
+        {'pipe': 2},
+        'unet',
+        4,
+        [0, 1, 1, 0],
+        {'schedule': schedule},
+        {'checkpoint': 'never'},
+    )
     check(found, alone('unet'))
 
 
@@ -119,16 +144,33 @@ def test_halves_of_backwards_of_a_weight_in_two_stages_of_a_rank():
 @pytest.mark.parametrize('name', sorted({*MODELS} - {'resnet'}))
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_models(name, data):
-    found = run(4, trained, {'data': 2, 'pipe': 2}, name, 4, None, {'schedule': 'interleaved'},
-                {'data': data})
+    found = run(
+        4,
+        trained,
+        {'data': 2, 'pipe': 2},
+        name,
+        4,
+        None,
+        {'schedule': 'interleaved'},
+        {'data': data},
+    )
     check(found, alone(name))
 
 
 @pytest.mark.parametrize('data', first(1, ['shard', 'replicate']))
 def test_batch_norm_sees_all_replicas(data):
     sizes = (12, 6, 12)
-    found = run(4, trained, {'data': 2, 'pipe': 2}, 'resnet', 2, None, {'sizes': sizes},
-                {'data': data, 'deferred_batch_norm': True}, True)
+    found = run(
+        4,
+        trained,
+        {'data': 2, 'pipe': 2},
+        'resnet',
+        2,
+        None,
+        {'sizes': sizes},
+        {'data': data, 'deferred_batch_norm': True},
+        True,
+    )
     check(found, alone('resnet', 6, sizes=sizes))
 
 
@@ -138,8 +180,12 @@ def sharded_floats():
     x, weight = torch.ones(3, 6), model.get_parameter('0.weight')
     model.step(x, torch.zeros(3, 4), nn.functional.mse_loss)
     linear = nn.Linear(6, 4)
-    linear.load_state_dict({name.removeprefix('0.'): value.full_tensor()
-                            for name, value in model.state_dict().items()})
+    linear.load_state_dict(
+        {
+            name.removeprefix('0.'): value.full_tensor()
+            for name, value in model.state_dict().items()
+        }
+    )
     nn.functional.mse_loss(linear(x), torch.zeros(3, 4)).backward()
     torch.testing.assert_close(weight.grad.full_tensor(), linear.weight.grad)
 
@@ -168,29 +214,33 @@ def clipped(axes):
         module = MODELS['tied']()
     model = DistributedGPipe(module, [4, 4], mesh=init_mesh(**axes))
     model.step(*batch(0, 4), nn.functional.mse_loss)
-    found = [model.clip_grad_norm_(100., kind).item() for kind in (1., 2., float('inf'))]
-    return [*found, *(model.clip_grad_norm_(.2, float('inf')).item() for _ in range(2))]
+    found = [model.clip_grad_norm_(100.0, kind).item() for kind in (1.0, 2.0, float('inf'))]
+    return [*found, *(model.clip_grad_norm_(0.2, float('inf')).item() for _ in range(2))]
 
 
 def test_norms_of_other_types():
-    (*whole, most, before, after), = run(1, clipped, {})
-    assert before == most and after == pytest.approx(.2, rel=1e-4) and most > .2
+    ((*whole, most, before, after),) = run(1, clipped, {})
+    assert before == most and after == pytest.approx(0.2, rel=1e-4) and most > 0.2
     for found in run(2, clipped, {'pipe': 2}):
         assert found == pytest.approx([*whole, most, before, after], rel=1e-10)
     model = fresh('tied')
     nn.functional.mse_loss(model(batch(0, 4)[0]), batch(0, 4)[1]).backward()
-    assert [*whole, most] == pytest.approx([
-        nn.utils.get_total_norm([x.grad for x in model.parameters()], kind).item()
-        for kind in (1., 2., float('inf'))])
+    assert [*whole, most] == pytest.approx(
+        [
+            nn.utils.get_total_norm([x.grad for x in model.parameters()], kind).item()
+            for kind in (1.0, 2.0, float('inf'))
+        ]
+    )
 
 
 def called():
     """Check running statistics after a call, and its output along another dimension."""
-    mesh, x = init_mesh(data=2), torch.arange(24.).view(8, 3)
-    norm = DistributedGPipe([lambda: nn.BatchNorm1d(3)], [1], mesh=mesh, chunks=2,
-                            deferred_batch_norm=True)
+    mesh, x = init_mesh(data=2), torch.arange(24.0).view(8, 3)
+    norm = DistributedGPipe(
+        [lambda: nn.BatchNorm1d(3)], [1], mesh=mesh, chunks=2, deferred_batch_norm=True
+    )
     norm(x.chunk(2)[torch.distributed.get_rank()])
-    torch.testing.assert_close(norm.get_buffer('0.running_mean'), x.mean(0) * .1)
+    torch.testing.assert_close(norm.get_buffer('0.running_mean'), x.mean(0) * 0.1)
     model = DistributedGPipe([nn.Tanh], [1], mesh=mesh, chunks=2, batch_dim=1)
     torch.testing.assert_close(model(x), x.tanh())
 

@@ -1,4 +1,5 @@
 """Two ranks train layers with nested backwards through their graph, hooks, or kept state."""
+
 import copy
 
 import pytest
@@ -15,8 +16,13 @@ from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
 pytestmark = cpu_only('processes meet by gloo')
 
-CASES = {**LAYERS, **WRITING, **COUNTING, 'equilibrium': Equilibrium,
-         'hook': lambda: Registering('register_hook')}
+CASES = {
+    **LAYERS,
+    **WRITING,
+    **COUNTING,
+    'equilibrium': Equilibrium,
+    'hook': lambda: Registering('register_hook'),
+}
 
 
 def train(schedule, mode):
@@ -28,11 +34,13 @@ def train(schedule, mode):
         if name in WRITING and mode == 'never':  # PyTorch refuses several micro-batches.
             continue
         torch.manual_seed(0)
-        layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), make())
-                                 for _ in range(4)]).double()
+        layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(4, 4), make()) for _ in range(4)]
+        ).double()
         model = copy.deepcopy(layers)
-        gpipe = DistributedGPipe(layers, balance, mesh=init_mesh(pipe=2), chunks=3,
-                                 checkpoint=mode, places=places)
+        gpipe = DistributedGPipe(
+            layers, balance, mesh=init_mesh(pipe=2), chunks=3, checkpoint=mode, places=places
+        )
         for _ in range(2):
             x, target = torch.randn(2, 7, 4, dtype=torch.double)
             model.zero_grad()

@@ -1,4 +1,5 @@
 """Ranks pair tensors by their names, even where modules register them in other orders."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,9 +69,10 @@ def layers(turn, tied):
 def trained(axes, tied, loss=None, **options):
     """Take two steps; return the losses, and all parameters of the first stage by name."""
     loss = (loss or (lambda turn: F.mse_loss))(turn())
-    model = DistributedGPipe(layers(turn(), tied), [2, 1], mesh=init_mesh(**axes), chunks=2,
-                             **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    model = DistributedGPipe(
+        layers(turn(), tied), [2, 1], mesh=init_mesh(**axes), chunks=2, **options
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replicas, replica = axes.get('data', 1), model._rank.data.rank
     losses = []
     for step in range(2):
@@ -85,7 +87,7 @@ def trained(axes, tied, loss=None, **options):
 def plain(tied, loss=None):
     """Return the same for one process."""
     model, loss = layers(0, tied), (loss or (lambda turn: F.mse_loss))(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(2):
         x, target = batch(step, 8)
@@ -96,8 +98,9 @@ def plain(tied, loss=None):
         optimizer.zero_grad()
         model.zero_grad()
         getattr(loss, 'zero_grad', int)()
-    return losses, {name: x.sum().item() for name, x in model.named_parameters(
-        remove_duplicate=False)}
+    return losses, {
+        name: x.sum().item() for name, x in model.named_parameters(remove_duplicate=False)
+    }
 
 
 @pytest.mark.parametrize('loss', [None, SumOfSquares])
@@ -126,7 +129,7 @@ def test_the_way_out_for_fsdp_is_one_order():
 
 def sharded(turn):
     model = DistributedGPipe(layers(turn(), False), [2, 1], mesh=init_mesh(data=2), data='shard')
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(2):
         x, target = (part.chunk(2)[dist.get_rank()] for part in batch(step, 8))
@@ -152,7 +155,7 @@ class Sized(nn.Module):
     def reset_parameters(self):
         """Set initial values."""
         for x in (*self.parameters(), *self.buffers()):
-            x.data.fill_(1.)
+            x.data.fill_(1.0)
 
     def forward(self, x):
         return x * self.weight
@@ -187,7 +190,7 @@ def test_in_v0_22_tensors_of_other_sizes_aborted_the_process(kind, on_meta):
 
 
 def test_caches_may_have_other_sizes():
-    assert run(2, wrap_sized, cached, False) == [[0., 0.], [1., 1., 1.]]
+    assert run(2, wrap_sized, cached, False) == [[0.0, 0.0], [1.0, 1.0, 1.0]]
 
 
 # --- models whose forward loops over a set
@@ -209,7 +212,7 @@ class Blocks(nn.Module):
         self.register_buffer('full', torch.rand(6), persistent=False)
         self.register_buffer('sliding', torch.rand(6), persistent=False)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.constants = {'full': torch.arange(6.), 'sliding': torch.arange(6., 12)}
+        self.constants = {'full': torch.arange(6.0), 'sliding': torch.arange(6.0, 12)}
         self.double()
 
     def forward(self, x):
@@ -234,7 +237,7 @@ def trained_by_kinds(axes):
     rank = dist.get_rank()
     layers = to_sequential(Blocks(KINDS if rank % 3 == 0 else KINDS[::-1]), batch(0, 4)[0])
     model = DistributedGPipe(layers, [2, len(layers) - 2], mesh=init_mesh(**axes), chunks=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     replicas, replica = axes.get('data', 1), model._rank.data.rank
     losses = []
     for step in range(2):
@@ -249,7 +252,7 @@ def trained_by_kinds(axes):
 def test_in_v0_22_a_forward_over_a_set_exchanged_buffers(axes):
     torch.manual_seed(0)
     model, losses = Blocks(KINDS), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(2):
         x, target = batch(step, 8)
         loss = F.mse_loss(model(x), target)

@@ -1,4 +1,5 @@
 """Experts that are spread over replicas, on meshes, against one process without any pipeline."""
+
 import copy
 from functools import cache
 
@@ -23,10 +24,10 @@ CHUNKS = 3
 class Mixture(nn.Module):
     """A layer with experts, that hands on the losses of tokens."""
 
-    def __init__(self, k=2, capacity=.8):
+    def __init__(self, k=2, capacity=0.8):
         super().__init__()
         self.linear = nn.Linear(6, 6, dtype=DOUBLE)
-        self.experts = Experts(6, 5, 5, k, capacity=capacity, balance=.4, z=.1, dtype=DOUBLE)
+        self.experts = Experts(6, 5, 5, k, capacity=capacity, balance=0.4, z=0.1, dtype=DOUBLE)
 
     def forward(self, value):
         x, losses = value if isinstance(value, tuple) else (value, value.new_zeros(len(value)))
@@ -54,17 +55,23 @@ def made(axes, **options):
         module = mixtures()
     mesh = init_mesh(**axes)
     pipe = axes.get('pipe', 1)
-    return mesh, DistributedGPipe(module, mesh=mesh, chunks=CHUNKS,
-                                  **{'balance': [4 // pipe] * pipe, **options})
+    return mesh, DistributedGPipe(
+        module, mesh=mesh, chunks=CHUNKS, **{'balance': [4 // pipe] * pipe, **options}
+    )
 
 
 def trained(axes, schedule, options, sizes=(12, 15, 12)):
     """Train on a rank."""
     mesh, model = made(axes, **options)
     data, rank = axes.get('data', 1), mesh.get_local_rank('data')
-    return train(model, lambda x, target: model.step(
-        share(x, data, rank), share(target, data, rank), loss_of, schedule=schedule),
-        model.clip_grad_norm_, sizes)
+    return train(
+        model,
+        lambda x, target: model.step(
+            share(x, data, rank), share(target, data, rank), loss_of, schedule=schedule
+        ),
+        model.clip_grad_norm_,
+        sizes,
+    )
 
 
 @cache
@@ -90,28 +97,39 @@ def trained_alone():
 
 def train(model, step, clip, sizes=(12, 15, 12)):
     """Take steps; return losses, norms, gradients, parameters and no buffers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     found = []
     for number, size in enumerate(sizes):
         optimizer.zero_grad()
         loss = step(*batch(number, size))
         assert all(x.grad is not None for x in model.parameters())
         grads = {name: full(x.grad) for name, x in model.named_parameters()}
-        found.append((loss.item(), clip(.5).item(), grads))
+        found.append((loss.item(), clip(0.5).item(), grads))
         optimizer.step()
     return found, {name: full(x) for name, x in model.named_parameters()}, {}
 
 
-@pytest.mark.parametrize('axes, schedule, options', [
-    ({}, '1f1b', {}), ({'data': 2}, '1f1b', {}), ({'data': 2, 'pipe': 2}, '1f1b', {}),
-    pytest.param({'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'},
-                 marks=pytest.mark.slow),
-    pytest.param({'data': 2, 'pipe': 2}, 'zb-h1', {}, marks=pytest.mark.slow),
-    pytest.param({'data': 2, 'pipe': 2}, '1f1b', {'data': 'shard'}, marks=pytest.mark.slow),
-    pytest.param({'data': 2, 'pipe': 2}, 'looped-bfs', {**OFFLOAD, 'balance': [1] * 4},
-                 marks=pytest.mark.slow),
-    pytest.param({'data': 4}, '1f1b', {'checkpoint': 'never'}, marks=pytest.mark.slow),
-    pytest.param({'data': 3}, '1f1b', {}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'axes, schedule, options',
+    [
+        ({}, '1f1b', {}),
+        ({'data': 2}, '1f1b', {}),
+        ({'data': 2, 'pipe': 2}, '1f1b', {}),
+        pytest.param(
+            {'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'}, marks=pytest.mark.slow
+        ),
+        pytest.param({'data': 2, 'pipe': 2}, 'zb-h1', {}, marks=pytest.mark.slow),
+        pytest.param({'data': 2, 'pipe': 2}, '1f1b', {'data': 'shard'}, marks=pytest.mark.slow),
+        pytest.param(
+            {'data': 2, 'pipe': 2},
+            'looped-bfs',
+            {**OFFLOAD, 'balance': [1] * 4},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({'data': 4}, '1f1b', {'checkpoint': 'never'}, marks=pytest.mark.slow),
+        pytest.param({'data': 3}, '1f1b', {}, marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_that_of_one_process(axes, schedule, options):
     ranks = axes.get('data', 1) * axes.get('pipe', 1)
     check(run(ranks, trained, axes, schedule, options), alone())
@@ -125,11 +143,11 @@ def shared(data):
     mesh = init_mesh(data=data)
     model = DistributedGPipe(module, [4], mesh=mesh, chunks=CHUNKS)
     x, target = (share(x, data, mesh.get_local_rank('data')) for x in batch(0, 12))
-    return model.step(x, target, loss_of).item(), model.clip_grad_norm_(1.).item()
+    return model.step(x, target, loss_of).item(), model.clip_grad_norm_(1.0).item()
 
 
 def test_a_layer_in_two_places_is_spread_once():
-    one, = run(1, shared, 1)
+    (one,) = run(1, shared, 1)
     assert run(2, shared, 2) == [pytest.approx(one, rel=1e-12)] * 2
 
 
@@ -137,6 +155,7 @@ def tensor_too():
     """Train where ranks along the tensor axis have the same experts."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel
+
     plan = {'*.linear': ColwiseParallel(output_layouts=Replicate())}
     return trained({'data': 2, 'tensor': 2}, '1f1b', {'tensor_plan': plan})
 
@@ -149,7 +168,7 @@ def test_beside_layers_that_are_split():
 def saved(folder, data):
     """Train, save, and go on; return the losses of later steps."""
     mesh, model = made({'data': 2, 'pipe': 2}, data=data)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     losses = []
     for number in range(4):
         if number == 2:
@@ -164,12 +183,13 @@ def saved(folder, data):
 def went_on(folder, axes):
     """Continue from a checkpoint."""
     mesh, model = made(axes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=7.)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
     model.load(folder, optimizer)
     losses = []
     for number in (2, 3):
-        x, target = (share(x, axes['data'], mesh.get_local_rank('data'))
-                     for x in batch(number, 12))
+        x, target = (
+            share(x, axes['data'], mesh.get_local_rank('data')) for x in batch(number, 12)
+        )
         optimizer.zero_grad()
         losses.append(model.step(x, target, loss_of).item())
         optimizer.step()
@@ -187,14 +207,16 @@ def test_a_checkpoint_goes_on_where_experts_are_spread_in_another_way(tmp_path, 
     before = plain[1].experts.up.clone()
     load_checkpoint(f'{tmp_path}/saved', plain)
     assert plain[1].experts.up.shape == before.shape and not torch.equal(
-        plain[1].experts.up, before)
+        plain[1].experts.up, before
+    )
 
 
 def accumulated(data):
     """Give the gradients of two steps, reduced at once, and of each."""
     mesh, model = made({'data': 2}, data=data)
-    parts = [[share(x, 2, mesh.get_local_rank('data')) for x in batch(step, 12)]
-             for step in range(2)]
+    parts = [
+        [share(x, 2, mesh.get_local_rank('data')) for x in batch(step, 12)] for step in range(2)
+    ]
     with model.no_sync():
         model.step(*parts[1], loss_of)
         model.zero_grad()  # It drops the gradients of that step.
@@ -227,16 +249,18 @@ def frozen(data, later):
     return {name: full(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize('data, later', [
-    ('replicate', False), ('shard', True),
-    pytest.param('shard', False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'data, later',
+    [('replicate', False), ('shard', True), pytest.param('shard', False, marks=pytest.mark.slow)],
+)
 def test_frozen_experts_hand_gradients_on(data, later):
     """They may learn later."""
     steps, _, _ = alone()
     for grads in run(2, frozen, data, later):
         missing = {*steps[0][2]} - {*grads}
-        assert missing == (set() if later else {
-            name for name in steps[0][2] if name.startswith('1.')})
+        assert missing == (
+            set() if later else {name for name in steps[0][2] if name.startswith('1.')}
+        )
         for name, grad in grads.items():
             torch.testing.assert_close(grad, steps[0][2][name], rtol=1e-12, atol=1e-12)
 
@@ -250,12 +274,13 @@ def evaluated():
 
 def test_evaluation_exchanges_tokens_too():
     x, _ = batch(0, 12)
-    (whole, _), = run(1, evaluated_alone)
+    ((whole, _),) = run(1, evaluated_alone)
     found = run(4, evaluated)
     assert found[0] is None and found[2] is None
     for rank in (0, 1):
-        torch.testing.assert_close(found[2 * rank + 1][0], share(whole, 2, rank), rtol=1e-12,
-                                   atol=1e-12)
+        torch.testing.assert_close(
+            found[2 * rank + 1][0], share(whole, 2, rank), rtol=1e-12, atol=1e-12
+        )
 
 
 def evaluated_alone():
@@ -301,8 +326,10 @@ def evaluated_in_mode(axes, mode, options):
     return first.item(), second.item(), None if output is None else output[0].sum().item()
 
 
-@pytest.mark.parametrize('axes, options', [
-    ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'}), ({'data': 2, 'pipe': 2}, {})])
+@pytest.mark.parametrize(
+    'axes, options',
+    [({'data': 2}, {}), ({'data': 2}, {'data': 'shard'}), ({'data': 2, 'pipe': 2}, {})],
+)
 def test_in_v0_22_parts_of_layers_could_not_be_evaluated_in_inference_mode(axes, options):
     world = axes['data'] * axes.get('pipe', 1)
     expected = run(world, evaluated_in_mode, axes, torch.no_grad, options)
@@ -322,4 +349,5 @@ def changed_in_place(mode):
 def test_inputs_made_in_inference_mode_may_be_changed_in_place():
     torch.manual_seed(0)
     assert run(2, changed_in_place, torch.inference_mode) == run(
-        2, changed_in_place, torch.no_grad)
+        2, changed_in_place, torch.no_grad
+    )

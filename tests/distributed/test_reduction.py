@@ -1,4 +1,5 @@
 """Gradients of replicas: put together once in a step, or once in several."""
+
 import pytest
 import torch
 from torch import nn
@@ -21,8 +22,9 @@ def accumulated(axes, data, make):
         module = make()
     model = DistributedGPipe(module, [4, 4], mesh=mesh, chunks=2, data=data)
     rank = mesh.get_local_rank('data')
-    parts = [tuple(x.chunk(axes.get('data', 1))[rank] for x in batch(step, 4))
-             for step in range(3)]
+    parts = [
+        tuple(x.chunk(axes.get('data', 1))[rank] for x in batch(step, 4)) for step in range(3)
+    ]
     with model.no_sync():
         model.step(*parts[2], F.mse_loss)
         model.zero_grad()  # It drops the gradients of that step.
@@ -37,9 +39,14 @@ def accumulated(axes, data, make):
     return several, {name: full(x.grad) for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize('ranks, axes, data', [
-    (4, {'data': 2, 'pipe': 2}, 'replicate'), (4, {'data': 2, 'pipe': 2}, 'shard'),
-    (2, {'pipe': 2}, 'replicate')])
+@pytest.mark.parametrize(
+    'ranks, axes, data',
+    [
+        (4, {'data': 2, 'pipe': 2}, 'replicate'),
+        (4, {'data': 2, 'pipe': 2}, 'shard'),
+        (2, {'pipe': 2}, 'replicate'),
+    ],
+)
 @pytest.mark.parametrize('make', [perceptron, pytest.param(tied, marks=pytest.mark.slow)])
 def test_steps_without_reduction_are_added_up(ranks, axes, data, make):
     for several, each in run(ranks, accumulated, axes, data, make):
@@ -56,8 +63,11 @@ def reductions(data):
     model.step(x, target, F.mse_loss)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model.step(x, target, F.mse_loss)
-    return [event.name for event in profile.events() if 'reduce' in event.name
-            and event.name.startswith('gloo:')]
+    return [
+        event.name
+        for event in profile.events()
+        if 'reduce' in event.name and event.name.startswith('gloo:')
+    ]
 
 
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
@@ -68,6 +78,7 @@ def test_a_step_reduces_each_stage_once(data):
 
 def unused(data):
     """Give which parameters have a gradient, where a layer is used on the second replica only."""
+
     class Some(nn.Module):
         def __init__(self):
             super().__init__()
@@ -88,9 +99,15 @@ def unused(data):
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_what_one_replica_uses_has_a_gradient_on_all_and_what_none_uses_has_none(data):
     first, second = run(2, unused, data)
-    assert first == second == {
-        f'0.{name}.{kind}': name != 'never' for name in ('used', 'other', 'never')
-        for kind in ('weight', 'bias')}
+    assert (
+        first
+        == second
+        == {
+            f'0.{name}.{kind}': name != 'never'
+            for name in ('used', 'other', 'never')
+            for kind in ('weight', 'bias')
+        }
+    )
 
 
 def values():
@@ -164,8 +181,12 @@ def thawed(data):
             layer.requires_grad_(each)
         x, target = (part.chunk(2)[torch.distributed.get_rank()] for part in batch(step, 4))
         model.step(x.requires_grad_(), target, F.mse_loss)
-        found.append((x.grad, {name: full(x.grad) for name, x in model.named_parameters()
-                               if x.grad is not None}))
+        found.append(
+            (
+                x.grad,
+                {name: full(x.grad) for name, x in model.named_parameters() if x.grad is not None},
+            )
+        )
     return found
 
 
@@ -199,16 +220,23 @@ class Seen(nn.Linear):
 def wide():
     """Return two layers with values in double precision."""
     torch.manual_seed(0)
-    return nn.Sequential(Seen(6, 8, dtype=torch.float64), nn.Tanh(),
-                         Seen(8, 6, dtype=torch.float64))
+    return nn.Sequential(
+        Seen(6, 8, dtype=torch.float64), nn.Tanh(), Seen(8, 6, dtype=torch.float64)
+    )
 
 
 def mixed(axes, precision, chunks):
     """Train with a policy; give types, the loss, gradients, the output and the evaluation."""
     mesh = init_mesh(**axes)
     pipe = axes.get('pipe', 1)
-    model = DistributedGPipe(wide(), [3] if pipe == 1 else [2, 1], mesh=mesh, chunks=chunks,
-                             data='shard', mp_policy=precision)
+    model = DistributedGPipe(
+        wide(),
+        [3] if pipe == 1 else [2, 1],
+        mesh=mesh,
+        chunks=chunks,
+        data='shard',
+        mp_policy=precision,
+    )
     data, rank = axes.get('data', 1), mesh.get_local_rank('data')
     x, target = (each.chunk(data)[rank] for each in batch(0, 16))
     types = []
@@ -217,8 +245,9 @@ def mixed(axes, precision, chunks):
         types.append(output.dtype)
         return F.mse_loss(output, target)
 
-    loss, output = model.step(x, target, loss_fn, return_output=True,
-                              schedule='zb-h1' if pipe > 1 else '1f1b')
+    loss, output = model.step(
+        x, target, loss_fn, return_output=True, schedule='zb-h1' if pipe > 1 else '1f1b'
+    )
     types += [each for layer in model if isinstance(layer, Seen) for each in layer.seen]
     grads = {name: full(x.grad) for name, x in model.named_parameters()}
     return types, loss, grads, output, model.evaluate(x, target, F.mse_loss)[0]
@@ -233,7 +262,8 @@ def test_types_of_a_policy_are_those_of_fsdp(axes):
     expected.backward()
     ranks = axes.get('data', 1) * axes.get('pipe', 1)
     for rank, (types, loss, grads, output, evaluated) in enumerate(
-            run(ranks, mixed, axes, policy, 2)):
+        run(ranks, mixed, axes, policy, 2)
+    ):
         is_last = axes.get('pipe', 1) == 1 or rank % 2
         assert {*types} == ({torch.float32, torch.float64} if is_last else {torch.float32})
         assert types[:2] == [torch.float64] * 2 if is_last else True
@@ -242,8 +272,9 @@ def test_types_of_a_policy_are_those_of_fsdp(axes):
         assert output is None or output.dtype == torch.float64
         for name, grad in grads.items():
             assert grad.dtype == torch.float64
-            torch.testing.assert_close(grad, module.get_parameter(name).grad.double(),
-                                       rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                grad, module.get_parameter(name).grad.double(), rtol=1e-5, atol=1e-6
+            )
 
 
 def test_micro_batches_add_up_in_the_type_of_the_reduction():
@@ -254,17 +285,17 @@ def test_micro_batches_add_up_in_the_type_of_the_reduction():
 
     def error(reduce):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce, torch.float64)
-        (_, _, grads, _, _), = run(1, mixed, {}, policy, 16)
-        return sum((grad - module.get_parameter(name).grad).norm()
-                   for name, grad in grads.items())
+        ((_, _, grads, _, _),) = run(1, mixed, {}, policy, 16)
+        return sum((grad - module.get_parameter(name).grad).norm() for name, grad in grads.items())
 
-    assert error(torch.float64) < .8 * error(torch.bfloat16)
+    assert error(torch.float64) < 0.8 * error(torch.bfloat16)
 
 
 def offloaded():
     """Train with parameters that wait on the host, which is the device."""
-    model = DistributedGPipe(wide(), [3], mesh=init_mesh(data=2), data='shard',
-                             offload_policy=CPUOffloadPolicy())
+    model = DistributedGPipe(
+        wide(), [3], mesh=init_mesh(data=2), data='shard', offload_policy=CPUOffloadPolicy()
+    )
     x, target = (each.chunk(2)[torch.distributed.get_rank()] for each in batch(0, 8))
     model.step(x, target, F.mse_loss)
     return {name: full(x.grad) for name, x in model.named_parameters()}
@@ -282,8 +313,15 @@ def cast_and_frozen():
     """Train in another type, with a frozen layer, and a checkpoint of each micro-batch."""
     module = wide().float()
     module[0].requires_grad_(False)
-    model = DistributedGPipe(module, [3], mesh=init_mesh(data=2), data='shard', chunks=2,
-                             checkpoint='always', mp_policy=MixedPrecisionPolicy(torch.float64))
+    model = DistributedGPipe(
+        module,
+        [3],
+        mesh=init_mesh(data=2),
+        data='shard',
+        chunks=2,
+        checkpoint='always',
+        mp_policy=MixedPrecisionPolicy(torch.float64),
+    )
     x, target = (each.chunk(2)[torch.distributed.get_rank()] for each in batch(0, 8))
     for _ in range(2):
         model.zero_grad()
@@ -296,8 +334,9 @@ def test_a_policy_casts_frozen_parameters_too():
     module.float().double()[0].requires_grad_(False)
     F.mse_loss(module(x.float().double()), target).backward()
     for grads in run(2, cast_and_frozen):
-        assert grads.keys() == {name for name, x in module.named_parameters()
-                                if x.grad is not None}
+        assert grads.keys() == {
+            name for name, x in module.named_parameters() if x.grad is not None
+        }
         for name, grad in grads.items():
             torch.testing.assert_close(grad, module.get_parameter(name).grad.float())
 
@@ -305,11 +344,12 @@ def test_a_policy_casts_frozen_parameters_too():
 def refused():
     """Give the error of a policy that does not fit."""
     with pytest.raises(ValueError) as caught:
-        DistributedGPipe(wide(), [3], mesh=init_mesh(),
-                         mp_policy=MixedPrecisionPolicy(torch.float32))
+        DistributedGPipe(
+            wide(), [3], mesh=init_mesh(), mp_policy=MixedPrecisionPolicy(torch.float32)
+        )
     return str(caught.value)
 
 
 def test_policies_are_for_shards():
-    found, = run(1, refused)
+    (found,) = run(1, refused)
     assert "mp_policy are of FSDP2: they take data='shard'" in found

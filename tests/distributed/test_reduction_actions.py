@@ -1,4 +1,5 @@
 """Gathers and reductions within a step: memory, their order over ranks, and late gradients."""
+
 from unittest import mock
 
 import pytest
@@ -23,8 +24,14 @@ def wide():
 
 def whole_bytes(most, schedule):
     """Return the most bytes of whole parameters in a step, of one stage, and of the shards."""
-    model = DistributedGPipe(wide(), [1] * 8, mesh=init_mesh(data=2, pipe=2), chunks=8,
-                             data='shard', max_active_stages=most)
+    model = DistributedGPipe(
+        wide(),
+        [1] * 8,
+        mesh=init_mesh(data=2, pipe=2),
+        chunks=8,
+        data='shard',
+        max_active_stages=most,
+    )
     replicas, peak = model._rank.replicas, [0]
 
     def at(_):
@@ -49,17 +56,23 @@ def test_no_more_stages_are_whole_than_allowed(schedule, most):
 def collectives(data, schedule):
     """Return the collectives of this rank over replicas in a step, in order, with their sizes."""
     stages = 8 if schedule == 'interleaved' else 2
-    model = DistributedGPipe(wide(), [8 // stages] * stages, mesh=init_mesh(data=2, pipe=2),
-                             chunks=4, data=data)
+    model = DistributedGPipe(
+        wide(), [8 // stages] * stages, mesh=init_mesh(data=2, pipe=2), chunks=4, data=data
+    )
     x = torch.ones(4, 32)
     model.step(x, x, F.mse_loss, schedule=schedule)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         model.step(x, x, F.mse_loss, schedule=schedule)
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [(event.name, str(event.input_shapes)) for event in events
-            if event.name.startswith('c10d::') and 'reduce' in event.name
-            or event.name == 'c10d::_allgather_base_']
+    return [
+        (event.name, str(event.input_shapes))
+        for event in events
+        if event.name.startswith('c10d::')
+        and 'reduce' in event.name
+        or event.name == 'c10d::_allgather_base_'
+    ]
 
 
 @pytest.mark.parametrize('schedule', ['1f1b', 'interleaved'])
@@ -69,7 +82,8 @@ def test_each_stage_is_reduced_once_in_one_order_on_all_replicas(data, schedule)
     assert found[0] == found[2] and found[1] == found[3]
     for names in found:
         assert sum('reduce' in name for name, _ in names) == (
-            4 if schedule == 'interleaved' else 1)
+            4 if schedule == 'interleaved' else 1
+        )
         assert ('allgather' in str(names)) == (data == 'shard')
 
 
@@ -77,9 +91,16 @@ def test_each_stage_is_reduced_once_in_one_order_on_all_replicas(data, schedule)
 @pytest.mark.parametrize('sizes', [(8, 3), (3, 8)])
 def test_replicas_may_have_other_numbers_of_micro_batches(data, sizes):
     """The second replica has one micro-batch, or two."""
-    found = run(4, trained, {'data': 2, 'pipe': 2}, 'perceptron', 8, None,
-                {'schedule': 'interleaved', 'sizes': sizes}, {'data': data, **(
-                    {'max_active_stages': 2} if data == 'shard' else {})})
+    found = run(
+        4,
+        trained,
+        {'data': 2, 'pipe': 2},
+        'perceptron',
+        8,
+        None,
+        {'schedule': 'interleaved', 'sizes': sizes},
+        {'data': data, **({'max_active_stages': 2} if data == 'shard' else {})},
+    )
     check(found, alone('perceptron', sizes=sizes))
 
 
@@ -106,8 +127,9 @@ def later(data, large=slice(0, 8)):
         model = GPipe(layers, [2], devices=['cpu'], chunks=8)
         own = slice(0, 8)
     else:
-        model = DistributedGPipe(layers, [1, 1], mesh=init_mesh(data=2), chunks=4, data=data,
-                                 checkpoint='never')
+        model = DistributedGPipe(
+            layers, [1, 1], mesh=init_mesh(data=2), chunks=4, data=data, checkpoint='never'
+        )
         number = torch.distributed.get_rank()
         own = slice(4 * number, 4 * number + 4)
     for _ in range(2):
@@ -117,14 +139,18 @@ def later(data, large=slice(0, 8)):
 
 @pytest.mark.parametrize('large', [slice(0, 8), slice(7, 8)])
 def test_a_gradient_after_the_reduction_of_its_parameter_is_reduced_as_well(large):
-    expected, = run(1, later, '', large)
+    (expected,) = run(1, later, '', large)
     for grads in run(2, later, 'replicate', large):
         torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('large, text', [
-    (slice(0, 8), 'has to have it as a parameter as well'),
-    (slice(7, 8), "'1.weight' is used by a layer of another stage")])
+@pytest.mark.parametrize(
+    'large, text',
+    [
+        (slice(0, 8), 'has to have it as a parameter as well'),
+        (slice(7, 8), "'1.weight' is used by a layer of another stage"),
+    ],
+)
 def test_a_parameter_that_another_stage_uses_is_refused_with_shards(large, text):
     found = outcomes(2, later, 'shard', large)
     assert all(isinstance(each, Failure) for each in found)
@@ -142,7 +168,7 @@ def refused():
 
 
 def test_numbers_of_stages_that_do_not_fit_are_refused():
-    (none, replicated), = run(1, refused)
+    ((none, replicated),) = run(1, refused)
     assert "but is 0, with data='shard'" in none
     assert "but is 2, with data='replicate'" in replicated
 
@@ -154,8 +180,9 @@ def frozen_while_waiting(data):
         Whether a step raised, whether gradients were there after that, and the gradients after
         two steps.
     """
-    model = DistributedGPipe(perceptron(4), [1] * 4, mesh=init_mesh(data=2, pipe=2), chunks=2,
-                             data=data)
+    model = DistributedGPipe(
+        perceptron(4), [1] * 4, mesh=init_mesh(data=2, pipe=2), chunks=2, data=data
+    )
     number = model._rank.data.rank
     x, target = (each.chunk(2)[number] for each in batch(0, 8))
     with model.no_sync():
@@ -168,8 +195,11 @@ def frozen_while_waiting(data):
     for each in model.parameters():
         each.requires_grad_(True)
     model.step(x, target, F.mse_loss, schedule='looped-bfs')
-    return str(error.value), there, {
-        name: full(each.grad) for name, each in model.named_parameters()}
+    return (
+        str(error.value),
+        there,
+        {name: full(each.grad) for name, each in model.named_parameters()},
+    )
 
 
 def twice():
@@ -182,7 +212,7 @@ def twice():
 
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_all_ranks_raise_if_a_gradient_of_one_waits(data):
-    expected, = run(1, twice)
+    (expected,) = run(1, twice)
     for rank, (error, there, grads) in enumerate(run(4, frozen_while_waiting, data)):
         assert 'a gradient waits from a step within no_sync()' in error and not there
         for name, grad in grads.items():
@@ -210,7 +240,7 @@ def behind(data, k, axes):
 
 
 def test_a_loss_may_have_a_layer_of_the_last_stage():
-    expected, = run(1, behind, 'replicate', 1, {})
+    (expected,) = run(1, behind, 'replicate', 1, {})
     for grad in run(2, behind, 'shard', 1, {'data': 2}):
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
@@ -224,8 +254,17 @@ def test_a_loss_with_a_layer_of_another_stage_is_refused_with_shards():
 @pytest.mark.parametrize('name', ['tied', 'unet', 'frozen'])
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
 def test_models_whose_replicas_reduce_within_the_step(data, name):
-    found = run(4, trained, {'data': 2, 'pipe': 2}, name, 4, None,
-                {'schedule': 'interleaved', 'sizes': (8, 8)}, {'data': data}, True)
+    found = run(
+        4,
+        trained,
+        {'data': 2, 'pipe': 2},
+        name,
+        4,
+        None,
+        {'schedule': 'interleaved', 'sizes': (8, 8)},
+        {'data': data},
+        True,
+    )
     check(found, alone(name, sizes=(8, 8)))
 
 
@@ -245,6 +284,7 @@ def test_a_step_without_synchronization_reduces_nothing(data):
 
 def raising():
     """Return the types of parameters after a loss has raised on all ranks."""
+
     def loss(output, target):
         raise ValueError('no loss')
 

@@ -1,4 +1,5 @@
 """Units: parameters that wait on the host are gathered for one stage at a time."""
+
 import gc
 import weakref
 from functools import partial
@@ -28,8 +29,12 @@ pytestmark = cpu_only('processes meet by gloo')
 
 def made(layers, stages, axes, **options):
     """Make a model whose parameters wait on the host."""
-    return DistributedGPipe(layers, [len(layers) // stages] * stages, mesh=init_mesh(**axes),
-                            **{'chunks': 2, **OFFLOAD, **options})
+    return DistributedGPipe(
+        layers,
+        [len(layers) // stages] * stages,
+        mesh=init_mesh(**axes),
+        **{'chunks': 2, **OFFLOAD, **options},
+    )
 
 
 def share(*tensors):
@@ -53,22 +58,40 @@ CASES = [
     (2, {'pipe': 2}, 8, 'frozen', 'looped-bfs', {}),
     (2, {'pipe': 2}, 4, 'tied', 'zb-v', {'places': [0, 1, 1, 0]}),
     pytest.param(2, {'pipe': 2}, 2, 'tied', '1f1b', {}, marks=SLOW),
-    pytest.param(4, {'data': 2, 'pipe': 2}, 4, 'perceptron', 'zb-v', {'places': [0, 1, 1, 0]},
-                 marks=SLOW),
+    pytest.param(
+        4, {'data': 2, 'pipe': 2}, 4, 'perceptron', 'zb-v', {'places': [0, 1, 1, 0]}, marks=SLOW
+    ),
     (4, {'data': 2, 'pipe': 2}, 4, 'tied', 'interleaved', {'checkpoint': 'always'}),
     pytest.param(4, {'data': 2, 'pipe': 2}, 8, 'tied', 'looped-bfs', {}, marks=SLOW),
     pytest.param(4, {'data': 2, 'pipe': 2}, 2, 'unet', 'gpipe', {}, marks=SLOW),
     pytest.param(4, {'data': 2, 'pipe': 2}, 2, 'perceptron', '1f1b', {}, marks=SLOW),
-    pytest.param(4, {'data': 2, 'tensor': 2}, 2, 'perceptron', 'looped-bfs',
-                 {'tensor_plan': PLAN}, marks=SLOW)]
+    pytest.param(
+        4,
+        {'data': 2, 'tensor': 2},
+        2,
+        'perceptron',
+        'looped-bfs',
+        {'tensor_plan': PLAN},
+        marks=SLOW,
+    ),
+]
 
 
 @pytest.mark.parametrize('ranks, axes, stages, name, schedule, options', CASES)
 def test_numbers_are_those_of_one_process(ranks, axes, stages, name, schedule, options):
     """Losses, norms, gradients, and parameters after three steps of AdamW with clipping."""
     places, sizes = options.pop('places', None), (8, 6, 12)
-    found = run(ranks, trained, axes, name, stages, places, {
-        'schedule': schedule, 'sizes': sizes}, {**OFFLOAD, **options}, True)
+    found = run(
+        ranks,
+        trained,
+        axes,
+        name,
+        stages,
+        places,
+        {'schedule': schedule, 'sizes': sizes},
+        {**OFFLOAD, **options},
+        True,
+    )
     check(found, alone(name, sizes=sizes))
 
 
@@ -103,12 +126,13 @@ def evaluated(axes):
 
 @pytest.mark.parametrize('axes', [{'data': 2}, {'data': 2, 'pipe': 2}])
 def test_evaluations_of_replicas_with_other_numbers_of_micro_batches(axes):
-    (expected, output, _), = run(1, evaluated, {})
+    ((expected, output, _),) = run(1, evaluated, {})
     del expected[0]  # One replica has had its part only.
     for found, own, gathered in run(2 * axes.get('pipe', 1), evaluated, axes):
         assert [each for each in found] == [expected[0]] * 2 or all(
             torch.allclose(loss, expected[0][0], rtol=1e-12) and count == expected[0][1]
-            for loss, count in found)
+            for loss, count in found
+        )
         assert not gathered
 
 
@@ -138,6 +162,7 @@ def followed(make, axes, schedule, **options):
             function(unit, *args)
             assert all(each() is None for each in grads)
             ends.extend(grads)
+
         setattr(Unit, name, call)
 
     def look(*args):
@@ -171,20 +196,21 @@ def followed(make, axes, schedule, **options):
 @pytest.mark.parametrize('checkpoint', ['never', 'always'])
 def test_a_rank_has_the_parameters_of_one_stage_at_a_time(checkpoint):
     """Each is gathered twice in a step, but the last one; and its gradients leave at once."""
-    (step, call, ends), = run(1, partial(followed, checkpoint=checkpoint), perceptron, {},
-                              'looped-bfs')
+    ((step, call, ends),) = run(
+        1, partial(followed, checkpoint=checkpoint), perceptron, {}, 'looped-bfs'
+    )
     assert step == '+0 -0 +1 -1 +2 -2 +3 G3 -3 +2 G2 -2 +1 G1 -1 +0 G0 -0'
     assert call == '+0 -0 +1 -1 +2 -2 +3 -3'
     assert ends == 4 * 8
 
 
 def test_other_schedules_gather_more_often():
-    (step, _, _), = run(1, followed, perceptron, {}, '1f1b')
+    ((step, _, _),) = run(1, followed, perceptron, {}, '1f1b')
     assert step.count('+') == step.count('-') > 7 and step.count('G') == 4
 
 
 def test_stages_with_a_parameter_in_common_are_gathered_together():
-    (step, _, _), = run(1, followed, neighbours, {}, 'looped-bfs')
+    ((step, _, _),) = run(1, followed, neighbours, {}, 'looped-bfs')
     assert step == '+0 -0 +1 -1 +2 G2 -2 +1 G1 -1 +0 G0 -0'
 
 
@@ -223,12 +249,14 @@ class Peak(TorchDispatchMode):
 
 def peak(axes, stages, options):
     """Give the peak of bytes in three steps with 14 layers, of which a bucket has three."""
+
     def layer():
         return nn.Linear(96, 96)
 
     with mock.patch.object(sums, 'BUCKET', 3 * 4 * (96 * 96 + 96)), Peak() as found:
-        model = DistributedGPipe([layer] * 14, [14 // stages] * stages, mesh=init_mesh(**axes),
-                                 chunks=2, **options)
+        model = DistributedGPipe(
+            [layer] * 14, [14 // stages] * stages, mesh=init_mesh(**axes), chunks=2, **options
+        )
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(3):
             gc.collect()
@@ -240,9 +268,9 @@ def peak(axes, stages, options):
 
 @pytest.mark.slow
 def test_two_replicas_have_half_of_what_one_process_has():
-    whole, = run(1, peak, {}, 1, {})
+    (whole,) = run(1, peak, {}, 1, {})
     shards = run(2, peak, {'data': 2}, 14, OFFLOAD)
-    assert whole > 4 and max(shards) < .55 * 4, (whole, shards)
+    assert whole > 4 and max(shards) < 0.55 * 4, (whole, shards)
 
 
 def test_replicas_reduce_gradients_without_a_second_set_of_them():
@@ -315,7 +343,7 @@ class Bounded(nn.Embedding):
     """An embedding that changes its weight in its forward."""
 
     def __init__(self):
-        super().__init__(6, 6, max_norm=.1)
+        super().__init__(6, 6, max_norm=0.1)
 
     def forward(self, x):
         return super().forward(x.argmax(1))
@@ -338,8 +366,10 @@ def writing(layer):
 
 @pytest.mark.parametrize('layer', [Bounded, partial(Behind, 6, 6)])
 def test_a_layer_that_changes_a_parameter_is_refused(layer):
-    assert any(isinstance(each, Failure) and "changed '0.weight' in its forward" in each.text
-               for each in outcomes(2, writing, layer))
+    assert any(
+        isinstance(each, Failure) and "changed '0.weight' in its forward" in each.text
+        for each in outcomes(2, writing, layer)
+    )
 
 
 def beside(make, axes, name):
@@ -380,8 +410,9 @@ def mixed():
     types = set()
     for layer in model:
         layer.register_forward_hook(lambda layer, x, y: types.add((layer.weight.dtype, y.dtype)))
-    output = model.step(*(x.float() for x in share(*batch(0, 8))), F.mse_loss,
-                        return_output=True)[1]
+    output = model.step(*(x.float() for x in share(*batch(0, 8))), F.mse_loss, return_output=True)[
+        1
+    ]
     return types, {x.grad.dtype for x in model.parameters()}, output.dtype
 
 
@@ -411,14 +442,16 @@ def ungatherable(pipe):
         for other in torch.ones(8, dtype=torch.float64), torch.empty(0, 8):
             layers = nn.Sequential(nn.Linear(8, 8), Odd(nn.Parameter(other)))
             try:
-                DistributedGPipe(layers, [2 // pipe] * pipe, mesh=mesh, **{
-                    'data': 'shard', **options})
+                DistributedGPipe(
+                    layers, [2 // pipe] * pipe, mesh=mesh, **{'data': 'shard', **options}
+                )
             except Exception as error:
                 errors.append(f'{type(error).__name__}: {error}')
     # A frozen parameter may have another dtype.
     frozen = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
-    model = DistributedGPipe(nn.Sequential(nn.Linear(8, 8), Odd(frozen)), [2 // pipe] * pipe,
-                             mesh=mesh, data='shard')
+    model = DistributedGPipe(
+        nn.Sequential(nn.Linear(8, 8), Odd(frozen)), [2 // pipe] * pipe, mesh=mesh, data='shard'
+    )
     model.step(torch.ones(4, 8), torch.ones(4, 8), F.mse_loss)
     return errors
 

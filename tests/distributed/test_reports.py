@@ -1,10 +1,11 @@
 """Reports of ranks: the search for the rank that blocks the others."""
+
 import pytest
 
 from torchgpipe.distributed.reports import Record, blame, doing, text_of
 from torchgpipe.schedule import Action
 
-WAITS = Record(run=3, state='waits', seconds=9., text='a step')
+WAITS = Record(run=3, state='waits', seconds=9.0, text='a step')
 
 
 def test_a_record_is_read_as_it_was_written():
@@ -24,24 +25,30 @@ def test_an_error_of_an_earlier_run_is_not_blamed():
 
 def test_the_finding_of_another_rank_is_passed_on_and_is_not_certain():
     assert blame({1: WAITS, 2: WAITS._replace(found='rank 4 is gone')}, 3) == (
-        [(2, 'rank 4 is gone')], False)
+        [(2, 'rank 4 is gone')],
+        False,
+    )
 
 
 def test_a_rank_that_ended_or_stopped_reporting_is_blamed_at_once():
-    (rank, text), = blame({1: WAITS, 2: Record(run=2, state='ended')}, 3)[0]
+    ((rank, text),) = blame({1: WAITS, 2: Record(run=2, state='ended')}, 3)[0]
     assert rank == 2 and text.startswith('has ended')
-    (rank, text), = blame({1: WAITS, 2: WAITS}, 3, lost=[2])[0]
+    ((rank, text),) = blame({1: WAITS, 2: WAITS}, 3, lost=[2])[0]
     assert rank == 2 and text.startswith('is gone')
 
 
-@pytest.mark.parametrize('record, text', [
-    (None, 'has not made this model'),
-    (WAITS._replace(state='computes', where='layer.py:1'), 'does not wait, but computes'),
-    (Record(run=2), 'is not where the others are')])
+@pytest.mark.parametrize(
+    'record, text',
+    [
+        (None, 'has not made this model'),
+        (WAITS._replace(state='computes', where='layer.py:1'), 'does not wait, but computes'),
+        (Record(run=2), 'is not where the others are'),
+    ],
+)
 def test_a_busy_rank_is_blamed_only_when_the_others_have_waited_for_long(record, text):
     records = {1: WAITS, 2: record}
     assert blame(records, 3) == ([], True)
-    (rank, found), = blame(records, 3, late=True)[0]
+    ((rank, found),) = blame(records, 3, late=True)[0]
     assert rank == 2 and found.startswith(text)
 
 

@@ -1,4 +1,5 @@
 """Losses that divide by counts: compared with the normalizer, on all ranks, or refused on all."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,9 +93,18 @@ def world_of(axes):
 
 
 @pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize('loss, normalizer', [
-    (mean, counted), (sum_by_hand, counted), (masked_sum, counted), (masked_mean, counted),
-    (mean_of_elements, None), (mean_of_elements, len), (weighted_mean, len)])
+@pytest.mark.parametrize(
+    'loss, normalizer',
+    [
+        (mean, counted),
+        (sum_by_hand, counted),
+        (masked_sum, counted),
+        (masked_mean, counted),
+        (mean_of_elements, None),
+        (mean_of_elements, len),
+        (weighted_mean, len),
+    ],
+)
 def test_a_mean_over_the_count_of_the_normalizer_is_right(axes, loss, normalizer):
     expected = loss(layers()(labelled()[0]), labelled()[1]).item()
     # A mean over no labels is NaN, whatever it is multiplied by.
@@ -104,15 +114,21 @@ def test_a_mean_over_the_count_of_the_normalizer_is_right(axes, loss, normalizer
 
 
 @pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize('loss, normalizer, text', [
-    (mean, len, 'normalizer=1'), (two_means, counted, 'normalizer=1'),
-    (two_means, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-    (sum_by_hand, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-    (masked_sum, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-    (masked_mean, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-    (masked_mean, len, 'normalizer=1'),
-    (unreduced_sum, None, 'give normalizer=1'), (unreduced_sum, counted, 'give normalizer=1'),
-    (unreduced, None, 'reduce it, as by loss.mean()')])
+@pytest.mark.parametrize(
+    'loss, normalizer, text',
+    [
+        (mean, len, 'normalizer=1'),
+        (two_means, counted, 'normalizer=1'),
+        (two_means, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+        (sum_by_hand, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+        (masked_sum, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+        (masked_mean, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
+        (masked_mean, len, 'normalizer=1'),
+        (unreduced_sum, None, 'give normalizer=1'),
+        (unreduced_sum, counted, 'give normalizer=1'),
+        (unreduced, None, 'reduce it, as by loss.mean()'),
+    ],
+)
 def test_in_v0_22_other_means_were_silent_or_ended_all_ranks(axes, loss, normalizer, text):
     """All ranks raise a ValueError, have no gradients, and the model goes on."""
     later = F.mse_loss(layers()(labelled()[0]), labelled()[0]).item()
@@ -144,7 +160,8 @@ def test_the_way_out_for_several_means(axes):
     expected = two_means(layers()(x), target).item()
     for chunks in (1, 3):
         assert run(world_of(axes), two_sums, axes, chunks) == [
-            pytest.approx(expected, rel=1e-12)] * world_of(axes)
+            pytest.approx(expected, rel=1e-12)
+        ] * world_of(axes)
 
 
 def evaluated(axes, loss):
@@ -176,8 +193,12 @@ def loop_over_samples(output, target):
 
 
 def stacked_losses(output, target):
-    return torch.stack([F.cross_entropy(output[i:i + 1], target[i:i + 1, 1].clamp(0))
-                        for i in range(len(target))]).mean()
+    return torch.stack(
+        [
+            F.cross_entropy(output[i : i + 1], target[i : i + 1, 1].clamp(0))
+            for i in range(len(target))
+        ]
+    ).mean()
 
 
 def with_metrics(output, target):
@@ -195,7 +216,7 @@ def half_of_a_sum(output, target):
 def equal_counts(output, target):
     """A mean over the same number of labels on each replica, of five and three samples."""
     labels = target[:, 1].clamp(0).clone()
-    labels[:len(target) - 3] = -100
+    labels[: len(target) - 3] = -100
     return F.cross_entropy(output, labels)
 
 
@@ -213,8 +234,10 @@ def of_other_sizes(loss, normalizer, chunks):
 @pytest.mark.parametrize('loss', [loop_over_samples, stacked_losses, with_metrics])
 def test_a_mean_over_samples_is_accepted_in_other_forms(loss, normalizer, chunks):
     expected = loss(layers()(labelled()[0]), labelled()[1]).item()
-    assert run(2, of_other_sizes, loss, normalizer, chunks) == [
-        pytest.approx(expected, rel=1e-12)] * 2
+    assert (
+        run(2, of_other_sizes, loss, normalizer, chunks)
+        == [pytest.approx(expected, rel=1e-12)] * 2
+    )
 
 
 @pytest.mark.parametrize('loss', [half_of_a_sum, equal_counts])
@@ -231,7 +254,8 @@ def test_one_word_and_a_constant_may_stand_between_a_mean_and_its_weight():
     x, target = (part[2:] for part in labelled())
     expected = weighted(layers()(x), target).item()
     assert model.step(x, target, weighted, normalizer=len).item() == pytest.approx(
-        expected, rel=1e-12)
+        expected, rel=1e-12
+    )
 
 
 def other_layers(axes, orders):

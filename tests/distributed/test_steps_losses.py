@@ -1,4 +1,5 @@
 """The loss of a mini-batch over ranks: its parameters, its counts, and its scale."""
+
 import pytest
 import torch
 from torch import nn
@@ -82,13 +83,15 @@ def of_other_sizes(axes):
     mesh = init_mesh(**axes)
     model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), [1, 1], mesh=mesh)
     sizes = [3, 1] if 'data' in axes else [4]
-    x, target = (each.split(sizes)[mesh.get_local_rank('data')]
-                 for each in (torch.ones(4, 3), torch.tensor([0, 1, 2, 3])))
+    x, target = (
+        each.split(sizes)[mesh.get_local_rank('data')]
+        for each in (torch.ones(4, 3), torch.tensor([0, 1, 2, 3]))
+    )
     return [model.step(x, target, loss).item() for loss in (ignoring, regular)]
 
 
 def test_a_loss_that_replicas_divide_by_their_samples_is_none_of_these():
-    expected, = run(1, of_other_sizes, {})
+    (expected,) = run(1, of_other_sizes, {})
     for axes in ({'data': 2}, {'pipe': 2}):
         assert run(2, of_other_sizes, axes) == [pytest.approx(expected)] * 2
 
@@ -97,8 +100,12 @@ def labelled():
     """Mini-batches of which a half has no labels, and of which both have some."""
     for step, there in enumerate([[1, 0], [1, 1], [0, 1], [1, 0]]):
         x, _ = batch(step, 4)
-        yield x, torch.tensor([0, 3, 5, 2]).where(torch.tensor(there).bool().repeat_interleave(2),
-                                                  -100)
+        yield (
+            x,
+            torch.tensor([0, 3, 5, 2]).where(
+                torch.tensor(there).bool().repeat_interleave(2), -100
+            ),
+        )
 
 
 def halves(axes, options):
@@ -113,8 +120,9 @@ def halves(axes, options):
     return found
 
 
-@pytest.mark.parametrize('axes, options', [
-    ({'pipe': 2}, {}), ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})])
+@pytest.mark.parametrize(
+    'axes, options', [({'pipe': 2}, {}), ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})]
+)
 def test_a_micro_batch_or_a_replica_without_labels(axes, options):
     """Whether it has none in the first step, from which messages are known, or in a later one."""
     model, ranks = fresh(), run(2, halves, axes, options)
@@ -126,14 +134,15 @@ def test_a_micro_batch_or_a_replica_without_labels(axes, options):
             value, grads = found[step]
             assert value == pytest.approx(loss.item(), rel=1e-12) and grads
             for name, grad in grads.items():
-                torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-10,
-                                           atol=1e-12)
+                torch.testing.assert_close(
+                    grad, model.get_parameter(name).grad, rtol=1e-10, atol=1e-12
+                )
 
 
 def by_a_scaler(cls):
     """Train with a scaler, and infinite gradients on the first rank in one step."""
-    model, scaler = built({'pipe': 2}, chunks=2), cls('cpu', init_scale=4.)
-    optimizer, losses = torch.optim.SGD(model.parameters(), .1), []
+    model, scaler = built({'pipe': 2}, chunks=2), cls('cpu', init_scale=4.0)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for step in range(3):
         optimizer.zero_grad()
         losses.append(model.step(*batch(step, 4), F.mse_loss, scale=scaler.scale).item())
@@ -154,8 +163,8 @@ def test_all_ranks_follow_a_scaler(cls):
         losses.append(loss.item())
         with torch.no_grad():
             for p, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
-                p -= .1 * grad * (step != 1)
-    assert run(2, by_a_scaler, cls) == [(pytest.approx(losses, rel=1e-12), 2.)] * 2
+                p -= 0.1 * grad * (step != 1)
+    assert run(2, by_a_scaler, cls) == [(pytest.approx(losses, rel=1e-12), 2.0)] * 2
 
 
 class Mixture(nn.Module):
@@ -174,38 +183,48 @@ def with_parts(axes, make, plan, scales):
     """Train with parts of split layers and plain parameters."""
     torch.manual_seed(0)
     mesh = init_mesh(**axes)
-    model = DistributedGPipe(nn.Sequential(make(), nn.Linear(6, 6)).double(), [2], mesh=mesh,
-                             tensor_plan=plan)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), .1, foreach=False), []
-    scaler = GradScaler('cpu', init_scale=4., enabled=scales)
+    model = DistributedGPipe(
+        nn.Sequential(make(), nn.Linear(6, 6)).double(), [2], mesh=mesh, tensor_plan=plan
+    )
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 0.1, foreach=False), []
+    scaler = GradScaler('cpu', init_scale=4.0, enabled=scales)
     replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
     for step in range(3):
         x, target = (part.chunk(replicas)[replica] for part in batch(step, 8))
         losses.append(model.step(x, target, F.mse_loss, scale=scaler.scale).item())
         scaler.unscale_(optimizer)
-        model.clip_grad_norm_(1.)
+        model.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     return losses
 
 
-@pytest.mark.parametrize('axes, make, plan', [
-    ({'tensor': 2}, Block, {'0.up': ColwiseParallel(), '0.down': RowwiseParallel()}),
-    ({'data': 2}, Mixture, {})])
+@pytest.mark.parametrize(
+    'axes, make, plan',
+    [
+        ({'tensor': 2}, Block, {'0.up': ColwiseParallel(), '0.down': RowwiseParallel()}),
+        ({'data': 2}, Mixture, {}),
+    ],
+)
 def test_in_v0_22_no_scaler_took_parts_of_layers_beside_plain_parameters(axes, make, plan):
     expected = run(2, with_parts, axes, make, plan, False)
     assert run(2, with_parts, axes, make, plan, True) == [
-        pytest.approx(losses, rel=1e-10) for losses in expected]
+        pytest.approx(losses, rel=1e-10) for losses in expected
+    ]
 
 
 def skipped_with_parts():
     """Take two steps, with an infinite gradient in the second rank's part in the first one."""
     torch.manual_seed(0)
     plan = {'0.up': ColwiseParallel(), '0.down': RowwiseParallel()}
-    model = DistributedGPipe(nn.Sequential(Block(), nn.Linear(6, 6)).double(), [2],
-                             mesh=init_mesh(tensor=2), tensor_plan=plan)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), .1), GradScaler('cpu', init_scale=4.)
+    model = DistributedGPipe(
+        nn.Sequential(Block(), nn.Linear(6, 6)).double(),
+        [2],
+        mesh=init_mesh(tensor=2),
+        tensor_plan=plan,
+    )
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler('cpu', init_scale=4.0)
     before = full(model.get_parameter('0.up.weight').detach()).clone()
     changed = []
     for step in range(2):
@@ -221,16 +240,17 @@ def skipped_with_parts():
 
 
 def test_all_ranks_skip_a_step_if_a_part_is_infinite():
-    assert run(2, skipped_with_parts) == [([False, True], 2.)] * 2
+    assert run(2, skipped_with_parts) == [([False, True], 2.0)] * 2
 
 
 def without_parameters():
     """Take a step with infinite gradients; the second rank has no parameters."""
-    model = DistributedGPipe(nn.Sequential(nn.Linear(6, 6).double(), nn.Tanh()), [1, 1],
-                             mesh=init_mesh(pipe=2))
+    model = DistributedGPipe(
+        nn.Sequential(nn.Linear(6, 6).double(), nn.Tanh()), [1, 1], mesh=init_mesh(pipe=2)
+    )
     parameters = [*model.parameters()]
-    optimizer = torch.optim.SGD(parameters or [torch.zeros(())], .1)
-    scaler = GradScaler('cpu', init_scale=4.)
+    optimizer = torch.optim.SGD(parameters or [torch.zeros(())], 0.1)
+    scaler = GradScaler('cpu', init_scale=4.0)
     model.step(*batch(0, 4), F.mse_loss, scale=scaler.scale)
     for x in parameters:
         x.grad.fill_(float('inf'))
@@ -240,4 +260,4 @@ def without_parameters():
 
 
 def test_a_rank_without_parameters_follows_a_scaler():
-    assert run(2, without_parameters) == [2., 2.]
+    assert run(2, without_parameters) == [2.0, 2.0]

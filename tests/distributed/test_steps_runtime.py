@@ -1,4 +1,5 @@
 """The rows of ranks, driven by PyTorch's own schedule runtime: the same numbers to the bit."""
+
 import pytest
 import torch
 from torch.distributed.pipelining import schedules
@@ -18,11 +19,13 @@ class Runtime(schedules._PipelineScheduleRuntime):
     def __init__(self, row, do):
         self._comp_type_to_function_map, self._stages, self.rank = {}, [], 0
         self.backward_counter, self.unshard_ops = {}, {}
-        self.pipeline_order_with_comms = {0: [
-            schedules._Action(each.stage, self.kind(each), k) for k, each in enumerate(row)]}
+        self.pipeline_order_with_comms = {
+            0: [schedules._Action(each.stage, self.kind(each), k) for k, each in enumerate(row)]
+        }
         for kind in {self.kind(each) for each in row}:
             self.register_custom_function(
-                kind, lambda action, context: do(row[action.microbatch_index]))
+                kind, lambda action, context: do(row[action.microbatch_index])
+            )
 
     @staticmethod
     def kind(each):
@@ -56,14 +59,23 @@ def trained(make, stages, schedule, by_runtime):
     return train(model, lambda x: x, schedule=schedule), count
 
 
-@pytest.mark.skipif(not hasattr(schedules._PipelineScheduleRuntime, 'register_custom_function'),
-                    reason='this release has another runtime')
-@pytest.mark.parametrize('make, stages, schedule', [
-    (unet, 2, '1f1b'), pytest.param(perceptron, 2, 'zb-h1', marks=pytest.mark.slow),
-    pytest.param(unet, 4, 'interleaved', marks=pytest.mark.slow)])
+@pytest.mark.skipif(
+    not hasattr(schedules._PipelineScheduleRuntime, 'register_custom_function'),
+    reason='this release has another runtime',
+)
+@pytest.mark.parametrize(
+    'make, stages, schedule',
+    [
+        (unet, 2, '1f1b'),
+        pytest.param(perceptron, 2, 'zb-h1', marks=pytest.mark.slow),
+        pytest.param(unet, 4, 'interleaved', marks=pytest.mark.slow),
+    ],
+)
 def test_runtime_and_loop_are_equal_to_the_bit(make, stages, schedule):
-    for (one, count), (other, none) in zip(run(2, trained, make, stages, schedule, True),
-                                           run(2, trained, make, stages, schedule, False)):
+    for (one, count), (other, none) in zip(
+        run(2, trained, make, stages, schedule, True),
+        run(2, trained, make, stages, schedule, False),
+    ):
         assert len(count) == 4 and not none
         for (loss, norm, grads), (own_loss, own_norm, own) in zip(one[0], other[0]):
             assert (loss, norm) == (own_loss, own_norm) and grads.keys() == own.keys()

@@ -1,4 +1,5 @@
 """Transport from rank to rank: any dense tensors, in any values, with their aliases."""
+
 import pytest
 import torch
 from torch import nn
@@ -33,8 +34,13 @@ def square(output, target):
 def outcome(layers, *inputs):
     """Take steps with layers, one in each stage, on each rank."""
     layers = [Do(each) for each in layers]
-    model = DistributedGPipe(nn.Sequential(*layers), [1] * len(layers),
-                             mesh=init_mesh(pipe=2), chunks=2, checkpoint='never')
+    model = DistributedGPipe(
+        nn.Sequential(*layers),
+        [1] * len(layers),
+        mesh=init_mesh(pipe=2),
+        chunks=2,
+        checkpoint='never',
+    )
     found = []
     for x in inputs:
         value = model.step(x, torch.zeros(4, 3), square)
@@ -45,8 +51,13 @@ def outcome(layers, *inputs):
 def alone(layers, *inputs):
     """The same in one process."""
     layers = [Do(each) for each in layers]
-    gpipe = GPipe(nn.Sequential(*layers), [1] * len(layers), devices=['cpu'] * len(layers),
-                  chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*layers),
+        [1] * len(layers),
+        devices=['cpu'] * len(layers),
+        chunks=2,
+        checkpoint='never',
+    )
     found = []
     for x in inputs:
         value = gpipe.step(x, torch.zeros(4, 3), square)
@@ -57,17 +68,25 @@ def alone(layers, *inputs):
 def check(layers, *inputs):
     """Check that two ranks have the results of one process."""
     first, second = run(2, outcome, layers, *inputs)
-    for (loss, grads), (own, one), (other, two) in zip(
-            alone(layers, *inputs), first, second):
+    for (loss, grads), (own, one), (other, two) in zip(alone(layers, *inputs), first, second):
         assert own == other == loss and one + two == grads
 
 
 def make(x, weight):
     """Values of all kinds."""
     x = x * weight
-    return {'complex': torch.complex(x, -x).conj(), 'half': x.bfloat16(), 'bool': x > 0,
-            'none': None, 'empty': x[:, :0], 'turned': x.T, 'wide': x[:, None].expand(-1, 2, -1),
-            'int': x.long(), 'text': ['a', (x.sum(),)], 'number': x[0, 0].item()}
+    return {
+        'complex': torch.complex(x, -x).conj(),
+        'half': x.bfloat16(),
+        'bool': x > 0,
+        'none': None,
+        'empty': x[:, :0],
+        'turned': x.T,
+        'wide': x[:, None].expand(-1, 2, -1),
+        'int': x.long(),
+        'text': ['a', (x.sum(),)],
+        'number': x[0, 0].item(),
+    }
 
 
 def take(value, weight):
@@ -80,7 +99,7 @@ def take(value, weight):
 
 
 def test_values_of_all_kinds():
-    inputs = [torch.arange(12.).view(4, 3) - 5, torch.arange(12.).view(4, 3) * 2]
+    inputs = [torch.arange(12.0).view(4, 3) - 5, torch.arange(12.0).view(4, 3) * 2]
     check([make, take], *inputs)
 
 
@@ -95,9 +114,10 @@ def sum_of(value, weight):
 
 
 def test_inputs_that_are_alike_but_for_strides_nesting_or_what_is_shared():
-    x, y = torch.arange(24.).view(2, 4, 3)
-    check([first_of, sum_of], x, x.T.contiguous().T, (x, NoChunk(y[:2])), (x, y), [x, y],
-          x.double())
+    x, y = torch.arange(24.0).view(2, 4, 3)
+    check(
+        [first_of, sum_of], x, x.T.contiguous().T, (x, NoChunk(y[:2])), (x, y), [x, y], x.double()
+    )
 
 
 def grow(x, weight):
@@ -110,8 +130,9 @@ def shrink(x, weight):
 
 
 def test_shapes_that_hang_on_values_are_refused():
-    first, second = outcomes(2, outcome, [grow, shrink], torch.zeros(4, 3), torch.ones(4, 3),
-                             timeout=20)
+    first, second = outcomes(
+        2, outcome, [grow, shrink], torch.zeros(4, 3), torch.ones(4, 3), timeout=20
+    )
     assert isinstance(first, Failure) and 'Shapes that depend on values' in first.text
     assert isinstance(second, Failure)
 
@@ -127,7 +148,7 @@ def end(value, weight):
 
 
 def test_what_all_micro_batches_share():
-    check([shared, end], (torch.ones(4, 3), NoChunk(torch.full((3,), 2.))))
+    check([shared, end], (torch.ones(4, 3), NoChunk(torch.full((3,), 2.0))))
 
 
 def forward_shared(value, weight):
@@ -150,9 +171,13 @@ def change_twice(value, weight):
     return value[0] * weight + value[1]
 
 
-@pytest.mark.parametrize('layers, x', [
-    ([forward_shared, change_shared], (torch.ones(4, 3), NoChunk(torch.ones(3)))),
-    ([twice, change_twice], torch.ones(4, 3))])
+@pytest.mark.parametrize(
+    'layers, x',
+    [
+        ([forward_shared, change_shared], (torch.ones(4, 3), NoChunk(torch.ones(3)))),
+        ([twice, change_twice], torch.ones(4, 3)),
+    ],
+)
 def test_changes_in_place_of_what_lies_elsewhere_are_refused_as_between_devices(layers, x):
     _, second = outcomes(2, outcome, layers, x, timeout=20)
     assert isinstance(second, Failure) and 'in place' in second.text
@@ -198,8 +223,14 @@ class Pass(Do):
 def changed_skip(between, places):
     """Change the batch where its skip has been sent elsewhere."""
     layers = [Begin(), *(Pass() for _ in range(between)), ChangeBatch(), End()]
-    model = DistributedGPipe(nn.Sequential(*layers), [1] * len(layers), places=places,
-                             mesh=init_mesh(pipe=max(places) + 1), chunks=2, checkpoint='never')
+    model = DistributedGPipe(
+        nn.Sequential(*layers),
+        [1] * len(layers),
+        places=places,
+        mesh=init_mesh(pipe=max(places) + 1),
+        chunks=2,
+        checkpoint='never',
+    )
     model.step(torch.ones(4, 3), torch.zeros(4, 3), square)
 
 
@@ -232,30 +263,42 @@ class EndOrNot(Do):
 
 def skipped(*inputs):
     """Take steps with a skip that has a message of its own."""
-    model = DistributedGPipe(nn.Sequential(Sometimes(), Pass(), EndOrNot()), [1] * 3,
-                             mesh=init_mesh(pipe=2), places=[0, 0, 1], chunks=2)
+    model = DistributedGPipe(
+        nn.Sequential(Sometimes(), Pass(), EndOrNot()),
+        [1] * 3,
+        mesh=init_mesh(pipe=2),
+        places=[0, 0, 1],
+        chunks=2,
+    )
     for x in inputs:
         model.step(x, torch.zeros(4, 3), square)
 
 
 def test_a_skip_that_is_none_in_a_later_step_is_refused():
     first, second = outcomes(2, skipped, torch.ones(4, 3), torch.zeros(4, 3), timeout=20)
-    assert ('what stage 0 sends to stage 2 for micro-batch 0 is (nothing), but in an earlier step '
-            'with equal inputs it was (torch.float32 (2, 3) with grad)') in first.text
+    assert (
+        'what stage 0 sends to stage 2 for micro-batch 0 is (nothing), but in an earlier step '
+        'with equal inputs it was (torch.float32 (2, 3) with grad)'
+    ) in first.text
     assert isinstance(second, Failure)
 
 
 def shared_gradient():
     """Return the gradient of a tensor that all micro-batches share."""
-    model = DistributedGPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], mesh=init_mesh(pipe=2),
-                             chunks=2, checkpoint='never')
-    table = torch.full((3,), 2., requires_grad=True)
+    model = DistributedGPipe(
+        nn.Sequential(Do(shared), Do(end)),
+        [1, 1],
+        mesh=init_mesh(pipe=2),
+        chunks=2,
+        checkpoint='never',
+    )
+    table = torch.full((3,), 2.0, requires_grad=True)
     model.step((torch.ones(4, 3), NoChunk(table)), torch.zeros(4, 3), square)
     return None if table.grad is None else table.grad.tolist()
 
 
 def test_the_gradient_of_what_all_share_is_that_of_all():
-    table = torch.full((3,), 2., requires_grad=True)
+    table = torch.full((3,), 2.0, requires_grad=True)
     gpipe = GPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], devices=['cpu'] * 2, chunks=2)
     gpipe.step((torch.ones(4, 3), NoChunk(table)), torch.zeros(4, 3), square)
     assert run(2, shared_gradient) == [table.grad.tolist(), None]

@@ -1,4 +1,5 @@
 """Messages: only the bytes that have to cross."""
+
 import weakref
 
 import pytest
@@ -56,8 +57,9 @@ def lifetimes():
         finish(self)
 
     Messages.send, Messages.finish = watch, end
-    model = DistributedGPipe(perceptron(), [4, 4], mesh=init_mesh(pipe=2), chunks=16,
-                             checkpoint='never')
+    model = DistributedGPipe(
+        perceptron(), [4, 4], mesh=init_mesh(pipe=2), chunks=16, checkpoint='never'
+    )
     model.step(*batch(0, 16), F.mse_loss)
     return max(most), left
 
@@ -154,8 +156,13 @@ def test_what_a_stage_learns_may_change():
 
 def orders():
     """Return the items of this rank's row in three steps, and in one with another batch."""
-    model = DistributedGPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
-                             mesh=init_mesh(pipe=2), chunks=3, checkpoint='never')
+    model = DistributedGPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        mesh=init_mesh(pipe=2),
+        chunks=3,
+        checkpoint='never',
+    )
     found = []
     for size in (6, 6, 6, 3):
         found.append([])
@@ -173,8 +180,13 @@ def test_receives_are_early_when_their_headers_are_known():
 
 def labels():
     """Return the labels of a profile of a step."""
-    model = DistributedGPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
-                             mesh=init_mesh(pipe=2), chunks=2, checkpoint='never')
+    model = DistributedGPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        mesh=init_mesh(pipe=2),
+        chunks=2,
+        checkpoint='never',
+    )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model.step(torch.ones(2, 4), torch.ones(2, 4), F.mse_loss)
     return [event.name for event in profile.events()]

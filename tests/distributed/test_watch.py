@@ -1,4 +1,5 @@
 """Ranks that raise, die or are stuck: all end, and name the rank, its place and its action."""
+
 import gc
 import os
 import sys
@@ -24,8 +25,15 @@ from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed import watch as watchers
 from torchgpipe.distributed.reports import Record, blame
-from torchgpipe.distributed.watch import (EXIT, GRACE, SILENCE, Own, WatchThread, Whereabouts,
-                                          whereabouts)
+from torchgpipe.distributed.watch import (
+    EXIT,
+    GRACE,
+    SILENCE,
+    Own,
+    WatchThread,
+    Whereabouts,
+    whereabouts,
+)
 from torchgpipe.timeline import record
 
 pytestmark = cpu_only('processes meet by gloo')
@@ -41,8 +49,15 @@ def built(fault=None, at=3, timeout=LIMIT, **settings):
     layers = [Block() for _ in range(6)]
     if fault is not None:
         layers[at] = fault
-    return DistributedGPipe(nn.Sequential(*layers), [2, 2, 2], mesh=init_mesh(pipe=3), chunks=2,
-                            checkpoint='never', timeout=timeout, **settings)
+    return DistributedGPipe(
+        nn.Sequential(*layers),
+        [2, 2, 2],
+        mesh=init_mesh(pipe=3),
+        chunks=2,
+        checkpoint='never',
+        timeout=timeout,
+        **settings,
+    )
 
 
 def steps(model, number=3, loss=F.mse_loss, **options):
@@ -85,20 +100,37 @@ def named(found, *texts, codes=None):
 
 
 def test_raises_in_a_layer():
-    named(endings(3, in_layer, 'raise'), MIDDLE, 'it is broken', 'micro-batch 1', 'partition 1',
-          "layer '3'", 'forward of stage 1')
+    named(
+        endings(3, in_layer, 'raise'),
+        MIDDLE,
+        'it is broken',
+        'micro-batch 1',
+        'partition 1',
+        "layer '3'",
+        'forward of stage 1',
+    )
 
 
 @pytest.mark.slow
 def test_raises_in_backward():
-    named(endings(3, in_layer, 'raise', True), MIDDLE, 'it is broken', 'micro-batch 1',
-          'backward of stage 1')
+    named(
+        endings(3, in_layer, 'raise', True),
+        MIDDLE,
+        'it is broken',
+        'micro-batch 1',
+        'backward of stage 1',
+    )
 
 
 @pytest.mark.slow
 def test_raises_in_the_loss():
-    named(endings(3, in_loss), 'rank 2 (data 0, pipe 2, tensor 0)', 'it is broken', 'stage 2',
-          'micro-batch 1')
+    named(
+        endings(3, in_loss),
+        'rank 2 (data 0, pipe 2, tensor 0)',
+        'it is broken',
+        'stage 2',
+        'micro-batch 1',
+    )
 
 
 @pytest.mark.slow
@@ -108,8 +140,13 @@ def test_raises_in_a_hook():
 
 def two_ranks(release):
     """Two ranks, of which the second one is killed, with the timeout that models have."""
-    model = DistributedGPipe(nn.Sequential(Block(), Fault('kill')), [1, 1], chunks=2,
-                             mesh=init_mesh(pipe=2), checkpoint='never')
+    model = DistributedGPipe(
+        nn.Sequential(Block(), Fault('kill')),
+        [1, 1],
+        chunks=2,
+        mesh=init_mesh(pipe=2),
+        checkpoint='never',
+    )
     steps(model)
 
 
@@ -134,8 +171,13 @@ def about_gloo(release):
 
 
 def test_an_error_of_a_layer_is_its_own_whatever_it_says():
-    named(endings(3, about_gloo), f'{MIDDLE}', 'is not what this layer likes', "layer '3'",
-          'forward of stage 1')
+    named(
+        endings(3, about_gloo),
+        f'{MIDDLE}',
+        'is not what this layer likes',
+        "layer '3'",
+        'forward of stage 1',
+    )
 
 
 def recorded(release):
@@ -192,8 +234,13 @@ def test_rank_0_raises_which_may_have_the_store(tcp):
 @pytest.mark.parametrize('backward', [False, True])
 def test_is_stuck(backward):
     found = endings(3, in_layer, 'stuck', backward)
-    named(found, f'{MIDDLE} does not wait, but computes', 'micro-batch 1', 'failing.py',
-          ('backward' if backward else 'forward') + ' of stage 1')
+    named(
+        found,
+        f'{MIDDLE} does not wait, but computes',
+        'micro-batch 1',
+        'failing.py',
+        ('backward' if backward else 'forward') + ' of stage 1',
+    )
     assert found[1][0] == EXIT
     for _, text in found:
         assert backward or "layer '3'" in text
@@ -217,19 +264,29 @@ def test_is_stuck_outside_of_steps():
 def in_replicas(release, *faults):
     mesh = init_mesh(data=2, pipe=2)
     layers = [Block(), Fault(faults[mesh.get_local_rank('data')])]
-    steps(DistributedGPipe(nn.Sequential(*layers), [1, 1], mesh=mesh, chunks=2, timeout=LIMIT,
-                           checkpoint='never'))
+    steps(
+        DistributedGPipe(
+            nn.Sequential(*layers), [1, 1], mesh=mesh, chunks=2, timeout=LIMIT, checkpoint='never'
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('faults', [('raise', 'raise'), ('raise', 'kill'), ('stuck', 'stuck')])
 def test_two_fail(faults):
     found = endings(4, in_replicas, *faults)
-    named(found, *(['it is broken'] if 'raise' in faults else []), 'micro-batch 1', "layer '1'",
-          'forward of stage 1')
+    named(
+        found,
+        *(['it is broken'] if 'raise' in faults else []),
+        'micro-batch 1',
+        "layer '1'",
+        'forward of stage 1',
+    )
     for rank in (0, 2):
-        assert ('rank 1 (data 0, pipe 1, tensor 0)' in found[rank][1]
-                or 'rank 3 (data 1, pipe 1, tensor 0)' in found[rank][1])
+        assert (
+            'rank 1 (data 0, pipe 1, tensor 0)' in found[rank][1]
+            or 'rank 3 (data 1, pipe 1, tensor 0)' in found[rank][1]
+        )
 
 
 @pytest.mark.slow
@@ -245,8 +302,12 @@ def unequal_arguments(release):
 
 def fewer_layers(release):
     rank = torch.distributed.get_rank()
-    DistributedGPipe(nn.Sequential(*[Block() for _ in range(6)]), [2, 2, 2 - (rank == 1)],
-                     mesh=init_mesh(pipe=3), timeout=LIMIT)
+    DistributedGPipe(
+        nn.Sequential(*[Block() for _ in range(6)]),
+        [2, 2, 2 - (rank == 1)],
+        mesh=init_mesh(pipe=3),
+        timeout=LIMIT,
+    )
 
 
 def unequal_schedules(release):
@@ -258,8 +319,13 @@ def unequal_files(release):
     with TemporaryDirectory() as folder:
         os.chdir(folder)
         Path('rows.csv').write_text(rows[torch.distributed.get_rank() % 2])
-        model = DistributedGPipe(nn.Sequential(Block(), Block()), [1, 1], chunks=2, timeout=LIMIT,
-                                 mesh=init_mesh(pipe=2))
+        model = DistributedGPipe(
+            nn.Sequential(Block(), Block()),
+            [1, 1],
+            chunks=2,
+            timeout=LIMIT,
+            mesh=init_mesh(pipe=2),
+        )
         model.step(*batch(0, 4), F.mse_loss, schedule='rows.csv')
 
 
@@ -270,8 +336,13 @@ def test_ranks_have_files_of_one_name_with_other_rows():
 
 def unequal_batches(release):
     rank = torch.distributed.get_rank()
-    model = DistributedGPipe(nn.Sequential(Block(), Block()), [1, 1], chunks=2, timeout=LIMIT,
-                             mesh=init_mesh(data=2, pipe=2))
+    model = DistributedGPipe(
+        nn.Sequential(Block(), Block()),
+        [1, 1],
+        chunks=2,
+        timeout=LIMIT,
+        mesh=init_mesh(data=2, pipe=2),
+    )
     x, target = batch(0, 4)
     model.step(x, target, F.mse_loss)
     model.step(x[:, :3] if rank // 2 else x, target, F.mse_loss)
@@ -283,19 +354,28 @@ def no_input(release):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('function, texts', [
-    (unequal_arguments, ['other settings on rank 1']),
-    (fewer_layers, [MIDDLE, 'ValueError']),
-    (unequal_schedules, ['other settings on rank 1']),
-    (no_input, ['rank 0 (data 0, pipe 0, tensor 0)', 'TypeError', 'in a step'])])
+@pytest.mark.parametrize(
+    'function, texts',
+    [
+        (unequal_arguments, ['other settings on rank 1']),
+        (fewer_layers, [MIDDLE, 'ValueError']),
+        (unequal_schedules, ['other settings on rank 1']),
+        (no_input, ['rank 0 (data 0, pipe 0, tensor 0)', 'TypeError', 'in a step']),
+    ],
+)
 def test_ranks_do_not_begin_alike(function, texts):
     named(endings(3, function), *texts)
 
 
 @pytest.mark.slow
 def test_replicas_have_unequal_batches():
-    named(endings(4, unequal_batches), 'rank 2 (data 1, pipe 0, tensor 0)', 'forward of stage 0',
-          'micro-batch 0', "layer '0'")
+    named(
+        endings(4, unequal_batches),
+        'rank 2 (data 1, pipe 0, tensor 0)',
+        'forward of stage 0',
+        'micro-batch 0',
+        "layer '0'",
+    )
 
 
 def healthy(release):
@@ -346,7 +426,8 @@ def test_who_is_to_blame():
     raised = Record(run=2, state='failed', error='E', raised_in=2)
     assert blame({0: waits, 1: busy}, 2) == ([], True)
     assert blame({0: waits, 1: busy}, 2, late=True)[0] == [
-        (1, 'does not wait, but computes in this, for 0.0 s')]
+        (1, 'does not wait, but computes in this, for 0.0 s')
+    ]
     assert blame({0: waits, 1: raised}, 2, lost=[0]) == ([(1, 'raised E')], True)
     goes_on = raised._replace(run=3, state='waits')
     assert blame({0: waits, 1: goes_on}, 2) == ([(1, 'raised E')], True)
@@ -431,7 +512,7 @@ def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
 
     Each hundred turns are another action of the step, which waits longer than it may.
     """
-    monkeypatch.setattr(Room, 'limit', 20.)
+    monkeypatch.setattr(Room, 'limit', 20.0)
     room, injector, generator, turns = Room(monkeypatch, 3), Injector(), Random(0), 0
     seen = set()
     monkeypatch.setattr(watchers, 'whereabouts', whereabouts)
@@ -457,7 +538,7 @@ def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
         sys.settrace(injector)  # An error in it has ended the tracing.
 
     def record_of(beat, run, state='waits', error='', raised_in=0):
-        return Record(beat, run, state, 1., 'a step', 'line', error, raised_in, '')
+        return Record(beat, run, state, 1.0, 'a step', 'line', error, raised_in, '')
 
     monkeypatch.setattr(watcher, '_wake', SimpleNamespace(wait=wait, clear=int, set=int))
     monkeypatch.setattr(watchers.time, 'monotonic', lambda: room.now)
@@ -489,7 +570,7 @@ def test_a_stuck_process_ends_also_without_stderr(monkeypatch):
     assert 0 in room.ended
 
 
-@pytest.mark.parametrize('timeout', [60, 60., timedelta(minutes=1)])
+@pytest.mark.parametrize('timeout', [60, 60.0, timedelta(minutes=1)])
 def test_timeouts_are_seconds_or_a_timedelta(timeout):
     mesh = init_mesh(device_type='cpu', timeout=timeout)
     model = DistributedGPipe(nn.Sequential(Block()), [1], mesh=mesh, timeout=timeout)
@@ -497,11 +578,18 @@ def test_timeouts_are_seconds_or_a_timedelta(timeout):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize('timeout, error, text', [
-    ('60', TypeError, 'a number of seconds'), (True, TypeError, 'a number of seconds'),
-    (0, ValueError, 'above zero'), (timedelta(0), ValueError, 'above zero'),
-    (-1., ValueError, 'above zero'), (float('inf'), ValueError, 'a finite number'),
-    (float('nan'), ValueError, 'a finite number')])
+@pytest.mark.parametrize(
+    'timeout, error, text',
+    [
+        ('60', TypeError, 'a number of seconds'),
+        (True, TypeError, 'a number of seconds'),
+        (0, ValueError, 'above zero'),
+        (timedelta(0), ValueError, 'above zero'),
+        (-1.0, ValueError, 'above zero'),
+        (float('inf'), ValueError, 'a finite number'),
+        (float('nan'), ValueError, 'a finite number'),
+    ],
+)
 def test_timeouts_of_other_forms_are_refused(timeout, error, text):
     for function in (init_mesh, partial(watchers.Watch, None)):
         with pytest.raises(error, match=text):
@@ -557,26 +645,28 @@ class Wall:
 class Room:
     """Watchers of several ranks with the timeout that models have, and one clock."""
 
-    limit = 1800.
+    limit = 1800.0
 
     def __init__(self, monkeypatch, ranks):
-        self.said, self.news, self.now, self.ended = {}, 0, 100., {}
+        self.said, self.news, self.now, self.ended = {}, 0, 100.0, {}
         self.where = {rank: Whereabouts(True, 'start.py:1') for rank in range(ranks)}
         self.own = {rank: Own() for rank in range(ranks)}
         self.watchers, self.silent = {}, set()
-        monkeypatch.setattr(watchers, 'names_of', lambda mesh: {
-            rank: f'rank {rank}' for rank in range(ranks)})
+        monkeypatch.setattr(
+            watchers, 'names_of', lambda mesh: {rank: f'rank {rank}' for rank in range(ranks)}
+        )
         monkeypatch.setattr(watchers, 'whereabouts', lambda *args: self.where[self.turning])
         monkeypatch.setattr(watchers, 'Board', lambda names: Wall(self, self.turning))
         monkeypatch.setattr(torch.distributed, 'get_rank', lambda: self.turning)
-        monkeypatch.setattr(watchers.os, '_exit', lambda code: self.ended.setdefault(
-            self.turning, self.now))
+        monkeypatch.setattr(
+            watchers.os, '_exit', lambda code: self.ended.setdefault(self.turning, self.now)
+        )
         for rank in range(ranks):
             self.turning = rank
             self.watchers[rank] = WatchThread(self.own[rank], None, self.limit)
             self.own[rank].begin('a step')
 
-    def turn(self, seconds, period=1.):
+    def turn(self, seconds, period=1.0):
         """Advance the time, and return the findings of the watchers."""
         for _ in range(round(seconds / period)):
             self.now += period
@@ -632,7 +722,7 @@ def test_a_rank_that_is_gone_is_named_within_ten_seconds_also_far_from_it(monkey
     room.own[0].error = ''  # The backend has raised something.
     room.watchers[0]._answered.clear()
     while not room.watchers[0]._answered.is_set():
-        room.turn(.1, .1)
+        room.turn(0.1, 0.1)
     assert room.own[0].found.startswith('rank 1 is gone')
     room.own[0].end()
     found = room.turn(10)

@@ -3,6 +3,7 @@
 A case is a pair of functions, which run on each rank. The first one raises. The second one does as
 the error says, and returns whether the results are right.
 """
+
 from functools import partial
 from typing import NamedTuple
 
@@ -103,19 +104,20 @@ def stages():
 
 
 def clipped_by_pytorch():
-    nn.utils.clip_grad_norm_(stages().parameters(), .1)
+    nn.utils.clip_grad_norm_(stages().parameters(), 0.1)
 
 
 def clipped_by_the_model():
     model = stages()
-    norm = model.clip_grad_norm_(.1)
+    norm = model.clip_grad_norm_(0.1)
     torch.manual_seed(0)
     layers, (x, target) = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double(), batch(0, 4)
     F.mse_loss(layers(x), target).backward()
-    expected = nn.utils.clip_grad_norm_(layers.parameters(), .1)
+    expected = nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
     grads = {name: x.grad for name, x in layers.named_parameters()}
     return norm.item() == pytest.approx(expected.item(), rel=1e-6) and all(
-        torch.allclose(x.grad, grads[name]) for name, x in model.named_parameters())
+        torch.allclose(x.grad, grads[name]) for name, x in model.named_parameters()
+    )
 
 
 # --- layers that are split
@@ -126,8 +128,11 @@ def with_shards(how):
     """Give a model layers of torchgpipe.shard, as values, on the meta device or by functions."""
     mesh = init_mesh(tensor=2)
     ts.distributed.init_process_group(mesh=mesh['data', 'tensor'])
-    functions = [partial(ts.nn.ParallelLinear, 6, 8, dim=1), nn.ReLU,
-                 partial(ts.nn.ParallelLinear, 8, 6, dim=0)]
+    functions = [
+        partial(ts.nn.ParallelLinear, 6, 8, dim=1),
+        nn.ReLU,
+        partial(ts.nn.ParallelLinear, 8, 6, dim=0),
+    ]
     try:
         with torch.device('meta' if how == 'meta' else 'cpu'):
             module = functions if how == 'functions' else nn.Sequential(*(f() for f in functions))
@@ -142,8 +147,12 @@ def with_styles():
     layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).double()
     x, target = batch(0, 4)
     expected = F.mse_loss(layers(x), target).item()
-    model = DistributedGPipe(layers, [3], mesh=init_mesh(tensor=2), tensor_plan={
-        '0': ColwiseParallel(), '2': RowwiseParallel()})
+    model = DistributedGPipe(
+        layers,
+        [3],
+        mesh=init_mesh(tensor=2),
+        tensor_plan={'0': ColwiseParallel(), '2': RowwiseParallel()},
+    )
     return model.step(x, target, F.mse_loss).item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -156,8 +165,12 @@ def with_shards_in_a_pipeline():
     x, target = batch(0, 4)
     expected = F.mse_loss(layers(x), target).item()
     convert = ts.nn.ParallelLinear.convert_parallel_linear
-    split = nn.Sequential(convert(layers[0], dim=1), layers[1], ts.nn.RegisterParallelDim(-1),
-                          convert(layers[2], dim=0))
+    split = nn.Sequential(
+        convert(layers[0], dim=1),
+        layers[1],
+        ts.nn.RegisterParallelDim(-1),
+        convert(layers[2], dim=0),
+    )
     pipeline = GPipe(split, [2, 2], devices=['cpu', 'cpu'], chunks=2)
     loss = pipeline.step(x, target, F.mse_loss).item()
     ts.distributed.destroy_process_group()
@@ -202,7 +215,7 @@ def deferred_statistics():
     model, (x, target) = linear(module=moves(), deferred_batch_norm=True), batch(0, 8)
     for _ in range(2):
         model.step(share(x, [4, 4]), share(target, [4, 4]), F.mse_loss)
-    expected = .9 * .1 + .1
+    expected = 0.9 * 0.1 + 0.1
     mean = moves()[0](x).mean(0)
     return torch.allclose(model.get_buffer('1.running_mean'), mean * expected)
 
@@ -280,28 +293,56 @@ def frozen_after_the_step():
 
 CASES = [
     Case(2, 'divide it so that each one has samples', step_without_samples, divided_samples),
-    Case(2, 'a replica without samples passes None for input and target',
-         evaluation_without_samples, evaluation_of_none),
+    Case(
+        2,
+        'a replica without samples passes None for input and target',
+        evaluation_without_samples,
+        evaluation_of_none,
+    ),
     Case(2, 'model.clip_grad_norm_(max_norm)', clipped_by_pytorch, clipped_by_the_model),
-    *(Case(2, 'ColwiseParallel() for dim=1, RowwiseParallel() for dim=0',
-           partial(with_shards, how), with_styles) for how in ('values', 'meta', 'functions')),
-    Case(2, 'runs in a GPipe on each rank', partial(with_shards, 'values'),
-         with_shards_in_a_pipeline),
+    *(
+        Case(
+            2,
+            'ColwiseParallel() for dim=1, RowwiseParallel() for dim=0',
+            partial(with_shards, how),
+            with_styles,
+        )
+        for how in ('values', 'meta', 'functions')
+    ),
+    Case(
+        2,
+        'runs in a GPipe on each rank',
+        partial(with_shards, 'values'),
+        with_shards_in_a_pipeline,
+    ),
     Case(2, 'give the balance a number for each stage', wrong_places, a_stage_for_each_rank),
     Case(2, 'ColwiseParallel()', without_a_plan, with_a_plan),
     Case(2, 'batch norm takes deferred_batch_norm=True', own_statistics, deferred_statistics),
-    Case(2, "torch.distributed.all_reduce with group=mesh['data'].get_group()",
-         counted_in_a_buffer, counted_over_replicas),
-    Case(2, 'keeps them in an attribute that is no buffer', counted_in_a_buffer,
-         counted_in_an_attribute),
-    Case(2, 'freeze parameters, and take other losses, after the step', frozen_too_early,
-         frozen_after_the_step),
+    Case(
+        2,
+        "torch.distributed.all_reduce with group=mesh['data'].get_group()",
+        counted_in_a_buffer,
+        counted_over_replicas,
+    ),
+    Case(
+        2,
+        'keeps them in an attribute that is no buffer',
+        counted_in_a_buffer,
+        counted_in_an_attribute,
+    ),
+    Case(
+        2,
+        'freeze parameters, and take other losses, after the step',
+        frozen_too_early,
+        frozen_after_the_step,
+    ),
 ]
 
 
 @pytest.mark.parametrize('case', CASES, ids=str)
 def test_a_way_out_that_an_error_names(case):
-    failures = [result.text for result in outcomes(case.world, case.wrong)
-                if isinstance(result, Failure)]
+    failures = [
+        result.text for result in outcomes(case.world, case.wrong) if isinstance(result, Failure)
+    ]
     assert any(case.text in text for text in failures), failures
     assert run(case.world, case.right) == [True] * case.world

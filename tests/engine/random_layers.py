@@ -1,4 +1,5 @@
 """Layers between two nestings, each of which may be another one."""
+
 import torch
 from torch import nn
 
@@ -115,8 +116,13 @@ class Branch(Layer):
     def change(self, leaves):
         """Do so."""
         x = leaves['x']
-        other = {'extra': x.mean(1), 'turned': x.transpose(0, 1), 'again': x, 'part': x[:, 1:],
-                 'constant': x.detach()}[self.name]
+        other = {
+            'extra': x.mean(1),
+            'turned': x.transpose(0, 1),
+            'again': x,
+            'part': x[:, 1:],
+            'constant': x.detach(),
+        }[self.name]
         return {**leaves, 'x': self.linear(x), self.name: other}
 
     def names(self, names):

@@ -2,6 +2,7 @@
 
 Each maps a tensor of shape ``(batch, 4)`` to another one. Any of them may follow one another.
 """
+
 import math
 from collections import deque
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ PARTS = {}
 
 def part(function):
     """Add a part: a module, or a function of the layer and a tensor, whose state is ``layer``."""
-    PARTS[function.__name__] = function if isinstance(function, type) else (
-        lambda: OfFunction(function))
+    PARTS[function.__name__] = (
+        function if isinstance(function, type) else (lambda: OfFunction(function))
+    )
     return function
 
 
@@ -53,7 +55,7 @@ class Adjoint(Inner):
     """An adjoint of a small network."""
 
     def __init__(self):
-        super().__init__(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), .3)
+        super().__init__(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 0.3)
 
 
 @part
@@ -90,8 +92,8 @@ def gradient_within_forward(layer, x):
     with torch.enable_grad():
         z = x.detach().requires_grad_()
         energy = layer.linear(z).tanh().sum()
-        grad, = torch.autograd.grad(energy, z, create_graph=True)
-    return x - .1 * grad
+        (grad,) = torch.autograd.grad(energy, z, create_graph=True)
+    return x - 0.1 * grad
 
 
 # Buffers.
@@ -101,7 +103,7 @@ def gradient_within_forward(layer, x):
 def moving_average(layer, x):
     """A buffer that moves in place, and is read."""
     with torch.no_grad():
-        layer.memory.lerp_(x.mean(0), .5)
+        layer.memory.lerp_(x.mean(0), 0.5)
     return x + layer.memory * layer.linear(x)
 
 
@@ -109,14 +111,14 @@ def moving_average(layer, x):
 def buffer_of_a_linear_layer(layer, x):
     """A buffer that moves in place, as the input of a layer."""
     with torch.no_grad():
-        layer.memory.lerp_(x.mean(0), .5)
+        layer.memory.lerp_(x.mean(0), 0.5)
     return x * layer.linear(layer.memory)
 
 
 @part
 def rebound_buffer(layer, x):
     """A new buffer in each call."""
-    layer.memory = layer.memory * .5 + x.detach().mean(0)
+    layer.memory = layer.memory * 0.5 + x.detach().mean(0)
     return layer.linear(x * layer.memory.tanh())
 
 
@@ -173,7 +175,7 @@ def pair(layer, x):
 @part
 def number_of_gradient(layer, x):
     """A number that only the gradient depends on."""
-    layer.factor = getattr(layer, 'factor', 1.) * 1.25
+    layer.factor = getattr(layer, 'factor', 1.0) * 1.25
     return x + (layer.linear(x) - layer.linear(x).detach()) * layer.factor
 
 
@@ -189,8 +191,8 @@ def kept_tensor(layer, x):
 def namespace(layer, x):
     """An attribute of an object."""
     if not hasattr(layer, 'config'):
-        layer.config = SimpleNamespace(scale=1.)
-    layer.config = SimpleNamespace(scale=layer.config.scale + .5)
+        layer.config = SimpleNamespace(scale=1.0)
+    layer.config = SimpleNamespace(scale=layer.config.scale + 0.5)
     return layer.linear(x) * layer.config.scale
 
 
@@ -204,7 +206,7 @@ def attribute_of_a_child(layer, x):
 @part
 def attribute_of_a_tensor(layer, x):
     """An attribute of the tensor that is passed on."""
-    y = layer.linear(x) * getattr(x, 'scale', 1.)
+    y = layer.linear(x) * getattr(x, 'scale', 1.0)
     y.scale = 1 + layer.calls / 4
     return y
 
@@ -271,7 +273,7 @@ def hook_of_an_output(layer, x):
 def hook_of_a_weight(layer, x):
     """A hook that is registered once, and scales the gradient of a weight."""
     if layer.calls == 1:
-        layer.linear.weight.register_hook(lambda grad: grad * .5)
+        layer.linear.weight.register_hook(lambda grad: grad * 0.5)
     return layer.linear(x)
 
 
@@ -338,14 +340,14 @@ part(Renormed)
 def output_in_place(layer, x):
     """Change an output in place."""
     y = layer.linear(x)
-    y[:, :2].mul_(.5)
+    y[:, :2].mul_(0.5)
     return y.tanh_()
 
 
 @part
 def weight_through_data(layer, x):
     """Scale a weight through ``data``, which PyTorch does not count."""
-    layer.linear.weight.data = layer.linear.weight.data * .9
+    layer.linear.weight.data = layer.linear.weight.data * 0.9
     return layer.linear(x)
 
 

@@ -36,10 +36,15 @@ class Merge(nn.Module):
 def layers(width=4):
     """Return a model of eight layers with whatever goes between partitions."""
     return nn.Sequential(
-        nn.Linear(width, width), Stash(lambda x: (x, x * 2)),
-        nn.Linear(width, width).requires_grad_(False), Branch(),
-        Merge(), nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)), Pop(),
-        nn.Linear(width, 3)).double()
+        nn.Linear(width, width),
+        Stash(lambda x: (x, x * 2)),
+        nn.Linear(width, width).requires_grad_(False),
+        Branch(),
+        Merge(),
+        nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)),
+        Pop(),
+        nn.Linear(width, 3),
+    ).double()
 
 
 def train(model, gpipe, size, *, steps=2, loss_fn=loss_of, expected_loss=loss_of, **options):
@@ -52,8 +57,9 @@ def train(model, gpipe, size, *, steps=2, loss_fn=loss_of, expected_loss=loss_of
         output = model(x)
         loss = expected_loss(output, target)
         loss.backward()
-        found, result = gpipe.step(y, target.to(gpipe.devices[-1]), loss_fn, return_output=True,
-                                   **options)
+        found, result = gpipe.step(
+            y, target.to(gpipe.devices[-1]), loss_fn, return_output=True, **options
+        )
         assert not found.requires_grad and not result.requires_grad and found.shape == ()
         assert_same([found, result, y.grad], [loss.detach(), output.detach(), x.grad])
         assert_same(gradients(gpipe), gradients(model))

@@ -1,4 +1,5 @@
 """Cells: a value and its tensors, on their way through layers."""
+
 from typing import NamedTuple
 
 import pytest
@@ -43,12 +44,14 @@ def test_in_v030_named_tuples_became_tuples_depending_on_the_batch_size(size, ch
     x, y = torch.rand(size, 3, requires_grad=True), torch.rand(size, 3, requires_grad=True)
     for balance in ([2], [1, 1]):
         devices = [f'cpu:{j}' for j in range(len(balance))]
-        gpipe = GPipe(nn.Sequential(Swap(), Swap()), balance, devices=devices, chunks=chunks,
-                      checkpoint=mode)
+        gpipe = GPipe(
+            nn.Sequential(Swap(), Swap()), balance, devices=devices, chunks=chunks, checkpoint=mode
+        )
         output = gpipe(Pair(x, y))
         assert isinstance(output, Pair) and torch.equal(output.x, x * 2)
-        gpipe = GPipe(nn.Sequential(Swap(), Max()), balance, devices=devices, chunks=chunks,
-                      checkpoint=mode)
+        gpipe = GPipe(
+            nn.Sequential(Swap(), Max()), balance, devices=devices, chunks=chunks, checkpoint=mode
+        )
         output = gpipe(Pair(x, y))
         assert torch.equal(output.values, (y * 2).max(1).values)
         assert type(output) is type(x.max(1))

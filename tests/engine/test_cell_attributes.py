@@ -1,4 +1,5 @@
 """Attributes of tensors, such as ``y.scale = 2``, between partitions, micro-batches and ranks."""
+
 import copy
 
 import pytest
@@ -23,10 +24,10 @@ class Scaling(nn.Linear):
     def forward(self, value):
         """Return two tensors with attributes."""
         x, y = value
-        factor = getattr(x, 'factor', 1.)
+        factor = getattr(x, 'factor', 1.0)
         x = super().forward(x * factor)
-        y = y * getattr(y, 'options', {'factor': 1.})['factor']
-        x.factor = factor + .5
+        y = y * getattr(y, 'options', {'factor': 1.0})['factor']
+        x.factor = factor + 0.5
         y.options = {'factor': factor, 'name': 'y'}
         return x, y
 
@@ -36,8 +37,8 @@ class First(nn.Linear):
 
     def forward(self, x):
         """Return two tensors, one of them with an attribute."""
-        y = super().forward(x * getattr(x, 'factor', 1.))
-        y.factor = 2.
+        y = super().forward(x * getattr(x, 'factor', 1.0))
+        y.factor = 2.0
         return y, x * 1
 
 
@@ -48,7 +49,7 @@ class Last(nn.Linear):
         """Add both."""
         x, y = value
         y = super().forward(x * x.factor + y * y.options['factor'])
-        y.factor = 3.
+        y.factor = 3.0
         return y
 
 
@@ -59,7 +60,7 @@ def model():
 
 def loss_of(output, target):
     """Return a mean over samples that reads an attribute of the output."""
-    return (output * output.factor - target * getattr(target, 'factor', 1.)).square().mean()
+    return (output * output.factor - target * getattr(target, 'factor', 1.0)).square().mean()
 
 
 def placed(devices, schedule):
@@ -77,7 +78,7 @@ def with_factor(x, factor):
 def expected_of(net, x, target):
     """Run the unwrapped model on each of three micro-batches."""
     for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
-        part, label = with_factor(part, .7), with_factor(label, .3)
+        part, label = with_factor(part, 0.7), with_factor(label, 0.3)
         (loss_of(net(part), label) * len(part) / len(x)).backward()
 
 
@@ -87,16 +88,17 @@ def expected_of(net, x, target):
 def test_attributes_are_passed_on(devices, mode, schedule):
     """Before, they were lost, except in the plain call without checkpoints on one worker."""
     net = model()
-    gpipe = GPipe(copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3, checkpoint=mode
+    )
     for _ in range(2):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
         expected_of(net, x, target)
-        x = with_factor(on_first(gpipe, x), .7)
-        target = with_factor(target.to(gpipe.devices[-1]), .3)
+        x = with_factor(on_first(gpipe, x), 0.7)
+        target = with_factor(target.to(gpipe.devices[-1]), 0.3)
         if schedule is None:
             output = gpipe(x)
-            assert output.factor == 3.
+            assert output.factor == 3.0
             loss_of(output, target).backward()
         else:
             gpipe.step(x, target, loss_of, schedule=schedule)
@@ -110,8 +112,8 @@ def test_results_of_layers_that_are_kept_out_of_recomputation_have_attributes(de
     no_recompute(gpipe[1])
     x, target = torch.randn(2, 7, 4, dtype=torch.double)
     expected_of(net, x, target)
-    x = with_factor(on_first(gpipe, x), .7)
-    gpipe.step(x, with_factor(target.to(gpipe.devices[-1]), .3), loss_of)
+    x = with_factor(on_first(gpipe, x), 0.7)
+    gpipe.step(x, with_factor(target.to(gpipe.devices[-1]), 0.3), loss_of)
     assert_same(gradients(gpipe), gradients(net), 1e-10)
 
 
@@ -124,10 +126,13 @@ def train(schedule, mode):
     for _ in range(3):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
         expected_of(net, x, target)
-        gpipe.step(with_factor(x, .7), with_factor(target, .3), loss_of, schedule=schedule)
+        gpipe.step(with_factor(x, 0.7), with_factor(target, 0.3), loss_of, schedule=schedule)
     expected = dict(net.named_parameters())
-    assert_same([x.grad for _, x in gpipe.named_parameters()],
-                [expected[name].grad for name, _ in gpipe.named_parameters()], 1e-10)
+    assert_same(
+        [x.grad for _, x in gpipe.named_parameters()],
+        [expected[name].grad for name, _ in gpipe.named_parameters()],
+        1e-10,
+    )
     return True
 
 
@@ -241,8 +246,11 @@ def train_skips(mode):
         train_in_parts(net, x, target)
         gpipe.step(x, target, square)
     expected = dict(net.named_parameters())
-    assert_same([x.grad for _, x in gpipe.named_parameters()],
-                [expected[name].grad for name, _ in gpipe.named_parameters()], 1e-10)
+    assert_same(
+        [x.grad for _, x in gpipe.named_parameters()],
+        [expected[name].grad for name, _ in gpipe.named_parameters()],
+        1e-10,
+    )
     return True
 
 
@@ -257,9 +265,9 @@ class Appending(nn.Linear):
 
     def forward(self, x):
         """Pass the list on."""
-        notes = getattr(x, 'notes', [1.])
+        notes = getattr(x, 'notes', [1.0])
         y = super().forward(x * sum(notes))
-        notes.append(.5)
+        notes.append(0.5)
         y.notes = notes
         return y
 
@@ -270,18 +278,19 @@ class Appending(nn.Linear):
 def test_each_partition_has_containers_of_its_own(devices, mode, schedule):
     """Otherwise a recomputation would append to the list of the next partition."""
     net = nn.Sequential(*[Appending(4, 4) for _ in range(4)]).double()
-    gpipe = GPipe(copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3, checkpoint=mode
+    )
     x, target = torch.randn(2, 7, 4, dtype=torch.double)
     train_in_parts(net, x, target)
     x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
-    x.notes = [1.]
+    x.notes = [1.0]
     if schedule is None:
         square(gpipe(x), target).backward()
     else:
         gpipe.step(x, target, square, schedule=schedule)
     assert_same(gradients(gpipe), gradients(net), 1e-10)
-    assert x.notes == [1.]
+    assert x.notes == [1.0]
 
 
 class Factor(nn.Module):
@@ -320,8 +329,9 @@ class Setting(nn.Module):
 
 @devices
 @modes
-@pytest.mark.parametrize('value', [lambda x: x * 2, lambda x: {'mask': [x.detach()]},
-                                   lambda x: object()])
+@pytest.mark.parametrize(
+    'value', [lambda x: x * 2, lambda x: {'mask': [x.detach()]}, lambda x: object()]
+)
 def test_other_values_are_refused_by_name(devices, mode, value):
     net = nn.Sequential(nn.Linear(2, 2), Setting(value), nn.Linear(2, 2))
     gpipe = GPipe(net, [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
@@ -336,6 +346,7 @@ def test_other_values_are_refused_by_name(devices, mode, value):
 @modes
 def test_marks_of_the_compiler_are_not_passed_on(devices, mode):
     """Such as those that it sets on outputs of a compiled layer, in sets."""
+
     class Marking(nn.Module):
         def forward(self, x):
             y = x * 1
@@ -343,8 +354,13 @@ def test_marks_of_the_compiler_are_not_passed_on(devices, mode):
             assert '_dynamo_dynamic_indices' in y.__dict__
             return y
 
-    gpipe = GPipe(nn.Sequential(Marking(), nn.Linear(4, 2)), [1, 1], devices=devices(2), chunks=2,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(Marking(), nn.Linear(4, 2)),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint=mode,
+    )
     x = on_first(gpipe, torch.ones(4, 4))
     torch._dynamo.mark_dynamic(x, 0)
     assert gpipe(x).shape == (4, 2)

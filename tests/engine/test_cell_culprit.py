@@ -1,4 +1,5 @@
 """Remedies: errors of PyTorch's own that come of the pipeline say the way out."""
+
 import pytest
 import torch
 from torch import nn
@@ -31,8 +32,9 @@ def test_a_first_layer_in_place_on_an_input_that_requires_grad(devices):
 
 @one_worker
 def test_too_few_values_to_normalise(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1], devices=devices(2),
-                  chunks=4)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1], devices=devices(2), chunks=4
+    )
     place, remedy = notes_of(lambda: gpipe(torch.rand(4, 2, device=devices.first)))
     assert place.endswith("layer '1'") and 'fewer chunks' in remedy
 
@@ -44,8 +46,12 @@ def transformed(x):
 
 @one_worker
 def test_a_transform_in_a_checkpointed_layer(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Call(transformed)), [2], devices=devices(1),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), Call(transformed)),
+        [2],
+        devices=devices(1),
+        checkpoint='always',
+    )
     place, remedy = notes_of(lambda: gpipe(torch.rand(4, 2, device=devices.first)))
     assert place.endswith("layer '1'") and "checkpoint='never'" in remedy
 
@@ -56,7 +62,7 @@ def test_a_second_backward(devices):
     gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2, checkpoint='always')
     a, b = gpipe(torch.rand(4, 2, device=devices.first))
     a.sum().backward()
-    remedy, = notes_of(b.sum().backward)
+    (remedy,) = notes_of(b.sum().backward)
     assert 'retain_graph=True' in remedy
 
 
@@ -83,17 +89,21 @@ def change_one_of_several_views(x):
 
 
 @one_worker
-@pytest.mark.parametrize('layers, options', [
-    ([nn.Identity(), nn.BatchNorm1d(2)], {'chunks': 1}),
-    ([nn.Identity(), Call(change_one_of_several_views)], {'chunks': 2}),
-    ([Call(change_one_of_several_views), nn.Identity()], {'chunks': 1}),
-    ([nn.Identity(), Call(transformed)], {'checkpoint': 'never'})],
-    ids=['one value', 'view', 'view of one', 'transform'])
+@pytest.mark.parametrize(
+    'layers, options',
+    [
+        ([nn.Identity(), nn.BatchNorm1d(2)], {'chunks': 1}),
+        ([nn.Identity(), Call(change_one_of_several_views)], {'chunks': 2}),
+        ([Call(change_one_of_several_views), nn.Identity()], {'chunks': 1}),
+        ([nn.Identity(), Call(transformed)], {'checkpoint': 'never'}),
+    ],
+    ids=['one value', 'view', 'view of one', 'transform'],
+)
 def test_what_does_not_come_of_the_pipeline_has_no_remedy_of_it(layers, options, devices):
     gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=devices(2), **options)
     x = torch.rand(options.get('chunks', 2), 2, device=devices.first)
     with saved_tensors_hooks(id, id):
-        place, = notes_of(lambda: gpipe(x))
+        (place,) = notes_of(lambda: gpipe(x))
     assert place.startswith('in partition ')
 
 
@@ -105,6 +115,6 @@ def test_an_input_that_is_changed_before_the_only_backward(devices):
     x.add_(1)
     with pytest.raises(RuntimeError, match='inplace') as error:
         output.sum().backward()
-    place, = error.value.__notes__
+    (place,) = error.value.__notes__
     assert place.startswith('in the recomputation of partition 0 on ')
     assert place.endswith('micro-batch 0 of 1')

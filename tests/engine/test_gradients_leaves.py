@@ -1,4 +1,5 @@
 """Leaves in place of parameters: hooks see whole gradients, and layers their own parameters."""
+
 import copy
 
 import pytest
@@ -31,14 +32,16 @@ def test_a_gradient_is_not_copied_into_its_parameter(devices):
     gpipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], devices=devices(1), chunks=2)
     seen = []
     gpipe[0].weight.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    gpipe.step(torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first),
-               loss_of)
+    gpipe.step(
+        torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first), loss_of
+    )
     assert seen == [gpipe[0].weight.grad.data_ptr()]
 
 
 @devices
 def test_layers_find_their_parameters_as_they_are(devices):
     """They keep their attributes; a parameter that a layer puts in their place stays."""
+
     class Layer(nn.Linear):
         def forward(self, x):
             if isinstance(self.bias, nn.Parameter) and self.weight.is_known:
@@ -49,8 +52,9 @@ def test_layers_find_their_parameters_as_they_are(devices):
     gpipe = GPipe(nn.Sequential(layer, nn.Linear(4, 3)), [2], devices=devices(1), chunks=2)
     layer.weight.is_known = True
     for _ in range(2):
-        gpipe.step(torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first),
-                   loss_of)
+        gpipe.step(
+            torch.rand(4, 4, device=devices.first), torch.rand(4, 3, device=devices.first), loss_of
+        )
     assert layer.bias is None and layer.weight.grad is not None
     assert gpipe[1].weight.grad.shape == (3, 4)
 
@@ -72,8 +76,9 @@ def test_a_parameter_that_a_layer_gives_up_does_not_come_back(devices):
             del self.bias
             return y
 
-    gpipe = GPipe(nn.Sequential(GiveUp(4, 4)), [1], devices=devices(1), chunks=1,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(GiveUp(4, 4)), [1], devices=devices(1), chunks=1, checkpoint='never'
+    )
     x = torch.rand(4, 4, device=devices.first)
     gpipe.step(x, x, loss_of)
     assert [*dict(gpipe[0].named_parameters())] == ['weight']
@@ -94,7 +99,7 @@ class Assigns(nn.Linear):
 
     def forward(self, x):
         """Assign, and use it."""
-        self.weight.data = self.weight.data.clamp(-.2, .2)
+        self.weight.data = self.weight.data.clamp(-0.2, 0.2)
         return super().forward(x)
 
 
@@ -103,7 +108,7 @@ def test_a_layer_may_assign_to_data(devices):
     """The assigned tensor stays, and is trained."""
     model = nn.Sequential(Assigns(3, 3), nn.Linear(3, 3), Assigns(3, 3)).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='never')
-    optimizers = [torch.optim.SGD(each.parameters(), .5) for each in (model, gpipe)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (model, gpipe)]
     for _ in range(3):
         x = torch.randn(4, 3, dtype=torch.double)
         loss_of(model(x), x).backward()
@@ -156,18 +161,23 @@ def test_in_v0210_a_leaf_that_a_layer_assigns_elsewhere_stayed_there(devices, sc
     model = nn.Sequential(nn.Linear(4, 4), Assigning(change)).double()
     gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=devices(2), chunks=3, checkpoint='never')
     own = {id(x) for x in gpipe.parameters()}
-    optimizers = [torch.optim.SGD(net.parameters(), .1) for net in (model, gpipe)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, gpipe)]
     for _ in range(3):
         x = torch.randn(6, 4, dtype=torch.double)
         for optimizer in optimizers:
             optimizer.zero_grad()
         for part in x.chunk(3):
             ((model(part) - part).square().mean() / 3).backward()
-        gpipe.step(x.to(gpipe.devices[0]), x.to(gpipe.devices[-1]),
-                   lambda output, target: (output - target).square().mean(), schedule=schedule)
+        gpipe.step(
+            x.to(gpipe.devices[0]),
+            x.to(gpipe.devices[-1]),
+            lambda output, target: (output - target).square().mean(),
+            schedule=schedule,
+        )
         assert {id(x) for x in gpipe.parameters()} <= own
         assert [x.requires_grad for x in gpipe.parameters()] == [
-            x.requires_grad for x in model.parameters()]
+            x.requires_grad for x in model.parameters()
+        ]
         assert_same(gradients_of(gpipe), gradients_of(model), 1e-10)
         for optimizer in optimizers:
             optimizer.step()

@@ -1,4 +1,5 @@
 """Layers that run backward themselves, or read what changes, in a step with split backwards."""
+
 import copy
 import gc
 import weakref
@@ -59,7 +60,7 @@ class Equilibrium(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        nn.init.normal_(self.linear.weight, std=.1)
+        nn.init.normal_(self.linear.weight, std=0.1)
 
     def iterate(self, z, x):
         """Run one step of the iteration."""
@@ -78,7 +79,7 @@ class Equilibrium(nn.Module):
         def solve(grad):
             solution = grad
             for _ in range(40):
-                product, = torch.autograd.grad(end, start, solution, retain_graph=True)
+                (product,) = torch.autograd.grad(end, start, solution, retain_graph=True)
                 solution = product + grad
             return solution
 
@@ -114,7 +115,7 @@ class Clipped(nn.Linear):
     def forward(self, x):
         """Clip, and run."""
         with torch.no_grad():
-            self.weight.clamp_(-.3, .3)
+            self.weight.clamp_(-0.3, 0.3)
         return super().forward(x)[:, :4]
 
 
@@ -123,7 +124,7 @@ class Renormed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.rows = nn.Embedding(8, 4, max_norm=.5)
+        self.rows = nn.Embedding(8, 4, max_norm=0.5)
 
     def forward(self, x):
         """Add the rows."""
@@ -162,7 +163,7 @@ class Broadcast(nn.Module):
 
 
 LAYERS = {
-    'adjoint': lambda: Inner(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), .3),
+    'adjoint': lambda: Inner(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 0.3),
     'own checkpoint': lambda: Inner(nn.Linear(4, 4), 1),
     'bias (1,)': lambda: Broadcast((4, 4), (1,)),
     'bias (1, 4)': lambda: Broadcast((4, 4), (1, 4)),
@@ -179,8 +180,9 @@ WRITING = {
 
 def make(layer):
     """Return a model whose partitions each have such a layer, after one that is split."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer())
-                           for _ in range(4)]).double()
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer()) for _ in range(4)]
+    ).double()
 
 
 def pipeline(model, schedule, devices, **options):
@@ -193,7 +195,7 @@ def pipeline(model, schedule, devices, **options):
 
 def check(model, gpipe, schedule, steps=2):
     """Train both, the model on one micro-batch after the other, and compare gradients."""
-    optimizers = [torch.optim.SGD(net.parameters(), .1) for net in (model, gpipe)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, gpipe)]
     for _ in range(steps):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
         for optimizer in optimizers:
@@ -223,8 +225,9 @@ def test_a_nested_backward_and_odd_shapes(devices, mode, schedule, layer):
 def test_a_nested_backward_of_a_layer_in_two_partitions(devices, mode, schedule):
     """Then modules have leaves only while an action of the partition runs."""
     inner = LAYERS['adjoint']()
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh())
-                            for j in range(4)]).double()
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh()) for j in range(4)]
+    ).double()
     check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
 
 
@@ -260,10 +263,12 @@ def test_a_nested_backward_of_the_loss(devices, mode, schedule):
 @cpus
 @modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(devices, mode,
-                                                                             schedule):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), LAYERS['adjoint']())
-                            for _ in range(4)]).double()
+def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(
+    devices, mode, schedule
+):
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), LAYERS['adjoint']()) for _ in range(4)]
+    ).double()
     gpipe = pipeline(model, schedule, devices, checkpoint=mode)
     expected, loss = LossWithLayer(model[0][1]), LossWithLayer(gpipe[0][1])
     for _ in range(3):
@@ -314,7 +319,7 @@ class Memory(nn.Module):
     def forward(self, x):
         """Change the buffer, and read it."""
         with torch.no_grad():
-            self.memory.lerp_(x.mean(0).view_as(self.memory), .5)
+            self.memory.lerp_(x.mean(0).view_as(self.memory), 0.5)
         return x * self.layer(self.memory).flatten()
 
 
@@ -358,8 +363,9 @@ class Branches(nn.Linear):
 
 @devices
 def test_an_output_gradient_that_changes_between_the_halves(devices):
-    gpipe = GPipe(nn.Sequential(Branches(4, 4)), [1], devices=devices(1), chunks=2,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(Branches(4, 4)), [1], devices=devices(1), chunks=2, checkpoint='never'
+    )
     x = on_first(gpipe, torch.randn(4, 4)).requires_grad_()
     with pytest.raises(RuntimeError, match='output gradient and input'):
         gpipe.step(x, x.detach(), loss_of, schedule='zb-h1')
@@ -374,7 +380,7 @@ class Registering(nn.Linear):
         """Register the hook once."""
         if self.is_new:
             self.is_new = False
-            self.weight.register_hook(lambda grad: grad.clamp(-.01, .01))
+            self.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         return super().forward(x)
 
 
@@ -432,8 +438,9 @@ def test_a_failed_backward_leaves_no_nodes_in_the_queue_of_its_thread(devices):
     """In v0.21, they were freed at the end of the thread: if Python had ended, it aborted."""
     alive = weakref.WeakSet()
     layers = [nn.Sequential(nn.Linear(4, 4), Failing(alive)) for _ in range(2)]
-    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=devices.distinct(2), chunks=2,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*layers), [1, 1], devices=devices.distinct(2), chunks=2, checkpoint='never'
+    )
     x = on_first(gpipe, torch.randn(4, 4))
     with pytest.raises(AttributeError):
         gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='1f1b')

@@ -2,6 +2,7 @@
 
 Each trains as the unwrapped layer does, or raises an error that names its place.
 """
+
 import copy
 
 import pytest
@@ -51,10 +52,9 @@ def pipeline(model, schedule, workers, mode):
 
 
 def outcome(model, schedule, workers, mode, steps=2):
-    """Return whether the pipeline trains as the model does: ``'equal'``, or the error it raises.
-    """
+    """Return whether the pipeline trains as the model does: ``'equal'``, or the error it raises."""
     gpipe, model = pipeline(model, schedule, workers, mode), copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(net.parameters(), .05) for net in (model, gpipe)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.05) for net in (model, gpipe)]
     for _ in range(steps):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
         for optimizer in optimizers:
@@ -82,8 +82,9 @@ def check_error(error, schedule):
 
 def model_of(names):
     """Return a model with a layer of these parts in each partition."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), RandomLayer(names))
-                           for _ in range(4)]).double()
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), RandomLayer(names)) for _ in range(4)]
+    ).double()
 
 
 def errors_of(names, mode, workers, schedules):
@@ -99,10 +100,14 @@ def errors_of(names, mode, workers, schedules):
 #: Parts that PyTorch or a recomputation refuse, with the modes in which they do so: a buffer or a
 #: weight is written that the backward of an earlier micro-batch reads, gradients are taken within
 #: forward, or a write is not counted.
-REFUSED = {'moving_average': ['never'], 'buffer_of_a_linear_layer': ['never'],
-           'ClippedWeight': ['never'], 'normalized_weight': ['never'],
-           'gradient_within_forward': ['except_last', 'always'],
-           'weight_through_data': ['except_last', 'always']}
+REFUSED = {
+    'moving_average': ['never'],
+    'buffer_of_a_linear_layer': ['never'],
+    'ClippedWeight': ['never'],
+    'normalized_weight': ['never'],
+    'gradient_within_forward': ['except_last', 'always'],
+    'weight_through_data': ['except_last', 'always'],
+}
 
 
 @cpu_only('parts use operations that the simulated accelerator does not have')
@@ -120,12 +125,14 @@ def test_each_part(name, mode):
 @pytest.mark.parametrize('chunk', range(10))
 def test_random_layers(chunk):
     """500 layers of up to four parts, each with two schedules in each mode."""
+
     @seed(chunk)
-    @settings(max_examples=50, deadline=None, database=None,
-              suppress_health_check=[*HealthCheck])
-    @given(names=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=4),
-           schedules=st.lists(st.sampled_from(SCHEDULES), min_size=2, max_size=2, unique=True),
-           workers=st.booleans())
+    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @given(
+        names=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=4),
+        schedules=st.lists(st.sampled_from(SCHEDULES), min_size=2, max_size=2, unique=True),
+        workers=st.booleans(),
+    )
     def search(names, schedules, workers):
         for mode in MODES:
             errors_of(names, mode, workers, schedules)

@@ -1,4 +1,5 @@
 """A backward in two halves: weights of linear layers and convolutions come in the second one."""
+
 import copy
 import gc
 import threading
@@ -101,7 +102,7 @@ class Force(nn.Module):
 
     def forward(self, x):
         """Go back, within forward."""
-        force, = torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.create_graph)
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.create_graph)
         return force + x
 
 
@@ -124,8 +125,9 @@ class Doubled(nn.Module):
         """Do so."""
         y = self.layer(x)
         if y.grad_fn is not None:
-            y.grad_fn.register_hook(lambda grads, _: tuple(
-                None if grad is None else 2 * grad for grad in grads))
+            y.grad_fn.register_hook(
+                lambda grads, _: tuple(None if grad is None else 2 * grad for grad in grads)
+            )
         return y
 
 
@@ -195,13 +197,14 @@ def linear(*shape, **options):
 
 def convolution(kind, dims, **options):
     """Return a function that makes two convolutions, and the shape of a sample."""
-    return (lambda: [kind(4, 8, 3, **options), nn.Tanh(), kind(8, 4, 1)],
-            (4, *[9] * dims))
+    return (lambda: [kind(4, 8, 3, **options), nn.Tanh(), kind(8, 4, 1)], (4, *[9] * dims))
 
 
 #: Layers, a sample of their input, and the number of deferred gradients per micro-batch.
 LAYERS = {
-    'linear': (*linear(), 4), 'of sequences': (*linear(3), 4), 'no bias': (*linear(bias=False), 2),
+    'linear': (*linear(), 4),
+    'of sequences': (*linear(3), 4),
+    'no bias': (*linear(bias=False), 2),
     'conv1d': (*convolution(nn.Conv1d, 1), 4),
     'conv2d': (*convolution(nn.Conv2d, 2, stride=(2, 1), padding=1, dilation=2), 4),
     'conv3d': (*convolution(nn.Conv3d, 3, groups=2, bias=False), 3),
@@ -215,9 +218,12 @@ LAYERS = {
     'twice': (lambda: [Twice(nn.Linear(4, 4))], (4,), 4),
     'checkpointed within': (lambda: [Checkpointed(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'of other parameters': (lambda: [weight_norm(nn.Linear(4, 4))], (4,), 0),
-    'attention': (lambda: [nn.TransformerEncoderLayer(4, 2, 8, 0., batch_first=True)], (3, 4), 4),
-    'norms': (lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
-              (4,), 2),
+    'attention': (lambda: [nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)], (3, 4), 4),
+    'norms': (
+        lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
+        (4,),
+        2,
+    ),
     'hook of the node': (lambda: [Doubled(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
     'complex': (lambda: [Complex(), nn.Linear(4, 4)], (4,), 2),
     'of sparse': (lambda: [OfSparse(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4)], (4,), 2),
@@ -275,13 +281,18 @@ def test_each_kind_of_layer(devices, mode, name, log):
 @cpu_only('the simulated accelerator has no convolutions')
 @cpus
 @pytest.mark.parametrize('create_graph', [False, True])
-@pytest.mark.parametrize('layers, shape', [
-    (lambda: [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)], [4]),
-    (lambda: [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)], [2, 5, 5])])
+@pytest.mark.parametrize(
+    'layers, shape',
+    [
+        (lambda: [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)], [4]),
+        (lambda: [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)], [2, 5, 5]),
+    ],
+)
 def test_a_layer_that_goes_back_within_its_forward(devices, layers, shape, create_graph):
     """Gradients of gradients among its own; nothing of that is put off."""
-    model = nn.Sequential(nn.PReLU(), Force(*layers(), create_graph=create_graph),
-                          nn.PReLU()).double()
+    model = nn.Sequential(
+        nn.PReLU(), Force(*layers(), create_graph=create_graph), nn.PReLU()
+    ).double()
     gpipe = GPipe(copy.deepcopy(model), [3], devices=devices(1), chunks=2, checkpoint='never')
     x = torch.randn(4, *shape, dtype=torch.double)
     loss_of(model(x), x).backward()
@@ -295,8 +306,8 @@ class Learner(nn.Linear):
     def forward(self, x):
         """Go back to the weight, and use another one."""
         loss = nn.functional.linear(x, self.weight, self.bias).square().mean()
-        grad, = torch.autograd.grad(loss, self.weight, create_graph=True)
-        return nn.functional.linear(x, self.weight - .1 * grad, self.bias)
+        (grad,) = torch.autograd.grad(loss, self.weight, create_graph=True)
+        return nn.functional.linear(x, self.weight - 0.1 * grad, self.bias)
 
 
 @devices
@@ -332,6 +343,7 @@ def test_weights_come_with_w(devices, mode, schedule, log):
 @modes
 def test_what_is_not_used_has_no_gradient(devices, mode):
     """Not zeros, by which an optimizer with momentum or weight decay would change it."""
+
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -340,8 +352,13 @@ def test_what_is_not_used_has_no_gradient(devices, mode):
         def forward(self, x):
             return self.a(x), self.b(x)
 
-    gpipe = GPipe(nn.Sequential(Two(), Spy(lambda x: None), First()), [1, 2], devices=devices(2),
-                  chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(Two(), Spy(lambda x: None), First()),
+        [1, 2],
+        devices=devices(2),
+        chunks=2,
+        checkpoint=mode,
+    )
     x = torch.randn(4, 4)
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
     assert gpipe[0].b.weight.grad is None and gpipe[0].a.weight.grad is not None
@@ -400,8 +417,9 @@ def test_tensors_of_other_classes_stay_so(devices):
 
 @cpu_only('autocast and compilation of the CPU')
 def test_what_is_compiled_is_not_split(log):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'],
-                  chunks=2)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'], chunks=2
+    )
     expected = copy.deepcopy(gpipe)
     gpipe.partitions[0].compile(backend='eager')
     x = torch.randn(4, 4)
@@ -428,8 +446,13 @@ def test_under_hooks_of_the_user_s():
 def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeypatch):
     """Partition 0 goes back while partition 1 is held before its first W."""
     sent, add = threading.Event(), engine_gradients._add
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
-                  devices=devices.distinct(2), chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        devices=devices.distinct(2),
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 4, device=devices.first)
     target = x.to(gpipe.devices[-1])
     gpipe.step(x, target, loss_of, schedule='zb-h1')
@@ -493,14 +516,21 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
 @pytest.mark.parametrize('fails', [False, True])
 def test_nothing_is_left_behind(fails, monkeypatch):
     """No cycle through nodes of the graph, which Python's garbage collector would not see."""
-    gpipe = GPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [2, 2],
-                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]),
+        [2, 2],
+        devices=['cpu:0', 'cpu:1'],
+        chunks=2,
+        checkpoint='never',
+    )
     x, alive = torch.randn(4, 4), weakref.WeakSet()
     for layer in gpipe:
         layer.register_forward_hook(lambda layer, args, output: alive.add(output))
     if fails:
+
         def fail(*args):
             raise ValueError
+
         monkeypatch.setattr(engine_gradients, '_add', fail)
     gc.disable()
     try:
@@ -542,8 +572,13 @@ def test_a_recomputation_starts_before_its_gradient_is_there(devices):
                 x.register_hook(lambda grad: (again.wait(20), None)[1])
             return x
 
-    gpipe = GPipe(nn.Sequential(Spy(see), nn.Linear(4, 4), Hold()), [2, 1],
-                  devices=devices.distinct(2), chunks=4, checkpoint=['always', 'never'])
+    gpipe = GPipe(
+        nn.Sequential(Spy(see), nn.Linear(4, 4), Hold()),
+        [2, 1],
+        devices=devices.distinct(2),
+        chunks=4,
+        checkpoint=['always', 'never'],
+    )
     x = torch.randn(4, 4, device=devices.first)
     for Hold.holds in (False, True):
         calls.clear(), again.clear()
@@ -555,11 +590,12 @@ def test_a_recomputation_starts_before_its_gradient_is_there(devices):
 @devices
 def test_a_recomputation_where_the_schedule_has_it(devices):
     """It may stand anywhere before its backward, and is in addition to the mode."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.), nn.Linear(4, 4)).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)).double()
     calls = []
     model[2].register_forward_hook(lambda *_: calls.append(is_recomputing()))
-    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2,
-                  checkpoint=['always', 'never'])
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=['always', 'never']
+    )
     x = torch.randn(4, 4, dtype=torch.double)
     loss_of(model(x), x).backward()
     schedule = Schedule.parse('0F0,0F1,0R1,0R0,0B1,0B0\n1F0,1R0,1F1,1B1,1B0')
@@ -574,9 +610,10 @@ def test_a_recomputation_where_the_schedule_has_it(devices):
 @devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_in_v080_what_a_split_layer_gave_could_not_be_changed_in_place(devices, mode):
-    """"Output 0 of _Split is a view …", for a linear layer on more than two dimensions."""
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-                             for _ in range(2)]).double()
+    """ "Output 0 of _Split is a view …", for a linear layer on more than two dimensions."""
+    layers = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2)]
+    ).double()
     x, y = torch.randn(2, 6, 3, 4, dtype=torch.double)
     loss_of(layers(x), y).backward()
     expected = gradients(layers)

@@ -1,4 +1,5 @@
 """How a mini-batch is cut into micro-batches, and how these are put together."""
+
 from itertools import product
 
 import pytest
@@ -41,24 +42,33 @@ def test_scatter_and_gather_are_adjoint():
     assert torch.equal(x.grad, gather([batch_of(y) for y in ys]))
 
 
-@cases('input, numbers', [
-    ((torch.zeros(4, 1), torch.zeros(3, 1)), r'input\[0\]: 4, input\[1\]: 3.*NoChunk'),
-    ({'x': torch.zeros(4, 1), 'y': torch.zeros(1, 4)}, r"input\['x'\]: 4, input\['y'\]: 1"),
-    (Arguments(torch.zeros(4), k=[torch.zeros(2)]), r"args\[0\]: 4, kwargs\['k'\]\[0\]: 2"),
-    (torch.tensor(1.), 'input has no dimensions'),
-    ((torch.tensor(1.), NoChunk(torch.zeros(2))), r'no tensor .* \[\(\), \(2,\)\]'),
-    (torch.zeros(0, 5), r'\(0, 5\)'),
-    ((), 'empty tuple'),
-    ({'x': torch.zeros(4, 1).to_sparse()}, r"input\['x'\] is sparse"),
-    ([JAGGED], r'input\[0\] is a nested')])
+@cases(
+    'input, numbers',
+    [
+        ((torch.zeros(4, 1), torch.zeros(3, 1)), r'input\[0\]: 4, input\[1\]: 3.*NoChunk'),
+        ({'x': torch.zeros(4, 1), 'y': torch.zeros(1, 4)}, r"input\['x'\]: 4, input\['y'\]: 1"),
+        (Arguments(torch.zeros(4), k=[torch.zeros(2)]), r"args\[0\]: 4, kwargs\['k'\]\[0\]: 2"),
+        (torch.tensor(1.0), 'input has no dimensions'),
+        ((torch.tensor(1.0), NoChunk(torch.zeros(2))), r'no tensor .* \[\(\), \(2,\)\]'),
+        (torch.zeros(0, 5), r'\(0, 5\)'),
+        ((), 'empty tuple'),
+        ({'x': torch.zeros(4, 1).to_sparse()}, r"input\['x'\] is sparse"),
+        ([JAGGED], r'input\[0\] is a nested'),
+    ],
+)
 def test_scatter_refuses_what_it_would_lose(input, numbers):
     with pytest.raises(ValueError, match=numbers):
         scatter(input, 2)
 
 
-@pytest.mark.parametrize('outputs', [[torch.zeros(1, 3), torch.zeros(2, 3)],
-                                     [torch.zeros(()), torch.zeros(())],
-                                     [torch.zeros(4, 3), torch.zeros(4, 3)]])
+@pytest.mark.parametrize(
+    'outputs',
+    [
+        [torch.zeros(1, 3), torch.zeros(2, 3)],
+        [torch.zeros(()), torch.zeros(())],
+        [torch.zeros(4, 3), torch.zeros(4, 3)],
+    ],
+)
 def test_gather_refuses_another_number_of_samples(outputs):
     with pytest.raises(ValueError, match='with 2 samples and came out with shape'):
         gather([batch_of(x) for x in outputs], [2, 2])
@@ -87,8 +97,10 @@ def values(value, chunks, rule=0):
 
 def test_what_is_shared_is_whole_in_each_micro_batch():
     x, table = torch.arange(3), torch.zeros(5)
-    first, second = values({'x': x, 'n': 3, 's': torch.tensor(7), 'none': None,
-                            't': NoChunk([table, {'u': table}])}, 2)
+    first, second = values(
+        {'x': x, 'n': 3, 's': torch.tensor(7), 'none': None, 't': NoChunk([table, {'u': table}])},
+        2,
+    )
     assert torch.equal(first.pop('x'), x[:2]) and torch.equal(second.pop('x'), x[2:])
     assert first['t'][0] is table and second['t'][1]['u'] is table
     assert first.pop('s') is second.pop('s')
@@ -112,8 +124,10 @@ def test_a_rule_says_where_the_batch_is():
 
 
 def test_scalars_are_put_together_by_a_rule():
-    batches = [batch_of({'y': torch.zeros(2, 1), 'loss': torch.tensor(1.)}),
-               batch_of({'y': torch.ones(1, 1), 'loss': torch.tensor(4.)})]
+    batches = [
+        batch_of({'y': torch.zeros(2, 1), 'loss': torch.tensor(1.0)}),
+        batch_of({'y': torch.ones(1, 1), 'loss': torch.tensor(4.0)}),
+    ]
     with pytest.raises(ValueError, match=r"shape \(\) as output\['loss'\].*gather='mean'"):
         gather(batches, [2, 1])
     for rule in ({'loss': 'mean'}, 'mean'):
@@ -153,10 +167,14 @@ def test_a_rule_that_is_none(rule):
         check_rule('gather', rule, [None, 'sum'])
 
 
-@pytest.mark.parametrize('rule, shapes', [
-    (None, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension 0'),
-    ({1: -1}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension -1'),
-    ({1: 'stack'}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered by .stack.')])
+@pytest.mark.parametrize(
+    'rule, shapes',
+    [
+        (None, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension 0'),
+        ({1: -1}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension -1'),
+        ({1: 'stack'}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered by .stack.'),
+    ],
+)
 def test_samples_that_are_mixed(rule, shapes):
     """In v0.8.0, it was an error of ``torch.cat`` about sizes."""
     batches = [batch_of((x, x @ x.T)) for x in torch.randn(7, 4).split([3, 2, 2])]
@@ -166,9 +184,12 @@ def test_samples_that_are_mixed(rule, shapes):
 
 def test_a_mean_of_means():
     """In v0.8.0, the message advised it for whatever is no mean over samples."""
-    with pytest.raises(ValueError, match="where each is a mean over samples.*labels that are not "
-                                         "padding, is not the mean of these means: let gather "
-                                         r"count them, gather=lambda.*normalizer="):
+    with pytest.raises(
+        ValueError,
+        match='where each is a mean over samples.*labels that are not '
+        'padding, is not the mean of these means: let gather '
+        r'count them, gather=lambda.*normalizer=',
+    ):
         gather([batch_of(torch.zeros(()))] * 2, [2, 1])
 
 
@@ -185,8 +206,11 @@ def test_a_tensor_in_two_places_is_cut_once_and_put_together_once():
 
 def test_what_all_micro_batches_share_comes_out_as_it_is():
     shared = torch.ones(5)
-    found = gather([batch_of((torch.ones(2), shared)), batch_of((torch.ones(1), shared))], [2, 1],
-                   shared=[shared])
+    found = gather(
+        [batch_of((torch.ones(2), shared)), batch_of((torch.ones(1), shared))],
+        [2, 1],
+        shared=[shared],
+    )
     assert len(found[0]) == 3 and found[1] is shared
 
 

@@ -7,6 +7,7 @@ Each case comes from a seed, and the error names it. The following command runs 
 The suite runs the first cases only; ``TORCHGPIPE_RANDOM_CASES=500`` in the environment sets their
 number. The same command with ``0 500`` runs as many, and lists all seeds that fail.
 """
+
 import copy
 import os
 import random
@@ -19,8 +20,20 @@ from torch import nn
 
 from tests.devices import cpu_only, places
 from tests.engine.nestings import Bare, Color, Nest, Several
-from tests.engine.random_layers import (LENGTH, WIDTH, Branch, Drop, Forget, InPlace, Layer,
-                                        Normal, Pop, Stash, Sum, Use)
+from tests.engine.random_layers import (
+    LENGTH,
+    WIDTH,
+    Branch,
+    Drop,
+    Forget,
+    InPlace,
+    Layer,
+    Normal,
+    Pop,
+    Stash,
+    Sum,
+    Use,
+)
 from tests.helpers import MODES, assert_same, gradients
 from tests.whole import first
 from torchgpipe import Arguments, GPipe, NoChunk, no_recompute
@@ -35,8 +48,11 @@ BLOCK = 25
 BLOCKS = -(-int(os.environ.get('TORCHGPIPE_RANDOM_CASES', 100)) // BLOCK)
 
 #: Devices for partitions: one worker, two that are serialized, a worker each.
-CPUS = [lambda n: ['cpu'] * n, lambda n: [f'cpu:{j % 2}' for j in range(n)],
-        lambda n: [f'cpu:{j}' for j in range(n)]]
+CPUS = [
+    lambda n: ['cpu'] * n,
+    lambda n: [f'cpu:{j % 2}' for j in range(n)],
+    lambda n: [f'cpu:{j}' for j in range(n)],
+]
 
 #: Where leaves of the input have the batch, if that is not dimension 0.
 DIMS = {'turned': 1, 'table': None, 'places': None}
@@ -50,14 +66,21 @@ FLOATS = ('x', 'turned', 'extra', 'table', 'scalar')
 
 def leaves_of_batch(choose, size):
     """Return leaves for a mini-batch, by their names."""
+
     def rand(*shape):
         return torch.rand(*shape, dtype=torch.double) + 0.1
 
-    return {'x': rand(size, LENGTH, WIDTH), 'mask': rand(size, LENGTH) < 0.5,
-            'turned': rand(LENGTH, size, WIDTH), 'labels': torch.randint(WIDTH, (size,)),
-            'extra': rand(size, WIDTH), 'table': rand(LENGTH, WIDTH),
-            'places': torch.randperm(LENGTH), 'scalar': rand(()),
-            'plain': choose.choice([None, 2, 0.5, 'text', True, Color.RED, torch.float])}
+    return {
+        'x': rand(size, LENGTH, WIDTH),
+        'mask': rand(size, LENGTH) < 0.5,
+        'turned': rand(LENGTH, size, WIDTH),
+        'labels': torch.randint(WIDTH, (size,)),
+        'extra': rand(size, WIDTH),
+        'table': rand(LENGTH, WIDTH),
+        'places': torch.randperm(LENGTH),
+        'scalar': rand(()),
+        'plain': choose.choice([None, 2, 0.5, 'text', True, Color.RED, torch.float]),
+    }
 
 
 class Model:
@@ -99,8 +122,12 @@ class Model:
         choose, before = self.choose, self.output
         kind = choose.choice([Layer, Normal, InPlace, Drop, Use, Forget, Branch, Stash, Pop])
         if kind in (Use, Forget):
-            usable = [name for name in names if name in (
-                'mask', 'turned', 'labels', 'extra', 'table', 'places', 'scalar', 'plain')]
+            usable = [
+                name
+                for name in names
+                if name
+                in ('mask', 'turned', 'labels', 'extra', 'table', 'places', 'scalar', 'plain')
+            ]
             return kind(before, choose.choice(usable)) if usable else Layer(before)
         if kind is Branch:
             new = choose.choice(['extra', 'turned', 'again', 'part', 'constant', 'mean', 'sum'])
@@ -108,8 +135,9 @@ class Model:
                 return Layer(before)
             return (Sum if new in ('mean', 'sum') else Branch)(before, new)
         if kind is Stash:
-            taken = [name for name, _ in stashed] + [name.rstrip("'") for name in names
-                                                     if name[-1] == "'"]
+            taken = [name for name, _ in stashed] + [
+                name.rstrip("'") for name in names if name[-1] == "'"
+            ]
             name = choose.choice(names)
             if name in taken or name[-1] == "'":
                 return Layer(before)
@@ -135,9 +163,13 @@ class Case:
     def __init__(self, seed, accelerators=False):
         self.choose = choose = random.Random(seed)
         torch.manual_seed(seed)
-        self.names = ['x', *choose.sample(
-            ['mask', 'turned', 'labels', 'extra', 'table', 'places', 'scalar', 'plain'],
-            choose.randint(0, 4))]
+        self.names = [
+            'x',
+            *choose.sample(
+                ['mask', 'turned', 'labels', 'extra', 'table', 'places', 'scalar', 'plain'],
+                choose.randint(0, 4),
+            ),
+        ]
         self.grads = {name for name in FLOATS if choose.random() < 0.4}
         #: Whether values that all micro-batches share are marked, or given by a rule.
         self.marked = choose.random() < 0.5
@@ -150,8 +182,9 @@ class Case:
                 no_recompute(layer.linear if isinstance(layer, (Stash, Pop)) else layer)
         self.gpipe = self.wrap(accelerators)
         self.compile(choose.choice([None] * 12 + ['inner', 'layers', 'partitions']))
-        self.optimizers = [torch.optim.SGD(net.parameters(), 0.05)
-                           for net in (self.plain, self.gpipe)]
+        self.optimizers = [
+            torch.optim.SGD(net.parameters(), 0.05) for net in (self.plain, self.gpipe)
+        ]
 
     def share(self):
         """Let layers have a parameter in common, or a module."""
@@ -170,19 +203,28 @@ class Case:
         balance = [b - a for a, b in zip([0, *cuts], [*cuts, layers])]
         modes = choose.choices(MODES, k=len(balance))
         return GPipe(
-            copy.deepcopy(self.plain), balance, chunks=choose.randint(1, 5),
-            devices=places(choose.choices('aaac', k=len(balance))) if accelerators
+            copy.deepcopy(self.plain),
+            balance,
+            chunks=choose.randint(1, 5),
+            devices=places(choose.choices('aaac', k=len(balance)))
+            if accelerators
             else choose.choice(CPUS)(len(balance)),
             checkpoint=choose.choice([*MODES, *MODES, modes, modes.__getitem__]),
             batch_dim=self.model.input.rule({'turned': 1} if self.marked else DIMS),
-            gather=self.model.output.rule(RULES), offload=choose.random() < 0.2)
+            gather=self.model.output.rule(RULES),
+            offload=choose.random() < 0.2,
+        )
 
     def compile(self, what):
         """Compile parts of the pipeline."""
         if what is not None:
             torch.compiler.reset()
-        parts = {None: [], 'inner': [layer.linear for layer in self.gpipe],
-                 'layers': [*self.gpipe], 'partitions': [*self.gpipe.partitions]}[what]
+        parts = {
+            None: [],
+            'inner': [layer.linear for layer in self.gpipe],
+            'layers': [*self.gpipe],
+            'partitions': [*self.gpipe.partitions],
+        }[what]
         for part in parts:
             if self.choose.random() < 0.6:
                 part.compile(backend='eager')
@@ -203,19 +245,27 @@ class Case:
         """Run forward and backward; give all tensors that come of it, and the plain values."""
         net.zero_grad()
         device = net.devices[0] if net is self.gpipe else 'cpu'
-        leaves = {name: leaf.to(device, copy=True).requires_grad_(
-            name in self.grads and leaf.is_floating_point()) if isinstance(leaf, torch.Tensor)
-            else leaf for name, leaf in leaves.items() if name in self.names}
+        leaves = {
+            name: leaf.to(device, copy=True).requires_grad_(
+                name in self.grads and leaf.is_floating_point()
+            )
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for name, leaf in leaves.items()
+            if name in self.names
+        }
         output = self.model.output.unpack(self.call(net, leaves))
         found = [x for _, x in sorted(output.items())]
         tensors = [x for x in found if isinstance(x, torch.Tensor)]
         loss = sum((x.cpu() * 1.5).sigmoid().sum() for x in tensors if x.is_floating_point())
         if loss.requires_grad:
             loss.backward()
-        return [*[x.long() if x.dtype is torch.bool else x for x in tensors],
-                *[x.grad for x in leaves.values() if isinstance(x, torch.Tensor)],
-                *gradients(net), *net.state_dict().values()], [
-                    x for x in found if not isinstance(x, torch.Tensor)]
+        return [
+            *[x.long() if x.dtype is torch.bool else x for x in tensors],
+            *[x.grad for x in leaves.values() if isinstance(x, torch.Tensor)],
+            *gradients(net),
+            *net.state_dict().values(),
+        ], [x for x in found if not isinstance(x, torch.Tensor)]
 
     def call(self, net, leaves):
         """Call a model."""
@@ -225,8 +275,10 @@ class Case:
                 value = call(layer, value)
             return value
         if self.marked:
-            leaves = {name: NoChunk(leaf) if name in ('table', 'places') else leaf
-                      for name, leaf in leaves.items()}
+            leaves = {
+                name: NoChunk(leaf) if name in ('table', 'places') else leaf
+                for name, leaf in leaves.items()
+            }
         output = call(net, self.model.input.pack(leaves))
         # Before backward, in which they draw the same again.
         for own, wrapped in zip(self.plain, net):
@@ -269,8 +321,14 @@ def test_cases_on_accelerators(block):
 @cpu_only('cases run on accelerators')
 def test_a_wrong_number_would_be_found(monkeypatch):
     """As where a layer is not the same in a pipeline."""
-    monkeypatch.setattr(Layer, 'change', lambda self, leaves: {
-        **leaves, 'x': self.linear(leaves['x']) * (1 + 1e-9 * (context.micro_batch is not None))})
+    monkeypatch.setattr(
+        Layer,
+        'change',
+        lambda self, leaves: {
+            **leaves,
+            'x': self.linear(leaves['x']) * (1 + 1e-9 * (context.micro_batch is not None)),
+        },
+    )
     with pytest.raises(AssertionError, match='seed'):
         for seed in range(5):
             run_case(seed)

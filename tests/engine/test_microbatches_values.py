@@ -1,4 +1,5 @@
 """Structured values: inputs of a pipeline, values between partitions, and outputs."""
+
 import copy
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,8 +60,12 @@ class End(nn.Linear):
 
     def forward(self, state):
         """Do so."""
-        return {'y': super().forward(state.hidden), 'loss': sum(state.more['info'].losses),
-                'table': state.table, 'mask': state.mask}
+        return {
+            'y': super().forward(state.hidden),
+            'loss': sum(state.more['info'].losses),
+            'table': state.table,
+            'mask': state.mask,
+        }
 
 
 def network():
@@ -75,8 +80,9 @@ def network():
 def test_structures(devices, mode, masked, size, chunks):
     model = network()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 2, 1], devices=devices(3), chunks=chunks, checkpoint=mode,
-                  gather='mean')
+    gpipe = GPipe(
+        model, [1, 2, 1], devices=devices(3), chunks=chunks, checkpoint=mode, gather='mean'
+    )
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (gpipe, reference)]
     for _ in range(3):
         x, table = torch.rand(size, 4).double(), torch.rand(4).double().requires_grad_()
@@ -86,13 +92,19 @@ def test_structures(devices, mode, masked, size, chunks):
         (expected['y'].square().sum() + expected['loss']).backward()
         table_grad, table.grad = table.grad, None
         first = devices.first
-        output = gpipe(x.to(first), None if mask is None else mask.to(first),
-                       table=NoChunk(table.to(first)), scale=2.0)
+        output = gpipe(
+            x.to(first),
+            None if mask is None else mask.to(first),
+            table=NoChunk(table.to(first)),
+            scale=2.0,
+        )
         (output['y'].square().sum() + output['loss']).backward()
         assert [*output] == [*expected] and output['table'].shape == (4,)
         assert (output['mask'] is None) == (mask is None)
-        assert_same([output['y'], output['loss'], output['table']],
-                    [expected['y'], expected['loss'], expected['table']])
+        assert_same(
+            [output['y'], output['loss'], output['table']],
+            [expected['y'], expected['loss'], expected['table']],
+        )
         assert mask is None or torch.equal(output['mask'].cpu(), mask)
         assert_same([table.grad, *gradients(gpipe)], [table_grad, *gradients(reference)])
         for optimizer in optimizers:
@@ -131,8 +143,10 @@ def test_a_value_without_a_batch_between_partitions(devices, mode):
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
     x = torch.rand(7, 4).double()
-    output, expected = gpipe(x.to(devices.first)), torch.cat(
-        [reference(each) for each in micro_batches(x, 3)])
+    output, expected = (
+        gpipe(x.to(devices.first)),
+        torch.cat([reference(each) for each in micro_batches(x, 3)]),
+    )
     output.square().sum().backward()
     expected.square().sum().backward()
     assert_same([output, *gradients(gpipe)], [expected, *gradients(reference)])
@@ -141,13 +155,18 @@ def test_a_value_without_a_batch_between_partitions(devices, mode):
 @workers
 def test_a_shared_tensor_that_comes_out_is_one(devices):
     """This also holds if it has the shape of a micro-batch, and after copies."""
+
     class Pass(nn.Module):
         def forward(self, value):
             return [value[0] * 2, value[1]]
 
     for n in (1, 3):
-        gpipe = GPipe(nn.Sequential(*[Pass() for _ in range(3)]), [3] if n == 1 else [1, 1, 1],
-                      devices=devices(n), chunks=4)
+        gpipe = GPipe(
+            nn.Sequential(*[Pass() for _ in range(3)]),
+            [3] if n == 1 else [1, 1, 1],
+            devices=devices(n),
+            chunks=4,
+        )
         x = torch.rand(4, 2)
         table = torch.rand(1, 2, device=devices.first, requires_grad=True)
         y, out = gpipe([x.to(devices.first), NoChunk(table)])
@@ -190,19 +209,33 @@ def test_another_batch_dimension(devices, mode):
     expected.square().sum().backward()
     output.square().sum().backward()
     assert_same([output, *gradients(gpipe)], [expected, *gradients(reference)])
-    assert GPipe(copy.deepcopy(model), [3], devices=devices(1), batch_dim=1, chunks=2,
-                 gather=1)(x.to(devices.first)).shape == x.shape
+    assert (
+        GPipe(copy.deepcopy(model), [3], devices=devices(1), batch_dim=1, chunks=2, gather=1)(
+            x.to(devices.first)
+        ).shape
+        == x.shape
+    )
 
 
 @workers
 def test_rules_by_part(devices):
     class Mix(nn.Module):
         def forward(self, value):
-            return {'k': 3, 'y': value['x'] + value['t'].T, 'turned': value['t'],
-                    'n': value['x'].sum()}
+            return {
+                'k': 3,
+                'y': value['x'] + value['t'].T,
+                'turned': value['t'],
+                'n': value['x'].sum(),
+            }
 
-    gpipe = GPipe(nn.Sequential(Mix(), nn.Identity()), [1, 1], devices=devices(2), chunks=2,
-                  batch_dim={'t': 1}, gather={'y': None, 'turned': 1, 'n': 'sum'})
+    gpipe = GPipe(
+        nn.Sequential(Mix(), nn.Identity()),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        batch_dim={'t': 1},
+        gather={'y': None, 'turned': 1, 'n': 'sum'},
+    )
     x, t = torch.rand(5, 3), torch.rand(3, 5)
     output = gpipe({'x': x.to(devices.first), 't': t.to(devices.first)})
     assert output['k'] == 3 and torch.equal(output['y'].cpu(), x + t.T)
@@ -239,6 +272,7 @@ def test_a_shared_tensor_that_changes_in_place(devices):
 @modes
 def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
     """PyTorch warns if not, and lets one stream wait for the other."""
+
     class Pass(nn.Module):
         def forward(self, x, table):
             return x, table
@@ -247,8 +281,9 @@ def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
         def forward(self, value):
             return value[0] + value[1]
 
-    gpipe = GPipe(nn.Sequential(Pass(), Add()), [1, 1], devices=places('aa'), chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(Pass(), Add()), [1, 1], devices=places('aa'), chunks=3, checkpoint=mode
+    )
     x = torch.rand(6, 2, device=gpipe.devices[0])
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
@@ -261,6 +296,7 @@ def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
 @devices
 def test_a_part_of_a_shared_tensor_that_changes_in_place(devices):
     """On several devices there is a copy for each micro-batch, and each changes once."""
+
     class Some(nn.Module):
         def forward(self, x, table):
             return x, table[:1]
@@ -308,8 +344,12 @@ def test_a_shared_tensor_that_is_a_skip_on_its_way(devices, balance):
     """It had the size of a micro-batch, and so three of them were put together."""
     x, table = torch.rand(6, 2), torch.rand(2, 2)
     for shared in (table, table[0, 0].clone()):
-        gpipe = GPipe(nn.Sequential(Part(), nn.Tanh(), Join()), balance,
-                      devices=devices(len(balance)), chunks=3)
+        gpipe = GPipe(
+            nn.Sequential(Part(), nn.Tanh(), Join()),
+            balance,
+            devices=devices(len(balance)),
+            chunks=3,
+        )
         y, out = gpipe(x.to(devices.first), NoChunk(shared.to(devices.first)))
         assert torch.allclose(y.cpu(), (x * 2).tanh()) and torch.equal(out.cpu(), shared)
 
@@ -317,8 +357,12 @@ def test_a_shared_tensor_that_is_a_skip_on_its_way(devices, balance):
 @devices
 @pytest.mark.parametrize('balance', [[3], [1, 2], [2, 1], [1, 1, 1]])
 def test_a_shared_tensor_that_changes_in_place_after_a_skip(devices, balance):
-    gpipe = GPipe(nn.Sequential(Part(), nn.Tanh(), Join(change=True)), balance,
-                  devices=devices(len(balance)), chunks=3)
+    gpipe = GPipe(
+        nn.Sequential(Part(), nn.Tanh(), Join(change=True)),
+        balance,
+        devices=devices(len(balance)),
+        chunks=3,
+    )
     x = torch.rand(6, 2, device=devices.first)
     with pytest.raises(RuntimeError, match='changed a tensor in place that all'):
         gpipe(x, NoChunk(x[:2].clone()))
@@ -334,8 +378,10 @@ def test_structures_and_skips(devices, mode):
             return {**value, 'x': super().forward(value['x'])}
 
     model = nn.Sequential(
-        Stash(lambda value: (value['mask'], {'x': value['x'], 'n': 2})), Double(3, 3),
-        Pop(lambda value, mask: [value['x'] * mask * value['n']])).double()
+        Stash(lambda value: (value['mask'], {'x': value['x'], 'n': 2})),
+        Double(3, 3),
+        Pop(lambda value, mask: [value['x'] * mask * value['n']]),
+    ).double()
     reference = copy.deepcopy(model)
     gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
     value = {'x': torch.rand(5, 3).double().requires_grad_(), 'mask': torch.rand(5, 3).double()}
@@ -344,8 +390,9 @@ def test_structures_and_skips(devices, mode):
     expected.sum().backward()
     grad, value['x'].grad = value['x'].grad, None
     output.sum().backward()
-    assert_same([output, value['x'].grad, *gradients(gpipe)],
-                [expected, grad, *gradients(reference)])
+    assert_same(
+        [output, value['x'].grad, *gradients(gpipe)], [expected, grad, *gradients(reference)]
+    )
 
 
 @one_worker
@@ -364,7 +411,8 @@ def test_hooks_and_names_of_a_first_layer_with_several_arguments(devices):
     seen = []
     model = network()
     model[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((len(args), sorted(kwargs))), with_kwargs=True)
+        lambda module, args, kwargs: seen.append((len(args), sorted(kwargs))), with_kwargs=True
+    )
     gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=2, gather='mean')
     x = torch.rand(2, 4).double().to(devices.first)
     gpipe(x, table=NoChunk(x[0].clone()))['y'].sum().backward()
@@ -378,8 +426,9 @@ def test_costs_of_structures(devices):
     costs = profile(network(), sample, device=device, timeout=0)
     assert costs.layers[0].output_bytes == 16 * 4 * 8 + 4 * 8 + 8 and costs.batch_size == 16
     assert sum(balance_by_size(2, network(), sample, device=device, chunks=4)) == 4
-    turned = profile(nn.Sequential(Attention()), torch.rand(3, 16, 4), device=device, timeout=0,
-                     batch_dim=1)
+    turned = profile(
+        nn.Sequential(Attention()), torch.rand(3, 16, 4), device=device, timeout=0, batch_dim=1
+    )
     assert turned.batch_size == 16
 
 
@@ -399,8 +448,9 @@ def test_dropout_in_functional_form_with_structures(devices):
         def forward(self, value):
             return {'x': F.dropout(value['x'])}
 
-    gpipe = GPipe(nn.Sequential(Drop(), Drop()), [1, 1], devices=devices(2), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Drop(), Drop()), [1, 1], devices=devices(2), chunks=2, checkpoint='always'
+    )
     x = torch.ones(8, 8, device=devices.first, requires_grad=True)
     y = gpipe({'x': x})['x']
     y.sum().backward()
@@ -417,17 +467,23 @@ class Embed(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize('rule', [
-    {'positions': None}, {'positions': None, 'mask': 0}, {1: None}, (0, None), [0, None, 0]])
+@pytest.mark.parametrize(
+    'rule',
+    [{'positions': None}, {'positions': None, 'mask': 0}, {1: None}, (0, None), [0, None, 0]],
+)
 def test_a_rule_goes_by_positions_and_names_of_arguments(devices, rule):
     """However the call says them; the table has as many rows as the batch."""
-    gpipe = GPipe(nn.Sequential(Embed(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3,
-                  batch_dim=rule)
+    gpipe = GPipe(
+        nn.Sequential(Embed(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3, batch_dim=rule
+    )
     x = torch.randn(6, 6, 2, device=devices.first)
     positions = torch.randn(6, device=devices.first)
     expected = (x + positions[:, None]).tanh()
-    for found in (gpipe(x, positions), gpipe(x, positions=positions),
-                  gpipe(positions=positions, x=x)):
+    for found in (
+        gpipe(x, positions),
+        gpipe(x, positions=positions),
+        gpipe(positions=positions, x=x),
+    ):
         assert_same([found], [expected.to(found.device)])
 
 
@@ -442,18 +498,28 @@ class Sums(nn.Module):
 @devices
 @pytest.mark.parametrize('rule', [(1,), [1], {0: 1}, {'x': 1}])
 def test_a_rule_of_a_single_argument(devices, rule):
-    gpipe = GPipe(nn.Sequential(Sums(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3,
-                  batch_dim=rule, gather=1)
+    gpipe = GPipe(
+        nn.Sequential(Sums(), nn.Tanh()),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        batch_dim=rule,
+        gather=1,
+    )
     x = torch.randn(5, 5, 2, device=devices.first)
     assert_same([gpipe(x)], [x.cumsum(0).tanh().to(gpipe.devices[-1])])
 
 
 @cpu_only('it is refused before')
-@pytest.mark.parametrize('rule, call, key', [
-    ({'postions': None}, lambda m, x: m(x, x), 'postions'),
-    ({'postions': None}, lambda m, x: m(x, positions=x), 'postions'),
-    ((0, None, 0, 1), lambda m, x: m(x, x), '3'),
-    ({'src': 1}, lambda m, x: m(x), 'src')])
+@pytest.mark.parametrize(
+    'rule, call, key',
+    [
+        ({'postions': None}, lambda m, x: m(x, x), 'postions'),
+        ({'postions': None}, lambda m, x: m(x, positions=x), 'postions'),
+        ((0, None, 0, 1), lambda m, x: m(x, x), '3'),
+        ({'src': 1}, lambda m, x: m(x), 'src'),
+    ],
+)
 def test_a_rule_about_nothing(rule, call, key):
     gpipe = GPipe(nn.Sequential(Embed()), [1], devices=['cpu'], chunks=3, batch_dim=rule)
     with pytest.raises(ValueError, match=f"batch_dim says something of '?{key}"):
@@ -462,8 +528,9 @@ def test_a_rule_about_nothing(rule, call, key):
 
 @cpu_only('it is refused before')
 def test_a_rule_about_nothing_in_a_value():
-    gpipe = GPipe(nn.Sequential(nn.Identity()), [1], devices=['cpu'], chunks=3,
-                  batch_dim={'x': {'mask': 1}})
+    gpipe = GPipe(
+        nn.Sequential(nn.Identity()), [1], devices=['cpu'], chunks=3, batch_dim={'x': {'mask': 1}}
+    )
     gpipe({'x': {'mask': torch.zeros(2, 6), 'y': torch.zeros(6)}})
     with pytest.raises(ValueError, match="batch_dim says something of 'mask'"):
         gpipe({'x': {'msk': torch.zeros(6, 6)}})
@@ -487,8 +554,13 @@ def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, mod
         y = linear(value['x']) + value['sum']
         return y, y
 
-    gpipe = GPipe(nn.Sequential(Layer(give), Layer(take), Layer(end)).double(), [1, 1, 1],
-                  devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(Layer(give), Layer(take), Layer(end)).double(),
+        [1, 1, 1],
+        devices=devices(3),
+        chunks=2,
+        checkpoint=mode,
+    )
     x = torch.randn(4, 4, dtype=torch.double, device=devices.first)
     if how == 'step':
         gpipe.step(Arguments(x, x, NoChunk(x[0])), None, lambda output, _: output[0].sum() / 4)
@@ -564,8 +636,11 @@ def test_a_list_of_a_tensor_for_each_sample(devices, sizes):
         gpipe(images)
     single = GPipe(copy.deepcopy(layers), [1, 1], devices=devices(2), chunks=1)
     target = torch.rand(3, 2)
-    loss = F.mse_loss if not devices.are_accelerators else (
-        lambda output, target: (output - target).square().mean())
+    loss = (
+        F.mse_loss
+        if not devices.are_accelerators
+        else (lambda output, target: (output - target).square().mean())
+    )
     expected = loss(layers.cpu()([image.cpu() for image in images]), target)
     expected.backward()
     target = target.to(single.devices[-1])

@@ -1,4 +1,5 @@
 """``torch.compile`` of layers, of partitions and of code around them: the results of the model."""
+
 import copy
 import itertools
 import threading
@@ -13,8 +14,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 
 from tests.devices import DEVICES, cpu_only, devices, one_worker
-from tests.helpers import (MODES, assert_same, gradients, in_a_new_thread, memory_of,
-                           modes_on_devices, on_first)
+from tests.helpers import (
+    MODES,
+    assert_same,
+    gradients,
+    in_a_new_thread,
+    memory_of,
+    modes_on_devices,
+    on_first,
+)
 from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base import private
@@ -70,19 +78,34 @@ class Residual(nn.Module):
 
 def plain_layers():
     """Return layers of several kinds."""
-    return nn.Sequential(nn.Linear(4, 4), Residual(), nn.BatchNorm1d(4), nn.ReLU(inplace=True),
-                         nn.LayerNorm(4), nn.Linear(4, 3))
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        Residual(),
+        nn.BatchNorm1d(4),
+        nn.ReLU(inplace=True),
+        nn.LayerNorm(4),
+        nn.Linear(4, 3),
+    )
 
 
 def layers_with_skips():
     """Return skips within a partition, and from one to another."""
     inner = Namespace()
-    return nn.Sequential(Stash(4, 4), Residual(), Stash(4, 4).isolate(inner), nn.Tanh(),
-                         Pop(4, 4).isolate(inner), Residual(), Pop(4, 4), nn.Linear(4, 3))
+    return nn.Sequential(
+        Stash(4, 4),
+        Residual(),
+        Stash(4, 4).isolate(inner),
+        nn.Tanh(),
+        Pop(4, 4).isolate(inner),
+        Residual(),
+        Pop(4, 4),
+        nn.Linear(4, 3),
+    )
 
 
-MODELS = pytest.mark.parametrize('make, balance', [
-    (plain_layers, [2, 4]), (layers_with_skips, [3, 5])], ids=['plain', 'skips'])
+MODELS = pytest.mark.parametrize(
+    'make, balance', [(plain_layers, [2, 4]), (layers_with_skips, [3, 5])], ids=['plain', 'skips']
+)
 
 
 def compile_as(how, model, backend):
@@ -120,6 +143,7 @@ def steps(model, call, sizes):
 
 def compare(layers, call, gpipe, sizes=(6, 6)):
     """Compare with the unwrapped model, run on one micro-batch after the other."""
+
     def one_by_one(x):
         return torch.cat([layers(c) for c in x.tensor_split(gpipe.chunks)])
 
@@ -139,9 +163,14 @@ def test_the_numbers_are_those_of_the_model(how, make, balance, mode, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how, devices', [
-    ('some partitions', DEVICES['one worker']), ('layers', DEVICES['a worker each']),
-    pytest.param('forward', DEVICES['accelerators'], marks=pytest.mark.accelerator)])
+@pytest.mark.parametrize(
+    'how, devices',
+    [
+        ('some partitions', DEVICES['one worker']),
+        ('layers', DEVICES['a worker each']),
+        pytest.param('forward', DEVICES['accelerators'], marks=pytest.mark.accelerator),
+    ],
+)
 def test_micro_batches_of_several_sizes(how, devices):
     layers, backend = plain_layers().double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [2, 4], devices=devices(2), chunks=3)
@@ -176,8 +205,7 @@ def test_frozen_layers_and_frozen_parameters(frozen, devices):
     layers = plain_layers().double()
     for k, parameter in enumerate(layers.parameters()):
         parameter.requires_grad_(k > 3 if frozen else k % 2 == 0)
-    gpipe = GPipe(copy.deepcopy(layers), [2, 4], devices=devices(2), chunks=3,
-                  checkpoint='always')
+    gpipe = GPipe(copy.deepcopy(layers), [2, 4], devices=devices(2), chunks=3, checkpoint='always')
     compare(layers, compile_as('partitions', gpipe, Backend()), gpipe)
 
 
@@ -225,8 +253,11 @@ def frames(request, monkeypatch):
 @pytest.mark.slow
 @one_worker
 @pytest.mark.usefixtures('frames')
-@pytest.mark.parametrize('first, second', [
-    (torch.sin, torch.cos), (lambda x: x > 0.3, lambda x: x < 0.6)], ids=['numbers', 'masks'])
+@pytest.mark.parametrize(
+    'first, second',
+    [(torch.sin, torch.cos), (lambda x: x > 0.3, lambda x: x < 0.6)],
+    ids=['numbers', 'masks'],
+)
 def test_other_compiled_code_that_saves_other_tensors(first, second, devices):
     """Before 0.5.0 it took one for the other: the gradient was wrong without an error."""
     layers = nn.Sequential(nn.Linear(4, 4), TwoWays(first, second)).double()
@@ -241,6 +272,7 @@ def test_other_compiled_code_that_saves_other_tensors(first, second, devices):
 @pytest.mark.usefixtures('frames')
 def test_other_compiled_code_that_saves_the_same(devices):
     """Masks are compared, too."""
+
     class Mask(nn.Module):
         def forward(self, x):
             return x.masked_fill(x > 0.3, 0)
@@ -263,8 +295,10 @@ def test_only_one_of_both_passes_was_compiled(stances, devices):
     gpipe.compile(backend=SAVES_ALL)
     with torch.compiler.set_stance(stances[0]):
         output = gpipe(on_first(gpipe, torch.rand(2, 4, dtype=torch.double)).requires_grad_())
-    with torch.compiler.set_stance(stances[1]), \
-            pytest.raises(RuntimeError, match='took another path .* saved by other compiled code'):
+    with (
+        torch.compiler.set_stance(stances[1]),
+        pytest.raises(RuntimeError, match='took another path .* saved by other compiled code'),
+    ):
         output.sum().backward()
 
 
@@ -280,8 +314,13 @@ def test_nothing_stays_of_what_checkpointed_compiled_code_saved(devices):
 
         return boxed(call)
 
-    gpipe = GPipe(nn.Sequential(TwoWays(torch.sin, torch.cos)), [1], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(TwoWays(torch.sin, torch.cos)),
+        [1],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     gpipe.compile(backend=aot_autograd(fw_compiler=forward))
     output = gpipe(torch.rand(400, 4, device=devices.first, requires_grad=True))
     assert output.requires_grad and len(seen) == 2
@@ -307,10 +346,12 @@ def test_backward_of_compiled_code_on_two_devices_at_the_same_time():
     meet = Meet()
     backend = aot_autograd(
         fw_compiler=lambda graph, inputs: boxed(graph.forward),
-        bw_compiler=lambda graph, inputs: boxed(meet.before(graph.forward)))
+        bw_compiler=lambda graph, inputs: boxed(meet.before(graph.forward)),
+    )
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).double()
-    gpipe = GPipe(copy.deepcopy(layers), [1, 1], devices=DEVICES['accelerators'].distinct(2),
-                  chunks=2)
+    gpipe = GPipe(
+        copy.deepcopy(layers), [1, 1], devices=DEVICES['accelerators'].distinct(2), chunks=2
+    )
     x = torch.rand(4, 4, dtype=torch.double)
     gpipe.compile(backend=backend)
     gpipe(on_first(gpipe, x)).sum().backward()
@@ -329,11 +370,13 @@ class Meet:
 
     def before(self, function):
         """Let them meet before a function is called."""
+
         def call(*args):
             if next(self._calls) in (2, 3):
                 self._barrier.wait()
                 self.number += 1
             return function(*args)
+
         return call
 
 
@@ -388,8 +431,9 @@ def test_the_compiler_does_not_give_up_on_many_partitions(devices):
 def test_deferred_batch_norm(devices):
     """Statistics are over the mini-batch; nothing is recompiled for each micro-batch."""
     layers, backend = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), Backend()
-    gpipe = GPipe(copy.deepcopy(layers), [1, 1], devices=devices(2), chunks=3,
-                  deferred_batch_norm=True)
+    gpipe = GPipe(
+        copy.deepcopy(layers), [1, 1], devices=devices(2), chunks=3, deferred_batch_norm=True
+    )
     gpipe.compile(backend=backend)
     for _ in range(3):
         x = torch.rand(9, 4, dtype=torch.double)
@@ -416,10 +460,12 @@ def test_copies_are_not_compiled_and_work(devices):
 @cpu_only('PyTorch has no code generator for the simulated accelerator')
 def test_inductor():
     """It needs a C++ compiler. Random numbers are its own, and the same in a recomputation."""
+
     def make(mode):
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.LayerNorm(8),
-                               nn.Linear(8, 2)).double()
+        layers = nn.Sequential(
+            nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)
+        ).double()
         gpipe = GPipe(layers, [2, 3], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint=mode)
         gpipe.compile()
         return gpipe

@@ -1,4 +1,5 @@
 """Where modules, parameters and buffers stand, and which partitions are serialized for it."""
+
 import torch
 from torch import nn
 
@@ -8,8 +9,13 @@ from tests.helpers import in_two_memories
 from torchgpipe import GPipe, no_recompute
 from torchgpipe.base.context import layer_lock
 from torchgpipe.engine.microbatches import cut
-from torchgpipe.engine.partition import (Engine, modules_of, only_computes, shared_modules,
-                                         shared_slots)
+from torchgpipe.engine.partition import (
+    Engine,
+    modules_of,
+    only_computes,
+    shared_modules,
+    shared_slots,
+)
 from torchgpipe.engine.plain_call import PlainCall
 
 pytestmark = cpu_only('what stands where is the same on any device')
@@ -46,8 +52,11 @@ def test_what_partitions_share_stands_in_the_later_ones():
     d = nn.BatchNorm1d(2)
     d.running_var = c.running_var
     partitions = [nn.Sequential(a, c), nn.Sequential(b), nn.Sequential(d, b)]
-    assert shared_slots(partitions) == [{}, {(b, 'weight'): True}, {
-        (d, 'running_var'): True, (b, 'weight'): True, (b, 'bias'): False}]
+    assert shared_slots(partitions) == [
+        {},
+        {(b, 'weight'): True},
+        {(d, 'running_var'): True, (b, 'weight'): True, (b, 'bias'): False},
+    ]
 
 
 def with_hook():
@@ -64,11 +73,22 @@ def with_forward():
     return layer
 
 
-@cases('module, expected', [
-    (nn.ReLU(), True), (nn.Dropout(), True), (nn.Linear(2, 2), True), (nn.LSTM(2, 2), True),
-    (nn.Embedding(2, 2), True), (nn.Embedding(2, 2, max_norm=1.0), False),
-    (nn.BatchNorm1d(2), False), (nn.LazyLinear(2), False), (with_hook(), False),
-    (with_forward(), False), (Own(), False)])
+@cases(
+    'module, expected',
+    [
+        (nn.ReLU(), True),
+        (nn.Dropout(), True),
+        (nn.Linear(2, 2), True),
+        (nn.LSTM(2, 2), True),
+        (nn.Embedding(2, 2), True),
+        (nn.Embedding(2, 2, max_norm=1.0), False),
+        (nn.BatchNorm1d(2), False),
+        (nn.LazyLinear(2), False),
+        (with_hook(), False),
+        (with_forward(), False),
+        (Own(), False),
+    ],
+)
 def test_what_is_known_not_to_change_by_being_called(module, expected):
     assert only_computes(module) is expected
 
@@ -117,8 +137,10 @@ def test_a_module_that_gets_copies_of_its_parameters_is_for_one_at_a_time(monkey
 def test_a_module_that_is_kept_out_of_recomputation_is_for_one_at_a_time():
     """It has another forward for as long as a cell runs."""
     known = nn.Tanh()
-    engine = Engine([nn.Sequential(nn.Linear(2, 2), known) for _ in range(2)],
-                    [torch.device('cpu:0'), torch.device('cpu:1')])
+    engine = Engine(
+        [nn.Sequential(nn.Linear(2, 2), known) for _ in range(2)],
+        [torch.device('cpu:0'), torch.device('cpu:1')],
+    )
     first = engine.partitions[0]
     for lock in (first.lock, first.lock_alone):
         pipeline = PlainCall(engine, cut(torch.rand(2, 2), chunks=2)[0], [range(2)] * 2)

@@ -1,4 +1,5 @@
 """The pipeline, and who runs at the same time as whom."""
+
 import threading
 
 import pytest
@@ -21,7 +22,7 @@ def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions
     log = []
     model = nn.Sequential(*[Spy(lambda x, j=j: log.append((int(x[0]), j))) for j in range(2)])
     gpipe = GPipe(model, [1, 1], devices=[devices.first] * 2, chunks=3, checkpoint=mode)
-    gpipe(torch.arange(3., device=devices.first))
+    gpipe(torch.arange(3.0, device=devices.first))
     assert log == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
@@ -34,13 +35,14 @@ def test_no_partition_runs_far_ahead_of_the_next_one():
         def enter(x):
             with lock:
                 log.append((int(x[0]), j))
+
         return enter
 
     model = nn.Sequential(*[Spy(see(j)) for j in range(3)])
     gpipe = GPipe(model, [1] * 3, devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=5)
     for _ in range(100):
         log.clear()
-        gpipe(torch.arange(5.))
+        gpipe(torch.arange(5.0))
         places = {place: k for k, place in enumerate(log)}
         assert len(log) == len(places) == 15
         for i, j in log:
@@ -52,10 +54,20 @@ def test_no_partition_runs_far_ahead_of_the_next_one():
 def test_what_a_cell_waits_for_on_other_workers():
     plan = WorkerPlan.of_forward(0, 4, (torch.device('cpu:0'), torch.device('cpu:1')))
     waits = {str(action): sorted(map(str, before)) for action, before in plan.waits.items()}
-    assert waits == {'0F0': [], '0F1': [], '0F2': ['1F0'], '0F3': ['1F1'],
-                     '1F0': ['0F0'], '1F1': ['0F1'], '1F2': ['0F2'], '1F3': ['0F3']}
+    assert waits == {
+        '0F0': [],
+        '0F1': [],
+        '0F2': ['1F0'],
+        '0F3': ['1F1'],
+        '1F0': ['0F0'],
+        '1F1': ['0F1'],
+        '1F2': ['0F2'],
+        '1F3': ['0F3'],
+    }
     assert [[str(x) for x in row] for _, row in plan.rows.values()] == [
-        ['0F0', '0F1', '0F2', '0F3'], ['1F0', '1F1', '1F2', '1F3']]
+        ['0F0', '0F1', '0F2', '0F3'],
+        ['1F0', '1F1', '1F2', '1F3'],
+    ]
 
 
 @cpu_only('about threads of the host; kernels are in tests/accelerator/test_overlap.py')
@@ -68,7 +80,7 @@ def test_partitions_on_different_devices_run_at_the_same_time():
 
     model = nn.Sequential(Spy(lambda x: meet(x)), Spy(lambda x: meet(x + 1)))
     gpipe = GPipe(model, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=4)
-    x = torch.arange(4.)[:, None]
+    x = torch.arange(4.0)[:, None]
     # When partition 0 has micro-batch k, partition 1 has k-1: they meet twice, once micro-batch 0
     # has shown that they may run concurrently.
     gpipe(x)
@@ -78,8 +90,7 @@ def test_partitions_on_different_devices_run_at_the_same_time():
 def test_partitions_on_one_device_need_no_thread():
     before = set(threading.enumerate())
     seen = set()
-    model = nn.Sequential(*[Spy(lambda _: seen.add(threading.current_thread()))
-                            for _ in range(2)])
+    model = nn.Sequential(*[Spy(lambda _: seen.add(threading.current_thread())) for _ in range(2)])
     GPipe(model, [1, 1], devices=['cpu', 'cpu:0'], chunks=2)(torch.rand(2, 1))
     assert seen == {threading.current_thread()} and set(threading.enumerate()) == before
 
@@ -115,10 +126,13 @@ class Noted(nn.Linear):
 
 
 #: Losses of outputs, such that gradients come at once, or one when all else is done.
-LOSSES = {'at once': lambda outputs: torch.cat(outputs).sum(),
-          'last first': lambda outputs: in_a_new_thread(lambda: sum(x.sum() for x in outputs)),
-          'first first': lambda outputs: in_a_new_thread(
-              lambda: sum(x.sum() for x in reversed(outputs)))}
+LOSSES = {
+    'at once': lambda outputs: torch.cat(outputs).sum(),
+    'last first': lambda outputs: in_a_new_thread(lambda: sum(x.sum() for x in outputs)),
+    'first first': lambda outputs: in_a_new_thread(
+        lambda: sum(x.sum() for x in reversed(outputs))
+    ),
+}
 
 
 @devices
@@ -135,8 +149,9 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
         loss([batch.value for batch in batches]).backward()
         for j in range(3):
             assert [size for size, where in log['backward'] if where == j] == [3, 2, 1]
-            assert [size for size, where in log['recomputation'] if where == j] == \
-                [3, 2, 1][3 - checkpoint_stop:]
+            assert [size for size, where in log['recomputation'] if where == j] == [3, 2, 1][
+                3 - checkpoint_stop :
+            ]
         log['recomputation'].clear(), log['backward'].clear()
 
 
@@ -151,6 +166,7 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         def look(x):
             if not is_recomputing():
                 outputs[j - 1, len(x)] = x
+
         return look
 
     model = nn.Sequential(*[nn.Sequential(Spy(see(j)), nn.Linear(2, 2)) for j in range(3)])
@@ -162,14 +178,20 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         see(3)(batch.value)
     for j in range(3):
         ordered = [outputs[j, size].grad_fn in nodes(outputs[j, size + 1]) for size in (1, 2)]
-        assert ordered == ([True, True] if j == 2 else {
-            'always': [True, True], 'except_last': [True, False], 'never': [False, False]}[mode])
+        assert ordered == (
+            [True, True]
+            if j == 2
+            else {'always': [True, True], 'except_last': [True, False], 'never': [False, False]}[
+                mode
+            ]
+        )
 
 
 @cpu_only('about the graph of one partition')
 def test_there_are_no_edges_to_nowhere():
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4, checkpoint='never'
+    )
     output = gpipe(torch.rand(4, 2))
     found = [node for node in nodes(output) if isinstance(node, Tie._backward_cls)]
     assert sorted(len(node.next_functions) for node in found) == [1, 2, 2, 2]

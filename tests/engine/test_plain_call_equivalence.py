@@ -1,4 +1,5 @@
 """The promise: the numbers of the unwrapped model, whatever the balance, chunks and mode."""
+
 import copy
 
 import pytest
@@ -8,8 +9,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.devices import ACCELERATOR, devices, one_worker, places, workers
-from tests.helpers import (MODES, Slow, as_if_on_several, assert_same, assert_trains_alike, call,
-                           gradients, micro_batches, modes, train_both, train_twice)
+from tests.helpers import (
+    MODES,
+    Slow,
+    as_if_on_several,
+    assert_same,
+    assert_trains_alike,
+    call,
+    gradients,
+    micro_batches,
+    modes,
+    train_both,
+    train_twice,
+)
 from torchgpipe import GPipe
 
 
@@ -36,11 +48,15 @@ class Unpair(nn.Module):
 
 def layers(kinds, width=3):
     """Make layers by name."""
-    make = {'linear': lambda: nn.Linear(width, width), 'tanh': nn.Tanh,
-            'inplace': lambda: nn.Sequential(nn.Linear(width, width), nn.LeakyReLU(inplace=True)),
-            'norm': lambda: nn.LayerNorm(width), 'identity': nn.Identity,
-            'frozen': lambda: nn.Linear(width, width).requires_grad_(False),
-            'pair': lambda: nn.Sequential(Pair(width), Unpair())}
+    make = {
+        'linear': lambda: nn.Linear(width, width),
+        'tanh': nn.Tanh,
+        'inplace': lambda: nn.Sequential(nn.Linear(width, width), nn.LeakyReLU(inplace=True)),
+        'norm': lambda: nn.LayerNorm(width),
+        'identity': nn.Identity,
+        'frozen': lambda: nn.Linear(width, width).requires_grad_(False),
+        'pair': lambda: nn.Sequential(Pair(width), Unpair()),
+    }
     return [make[kind]() for kind in kinds]
 
 
@@ -49,26 +65,33 @@ def cases(draw):
     """Draw a model, a balance and everything else that must not matter."""
     n = draw(st.integers(1, 4))
     balance = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
-    kinds = draw(st.lists(st.sampled_from(
-        ['linear', 'tanh', 'inplace', 'norm', 'identity', 'frozen', 'pair']),
-        min_size=sum(balance), max_size=sum(balance)))
+    kinds = draw(
+        st.lists(
+            st.sampled_from(['linear', 'tanh', 'inplace', 'norm', 'identity', 'frozen', 'pair']),
+            min_size=sum(balance),
+            max_size=sum(balance),
+        )
+    )
     return balance, kinds
 
 
 @pytest.mark.slow
 @devices
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(case=cases(), chunks=st.sampled_from([1, 2, 3, 8]), size=st.integers(1, 9),
-       modes=st.sampled_from(MODES) | st.lists(st.sampled_from(MODES), min_size=4, max_size=4),
-       input_grad=st.booleans())
+@given(
+    case=cases(),
+    chunks=st.sampled_from([1, 2, 3, 8]),
+    size=st.integers(1, 9),
+    modes=st.sampled_from(MODES) | st.lists(st.sampled_from(MODES), min_size=4, max_size=4),
+    input_grad=st.booleans(),
+)
 def test_outputs_and_gradients(devices, case, chunks, size, modes, input_grad):
     balance, kinds = case
-    mode = modes if isinstance(modes, str) else modes[:len(balance)]
+    mode = modes if isinstance(modes, str) else modes[: len(balance)]
     torch.manual_seed(size * 31 + chunks)
     model = nn.Sequential(*layers(kinds)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=chunks,
-                  checkpoint=mode)
+    gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=chunks, checkpoint=mode)
     train_twice(reference, gpipe, torch.randn(size, 3, dtype=torch.double), input_grad)
 
 
@@ -81,24 +104,35 @@ def test_every_combination(n, mode, chunks, devices):
     model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
     balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
     for size in range(1, 10):
-        train_both(model, GPipe(copy.deepcopy(model), balance, devices=devices(n),
-                                chunks=chunks, checkpoint=mode),
-                   torch.randn(size, 3, dtype=torch.double))
+        train_both(
+            model,
+            GPipe(
+                copy.deepcopy(model), balance, devices=devices(n), chunks=chunks, checkpoint=mode
+            ),
+            torch.randn(size, 3, dtype=torch.double),
+        )
 
 
 @devices
 @modes
 def test_five_steps_with_momentum_and_dropout(mode, devices):
     """Float32, against the same micro-batches run unwrapped, one after the other."""
+
     def make():
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16),
-                             nn.Dropout(0.3), nn.Linear(16, 2))
+        return nn.Sequential(
+            nn.Linear(6, 16),
+            nn.Dropout(0.3),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.Dropout(0.3),
+            nn.Linear(16, 2),
+        )
 
     reference, model = make(), make()
     gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=4, checkpoint=mode)
     # On the same devices, as these may have generators of their own.
-    parts = [reference[3 * j:3 * j + 3].to(device) for j, device in enumerate(gpipe.devices)]
+    parts = [reference[3 * j : 3 * j + 3].to(device) for j, device in enumerate(gpipe.devices)]
 
     def unwrapped(x):
         outputs = []
@@ -108,11 +142,14 @@ def test_five_steps_with_momentum_and_dropout(mode, devices):
             outputs.append(value)
         return torch.cat(outputs)
 
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-                  for net in (reference, gpipe)]
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (reference, gpipe)
+    ]
     data = torch.randn(5, 10, 6).to(devices.first)
-    for run, net, optimizer in ((unwrapped, reference, optimizers[0]),
-                                (gpipe, gpipe, optimizers[1])):
+    for run, net, optimizer in (
+        (unwrapped, reference, optimizers[0]),
+        (gpipe, gpipe, optimizers[1]),
+    ):
         torch.manual_seed(7)
         for x in data:
             optimizer.zero_grad()
@@ -128,11 +165,14 @@ def test_layers_with_state_of_their_own(devices):
         def forward(self, input):
             return input[0]
 
-    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True), Last(),
-                          nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
-                          nn.Flatten(), nn.Linear(20, 2)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 3], devices=devices(2), chunks=3,
-                  checkpoint='always')
+    model = nn.Sequential(
+        nn.LSTM(3, 4, batch_first=True),
+        Last(),
+        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(20, 2),
+    ).double()
+    gpipe = GPipe(copy.deepcopy(model), [2, 3], devices=devices(2), chunks=3, checkpoint='always')
     train_both(model, gpipe, torch.randn(7, 5, 3, dtype=torch.double))
 
 
@@ -184,8 +224,13 @@ def test_no_gradient_is_computed_for_data_that_needs_none(devices, mode):
         def forward(self, x):
             return Product.apply(x, self.weight)
 
-    gpipe = GPipe(nn.Sequential(First(), nn.Linear(2, 2)), [1, 1], devices=devices(2),
-                  chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(First(), nn.Linear(2, 2)),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        checkpoint=mode,
+    )
     gpipe(torch.rand(3, 2, device=devices.first)).sum().backward()
     assert asked == [False] * 3
 

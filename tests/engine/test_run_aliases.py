@@ -1,4 +1,5 @@
 """Tensors that share a memory: a change in place has the history that it has without pipeline."""
+
 import copy
 
 import pytest
@@ -51,10 +52,12 @@ def models():
     """Return models in which a partition changes a tensor in place that another one also has."""
     first = Layer(keep)
     first.linear.kept = []
-    return {'kept': nn.Sequential(first, Layer(change), nn.Linear(4, 4)),
-            'twice': nn.Sequential(Layer(twice), Layer(add), nn.Linear(4, 4)),
-            'twice, passed on': nn.Sequential(Layer(twice), Layer(pass_on), Layer(add)),
-            'view': nn.Sequential(Layer(view), Layer(add), nn.Linear(4, 4))}
+    return {
+        'kept': nn.Sequential(first, Layer(change), nn.Linear(4, 4)),
+        'twice': nn.Sequential(Layer(twice), Layer(add), nn.Linear(4, 4)),
+        'twice, passed on': nn.Sequential(Layer(twice), Layer(pass_on), Layer(add)),
+        'view': nn.Sequential(Layer(view), Layer(add), nn.Linear(4, 4)),
+    }
 
 
 @cpu_only('on accelerators a copy parts what shares a memory, which is another test')
@@ -110,8 +113,10 @@ def test_a_copy_parts_what_shared_a_memory(monkeypatch):
     model = models()['view']
     gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never')
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), \
-                pytest.raises(RuntimeError, match='changed in place, .* before both came from'):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match='changed in place, .* before both came from'),
+        ):
             gpipe(torch.randn(4, 4))
     # Who does not change them may have them.
     model[1].function = pass_on
@@ -119,7 +124,7 @@ def test_a_copy_parts_what_shared_a_memory(monkeypatch):
     gpipe(torch.randn(4, 4)).sum().backward()
 
 
-@cpu_only('on its way to an accelerator the backbone\'s output is copied, so it is not changed')
+@cpu_only("on its way to an accelerator the backbone's output is copied, so it is not changed")
 @cpus
 @pytest.mark.parametrize('mode', MODES)
 def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode):
@@ -162,8 +167,9 @@ def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
 
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     layers[j] = ChangeView(4, 4)
-    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=chunks,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=chunks, checkpoint='never'
+    )
     with pytest.raises(RuntimeError, match='is being modified inplace') as error:
         gpipe(torch.rand(6, 4))
     assert len(error.value.__notes__) == 1
@@ -172,6 +178,7 @@ def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
 @cpu_only('on accelerators a copy parts what shares a memory, which is another test')
 def test_a_block_that_is_cut_in_two():
     """The everyday form: a residual block whose second half works in place."""
+
     class Start(nn.Linear):
         def forward(self, x):
             y = super().forward(x)

@@ -1,4 +1,5 @@
 """Tracking of memories through the cells of one micro-batch, tested on its own."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,9 @@ class Way:
     """The way of micro-batch 0 through cells, as a run leads it."""
 
     def __init__(self, shared=(), several=True):
-        self.aliasing = Aliasing([Chunk((torch.ones(1), *shared), tuple)] * (1 + several),
-                                 range(1, 1 + len(shared)))
+        self.aliasing = Aliasing(
+            [Chunk((torch.ones(1), *shared), tuple)] * (1 + several), range(1, 1 + len(shared))
+        )
         self.j = 0
 
     def cell(self, batch, given, popped=(), stashed=(), change=None):
@@ -72,7 +74,7 @@ def test_what_was_made_anew_is_not():
 def test_a_skip_in_the_memory_of_a_batch_that_was_copied_may_not_change():
     way, x = Way(), torch.ones(2)
     way.cell([x], [x], stashed={A: x})
-    y, = way.cross([x])
+    (y,) = way.cross([x])
     with pytest.raises(RuntimeError, match="the skip tensor 'a', whose memory is also that"):
         way.cell([y], [y], popped={A: x}, change=x)
 
@@ -88,7 +90,7 @@ def test_nor_may_a_batch_in_the_memory_of_a_skip_that_was_copied():
     way, x = Way(), torch.ones(2)
     way.cell([x], [x], stashed={A: x})
     for _ in range(2):
-        x, = way.cross([x])
+        (x,) = way.cross([x])
         way.cell([x], [x])
     with pytest.raises(RuntimeError, match="which is also the skip tensor 'a'"):
         way.cell([x], [x], change=x)
@@ -99,7 +101,7 @@ def test_nor_may_a_batch_that_was_a_skip_in_the_memory_of_another_one():
     way.cell([x], [x * 2], stashed={A: x, B: x[:]})
     way.cell([x * 2], [x], popped={A: x})
     assert 0 in way.aliasing.watched  # also in cells without skips
-    x, = way.cross([x])
+    (x,) = way.cross([x])
     with pytest.raises(RuntimeError, match="which is also the skip tensor 'b'"):
         way.cell([x], [x], change=x)
 
@@ -169,8 +171,12 @@ def test_tensors_without_versions_or_a_memory_of_their_own_are_handed_on():
     x = torch.ones(2)
     with torch.inference_mode():
         without_version = torch.ones(2)
-    for each in (without_version, x.to_sparse(), torch.nested.nested_tensor([x, x]),
-                 x.as_subclass(Silent)):
+    for each in (
+        without_version,
+        x.to_sparse(),
+        torch.nested.nested_tensor([x, x]),
+        x.as_subclass(Silent),
+    ):
         Way().aliasing.hand_on(0, [each])
 
 
@@ -211,8 +217,13 @@ def test_a_skip_may_not_be_changed_by_a_layer_that_has_it_otherwise(devices, how
         kept[-1].detach().add_(1)
         return linear(x)
 
-    model = GPipe(nn.Sequential(Stash(4, 4), Layer(change), Pop()), [1, 1, 1],
-                  devices=devices(3), chunks=1, checkpoint='never')
+    model = GPipe(
+        nn.Sequential(Stash(4, 4), Layer(change), Pop()),
+        [1, 1, 1],
+        devices=devices(3),
+        chunks=1,
+        checkpoint='never',
+    )
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="the skip tensor 'skip' was changed in place"):
         model(x) if how == 'call' else model.step(x, x, loss_of)

@@ -1,4 +1,5 @@
 """Lifetimes: no tensor of a step outlives it, and no step needs more memory than necessary."""
+
 import subprocess
 import sys
 
@@ -14,10 +15,12 @@ from torchgpipe import GPipe
 
 def make(devices, mode):
     """Return a pipeline, and weak references to all that passes its layers."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.1),
-                          nn.Linear(4, 4), nn.Tanh())
-    gpipe = GPipe(model, [2, 2, 2], devices=devices(3), chunks=4, checkpoint=mode,
-                  deferred_batch_norm=True)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 4), nn.Tanh()
+    )
+    gpipe = GPipe(
+        model, [2, 2, 2], devices=devices(3), chunks=4, checkpoint=mode, deferred_batch_norm=True
+    )
     return gpipe, WeakLog(*gpipe)
 
 
@@ -71,8 +74,9 @@ def test_the_peak_of_a_training_step(devices, n):
     """The peak has the inputs of all cells, the output, and the memory of one cell."""
     m, size, width, depth = 16, 32, 64, 6
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh())
-                            for _ in range(n * depth)])
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n * depth)]
+    )
     gpipe = GPipe(model, [depth] * n, devices=devices(n), chunks=m, checkpoint='always')
     partition = gpipe.partitions[0]
     parameters = sum(p.numel() * p.element_size() for p in gpipe.parameters())
@@ -118,8 +122,9 @@ def test_a_buffer_that_carries_a_graph_keeps_nothing_alive(devices):
             self.last = y.sum(0)
             return y
 
-    gpipe = GPipe(nn.Sequential(Carry(), nn.Tanh()), [2], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Carry(), nn.Tanh()), [2], devices=devices(1), chunks=2, checkpoint='always'
+    )
     log = WeakLog(*gpipe)
     output = gpipe(torch.rand(4, 4, device=devices.first))
     gpipe[0].last = torch.zeros(4, device=devices.first)

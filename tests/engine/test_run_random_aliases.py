@@ -4,6 +4,7 @@ Layers change tensors in place, return one in several places, return views, stas
 plain call and a step give the results of the layers on each micro-batch, or one of the errors
 below. ``TORCHGPIPE_RANDOM_CASES=1000`` in the environment runs so many.
 """
+
 import copy
 import os
 import random
@@ -23,20 +24,31 @@ CASES = int(os.environ.get('TORCHGPIPE_RANDOM_CASES', 100))
 BLOCK = 25
 
 #: Allowed errors for in-place changes whose autograd history cannot be kept.
-REFUSED = re.compile('changed in place|modified by an inplace operation|modified inplace|'
-                     'changed the input of the partition in place|'
-                     'changed a tensor in place that all micro-batches share|leaf Variable|'
-                     'hands on a tensor that was changed|'
-                     # Where a checkpointed partition did, and was run again beside this one.
-                     'took another path')
+REFUSED = re.compile(
+    'changed in place|modified by an inplace operation|modified inplace|'
+    'changed the input of the partition in place|'
+    'changed a tensor in place that all micro-batches share|leaf Variable|'
+    'hands on a tensor that was changed|'
+    # Where a checkpointed partition did, and was run again beside this one.
+    'took another path'
+)
 
 #: Schedules, and on which worker each of four partitions is.
-SCHEDULES = {'gpipe': [0, 1, 2, 3], '1f1b': [0, 1, 2, 3], 'zb-h1': [0, 1, 2, 3],
-             'interleaved': [0, 1, 0, 1], 'looped-bfs': [0, 1, 0, 1],
-             **dict.fromkeys(V_SHAPED, [0, 1, 1, 0])}
+SCHEDULES = {
+    'gpipe': [0, 1, 2, 3],
+    '1f1b': [0, 1, 2, 3],
+    'zb-h1': [0, 1, 2, 3],
+    'interleaved': [0, 1, 0, 1],
+    'looped-bfs': [0, 1, 0, 1],
+    **dict.fromkeys(V_SHAPED, [0, 1, 1, 0]),
+}
 
-CHANGES = [lambda x, y: x.mul_(1.5), lambda x, y: x.relu_(), lambda x, y: x.add_(y * 0.5),
-           lambda x, y: x[:, :2].add_(1)]
+CHANGES = [
+    lambda x, y: x.mul_(1.5),
+    lambda x, y: x.relu_(),
+    lambda x, y: x.add_(y * 0.5),
+    lambda x, y: x[:, :2].add_(1),
+]
 
 
 class Op(nn.Module):
@@ -57,14 +69,19 @@ class Op(nn.Module):
         if self.kind == 'table':
             values[a] = x + (table.mul_(2) if self.change_table else table)
         else:
-            values[a] = {'linear': lambda: self.linear(y), 'add': lambda: x + y,
-                         'change': lambda: self.change(x, y), 'same': lambda: y,
-                         'view': lambda: y[:, :]}[self.kind]()
+            values[a] = {
+                'linear': lambda: self.linear(y),
+                'add': lambda: x + y,
+                'change': lambda: self.change(x, y),
+                'same': lambda: y,
+                'view': lambda: y[:, :],
+            }[self.kind]()
         return tuple(values)
 
 
 def stashing(name):
     """Return a layer that stashes one of the values, which may go on as well."""
+
     @skippable(stash=[name])
     class Stash(nn.Module):
         def __init__(self, choose):
@@ -77,11 +94,13 @@ def stashing(name):
             if not self.keep and self.a < 3:
                 values[self.a] = values[(self.a + 1) % 3] * 2
             return tuple(values)
+
     return Stash
 
 
 def popping(name):
     """Return a layer that pops it, and may change it."""
+
     @skippable(pop=[name])
     class Pop(nn.Module):
         def __init__(self, choose):
@@ -95,6 +114,7 @@ def popping(name):
                 skip.mul_(2)
             values[a] = skip + values[a] * (self.how != 'give')
             return tuple(values)
+
     return Pop
 
 
@@ -137,8 +157,9 @@ class Case:
                 layers.append(popping(name)(choose))
             else:
                 layers.append(Op(choose))
-        self.layers = nn.Sequential(*layers, *[popping(name)(choose) for name in under_way],
-                                    End()).double()
+        self.layers = nn.Sequential(
+            *layers, *[popping(name)(choose) for name in under_way], End()
+        ).double()
         self.schedule = choose.choice([*SCHEDULES])
         workers = SCHEDULES[self.schedule]
         number = len(self.layers)
@@ -147,17 +168,23 @@ class Case:
         # Stages on one device stay so.
         devices = places('aaaa') if accelerators else [f'cpu:{j}' for j in workers]
         self.devices = [devices[j] for j in workers] if accelerators else devices
-        self.gpipe = GPipe(copy.deepcopy(self.layers),
-                           [b - a for a, b in zip([0, *cuts], [*cuts, number])],
-                           devices=self.devices, chunks=self.chunks, batch_dim=0,
-                           checkpoint=choose.choice(MODES))
+        self.gpipe = GPipe(
+            copy.deepcopy(self.layers),
+            [b - a for a, b in zip([0, *cuts], [*cuts, number])],
+            devices=self.devices,
+            chunks=self.chunks,
+            batch_dim=0,
+            checkpoint=choose.choice(MODES),
+        )
         self.grads = choose.random() < 0.3, choose.random() < 0.3
         self.x, self.table = torch.randn(8, 4).double(), torch.randn(4).double()
 
     def inputs(self, device):
         """Return the leaves, and the arguments: leaves or results of them."""
-        given = [x.to(device, copy=True).requires_grad_(grad)
-                 for x, grad in zip((self.x, self.table), self.grads)]
+        given = [
+            x.to(device, copy=True).requires_grad_(grad)
+            for x, grad in zip((self.x, self.table), self.grads)
+        ]
         return given, [x * 1 if x.requires_grad else x for x in given]
 
     def expected(self):
@@ -165,7 +192,8 @@ class Case:
         leaves, (x, table) = self.inputs('cpu')
         for part in x.split(2):
             loss_of(self.layers[1:](self.layers[0](part.clone(), table)), None).div(4).backward(
-                retain_graph=True)
+                retain_graph=True
+            )
         return gradients(self.layers, leaves)
 
     def found(self, how):

@@ -1,4 +1,5 @@
 """Pipelines that a layer of another pipeline calls, without having them as a module."""
+
 import copy
 import threading
 
@@ -56,16 +57,21 @@ def run(function):
 @pytest.mark.parametrize('number', [1, 2])
 def test_a_layer_that_takes_a_step_of_another_pipeline(devices, schedule, places, number):
     """In v0.21, the caller held the lock of the generator, and the inner workers waited for it."""
-    auxiliary = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.), nn.Linear(4, 4)).double()
+    auxiliary = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)).double()
     inner = GPipe(copy.deepcopy(auxiliary), [2, 1], devices=places, chunks=2, checkpoint='never')
 
     def train(x):
         loss_of(auxiliary(x), x).backward()
 
-    model = nn.Sequential(*[nn.Linear(4, 4) if k < 2 - number else Learning(train)
-                            for k in range(2)]).double()
-    layers = nn.Sequential(*[nn.Linear(4, 4) if k < 2 - number else Learning(
-        lambda x: inner.step(x, x, loss_of)) for k in range(2)]).double()
+    model = nn.Sequential(
+        *[nn.Linear(4, 4) if k < 2 - number else Learning(train) for k in range(2)]
+    ).double()
+    layers = nn.Sequential(
+        *[
+            nn.Linear(4, 4) if k < 2 - number else Learning(lambda x: inner.step(x, x, loss_of))
+            for k in range(2)
+        ]
+    ).double()
     layers.load_state_dict(model.state_dict())
     outer = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint='never')
     for _ in range(3):
@@ -89,7 +95,8 @@ def test_layers_of_the_caller_are_refused():
         def forward(self, x):
             return inner(x)
 
-    outer = GPipe(nn.Sequential(shared, Calling(), nn.Linear(4, 4)), [2, 1],
-                  devices=['cpu:0', 'cpu:1'])
+    outer = GPipe(
+        nn.Sequential(shared, Calling(), nn.Linear(4, 4)), [2, 1], devices=['cpu:0', 'cpu:1']
+    )
     with pytest.raises(RuntimeError, match='whose partition 1 has layers of the calling part'):
         run(lambda: outer(torch.rand(4, 4)))

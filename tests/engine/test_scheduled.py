@@ -1,4 +1,5 @@
 """A step beside concurrent work: other cells, other threads, draws, aliases."""
+
 import copy
 import dataclasses
 import threading
@@ -31,6 +32,7 @@ def squares(output, target):
 
 # --- leaves
 # ----------------------------------------------------------------------------------------
+
 
 @workers
 @pytest.mark.parametrize('where', ['two partitions', 'a partition and the loss'])
@@ -89,8 +91,9 @@ def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where
             return super()._leaf_of(x, deferred)
 
     def make(layer):
-        return GPipe(nn.Sequential(layer, nn.Linear(4, 4)).double(), [1, 1], devices=devices(2),
-                     chunks=2)
+        return GPipe(
+            nn.Sequential(layer, nn.Linear(4, 4)).double(), [1, 1], devices=devices(2), chunks=2
+        )
 
     layer = Layer(wait).double()
     if where == 'loss':  # Two models have nothing else in common.
@@ -117,6 +120,7 @@ def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where
 # --- draws
 # ----------------------------------------------------------------------------------------
 
+
 def draws_of(schedule, places, seed=0):
     """Return the numbers that the layer of one partition and the loss draw, a pair of lists."""
     drawn = [], []
@@ -129,8 +133,13 @@ def draws_of(schedule, places, seed=0):
         drawn[1].append(torch.rand(()).item())
         return squares(output, target)
 
-    model = GPipe(nn.Sequential(*[Layer(draw) if j == 0 else nn.Linear(4, 4) for j in range(4)]),
-                  [1] * 4, devices=places, chunks=4, checkpoint='never')
+    model = GPipe(
+        nn.Sequential(*[Layer(draw) if j == 0 else nn.Linear(4, 4) for j in range(4)]),
+        [1] * 4,
+        devices=places,
+        chunks=4,
+        checkpoint='never',
+    )
     torch.manual_seed(seed)
     x = torch.zeros(8, 4)
     for _ in range(2):
@@ -141,8 +150,11 @@ def draws_of(schedule, places, seed=0):
 @cpu_only('generators of the host')
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
 def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
-    devices = {'interleaved': [0, 1] * 2, 'looped-bfs': [0, 1] * 2,
-               **dict.fromkeys(V_SHAPED, [0, 1, 1, 0])}
+    devices = {
+        'interleaved': [0, 1] * 2,
+        'looped-bfs': [0, 1] * 2,
+        **dict.fromkeys(V_SHAPED, [0, 1, 1, 0]),
+    }
     places = [f'cpu:{j}' for j in devices.get(schedule, range(4))]
     layers, losses = draws_of(schedule, places)
     torch.manual_seed(0)
@@ -160,18 +172,18 @@ def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
 @pytest.mark.parametrize('ordered', [{2}, {2, 3}, {0, 2, 3}, {0, 1, 2, 3}])
 @pytest.mark.parametrize('name', ['looped-bfs', 'interleaved', 'zb-v', '1f1b'])
 def test_in_v080_the_order_of_forwards_hung_on_who_else_was_ordered(name, ordered):
-    """Which stages are, depends on other threads for a while: one that draws makes them suspect.
-    """
+    """Which stages are, depends on other threads for a while: one that draws makes them suspect."""
     rows = make(name, 2, 4, 2).rows if name != '1f1b' else make(name, 4, 4).rows
     every = [one for one, _ in _in_order(rows, frozenset(range(4)))[0]]
     pairs, grid, in_order = _in_order(rows, frozenset(ordered))
     expected = [action for action in every if action.stage in ordered]
-    assert [one for one, _ in pairs] == expected[:len(pairs)] and in_order == (name == '1f1b')
+    assert [one for one, _ in pairs] == expected[: len(pairs)] and in_order == (name == '1f1b')
     assert sum(action is not None for row in grid for action in row) == sum(map(len, rows))
 
 
 # --- aliases
 # ----------------------------------------------------------------------------------------
+
 
 def doubled(linear, x):
     """Change the input in place."""
@@ -179,17 +191,28 @@ def doubled(linear, x):
 
 
 ALIASES = {
-    'the batch and a skip, popped later': [
-        Stash(lambda x: (x, x)), Layer(doubled), Pop()],
+    'the batch and a skip, popped later': [Stash(lambda x: (x, x)), Layer(doubled), Pop()],
     'the skip, which is the batch, where it is popped': [
-        Stash(lambda x: (x, x)), nn.Identity(), Pop(lambda x, skip: x + skip.mul_(2))],
+        Stash(lambda x: (x, x)),
+        nn.Identity(),
+        Pop(lambda x, skip: x + skip.mul_(2)),
+    ],
     'the batch, which is a view of the skip': [
-        Stash(lambda x: (x, x[:, :])), nn.Identity(), Layer(doubled), Pop()],
+        Stash(lambda x: (x, x[:, :])),
+        nn.Identity(),
+        Layer(doubled),
+        Pop(),
+    ],
     'a tensor that all share': [
-        nn.Identity(), Layer(lambda linear, xs: linear(xs[0]) + xs[1].add_(1))],
+        nn.Identity(),
+        Layer(lambda linear, xs: linear(xs[0]) + xs[1].add_(1)),
+    ],
     'one that all share, as a skip': [
-        Stash(lambda xs: (xs[1], xs[0])), Layer(lambda linear, x: linear(x)),
-        Pop(lambda x, skip: x + skip.add_(1))]}
+        Stash(lambda xs: (xs[1], xs[0])),
+        Layer(lambda linear, x: linear(x)),
+        Pop(lambda x, skip: x + skip.add_(1)),
+    ],
+}
 
 
 @devices
@@ -197,10 +220,17 @@ ALIASES = {
 @pytest.mark.parametrize('name', ALIASES)
 def test_in_v080_a_step_let_changes_of_aliases_through(devices, how, name):
     """The plain call refused them: one of both would not see the change."""
-    layers = nn.Sequential(Layer(lambda linear, x: (linear(x[0]), x[1]) if type(x) is tuple
-                                 else linear(x)), *ALIASES[name])
-    model = GPipe(layers, [2] + [1] * (len(layers) - 2), devices=devices(len(layers) - 1),
-                  chunks=2, checkpoint='never')
+    layers = nn.Sequential(
+        Layer(lambda linear, x: (linear(x[0]), x[1]) if type(x) is tuple else linear(x)),
+        *ALIASES[name],
+    )
+    model = GPipe(
+        layers,
+        [2] + [1] * (len(layers) - 2),
+        devices=devices(len(layers) - 1),
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 4, device=devices.first)
     input = (x, NoChunk(x.new_ones(4))) if 'share' in name else x
     target = torch.zeros(4, 4, device=devices(len(layers) - 1)[-1])
@@ -212,8 +242,9 @@ def test_in_v080_a_step_let_changes_of_aliases_through(devices, how, name):
 def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatch):
     in_two_memories(monkeypatch)
     layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (x, x)), Layer(doubled), Pop())
-    model = GPipe(layers, [2, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:0'], chunks=2,
-                  checkpoint='never')
+    model = GPipe(
+        layers, [2, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:0'], chunks=2, checkpoint='never'
+    )
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="which is also the skip tensor 'skip', was changed"):
         model.step(x, x, squares)
@@ -240,7 +271,8 @@ class Average(nn.Module):
 @pytest.mark.parametrize('view', [False, True])
 @pytest.mark.parametrize('how', ['call', 'step', 'no_grad'])
 def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(
-        devices, how, view, mode):
+    devices, how, view, mode
+):
     layers = nn.Sequential(nn.Linear(4, 4), Average(view), Layer(lambda linear, x: x[0] - x[1]))
     model = GPipe(layers, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
     x, y = (torch.randn(6, 4, device=place) for place in (devices.first, model.devices[-1]))
@@ -256,8 +288,9 @@ def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(
 @cpu_only('work on accelerators races with the change until it raises')
 def test_in_v080_so_did_what_it_stashed(devices):
     kept = torch.zeros(4, device=devices.first)
-    layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (kept.add_(1), x)), nn.Identity(),
-                           Pop())
+    layers = nn.Sequential(
+        nn.Linear(4, 4), Stash(lambda x: (kept.add_(1), x)), nn.Identity(), Pop()
+    )
     model = GPipe(layers, [2, 1, 1], devices=devices(3), chunks=2, checkpoint='never')
     with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that was changed'):
         model(torch.randn(4, 4, device=devices.first))
@@ -270,8 +303,9 @@ def test_what_does_not_change_or_is_another_one_each_time_may_be_handed_on(devic
             self.average = self.average.lerp(x.detach().mean(0), 0.5)
             return x, self.average, self.constant
 
-    layers = nn.Sequential(nn.Linear(4, 4), Replace(), Layer(
-        lambda linear, x: x[0] - x[1] + x[2])).double()
+    layers = nn.Sequential(
+        nn.Linear(4, 4), Replace(), Layer(lambda linear, x: x[0] - x[1] + x[2])
+    ).double()
     layers[1].register_buffer('constant', torch.ones((), dtype=torch.double))
     other, x = copy.deepcopy(layers), torch.randn(6, 4, dtype=torch.double)
     expected = torch.cat([other(part) for part in x.chunk(3)])
@@ -290,6 +324,7 @@ def test_another_tensor_may_have_the_number_of_one_that_is_gone():
 
 # --- errors
 # ----------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
@@ -323,8 +358,10 @@ class FailBack(torch.autograd.Function):
 @pytest.mark.parametrize('how', ['call', 'step'])
 def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, how, where, mode):
     """It came out as "cannot assign to field '__traceback__'"."""
-    last = {'backward': lambda linear, x: FailBack.apply(linear(x)),
-            'loss': lambda linear, x: linear(x)}.get(where, fail)
+    last = {
+        'backward': lambda linear, x: FailBack.apply(linear(x)),
+        'loss': lambda linear, x: linear(x),
+    }.get(where, fail)
     layers = nn.Sequential(nn.Linear(4, 4), Layer(last))
     if where == 'tied':
         layers[1].linear.weight = layers[0].weight
@@ -332,8 +369,10 @@ def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, 
     x = torch.randn(4, 4, device=devices.first)
     target = torch.zeros(4, 4, device=devices(2)[-1])
     loss_fn = fail if where == 'loss' else squares
-    context = {'autocast': torch.autocast('cpu'),
-               'hooks': torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)}
+    context = {
+        'autocast': torch.autocast('cpu'),
+        'hooks': torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    }
     with context.get(where, torch.enable_grad()), pytest.raises(Frozen) as caught:
         if how == 'step':
             model.step(x, target, loss_fn)
@@ -345,17 +384,23 @@ def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, 
 # --- errors of the call
 # ----------------------------------------------------------------------------------------
 
+
 def sum_of(output, target):
     """Return a loss of any output."""
-    return sum(leaf.value.float().square().mean() for leaf in leaves_of(output)
-               if isinstance(leaf.value, torch.Tensor)) + torch.zeros((), requires_grad=True)
+    return sum(
+        leaf.value.float().square().mean()
+        for leaf in leaves_of(output)
+        if isinstance(leaf.value, torch.Tensor)
+    ) + torch.zeros((), requires_grad=True)
 
 
 #: Errors of the plain call caused by changes before backward, or by work beside its cells.
-OF_THE_CALL = ('has been modified by an inplace operation between forward and backward',
-               'backward through the graph a second time',
-               # The last worker is the only one that may communicate in a step.
-               'a layer of partition 1 communicates')
+OF_THE_CALL = (
+    'has been modified by an inplace operation between forward and backward',
+    'backward through the graph a second time',
+    # The last worker is the only one that may communicate in a step.
+    'a layer of partition 1 communicates',
+)
 
 
 @pytest.mark.slow
@@ -424,9 +469,15 @@ class Scale(nn.Module):
 @pytest.mark.parametrize('how', ['call', 'step'])
 def test_a_tied_buffer_that_changes_in_a_pass(devices, how, chunks):
     scale = torch.ones(())
-    model = GPipe(nn.Sequential(nn.Linear(4, 4), Scale(scale, True), Scale(scale, False)),
-                  [2, 1], devices=devices(2), chunks=chunks, checkpoint='never')
+    model = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Scale(scale, True), Scale(scale, False)),
+        [2, 1],
+        devices=devices(2),
+        chunks=chunks,
+        checkpoint='never',
+    )
     x = torch.randn(6, 4, device=devices.first)
     with pytest.raises(RuntimeError, match='is shared with another partition'):
         model(x) if how == 'call' else model.step(
-            x, torch.zeros(6, 4, device=devices(2)[-1]), squares)
+            x, torch.zeros(6, 4, device=devices(2)[-1]), squares
+        )

@@ -1,4 +1,5 @@
 """In-place changes in a step, of tensors that another cell also has: an error or right results."""
+
 import copy
 
 import pytest
@@ -16,6 +17,7 @@ from torchgpipe.skip import pop, skippable, stash
 @pytest.mark.parametrize('view', [False, True])
 def test_a_change_in_place_that_another_tensor_should_see(devices, view):
     """Two tensors of one memory have graphs of their own in the next cell."""
+
     class Two(nn.Module):
         def forward(self, x):
             return x, x[:, 1:] if view else x[:, :]
@@ -24,8 +26,13 @@ def test_a_change_in_place_that_another_tensor_should_see(devices, view):
         def forward(self, pair):
             return pair[0].mul_(2)[:, 1:] + pair[1][:, -3:]
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Two(), Change()), [2, 1], devices=devices(2),
-                  chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Two(), Change()),
+        [2, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 4, device=devices.first)
     with pytest.raises(RuntimeError, match='another one lay in its memory'):
         gpipe.step(x, x[:, 1:].to(gpipe.devices[-1]), loss_of)
@@ -41,8 +48,13 @@ def test_a_change_in_place_of_what_is_recomputed_from(devices):
         def forward(self, pair):
             return pair[0].mul_(2) + pair[1]
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Through(4, 4), Change()), [1, 1, 1],
-                  devices=[devices(1)[0]] * 3, chunks=2, checkpoint=['never', 'always', 'never'])
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Through(4, 4), Change()),
+        [1, 1, 1],
+        devices=[devices(1)[0]] * 3,
+        chunks=2,
+        checkpoint=['never', 'always', 'never'],
+    )
     x = torch.randn(4, 4, device=devices.first)
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         gpipe.step(x, x, loss_of)
@@ -51,8 +63,9 @@ def test_a_change_in_place_of_what_is_recomputed_from(devices):
 @cpus
 @cpu_only('on accelerators it is copied before')
 def test_a_change_in_place_of_a_batch_beside_a_skip(devices):
-    layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (x, x * 2)), nn.ReLU(inplace=True),
-                           Pop())
+    layers = nn.Sequential(
+        nn.Linear(4, 4), Stash(lambda x: (x, x * 2)), nn.ReLU(inplace=True), Pop()
+    )
     gpipe = GPipe(layers, [2, 2], devices=devices(2), chunks=2, checkpoint='always')
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match='or a skip tensor that it popped, was changed'):
@@ -107,8 +120,11 @@ def test_what_shares_a_memory_may_be_popped(devices, mode):
     x = torch.randn(4, 4, dtype=torch.double)
     (model(x).square().mean()).backward()
     y = torch.zeros(4, 4, dtype=torch.double)
-    loss = gpipe.step(x.to(devices.first), y.to(gpipe.devices[-1]),
-                      lambda output, target: (output - target).square().mean())
+    loss = gpipe.step(
+        x.to(devices.first),
+        y.to(gpipe.devices[-1]),
+        lambda output, target: (output - target).square().mean(),
+    )
     assert torch.isfinite(loss)
     for expected, found in zip(model.parameters(), gpipe.parameters()):
         assert torch.allclose(expected.grad, found.grad.cpu())

@@ -1,4 +1,5 @@
 """The loss of a step: means, sums, counts, and gradients of other tensors in it."""
+
 import copy
 
 import pytest
@@ -16,6 +17,7 @@ from torchgpipe import GPipe
 def test_a_sum(devices):
     def loss_fn(output, target):
         return (output - target).square().sum() / 16
+
     model = layers()
     gpipe = GPipe(copy.deepcopy(model), [4, 4], devices=devices(2), chunks=3)
     train(model, gpipe, 7, steps=1, loss_fn=loss_fn, expected_loss=loss_fn, normalizer=1)
@@ -40,6 +42,7 @@ def test_a_mean_over_what_is_counted_in_targets(devices):
     gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=3)
     x, target = torch.randn(7, 4, dtype=torch.double), torch.tensor([1, -100, 3, -100, -100, 2, 0])
     for given_weight in (None, weight):
+
         def count(target):
             kept = target[target != -100]
             return len(kept) if given_weight is None else given_weight[kept].sum()
@@ -139,6 +142,7 @@ def test_the_batch_of_a_target_is_where_it_is(devices):
 def test_a_fault_in_the_loss(devices):
     def loss_fn(output, target):
         raise ValueError('so')
+
     gpipe = GPipe(layers(), [4, 4], devices=devices(2), chunks=3)
     x = torch.randn(7, 4, dtype=torch.double)
     with pytest.raises(ValueError, match='so') as caught:

@@ -1,4 +1,5 @@
 """Objects that are alive in a step and after it."""
+
 import gc
 import weakref
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ def saved(x, alive, most):
         def backward(ctx, grad):
             del ctx.token
             return grad * 2
+
     return Node.apply(x)
 
 
@@ -83,10 +85,20 @@ def most_alive(schedule, places, m):
             most[self.place] = max(most[self.place], len(refs))
             return x
 
-    model = nn.Sequential(*[layer for place in places for layer in (
-        nn.Linear(4, 4), Activation(place), nn.Linear(4, 4))])
-    gpipe = GPipe(model, [3] * len(places), devices=[f'cpu:{place}' for place in places],
-                  chunks=m, checkpoint='never')
+    model = nn.Sequential(
+        *[
+            layer
+            for place in places
+            for layer in (nn.Linear(4, 4), Activation(place), nn.Linear(4, 4))
+        ]
+    )
+    gpipe = GPipe(
+        model,
+        [3] * len(places),
+        devices=[f'cpu:{place}' for place in places],
+        chunks=m,
+        checkpoint='never',
+    )
     x = torch.randn(m, 4)
     gpipe.step(x, x, loss_of, schedule=schedule)
     return [*most.values()]
@@ -101,7 +113,7 @@ def test_a_half_and_two_fifths_of_the_activations_of_1f1b(n, times):
     # A stage of 1F1B is two of the others.
     whole = 2 * max(most_alive('1f1b', there, m))
     half, least = (max(most_alive(name, there + there[::-1], m)) for name in ('v-half', 'v-min'))
-    assert whole == 2 * n and half <= .5 * whole and least <= .4 * whole
+    assert whole == 2 * n and half <= 0.5 * whole and least <= 0.4 * whole
 
 
 @devices
@@ -127,8 +139,9 @@ def test_outputs_are_kept_only_to_be_returned(devices, returns, expected):
         alive.append(sum(not x.expired() for x in outputs))
         return loss_of(y, target)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices(2),
-                  chunks=4)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices(2), chunks=4
+    )
     x = on_first(gpipe, torch.randn(8, 4))
     gpipe.step(x, x.to(gpipe.devices[-1]), loss, schedule='1f1b', return_output=returns)
     assert alive == expected
@@ -136,8 +149,13 @@ def test_outputs_are_kept_only_to_be_returned(devices, returns, expected):
 
 @cpu_only('it counts objects of the host')
 def test_nothing_is_left_behind():
-    gpipe = GPipe(layers(), [2, 2, 2, 2], devices=[f'cpu:{j}' for j in range(4)], chunks=4,
-                  checkpoint='always')
+    gpipe = GPipe(
+        layers(),
+        [2, 2, 2, 2],
+        devices=[f'cpu:{j}' for j in range(4)],
+        chunks=4,
+        checkpoint='always',
+    )
     x = torch.randn(8, 4, dtype=torch.double)
     seen = weakref.WeakSet()
     gpipe[5].register_forward_hook(lambda layer, args, output: seen.add(output))
@@ -174,8 +192,13 @@ def test_what_a_cell_was_given_goes_with_its_backward(devices):
             given.append(memory_of(x))
             return Look.apply(x, lambda: alive.append(sum(not x.expired() for x in given)))
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Seen(), nn.Linear(4, 4)), [1, 1, 1],
-                  devices=devices(3), chunks=4, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Seen(), nn.Linear(4, 4)),
+        [1, 1, 1],
+        devices=devices(3),
+        chunks=4,
+        checkpoint='never',
+    )
     x = on_first(gpipe, torch.randn(8, 4))
     gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
     assert alive == [4, 3, 2, 1]
@@ -221,8 +244,9 @@ def test_a_recomputation_goes_with_its_backward(devices, monkeypatch):
             return Look.apply(super().forward(x), lambda: seen.append(len(alive)))
 
     monkeypatch.setattr(cell, 'Recomputation', Counted)
-    gpipe = GPipe(nn.Sequential(Seen(4, 4)), [1], devices=devices(1), chunks=4,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Seen(4, 4)), [1], devices=devices(1), chunks=4, checkpoint='always'
+    )
     x = on_first(gpipe, torch.randn(8, 4))
     gpipe.step(x, x, loss_of, schedule='gpipe')
     assert seen == [4, 3, 2, 1]

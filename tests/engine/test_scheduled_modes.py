@@ -1,4 +1,5 @@
 """Modes of the caller in a step: they see forward and backward of all workers."""
+
 import copy
 import threading
 
@@ -117,8 +118,13 @@ class Records(nn.Module):
 @devices
 def test_the_default_device_and_functions_in_backward(devices):
     seen = []
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Records(seen), nn.Linear(4, 4), Records(seen)),
-                  [2, 2], devices=devices(2), chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Records(seen), nn.Linear(4, 4), Records(seen)),
+        [2, 2],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 4)
     y, target = on_first(gpipe, x), x.to(gpipe.devices[-1])
     with torch.device('meta'):

@@ -1,4 +1,5 @@
 """A step by a schedule has the numbers of the unwrapped model, whatever the schedule."""
+
 import copy
 
 import pytest
@@ -38,8 +39,9 @@ def cases(draw):
         order = [*range(n * v)]
     else:
         order = [*range(n), *(reversed(range(n)) if schedule in V_SHAPED else range(n))]
-    cuts = sorted(draw(st.lists(st.integers(1, 7), min_size=n * v - 1, max_size=n * v - 1,
-                                unique=True)))
+    cuts = sorted(
+        draw(st.lists(st.integers(1, 7), min_size=n * v - 1, max_size=n * v - 1, unique=True))
+    )
     balance = [b - a for a, b in zip([0, *cuts], [*cuts, 8])]
     return schedule, balance, order, draw(st.integers(1, 9)), draw(st.sampled_from(MODES))
 
@@ -53,8 +55,13 @@ def test_any_schedule_of_any_size(devices, case, size):
     torch.manual_seed(size)
     model = layers()
     places = devices(4)
-    gpipe = GPipe(copy.deepcopy(model), balance, devices=[places[k] for k in order],
-                  chunks=chunks, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        balance,
+        devices=[places[k] for k in order],
+        chunks=chunks,
+        checkpoint=mode,
+    )
     train(model, gpipe, size, steps=1, schedule=schedule)
 
 
@@ -69,10 +76,16 @@ def test_any_micro_batches_are_recomputed(devices, case, size, chance):
     model = layers()
     places, m = devices(4), min(size, chunks)
     v = len(balance) // len({*order})
-    schedule = make(name, len(balance) // v, m, v).recomputing([
-        {i for i in range(m) if chance.random() < .5} for _ in balance])
-    gpipe = GPipe(copy.deepcopy(model), balance, devices=[places[k] for k in order],
-                  chunks=chunks, checkpoint=mode)
+    schedule = make(name, len(balance) // v, m, v).recomputing(
+        [{i for i in range(m) if chance.random() < 0.5} for _ in balance]
+    )
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        balance,
+        devices=[places[k] for k in order],
+        chunks=chunks,
+        checkpoint=mode,
+    )
     train(model, gpipe, size, schedule=schedule)
 
 
@@ -80,8 +93,9 @@ def test_any_micro_batches_are_recomputed(devices, case, size, chance):
 @schedules
 def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
     """In all steps, though only the first one does not know yet who draws."""
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (
-        nn.Linear(4, 4), nn.Dropout(0.5))]).double()
+    model = nn.Sequential(
+        *[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Dropout(0.5))]
+    ).double()
     # Those that draw from the generator of one of several accelerators take no turns.
     places = devices.distinct(4) if devices.are_apart else devices(4)
     if schedule in V_SHAPED:
@@ -89,7 +103,8 @@ def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
     gpipe = GPipe(model, [2] * 4, devices=places, chunks=3, checkpoint='always')
     # With two stages on a device, the second one may have to wait for more than that.
     same_order = schedule not in ('looped-bfs', *V_SHAPED) or (
-        schedule == 'looped-bfs' and len(set(places)) == 4)
+        schedule == 'looped-bfs' and len(set(places)) == 4
+    )
     found = []
     for step in range(3):
         x = on_first(gpipe, torch.randn(6, 4, dtype=torch.double))
@@ -113,8 +128,9 @@ def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
 @cpu_only('accelerators have generators of their own')
 def test_dropout_where_a_schedule_does_not_admit_that_order():
     """The order is then the schedule's, and the same in each run."""
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (
-        nn.Linear(4, 4), nn.Dropout(0.5))])
+    model = nn.Sequential(
+        *[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Dropout(0.5))]
+    )
     gpipe = GPipe(model, [2] * 4, devices=['cpu:0', 'cpu:1'] * 2, chunks=4)
     x = torch.randn(8, 4)
     outputs = []
@@ -128,6 +144,7 @@ def test_dropout_where_a_schedule_does_not_admit_that_order():
 @cpu_only('accelerators have generators of their own')
 def test_who_begins_to_draw_is_noticed():
     """Not in that step, but it has its turn in the next one."""
+
     class Late(nn.Module):
         draws = False
 
@@ -161,8 +178,17 @@ def test_gradients_are_added(devices):
 @pytest.mark.parametrize('deferred', [False, True])
 def test_batch_norm(devices, deferred):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
-    plain, gpipe = [GPipe(copy.deepcopy(model), [1, 3], devices=devices(2), chunks=3,
-                          checkpoint='always', deferred_batch_norm=deferred) for _ in range(2)]
+    plain, gpipe = [
+        GPipe(
+            copy.deepcopy(model),
+            [1, 3],
+            devices=devices(2),
+            chunks=3,
+            checkpoint='always',
+            deferred_batch_norm=deferred,
+        )
+        for _ in range(2)
+    ]
     for _ in range(3):
         x = on_first(gpipe, torch.randn(8, 4, dtype=torch.double))
         target = torch.randn(8, 3, dtype=torch.double).to(gpipe.devices[-1])
@@ -176,12 +202,15 @@ def test_batch_norm(devices, deferred):
 @cpus
 def test_autocast(devices):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    plain, gpipe = [GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=2,
-                          checkpoint='always') for _ in range(2)]
+    plain, gpipe = [
+        GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=2, checkpoint='always')
+        for _ in range(2)
+    ]
     seen = []
     for net in (plain, gpipe):
         net[1].register_full_backward_hook(
-            lambda layer, input, output: seen.append(torch.is_autocast_enabled('cpu')))
+            lambda layer, input, output: seen.append(torch.is_autocast_enabled('cpu'))
+        )
     x, target = torch.randn(8, 8), torch.randn(8, 3)
     with torch.autocast('cpu', torch.bfloat16):
         loss = loss_of(plain(x), target)
@@ -220,10 +249,14 @@ def test_structures_and_several_arguments(devices):
     loss.backward()
     found, output = gpipe.step(
         Arguments(on_first(gpipe, x), table=NoChunk(own), mask=on_first(gpipe, mask)),
-        {'y': y.to(gpipe.devices[-1])}, loss_fn, return_output=True)
+        {'y': y.to(gpipe.devices[-1])},
+        loss_fn,
+        return_output=True,
+    )
     assert output['n'] == 2 and output['y'].shape == (7, 4)
-    assert_same([found, own.grad, *gradients(gpipe)],
-                [loss.detach(), table.grad, *gradients(model)])
+    assert_same(
+        [found, own.grad, *gradients(gpipe)], [loss.detach(), table.grad, *gradients(model)]
+    )
 
 
 @devices
@@ -231,13 +264,13 @@ def test_structures_and_several_arguments(devices):
 @pytest.mark.parametrize('schedule', ['1f1b', 'interleaved'])
 def test_shared_parameters_and_layers(devices, mode, schedule):
     """A weight of two layers, one layer in two places, and a frozen weight."""
+
     def make():
         torch.manual_seed(2)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
         model[2].weight = model[0].weight
         frozen = nn.Linear(4, 4).requires_grad_(False)
-        return nn.Sequential(*model, model[0], frozen, nn.Tanh(), frozen,
-                             nn.Linear(4, 3)).double()
+        return nn.Sequential(*model, model[0], frozen, nn.Tanh(), frozen, nn.Linear(4, 3)).double()
 
     places = devices(4) if schedule == '1f1b' else devices(2) * 2
     gpipe = GPipe(make(), [2, 2, 2, 3], devices=places, chunks=3, checkpoint=mode)
@@ -246,15 +279,17 @@ def test_shared_parameters_and_layers(devices, mode, schedule):
 
 @devices
 def test_a_skip_may_be_none(devices):
-    model = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (None, x * 2)), nn.Tanh(), Pop(),
-                          nn.Linear(4, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4), Stash(lambda x: (None, x * 2)), nn.Tanh(), Pop(), nn.Linear(4, 3)
+    ).double()
     train(model, GPipe(copy.deepcopy(model), [2, 1, 2], devices=devices(3), chunks=2), 5)
 
 
 @devices
 def test_all_frozen_but_the_last_partition(devices):
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(),
-                          nn.Linear(4, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
     gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2)
     x, y = torch.randn(5, 4, dtype=torch.double), torch.randn(5, 3, dtype=torch.double)
     loss_of(model(x), y).backward()

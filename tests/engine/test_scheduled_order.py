@@ -1,4 +1,5 @@
 """The order of a step: draws, concurrent backwards, and layers that change when called."""
+
 import copy
 import threading
 
@@ -86,10 +87,15 @@ class GoBack(nn.Module):
 @pytest.mark.parametrize('draws', first(1, [True, False]))
 def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(devices, draws):
     meeting = Meeting()
-    gpipe = GPipe(nn.Sequential(Draw(draws, meeting), GoBack(meeting)), [1, 1],
-                  devices=devices.distinct(2), chunks=4, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(Draw(draws, meeting), GoBack(meeting)),
+        [1, 1],
+        devices=devices.distinct(2),
+        chunks=4,
+        checkpoint='never',
+    )
     x = torch.rand(4, 2, device=devices.first)
-    for patience in (0, .1 if draws else 3):  # In the first step it is not known who draws.
+    for patience in (0, 0.1 if draws else 3):  # In the first step it is not known who draws.
         meeting.patience = patience
         gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
     assert meeting.is_met is not draws  # Else they go on beside each other.
@@ -135,10 +141,11 @@ def test_in_v082_so_did_one_that_draws_in_backward_only(devices, draws):
 
     meeting, layers = Meeting(), [Noisy(2, 2), Noisy(2, 2)]
     layers[0].wait, layers[1].wait = meeting.forward, meeting.backward
-    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=devices.distinct(2), chunks=4,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*layers), [1, 1], devices=devices.distinct(2), chunks=4, checkpoint='never'
+    )
     x = torch.rand(4, 2, device=devices.first)
-    for patience in (0, .1 if draws else 3):  # In the first step it is not known who draws.
+    for patience in (0, 0.1 if draws else 3):  # In the first step it is not known who draws.
         meeting.patience = patience
         gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
     assert meeting.is_met is not draws
@@ -163,8 +170,9 @@ def test_dropout_in_checkpoints_of_layers(mode):
     x = torch.randn(12, 6)
     for seed in range(5):
         plain = copy.deepcopy(model).double()
-        gpipe = GPipe(copy.deepcopy(plain), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4,
-                      checkpoint=mode)
+        gpipe = GPipe(
+            copy.deepcopy(plain), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4, checkpoint=mode
+        )
         torch.manual_seed(seed)
         for part in x.double().chunk(4):
             (squares(plain(part), part) / 4).backward()
@@ -178,8 +186,10 @@ def test_dropout_in_checkpoints_of_layers(mode):
 def test_in_v082_a_loss_kept_others_from_layers_that_it_does_not_use():
     """So two models whose losses call a third one, of layers of both, waited for each other."""
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    one, other = [GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
-                  for _ in range(2)]
+    one, other = [
+        GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
+        for _ in range(2)
+    ]
     ended = []
 
     def loss(output, target):
@@ -213,17 +223,24 @@ class Count(nn.Module):
 @cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('changes', ['buffer', 'attribute', 'nothing'])
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
-@pytest.mark.parametrize('devices', [DEVICES['one worker'], DEVICES['a worker each']],
-                         ids=['one worker', 'workers'])
+@pytest.mark.parametrize(
+    'devices', [DEVICES['one worker'], DEVICES['a worker each']], ids=['one worker', 'workers']
+)
 def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
-        devices, schedule, changes):
+    devices, schedule, changes
+):
     """The numbers of the unwrapped model, or an error before a gradient is added."""
     count = Count(changes)
     model = nn.Sequential(count, nn.Linear(3, 3), count, nn.Linear(3, 3)).double()
     x, plain = torch.randn(4, 3).double(), copy.deepcopy(model)
     places = [0, 1, 1, 0] if schedule in V_SHAPED else [0, 1, 0, 1]
-    gpipe = GPipe(model, [1] * 4, devices=[devices(2)[place] for place in places], chunks=2,
-                  checkpoint='never')
+    gpipe = GPipe(
+        model,
+        [1] * 4,
+        devices=[devices(2)[place] for place in places],
+        chunks=2,
+        checkpoint='never',
+    )
     expected = sum(squares(plain(part), part) / 2 for part in x.chunk(2))
     try:
         loss = gpipe.step(x, x, squares, schedule=schedule)
@@ -240,8 +257,13 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
 def test_a_layer_in_one_partition_may_change_where_others_take_turns_with_it(schedule):
     """Its partition goes through micro-batches in order, and backward does not call it."""
     count = Count('buffer')
-    gpipe = GPipe(nn.Sequential(nn.Linear(3, 3), count, nn.Linear(3, 3), nn.Linear(3, 3)),
-                  [1] * 4, devices=['cpu:0', 'cpu:1'] * 2, chunks=4, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(3, 3), count, nn.Linear(3, 3), nn.Linear(3, 3)),
+        [1] * 4,
+        devices=['cpu:0', 'cpu:1'] * 2,
+        chunks=4,
+        checkpoint='never',
+    )
     x = torch.randn(4, 3)
     gpipe.step(x, x, squares, schedule=schedule)
     assert count.calls == 5
@@ -253,8 +275,13 @@ def test_micro_batches_in_another_order(changes):
     text = make('gpipe', 2, 2).to_csv()
     for a, b in (('F0', 'F_'), ('F1', 'F0'), ('F_', 'F1')):
         text = text.replace(a, b)
-    gpipe = GPipe(nn.Sequential(Count(changes), nn.Linear(3, 3)), [1, 1],
-                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(Count(changes), nn.Linear(3, 3)),
+        [1, 1],
+        devices=['cpu:0', 'cpu:1'],
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 3)
     if changes == 'nothing':
         gpipe.step(x, x, F.mse_loss, schedule=Schedule.parse(text))
@@ -270,15 +297,22 @@ def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
 
     def run(step, i, j):
         if (i, j) == (0, 1):
-            met.append(ended.wait(3 if why == 'nothing' else .2))
+            met.append(ended.wait(3 if why == 'nothing' else 0.2))
         run_cell(step, i, j)
         if (i, j) == (1, 0):
             ended.set()
 
-    layers = {'a shared layer': [Count('nothing')] * 2,
-              'draws': [nn.Dropout(0.1), nn.Dropout(0.1)]}.get(why, [nn.Tanh(), nn.Tanh()])
-    gpipe = GPipe(nn.Sequential(layers[0], nn.Linear(3, 3), layers[1]), [2, 1],
-                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+    layers = {
+        'a shared layer': [Count('nothing')] * 2,
+        'draws': [nn.Dropout(0.1), nn.Dropout(0.1)],
+    }.get(why, [nn.Tanh(), nn.Tanh()])
+    gpipe = GPipe(
+        nn.Sequential(layers[0], nn.Linear(3, 3), layers[1]),
+        [2, 1],
+        devices=['cpu:0', 'cpu:1'],
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 3)
     gpipe.step(x, x, squares)  # In the first step it is not known who draws.
     monkeypatch.setattr(Step, '_run_cell', run)
@@ -299,8 +333,9 @@ def test_on_one_worker_forwards_run_in_the_order_of_the_model():
             return super().forward(x)
 
     layers = [Log(3, 3), Log(3, 3)]
-    gpipe = GPipe(nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=3,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(*layers), [1, 1], devices=['cpu', 'cpu'], chunks=3, checkpoint='always'
+    )
     x = torch.randn(6, 3)
     for _ in range(2):
         gpipe.step(x, x, squares, schedule='gpipe')

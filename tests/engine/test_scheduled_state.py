@@ -1,4 +1,5 @@
 """State that a step leaves unchanged, and state carried from one micro-batch to the next."""
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,13 @@ from torchgpipe.base.private import DISPATCH_MODES
 
 def two(devices, **options):
     """Return a model in two partitions, and an input and a target for it."""
-    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1],
-                  devices=devices.distinct(2), chunks=4, **options)
+    model = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        devices=devices.distinct(2),
+        chunks=4,
+        **options,
+    )
     x = torch.randn(8, 4, device=devices.first)
     return model, x, torch.randn(8, 4).to(model.devices[-1])
 
@@ -54,8 +60,9 @@ def test_workers_forget_why_they_may_not_communicate(devices):
     for run in (lambda: model.step(x, y, loss_of), lambda: model(x)):
         for _ in range(2):
             run()
-        told = model._engine.workers.submit([
-            (device, lambda: context.no_order) for device in model.devices])
+        told = model._engine.workers.submit(
+            [(device, lambda: context.no_order) for device in model.devices]
+        )
         assert [each.result() for each in told] == [None, None] and context.no_order is None
 
 
@@ -98,8 +105,13 @@ def test_a_weight_that_a_layer_has_kept_is_a_usual_one_after_a_step_that_failed(
             kept.append(self.weight)
             return super().forward(FailBack.apply(x))
 
-    model = GPipe(nn.Sequential(nn.Linear(4, 4), Keep(4, 4)), [1, 1], devices=['cpu', 'cpu'],
-                  chunks=2, checkpoint='never')
+    model = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Keep(4, 4)),
+        [1, 1],
+        devices=['cpu', 'cpu'],
+        chunks=2,
+        checkpoint='never',
+    )
     x = torch.randn(4, 4)
     with pytest.raises(ZeroDivisionError):
         model.step(x, x, loss_of, schedule='zb-h1')

@@ -1,4 +1,5 @@
 """Tensors that partitions share: one copy for a pass, in their place, and no changes to them."""
+
 import copy
 import gc
 import signal
@@ -9,8 +10,17 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, one_worker, places, workers
-from tests.helpers import (assert_same, call, drop_failed_backward, in_two_memories, memory_of,
-                           micro_batches, modes, nodes, on_first)
+from tests.helpers import (
+    assert_same,
+    call,
+    drop_failed_backward,
+    in_two_memories,
+    memory_of,
+    micro_batches,
+    modes,
+    nodes,
+    on_first,
+)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.engine.partition import Engine
@@ -28,9 +38,14 @@ def devices(request, monkeypatch):
 
 
 def _on(*letters):
-    return pytest.mark.parametrize('devices', [
-        pytest.param(each, marks=[pytest.mark.accelerator] if 'a' in each else [])
-        for each in letters], indirect=True)
+    return pytest.mark.parametrize(
+        'devices',
+        [
+            pytest.param(each, marks=[pytest.mark.accelerator] if 'a' in each else [])
+            for each in letters
+        ],
+        indirect=True,
+    )
 
 
 apart = _on('cc', 'ac', 'ca')
@@ -71,15 +86,22 @@ def rows(number=7, width=4):
 
 # The copy
 
+
 @apart
 @modes
 def test_one_copy_in_a_pass_for_all_cells_and_recomputations(devices, mode, monkeypatch):
     copied, seen = [], []
     real = Copy.forward, Copy.backward
-    monkeypatch.setattr(Copy, 'forward', staticmethod(
-        lambda ctx, *args: (copied.append(args[2].shape), real[0](ctx, *args))[1]))
-    monkeypatch.setattr(Copy, 'backward', staticmethod(
-        lambda ctx, *args: (copied.append(args[0].shape), real[1](ctx, *args))[1]))
+    monkeypatch.setattr(
+        Copy,
+        'forward',
+        staticmethod(lambda ctx, *args: (copied.append(args[2].shape), real[0](ctx, *args))[1]),
+    )
+    monkeypatch.setattr(
+        Copy,
+        'backward',
+        staticmethod(lambda ctx, *args: (copied.append(args[0].shape), real[1](ctx, *args))[1]),
+    )
     gpipe = pipe(two(seen.append), devices, checkpoint=mode)
     weight = gpipe[0].weight
     call(gpipe, rows()).sum().backward()
@@ -106,6 +128,7 @@ def test_the_copy_is_there_in_cells_only(devices):
 @_on('cc', 'ac', 'ca', 'aa')
 def test_the_copy_is_taken_away_after_an_error(devices):
     """A later change of the weight comes after the copying."""
+
     def fail(weight):
         raise ZeroDivisionError
 
@@ -211,6 +234,7 @@ def test_a_step_between_forward_and_backward(devices, mode):
 
 
 # Changes of shared tensors
+
 
 class Count(nn.Module):
     """A layer with a buffer that it changes, in one of several ways."""
@@ -367,9 +391,11 @@ def test_nothing_is_put_in_place_in_one_memory_nor_where_nothing_is_shared(sever
 
 # Interrupts and threads
 
+
 @apart_in_this_thread
 def test_an_interrupt_leaves_no_copy_behind(devices, ctrl_c):
     """Ctrl-C while a recomputation runs in the thread that it hits."""
+
     def interrupt(weight):
         if is_recomputing():
             signal.raise_signal(signal.SIGINT)
@@ -384,8 +410,9 @@ def test_an_interrupt_leaves_no_copy_behind(devices, ctrl_c):
 @apart_in_this_thread
 @pytest.mark.parametrize('number', range(4))
 @pytest.mark.parametrize('late', [False, True])
-def test_an_interrupt_while_copies_are_put_there_or_taken_away(devices, ctrl_c, number, late,
-                                                               monkeypatch):
+def test_an_interrupt_while_copies_are_put_there_or_taken_away(
+    devices, ctrl_c, number, late, monkeypatch
+):
     real, calls, again = swaps._call_all, [], -1
 
     def call_all(functions):
@@ -437,22 +464,33 @@ def test_threads_have_copies_of_their_own(devices):
 
 # The way back
 
+
 @apart
 @pytest.mark.parametrize('where', [(0, 1), (0, 0, 1), (0, 1, 0, 1)])
 def test_the_device_of_the_parameter_goes_back_through_its_cells_first(devices, where):
     """In the graph: from where micro-batch 0 leaves home to where the copy was taken."""
     first, _, last = two()
     model = nn.Sequential(first, *[nn.Tanh() for _ in where[2:]], last)
-    gpipe = GPipe(model, [1] * len(where), devices=[devices[k] for k in where], chunks=3,
-                  checkpoint='never')
+    gpipe = GPipe(
+        model, [1] * len(where), devices=[devices[k] for k in where], chunks=3, checkpoint='never'
+    )
     output = call(gpipe, rows())
-    taken = [node for node in nodes(output) if node.name() == 'TieBackward'
-             and any(following.name() == 'WaitBackward' and hasattr(last, 'variable')
-                     for following, _ in node.next_functions
-                     for last, _ in following.next_functions)]
+    taken = [
+        node
+        for node in nodes(output)
+        if node.name() == 'TieBackward'
+        and any(
+            following.name() == 'WaitBackward' and hasattr(last, 'variable')
+            for following, _ in node.next_functions
+            for last, _ in following.next_functions
+        )
+    ]
     assert len(taken) == 1
-    before = [node.name() for node in nodes(output)
-              if any(following is taken[0] for following, _ in node.next_functions)]
+    before = [
+        node.name()
+        for node in nodes(output)
+        if any(following is taken[0] for following, _ in node.next_functions)
+    ]
     assert sorted(before) == ['CopyBackward', 'TieBackward']
 
 

@@ -1,4 +1,5 @@
 """Layers that share parameters, buffers and modules: the numbers of the unwrapped model."""
+
 import copy
 import pickle
 import random
@@ -9,8 +10,16 @@ import torch
 from torch import nn
 
 from tests.devices import cpu_only, devices, one_worker, places, workers
-from tests.helpers import (MODES, Spy, assert_same, call, gradients, in_two_memories,
-                           micro_batches, modes)
+from tests.helpers import (
+    MODES,
+    Spy,
+    assert_same,
+    call,
+    gradients,
+    in_two_memories,
+    micro_batches,
+    modes,
+)
 from tests.project.refusals import Pop, Stash
 from torchgpipe import GPipe, no_recompute
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
@@ -18,12 +27,17 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.legacy import pipeline as legacy
 from torchgpipe.microbatch import gather, scatter
 
-OPTIMIZERS = {'SGD': lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
-              'Adam': lambda parameters: torch.optim.Adam(parameters, lr=0.01)}
+OPTIMIZERS = {
+    'SGD': lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+    'Adam': lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
 
 #: One worker, a worker each, and devices with memories of their own.
-LAYOUTS = [['cpu', 'cpu'], ['cpu:0', 'cpu:1'], *(
-    pytest.param(letters, marks=pytest.mark.accelerator) for letters in ('aa', 'ac', 'ca'))]
+LAYOUTS = [
+    ['cpu', 'cpu'],
+    ['cpu:0', 'cpu:1'],
+    *(pytest.param(letters, marks=pytest.mark.accelerator) for letters in ('aa', 'ac', 'ca')),
+]
 
 layouts = pytest.mark.parametrize('layout', LAYOUTS, ids=str)
 
@@ -55,16 +69,20 @@ def train(reference, gpipe, batches, make_optimizer=OPTIMIZERS['SGD'], tolerance
         assert actual.requires_grad == expected.requires_grad
         if expected.requires_grad:
             expected.square().mean().backward(), actual.square().mean().backward()
-        assert_same([actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)],
-                    tolerance)
-        norms = [nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
-                 for module in (reference, gpipe)]
+        assert_same(
+            [actual.cpu(), *gradients(gpipe)], [expected, *gradients(reference)], tolerance
+        )
+        norms = [
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
+            for module in (reference, gpipe)
+        ]
         assert norms[0] == pytest.approx(norms[1], rel=1e-12)
         for optimizer in optimizers:
             optimizer.step()
     assert list(gpipe.state_dict()) == list(reference.state_dict())
-    assert_same([x.cpu() for x in gpipe.state_dict().values()], reference.state_dict().values(),
-                tolerance)
+    assert_same(
+        [x.cpu() for x in gpipe.state_dict().values()], reference.state_dict().values(), tolerance
+    )
     with torch.no_grad():
         assert_same([call(gpipe, x).cpu()], [reference(x)], tolerance)
 
@@ -117,14 +135,24 @@ def scales(number):
 
 
 @modes
-@pytest.mark.parametrize('layout', [
-    'cccc', *(pytest.param(letters, marks=pytest.mark.accelerator)
-              for letters in ('aaaa', 'acac'))])
+@pytest.mark.parametrize(
+    'layout',
+    [
+        'cccc',
+        *(pytest.param(letters, marks=pytest.mark.accelerator) for letters in ('aaaa', 'acac')),
+    ],
+)
 def test_a_parameter_and_a_buffer_in_four_partitions(layout, mode):
     model = scales(4).double()
-    gpipe = GPipe(copy.deepcopy(model), [1] * 4, devices=[
-        f'cpu:{j}' if device == 'cpu' else device for j, device in enumerate(places(layout))],
-        chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [1] * 4,
+        devices=[
+            f'cpu:{j}' if device == 'cpu' else device for j, device in enumerate(places(layout))
+        ],
+        chunks=3,
+        checkpoint=mode,
+    )
     assert [name for name, _ in gpipe.named_parameters()] == ['0.weight']
     train(model, gpipe, [torch.rand(7, 4).double() for _ in range(3)])
 
@@ -134,8 +162,9 @@ def test_a_parameter_and_a_buffer_in_four_partitions(layout, mode):
 def test_a_module_within_another_one(layout, mode):
     embedding = nn.Embedding(7, 4)
     model = nn.Sequential(embedding, nn.Linear(4, 4), nn.Tanh(), Tied(embedding)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3, checkpoint=mode
+    )
     train(model, gpipe, [tokens(), tokens(5)])
 
 
@@ -156,8 +185,9 @@ class Last(nn.Module):
 def test_a_recurrent_layer_twice(layout, mode):
     layer = Last(nn.LSTM(4, 4, batch_first=True))
     model = nn.Sequential(layer, nn.Tanh(), layer).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices_of(layout), chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 2], devices=devices_of(layout), chunks=3, checkpoint=mode
+    )
     train(model, gpipe, [torch.randn(7, 3, 4, dtype=torch.double) for _ in range(3)])
     copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))
 
@@ -174,8 +204,9 @@ def random_layer(rng, earlier):
     scales = [module for module in inside if isinstance(module, Scale)]
     if kind in ('scale', 'table'):
         other = rng.choice(scales) if scales else Scale()
-        return Scale(other.weight if kind == 'scale' else None,
-                     other.table if kind == 'table' else None)
+        return Scale(
+            other.weight if kind == 'scale' else None, other.table if kind == 'table' else None
+        )
     if kind == 'act':
         return nn.GELU()
     layer = nn.Linear(4, 4)
@@ -203,10 +234,17 @@ def random_case(seed, kinds):
     n = rng.randint(1, min(4, len(model)))
     cuts = [0, *sorted(rng.sample(range(1, len(model)), n - 1)), len(model)]
     letters = ''.join(rng.choice(kinds) for _ in range(n))
-    devices = [f'cpu:{rng.randrange(3)}' if letter == 'c' else device
-               for letter, device in zip(letters, places(letters))]
-    gpipe = GPipe(copy.deepcopy(model), [b - a for a, b in zip(cuts, cuts[1:])], devices=devices,
-                  chunks=rng.randint(1, 4), checkpoint=rng.choice(MODES))
+    devices = [
+        f'cpu:{rng.randrange(3)}' if letter == 'c' else device
+        for letter, device in zip(letters, places(letters))
+    ]
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [b - a for a, b in zip(cuts, cuts[1:])],
+        devices=devices,
+        chunks=rng.randint(1, 4),
+        checkpoint=rng.choice(MODES),
+    )
     batches = [torch.randn(rng.randint(1, 7), 4, dtype=torch.double) for _ in range(3)]
     train(model, gpipe, batches, rng.choice(list(OPTIMIZERS.values())), 1e-11)
 
@@ -218,6 +256,7 @@ def test_random_models(seed, kinds):
 
 
 # Other properties of a parameter
+
 
 @pytest.fixture
 def gpipe(request, monkeypatch):
@@ -232,9 +271,15 @@ def gpipe(request, monkeypatch):
 
 STAND_INS = pytest.mark.parametrize('gpipe', ['cc'], indirect=True)
 
-apart = pytest.mark.parametrize('gpipe', [
-    'cc', pytest.param('ac', marks=pytest.mark.accelerator),
-    pytest.param('ca', marks=pytest.mark.accelerator)], indirect=True)
+apart = pytest.mark.parametrize(
+    'gpipe',
+    [
+        'cc',
+        pytest.param('ac', marks=pytest.mark.accelerator),
+        pytest.param('ca', marks=pytest.mark.accelerator),
+    ],
+    indirect=True,
+)
 
 
 def unwrapped(gpipe):
@@ -282,8 +327,10 @@ def test_functional_call(gpipe, mode):
     given = {name: (x * 2).detach().requires_grad_() for name, x in plain.named_parameters()}
     expected = torch.func.functional_call(plain, given, (x,)).square().sum()
     expected = torch.autograd.grad(expected, list(given.values()))
-    there = {name: x.detach().to(gpipe.get_parameter(name).device).requires_grad_()
-             for name, x in given.items()}
+    there = {
+        name: x.detach().to(gpipe.get_parameter(name).device).requires_grad_()
+        for name, x in given.items()
+    }
     x = x.to(gpipe.devices[0])
     actual = torch.func.functional_call(gpipe, there, (x,)).square().sum()
     assert_same(torch.autograd.grad(actual, list(there.values())), expected)
@@ -354,7 +401,8 @@ def test_compiled(gpipe, mode, how):
 def process_group():
     """Be a process group of one."""
     torch.distributed.init_process_group(
-        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -381,13 +429,14 @@ def test_autograd_grad_and_gradients_of_gradients(gpipe):
     found, x = [], tokens()
     for module in (unwrapped(gpipe), gpipe):
         weight = module[0].weight
-        grad, = torch.autograd.grad(call(module, x).pow(3).sum(), weight, create_graph=True)
-        second, = torch.autograd.grad(grad.square().sum(), weight)
+        (grad,) = torch.autograd.grad(call(module, x).pow(3).sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), weight)
         found.append([grad.detach(), second])
     assert_same(*found, 1e-9)
 
 
 # Layers in several places
+
 
 @devices
 def test_a_layer_in_several_places_has_several_names(devices):
@@ -409,9 +458,11 @@ def test_balances_of_layers_that_share(devices):
     costs = profile(model, x, device=devices.first, timeout=0)
     assert costs.layers[0].parameter_bytes == costs.layers[4].parameter_bytes == 7 * 4 * 8
     assert [layer.name for layer in costs.layers] == list('012345')
-    for balance in (costs.balance(2, chunks=2),
-                    balance_by_time(2, model, x, device=devices.first, timeout=0),
-                    balance_by_size(2, model, x, device=devices.first)):
+    for balance in (
+        costs.balance(2, chunks=2),
+        balance_by_time(2, model, x, device=devices.first, timeout=0),
+        balance_by_size(2, model, x, device=devices.first),
+    ):
         assert sum(balance) == 6 and model[4].weight is model[0].weight
         gpipe = GPipe(copy.deepcopy(model), balance, devices=devices(2), chunks=2)
         assert call(gpipe, x).shape == (8, 3, 7)
@@ -437,8 +488,12 @@ def test_the_layer_that_changes_the_input_is_found_behind_one_that_stands_twice(
             return x.add_(torch.ones(2, 4, device=x.device))
 
     layer = Turn()
-    gpipe = GPipe(nn.Sequential(layer, layer, Add(), nn.Linear(4, 4)), [4],
-                  devices=devices(1), checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(layer, layer, Add(), nn.Linear(4, 4)),
+        [4],
+        devices=devices(1),
+        checkpoint='always',
+    )
     with pytest.raises(RuntimeError, match="layer '2' of partition 0"):
         call(gpipe, torch.rand(2, 4)).sum().backward()
 
@@ -461,8 +516,9 @@ def test_a_layer_that_only_computes_runs_in_two_partitions_at_once(devices):
     meet = threading.Barrier(2, timeout=10)
     act = nn.Tanh()
     act.register_forward_hook(lambda *args: (meet.wait(), None)[1])
-    gpipe = GPipe(nn.Sequential(Where(1, act), Where(2, act)), [1, 1],
-                  devices=devices.distinct(2), chunks=2)
+    gpipe = GPipe(
+        nn.Sequential(Where(1, act), Where(2, act)), [1, 1], devices=devices.distinct(2), chunks=2
+    )
     with torch.no_grad():
         call(gpipe, torch.rand(6, 4))  # learns that partitions may run at the same time
         # Three rows in two micro-batches: one of them is in each partition at the same time.
@@ -474,8 +530,9 @@ def test_a_layer_that_only_computes_runs_in_two_partitions_at_once(devices):
 def test_a_layer_that_is_kept_out_of_recomputation(layout, mode):
     act, linear = nn.Tanh(), nn.Linear(4, 4)
     model = nn.Sequential(linear, act, nn.Sequential(nn.Linear(4, 4), act), linear).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3, checkpoint=mode
+    )
     no_recompute(gpipe[0]), no_recompute(gpipe[1])
     train(model, gpipe, [torch.randn(7, 4).double() for _ in range(3)])
 
@@ -518,8 +575,12 @@ def test_a_layer_keeps_its_attributes_when_several_devices_recompute():
     """In v0.4.0 it kept a recomputation's attributes for good, after 38 of 60 steps."""
     act = nn.Tanh()
     own = act.__dict__
-    gpipe = GPipe(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), act) for _ in range(4)]),
-                  [1, 1, 1, 1], chunks=8, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), act) for _ in range(4)]),
+        [1, 1, 1, 1],
+        chunks=8,
+        checkpoint='always',
+    )
     for _ in range(20):
         gpipe(torch.rand(16, 4, device='sim:0')).sum().backward()
         assert act.__dict__ is own
@@ -531,13 +592,20 @@ def test_deferred_batch_norm_in_two_partitions(layout, mode):
     """Each place moves the statistics by its own mini-batch, the first place first."""
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3,
-                  checkpoint=mode, deferred_batch_norm=True)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [2, 2],
+        devices=devices_of(layout),
+        chunks=3,
+        checkpoint=mode,
+        deferred_batch_norm=True,
+    )
     assert gpipe[1] is gpipe[3] and type(gpipe[1]) is DeferredBatchNorm
     for _ in range(2):
         x = torch.randn(8, 4, dtype=torch.double)
-        inner = model[2](torch.cat([copy.deepcopy(norm)(part)
-                                    for part in micro_batches(model[0](x), 3)]))
+        inner = model[2](
+            torch.cat([copy.deepcopy(norm)(part) for part in micro_batches(model[0](x), 3)])
+        )
         norm(model[0](x)), norm(inner)
         call(gpipe, x).sum().backward()
         actual = [gpipe[1].running_mean.cpu(), gpipe[1].running_var.cpu()]
@@ -563,8 +631,7 @@ def test_the_pipeline_of_0_0_7(layout):
     for checkpoint_stop in (0, 2):
         x = tokens(6)
         batches = scatter(x.to(devices[0]), 3)
-        legacy.Pipeline(batches, gpipe.partitions, devices,
-                        checkpoint_stop=checkpoint_stop).run()
+        legacy.Pipeline(batches, gpipe.partitions, devices, checkpoint_stop=checkpoint_stop).run()
         output, expected = gather(batches), model(x)
         output.square().sum().backward(), expected.square().sum().backward()
         assert_same([output, *gradients(gpipe)], [expected, *gradients(model)])
@@ -574,13 +641,15 @@ def test_the_pipeline_of_0_0_7(layout):
 def test_a_tensor_lives_where_it_is_used_first():
     first, last = Scale(), Scale()
     last.weight, last.table = first.weight, first.table
-    gpipe = GPipe(nn.Sequential(nn.Tanh(), first, nn.Tanh(), last), [1, 1, 1, 1],
-                  devices=places('acac'))
+    gpipe = GPipe(
+        nn.Sequential(nn.Tanh(), first, nn.Tanh(), last), [1, 1, 1, 1], devices=places('acac')
+    )
     assert gpipe[1].weight is last.weight and gpipe[1].table is last.table
     assert last.weight.device == last.table.device == torch.device('cpu')
 
 
 # Models that cannot be wrapped
+
 
 def nested(layer):
     """Return a pipeline that has a layer."""
@@ -592,10 +661,15 @@ def test_what_can_not_have_a_copy(monkeypatch):
     in_two_memories(monkeypatch)
     layer, tied = nn.Linear(4, 4), nn.Linear(4, 4)
     tied.weight = layer.weight
-    for first, last, reason in [(layer, nested(tied), 'within another GPipe'),
-                                (nested(layer), tied, 'within another GPipe')]:
-        with pytest.raises(ValueError, match=f"module with duplicate parameters .*{reason}: "
-                                             r"'0.*weight' on cpu:0 is also '2.*' on cpu:1"):
+    for first, last, reason in [
+        (layer, nested(tied), 'within another GPipe'),
+        (nested(layer), tied, 'within another GPipe'),
+    ]:
+        with pytest.raises(
+            ValueError,
+            match=f'module with duplicate parameters .*{reason}: '
+            r"'0.*weight' on cpu:0 is also '2.*' on cpu:1",
+        ):
             GPipe(nn.Sequential(first, nn.Tanh(), last), [1, 2], devices=['cpu:0', 'cpu:1'])
         GPipe(nn.Sequential(first, nn.Tanh(), last), [1, 2], devices=['cpu:0', 'cpu'])
 

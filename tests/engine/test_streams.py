@@ -1,4 +1,5 @@
 """Streams of operations, and waits between them: with streams that only record calls."""
+
 import threading
 from contextlib import contextmanager
 
@@ -93,19 +94,28 @@ def test_a_batch_goes_to_another_device_on_copy_streams(streams, monkeypatch):
     x = torch.zeros(1, requires_grad=True)
     output = gpipe(x)
     assert streams.log == [
-        'copy 0 waits for compute 0, on copy 0', 'copy on copy 0, copy 1', 'copy 0 uses [0.0]',
-        'compute 1 uses [1.0]', 'compute 1 waits for copy 1, on compute 1']
+        'copy 0 waits for compute 0, on copy 0',
+        'copy on copy 0, copy 1',
+        'copy 0 uses [0.0]',
+        'compute 1 uses [1.0]',
+        'compute 1 waits for copy 1, on compute 1',
+    ]
     streams.log.clear()
-    output.backward(torch.full((1,), 5.))
+    output.backward(torch.full((1,), 5.0))
     assert streams.log == [
-        'copy 1 waits for compute 1, on ', 'copy on copy 1, copy 0', 'copy 1 uses [5.0]',
-        'compute 0 uses [6.0]', 'compute 0 waits for copy 0, on ']
+        'copy 1 waits for compute 1, on ',
+        'copy on copy 1, copy 0',
+        'copy 1 uses [5.0]',
+        'compute 0 uses [6.0]',
+        'compute 0 waits for copy 0, on ',
+    ]
     assert (output.tolist(), x.grad.tolist()) == ([1], [6])
 
 
 @pytest.mark.parametrize('devices', [['cpu:0', 'cpu:1'], ['cpu:1', 'cpu:1']])
 def test_layers_and_recomputations_run_on_the_compute_stream_of_their_device(
-        devices, streams, monkeypatch):
+    devices, streams, monkeypatch
+):
     seen = []
 
     def see(_):
@@ -120,7 +130,11 @@ def test_layers_and_recomputations_run_on_the_compute_stream_of_their_device(
         return real(*args)
 
     monkeypatch.setattr(recomputation, 'compare', compare)
-    gpipe = GPipe(nn.Sequential(nn.Identity(), nn.Sequential(Spy(see), nn.Linear(2, 2))), [1, 1],
-                  devices=devices, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Identity(), nn.Sequential(Spy(see), nn.Linear(2, 2))),
+        [1, 1],
+        devices=devices,
+        checkpoint='always',
+    )
     gpipe(torch.rand(2, 2)).sum().backward()
     assert seen == [False, True, 'compute 1']

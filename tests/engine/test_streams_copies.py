@@ -1,12 +1,24 @@
 """Copies and waits between streams."""
+
 import pytest
 import torch
 
 from tests.devices import ACCELERATOR, cpu_only, places
 from tests.helpers import sleep
-from torchgpipe.engine.streams import (Copy, CPUStream, Wait, current_stream, default_stream,
-                                       get_device, is_accelerator, new_stream, record_stream,
-                                       use_device, use_stream, wait_stream)
+from torchgpipe.engine.streams import (
+    Copy,
+    CPUStream,
+    Wait,
+    current_stream,
+    default_stream,
+    get_device,
+    is_accelerator,
+    new_stream,
+    record_stream,
+    use_device,
+    use_stream,
+    wait_stream,
+)
 
 pytestmark = cpu_only('about the graph; waits are taken out in tests/accelerator')
 
@@ -19,8 +31,8 @@ WAYS = ['cc', *(pytest.param(way, marks=pytest.mark.accelerator) for way in ('ca
 
 def between_waits(prev_stream, next_stream, x):
     """Copy as the pipeline does: both copy streams wait for compute streams, and the other way."""
-    x, = Wait.apply(current_stream(get_device(prev_stream)), prev_stream, x)
-    y, = Copy.apply(prev_stream, next_stream, x)
+    (x,) = Wait.apply(current_stream(get_device(prev_stream)), prev_stream, x)
+    (y,) = Copy.apply(prev_stream, next_stream, x)
     return Wait.apply(next_stream, current_stream(get_device(next_stream)), y)
 
 
@@ -29,7 +41,7 @@ def between_waits(prev_stream, next_stream, x):
 def test_backward_is_the_adjoint_and_goes_the_other_way(function, way):
     prev_stream, next_stream = [new_stream(torch.device(place)) for place in places(way)]
     x = torch.randn(100, device=get_device(prev_stream), requires_grad=True)
-    y, = function(prev_stream, next_stream, x)
+    (y,) = function(prev_stream, next_stream, x)
     where = get_device(next_stream) if function is between_waits else x.device
     v = torch.randn(100).to(where)
     forward = (y * v).sum()
@@ -54,7 +66,7 @@ def test_a_tensor_without_gradient_gets_none(function):
 
 
 def test_integers_pass():
-    k, = Copy.apply(CPUStream, CPUStream, torch.tensor([1, 2]))
+    (k,) = Copy.apply(CPUStream, CPUStream, torch.tensor([1, 2]))
     assert k.tolist() == [1, 2] and not k.requires_grad
 
 

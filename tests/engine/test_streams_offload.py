@@ -1,4 +1,5 @@
 """Offload: tensors kept by checkpoints wait in host memory, and results stay the same."""
+
 import copy
 from unittest import mock
 
@@ -8,8 +9,16 @@ from torch import nn
 
 from tests.accelerator.test_gpipe import layers
 from tests.devices import ACCELERATOR, DEVICES, cpu_only, places
-from tests.helpers import (MODES, WeakLog, assert_same, call, compare_all_pending, gradients,
-                           memory_of, train_both)
+from tests.helpers import (
+    MODES,
+    WeakLog,
+    assert_same,
+    call,
+    compare_all_pending,
+    gradients,
+    memory_of,
+    train_both,
+)
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.engine.streams import Offload, current_stream, new_stream
@@ -20,8 +29,14 @@ from torchgpipe.engine.streams import Offload, current_stream, new_stream
 @pytest.mark.parametrize('letters', ['aaaa', 'acac', 'caac'])
 def test_numbers_are_those_of_the_unwrapped_model(mode, letters):
     model = layers()
-    gpipe = GPipe(copy.deepcopy(model), [3, 3, 3, 3], devices=places(letters), chunks=5,
-                  checkpoint=mode, offload=True)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [3, 3, 3, 3],
+        devices=places(letters),
+        chunks=5,
+        checkpoint=mode,
+        offload=True,
+    )
     for _ in range(2):
         model.zero_grad(), gpipe.zero_grad()
         train_both(model, gpipe, torch.randn(11, 6, dtype=torch.double))
@@ -38,10 +53,21 @@ def test_dropout_marked_layers_and_shared_tensors(devices):
     results = []
     for waits in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(Scale(4, 4), Scale(4, 4), nn.Sequential(First(), no_recompute(
-            nn.Linear(4, 4)), nn.ReLU(inplace=True), nn.Dropout(0.3))).double()
-        gpipe = GPipe(model, [1, 2], devices=DEVICES['accelerators'].distinct(devices) * 2,
-                      chunks=3, checkpoint='always', offload=waits)
+        model = nn.Sequential(
+            Scale(4, 4),
+            Scale(4, 4),
+            nn.Sequential(
+                First(), no_recompute(nn.Linear(4, 4)), nn.ReLU(inplace=True), nn.Dropout(0.3)
+            ),
+        ).double()
+        gpipe = GPipe(
+            model,
+            [1, 2],
+            devices=DEVICES['accelerators'].distinct(devices) * 2,
+            chunks=3,
+            checkpoint='always',
+            offload=waits,
+        )
         table = torch.rand(4, dtype=torch.double, device=gpipe.devices[0], requires_grad=True)
         x = torch.rand(7, 4, dtype=torch.double, device=gpipe.devices[0])
         for _ in range(2):
@@ -61,16 +87,22 @@ class First(nn.Module):
 @pytest.mark.accelerator
 def test_gradients_may_be_asked_for_twice_and_of_gradients():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid()).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=places('aa'), chunks=2,
-                  checkpoint='always', offload=True)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [2, 2],
+        devices=places('aa'),
+        chunks=2,
+        checkpoint='always',
+        offload=True,
+    )
     got = []
     for net in (model, gpipe):
         x = torch.linspace(-1, 1, 20, dtype=torch.double).view(5, 4).requires_grad_()
         output = call(net, x).square().sum()
         output.backward(retain_graph=True)
         output.backward(retain_graph=True)
-        first, = torch.autograd.grad(output, x, create_graph=True)
-        second, = torch.autograd.grad(first.square().sum(), x)
+        (first,) = torch.autograd.grad(output, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
         got.append([first, second, x.grad, *gradients(net)])
     assert_same(got[1], got[0], 1e-10)
     with pytest.raises(RuntimeError, match='second time'):
@@ -84,8 +116,14 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients():
 def test_save_on_cpu_around_it(pinned, waits, mode):
     """The user's hooks decide where to keep the tensors that they pack."""
     model = layers()
-    gpipe = GPipe(copy.deepcopy(model), [6, 6], devices=places('aa'), chunks=3, checkpoint=mode,
-                  offload=waits)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [6, 6],
+        devices=places('aa'),
+        chunks=3,
+        checkpoint=mode,
+        offload=waits,
+    )
     x = torch.randn(7, 6, dtype=torch.double)
     model(x).square().sum().backward()
     with torch.autograd.graph.save_on_cpu(pinned, ACCELERATOR):
@@ -96,8 +134,13 @@ def test_save_on_cpu_around_it(pinned, waits, mode):
 
 @pytest.mark.accelerator
 def test_a_changed_input_is_named_as_ever():
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), [1, 1],
-                  devices=[f'{ACCELERATOR}:0'] * 2, checkpoint=['never', 'always'], offload=True)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
+        [1, 1],
+        devices=[f'{ACCELERATOR}:0'] * 2,
+        checkpoint=['never', 'always'],
+        offload=True,
+    )
     gpipe[0].requires_grad_(False)
     gpipe[1].weight = nn.Parameter(torch.ones(1, device=gpipe.devices[0]))
     gpipe[1].register_forward_hook(lambda module, args, output: output * module.weight)
@@ -111,8 +154,14 @@ def test_a_changed_input_is_named_as_ever():
 @pytest.mark.parametrize('waits', [False, True])
 def test_an_input_that_is_changed_before_backward(change, waits):
     device = torch.device(ACCELERATOR, 0)
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=[device], chunks=2,
-                  checkpoint='always', offload=waits)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4)),
+        [1],
+        devices=[device],
+        chunks=2,
+        checkpoint='always',
+        offload=waits,
+    )
     x = torch.rand(4, 4, device=device)
     output = gpipe(x)
     torch.accelerator.synchronize(0)
@@ -125,8 +174,10 @@ def sizes():
     """Return the bytes that each device has handed out."""
     for device in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(device)
-    return [torch.accelerator.memory_allocated(device)
-            for device in range(torch.accelerator.device_count())]
+    return [
+        torch.accelerator.memory_allocated(device)
+        for device in range(torch.accelerator.device_count())
+    ]
 
 
 @pytest.mark.sim
@@ -137,8 +188,13 @@ def test_what_waits_is_not_on_the_device(mode, kept):
     boundary = rows * width * 4
     used = []
     for waits in (False, True):
-        gpipe = GPipe(nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), [1] * 4,
-                      chunks=m, checkpoint=mode, offload=waits)
+        gpipe = GPipe(
+            nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]),
+            [1] * 4,
+            chunks=m,
+            checkpoint=mode,
+            offload=waits,
+        )
         x = torch.rand(m * rows, width, device='sim:0')
         gpipe(x).sum().backward()
         before = sizes()
@@ -152,8 +208,14 @@ def test_what_waits_is_not_on_the_device(mode, kept):
 
 @pytest.mark.accelerator
 def test_nothing_is_alive_after_a_step():
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=places('aa'),
-                  chunks=3, checkpoint='always', offload=True)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        devices=places('aa'),
+        chunks=3,
+        checkpoint='always',
+        offload=True,
+    )
     log = WeakLog(*gpipe)
     hosts = []
     store = Offload.store
@@ -175,8 +237,9 @@ def test_nothing_is_alive_after_a_step():
 @pytest.mark.parametrize('devices', [['cpu'] * 2, ['cpu:0', 'cpu:1']])
 def test_on_the_cpu_it_does_nothing(devices, mode):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Stash(), nn.Linear(4, 4), Pop()).double()
-    gpipe = GPipe(copy.deepcopy(model), [3, 2], devices=devices, chunks=3, checkpoint=mode,
-                  offload=True)
+    gpipe = GPipe(
+        copy.deepcopy(model), [3, 2], devices=devices, chunks=3, checkpoint=mode, offload=True
+    )
     assert gpipe.offload is True
     with mock.patch.object(Offload, 'store', side_effect=AssertionError):
         train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
@@ -185,31 +248,43 @@ def test_on_the_cpu_it_does_nothing(devices, mode):
 @pytest.mark.accelerator
 def test_tensors_that_stay():
     """Tensors of other devices, sparse ones, other types, and tensors without elements."""
+
     class Type(torch.Tensor):
         pass
 
     device = torch.device(ACCELERATOR, 0)
     away, compute = Offload(new_stream(device)), current_stream(device)
-    tensors = (torch.ones(2), torch.ones(0, device=device),
-               torch.ones(2, device=device).as_subclass(Type))
+    tensors = (
+        torch.ones(2),
+        torch.ones(0, device=device),
+        torch.ones(2, device=device).as_subclass(Type),
+    )
     stored = away.store(tensors, compute)
     assert all(a is b for a, b in zip(stored, tensors))
     assert all(a is b for a, b in zip(away.fetch(stored, compute), tensors))
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('make', [
-    lambda x: x, lambda x: x.T, lambda x: x[:, 1:], lambda x: x[:1].expand(3, 4),
-    lambda x: x.to(torch.bfloat16), lambda x: x > 0.5, lambda x: x.view(3, 2, 2, 1).to(
-        memory_format=torch.channels_last)])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x[:, 1:],
+        lambda x: x[:1].expand(3, 4),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: x > 0.5,
+        lambda x: x.view(3, 2, 2, 1).to(memory_format=torch.channels_last),
+    ],
+)
 def test_tensors_that_come_back(make):
     device = torch.device(ACCELERATOR, 0)
     x = make(torch.rand(3, 4, device=device))
     away, compute = Offload(new_stream(device)), current_stream(device)
     if x.is_floating_point():
         x.requires_grad_()
-    stored, = away.store((x,), compute)
-    back, = away.fetch((stored,), compute)
+    (stored,) = away.store((x,), compute)
+    (back,) = away.fetch((stored,), compute)
     assert stored.is_cpu and stored.is_pinned() and stored.requires_grad == x.requires_grad
     assert back.device == device and back.dtype == x.dtype and torch.equal(back, x)
     assert back.requires_grad == x.requires_grad and back.is_leaf

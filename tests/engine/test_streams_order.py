@@ -1,4 +1,5 @@
 """Edges without data, and the phony that carries them."""
+
 import threading
 import weakref
 
@@ -141,8 +142,13 @@ class Two(nn.Module):
 @modes
 @pytest.mark.parametrize('used', [0, 1])
 def test_an_output_that_nobody_uses_has_no_gradient(devices, mode, used):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Two()), [1, 1], devices=devices(2), chunks=2,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Two()),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint=mode,
+    )
     gpipe(on_first(gpipe, torch.rand(4, 4)))[used].sum().backward()
     found = [layer.weight.grad is not None for layer in gpipe[1].layers]
     assert found == [used == 0, used == 1]

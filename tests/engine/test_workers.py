@@ -1,4 +1,5 @@
 """Workers by themselves: values, errors, lifetime, forks, and who may wait for them."""
+
 import gc
 import pickle
 import subprocess
@@ -50,8 +51,9 @@ def test_an_error_is_freed_without_the_garbage_collector():
 def test_devices_have_threads_of_their_own():
     barrier = threading.Barrier(2)  # breaks unless both wait at the same time
     workers = Workers()
-    futures = [workers.submit([(torch.device('cpu', k), lambda: barrier.wait(10))])[0]
-               for k in (0, 1)]
+    futures = [
+        workers.submit([(torch.device('cpu', k), lambda: barrier.wait(10))])[0] for k in (0, 1)
+    ]
     assert sorted(future.result() for future in futures) == [0, 1]
 
 
@@ -107,6 +109,7 @@ def test_a_thread_does_not_keep_the_interpreter_from_exiting():
 
 def is_free(lock):
     """Return whether another thread could take a lock."""
+
     def take():
         taken = lock.acquire(blocking=False)
         if taken:
@@ -195,8 +198,11 @@ def test_a_layer_that_calls_the_pipeline_that_runs_it(nested):
 
     def call(_):
         if nested:
-            GPipe(nn.Sequential(nn.Identity(), Spy(lambda x: gpipe(x))), [1, 1],
-                  devices=['cpu:0', 'cpu:1'])(x)
+            GPipe(
+                nn.Sequential(nn.Identity(), Spy(lambda x: gpipe(x))),
+                [1, 1],
+                devices=['cpu:0', 'cpu:1'],
+            )(x)
         else:
             gpipe(x)
 
@@ -220,8 +226,9 @@ def test_on_one_device_a_layer_may_call_its_pipeline():
 
 def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
     errors = []
-    monkeypatch.setattr('sys.unraisablehook', lambda unraisable: errors.append(
-        unraisable.exc_value))
+    monkeypatch.setattr(
+        'sys.unraisablehook', lambda unraisable: errors.append(unraisable.exc_value)
+    )
 
     class Last:
         def __del__(self):
@@ -241,15 +248,27 @@ def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_a_fork_while_another_thread_holds_every_lock():
     """In v0.3.0 the child waited for locks that no thread held any more."""
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1],
-                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        [1, 1],
+        devices=['cpu:0', 'cpu:1'],
+        chunks=2,
+        checkpoint='always',
+    )
     held, end = threading.Event(), threading.Event()
 
     def hold():
         from torchgpipe.base import context
         from torchgpipe.engine.checkpoint import random
-        with gpipe._engine.workers._lock, random._lock, context._lock, context.generator_lock, \
-                gpipe._engine.partitions[0].lock, gpipe._engine.partitions[1].lock:
+
+        with (
+            gpipe._engine.workers._lock,
+            random._lock,
+            context._lock,
+            context.generator_lock,
+            gpipe._engine.partitions[0].lock,
+            gpipe._engine.partitions[1].lock,
+        ):
             held.set()
             end.wait(20)
 

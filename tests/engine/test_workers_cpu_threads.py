@@ -1,4 +1,5 @@
 """Workers on the CPU divide its cores; a cell that waits for its turn has all of them."""
+
 import threading
 
 import pytest
@@ -91,8 +92,9 @@ def test_one_worker_has_all(devices):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('devices, share', [
-    ([ACCELERATOR, 'cpu'], 4), ([ACCELERATOR, 'cpu:0', 'cpu:1', 'cpu:0'], 2)])
+@pytest.mark.parametrize(
+    'devices, share', [([ACCELERATOR, 'cpu'], 4), ([ACCELERATOR, 'cpu:0', 'cpu:1', 'cpu:0'], 2)]
+)
 def test_workers_of_accelerators_count_for_nothing(devices, share):
     gpipe, seen = spying(devices)
     torch.set_num_threads(4)
@@ -128,9 +130,11 @@ def test_other_threads_begin_with_what_they_would_have_without_workers():
 
 
 @here
-@pytest.mark.parametrize('chunks, function, workers', [
-    (3, id, {'cpu:0', 'cpu:1'}), (1, id, set()), (3, F.dropout, set())],
-    ids=['at once', 'one micro-batch', 'in turns'])
+@pytest.mark.parametrize(
+    'chunks, function, workers',
+    [(3, id, {'cpu:0', 'cpu:1'}), (1, id, set()), (3, F.dropout, set())],
+    ids=['at once', 'one micro-batch', 'in turns'],
+)
 def test_only_the_caller_has_more_than_a_share(chunks, function, workers):
     """A worker's OpenMP team would stay, and let the teams of others sleep between kernels."""
     seen = []

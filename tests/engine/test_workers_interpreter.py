@@ -1,4 +1,5 @@
 """Threads that run the actions of a step concurrently, and the effects of a fault."""
+
 import copy
 import gc
 import signal
@@ -43,8 +44,13 @@ def test_workers_work_at_the_same_time(devices, after):
                     x.register_hook(lambda grad: (barriers['backward'].wait(20), None)[1])
             return x
 
-    gpipe = GPipe(nn.Sequential(Meet(1, 0), Meet(0, 1)), [1, 1], devices=devices.distinct(2),
-                  chunks=3, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(Meet(1, 0), Meet(0, 1)),
+        [1, 1],
+        devices=devices.distinct(2),
+        chunks=3,
+        checkpoint='never',
+    )
     x = torch.randn(6, 4, device=devices.first)
     if after == 'a plain call':  # which tells that the layers draw nothing, and not of the loss
         gpipe(x)
@@ -58,8 +64,13 @@ def test_workers_work_at_the_same_time(devices, after):
 @cpu_only('it is about threads of the host')
 def test_threads_may_take_steps_of_the_same_model():
     """None may come first on one worker and last on another."""
-    gpipe = GPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), [1] * 4,
-                  devices=[f'cpu:{j}' for j in range(4)], chunks=2, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]),
+        [1] * 4,
+        devices=[f'cpu:{j}' for j in range(4)],
+        chunks=2,
+        checkpoint='never',
+    )
     x, taken = torch.randn(4, 4), []
     interval = sys.getswitchinterval()
 
@@ -83,8 +94,9 @@ def test_threads_may_take_steps_of_the_same_model():
 @workers
 def test_a_layer_can_not_take_a_step_of_the_model_that_runs_it(devices):
     models = []
-    model = nn.Sequential(nn.Linear(4, 4), Spy(
-        lambda x: models[0].step(x.detach(), x.detach(), loss_of)))
+    model = nn.Sequential(
+        nn.Linear(4, 4), Spy(lambda x: models[0].step(x.detach(), x.detach(), loss_of))
+    )
     models.append(GPipe(model, [1, 1], devices=devices.distinct(2)))
     x = torch.randn(6, 4, device=devices.first)
     with pytest.raises(RuntimeError, match='called the GPipe that runs it'):
@@ -194,8 +206,12 @@ def test_no_action_starts_after_a_fault(devices, monkeypatch):
     def fail(x):
         raise ValueError
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(wait), Spy(fail)), [2, 1],
-                  devices=devices.distinct(2), chunks=4)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), Spy(wait), Spy(fail)),
+        [2, 1],
+        devices=devices.distinct(2),
+        chunks=4,
+    )
     x = torch.rand(4, 2, device=devices.first)
     # The first step goes one by one, as it is not known yet who draws.
     gpipe[2].see, fail = lambda x: None, gpipe[2].see
@@ -234,8 +250,12 @@ def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
                     break
             ended.append(stopping.is_set())
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Spy(interrupt)), [1, 1],
-                  devices=devices.distinct(2), chunks=4)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), Spy(interrupt)),
+        [1, 1],
+        devices=devices.distinct(2),
+        chunks=4,
+    )
     x = torch.rand(4, 2, device=devices.first)
     alive, target = WeakLog(gpipe[0]), x.clone().to(gpipe.devices[-1])
     gc.disable()

@@ -1,4 +1,5 @@
 """Checkpointing on its own: the saved tensors, the recomputations, and their times."""
+
 import weakref
 from functools import partial
 
@@ -10,9 +11,16 @@ from tests.devices import ACCELERATOR, one_worker
 from tests.helpers import memory_of, nodes
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import current_node
-from torchgpipe.checkpoint import (Checkpoint, Checkpointing, Recompute, checkpoint,
-                                   enable_checkpointing, enable_recomputing, is_checkpointing,
-                                   is_recomputing)
+from torchgpipe.checkpoint import (
+    Checkpoint,
+    Checkpointing,
+    Recompute,
+    checkpoint,
+    enable_checkpointing,
+    enable_recomputing,
+    is_checkpointing,
+    is_recomputing,
+)
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
 
@@ -132,8 +140,9 @@ def test_without_grad_nothing_is_kept():
     assert not y.requires_grad
 
 
-@pytest.mark.parametrize('device', [
-    'cpu', pytest.param(ACCELERATOR, marks=pytest.mark.accelerator)])
+@pytest.mark.parametrize(
+    'device', ['cpu', pytest.param(ACCELERATOR, marks=pytest.mark.accelerator)]
+)
 def test_random_numbers_are_drawn_again(device):
     dropout = nn.Dropout(0.5)
     x = torch.rand(50, 50, device=device, requires_grad=True)
@@ -211,7 +220,7 @@ def test_a_retained_graph_is_recomputed_again(devices):
 def test_gradients_of_some_inputs_only(devices):
     a, b = leaf(devices, 1), leaf(devices, 1)
     y = checkpoint(lambda x: x.exp() * b, a)
-    grad, = torch.autograd.grad(y, b)
+    (grad,) = torch.autograd.grad(y, b)
     assert torch.allclose(grad, a.exp()) and a.grad is None
 
 
@@ -236,7 +245,7 @@ def test_a_recomputation_runs_in_no_node_of_the_layers(devices):
 def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass(devices):
     x = leaf(devices, 3)
     y = checkpoint(torch.exp, x)
-    node, = [node for node in nodes(y) if node.name() == 'ExpBackward0']
+    (node,) = [node for node in nodes(y) if node.name() == 'ExpBackward0']
     for _ in range(2):
         assert torch.equal(node._saved_result, x.exp())
     y.sum().backward()
@@ -247,7 +256,8 @@ def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass(devices):
 def test_a_gradient_of_a_gradient(devices):
     x = leaf(devices, 4, dtype=torch.double)
     assert torch.autograd.gradgradcheck(
-        partial(checkpoint, lambda x: (x.exp() * x.sin()).tanh()), (x,))
+        partial(checkpoint, lambda x: (x.exp() * x.sin()).tanh()), (x,)
+    )
 
 
 @one_worker
@@ -324,9 +334,13 @@ def test_another_path_is_noticed(devices, more, less):
 
 
 @one_worker
-@pytest.mark.parametrize('more, less, numbers', [
-    (1, 0, 'saved 0 tensors for backward, the first pass 1'),
-    (0, 1, 'saved 1 tensors for backward, the first pass 0')])
+@pytest.mark.parametrize(
+    'more, less, numbers',
+    [
+        (1, 0, 'saved 0 tensors for backward, the first pass 1'),
+        (0, 1, 'saved 1 tensors for backward, the first pass 0'),
+    ],
+)
 def test_another_path_to_the_same_values_is_noticed(devices, more, less, numbers):
     def function(x):
         for _ in range(less if is_recomputing() else more):

@@ -1,4 +1,5 @@
 """Pickles of earlier versions: the paths in them lead to the objects of this version."""
+
 import pickle
 
 import pytest
@@ -13,17 +14,31 @@ from torchgpipe.sequential import ConversionError, operations, optimizer_state
 from torchgpipe.skip import Namespace
 from torchgpipe.timeline import Copied
 
-OBJECTS = {'structure': [Arguments, NoChunk], 'balance.profiled': [Balance, Profile],
-           'predict.blocks': [LayerProfile, SkipProfile],
-           'predict.costs': [Costs, Link, StageCosts], 'predict.simulate': [Simulation],
-           'plan.choice': [Plan], 'schedule.action': [Action, Timed],
-           'skip.namespace': [Namespace], 'skip.tracker': [Namespace], 'timeline.lanes': [Copied],
-           'sequential.nodes': [operations.guard, operations.guard_ways, operations.is_same,
-                                operations.apply, operations.put_together,
-                                operations.take_apart],
-           'sequential.errors': [ConversionError], 'sequential.optimizers': [optimizer_state],
-           'weights': [open_weights], 'shard.gradients': [ts.GradScaler],
-           'shard.nn.tag': [ts.nn.ParallelDropout, ts.nn.RegisterParallelDim]}
+OBJECTS = {
+    'structure': [Arguments, NoChunk],
+    'balance.profiled': [Balance, Profile],
+    'predict.blocks': [LayerProfile, SkipProfile],
+    'predict.costs': [Costs, Link, StageCosts],
+    'predict.simulate': [Simulation],
+    'plan.choice': [Plan],
+    'schedule.action': [Action, Timed],
+    'skip.namespace': [Namespace],
+    'skip.tracker': [Namespace],
+    'timeline.lanes': [Copied],
+    'sequential.nodes': [
+        operations.guard,
+        operations.guard_ways,
+        operations.is_same,
+        operations.apply,
+        operations.put_together,
+        operations.take_apart,
+    ],
+    'sequential.errors': [ConversionError],
+    'sequential.optimizers': [optimizer_state],
+    'weights': [open_weights],
+    'shard.gradients': [ts.GradScaler],
+    'shard.nn.tag': [ts.nn.ParallelDropout, ts.nn.RegisterParallelDim],
+}
 
 
 @pytest.mark.parametrize('path', OBJECTS)

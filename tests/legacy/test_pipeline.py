@@ -1,4 +1,5 @@
 """The pipeline of torchgpipe 0.0.7: its clock, as literal schedules, and its runs."""
+
 import threading
 
 import pytest
@@ -14,12 +15,16 @@ from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 
-@pytest.mark.parametrize('m, n, expected', [
-    (1, 1, [[(0, 0)]]),
-    (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
-    (3, 1, [[(0, 0)], [(1, 0)], [(2, 0)]]),
-    (3, 3, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1), (0, 2)], [(2, 1), (1, 2)], [(2, 2)]]),
-    (4, 2, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(3, 0), (2, 1)], [(3, 1)]])])
+@pytest.mark.parametrize(
+    'm, n, expected',
+    [
+        (1, 1, [[(0, 0)]]),
+        (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
+        (3, 1, [[(0, 0)], [(1, 0)], [(2, 0)]]),
+        (3, 3, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1), (0, 2)], [(2, 1), (1, 2)], [(2, 2)]]),
+        (4, 2, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(3, 0), (2, 1)], [(3, 1)]]),
+    ],
+)
 def test_clock_cycles(m, n, expected):
     assert list(clock_cycles(m, n)) == expected
 

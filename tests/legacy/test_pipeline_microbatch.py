@@ -1,4 +1,5 @@
 """Batches of torchgpipe 0.0.7: a value and its tensors."""
+
 from typing import NamedTuple
 
 import pytest
@@ -63,9 +64,17 @@ def test_assignment_by_slice():
         pair[1:] = (torch.tensor(1),)
 
 
-@pytest.mark.parametrize('value, name', [('str', 'str'), (None, 'NoneType'), ([1], 'list'),
-                                         ({}, 'dict'), ((torch.zeros(1), object()), 'object'),
-                                         ((None, 'x'), 'tuple')])
+@pytest.mark.parametrize(
+    'value, name',
+    [
+        ('str', 'str'),
+        (None, 'NoneType'),
+        ([1], 'list'),
+        ({}, 'dict'),
+        ((torch.zeros(1), object()), 'object'),
+        ((None, 'x'), 'tuple'),
+    ],
+)
 def test_check_names_what_it_got(value, name):
     with pytest.raises(TypeError, match=f'expected Tensor, but got {name}'):
         check(value)

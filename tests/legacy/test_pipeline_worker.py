@@ -1,4 +1,5 @@
 """The workers of torchgpipe 0.0.7: queues, errors, lifetime."""
+
 import threading
 import weakref
 

@@ -1,4 +1,5 @@
 """Portals: tensors and gradients go through, and die when they have been used."""
+
 import pytest
 import torch
 
@@ -44,10 +45,10 @@ def test_adjoint_identity(devices):
 
 @one_worker
 def test_a_gradient_of_a_gradient(devices):
-    x = torch.tensor([3.], requires_grad=True, device=devices.first)
+    x = torch.tensor([3.0], requires_grad=True, device=devices.first)
     portal = Portal(x * 1, tensor_life=2)
     y = portal.orange(portal.copy(*streams(devices), portal.blue())) ** 3
-    grad, = torch.autograd.grad(y, x, create_graph=True)
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
     assert torch.autograd.grad(grad, x)[0].item() == 18
 
 
@@ -74,8 +75,13 @@ def test_a_tensor_lives_as_long_as_it_says(devices, life, uses):
         else:
             assert portal.orange(phony).data_ptr() == tensor.data_ptr()
     assert portal.tensor_life == 0 and portal.tensor is None
-    for ask in (portal.check_tensor_life, portal.use_tensor, portal.blue,
-                lambda: portal.orange(phony), lambda: portal.copy(*streams(devices), phony)):
+    for ask in (
+        portal.check_tensor_life,
+        portal.use_tensor,
+        portal.blue,
+        lambda: portal.orange(phony),
+        lambda: portal.copy(*streams(devices), phony),
+    ):
         with pytest.raises(RuntimeError, match='tensor in portal has been removed'):
             ask()
 

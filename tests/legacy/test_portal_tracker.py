@@ -1,4 +1,5 @@
 """The tracker of torchgpipe 0.0.7: portals for tensors passed to another partition."""
+
 import pytest
 import torch
 
@@ -17,8 +18,9 @@ batch = Batch(torch.ones(1))
 @pytest.fixture
 def tracker():
     """Return a tracker of a layout with one skip to another partition and one within."""
-    return SkipTrackerThroughPortals(SkipLayout(num_partitions=2, skip_routes={
-        (None, 'far'): (0, 1), (None, 'near'): (0, 0)}))
+    return SkipTrackerThroughPortals(
+        SkipLayout(num_partitions=2, skip_routes={(None, 'far'): (0, 1), (None, 'near'): (0, 0)})
+    )
 
 
 def test_the_spelling_of_0_0_7():

@@ -1,4 +1,5 @@
 """A model that is run by the pipeline made from it: all else of it is its own."""
+
 import copy
 import inspect
 import pickle
@@ -24,8 +25,9 @@ BATCH = {'input_ids': IDS, 'attention_mask': MASK, 'labels': IDS.masked_fill(MAS
 def gpt(dropout=0.0, width=4):
     """Return a model of language, always the same, with a head that is tied."""
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=11, n_positions=8, n_embd=width, n_layer=2, n_head=2,
-                         dropout=dropout)).double()
+    return GPT(
+        GPTConfig(vocab_size=11, n_positions=8, n_embd=width, n_layer=2, n_head=2, dropout=dropout)
+    ).double()
 
 
 def count(input_ids, attention_mask, labels):
@@ -37,8 +39,9 @@ def pipeline_of(model, devices=('cpu:0', 'cpu:1'), **options):
     """Return a pipeline made from that."""
     device = model.lm_head.weight.device
     layers = to_sequential(model, Arguments(**{name: x.to(device) for name, x in BATCH.items()}))
-    return GPipe(layers, [len(layers) - 3, 3], devices=devices, chunks=3,
-                 gather={'loss': count}, **options)
+    return GPipe(
+        layers, [len(layers) - 3, 3], devices=devices, chunks=3, gather={'loss': count}, **options
+    )
 
 
 def calls_of(pipeline):
@@ -151,8 +154,9 @@ def test_parameters_of_a_model_on_meta():
     expected = gpt()
     with torch.device('meta'):
         model = gpt()
-    pipeline = pipeline_of(model, weights={**dict(expected.named_buffers()),
-                                           **expected.state_dict()})
+    pipeline = pipeline_of(
+        model, weights={**dict(expected.named_buffers()), **expected.state_dict()}
+    )
     with pipeline.in_place_of(model):
         assert_same(model(**BATCH), expected(**BATCH))
     assert_same(model(**BATCH), expected(**BATCH))
@@ -180,13 +184,17 @@ def test_another_model():
 
 
 @cpu_only('it is about arguments')
-@pytest.mark.parametrize('change', [
-    lambda model: setattr(model, 'number', torch.ones(())),
-    lambda model: setattr(model, 'last', nn.Linear(3, 2)),
-    lambda model: setattr(model, 'more', nn.Linear(3, 2)),
-    lambda model: delattr(model, 'last'),
-    lambda model: model.load_state_dict(Count().state_dict(), assign=True),
-    lambda model: model.half()])
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda model: setattr(model, 'number', torch.ones(())),
+        lambda model: setattr(model, 'last', nn.Linear(3, 2)),
+        lambda model: setattr(model, 'more', nn.Linear(3, 2)),
+        lambda model: delattr(model, 'last'),
+        lambda model: model.load_state_dict(Count().state_dict(), assign=True),
+        lambda model: model.half(),
+    ],
+)
 def test_tensors_that_are_replaced_meanwhile(change):
     model = Count()
     gpipe = GPipe(to_sequential(model, torch.rand(4, 3)), [1, 1], devices=['cpu', 'cpu'])

@@ -1,4 +1,5 @@
 """Models built on the meta device: their values, and how much of them is anywhere at a time."""
+
 import copy
 import json
 import subprocess
@@ -90,10 +91,22 @@ class Pop(nn.Module):
 def network():
     """Return a model of most kinds of layers."""
     return nn.Sequential(
-        nn.Linear(4, 4), Stash(4, 4), Scaled(), Pop(), Table(), nn.Unflatten(1, (2, 2)),
-        nn.LSTM(2, 4, num_layers=2, batch_first=True), Last(),
-        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), nn.Unflatten(2, (1, 4)),
-        nn.Conv2d(2, 3, 1), nn.GroupNorm(3, 3), nn.PReLU(), nn.Flatten(), nn.Linear(12, 2))
+        nn.Linear(4, 4),
+        Stash(4, 4),
+        Scaled(),
+        Pop(),
+        Table(),
+        nn.Unflatten(1, (2, 2)),
+        nn.LSTM(2, 4, num_layers=2, batch_first=True),
+        Last(),
+        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+        nn.Unflatten(2, (1, 4)),
+        nn.Conv2d(2, 3, 1),
+        nn.GroupNorm(3, 3),
+        nn.PReLU(),
+        nn.Flatten(),
+        nn.Linear(12, 2),
+    )
 
 
 BALANCE = [2, 6, 7]
@@ -107,8 +120,9 @@ def on_meta(make=network):
 
 def values(module):
     """Return all parameters and buffers by their names, on the CPU."""
-    return {name: x.detach().cpu() for name, x in (*module.named_parameters(),
-                                                   *module.named_buffers())}
+    return {
+        name: x.detach().cpu() for name, x in (*module.named_parameters(), *module.named_buffers())
+    }
 
 
 def assert_equal(actual, expected):
@@ -167,8 +181,9 @@ def test_training_goes_on_as_usual(devices):
 def test_what_has_a_value_keeps_it(devices):
     real = nn.Linear(4, 4)
     expected = real.weight.detach().clone()
-    module = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Sequential(
-        real, on_meta(lambda: nn.Linear(4, 4))))
+    module = nn.Sequential(
+        on_meta(lambda: nn.Linear(4, 4)), nn.Sequential(real, on_meta(lambda: nn.Linear(4, 4)))
+    )
     GPipe(module, [1, 1], devices=devices(2))
     assert module[1][0] is real and torch.equal(real.weight.cpu(), expected)
     assert not any(x.is_meta for x in module.parameters())
@@ -239,10 +254,13 @@ def test_requires_grad_strides_and_mode_stay(devices):
 WITHOUT_VALUE = {
     'no reset': (lambda: Table(resets=False), "'1.table' of a Table"),
     'nothing that a reset reaches': (lambda: Forgetful(), "'1.extra' of a Forgetful"),
-    'parametrized': (lambda: weight_norm(nn.Linear(4, 4)),
-                     "'1.parametrizations.weight.original0'"),
+    'parametrized': (
+        lambda: weight_norm(nn.Linear(4, 4)),
+        "'1.parametrizations.weight.original0'",
+    ),
     'of another type': (lambda: Other(), "'1.weight' of a Other"),
-    'nested': (lambda: nn.Sequential(nn.Linear(4, 4), Table(resets=False)), "'1.1.table'")}
+    'nested': (lambda: nn.Sequential(nn.Linear(4, 4), Table(resets=False)), "'1.1.table'"),
+}
 
 
 class Other(nn.Linear):
@@ -288,8 +306,12 @@ def test_a_reset_that_writes_where_pytorch_does_not_count():
 
 def test_what_can_not_be_made_is_named_though_there_are_weights():
     with pytest.raises(ValueError, match="nothing gives a value to '0.weight'"):
-        GPipe(on_meta(lambda: nn.Sequential(Other())), [1], devices=['cpu'],
-              weights=nn.Linear(4, 4).state_dict(prefix='0.'))
+        GPipe(
+            on_meta(lambda: nn.Sequential(Other())),
+            [1],
+            devices=['cpu'],
+            weights=nn.Linear(4, 4).state_dict(prefix='0.'),
+        )
 
 
 def test_a_module_half_on_meta_is_named():
@@ -330,8 +352,9 @@ KINDS = ['mapping', 'torch', 'safetensors', 'sharded']
 def test_weights(devices, kind, make, tmp_path):
     plain = network()
     plain(torch.randn(5, 4))  # moves running statistics
-    gpipe = GPipe(make(), BALANCE, devices=devices(3),
-                  weights=save(tmp_path, plain.state_dict(), kind))
+    gpipe = GPipe(
+        make(), BALANCE, devices=devices(3), weights=save(tmp_path, plain.state_dict(), kind)
+    )
     assert_equal(gpipe, plain)
 
 
@@ -360,13 +383,13 @@ class Narrow(nn.Linear):
 
     def __init__(self, *args):
         super().__init__(*args)
-        nn.init.normal_(self.weight, std=.02)
+        nn.init.normal_(self.weight, std=0.02)
 
 
 def draw(module):
     """Draw the values of a layer."""
     if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=.02)
+        nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
 
 
@@ -379,7 +402,7 @@ def test_values_of_a_constructor_are_not_replaced_silently():
     with torch.device('meta'):
         model = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
     gpipe = GPipe(model, [1, 1], devices=['cpu'] * 2, init=draw)
-    assert all(layer.weight.std() < .05 and not layer.bias.any() for layer in gpipe)
+    assert all(layer.weight.std() < 0.05 and not layer.bias.any() for layer in gpipe)
 
 
 class Scale(nn.Module):
@@ -398,11 +421,16 @@ def zeros():
 
 
 @cpu_only('values are drawn on the CPU')
-@pytest.mark.parametrize('make', [
-    zeros, lambda: copy.deepcopy(nn.Linear(4, 4)),
-    lambda: nn.Linear(4, 4, device='cpu').to('meta'),
-    lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
-    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)])
+@pytest.mark.parametrize(
+    'make',
+    [
+        zeros,
+        lambda: copy.deepcopy(nn.Linear(4, 4)),
+        lambda: nn.Linear(4, 4, device='cpu').to('meta'),
+        lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1),
+    ],
+)
 def test_values_that_took_the_place_of_the_first_ones(make):
     """On the meta device they are lost, and a reset would give others."""
     with torch.device('meta'):
@@ -460,10 +488,11 @@ def test_a_seed_gives_each_layer_its_own_values():
 @pytest.fixture
 def pretrained(monkeypatch):
     """Return a class of models that initialize their modules, like Transformers models."""
+
     class PreTrainedModel(nn.Module):
         def _init_weights(self, module):
             if isinstance(module, nn.Linear):
-                nn.init.constant_(module.weight, .25)
+                nn.init.constant_(module.weight, 0.25)
                 nn.init.zeros_(module.bias)
 
     class Table(nn.Module):
@@ -487,10 +516,10 @@ def pretrained(monkeypatch):
         def _init_weights(self, module):
             super()._init_weights(module)
             if isinstance(module, Table):
-                nn.init.constant_(module.table, 3.)
-                nn.init.constant_(module.inner.weight, .5)
+                nn.init.constant_(module.table, 3.0)
+                nn.init.constant_(module.inner.weight, 0.5)
             if module.__class__ is Model:
-                nn.init.constant_(module.scale, 2.)
+                nn.init.constant_(module.scale, 2.0)
 
     files = {'transformers.modeling_utils': [PreTrainedModel], 'models_of_a_test': [Table, Model]}
     for name, classes in files.items():
@@ -512,8 +541,13 @@ def test_a_model_that_initializes_its_modules(pretrained, grain):
     model = GPipe(layers, [1, n - 1], devices=['cpu'] * 2)
     found = original_names(model.state_dict())
     assert {name: {*x.flatten().tolist()} for name, x in found.items()} == {
-        'scale': {2.}, 'first.table': {3.}, 'first.inner.weight': {.5}, 'first.inner.bias': {0.},
-        'last.weight': {.25}, 'last.bias': {0.}}
+        'scale': {2.0},
+        'first.table': {3.0},
+        'first.inner.weight': {0.5},
+        'first.inner.bias': {0.0},
+        'last.weight': {0.25},
+        'last.bias': {0.0},
+    }
     assert not any('original' in layer.__dict__ for layer in model)
 
 
@@ -572,8 +606,10 @@ def test_weights_of_another_size():
 
 def test_weights_of_another_type(tmp_path):
     torch.save([1], tmp_path / 'list.pt')
-    for weights, text in ((tmp_path / 'list.pt', "list.pt' holds no state dict, but list"),
-                          ([1], 'the path of a file, not list')):
+    for weights, text in (
+        (tmp_path / 'list.pt', "list.pt' holds no state dict, but list"),
+        ([1], 'the path of a file, not list'),
+    ):
         with pytest.raises(TypeError, match=text):
             GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=weights)
 
@@ -678,8 +714,12 @@ def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):
     size = sum(x.nbytes for x in state.values())
 
     def measure(mode):
-        output = subprocess.run([sys.executable, '-c', RESIDENT, path, mode], check=True,
-                                capture_output=True, text=True)
+        output = subprocess.run(
+            [sys.executable, '-c', RESIDENT, path, mode],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return int(output.stdout) / size
 
     assert 0.9 < measure('path') < 1.3

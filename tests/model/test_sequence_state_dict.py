@@ -1,4 +1,5 @@
 """A checkpoint file does not depend on the balance, nor on whether the model was wrapped."""
+
 import copy
 import re
 from collections import OrderedDict
@@ -17,9 +18,15 @@ pytestmark = cpu_only('names are the same, wherever the tensors are')
 def make(seed=0):
     """Return a model with parameters and buffers, and layers with names."""
     torch.manual_seed(seed)
-    return nn.Sequential(OrderedDict(
-        first=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), act=nn.Tanh(),
-        block=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), last=nn.Linear(4, 2)))
+    return nn.Sequential(
+        OrderedDict(
+            first=nn.Linear(3, 4),
+            norm=nn.BatchNorm1d(4),
+            act=nn.Tanh(),
+            block=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+            last=nn.Linear(4, 2),
+        )
+    )
 
 
 def pipe(balance=(2, 3), seed=0, places=lambda n: ['cpu'] * n, **kwargs):
@@ -70,11 +77,15 @@ def test_within_another_module():
     assert_same(outer.state_dict().values(), plain.state_dict().values())
 
 
-@pytest.mark.parametrize('spoil', [
-    lambda state: state.pop('norm.running_mean'),
-    lambda state: state.update({'more.weight': torch.rand(1)}),
-    lambda state: state.update({'block.9.weight': torch.rand(1)}),
-    lambda state: state.update({'last.weight': torch.rand(3, 3)})])
+@pytest.mark.parametrize(
+    'spoil',
+    [
+        lambda state: state.pop('norm.running_mean'),
+        lambda state: state.update({'more.weight': torch.rand(1)}),
+        lambda state: state.update({'block.9.weight': torch.rand(1)}),
+        lambda state: state.update({'last.weight': torch.rand(3, 3)}),
+    ],
+)
 def test_strictness_and_error_texts_are_those_of_pytorch(spoil):
     state = make().state_dict()
     spoil(state)
@@ -84,8 +95,9 @@ def test_strictness_and_error_texts_are_those_of_pytorch(spoil):
         pipe().load_state_dict(state)
     assert str(actual.value) == re.sub('for Sequential', 'for GPipe', str(expected.value))
     if 'size mismatch' not in str(expected.value):
-        assert pipe().load_state_dict(state, strict=False) \
-            == make().load_state_dict(state, strict=False)
+        assert pipe().load_state_dict(state, strict=False) == make().load_state_dict(
+            state, strict=False
+        )
 
 
 def test_loading_leaves_the_given_state_alone():
@@ -96,8 +108,10 @@ def test_loading_leaves_the_given_state_alone():
 
 
 @workers
-@pytest.mark.parametrize('optimizer', [
-    lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), lambda ps: torch.optim.Adam(ps, 0.1)])
+@pytest.mark.parametrize(
+    'optimizer',
+    [lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), lambda ps: torch.optim.Adam(ps, 0.1)],
+)
 def test_optimizer_states_move_between_balances(devices, optimizer):
     x = torch.rand(8, 3, dtype=torch.double)
 

@@ -1,4 +1,5 @@
 """Weights: tensors of files, found by name and read on request."""
+
 import pytest
 import torch
 from torch import nn
@@ -25,8 +26,9 @@ def test_several_files_of_safetensors_are_read_by_their_index(tmp_path):
     for k in range(2):
         save_file({f'{k}.weight': torch.full((2,), float(k))}, tmp_path / f'part{k}.safetensors')
     index = tmp_path / 'model.safetensors.index.json'
-    index.write_text('{"weight_map": {"0.weight": "part0.safetensors", '
-                     '"1.weight": "part1.safetensors"}}')
+    index.write_text(
+        '{"weight_map": {"0.weight": "part0.safetensors", "1.weight": "part1.safetensors"}}'
+    )
     found = open_weights(tmp_path)
     assert [*found] == ['0.weight', '1.weight']
     assert found['1.weight'].tolist() == [1, 1]

@@ -1,4 +1,5 @@
 """All orders of the actions of small steps, as far as their lower bound is below a time."""
+
 from math import inf
 
 from torchgpipe.plan import simulate
@@ -21,8 +22,9 @@ class Orders:
 
     def __init__(self, costs, places, m, limit, most=400_000):
         self.costs, self.places, self.m, self.limit, self.most = costs, places, m, limit, most
-        self.own = [[j for j, place in enumerate(places) if place == d]
-                    for d in range(1 + max(places))]
+        self.own = [
+            [j for j, place in enumerate(places) if place == d] for d in range(1 + max(places))
+        ]
         stages = costs.stages
         self.seconds = {kind: [x.seconds(kind) for x in stages] for kind in 'FRBIW'}
         whole = [x + y for x, y in zip(self.seconds['I'], self.seconds['W'])]
@@ -42,14 +44,21 @@ class Orders:
         bounds = []
         for d, own in enumerate(self.own):
             first = own[0]
-            todo = sum(self.seconds['F'][j] for j in own for i in range(self.m)
-                       if (j, 'F', i) not in ends)
-            back = sum(self.short[j] for j in own for i in range(self.m)
-                       if (j, 'B', i) not in ends)
-            rest = sum(self.long[j] - self.short[j] for j in own for i in range(self.m)
-                       if (j, 'W', i) not in ends)
+            todo = sum(
+                self.seconds['F'][j] for j in own for i in range(self.m) if (j, 'F', i) not in ends
+            )
+            back = sum(
+                self.short[j] for j in own for i in range(self.m) if (j, 'B', i) not in ends
+            )
+            rest = sum(
+                self.long[j] - self.short[j]
+                for j in own
+                for i in range(self.m)
+                if (j, 'W', i) not in ends
+            )
             after = sum(self.short[k] + self.delay(k + 1, k) for k in range(first)) + (
-                self.long[0] - self.short[0] if first else 0)
+                self.long[0] - self.short[0] if first else 0
+            )
             bounds.append(now[d] + todo + back + max(rest, after if todo + back else 0))
         return max(bounds)
 
@@ -88,8 +97,9 @@ class Orders:
                 raise TimeoutError
             if self.bound(ends, now) >= seconds:
                 return None
-            choices = sorted((*each, d) for d in range(len(now))
-                             for each in self.next(ends, now, again, d))
+            choices = sorted(
+                (*each, d) for d in range(len(now)) for each in self.next(ends, now, again, d)
+            )
             if not choices:
                 found = Schedule(rows)
                 step = simulate(found, self.costs)
@@ -107,8 +117,11 @@ class Orders:
                     more_again = again | {(j, i)} if kind == 'D' else again
                 elif kind in 'IB':
                     if (j, i) in again:
-                        before = 0 if j == len(self.places) - 1 else (
-                            ends[j + 1, 'B', i] + self.delay(j + 1, j))
+                        before = (
+                            0
+                            if j == len(self.places) - 1
+                            else (ends[j + 1, 'B', i] + self.delay(j + 1, j))
+                        )
                         end = max(start + self.seconds['R'][j], before) + self.seconds[kind][j]
                         own, used = [Action(j, 'R', i)], used + size
                     more[j, 'B', i], own = end, [*own, Action(j, kind, i)]
@@ -118,9 +131,14 @@ class Orders:
                     more[j, 'W', i] = end
                 if resident[d] + used > self.limit:
                     continue
-                found = go((*rows[:d], (*rows[d], *own), *rows[d + 1:]), ends | more,
-                           [*now[:d], end, *now[d + 1:]], more_again,
-                           [*held[:d], used - size * (kind in 'BW'), *held[d + 1:]], (start, d))
+                found = go(
+                    (*rows[:d], (*rows[d], *own), *rows[d + 1 :]),
+                    ends | more,
+                    [*now[:d], end, *now[d + 1 :]],
+                    more_again,
+                    [*held[:d], used - size * (kind in 'BW'), *held[d + 1 :]],
+                    (start, d),
+                )
                 if found is not None:
                     return found
             return None

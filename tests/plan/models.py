@@ -1,4 +1,5 @@
 """Models to profile, with a sample for each."""
+
 import torch
 from torch import nn
 
@@ -16,7 +17,8 @@ class Embed(nn.Module):
     def forward(self, tokens):
         """Embed."""
         return self.tokens(tokens) + self.positions(
-            torch.arange(tokens.shape[1], device=tokens.device))
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
 
 
 class Two(nn.Module):
@@ -41,17 +43,33 @@ class One(nn.Module):
 
 def resnet():
     """Flat, with in-place layers after the stashed tensors."""
+
     def block():
         namespace = Namespace()
-        return [Stash().isolate(namespace), nn.Conv2d(4, 4, 3, padding=1, bias=False),
-                nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, padding=1),
-                nn.BatchNorm2d(4), Pop().isolate(namespace), nn.ReLU(inplace=True)]
-    return nn.Sequential(nn.Conv2d(3, 4, 3), *block(), *block(), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Linear(4, 2)), torch.rand(8, 3, 8, 8)
+        return [
+            Stash().isolate(namespace),
+            nn.Conv2d(4, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            Pop().isolate(namespace),
+            nn.ReLU(inplace=True),
+        ]
+
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        *block(),
+        *block(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    ), torch.rand(8, 3, 8, 8)
 
 
 def unet():
     """Skips that nest, are concatenated, and cross most of the model."""
+
     @skippable(pop=['skip'])
     class Concatenate(nn.Module):
         def forward(self, x):
@@ -59,19 +77,31 @@ def unet():
 
     one, two = Namespace(), Namespace()
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.LeakyReLU(inplace=True), Stash().isolate(one),
-        nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.Dropout2d(0.1),
-        nn.InstanceNorm2d(8), Stash().isolate(two), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1),
-        nn.Upsample(scale_factor=2), Concatenate().isolate(two), nn.Conv2d(16, 4, 3, padding=1),
-        nn.Upsample(scale_factor=2), Concatenate().isolate(one), nn.Conv2d(8, 1, 1)
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.LeakyReLU(inplace=True),
+        Stash().isolate(one),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.Dropout2d(0.1),
+        nn.InstanceNorm2d(8),
+        Stash().isolate(two),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Upsample(scale_factor=2),
+        Concatenate().isolate(two),
+        nn.Conv2d(16, 4, 3, padding=1),
+        nn.Upsample(scale_factor=2),
+        Concatenate().isolate(one),
+        nn.Conv2d(8, 1, 1),
     ), torch.rand(4, 3, 8, 8)
 
 
 def transformer():
     """Integers in."""
     layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2)]
-    return nn.Sequential(Embed(8), *layers, nn.LayerNorm(8), nn.Linear(8, 11)), \
-        torch.randint(11, (6, 5))
+    return nn.Sequential(Embed(8), *layers, nn.LayerNorm(8), nn.Linear(8, 11)), torch.randint(
+        11, (6, 5)
+    )
 
 
 class Function(nn.Module):
@@ -88,17 +118,28 @@ class Function(nn.Module):
 
 def frozen():
     """The first half does not train."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True),
-                          nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        nn.Sigmoid(),
+        nn.Linear(8, 2),
+    )
     model[:3].requires_grad_(False)
     return model, torch.rand(8, 4)
 
 
 def inplace():
     """Layers that change their input, even the first one."""
-    return nn.Sequential(nn.Linear(4, 4), Function(lambda x: x.mul_(2)), nn.ReLU(inplace=True),
-                         nn.Linear(4, 4), nn.Hardtanh(inplace=True), nn.Linear(4, 2)), \
-        torch.rand(8, 4)
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        Function(lambda x: x.mul_(2)),
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 4),
+        nn.Hardtanh(inplace=True),
+        nn.Linear(4, 2),
+    ), torch.rand(8, 4)
 
 
 def tuples():

@@ -1,4 +1,5 @@
 """The exact min-max partition, ties as evenly as possible, also with limits of blocks."""
+
 import itertools
 import random
 
@@ -14,15 +15,21 @@ from torchgpipe.plan import balance
 def key(blocks):
     """Return the values to minimize, in order of priority."""
     sums = [sum(block) for block in blocks]
-    return (max(sums), sum(total ** 2 for total in sums), sum(len(block) ** 2 for block in blocks))
+    return (max(sums), sum(total**2 for total in sums), sum(len(block) ** 2 for block in blocks))
 
 
 def brute_force(sequence, partitions, furthest=None):
     """Rate the best of all partitions, if there is one."""
     cuts = itertools.combinations(range(1, len(sequence)), partitions - 1)
     edges = [(0, *cut, len(sequence)) for cut in cuts]
-    return min((key([sequence[a:b] for a, b in zip(edge, edge[1:])]) for edge in edges
-                if furthest is None or fits(edge, furthest)), default=None)
+    return min(
+        (
+            key([sequence[a:b] for a, b in zip(edge, edge[1:])])
+            for edge in edges
+            if furthest is None or fits(edge, furthest)
+        ),
+        default=None,
+    )
 
 
 def fits(edge, furthest):
@@ -46,14 +53,16 @@ def test_all_small_cases(length):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 40) | st.sampled_from([0, 1, 1000]), min_size=1, max_size=11),
-       st.integers(1, 11))
+@given(
+    st.lists(st.integers(0, 40) | st.sampled_from([0, 1, 1000]), min_size=1, max_size=11),
+    st.integers(1, 11),
+)
 def test_larger_cases(sequence, partitions):
     check(sequence, min(partitions, len(sequence)))
 
 
 def test_floats_are_exact():
-    sequence = [.1, .2, .3, 1e-300, .3, .2, .1, 1e300, 5e-324]
+    sequence = [0.1, 0.2, 0.3, 1e-300, 0.3, 0.2, 0.1, 1e300, 5e-324]
     for partitions in range(1, 10):
         scaled = balance.integers(sequence)
         lengths = [len(block) for block in balance.solve(sequence, partitions)]
@@ -61,18 +70,32 @@ def test_floats_are_exact():
         assert key(balance.solve(scaled, partitions)) == brute_force(scaled, partitions)
 
 
-@pytest.mark.parametrize('sequence, partitions, expected', [
-    ([1, 2, 3, 4, 5, 6], 2, [4, 2]), ([0, 0], 2, [1, 1]), ([0] * 8, 2, [4, 4]),
-    ([5, 0, 0, 0, 0, 5], 2, [3, 3]), ([1] * 6, 4, None), ([9, 1, 1, 1, 1, 1, 1], 4, [1, 2, 2, 2])])
+@pytest.mark.parametrize(
+    'sequence, partitions, expected',
+    [
+        ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
+        ([0, 0], 2, [1, 1]),
+        ([0] * 8, 2, [4, 4]),
+        ([5, 0, 0, 0, 0, 5], 2, [3, 3]),
+        ([1] * 6, 4, None),
+        ([9, 1, 1, 1, 1, 1, 1], 4, [1, 2, 2, 2]),
+    ],
+)
 def test_even_ties(sequence, partitions, expected):
     lengths = [len(block) for block in balance.solve(sequence, partitions)]
     assert lengths == expected or (expected is None and sorted(lengths) == [1, 1, 2, 2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('costs', [
-    lambda: [random.random() for _ in range(10_000)], lambda: [1] * 10_000,
-    lambda: [0] * 10_000, lambda: [1] * 5_000 + [10 ** 6] + [1] * 4_999])
+@pytest.mark.parametrize(
+    'costs',
+    [
+        lambda: [random.random() for _ in range(10_000)],
+        lambda: [1] * 10_000,
+        lambda: [0] * 10_000,
+        lambda: [1] * 5_000 + [10**6] + [1] * 4_999,
+    ],
+)
 def test_many_layers(costs):
     random.seed(0)
     sequence = costs()
@@ -83,15 +106,23 @@ def test_many_layers(costs):
 
 
 def test_numbers_of_numpy_and_pytorch():
-    sequence = [numpy.int64(1000), 0.001, numpy.float32(0.5), torch.tensor(2.)]
+    sequence = [numpy.int64(1000), 0.001, numpy.float32(0.5), torch.tensor(2.0)]
     assert balance.integers(sequence)[0] > 0
     assert [len(x) for x in balance.solve(sequence, 2)] == [1, 3]
 
 
-@pytest.mark.parametrize('sequence, partitions, message', [
-    ([1], 0, 'positive'), ([1], -1, 'positive'), ([1], 2, '1 layers.*2 partitions'),
-    ([], 1, '0 layers'), ([1, -1], 1, 'item 1 is -1'), ([float('nan')], 1, 'item 0 is nan'),
-    ([1, float('inf')], 1, 'item 1 is inf')])
+@pytest.mark.parametrize(
+    'sequence, partitions, message',
+    [
+        ([1], 0, 'positive'),
+        ([1], -1, 'positive'),
+        ([1], 2, '1 layers.*2 partitions'),
+        ([], 1, '0 layers'),
+        ([1, -1], 1, 'item 1 is -1'),
+        ([float('nan')], 1, 'item 0 is nan'),
+        ([1, float('inf')], 1, 'item 1 is inf'),
+    ],
+)
 def test_bad_input(sequence, partitions, message):
     with pytest.raises(ValueError, match=message):
         balance.solve(sequence, partitions)

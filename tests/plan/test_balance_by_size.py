@@ -1,4 +1,5 @@
 """Balances by size, of memory only."""
+
 import torch
 from torch import nn
 

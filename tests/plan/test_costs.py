@@ -1,4 +1,5 @@
 """Costs of stages, from a profile."""
+
 from dataclasses import fields, replace
 
 import pytest
@@ -20,8 +21,9 @@ def profiled(*layers, skips=()):
 
 
 def test_times_and_bytes_of_stages():
-    costs = Costs.of(profiled(*map(layer, range(4))), [1, 3], 4, ['always', 'never'],
-                     param_scale=3.0)
+    costs = Costs.of(
+        profiled(*map(layer, range(4))), [1, 3], 4, ['always', 'never'], param_scale=3.0
+    )
     one, other = costs.stages
     assert (one.forward, one.backward, one.recomputed) == (2, 4, 4)
     assert (other.forward, other.backward, other.recomputed) == (6, 12, 0)
@@ -34,14 +36,16 @@ def test_times_and_bytes_of_stages():
 
 
 def test_overheads_are_those_of_each_micro_batch():
-    stage, = Costs.of(profiled(layer(0, overhead=4.0)), [1], 4).stages
+    (stage,) = Costs.of(profiled(layer(0, overhead=4.0)), [1], 4).stages
     assert (stage.forward, stage.backward) == (4 + (8 - 4) / 4, 4 + (16 - 4) / 4)
 
 
 def test_what_an_action_takes_beside_its_layers():
     overhead = {'F': 1.0, 'B': 2.0, 'I': 3.0, 'W': 4.0, 'R': 5.0}
-    costs = [Costs.of(profiled(*map(layer, range(2))), [1, 1], 4, overhead=each).stages[1]
-             for each in (None, overhead)]
+    costs = [
+        Costs.of(profiled(*map(layer, range(2))), [1, 1], 4, overhead=each).stages[1]
+        for each in (None, overhead)
+    ]
     for kind, seconds in overhead.items():
         assert costs[1].seconds(kind) == costs[0].seconds(kind) + seconds
     with pytest.raises(ValueError, match="of actions F, .* but names 'forward'"):
@@ -62,14 +66,21 @@ def test_an_action_takes_at_least_as_long_as_the_host_needs():
 
 
 def test_a_split_makes_the_backward_of_trained_layers_longer():
-    layers = layer(0), layer(1), layer(2, frozen=8), replace(layer(3), input_share=.5,
-                                                             weight_share=.6)
-    whole, split = (Costs.of(profiled(*layers), [1] * 4, 4, split=share).stages
-                    for share in (0.0, 0.25))
+    layers = (
+        layer(0),
+        layer(1),
+        layer(2, frozen=8),
+        replace(layer(3), input_share=0.5, weight_share=0.6),
+    )
+    whole, split = (
+        Costs.of(profiled(*layers), [1] * 4, 4, split=share).stages for share in (0.0, 0.25)
+    )
     more = [one.seconds('W') - other.seconds('W') for one, other in zip(split, whole)]
     assert more == [1.0, 1.0, 0.0, 0.0]  # A frozen layer, and a layer whose shares are measured.
-    assert all(one.seconds('I') == other.seconds('I') and one.seconds('B') == other.seconds('B')
-               for one, other in zip(split, whole))
+    assert all(
+        one.seconds('I') == other.seconds('I') and one.seconds('B') == other.seconds('B')
+        for one, other in zip(split, whole)
+    )
 
 
 @pytest.mark.parametrize('split', [-0.1, float('inf'), float('nan')])
@@ -79,10 +90,15 @@ def test_a_split_that_is_no_part_of_a_backward(split):
 
 
 @pytest.mark.parametrize('name', ['overhead', 'least'])
-@pytest.mark.parametrize('seconds, message', [
-    ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),
-    ({'F': -1.0}, "a finite number of seconds, not below zero, for 'F', but has -1.0"),
-    ({'B': float('nan')}, "for 'B', but has nan"), ({'W': '1'}, "for 'W', but has '1'")])
+@pytest.mark.parametrize(
+    'seconds, message',
+    [
+        ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),
+        ({'F': -1.0}, "a finite number of seconds, not below zero, for 'F', but has -1.0"),
+        ({'B': float('nan')}, "for 'B', but has nan"),
+        ({'W': '1'}, "for 'W', but has '1'"),
+    ],
+)
 def test_seconds_of_actions_that_are_none(name, seconds, message):
     with pytest.raises(ValueError, match=message):
         Costs.of(profiled(layer(0)), [1], 4, **{name: seconds})
@@ -103,7 +119,7 @@ def test_halves_of_backward():
 
 def test_halves_that_were_measured():
     layers = [replace(layer(k), input_share=0.75, weight_share=0.5) for k in range(2)]
-    stage, = Costs.of(profiled(*layers), [2], 4).stages
+    (stage,) = Costs.of(profiled(*layers), [2], 4).stages
     assert [stage.seconds(kind) for kind in 'BIW'] == [8, 6, 4]
 
 
@@ -122,11 +138,19 @@ def test_a_balance_of_other_layers(balance):
 BAD = [-1.0, float('nan'), float('inf'), 'one']
 
 
-@cases('make_one', [
-    *(lambda number=number, name=field.name: StageCosts(**{
-        'forward': 1.0, 'backward': 1.0, name: number})
-      for number in BAD for field in fields(StageCosts)),
-    *(lambda number=number: Link(number) for number in BAD)])
+@cases(
+    'make_one',
+    [
+        *(
+            lambda number=number, name=field.name: StageCosts(
+                **{'forward': 1.0, 'backward': 1.0, name: number}
+            )
+            for number in BAD
+            for field in fields(StageCosts)
+        ),
+        *(lambda number=number: Link(number) for number in BAD),
+    ],
+)
 def test_what_is_no_cost(make_one):
     """In v0.8.0, whatever there was went into a plan."""
     with pytest.raises(ValueError, match='must be a finite number, not below zero, but is '):
@@ -141,8 +165,10 @@ def test_what_is_no_bandwidth(bandwidth):
     assert Link(1.0, float('inf')).seconds(100) == 1
 
 
-@pytest.mark.parametrize('links', [
-    [], [Link()], [[Link()]], [[Link()] * 3] * 2, [[Link()] * 2] * 3, [[Link(), None]] * 2])
+@pytest.mark.parametrize(
+    'links',
+    [[], [Link()], [[Link()]], [[Link()] * 3] * 2, [[Link()] * 2] * 3, [[Link(), None]] * 2],
+)
 def test_links_of_other_devices(links):
     """In v0.8.0, it was an IndexError, if any."""
     what = 'links must be one Link, or for each device a row .* for 2 devices, there are rows of '

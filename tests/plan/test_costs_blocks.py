@@ -1,4 +1,5 @@
 """Costs of blocks of layers as stages."""
+
 import random
 
 import pytest
@@ -12,8 +13,16 @@ from torchgpipe.schedule.schedule import in_flight
 
 def profiled(parameters, skips=(), batch=4):
     """Return a profile of layers with these bytes of parameters."""
-    return Profile(tuple(LayerProfile(str(k), 1, 1, size, 0, 0, 160 + 4 * k, 32 + 4 * k)
-                         for k, size in enumerate(parameters)), skips, batch, 8, 'cpu')
+    return Profile(
+        tuple(
+            LayerProfile(str(k), 1, 1, size, 0, 0, 160 + 4 * k, 32 + 4 * k)
+            for k, size in enumerate(parameters)
+        ),
+        skips,
+        batch,
+        8,
+        'cpu',
+    )
 
 
 @pytest.mark.parametrize('checkpoint', ['never', 'always'])
@@ -32,9 +41,17 @@ def test_how_far_a_stage_reaches(checkpoint, is_last, stage):
         leaves = sum(x.bytes for x in costs.skips if a <= x.source < b)
         kept = sum(layer.activation_bytes for layer in layers)
         passing = max(inputs[k] + inputs[k + 1] for k in range(a, b))
-        return (sum(layer.parameter_bytes for layer in layers) + (b == 6) * inputs[-1]
-                + (comes * (number if a else 4) + kept * (number if checkpoint == 'never' else 1)
-                   + passing + leaves * min(number, 2)) // 4)
+        return (
+            sum(layer.parameter_bytes for layer in layers)
+            + (b == 6) * inputs[-1]
+            + (
+                comes * (number if a else 4)
+                + kept * (number if checkpoint == 'never' else 1)
+                + passing
+                + leaves * min(number, 2)
+            )
+            // 4
+        )
 
     for limit in (0, 120, 210, 300, 450, 1000):
         expected = []
@@ -65,8 +82,13 @@ def test_the_peak_of_a_stage_is_that_of_the_simulation(n, mode):
     layer = LayerProfile('0', 1.0, 2.0, 8, 0, 0, 64, 32)
     costs = Profile((layer,) * 8, (), 32, 32, 'cpu')
     balance = costs.balance(n, chunks=8, checkpoint=mode)
-    found = plan(costs, devices=[f'cuda:{k}' for k in range(n)], schedules=['plain call'],
-                 chunks=[8], checkpoints=[mode])
+    found = plan(
+        costs,
+        devices=[f'cuda:{k}' for k in range(n)],
+        schedules=['plain call'],
+        chunks=[8],
+        checkpoints=[mode],
+    )
     assert balance.bytes == [*found.bytes.values()]
     assert (balance.bubble, balance.speed_up) == (found.bubble, found.speed_up)
 
@@ -82,7 +104,7 @@ def test_the_peak_of_a_stage_in_a_step(name, mode):
     simulated = simulate(schedule.recomputing(each.stops), each).peak_bytes
     blocks = costs.blocks(8, 2.0)
     found = [blocks.bytes(2 * j, 2 * j + 2, peak) for j, peak in enumerate(peaks(schedule, mode))]
-    assert found == pytest.approx(simulated, rel=.1)
+    assert found == pytest.approx(simulated, rel=0.1)
 
 
 def test_a_number_of_parameter_sizes():

@@ -1,4 +1,5 @@
 """Measured time of copies between devices."""
+
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from torchgpipe.schedule import make
 @pytest.fixture
 def seconds(monkeypatch):
     """Let a copy take a second, and one more for each MiB."""
-    monkeypatch.setattr(costs, '_seconds', lambda x, target: 1 + x.numel() / 2 ** 20)
+    monkeypatch.setattr(costs, '_seconds', lambda x, target: 1 + x.numel() / 2**20)
 
 
 @workers
@@ -23,7 +24,7 @@ def test_links_of_devices(devices, seconds):
         return
     for link in (matrix[0][1], matrix[1][0]):
         assert link.latency == pytest.approx(1, rel=1e-5)
-        assert link.bandwidth == pytest.approx(2 ** 20)
+        assert link.bandwidth == pytest.approx(2**20)
     assert measure_links([one, 'cpu'])[0][1].latency > 0
     assert measure_links(['cpu:3', other])[0][1].latency > 0
 

@@ -1,4 +1,5 @@
 """Measured time of an action outside its layers."""
+
 import torch
 from torch import nn
 
@@ -22,11 +23,18 @@ def test_a_plan_counts_it(devices, monkeypatch):
 
 
 def test_it_is_what_one_more_micro_batch_takes(monkeypatch):
-    seconds = {'layers': 2.0, ('1f1b', 'never'): 7.0, ('zb-h1', 'never'): 13.0,
-               ('1f1b', 'always'): 12.0}
+    seconds = {
+        'layers': 2.0,
+        ('1f1b', 'never'): 7.0,
+        ('zb-h1', 'never'): 13.0,
+        ('1f1b', 'always'): 12.0,
+    }
     monkeypatch.setattr(costs, '_step', lambda devices, *what: what)
-    monkeypatch.setattr(costs, '_each', lambda run: seconds.get(run, 2.0)
-                        if isinstance(run, tuple) else seconds['layers'])
+    monkeypatch.setattr(
+        costs,
+        '_each',
+        lambda run: seconds.get(run, 2.0) if isinstance(run, tuple) else seconds['layers'],
+    )
     # Of each of two devices the layers take 1: F + B 6, F + I + W 12, F + B with R 11.
     assert measure_overhead(['cpu:0', 'cpu:1']) == {'F': 3, 'B': 3, 'I': 4.5, 'W': 4.5, 'R': 5}
 

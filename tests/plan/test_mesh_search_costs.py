@@ -1,4 +1,5 @@
 """A search over meshes: the costs of a case, and the settings and parts of its plan."""
+
 import json
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ def test_costs_of_a_case_by_hand(data, dtype):
     assert costs.links == HALF.links(2, 2) == HALF.host and costs.overlap is None
     shards = data == 'shard'
     for k, stage in enumerate(costs.stages):
-        number = sum(x.parameter_bytes for x in layers[8 * k:8 * k + 8]) / model.size
+        number = sum(x.parameter_bytes for x in layers[8 * k : 8 * k + 8]) / model.size
         reduction, gather = (HALF.gather(size * number, 2, 4) for size in (4, 2))
         assert stage.reduction == pytest.approx(reduction * (1 if shards else 2))
         assert stage.gather == pytest.approx(gather * shards)
@@ -53,9 +54,16 @@ def test_one_stage_has_a_tied_weight_once(tied, tensor):
     model = replace(GPT, tied=tied)
     search = MeshSearch(model, H100, 8, ParameterBytes(), ())
     one = search.costs(case((1, 1, tensor))).stages[0]
-    number = model.parameters if tensor == 1 else (
-        14 * model.block_parameters(2) + model.vocabulary * 2048 / 2 * (2 - tied)
-        + 2048 * 2048 + 2 * 2048)
+    number = (
+        model.parameters
+        if tensor == 1
+        else (
+            14 * model.block_parameters(2)
+            + model.vocabulary * 2048 / 2 * (2 - tied)
+            + 2048 * 2048
+            + 2 * 2048
+        )
+    )
     assert one.update == pytest.approx(40 * number / H100.bandwidth)
     two = search.costs(case((1, 2, tensor))).stages
     more = model.vocabulary * 2048 / tensor * tied
@@ -70,41 +78,74 @@ def test_a_balance_that_is_given():
 
 
 def test_a_split_backward_is_part_of_compute():
-    found = plan(measured(1.), mesh={'pipe': 2}, machine=H100, batch=8, schedules=['zb-h1'],
-                 micro_batches=[1])
-    assert found.parts['compute'] == pytest.approx(sum(
-        8 * x.seconds(kind) for x in found.costs.stages for kind in 'FIW') / 2)
+    found = plan(
+        measured(1.0),
+        mesh={'pipe': 2},
+        machine=H100,
+        batch=8,
+        schedules=['zb-h1'],
+        micro_batches=[1],
+    )
+    assert found.parts['compute'] == pytest.approx(
+        sum(8 * x.seconds(kind) for x in found.costs.stages for kind in 'FIW') / 2
+    )
     assert found.parts['recomputation'] == 0
     assert found.sequential_seconds == pytest.approx(found.parts['compute'] * 2)
 
 
 def test_a_full_recomputation_is_its_own_part_and_its_checkpoint():
-    found = plan(measured(1.), mesh={'pipe': 2}, machine=H100, batch=8, schedules=['1f1b'],
-                 micro_batches=[1], recomputations=['full'])
+    found = plan(
+        measured(1.0),
+        mesh={'pipe': 2},
+        machine=H100,
+        batch=8,
+        schedules=['1f1b'],
+        micro_batches=[1],
+        recomputations=['full'],
+    )
     assert (found.checkpoint, found.recomputation) == ('always', 'full')
     assert found.parts['compute'] == pytest.approx(8 * 8 * 3 / 2)
     assert found.parts['recomputation'] == pytest.approx(8 * 8 / 2)
 
 
 def test_places_of_stages_in_a_v():
-    found = plan(GPT, mesh={'pipe': 3}, machine=H100, batch=6, schedules=['zb-v'],
-                 micro_batches=[1])
+    found = plan(
+        GPT, mesh={'pipe': 3}, machine=H100, batch=6, schedules=['zb-v'], micro_batches=[1]
+    )
     assert found.devices == tuple(f'pipe {k}' for k in (0, 1, 2, 2, 1, 0))
 
 
-@pytest.mark.parametrize('fused, asked, got', [
-    (True, ['selective'], 'none'), (False, ['selective'], 'selective'),
-    (True, ['selective', 'full'], 'full')])
+@pytest.mark.parametrize(
+    'fused, asked, got',
+    [
+        (True, ['selective'], 'none'),
+        (False, ['selective'], 'selective'),
+        (True, ['selective', 'full'], 'full'),
+    ],
+)
 def test_attention_alone_is_recomputed_if_its_scores_are_in_memory(fused, asked, got):
-    found = plan(replace(GPT, fused=fused), mesh={'pipe': 2}, machine=H100, batch=8,
-                 recomputations=asked, memory_limit=1e12)
+    found = plan(
+        replace(GPT, fused=fused),
+        mesh={'pipe': 2},
+        machine=H100,
+        batch=8,
+        recomputations=asked,
+        memory_limit=1e12,
+    )
     assert found.recomputation == got
 
 
-@pytest.mark.parametrize('name, pipe, virtual, numbers', [
-    ('1f1b', 4, [1, 2], [1]), ('1f1b', 1, [2], [1]), ('zb-h1', 1, [1], []),
-    ('interleaved', 1, [1, 2], []), ('interleaved', 4, [1, 2, 8], [2, 8]),
-    ('zb-v', 4, [1, 2, 3], [2])])
+@pytest.mark.parametrize(
+    'name, pipe, virtual, numbers',
+    [
+        ('1f1b', 4, [1, 2], [1]),
+        ('1f1b', 1, [2], [1]),
+        ('zb-h1', 1, [1], []),
+        ('interleaved', 1, [1, 2], []),
+        ('interleaved', 4, [1, 2, 8], [2, 8]),
+        ('zb-v', 4, [1, 2, 3], [2]),
+    ],
+)
 def test_numbers_of_stages_on_a_rank(name, pipe, virtual, numbers):
     assert [*_virtual(name, pipe, virtual)] == numbers
 
@@ -113,40 +154,65 @@ def test_reasons_are_relative_to_the_best():
     found = plan(GPT, mesh=4, machine=H100, batch=16, virtual=1)
     for one in found.runners_up:
         more = {name: seconds - found.parts[name] for name, seconds in one.parts.items()}
-        assert one.reason == (f'{one.seconds / found.seconds - 1:.1%}: '
-                              f'{max(more, key=more.get)}')
+        assert one.reason == (f'{one.seconds / found.seconds - 1:.1%}: {max(more, key=more.get)}')
 
 
 def test_messages_are_what_links_take():
     slow = replace(H100, host=replace(H100.host, bandwidth=1e9))
-    found, free = (plan(GPT, mesh={'pipe': 4}, machine=x, batch=16, schedules=['1f1b'],
-                        micro_batches=[1]) for x in (slow, slow.without_links()))
+    found, free = (
+        plan(GPT, mesh={'pipe': 4}, machine=x, batch=16, schedules=['1f1b'], micro_batches=[1])
+        for x in (slow, slow.without_links())
+    )
     assert found.parts['messages'] == pytest.approx(found.seconds - free.seconds)
     assert free.parts['messages'] == 0 < found.parts['messages']
 
 
 def test_replicas_that_share_a_tied_model_take_as_long_as_a_rank_waits():
     """With overlap, a rank waits for the part that its last backward does not hide."""
-    found = plan(GPT, mesh={'data': 64}, machine=H100, batch=64, shardings=['shard'],
-                 overlap=['data'], memory_limit=1e12)
+    found = plan(
+        GPT,
+        mesh={'data': 64},
+        machine=H100,
+        batch=64,
+        shardings=['shard'],
+        overlap=['data'],
+        memory_limit=1e12,
+    )
     forward, backward = (getattr(found.costs.stages[0], x) for x in ('forward', 'backward'))
     gather, reduction = (H100.gather(size * GPT.parameters, 64) for size in (2, 4))
     assert found.parts['data'] == pytest.approx(
-        max(0, gather - forward) + max(0, reduction - backward))
+        max(0, gather - forward) + max(0, reduction - backward)
+    )
 
 
 def test_a_split_may_take_longer_than_a_backward():
-    layers = tuple(replace(x, input_share=.75, weight_share=.5) for x in measured(1.).layers)
-    found = plan(replace(measured(1.), layers=layers), mesh={'pipe': 2}, machine=H100, batch=8,
-                 schedules=['zb-h1'], micro_batches=[1])
+    layers = tuple(replace(x, input_share=0.75, weight_share=0.5) for x in measured(1.0).layers)
+    found = plan(
+        replace(measured(1.0), layers=layers),
+        mesh={'pipe': 2},
+        machine=H100,
+        batch=8,
+        schedules=['zb-h1'],
+        micro_batches=[1],
+    )
     assert found.parts['compute'] == pytest.approx(8 * 8 * (1 + 2 * 1.25) / 2)
 
 
 @pytest.mark.parametrize('overlap, part', [([], 1), (['tensor'], 4)])
 def test_collectives_of_the_tensor_axis_are_no_computation(overlap, part):
-    found, free = (plan(GPT, mesh={'tensor': 4}, machine=x, batch=8, micro_batches=[2],
-                        recomputations=['none'], overlap=overlap, memory_limit=1e12)
-                   for x in (H100, H100.without_links()))
+    found, free = (
+        plan(
+            GPT,
+            mesh={'tensor': 4},
+            machine=x,
+            batch=8,
+            micro_batches=[2],
+            recomputations=['none'],
+            overlap=overlap,
+            memory_limit=1e12,
+        )
+        for x in (H100, H100.without_links())
+    )
     assert found.parts['compute'] == pytest.approx(free.parts['compute'])
     exchange = H100.all_reduce(2 * 2 * 2048 * 2048, 4)
     assert found.parts['tensor'] == pytest.approx(4 * (14 * 4 * exchange / part + 2 * exchange))
@@ -155,24 +221,47 @@ def test_collectives_of_the_tensor_axis_are_no_computation(overlap, part):
 
 def test_other_meshes_have_messages_as_well():
     found = plan(GPT, mesh=4, machine=H100, batch=64, schedules=['1f1b'])
-    near = [x for x in found.runners_up if x.mesh['pipe'] > 1
-            and x.seconds < HOPELESS * found.seconds]
+    near = [
+        x for x in found.runners_up if x.mesh['pipe'] > 1 and x.seconds < HOPELESS * found.seconds
+    ]
     assert near and all(x.parts['messages'] > 0 for x in near)
 
 
 def test_a_stage_that_recomputes_has_fewer_layers():
-    layers = tuple(replace(x, forward_seconds=forward, backward_seconds=backward) for x, forward,
-                   backward in zip(measured(1.).layers, (4., 0., 0., 0.), (0., 3., 3., 3.)))
-    none, full = (plan(replace(measured(1.), layers=layers), mesh={'pipe': 2}, machine=H100,
-                       batch=2, schedules=['1f1b'], micro_batches=[1], recomputations=[x])
-                  for x in ('none', 'full'))
+    layers = tuple(
+        replace(x, forward_seconds=forward, backward_seconds=backward)
+        for x, forward, backward in zip(
+            measured(1.0).layers, (4.0, 0.0, 0.0, 0.0), (0.0, 3.0, 3.0, 3.0)
+        )
+    )
+    none, full = (
+        plan(
+            replace(measured(1.0), layers=layers),
+            mesh={'pipe': 2},
+            machine=H100,
+            batch=2,
+            schedules=['1f1b'],
+            micro_batches=[1],
+            recomputations=[x],
+        )
+        for x in ('none', 'full')
+    )
     assert (none.balance, full.balance) == ((2, 2), (1, 3))
 
 
 def layer(name, number, size, frozen=0):
     """Return a layer of some parameters, each of some bytes."""
-    return LayerProfile(name, 1e-3, 2e-3, number * size, frozen * size, 0, 100, 40,
-                        trainable_parameters=number - frozen)
+    return LayerProfile(
+        name,
+        1e-3,
+        2e-3,
+        number * size,
+        frozen * size,
+        0,
+        100,
+        40,
+        trainable_parameters=number - frozen,
+    )
 
 
 def profile_of(*layers, skips=(), ties=()):
@@ -181,80 +270,113 @@ def profile_of(*layers, skips=(), ties=()):
 
 @pytest.mark.parametrize('schedule, virtual', [('gpipe', 1), ('looped-bfs', 2)])
 def test_memory_of_all_micro_batches_is_within_the_limit(schedule, virtual):
-    options = {'mesh': {'pipe': 2}, 'machine': H100, 'batch': 200, 'micro_batches': [1],
-               'schedules': [schedule], 'virtual': [virtual], 'recomputations': ['none']}
-    found = plan(measured(1.), **options)
+    options = {
+        'mesh': {'pipe': 2},
+        'machine': H100,
+        'batch': 200,
+        'micro_batches': [1],
+        'schedules': [schedule],
+        'virtual': [virtual],
+        'recomputations': ['none'],
+    }
+    found = plan(measured(1.0), **options)
     assert max(found.peaks) == max(found.simulation.peak_bytes) > 200 * 4 * 100
-    assert plan(measured(1.), memory_limit=max(found.peaks), **options).peaks == found.peaks
+    assert plan(measured(1.0), memory_limit=max(found.peaks), **options).peaks == found.peaks
     with pytest.raises(ValueError, match='no plan for this mesh'):
-        plan(measured(1.), memory_limit=max(found.peaks) - 1, **options)
+        plan(measured(1.0), memory_limit=max(found.peaks) - 1, **options)
 
 
 def test_skips_have_bytes_and_messages():
     layers = [layer(str(k), 100, 4) for k in range(4)]
-    slow = replace(H100, host=Link(0., 1e9))
-    without, found = (plan(profile_of(*layers, skips=skips), mesh={'pipe': 4}, machine=slow,
-                           batch=4, schedules=['1f1b'], micro_batches=[1])
-                      for skips in ((), (SkipProfile(0, 3, 10 ** 8),)))
-    assert max(found.peaks) >= max(without.peaks) + 10 ** 8
-    assert found.seconds > without.seconds + .1 and found.parts['messages'] > .1
-    assert [*found.costs.skips] == [SkipProfile(0, 3, 10 ** 8)]
+    slow = replace(H100, host=Link(0.0, 1e9))
+    without, found = (
+        plan(
+            profile_of(*layers, skips=skips),
+            mesh={'pipe': 4},
+            machine=slow,
+            batch=4,
+            schedules=['1f1b'],
+            micro_batches=[1],
+        )
+        for skips in ((), (SkipProfile(0, 3, 10**8),))
+    )
+    assert max(found.peaks) >= max(without.peaks) + 10**8
+    assert found.seconds > without.seconds + 0.1 and found.parts['messages'] > 0.1
+    assert [*found.costs.skips] == [SkipProfile(0, 3, 10**8)]
 
 
-@pytest.mark.parametrize('data, kept', [('replicate', 400.), ('shard', 200.)])
+@pytest.mark.parametrize('data, kept', [('replicate', 400.0), ('shard', 200.0)])
 def test_frozen_parameters_have_no_gradient_and_no_state(data, kept):
-    model = profile_of(layer('0', 10 ** 8, 4, 10 ** 8))
+    model = profile_of(layer('0', 10**8, 4, 10**8))
     state = ParameterBytes(4, 4, 12)
     one = plan(model, mesh=1, machine=H100, batch=2, state=state)
     assert max(one.peaks) == pytest.approx(400e6, rel=1e-5) and one.parts['update'] == 0
     two = MeshSearch(model, H100, 2, state, None).costs(case((2, 1, 1), data=data)).stages[0]
     assert two.resident_bytes == pytest.approx(kept * 1e6, rel=1e-5)
-    assert two.gathered_bytes == (400e6 if data == 'shard' else 0.)
+    assert two.gathered_bytes == (400e6 if data == 'shard' else 0.0)
     assert (two.gather > 0) == (data == 'shard') and two.reduction == two.update == 0
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32, torch.float64])
 def test_parameters_are_counted_by_the_dtype_of_the_module(dtype):
     model = nn.Sequential(nn.Linear(999, 1000), nn.Linear(1000, 1000)).to(dtype)
-    found = plan(model, torch.rand(2, 999, dtype=dtype), mesh=1, machine=H100, batch=2,
-                 timeout=.01)
-    assert max(found.peaks) == pytest.approx(18 * 2_001_000, rel=.02)
+    found = plan(
+        model, torch.rand(2, 999, dtype=dtype), mesh=1, machine=H100, batch=2, timeout=0.01
+    )
+    assert max(found.peaks) == pytest.approx(18 * 2_001_000, rel=0.02)
 
 
-@pytest.mark.parametrize('schedule, virtual, times', [
-    ('1f1b', 1, 2), ('interleaved', 2, 2), ('zb-v', 2, 1), ('v-min', 2, 1)])
+@pytest.mark.parametrize(
+    'schedule, virtual, times',
+    [('1f1b', 1, 2), ('interleaved', 2, 2), ('zb-v', 2, 1), ('v-min', 2, 1)],
+)
 def test_a_tied_weight_is_counted_once_on_each_rank(schedule, virtual, times):
     """In a V, the first and the last stage are on the same rank."""
     embedding = nn.Embedding(100, 16)
     head = nn.Linear(16, 100, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, nn.Linear(16, 16), nn.Linear(16, 16), head)
-    costs = profile(model, torch.zeros(2, 4).long(), timeout=0., device='cpu')
+    costs = profile(model, torch.zeros(2, 4).long(), timeout=0.0, device='cpu')
     assert costs.ties == (TieProfile((0, 3), 6400, 1600),)
     assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
-    search = MeshSearch(costs, H100, 8, ParameterBytes(4, 4, 8), None, [1] * 4 if virtual == 2
-                        else [2, 2])
+    search = MeshSearch(
+        costs, H100, 8, ParameterBytes(4, 4, 8), None, [1] * 4 if virtual == 2 else [2, 2]
+    )
     stages = search.costs(case((1, 2, 1), schedule, virtual)).stages
     update = ParameterBytes(4, 4, 8).traffic * (1600 * times + 2 * 16 * 17) / H100.bandwidth
     assert sum(x.update for x in stages) == pytest.approx(update)
     whole = MeshSearch(costs, H100, 8, ParameterBytes(4, 4, 8), None)
     assert whole.costs(case((1, 1, 1), '1f1b')).stages[0].update == pytest.approx(
-        ParameterBytes(4, 4, 8).traffic * (1600 + 2 * 16 * 17) / H100.bandwidth)
+        ParameterBytes(4, 4, 8).traffic * (1600 + 2 * 16 * 17) / H100.bandwidth
+    )
 
 
 def test_a_tied_weight_is_counted_once_on_a_device():
-    costs = profile_of(layer('0', 1000, 4), layer('1', 0, 4), layer('2', 1000, 4),
-                       ties=(TieProfile((0, 2), 4000, 1000),))
-    one = plan(costs, devices=['cuda:0'], param_scale=2., schedules=['gpipe'], chunks=[1])
-    both = plan(costs, devices=['cuda:0', 'cuda:1'], param_scale=2., schedules=['gpipe'],
-                chunks=[1])
+    costs = profile_of(
+        layer('0', 1000, 4),
+        layer('1', 0, 4),
+        layer('2', 1000, 4),
+        ties=(TieProfile((0, 2), 4000, 1000),),
+    )
+    one = plan(costs, devices=['cuda:0'], param_scale=2.0, schedules=['gpipe'], chunks=[1])
+    both = plan(
+        costs, devices=['cuda:0', 'cuda:1'], param_scale=2.0, schedules=['gpipe'], chunks=[1]
+    )
     assert sum(x.resident_bytes for x in one.costs.stages) == 2 * 4000 + 40
     assert sum(x.resident_bytes for x in both.costs.stages) == 4 * 4000 + 40
 
 
-@pytest.mark.parametrize('ranks, stride, replicas, crossing', [
-    (2, 1, 1, False), (2, 1, 2, True), (2, 2, 1, True), (3, 1, 5, False), (2, 3, 1, True),
-    (1, 2, 4, False)])
+@pytest.mark.parametrize(
+    'ranks, stride, replicas, crossing',
+    [
+        (2, 1, 1, False),
+        (2, 1, 2, True),
+        (2, 2, 1, True),
+        (3, 1, 5, False),
+        (2, 3, 1, True),
+        (1, 2, 4, False),
+    ],
+)
 def test_links_of_hosts_that_replicas_do_not_divide(ranks, stride, replicas, crossing):
     """With three devices on a host, each message of any replica counts."""
     odd = replace(H100, devices_per_host=3)
@@ -263,30 +385,51 @@ def test_links_of_hosts_that_replicas_do_not_divide(ranks, stride, replicas, cro
     assert link == (odd.network if crossing else odd.host)
 
 
-@pytest.mark.parametrize('devices, stride, local', [
-    (3, 1, 3), (2, 1, 1), (1, 2, 1), (6, 1, 3), (2, 3, 1), (4, 1, 1)])
+@pytest.mark.parametrize(
+    'devices, stride, local', [(3, 1, 3), (2, 1, 1), (1, 2, 1), (6, 1, 3), (2, 3, 1), (4, 1, 1)]
+)
 def test_groups_of_hosts_that_they_do_not_divide(devices, stride, local):
     odd = replace(H100, devices_per_host=3)
-    bandwidth = odd.host.bandwidth if local == devices else min(
-        odd.host.bandwidth, local * odd.network.bandwidth)
+    bandwidth = (
+        odd.host.bandwidth
+        if local == devices
+        else min(odd.host.bandwidth, local * odd.network.bandwidth)
+    )
     latency = odd.host.latency if local == devices else odd.network.latency
     seconds = (devices - 1) * (latency + 1e9 / devices / bandwidth)
     assert odd.gather(1e9, devices, stride) == pytest.approx(seconds)
 
 
 def test_few_devices_are_on_one_host():
-    search = [plan(measured(1., t), mesh={'pipe': 3}, machine=H100, batch=3, micro_batches=[1],
-                   schedules=['1f1b']) for t in (1, 2)]
+    search = [
+        plan(
+            measured(1.0, t),
+            mesh={'pipe': 3},
+            machine=H100,
+            batch=3,
+            micro_batches=[1],
+            schedules=['1f1b'],
+        )
+        for t in (1, 2)
+    ]
     assert all(found.costs.links == H100.host for found in search)
     three = plan(Transformer(3, 96, 3, 96, 8), mesh={'tensor': 3}, machine=H100, batch=3)
-    eight = plan(Transformer(3, 96, 3, 96, 8), mesh={'tensor': 3}, machine=replace(
-        H100, network=Link(1., 1.)), batch=3)
+    eight = plan(
+        Transformer(3, 96, 3, 96, 8),
+        mesh={'tensor': 3},
+        machine=replace(H100, network=Link(1.0, 1.0)),
+        batch=3,
+    )
     assert three.seconds == eight.seconds
 
 
 def test_a_profile_without_times():
-    zero = replace(measured(1.), layers=tuple(
-        replace(x, forward_seconds=0., backward_seconds=0.) for x in measured(1.).layers))
+    zero = replace(
+        measured(1.0),
+        layers=tuple(
+            replace(x, forward_seconds=0.0, backward_seconds=0.0) for x in measured(1.0).layers
+        ),
+    )
     with pytest.raises(ValueError, match='the profile has no times'):
         plan(zero, mesh=2, machine=H100, batch=8)
     assert plan(zero, devices=['cuda:0', 'cuda:1']).seconds == 0

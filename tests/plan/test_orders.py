@@ -1,4 +1,5 @@
 """Searched schedules: valid, within their limits, and close to the optimum of small steps."""
+
 import random
 
 import pytest
@@ -17,14 +18,21 @@ def random_costs(chance, stages):
     """Return costs of unequal stages, with links that take time."""
     found = []
     for _ in range(stages):
-        forward = chance.uniform(.5, 2)
-        backward, weights = forward * chance.uniform(1.6, 2.4), chance.uniform(.3, .6)
-        found.append(StageCosts(
-            forward, backward, weight_backward=backward * weights,
-            input_backward=backward * (1 - weights) * chance.choice([1, 1.1]),
-            activation_bytes=chance.uniform(5, 20), output_bytes=chance.uniform(.5, 2),
-            backward_bytes=chance.uniform(1, 3), resident_bytes=chance.uniform(0, 30)))
-    return Costs(found, links=Link(chance.uniform(0, .3), chance.choice([1e9, 10.])))
+        forward = chance.uniform(0.5, 2)
+        backward, weights = forward * chance.uniform(1.6, 2.4), chance.uniform(0.3, 0.6)
+        found.append(
+            StageCosts(
+                forward,
+                backward,
+                weight_backward=backward * weights,
+                input_backward=backward * (1 - weights) * chance.choice([1, 1.1]),
+                activation_bytes=chance.uniform(5, 20),
+                output_bytes=chance.uniform(0.5, 2),
+                backward_bytes=chance.uniform(1, 3),
+                resident_bytes=chance.uniform(0, 30),
+            )
+        )
+    return Costs(found, links=Link(chance.uniform(0, 0.3), chance.choice([1e9, 10.0])))
 
 
 def random_case(seed, n=None, m=None):
@@ -34,7 +42,7 @@ def random_case(seed, n=None, m=None):
     m = m or chance.choice([n, 2 * n, 4 * n])
     costs = random_costs(chance, n * v)
     need = max(simulate(make('zb-v' if v == 2 else 'zb-h1', n, m), costs).peak_bytes)
-    return costs, n, m, chance.choice([None, .6 * need, .8 * need, need])
+    return costs, n, m, chance.choice([None, 0.6 * need, 0.8 * need, need])
 
 
 def best_named(costs, n, m, limit):
@@ -76,15 +84,18 @@ def never_slower(costs, n, m, limit):
     assert [found.places[j] for j in range(n)] == [*range(n)]
     rows = with_messages(found.schedule)
     assert not (n < 5 and m < 9) or not any(stuck(rows, blocking) for blocking in (False, True))
-    times_in_queues([*map(receiving_early, rows)], lambda action: 1.,
-                    queue=lambda one, other: (one, other))
+    times_in_queues(
+        [*map(receiving_early, rows)], lambda action: 1.0, queue=lambda one, other: (one, other)
+    )
 
 
 @pytest.mark.parametrize('four', first(1, range(10)))
 def test_close_to_the_optimum(four):
     """No order of the actions takes less than 95 % of its time."""
-    found = [is_close(1000 + 4 * four + k, *sizes)
-             for k, sizes in enumerate(((2, 2), (2, 3), (3, 2), (3, 3)))]
+    found = [
+        is_close(1000 + 4 * four + k, *sizes)
+        for k, sizes in enumerate(((2, 2), (2, 3), (3, 2), (3, 3)))
+    ]
     assert False not in found and found.count(None) <= 2
 
 
@@ -99,7 +110,8 @@ def is_close(seed, n, m):
         found = None
     try:
         faster = Orders(costs, range(n), m, 1e9 if limit is None else limit).faster(
-            found.seconds * .95 if found else 1e9)
+            found.seconds * 0.95 if found else 1e9
+        )
     except TimeoutError:
         return None
     return faster is None
@@ -113,11 +125,13 @@ def test_as_fast_as_found_before(seed, seconds):
 
 def test_unlimited_memory_is_used_for_speed():
     """As zero bubble does it; the lower bound ends the search."""
-    costs = Costs([StageCosts(1., 2., activation_bytes=1.)] * 4)
+    costs = Costs([StageCosts(1.0, 2.0, activation_bytes=1.0)] * 4)
     found = search_schedule(costs, 4, 12)
     assert found.seconds == 3 * 12 + 3 and found.named[0] == 'zb-h1' and found.gain == 0
-    assert str(found) == "39 s, 4 B, 0 recomputations; 0.0% less time than 'zb-h1', " \
+    assert (
+        str(found) == "39 s, 4 B, 0 recomputations; 0.0% less time than 'zb-h1', "
         "checkpoint='never': 39 s"
+    )
 
 
 def test_the_same_search_has_the_same_result():
@@ -135,31 +149,32 @@ def test_stages_where_a_model_has_them():
 
 def test_what_stages_recompute_is_part_of_the_search():
     """The number in the costs is of another schedule."""
-    stage = StageCosts(1., 2., activation_bytes=1., recomputed=9)
+    stage = StageCosts(1.0, 2.0, activation_bytes=1.0, recomputed=9)
     assert search_schedule(Costs([stage] * 2), 2, 4).seconds == 13
 
 
 def test_equally_fast_results_take_the_least_memory():
-    found = search_schedule(Costs([StageCosts(1., 2., activation_bytes=1.)] * 8), 4, 8)
+    found = search_schedule(Costs([StageCosts(1.0, 2.0, activation_bytes=1.0)] * 8), 4, 8)
     assert found.places == places('zb-v', 4, 2) and max(found.simulation.peak_bytes) <= 8
     # With one device, all named schedules are equally fast.
-    found = search_schedule(Costs([StageCosts(1., 2., activation_bytes=1.)]), 1, 4)
+    found = search_schedule(Costs([StageCosts(1.0, 2.0, activation_bytes=1.0)]), 1, 4)
     assert found.simulation.peak_bytes == (1,)
 
 
 def test_devices_that_wait_for_memory():
     """No named schedule has these places, and no order ends."""
     with pytest.raises(ValueError, match='no schedule keeps .* Devices wait for memory'):
-        search_schedule(Costs([StageCosts(1., 2., activation_bytes=4.)] * 3), 2, 4, 3.,
-                        places=[0, 1, 0])
+        search_schedule(
+            Costs([StageCosts(1.0, 2.0, activation_bytes=4.0)] * 3), 2, 4, 3.0, places=[0, 1, 0]
+        )
 
 
 def test_stages_without_time():
     """Nothing holds memory for no time, so a named schedule fits, and no other one starts."""
-    stage = StageCosts(0., 0., activation_bytes=16., output_bytes=20., update=1.)
-    found = search_schedule(Costs([stage]), 1, 4, 10., effort=100)
+    stage = StageCosts(0.0, 0.0, activation_bytes=16.0, output_bytes=20.0, update=1.0)
+    found = search_schedule(Costs([stage]), 1, 4, 10.0, effort=100)
     assert found.seconds == 1 and found.gain == 0
-    assert search_schedule(Costs([StageCosts(0., 0.)] * 2), 2, 4).gain == 0
+    assert search_schedule(Costs([StageCosts(0.0, 0.0)] * 2), 2, 4).gain == 0
 
 
 def test_little_effort_tries_the_named_schedules(monkeypatch):
@@ -170,15 +185,25 @@ def test_little_effort_tries_the_named_schedules(monkeypatch):
     assert found.seconds > search_schedule(costs, 8, 32).seconds
 
 
-@pytest.mark.parametrize('arguments, options, error, message', [
-    ((0, 4), {}, ValueError, 'devices must be'), ((2, 1.5), {}, TypeError, 'micro_batches'),
-    ((3, 4), {}, ValueError, '4 stages on 3 devices: give each device equally many'),
-    ((2, 4), {'places': [0, 1]}, ValueError, 'one of 2 devices for each of 4 stages'),
-    ((2, 4), {'places': [0, 2, 2, 0]}, ValueError, 'one of 2 devices for each of 4 stages'),
-    ((2, 4, [1]), {}, ValueError, '1 entries for 2 devices'),
-    ((2, 4, 3.), {}, ValueError, r'no schedule keeps the memory limit. The closest one takes .* B'
-                                 r' too much')])
+@pytest.mark.parametrize(
+    'arguments, options, error, message',
+    [
+        ((0, 4), {}, ValueError, 'devices must be'),
+        ((2, 1.5), {}, TypeError, 'micro_batches'),
+        ((3, 4), {}, ValueError, '4 stages on 3 devices: give each device equally many'),
+        ((2, 4), {'places': [0, 1]}, ValueError, 'one of 2 devices for each of 4 stages'),
+        ((2, 4), {'places': [0, 2, 2, 0]}, ValueError, 'one of 2 devices for each of 4 stages'),
+        ((2, 4, [1]), {}, ValueError, '1 entries for 2 devices'),
+        (
+            (2, 4, 3.0),
+            {},
+            ValueError,
+            r'no schedule keeps the memory limit. The closest one takes .* B'
+            r' too much',
+        ),
+    ],
+)
 def test_refusals(arguments, options, error, message):
-    costs = Costs([StageCosts(1., 2., activation_bytes=2., resident_bytes=1.)] * 4)
+    costs = Costs([StageCosts(1.0, 2.0, activation_bytes=2.0, resident_bytes=1.0)] * 4)
     with pytest.raises(error, match=message):
         search_schedule(costs, *arguments, **options)

@@ -1,4 +1,5 @@
 """Profiling every kind of layer, and the balances that follow."""
+
 import json
 
 import pytest
@@ -20,7 +21,7 @@ def test_from_profile_to_a_training_step(make):
     costs = profile(model, sample, device='cpu', timeout=0)
     costs = Profile.from_dict(json.loads(json.dumps(costs.to_dict())))
     assert [layer.name for layer in costs.layers] == [name for name, _ in model.named_children()]
-    balance = costs.balance(2, chunks=2, memory_limit=10 ** 9)
+    balance = costs.balance(2, chunks=2, memory_limit=10**9)
     gpipe = GPipe(model, balance, devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
     optimizer = torch.optim.SGD(gpipe.parameters(), lr=0.1)
     output = gpipe(sample)
@@ -51,16 +52,24 @@ def test_no_cut_before_a_layer_that_works_in_place():
 
 
 def test_no_cut_between_a_layer_and_one_that_changes_it_through_a_view():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Flatten(), nn.Identity(),
-                          nn.ReLU(inplace=True), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+        nn.Flatten(),
+        nn.Identity(),
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 2),
+    )
     costs = profile(model, torch.rand(8, 4), device='cpu', timeout=0)
     assert costs.edges() == [0, 1, 5, 6]
 
 
 def test_hooks_that_make_weights_run():
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)),
-                          nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-                          nn.LazyLinear(3))
+    model = nn.Sequential(
+        nn.utils.spectral_norm(nn.Linear(4, 4)),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.LazyLinear(3),
+    )
     layers = profile(model, torch.rand(8, 4), device='cpu', timeout=0).layers
     assert [layer.output_bytes for layer in layers] == [128, 128, 96]
     assert layers[2].parameter_bytes == 60
@@ -74,10 +83,16 @@ def test_lazy_layers():
 
 
 def test_a_pipeline_within_a_layer():
-    inner = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)), [1, 2],
-                  devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
-    layers = profile(nn.Sequential(inner, nn.ReLU()), torch.rand(4, 3), device='cpu',
-                     timeout=0).layers
+    inner = GPipe(
+        nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)),
+        [1, 2],
+        devices=['cpu:0', 'cpu:1'],
+        chunks=2,
+        checkpoint='always',
+    )
+    layers = profile(
+        nn.Sequential(inner, nn.ReLU()), torch.rand(4, 3), device='cpu', timeout=0
+    ).layers
     assert layers[0].parameter_bytes == 96
 
 
@@ -112,19 +127,26 @@ class Graph(nn.Module):
 
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('make', [
-    lambda: nn.utils.weight_norm(nn.Linear(64, 64)), lambda: nn.utils.spectral_norm(
-        nn.Linear(64, 64)), lambda: Caching(64, 64), lambda: Quiet(64, 64), Graph,
-    lambda: prune.random_unstructured(nn.Linear(64, 64), 'weight', 0.5),
-    lambda: torch.jit.script(nn.Linear(64, 64))],
-    ids=['weight norm', 'spectral norm', 'caching', 'train', 'sparse', 'pruned', 'script'])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: nn.utils.weight_norm(nn.Linear(64, 64)),
+        lambda: nn.utils.spectral_norm(nn.Linear(64, 64)),
+        lambda: Caching(64, 64),
+        lambda: Quiet(64, 64),
+        Graph,
+        lambda: prune.random_unstructured(nn.Linear(64, 64), 'weight', 0.5),
+        lambda: torch.jit.script(nn.Linear(64, 64)),
+    ],
+    ids=['weight norm', 'spectral norm', 'caching', 'train', 'sparse', 'pruned', 'script'],
+)
 def test_layers_that_are_hard_to_copy(make, clock):
     clock.tick = 1
     model = nn.Sequential(make(), nn.ReLU())
     x = torch.rand(64, 64)
     model(x)
     first, second = profile(model, x, device='cpu', timeout=0).layers
-    assert first.output_bytes == 2 ** 14 and second.activation_bytes == 2 ** 14
+    assert first.output_bytes == 2**14 and second.activation_bytes == 2**14
     assert first.backward_seconds == 1
     assert all(p.grad is None and p.requires_grad and p.is_leaf for p in model.parameters())
 

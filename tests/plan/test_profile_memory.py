@@ -1,4 +1,5 @@
 """Profiled memory: outputs of a layer, tensors kept by autograd, and by the profiler itself."""
+
 import copy
 
 import torch
@@ -39,8 +40,16 @@ def test_an_activation_counts_for_the_layer_that_made_it_if_anyone_keeps_it():
 
 def test_what_a_partition_keeps_is_the_sum():
     """Compare with the tensors alive after a forward of several layers at once."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1),
-                          nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64))
+    model = nn.Sequential(
+        nn.Linear(64, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 64),
+    )
     costs = profile(model, torch.rand(64, 64), device='cpu', timeout=0)
     x = torch.rand(64, 64)
     with LiveTensors().watched() as live:
@@ -84,8 +93,17 @@ def test_a_skip_that_is_none():
 
     costs = profile(nn.Sequential(StashNone(), Pop()), torch.rand(2, 3), device='cpu', timeout=0)
     assert costs.skips == ()
-    assert profile(nn.Sequential(stashing('a')(), popping('a')()), torch.rand(2, 3),
-                   device='cpu', timeout=0).skips[0].bytes == 24
+    assert (
+        profile(
+            nn.Sequential(stashing('a')(), popping('a')()),
+            torch.rand(2, 3),
+            device='cpu',
+            timeout=0,
+        )
+        .skips[0]
+        .bytes
+        == 24
+    )
 
 
 def test_sizes_of_parameters():
@@ -101,12 +119,12 @@ def test_sizes_of_parameters():
 def test_the_predicted_memory_of_a_partition():
     """Against the peak of a training step, as it is counted for the whole pipeline."""
     m, width = 8, 64
-    model = nn.Sequential(*[layer for _ in range(12)
-                            for layer in (nn.Linear(width, width), nn.Tanh())])
+    model = nn.Sequential(
+        *[layer for _ in range(12) for layer in (nn.Linear(width, width), nn.Tanh())]
+    )
     x = torch.rand(m * 64, width)
     for mode in ('always', 'never'):
-        balance = profile(model, x, device='cpu', timeout=0).balance(
-            1, chunks=m, checkpoint=mode)
+        balance = profile(model, x, device='cpu', timeout=0).balance(1, chunks=m, checkpoint=mode)
         gpipe = GPipe(copy.deepcopy(model), balance, devices=['cpu'], chunks=m, checkpoint=mode)
         gpipe(x).sum().backward()
         with LiveTensors().watched() as live:
@@ -128,13 +146,15 @@ def test_a_layer_dies_before_the_next_one_is_on_the_device():
             return super().forward(x)
 
     import weakref
+
     weak = []
 
     def refs():
         return [ref() for ref in weak if ref() is not None]
 
-    profile(nn.Sequential(See(4, 4), See(4, 4), See(4, 4)), torch.rand(2, 4), device='cpu',
-            timeout=0)
+    profile(
+        nn.Sequential(See(4, 4), See(4, 4), See(4, 4)), torch.rand(2, 4), device='cpu', timeout=0
+    )
     assert log == [0, 0, 0]
 
 
@@ -156,5 +176,5 @@ def test_autocast_keeps_no_layer():
     model = nn.Sequential(*[See(512, 512) for _ in range(4)])
     with torch.autocast('cpu', dtype=torch.bfloat16), LiveTensors().watched() as live:
         profile(model, torch.rand(2, 512), device='cpu', timeout=0)
-    starts = alive[::len(alive) // 4]
+    starts = alive[:: len(alive) // 4]
     assert max(starts) < 1.5 * starts[0] + 100_000

@@ -1,4 +1,5 @@
 """Models that cannot be profiled or balanced raise an error that says why."""
+
 import pytest
 import torch
 from torch import nn
@@ -11,9 +12,14 @@ from torchgpipe.balance import balance_by_size, balance_by_time, profile
 pytestmark = cpu_only('refused before anything runs')
 
 
-@pytest.mark.parametrize('function', [
-    profile, lambda *args, **kwargs: balance_by_time(1, *args, **kwargs),
-    lambda *args, **kwargs: balance_by_size(1, *args, **kwargs)])
+@pytest.mark.parametrize(
+    'function',
+    [
+        profile,
+        lambda *args, **kwargs: balance_by_time(1, *args, **kwargs),
+        lambda *args, **kwargs: balance_by_size(1, *args, **kwargs),
+    ],
+)
 def test_bad_input(function):
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(TypeError, match='expected Tensor, but got str'):
@@ -21,8 +27,11 @@ def test_bad_input(function):
     with pytest.raises(TypeError, match='expected Tensor, but got set'):
         function(model, (torch.rand(2, 3), {1}), device='cpu')
     with pytest.raises(TypeError, match='must be nn.Sequential'):
-        function(nn.Linear(3, 3), torch.rand(2, 3), device='cpu') if function is profile else \
-            function(nn.ModuleList([nn.Linear(3, 3)]), torch.rand(2, 3), device='cpu')
+        function(
+            nn.Linear(3, 3), torch.rand(2, 3), device='cpu'
+        ) if function is profile else function(
+            nn.ModuleList([nn.Linear(3, 3)]), torch.rand(2, 3), device='cpu'
+        )
     with pytest.raises(TypeError, match='stash and pop do not match'):
         function(nn.Sequential(Stash()), torch.rand(2, 3), device='cpu')
     with pytest.raises(ValueError, match="sample is on 'meta'"):
@@ -33,8 +42,7 @@ def test_bad_input(function):
         function(model, torch.rand(2, 3), device='gpu')
     with pytest.raises(RuntimeError) as error:
         function(model, torch.rand(2, 4), device='cpu')
-    assert error.value.__notes__ == [
-        "while layer '0' was profiled on cpu with 2 samples"]
+    assert error.value.__notes__ == ["while layer '0' was profiled on cpu with 2 samples"]
     with pytest.raises(RuntimeError) as error:
         function(nn.Sequential(nn.Embedding(3, 3)), torch.rand(2, 4), device='cpu')
     assert "layer '0'" in error.value.__notes__[0]
@@ -43,29 +51,44 @@ def test_bad_input(function):
         function(model, torch.rand(2, 3), device='cpu')
 
 
-@cases('call, message', [
-    (lambda m, x: balance_by_time(0, m, x, device='cpu'), 'positive'),
-    (lambda m, x: balance_by_size(0, m, x, device='cpu'), 'positive'),
-    (lambda m, x: balance_by_time(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),
-    (lambda m, x: balance_by_size(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),
-    (lambda m, x: balance_by_size(1, m, x, chunks=0, device='cpu'), 'chunks'),
-    (lambda m, x: balance_by_size(1, m, x, param_scale=-1, device='cpu'), 'param_scale'),
-    (lambda m, x: balance_by_time(1, m, x, timeout=-1, device='cpu'), 'timeout'),
-    (lambda m, x: profile(m, x, timeout=float('nan'), device='cpu'), 'timeout'),
-    (lambda m, x: profile(m, x[:0], device='cpu'), 'batch is empty'),
-    (lambda m, x: profile(m, x, device='meta'), "'meta'")])
+@cases(
+    'call, message',
+    [
+        (lambda m, x: balance_by_time(0, m, x, device='cpu'), 'positive'),
+        (lambda m, x: balance_by_size(0, m, x, device='cpu'), 'positive'),
+        (lambda m, x: balance_by_time(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),
+        (lambda m, x: balance_by_size(2, m, x, device='cpu'), '1 layers cannot be cut into 2'),
+        (lambda m, x: balance_by_size(1, m, x, chunks=0, device='cpu'), 'chunks'),
+        (lambda m, x: balance_by_size(1, m, x, param_scale=-1, device='cpu'), 'param_scale'),
+        (lambda m, x: balance_by_time(1, m, x, timeout=-1, device='cpu'), 'timeout'),
+        (lambda m, x: profile(m, x, timeout=float('nan'), device='cpu'), 'timeout'),
+        (lambda m, x: profile(m, x[:0], device='cpu'), 'batch is empty'),
+        (lambda m, x: profile(m, x, device='meta'), "'meta'"),
+    ],
+)
 def test_bad_numbers(call, message):
     with pytest.raises(ValueError, match=message):
         call(nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3))
 
 
-@pytest.mark.parametrize('call, error, message', [
-    (lambda m, x: balance_by_time('1', m, x, device='cpu'), TypeError, 'must be an integer'),
-    (lambda m, x: balance_by_time(True, m, x, device='cpu'), TypeError, 'must be an integer'),
-    (lambda m, x: balance_by_time(1, m[0], x, device='cpu'), TypeError, 'must be nn.Sequential'),
-    (lambda m, x: balance_by_size(1, m, x, param_scale=float('inf'), device='cpu'), ValueError,
-     'param_scale'),
-    (lambda m, x: profile(m, x, timeout=float('inf'), device='cpu'), ValueError, 'timeout')])
+@pytest.mark.parametrize(
+    'call, error, message',
+    [
+        (lambda m, x: balance_by_time('1', m, x, device='cpu'), TypeError, 'must be an integer'),
+        (lambda m, x: balance_by_time(True, m, x, device='cpu'), TypeError, 'must be an integer'),
+        (
+            lambda m, x: balance_by_time(1, m[0], x, device='cpu'),
+            TypeError,
+            'must be nn.Sequential',
+        ),
+        (
+            lambda m, x: balance_by_size(1, m, x, param_scale=float('inf'), device='cpu'),
+            ValueError,
+            'param_scale',
+        ),
+        (lambda m, x: profile(m, x, timeout=float('inf'), device='cpu'), ValueError, 'timeout'),
+    ],
+)
 def test_more_bad_numbers(call, error, message):
     with pytest.raises(error, match=message):
         call(nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3))

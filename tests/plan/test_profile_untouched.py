@@ -1,4 +1,5 @@
 """Profiling leaves the module and all random states as they were."""
+
 import copy
 import random
 
@@ -65,11 +66,11 @@ def test_layers_are_called_in_training_mode_with_what_the_one_before_gave():
     sample = torch.zeros(1, requires_grad=True)
     with torch.no_grad():
         profile(nn.Sequential(See(), See()).eval(), sample, device='cpu', timeout=0)
-    assert set(seen) == {(True, True, 0.), (True, True, 1.)}
+    assert set(seen) == {(True, True, 0.0), (True, True, 1.0)}
     seen.clear()
     with torch.inference_mode():
         profile(nn.Sequential(See()), torch.zeros(1), device='cpu', timeout=0)
-    assert set(seen) == {(True, False, 0.)}
+    assert set(seen) == {(True, False, 0.0)}
 
 
 def test_the_sandbox_holds_one_layer_at_a_time_in_training_mode():

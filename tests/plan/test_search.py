@@ -1,4 +1,5 @@
 """Plans: the best candidate within memory, and the model made from a plan."""
+
 import copy
 import itertools
 import json
@@ -22,16 +23,34 @@ GPUS = ['cuda:0', 'cuda:1']
 def made_up(layers, batch=32, seed=0, **others):
     """Make a profile from random numbers."""
     draw = random.Random(seed)
-    return Profile(tuple(LayerProfile(
-        str(k), draw.random(), 2 * draw.random(), draw.randrange(1000), 0, 0,
-        draw.randrange(4000), draw.randrange(1000), **others) for k in range(layers)),
-        (SkipProfile(1, layers - 2, 100),), batch, 500, 'cpu')
+    return Profile(
+        tuple(
+            LayerProfile(
+                str(k),
+                draw.random(),
+                2 * draw.random(),
+                draw.randrange(1000),
+                0,
+                0,
+                draw.randrange(4000),
+                draw.randrange(1000),
+                **others,
+            )
+            for k in range(layers)
+        ),
+        (SkipProfile(1, layers - 2, 100),),
+        batch,
+        500,
+        'cpu',
+    )
 
 
 def test_what_an_action_takes_speaks_for_fewer_of_them():
     costs = made_up(9)
-    free, paid = (plan(costs, devices=GPUS, overhead=dict.fromkeys('FBIWR', seconds))
-                  for seconds in (0.0, 0.5))
+    free, paid = (
+        plan(costs, devices=GPUS, overhead=dict.fromkeys('FBIWR', seconds))
+        for seconds in (0.0, 0.5)
+    )
     assert free == plan(costs, devices=GPUS) and paid.chunks < free.chunks
     assert paid.seconds > free.seconds
 
@@ -40,20 +59,30 @@ def test_it_is_the_fastest_of_all():
     """Each schedule, mode and number of chunks by itself, with the same balance."""
     costs = made_up(9)
     found = plan(costs, devices=GPUS)
-    singles = [plan(costs, devices=GPUS, schedules=[name], chunks=[m], checkpoints=[mode])
-               for name in ('plain call', *NAMES) for m in (1, 2, 4, 8, 16, 32)
-               for mode in ('never', 'always', 'except_last')]
+    singles = [
+        plan(costs, devices=GPUS, schedules=[name], chunks=[m], checkpoints=[mode])
+        for name in ('plain call', *NAMES)
+        for m in (1, 2, 4, 8, 16, 32)
+        for mode in ('never', 'always', 'except_last')
+    ]
     assert found.seconds == pytest.approx(min(each.seconds for each in singles))
     assert {found.schedule, *(each.schedule for each in found.runners_up)} == {
-        'plain call', *NAMES}
+        'plain call',
+        *NAMES,
+    }
     seconds = [found.seconds, *(each.seconds for each in found.runners_up)]
     assert seconds == sorted(seconds)
 
 
 def test_of_equally_fast_ones_that_which_takes_less_memory():
     costs = replace(made_up(6), skips=())
-    found = plan(costs, devices=GPUS, schedules=['plain call', 'gpipe', '1f1b'], chunks=[8],
-                 checkpoints=['never'])
+    found = plan(
+        costs,
+        devices=GPUS,
+        schedules=['plain call', 'gpipe', '1f1b'],
+        chunks=[8],
+        checkpoints=['never'],
+    )
     others = [each.schedule for each in found.runners_up]
     assert (found.schedule, others) == ('1f1b', ['gpipe', 'plain call'])
     assert found.seconds == pytest.approx(found.runners_up[1].seconds)
@@ -95,8 +124,9 @@ def test_another_balance_where_the_fastest_does_not_fit(no_tries):
     costs = Profile(tuple(layers), (), 8, 8, 'cpu')
 
     def balances(**options):
-        found = plan(costs, devices=GPUS, schedules=['plain call', '1f1b'], param_scale=1.0,
-                     **options)
+        found = plan(
+            costs, devices=GPUS, schedules=['plain call', '1f1b'], param_scale=1.0, **options
+        )
         return [each.balance for each in (found, *found.runners_up)]
 
     assert balances() == [(4, 4)] * 2
@@ -118,20 +148,31 @@ def test_multiples_of_the_number_of_devices():
 def test_it_says_how_much_is_missing():
     costs = made_up(8)
     size = sum(layer.parameter_bytes for layer in costs.layers) * 2
-    with pytest.raises(ValueError, match=r'parameters.* take .* KiB, and the limits add up to '
-                                         r'1.95 KiB, which is .* less\. Take larger'):
+    with pytest.raises(
+        ValueError,
+        match=r'parameters.* take .* KiB, and the limits add up to '
+        r'1.95 KiB, which is .* less\. Take larger',
+    ):
         plan(costs, devices=GPUS, memory_limit=1000)
     limit = size // 2 + 10
-    with pytest.raises(ValueError, match=r'The closest one .* takes .* on cuda:\d, .* more than '
-                                         r"its limit of .*: '.*' with \d+ chunks, checkpoint"):
+    with pytest.raises(
+        ValueError,
+        match=r'The closest one .* takes .* on cuda:\d, .* more than '
+        r"its limit of .*: '.*' with \d+ chunks, checkpoint",
+    ):
         plan(costs, devices=GPUS, memory_limit=limit)
 
 
 def test_near_the_closest_one_there_may_be_one_that_fits(monkeypatch):
     """Where a cut by bounds is too coarse: it has one bound for both stages of a device."""
     sizes = [300, 100, 100, 20, 20, 100, 20, 20]
-    costs = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, size, 0, 0, 0, 0)
-                          for k, size in enumerate(sizes)), (), 8, 0, 'cpu')
+    costs = Profile(
+        tuple(LayerProfile(str(k), 1.0, 2.0, size, 0, 0, 0, 0) for k, size in enumerate(sizes)),
+        (),
+        8,
+        0,
+        'cpu',
+    )
     limits = [sum(sizes[:1] + sizes[7:]), sum(sizes[1:7])]
     options = {'devices': GPUS, 'schedules': ['zb-v'], 'param_scale': 1.0}
     found = plan(costs, memory_limit=limits, **options)
@@ -142,8 +183,9 @@ def test_near_the_closest_one_there_may_be_one_that_fits(monkeypatch):
 
 
 @cpu_only('accelerators have no intra-op threads')
-@pytest.mark.parametrize('devices, share', [
-    (['cpu:0', 'cpu:1'], 2), ([f'cpu:{j}' for j in range(5)], 1), (['cpu'], 4)])
+@pytest.mark.parametrize(
+    'devices, share', [(['cpu:0', 'cpu:1'], 2), ([f'cpu:{j}' for j in range(5)], 1), (['cpu'], 4)]
+)
 def test_layers_are_measured_with_the_threads_of_a_worker(devices, share):
     found = []
 
@@ -155,8 +197,13 @@ def test_layers_are_measured_with_the_threads_of_a_worker(devices, share):
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        plan(nn.Sequential(*[Layer(2, 2) for _ in range(5)]), torch.rand(8, 2), devices=devices,
-             timeout=0, schedules=['1f1b'])
+        plan(
+            nn.Sequential(*[Layer(2, 2) for _ in range(5)]),
+            torch.rand(8, 2),
+            devices=devices,
+            timeout=0,
+            schedules=['1f1b'],
+        )
         assert {*found} == {share} and torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(threads)
@@ -177,8 +224,12 @@ def test_the_plain_call_has_one_thread_for_backward_on_the_cpu():
 def test_the_plain_call_has_one_thread_on_the_cpu_only():
     """If one partition is on an accelerator, its lane runs concurrently with the CPU's."""
     layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 8, 8) for k in range(2))
-    options = {'schedules': ['plain call'], 'chunks': [4], 'checkpoints': ['always'],
-               'links': Link()}
+    options = {
+        'schedules': ['plain call'],
+        'chunks': [4],
+        'checkpoints': ['always'],
+        'links': Link(),
+    }
     costs = Profile(layers, (), 4, 8, 'cpu')
     on_both = plan(costs, devices=['cpu', 'cuda:0'], **options)
     assert on_both.seconds == plan(costs, devices=GPUS, **options).seconds
@@ -188,8 +239,10 @@ def test_the_plain_call_has_one_thread_on_the_cpu_only():
 def test_the_plain_call_has_the_gradient_of_the_whole_output(m):
     layers = tuple(LayerProfile(str(k), 1.0, 2.0, 8, 0, 0, 16, 80) for k in range(2))
     options = {'devices': GPUS, 'chunks': [m], 'checkpoints': ['never']}
-    one, other = (plan(Profile(layers, (), 4, 8, 'cpu'), schedules=[name], **options).bytes
-                  for name in ('plain call', 'gpipe'))
+    one, other = (
+        plan(Profile(layers, (), 4, 8, 'cpu'), schedules=[name], **options).bytes
+        for name in ('plain call', 'gpipe')
+    )
     assert one['cuda:0'] == other['cuda:0'] and one['cuda:1'] == other['cuda:1'] + 80
 
 
@@ -209,18 +262,22 @@ def test_links():
     assert slow.seconds > fast.seconds + 1
 
 
-@cases('options, what', [
-    ({'devices': []}, 'devices must be one or more'),
-    ({'devices': ['cpu', 'cpu:0']}, 'each of them once'),
-    ({'devices': ['nowhere']}, "unknown device 'nowhere'"),
-    ({'devices': GPUS, 'schedules': ['none']}, "there is no schedule 'none'; there are plain"),
-    ({'devices': GPUS, 'schedules': []}, 'there is nothing to choose from'),
-    ({'devices': GPUS, 'chunks': [0]}, 'chunks must be a positive integer, but is 0'),
-    ({'devices': GPUS, 'batch': 0}, 'batch must be a positive integer, but is 0'),
-    ({'devices': GPUS, 'checkpoints': ['some']}, 'checkpoint is not one of'),
-    ({'devices': GPUS, 'memory_limit': [1]}, 'memory_limit has 1 entries for 2 devices'),
-    ({'devices': GPUS, 'memory_limit': -1}, 'memory_limit must be a number of bytes'),
-    ({'devices': [f'cuda:{k}' for k in range(7)]}, 'shorter than intended partitions')])
+@cases(
+    'options, what',
+    [
+        ({'devices': []}, 'devices must be one or more'),
+        ({'devices': ['cpu', 'cpu:0']}, 'each of them once'),
+        ({'devices': ['nowhere']}, "unknown device 'nowhere'"),
+        ({'devices': GPUS, 'schedules': ['none']}, "there is no schedule 'none'; there are plain"),
+        ({'devices': GPUS, 'schedules': []}, 'there is nothing to choose from'),
+        ({'devices': GPUS, 'chunks': [0]}, 'chunks must be a positive integer, but is 0'),
+        ({'devices': GPUS, 'batch': 0}, 'batch must be a positive integer, but is 0'),
+        ({'devices': GPUS, 'checkpoints': ['some']}, 'checkpoint is not one of'),
+        ({'devices': GPUS, 'memory_limit': [1]}, 'memory_limit has 1 entries for 2 devices'),
+        ({'devices': GPUS, 'memory_limit': -1}, 'memory_limit must be a number of bytes'),
+        ({'devices': [f'cuda:{k}' for k in range(7)]}, 'shorter than intended partitions'),
+    ],
+)
 def test_bad_input(options, what):
     with pytest.raises(ValueError, match=what):
         plan(made_up(6), **options)
@@ -267,14 +324,24 @@ def test_a_model_made_by_a_plan(devices, name):
     x, target = torch.rand(2, 16, 8, device=devices.first, dtype=torch.float64).unbind()
     module = stack().double()
     places = devices.distinct(2)
-    found = plan(module, x, devices=places, schedules=[name], chunks=[4], timeout=0.0,
-                 checkpoints=['except_last'])
+    found = plan(
+        module,
+        x,
+        devices=places,
+        schedules=[name],
+        chunks=[4],
+        timeout=0.0,
+        checkpoints=['except_last'],
+    )
     expected = stack().double().to(devices.first)
     loss = squares(expected(x), target)
     loss.backward()
     model = GPipe(module, found)
     assert (model.balance, model.chunks, model.checkpoint) == (
-        list(found.balance), 4, 'except_last')
+        list(found.balance),
+        4,
+        'except_last',
+    )
     assert [*map(str, model.devices)] == [*found.devices]
     for model in (model, copy.deepcopy(model)):
         model.zero_grad()
@@ -288,14 +355,20 @@ def test_a_model_made_by_a_plan(devices, name):
 @workers
 def test_a_searched_order(devices):
     """It is faster than named schedules in the same memory, and survives JSON."""
-    layers = [LayerProfile(str(k), 1. + k % 3, 2. + k % 2, 4, 0, 0, 100, 10) for k in range(8)]
+    layers = [LayerProfile(str(k), 1.0 + k % 3, 2.0 + k % 2, 4, 0, 0, 100, 10) for k in range(8)]
     profile = Profile(tuple(layers), (), 16, 10, 'cpu')
     places = devices.distinct(2)
-    found = plan(profile, devices=places, chunks=[8], memory_limit=130, overhead={},
-                 schedules=['1f1b', 'zb-h1', 'searched'])
+    found = plan(
+        profile,
+        devices=places,
+        chunks=[8],
+        memory_limit=130,
+        overhead={},
+        schedules=['1f1b', 'zb-h1', 'searched'],
+    )
     assert found.schedule == 'searched' and found.checkpoint == 'never'
     assert max(found.bytes.values()) <= 130
-    assert found.seconds < .97 * min(each.seconds for each in found.runners_up)
+    assert found.seconds < 0.97 * min(each.seconds for each in found.runners_up)
     found = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert 'W7' in found.order and 'searched' in str(found)
     module = stack().double()
@@ -311,9 +384,13 @@ def test_a_searched_order(devices):
 
 @cpu_only('errors do not depend on the device')
 def test_an_order_is_searched_where_no_named_schedule_fits():
-    layers = [LayerProfile(str(k), 1., 2., 4, 0, 0, 120, 16) for k in range(8)]
-    options = {'devices': ['cpu:0', 'cpu:1'], 'chunks': [4], 'checkpoints': ['never'],
-               'memory_limit': 200}
+    layers = [LayerProfile(str(k), 1.0, 2.0, 4, 0, 0, 120, 16) for k in range(8)]
+    options = {
+        'devices': ['cpu:0', 'cpu:1'],
+        'chunks': [4],
+        'checkpoints': ['never'],
+        'memory_limit': 200,
+    }
     profile = Profile(tuple(layers), (), 8, 16, 'cpu')
     with pytest.raises(ValueError, match='no plan keeps the memory limit'):
         plan(profile, schedules=['1f1b'], **options)

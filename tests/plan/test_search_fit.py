@@ -1,4 +1,5 @@
 """Balances that fit into memory, for a schedule."""
+
 from types import SimpleNamespace
 
 from torchgpipe.balance import LayerProfile, Profile
@@ -8,9 +9,16 @@ from torchgpipe.plan.search import fit
 
 def blocks_of(times, parameters):
     """Return the blocks of a profile of layers with these times and bytes of parameters."""
-    return Profile(tuple(LayerProfile(str(k), time, time, size, 0, 0, 0, 0)
-                         for k, (time, size) in enumerate(zip(times, parameters))), (), 4, 0,
-                   'cpu').blocks(4, 1.0)
+    return Profile(
+        tuple(
+            LayerProfile(str(k), time, time, size, 0, 0, 0, 0)
+            for k, (time, size) in enumerate(zip(times, parameters))
+        ),
+        (),
+        4,
+        0,
+        'cpu',
+    ).blocks(4, 1.0)
 
 
 def fitted(schedule, blocks, limits, balance, simulated):
@@ -19,8 +27,12 @@ def fitted(schedule, blocks, limits, balance, simulated):
 
     def planned(balance):
         tried.append(balance)
-        return SimpleNamespace(schedule=schedule, checkpoint='always', balance=balance,
-                               bytes=dict(enumerate(simulated(*balance))))
+        return SimpleNamespace(
+            schedule=schedule,
+            checkpoint='always',
+            balance=balance,
+            bytes=dict(enumerate(simulated(*balance))),
+        )
 
     found = fit(planned(balance), blocks, [*range(len(blocks.passing) + 1)], limits, planned)
     return tried[1:], found and found.balance
@@ -28,8 +40,9 @@ def fitted(schedule, blocks, limits, balance, simulated):
 
 def test_virtual_stages_share_what_a_device_has():
     blocks = blocks_of([3, 3, 3, 3, 1, 1, 1, 1], [100] * 8)
-    assert fitted('zb-v', blocks, [400, 400], [1, 1, 1, 5], lambda a, b, c, d: [
-        100 * (a + d), 100 * (b + c)]) == ([[2, 2, 2, 2]], [2, 2, 2, 2])
+    assert fitted(
+        'zb-v', blocks, [400, 400], [1, 1, 1, 5], lambda a, b, c, d: [100 * (a + d), 100 * (b + c)]
+    ) == ([[2, 2, 2, 2]], [2, 2, 2, 2])
 
 
 def test_what_only_a_simulation_knows_is_taken_into_account():
@@ -51,4 +64,6 @@ def test_neighbours_keep_a_layer_in_each_stage_and_to_edges():
 def test_layers_that_take_no_time():
     blocks = blocks_of([0] * 4, [100] * 4)
     assert fitted('1f1b', blocks, [200, 200], [1, 3], lambda a, b: [100 * a, 100 * b]) == (
-        [[2, 2]], [2, 2])
+        [[2, 2]],
+        [2, 2],
+    )

@@ -1,4 +1,5 @@
 """Plans as data, and as a table."""
+
 import json
 import random
 
@@ -21,16 +22,33 @@ def test_json_and_back():
         assert again.to_dict() == found.to_dict()
         assert (again.seconds, again.bytes) == (found.seconds, found.bytes)
         assert [each.seconds for each in again.runners_up] == [
-            each.seconds for each in found.runners_up]
+            each.seconds for each in found.runners_up
+        ]
 
 
-@pytest.mark.parametrize('change', [
-    {'version': 2}, {'balance': None}, {'costs': {}}, {'more': 1}, {'schedule': 'none'},
-    {'balance': [3, 3, 3]}, {'devices': ['cuda:0']}, {'devices': []}, {'checkpoint': 'some'},
-    {'order': 'x'}, {'schedule': 'searched', 'order': '0F0,0B0'}, {'chunks': 0}, {'chunks': 2.5},
-    {'batch_size': '16'}, {'balance': [6, 0]}, {'checkpoint': ['never', 'never']},
-    {'schedule': 'searched', 'order': '0F0,0B0\n1B0,1F0'},
-    {'schedule': 'interleaved', 'balance': [2, 2, 2]}])
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'version': 2},
+        {'balance': None},
+        {'costs': {}},
+        {'more': 1},
+        {'schedule': 'none'},
+        {'balance': [3, 3, 3]},
+        {'devices': ['cuda:0']},
+        {'devices': []},
+        {'checkpoint': 'some'},
+        {'order': 'x'},
+        {'schedule': 'searched', 'order': '0F0,0B0'},
+        {'chunks': 0},
+        {'chunks': 2.5},
+        {'batch_size': '16'},
+        {'balance': [6, 0]},
+        {'checkpoint': ['never', 'never']},
+        {'schedule': 'searched', 'order': '0F0,0B0\n1B0,1F0'},
+        {'schedule': 'interleaved', 'balance': [2, 2, 2]},
+    ],
+)
 def test_something_else_is_not_a_plan(change):
     data = plan(made_up(6), devices=GPUS, chunks=[2]).to_dict()
     with pytest.raises(ValueError, match='this is not a plan'):
@@ -47,13 +65,18 @@ def test_a_plan_changes_nothing():
     x = torch.rand(16, 4)
 
     def state():
-        return [torch.get_rng_state().tolist(), random.getstate(), torch.get_num_threads(),
-                [each.training for each in model.modules()], [x.grad for x in model.parameters()],
-                [value.tolist() for value in model.state_dict().values()]]
+        return [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            torch.get_num_threads(),
+            [each.training for each in model.modules()],
+            [x.grad for x in model.parameters()],
+            [value.tolist() for value in model.state_dict().values()],
+        ]
 
     before = state()
     for where in {'devices': ['cpu:0', 'cpu:1']}, {'mesh': 2, 'machine': 'H100', 'batch': 16}:
-        plan(model, x, timeout=.01, **where)
+        plan(model, x, timeout=0.01, **where)
         assert state() == before
 
 
@@ -64,18 +87,27 @@ def test_backward_of_the_plain_call_has_all_threads(monkeypatch):
 
     def measure(*args, **options):
         threads.append(torch.get_num_threads())
-        return Profile((LayerProfile('0', 1., 8. / threads[-1], 0, 0, 0, 0, 0),) * 2, (), 8, 0,
-                       'cpu')
+        return Profile(
+            (LayerProfile('0', 1.0, 8.0 / threads[-1], 0, 0, 0, 0, 0),) * 2, (), 8, 0, 'cpu'
+        )
 
     monkeypatch.setattr('torchgpipe.plan.search.profile', measure)
     monkeypatch.setattr(torch, 'get_num_threads', lambda: now[-1])
     monkeypatch.setattr(torch, 'set_num_threads', now.append)
-    found = plan(nn.Sequential(*[nn.Linear(1, 1) for _ in range(2)]), torch.ones(8, 1),
-                 devices=['cpu:0', 'cpu:1'], chunks=[1], overhead={}, checkpoints=['never'],
-                 schedules=['plain call', 'gpipe'])
+    found = plan(
+        nn.Sequential(*[nn.Linear(1, 1) for _ in range(2)]),
+        torch.ones(8, 1),
+        devices=['cpu:0', 'cpu:1'],
+        chunks=[1],
+        overhead={},
+        checkpoints=['never'],
+        schedules=['plain call', 'gpipe'],
+    )
     assert threads == [2, 2, 4]
     assert {x.schedule: x.seconds for x in (found, *found.runners_up)} == {
-        'plain call': 2. + 2 * 2., 'gpipe': 2. + 2 * 4.}
+        'plain call': 2.0 + 2 * 2.0,
+        'gpipe': 2.0 + 2 * 4.0,
+    }
 
 
 def test_a_table():

@@ -1,4 +1,5 @@
 """Simulations: by hand, against the literature, and against the definition of each time."""
+
 from dataclasses import replace
 from functools import lru_cache
 
@@ -25,8 +26,15 @@ def test_by_hand():
     costs = replace(costs, stages=[replace(x, output_bytes=2.0) for x in costs.stages])
     simulation = simulate(make('1f1b', 2, 2), costs)
     assert times(simulation) == {
-        '0F0': (0, 1), '0F1': (1, 2), '1F0': (1.5, 3.5), '1B0': (3.5, 6.5), '0B0': (7, 9),
-        '1F1': (6.5, 8.5), '1B1': (8.5, 11.5), '0B1': (12, 14)}
+        '0F0': (0, 1),
+        '0F1': (1, 2),
+        '1F0': (1.5, 3.5),
+        '1B0': (3.5, 6.5),
+        '0B0': (7, 9),
+        '1F1': (6.5, 8.5),
+        '1B1': (8.5, 11.5),
+        '0B1': (12, 14),
+    }
     assert simulation.seconds == 14 and simulation.busy == (6, 10)
     assert simulation.bubble == pytest.approx(12 / 28)
     assert simulation.bubble_rate == pytest.approx(4 / 14)  # device 0 from 0 to 14, device 1 busy
@@ -35,13 +43,21 @@ def test_by_hand():
 def test_halves_of_backward_by_hand():
     costs = Costs([StageCosts(1.0, 3.0, weight_backward=1.0)] * 2)
     assert times(simulate(make('zb-h1', 2, 1), costs)) == {
-        '0F0': (0, 1), '1F0': (1, 2), '1I0': (2, 4), '1W0': (4, 5), '0I0': (4, 6), '0W0': (6, 7)}
+        '0F0': (0, 1),
+        '1F0': (1, 2),
+        '1I0': (2, 4),
+        '1W0': (4, 5),
+        '0I0': (4, 6),
+        '0W0': (6, 7),
+    }
     costs = Costs([StageCosts(1.0, 3.0, weight_backward=1.0, input_backward=2.5)] * 2)
     assert simulate(make('zb-h1', 2, 1), costs).seconds == 1 + 1 + 2.5 + 2.5 + 1
 
 
-@pytest.mark.parametrize('row, end', [('0F0,0F1,0B0,0B1', 12), ('0F0,0F1,0R0,0B0,0B1', 12),
-                                      ('0F0,0F1,0R0,0I0,0W0,0B1', 12.5)])
+@pytest.mark.parametrize(
+    'row, end',
+    [('0F0,0F1,0B0,0B1', 12), ('0F0,0F1,0R0,0B0,0B1', 12), ('0F0,0F1,0R0,0I0,0W0,0B1', 12.5)],
+)
 def test_recomputations_by_hand(row, end):
     """Of the first micro-batch only: an action of its own, or the first thing in backward."""
     costs = Costs([StageCosts(1.0, 3.0, input_backward=2.0, recomputation=4.0, recomputed=1)])
@@ -97,7 +113,13 @@ def test_links_between_pairs_of_devices():
     links[2][1], links[1][0] = Link(30.0), Link(40.0)
     costs = Costs([StageCosts(1.0, 1.0)] * 3, links=links)
     assert [x.start for x in simulate(make('1f1b', 3, 1), costs).actions] == [
-        0, 105, 11, 64, 32, 33]
+        0,
+        105,
+        11,
+        64,
+        32,
+        33,
+    ]
 
 
 def test_stages_of_one_device_need_no_copies():
@@ -113,10 +135,14 @@ def test_more_to_wait_for():
     assert times(simulation)['1B0'] == (7, 9) and simulation.seconds == 3 + 8
 
 
-@pytest.mark.parametrize('text, what', [
-    ('', 'the schedule is empty'),
-    ('0F0,0F0', '0F0 is there twice'),
-    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it cannot go on: 0B0 waits for 0F0, 1B0')])
+@pytest.mark.parametrize(
+    'text, what',
+    [
+        ('', 'the schedule is empty'),
+        ('0F0,0F0', '0F0 is there twice'),
+        ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it cannot go on: 0B0 waits for 0F0, 1B0'),
+    ],
+)
 def test_schedules_that_will_not_do(text, what):
     schedule = Schedule.parse(text)
     with pytest.raises(ValueError, match=what):
@@ -169,8 +195,12 @@ def slowly(schedule, costs):
             pairs += [(skip.target, skip.source, kind) for kind in 'BI']
             for source, target, kind in pairs:
                 y = Action(source, kind, x.micro_batch)
-                if x.stage == target and y in place and (x.kind == 'F') == (kind == 'F') \
-                        and x.kind in 'FBI':
+                if (
+                    x.stage == target
+                    and y in place
+                    and (x.kind == 'F') == (kind == 'F')
+                    and x.kind in 'FBI'
+                ):
                     times.append(start(y) + seconds(y) + copy(y, x, skip.bytes))
         return max(times)
 
@@ -184,20 +214,50 @@ def steps(draw):
     n, m = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     schedule = make(name, n, m)
     if draw(st.booleans()):
-        schedule = Schedule(tuple(tuple(y for x in row for y in (
-            [x._replace(kind='R'), x] if x.kind in 'BI' and x.micro_batch % 2 else [x]))
-            for row in schedule.rows))
+        schedule = Schedule(
+            tuple(
+                tuple(
+                    y
+                    for x in row
+                    for y in (
+                        [x._replace(kind='R'), x] if x.kind in 'BI' and x.micro_batch % 2 else [x]
+                    )
+                )
+                for row in schedule.rows
+            )
+        )
     number = st.integers(0, 5).map(float)
     number_of_stages = n * SEVERAL.get(name, 1)
-    stages = [draw(st.builds(StageCosts, number, number, number, number, number,
-                             st.integers(0, m), number, number, number, number))
-              for _ in range(number_of_stages)]
+    stages = [
+        draw(
+            st.builds(
+                StageCosts,
+                number,
+                number,
+                number,
+                number,
+                number,
+                st.integers(0, m),
+                number,
+                number,
+                number,
+                number,
+            )
+        )
+        for _ in range(number_of_stages)
+    ]
     ends = st.tuples(*[st.integers(0, number_of_stages - 1)] * 2).filter(lambda x: x[0] < x[1])
-    skips = draw(st.lists(ends.map(lambda x: SkipProfile(*x, 3)), max_size=2)) \
-        if number_of_stages > 1 else []
+    skips = (
+        draw(st.lists(ends.map(lambda x: SkipProfile(*x, 3)), max_size=2))
+        if number_of_stages > 1
+        else []
+    )
     link = st.builds(Link, number, st.sampled_from([1.0, 2.0, float('inf')]))
-    return schedule, Costs(stages, skips, draw(st.lists(
-        st.lists(link, min_size=n, max_size=n), min_size=n, max_size=n)))
+    return schedule, Costs(
+        stages,
+        skips,
+        draw(st.lists(st.lists(link, min_size=n, max_size=n), min_size=n, max_size=n)),
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """Memory over time: by hand, and as schedules promise."""
+
 import pytest
 
 from torchgpipe.balance import SkipProfile
@@ -11,7 +12,8 @@ def test_as_many_activations_as_micro_batches_in_flight(n, m):
     costs = Costs([StageCosts(1.0, 2.0, activation_bytes=8.0)] * n)
     assert simulate(make('gpipe', n, m), costs).peak_bytes == (8 * m,) * n
     assert simulate(make('1f1b', n, m), costs).peak_bytes == tuple(
-        8 * min(m, n - s) for s in range(n))
+        8 * min(m, n - s) for s in range(n)
+    )
 
 
 def test_activations_are_there_until_gradients_of_weights_are():
@@ -28,16 +30,21 @@ def test_the_output_is_there_until_gradients_of_weights_are():
 
 
 def test_virtual_stages_add_up():
-    costs = Costs([StageCosts(1.0, 1.0, activation_bytes=2.0 ** k, resident_bytes=100.0)
-                   for k in range(4)])
+    costs = Costs(
+        [StageCosts(1.0, 1.0, activation_bytes=2.0**k, resident_bytes=100.0) for k in range(4)]
+    )
     peaks = simulate(make('looped-bfs', 2, 3), costs).peak_bytes
     assert peaks == (200 + 3 * (1 + 4), 200 + 3 * (2 + 8))
 
 
 def test_by_hand_without_recomputation():
     """Device 1 has a copy of its input. The output of device 0 is an activation of device 0."""
-    costs = Costs([StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
-                   StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0)])
+    costs = Costs(
+        [
+            StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
+            StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0),
+        ]
+    )
     one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).bytes
     assert one == ((0, 1008), (3, 1010), (4, 1000))
     assert other == ((0, 2000), (1, 2048), (2, 2116), (3, 2000))
@@ -45,15 +52,27 @@ def test_by_hand_without_recomputation():
 
 def test_by_hand_with_recomputation():
     """Inputs are kept. Activations are restored in backward, or before it."""
-    costs = Costs([StageCosts(1.0, 1.0, None, None, 1.0, 1, 8.0, 2.0, 16.0, 1000.0),
-                   StageCosts(2.0, 1.0, None, None, 1.0, 1, 32.0, 4.0, 64.0, 2000.0)])
+    costs = Costs(
+        [
+            StageCosts(1.0, 1.0, None, None, 1.0, 1, 8.0, 2.0, 16.0, 1000.0),
+            StageCosts(2.0, 1.0, None, None, 1.0, 1, 32.0, 4.0, 64.0, 2000.0),
+        ]
+    )
     schedule = Schedule.parse('0F0,0F1,0B0,0B1\n1F0,1F1,1R0,1B0,1B1')
     one, other = simulate(schedule, costs).bytes
     # 0F 0-1, 1-2; 1F 1-3, 3-5; 1R0 5-6; 1B 6-7, 7-8; 0B0 7-9, 0B1 9-10
     assert one == ((0, 1000), (1, 1008), (7, 1018), (8, 1034), (9, 1010), (10, 1000))
     # The second input waits for 1F1. 1F0 keeps its input, 1F1 all; outputs stay for 1B.
-    assert other == ((0, 2000), (1, 2016), (2, 2032), (3, 2128), (5, 2224), (6, 2228), (7, 2116),
-                     (8, 2000))
+    assert other == (
+        (0, 2000),
+        (1, 2016),
+        (2, 2032),
+        (3, 2128),
+        (5, 2224),
+        (6, 2228),
+        (7, 2116),
+        (8, 2000),
+    )
 
 
 def test_what_goes_to_a_slower_device_waits_there():
@@ -66,26 +85,34 @@ def test_what_goes_to_a_slower_device_waits_there():
 def test_a_stage_of_the_same_device_takes_no_copy():
     stage = StageCosts(1.0, 1.0, activation_bytes=8.0, output_bytes=16.0)
     assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), Costs([stage] * 2)).bytes == (
-        ((0, 8), (1, 16), (2, 32), (3, 8), (4, 0)),)
+        ((0, 8), (1, 16), (2, 32), (3, 8), (4, 0)),
+    )
 
 
 def test_a_stage_of_the_same_device_keeps_what_the_one_before_gives_up():
     stage = StageCosts(1.0, 1.0, recomputed=1, recomputation=0.0, output_bytes=16.0)
     assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), Costs([stage] * 2)).bytes == (
-        ((0, 0), (1, 16), (2, 32), (3, 0)),)
+        ((0, 0), (1, 16), (2, 32), (3, 0)),
+    )
 
 
 def test_skips_are_held_where_they_wait_and_where_they_are_used():
     stage = StageCosts(1.0, 1.0, recomputed=1, recomputation=0.0)
     costs = Costs([stage] * 3, [SkipProfile(0, 2, 5)])
     assert simulate(make('1f1b', 3, 1), costs).bytes == (
-        ((0, 0), (1, 5), (2, 0), (4, 5), (5, 0)), ((0, 0),), ((0, 0), (2, 5), (4, 0)))
+        ((0, 0), (1, 5), (2, 0), (4, 5), (5, 0)),
+        ((0, 0),),
+        ((0, 0), (2, 5), (4, 0)),
+    )
 
 
 def test_a_skip_that_waits_is_one_of_the_activations_that_its_stage_keeps():
     stages = [StageCosts(1.0, 1.0, activation_bytes=5.0 * (stage == 0)) for stage in range(3)]
     assert simulate(make('1f1b', 3, 1), Costs(stages, [SkipProfile(0, 2, 5)])).bytes == (
-        ((0, 5), (4, 10), (5, 5), (6, 0)), ((0, 0),), ((0, 0), (2, 5), (4, 0)))
+        ((0, 5), (4, 10), (5, 5), (6, 0)),
+        ((0, 0),),
+        ((0, 0), (2, 5), (4, 0)),
+    )
 
 
 def test_forward_alone():

@@ -1,4 +1,5 @@
 """Collectives over replicas, by hand."""
+
 from dataclasses import replace
 
 import pytest
@@ -19,31 +20,42 @@ TWICE = Schedule.parse('0F0,1F0,1B0,0B0')
 
 def test_collectives_by_hand():
     """Each is beside actions of other stages; one waits for the other. Updates follow."""
-    costs = Costs([StageCosts(1.0, 2.0, gather=3.0, reduction=1.0, update=0.5),
-                   StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25)])
+    costs = Costs(
+        [
+            StageCosts(1.0, 2.0, gather=3.0, reduction=1.0, update=0.5),
+            StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25),
+        ]
+    )
     simulation = simulate(TWICE, costs)
     assert [x.start for x in simulation.actions] == [3, 7, 8, 10]
     assert collected(simulation) == [
-        ('gather 0', 0, 3), ('gather 1', 3, 7), ('reduction 1', 10, 15), ('reduction 0', 15, 16),
-        ('update 0', 16, 16.5), ('update 1', 16.5, 16.75)]
+        ('gather 0', 0, 3),
+        ('gather 1', 3, 7),
+        ('reduction 1', 10, 15),
+        ('reduction 0', 15, 16),
+        ('update 0', 16, 16.5),
+        ('update 1', 16.5, 16.75),
+    ]
     assert simulation.seconds == 16.75
 
 
 def test_a_device_frees_stages_and_gathers_them_again():
     """Of five stages of a device, three are whole at a time, while they run or are gathered."""
     schedule = make('looped-bfs', devices=1, micro_batches=2, virtual=5)
-    costs = Costs([StageCosts(1.0, 2.0, gather=0.5, reduction=1.0, gathered_bytes=8.0,
-                              resident_bytes=1.0)] * 5)
+    costs = Costs(
+        [StageCosts(1.0, 2.0, gather=0.5, reduction=1.0, gathered_bytes=8.0, resident_bytes=1.0)]
+        * 5
+    )
     simulation = simulate(schedule, costs)
-    assert [x.stage for x in simulation.collected if x.kind == 'gather'] == [
-        0, 1, 2, 3, 4, 1, 0]
+    assert [x.stage for x in simulation.collected if x.kind == 'gather'] == [0, 1, 2, 3, 4, 1, 0]
     assert [x.stage for x in simulation.collected if x.kind == 'free'] == [0, 1]
     # The first stage waits for its gather, all others are gathered before.
     assert simulation.actions[-1].end == 0.5 + 2 * 5 * (1 + 2)
     assert simulation.seconds == 31.5
     assert simulation.peak_bytes == (5 + 3 * 8,)
-    assert simulate(schedule, replace(costs, stages=[
-        replace(x, gather=0.0) for x in costs.stages])).peak_bytes == (5,)
+    assert simulate(
+        schedule, replace(costs, stages=[replace(x, gather=0.0) for x in costs.stages])
+    ).peak_bytes == (5,)
 
 
 @pytest.mark.parametrize('gather, begin', [(3.0, 2.0), (0.5, 0.0)])
@@ -53,31 +65,57 @@ def test_overlapping_collectives_by_hand(gather, begin):
     A reduction starts with the last backward of its stage, ends after it, and one waits for the
     other.
     """
-    costs = Costs([StageCosts(1.0, 2.0, gather=gather, reduction=1.0, update=0.5),
-                   StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25)], overlap=True)
+    costs = Costs(
+        [
+            StageCosts(1.0, 2.0, gather=gather, reduction=1.0, update=0.5),
+            StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25),
+        ],
+        overlap=True,
+    )
     simulation = simulate(TWICE, costs)
     assert [x.start - begin for x in simulation.actions] == [0, 1, 2, 4]
     assert [(name, start - begin, end - begin) for name, start, end in collected(simulation)] == [
-        ('gather 0', -begin, 0), ('reduction 1', 2, 7), ('reduction 0', 7, 8),
-        ('update 0', 8, 8.5), ('update 1', 8.5, 8.75)]
+        ('gather 0', -begin, 0),
+        ('reduction 1', 2, 7),
+        ('reduction 0', 7, 8),
+        ('update 0', 8, 8.5),
+        ('update 1', 8.5, 8.75),
+    ]
     short = replace(costs, stages=[replace(x, reduction=0.5) for x in costs.stages])
-    assert [(name, start - begin, end - begin)
-            for name, start, end in collected(simulate(TWICE, short))[1:3]] == [
-        ('reduction 1', 2, 4), ('reduction 0', 4, 6)]
+    assert [
+        (name, start - begin, end - begin)
+        for name, start, end in collected(simulate(TWICE, short))[1:3]
+    ] == [('reduction 1', 2, 4), ('reduction 0', 4, 6)]
 
 
 def test_parts_of_a_peak_by_hand():
     """Memory that ends at the time of the peak is not part of it; memory that starts then is."""
-    costs = Costs([StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
-                   StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0)])
+    costs = Costs(
+        [
+            StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
+            StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0),
+        ]
+    )
     one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).peak_parts
     assert one == {'resident': 1000, 'activations': 8, 'backward': 2}
-    assert other == {'resident': 2000, 'activations': 32, 'inputs': 16, 'backward': 4,
-                     'output': 64}
+    assert other == {
+        'resident': 2000,
+        'activations': 32,
+        'inputs': 16,
+        'backward': 4,
+        'output': 64,
+    }
 
 
-@pytest.mark.parametrize('name, devices, m, numbers', [
-    ('1f1b', 4, 121, (44, 48)), ('1f1b', 5, 121, (45, 50)), ('1f1b', 64, 1000, (128, 192)),
-    ('interleaved', 4, 121, (45, 49)), ('zb-v', 4, 121, (44, 48))])
+@pytest.mark.parametrize(
+    'name, devices, m, numbers',
+    [
+        ('1f1b', 4, 121, (44, 48)),
+        ('1f1b', 5, 121, (45, 50)),
+        ('1f1b', 64, 1000, (128, 192)),
+        ('interleaved', 4, 121, (45, 49)),
+        ('zb-v', 4, 121, (44, 48)),
+    ],
+)
 def test_numbers_of_the_steady_state(name, devices, m, numbers):
     assert few(name, devices, m) == numbers

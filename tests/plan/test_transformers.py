@@ -1,4 +1,5 @@
 """Transformers: formulas against the published ones, and against a GPT that runs."""
+
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,8 @@ def test_saved_tensors_match_the_paper(parallel, recomputation):
     block = model.profile(A100, t, b, recomputation).layers[1]
     scores = 0 if recomputation == 'selective' else 5 * a * s / (h * t)
     assert block.activation_bytes == pytest.approx(
-        s * b * h * ((10 / t if parallel else 10) + 24 / t + scores), abs=1)
+        s * b * h * ((10 / t if parallel else 10) + 24 / t + scores), abs=1
+    )
 
 
 def test_a_full_recomputation_is_up_to_the_schedule():
@@ -35,23 +37,55 @@ def test_a_full_recomputation_is_up_to_the_schedule():
     assert full == none
 
 
-@pytest.mark.parametrize('layers, width, heads, batch, petaflops', [
-    (48, 6144, 64, 4, 1.143), (96, 12288, 96, 64, 141.1)])
+@pytest.mark.parametrize(
+    'layers, width, heads, batch, petaflops',
+    [(48, 6144, 64, 4, 1.143), (96, 12288, 96, 64, 141.1)],
+)
 def test_flops_match_the_paper(layers, width, heads, batch, petaflops):
     """72 B l s h² (1 + s / 6h + v / 12hl): Narayanan et al., 2021, without recomputation."""
     s, v, h = 2048, 51200, width
-    paper = 72 * batch * layers * s * h ** 2 * (1 + s / (6 * h) + v / (12 * h * layers))
+    paper = 72 * batch * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
     found = Transformer(layers, width, heads, v, s).flops(batch)
     assert found == pytest.approx(paper)
-    assert found / 1e15 == pytest.approx(petaflops, rel=.002)
+    assert found / 1e15 == pytest.approx(petaflops, rel=0.002)
 
 
-@pytest.mark.parametrize('model, billions', [
-    (Transformer(48, 1600, 25, 50257, 1024), 1.557611200),
-    (Transformer(32, 4096, 32, 128256, 8192, key_heads=8, features=14336, gated=True, tied=False,
-                 biases=False), 8.030261248),
-    (Transformer(80, 8192, 64, 128256, 8192, key_heads=8, features=28672, gated=True, tied=False,
-                 biases=False), 70.553706496)])
+@pytest.mark.parametrize(
+    'model, billions',
+    [
+        (Transformer(48, 1600, 25, 50257, 1024), 1.557611200),
+        (
+            Transformer(
+                32,
+                4096,
+                32,
+                128256,
+                8192,
+                key_heads=8,
+                features=14336,
+                gated=True,
+                tied=False,
+                biases=False,
+            ),
+            8.030261248,
+        ),
+        (
+            Transformer(
+                80,
+                8192,
+                64,
+                128256,
+                8192,
+                key_heads=8,
+                features=28672,
+                gated=True,
+                tied=False,
+                biases=False,
+            ),
+            70.553706496,
+        ),
+    ],
+)
 def test_parameters_of_published_models(model, billions):
     """GPT-2 XL, Llama 3 8B and 70B, to the last one."""
     assert model.parameters == round(billions * 1e9)
@@ -64,9 +98,16 @@ def test_a_gpt_that_runs(tensor):
     with torch.device('meta'):
         module = layers(GPT(sizes))
     tokens = torch.empty(2, 128, dtype=torch.long, device='meta')
-    report = dry_run(module, [1] * 5, tokens, tokens, lambda y, t: F.cross_entropy(
-        y.flatten(0, 1), t.flatten()), mesh={'pipe': 5, 'tensor': tensor}, checkpoint='never',
-        tensor_plan=tensor_plan() if tensor > 1 else None)
+    report = dry_run(
+        module,
+        [1] * 5,
+        tokens,
+        tokens,
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+        mesh={'pipe': 5, 'tensor': tensor},
+        checkpoint='never',
+        tensor_plan=tensor_plan() if tensor > 1 else None,
+    )
     model = Transformer(3, 64, 4, 256, 128, tied=False, dtype='float32')
     profile = model.profile(A100, tensor, 2)
     ranks = report.ranks[::tensor]
@@ -74,8 +115,11 @@ def test_a_gpt_that_runs(tensor):
     # Backward has twice as many, and computes the scores of fused attention again.
     assert sum(x.forward_flops for x in report.stages) * tensor == model.flops(2) / 3
     block, one = ranks[2], profile.layers[2]
-    assert one.activation_bytes < block.activations < (
-        one.activation_bytes + one.backward_bytes + 4 * one.output_bytes)
+    assert (
+        one.activation_bytes
+        < block.activations
+        < (one.activation_bytes + one.backward_bytes + 4 * one.output_bytes)
+    )
 
 
 def test_ranks_share_products_and_their_collectives_take_time():
@@ -90,14 +134,17 @@ def test_ranks_share_products_and_their_collectives_take_time():
 
 
 def test_sequence_parallelism_divides_messages():
-    whole, parts = (replace(GPT_22B, sequence_parallel=x).profile(A100, 8, 4).layers[1]
-                    for x in (False, True))
+    whole, parts = (
+        replace(GPT_22B, sequence_parallel=x).profile(A100, 8, 4).layers[1] for x in (False, True)
+    )
     assert parts.output_bytes == whole.output_bytes / 8
 
 
 def test_fused_attention_is_half_masked_and_saves_no_scores():
-    whole, fused = (replace(GPT_22B, fused=x, dropout=False).profile(A100, 8, 4).layers[1]
-                    for x in (False, True))
+    whole, fused = (
+        replace(GPT_22B, fused=x, dropout=False).profile(A100, 8, 4).layers[1]
+        for x in (False, True)
+    )
     assert fused.activation_bytes < whole.activation_bytes
     assert fused.forward_seconds < whole.forward_seconds
     again = replace(GPT_22B, dropout=False).profile(A100, 8, 4, 'selective').layers[1]
@@ -108,7 +155,7 @@ def test_halves_of_backward():
     for layer in GPT_22B.profile(A100, 8, 4).layers[1:]:
         # Collectives are in the backward, but a split does not repeat them.
         assert 1 + A100.split / 2 < layer.input_share + layer.weight_share <= 1 + A100.split
-        assert .2 < layer.weight_share < .5
+        assert 0.2 < layer.weight_share < 0.5
 
 
 def test_a_host_that_starts_operations_slowly():
@@ -119,21 +166,29 @@ def test_a_host_that_starts_operations_slowly():
     assert large == GPT_22B.profile(A100, 1, 4)
 
 
-@pytest.mark.parametrize('model, tensor, text', [
-    (GPT_22B, 3, '3 ranks cannot share 64 heads'),
-    (replace(GPT_22B, key_heads=4), 8, '8 ranks cannot share 4 key_heads'),
-    (replace(GPT_22B, features=4 * 6144 + 1), 2, '2 ranks cannot share 24577 features')])
+@pytest.mark.parametrize(
+    'model, tensor, text',
+    [
+        (GPT_22B, 3, '3 ranks cannot share 64 heads'),
+        (replace(GPT_22B, key_heads=4), 8, '8 ranks cannot share 4 key_heads'),
+        (replace(GPT_22B, features=4 * 6144 + 1), 2, '2 ranks cannot share 24577 features'),
+    ],
+)
 def test_ranks_that_cannot_share(model, tensor, text):
     with pytest.raises(ValueError, match=text):
         model.profile(A100, tensor)
 
 
-@pytest.mark.parametrize('change, error, text', [
-    ({'layers': 0}, ValueError, 'layers must be a positive integer, but is 0'),
-    ({'length': 2.5}, TypeError, 'length must be an integer'),
-    ({'features': -5}, ValueError, 'features must be a positive integer'),
-    ({'key_heads': 3}, ValueError, 'heads of key_heads, but they are 6144, 64 and 3'),
-    ({'heads': 5, 'key_heads': 5}, ValueError, 'must be a multiple of heads')])
+@pytest.mark.parametrize(
+    'change, error, text',
+    [
+        ({'layers': 0}, ValueError, 'layers must be a positive integer, but is 0'),
+        ({'length': 2.5}, TypeError, 'length must be an integer'),
+        ({'features': -5}, ValueError, 'features must be a positive integer'),
+        ({'key_heads': 3}, ValueError, 'heads of key_heads, but they are 6144, 64 and 3'),
+        ({'heads': 5, 'key_heads': 5}, ValueError, 'must be a multiple of heads'),
+    ],
+)
 def test_refused_sizes(change, error, text):
     with pytest.raises(error, match=text):
         replace(GPT_22B, **change)

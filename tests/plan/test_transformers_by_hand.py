@@ -1,4 +1,5 @@
 """Formulas of machines and transformers, term by term."""
+
 from dataclasses import replace
 
 import pytest
@@ -8,32 +9,42 @@ from torchgpipe.plan import MACHINES, Link, Machine, Transformer
 from torchgpipe.plan.transformers import Product, shares_of
 
 #: One byte in a second; operations, links and the host take no time.
-BYTES = Machine('bytes', {'bfloat16': 1e99, 'float32': 1e99}, ((1, 1.),), 1., 1e99, 1., 0., 0.,
-                Link(), Link())
+BYTES = Machine(
+    'bytes',
+    {'bfloat16': 1e99, 'float32': 1e99},
+    ((1, 1.0),),
+    1.0,
+    1e99,
+    1.0,
+    0.0,
+    0.0,
+    Link(),
+    Link(),
+)
 #: One operation on elements in a second.
-OPERATIONS = replace(BYTES, bandwidth=1e99, latency=1.)
+OPERATIONS = replace(BYTES, bandwidth=1e99, latency=1.0)
 SMALL = Transformer(2, 12, 3, 50, 8, fused=False)
 
 
 def test_memory_of_products():
     small = Product(10, 10, 10)
-    assert MACHINE.product_seconds(small._replace(batch=3)) == .25 + 3 * 300 * 2 / 10
-    assert MACHINE.product_seconds(small, 'float32') == .25 + 300 * 4 / 10
+    assert MACHINE.product_seconds(small._replace(batch=3)) == 0.25 + 3 * 300 * 2 / 10
+    assert MACHINE.product_seconds(small, 'float32') == 0.25 + 300 * 4 / 10
 
 
 def test_one_device_of_each_host_has_no_link_within_it():
-    fast = replace(MACHINE, network=Link(0., 1e3))
-    assert fast.gather(100., 2, 2) == 50 / 1e3
-    assert fast.gather(100., 4, 2) == pytest.approx(3 * 25 / 1e3)
+    fast = replace(MACHINE, network=Link(0.0, 1e3))
+    assert fast.gather(100.0, 2, 2) == 50 / 1e3
+    assert fast.gather(100.0, 4, 2) == pytest.approx(3 * 25 / 1e3)
 
 
 def test_shares_of_other_machines():
     """Products that take as long on a faster machine have the same share there."""
-    slow, fast = (shares_of('any', peak, .5) for peak in (312e12, 8 * 312e12))
+    slow, fast = (shares_of('any', peak, 0.5) for peak in (312e12, 8 * 312e12))
     assert [2 * size for size, _ in slow] == [size for size, _ in fast]
     assert [share for _, share in slow] == [share for _, share in fast]
-    assert slow[-1] == (8192, .5)
-    assert shares_of('H100', 989e12, 1.)[4] == (2048, 1.)  # as measured
+    assert slow[-1] == (8192, 0.5)
+    assert shares_of('H100', 989e12, 1.0)[4] == (2048, 1.0)  # as measured
 
 
 def test_launches_and_latencies_of_known_machines():
@@ -51,12 +62,15 @@ def products(tokens, weights):
 
 
 @pytest.mark.parametrize('dropout', [False, True])
-@pytest.mark.parametrize('keys, gated, parallel, t', [
-    (3, False, False, 1), (1, True, False, 1), (3, True, True, 3), (3, False, False, 3)])
+@pytest.mark.parametrize(
+    'keys, gated, parallel, t',
+    [(3, False, False, 1), (1, True, False, 1), (3, True, True, 3), (3, False, False, 3)],
+)
 def test_bytes_of_a_block_by_hand(dropout, keys, gated, parallel, t):
     """Scores in memory: two sequences, each 8 tokens of 12 features and 3 heads of 4."""
-    model = replace(SMALL, key_heads=keys, gated=gated, dropout=dropout,
-                    sequence_parallel=parallel)
+    model = replace(
+        SMALL, key_heads=keys, gated=gated, dropout=dropout, sequence_parallel=parallel
+    )
     n, own, f = 16, 16 / t if parallel else 16, 48
     block = model.profile(BYTES, t, 2).layers[1]
     qkv, inner = (12 + 2 * keys * 4) / t, (2 if gated else 1) * f / t
@@ -65,28 +79,41 @@ def test_bytes_of_a_block_by_hand(dropout, keys, gated, parallel, t):
     scores, both = heads * 64, elements(8, 4, 8, heads) + elements(8, 8, 4, heads)
     mask = 1 if dropout else 0
     assert block.forward_seconds == pytest.approx(
-        2 * (forward + both) + scores * (4 + 5 * mask) + 2 * own * 12 * (10 + mask)
-        + 2 * n * (inner + f / t))
+        2 * (forward + both)
+        + scores * (4 + 5 * mask)
+        + 2 * own * 12 * (10 + mask)
+        + 2 * n * (inner + f / t)
+    )
     assert block.backward_seconds == pytest.approx(
-        2 * (backward + 2 * both) + scores * (6 + 5 * mask) + 2 * own * 12 * (12 + mask)
-        + 2 * n * (2 * inner + f / t))
+        2 * (backward + 2 * both)
+        + scores * (6 + 5 * mask)
+        + 2 * own * 12 * (12 + mask)
+        + 2 * n * (2 * inner + f / t)
+    )
     assert block.activation_bytes == round(
-        scores * (2 + 3 * mask) + 2 * own * 12 * (2 + mask) + 2 * (own * 12 + n * qkv)
-        + 2 * n * 12 / t + 2 * (own * 12 + n * (inner + f / t)))
+        scores * (2 + 3 * mask)
+        + 2 * own * 12 * (2 + mask)
+        + 2 * (own * 12 + n * qkv)
+        + 2 * n * 12 / t
+        + 2 * (own * 12 + n * (inner + f / t))
+    )
     assert block.backward_bytes == round((4 * 12 * inner * t + 2 * n * inner * t) / t)
 
 
 @pytest.mark.parametrize('keys', [1, 3])
 def test_bytes_of_fused_attention_by_hand(keys):
     """Queries, keys, values and the result; logarithms of sums, in float32, are saved."""
-    whole, fused = (replace(SMALL, key_heads=keys, fused=x).profile(BYTES, 1, 2).layers[1]
-                    for x in (False, True))
+    whole, fused = (
+        replace(SMALL, key_heads=keys, fused=x).profile(BYTES, 1, 2).layers[1]
+        for x in (False, True)
+    )
     scores, both = 6 * 64, elements(8, 4, 8, 6) + elements(8, 8, 4, 6)
     own = 2 * 16 * 4 * (3 + keys)
     assert whole.forward_seconds - fused.forward_seconds == 2 * both + 4 * scores - 2 * own
     assert whole.backward_seconds - fused.backward_seconds == 4 * both + 6 * scores - 4 * own
-    assert whole.activation_bytes - fused.activation_bytes == (
-        2 * scores + 2 * 16 * 12) - (2 * 16 * 12 + 4 * 6 * 8)
+    assert whole.activation_bytes - fused.activation_bytes == (2 * scores + 2 * 16 * 12) - (
+        2 * 16 * 12 + 4 * 6 * 8
+    )
 
 
 def test_operations_of_a_block_by_hand():
@@ -102,10 +129,10 @@ def test_operations_of_a_block_by_hand():
 
 def test_operations_of_fused_attention_by_hand():
     """Half of the scores are masked; backward has five products for two."""
-    slow = replace(BYTES, flops={'bfloat16': 1.}, bandwidth=1e99, attention_share=.5)
+    slow = replace(BYTES, flops={'bfloat16': 1.0}, bandwidth=1e99, attention_share=0.5)
     fast = replace(slow, attention_share=1e99)
     one, other = (replace(SMALL, fused=True).profile(x, 1, 2).layers[1] for x in (slow, fast))
-    seconds = 2 * 2 * 6 * 8 * 8 * 4 / 2 / .5
+    seconds = 2 * 2 * 6 * 8 * 8 * 4 / 2 / 0.5
     assert one.forward_seconds - other.forward_seconds == pytest.approx(seconds)
     assert one.backward_seconds - other.backward_seconds == pytest.approx(2.5 * seconds)
 
@@ -143,7 +170,7 @@ def test_bytes_of_ends_by_hand(parallel, t):
 def test_collectives_of_ends():
     """Forward of the embedding and backward of the head have one each."""
     free = replace(SMALL, heads=4)
-    linked = replace(BYTES, host=Link(1., 4.))
+    linked = replace(BYTES, host=Link(1.0, 4.0))
     (first, *_, last), (one, *_, other) = (free.profile(x, 2, 2).layers for x in (linked, BYTES))
     exchange = linked.all_reduce(2 * 16 * 12, 2)
     assert first.forward_seconds - one.forward_seconds == pytest.approx(exchange)
@@ -153,13 +180,13 @@ def test_collectives_of_ends():
 
 
 def test_a_host_that_starts_operations_slowly_in_backward():
-    slow = SMALL.profile(replace(BYTES, bandwidth=1e99, launch=1.)).layers[1]
+    slow = SMALL.profile(replace(BYTES, bandwidth=1e99, launch=1.0)).layers[1]
     assert (slow.forward_seconds, slow.backward_seconds) == (2 * 2 + 3 + 2 + 6, 2 * 15)
 
 
 def test_the_dtype_of_products():
     """float32 has another peak, in forward and backward."""
-    slow = replace(BYTES, flops={'bfloat16': 1e99, 'float32': 1.}, bandwidth=1e99)
+    slow = replace(BYTES, flops={'bfloat16': 1e99, 'float32': 1.0}, bandwidth=1e99)
     model = replace(SMALL, dtype='float32')
     block = model.profile(slow).layers[1]
     scores = 2 * 2 * 3 * 64 * 4
@@ -171,8 +198,17 @@ def test_the_dtype_of_products():
 
 
 def test_flops_have_grouped_keys_and_gates():
-    model = Transformer(32, 4096, 32, 128256, 8192, key_heads=8, features=14336, gated=True,
-                        tied=False, biases=False)
+    model = Transformer(
+        32,
+        4096,
+        32,
+        128256,
+        8192,
+        key_heads=8,
+        features=14336,
+        gated=True,
+        tied=False,
+        biases=False,
+    )
     matrices = model.block_parameters() - 2 * 4096  # without norms
-    assert model.flops(3) == 6 * 3 * 8192 * (
-        32 * (matrices + 2 * 8192 * 4096) + 128256 * 4096)
+    assert model.flops(3) == 6 * 3 * 8192 * (32 * (matrices + 2 * 8192 * 4096) + 128256 * 4096)

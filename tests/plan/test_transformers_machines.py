@@ -1,4 +1,5 @@
 """Machines: products, collectives, links, and machines as JSON."""
+
 import json
 from dataclasses import replace
 
@@ -11,72 +12,95 @@ from torchgpipe.plan.transformers import Product
 pytestmark = cpu_only('it computes numbers')
 
 #: A machine with two devices on a host, and numbers that are easy to compute with.
-MACHINE = Machine('two', {'bfloat16': 1000., 'float32': 100.}, ((10, .5), (1000, 1.)), .5, 1e6,
-                  10., .25, .125, Link(1., 100.), Link(2., 10.), devices_per_host=2)
+MACHINE = Machine(
+    'two',
+    {'bfloat16': 1000.0, 'float32': 100.0},
+    ((10, 0.5), (1000, 1.0)),
+    0.5,
+    1e6,
+    10.0,
+    0.25,
+    0.125,
+    Link(1.0, 100.0),
+    Link(2.0, 10.0),
+    devices_per_host=2,
+)
 
 
 def test_a_product_takes_the_longer_of_operations_and_memory():
     small = Product(10, 10, 10)
-    assert MACHINE.product_seconds(small) == .25 + max(2000 / 500, 300 * 2 / 10)
+    assert MACHINE.product_seconds(small) == 0.25 + max(2000 / 500, 300 * 2 / 10)
     large = replace(MACHINE, bandwidth=1e9)
-    assert large.product_seconds(small) == .25 + 2000 / 500
-    assert large.product_seconds(small, 'float32') == .25 + 2000 / 50
-    assert large.product_seconds(small._replace(batch=3)) == .25 + 6000 / 500
+    assert large.product_seconds(small) == 0.25 + 2000 / 500
+    assert large.product_seconds(small, 'float32') == 0.25 + 2000 / 50
+    assert large.product_seconds(small._replace(batch=3)) == 0.25 + 6000 / 500
 
 
 def test_shares_lie_on_a_line_over_the_logarithm_of_sizes():
     assert [MACHINE.share(size) for size in (1, 10, 100, 1000, 1e6)] == pytest.approx(
-        [.5, .5, .75, 1., 1.])
+        [0.5, 0.5, 0.75, 1.0, 1.0]
+    )
 
 
-@pytest.mark.parametrize('devices, stride, seconds', [
-    (1, 1, 0.),
-    (2, 1, 1. + 100 / 2 / 100),
-    # The two devices of a host share its links to other hosts.
-    (4, 1, 3 * (2. + 100 / 4 / 20)),
-    # Only one device of each host is in the group.
-    (4, 2, 3 * (2. + 100 / 4 / 10)),
-    (4, 8, 3 * (2. + 100 / 4 / 10))])
+@pytest.mark.parametrize(
+    'devices, stride, seconds',
+    [
+        (1, 1, 0.0),
+        (2, 1, 1.0 + 100 / 2 / 100),
+        # The two devices of a host share its links to other hosts.
+        (4, 1, 3 * (2.0 + 100 / 4 / 20)),
+        # Only one device of each host is in the group.
+        (4, 2, 3 * (2.0 + 100 / 4 / 10)),
+        (4, 8, 3 * (2.0 + 100 / 4 / 10)),
+    ],
+)
 def test_a_gather_is_a_ring_over_the_slowest_link(devices, stride, seconds):
-    assert MACHINE.gather(100., devices, stride) == pytest.approx(seconds)
-    assert MACHINE.all_reduce(100., devices, stride) == pytest.approx(2 * seconds)
+    assert MACHINE.gather(100.0, devices, stride) == pytest.approx(seconds)
+    assert MACHINE.all_reduce(100.0, devices, stride) == pytest.approx(2 * seconds)
 
 
 def test_hosts_are_never_faster_than_their_own_links():
-    fast = replace(MACHINE, network=Link(0., 1e9))
-    assert fast.gather(100., 4) == pytest.approx(3 * (1. + 25 / 100))
+    fast = replace(MACHINE, network=Link(0.0, 1e9))
+    assert fast.gather(100.0, 4) == pytest.approx(3 * (1.0 + 25 / 100))
 
 
 def test_links_of_a_pipeline():
     assert MACHINE.links(2, 1) == MACHINE.host
     host, network = MACHINE.host, MACHINE.network
     assert MACHINE.links(3, 1) == (
-        (host, host, network), (host, host, network), (network, network, host))
+        (host, host, network),
+        (host, host, network),
+        (network, network, host),
+    )
     assert MACHINE.links(2, 2) == ((host, network), (network, host))
     free = MACHINE.without_links()
-    assert free.links(4, 8)[0][1].seconds(1e9) == free.gather(1e9, 64) == 0.
+    assert free.links(4, 8)[0][1].seconds(1e9) == free.gather(1e9, 64) == 0.0
 
 
 @pytest.mark.parametrize('name', MACHINES)
 def test_machines_survive_json(name):
     machine = MACHINES[name]
     assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
-    assert .3 < machine.share(8192) < 1
+    assert 0.3 < machine.share(8192) < 1
     assert machine.network.bandwidth < machine.host.bandwidth
 
 
-@pytest.mark.parametrize('change, text', [
-    ({'flops': {}}, 'has peaks by dtype'),
-    ({'flops': {'bfloat16': 0.}}, 'has peaks by dtype'),
-    ({'shares': ()}, 'shares by ascending sizes'),
-    ({'shares': ((8, .5), (4, .5))}, 'ascending'),
-    ({'shares': ((8, 0.),)}, 'above zero'),
-    ({'bandwidth': 0.}, 'above zero'),
-    ({'devices_per_host': 0}, 'above zero'),
-    ({'attention_share': 0.}, 'above zero'),
-    ({'bandwidth': -1.}, "'bandwidth' of a Machine"),
-    ({'split': -1.}, "'split' of a Machine"),
-    ({'actions': {'X': 1.}}, "names 'X'")])
+@pytest.mark.parametrize(
+    'change, text',
+    [
+        ({'flops': {}}, 'has peaks by dtype'),
+        ({'flops': {'bfloat16': 0.0}}, 'has peaks by dtype'),
+        ({'shares': ()}, 'shares by ascending sizes'),
+        ({'shares': ((8, 0.5), (4, 0.5))}, 'ascending'),
+        ({'shares': ((8, 0.0),)}, 'above zero'),
+        ({'bandwidth': 0.0}, 'above zero'),
+        ({'devices_per_host': 0}, 'above zero'),
+        ({'attention_share': 0.0}, 'above zero'),
+        ({'bandwidth': -1.0}, "'bandwidth' of a Machine"),
+        ({'split': -1.0}, "'split' of a Machine"),
+        ({'actions': {'X': 1.0}}, "names 'X'"),
+    ],
+)
 def test_refused(change, text):
     with pytest.raises(ValueError, match=text):
         replace(MACHINE, **change)

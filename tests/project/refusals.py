@@ -1,5 +1,6 @@
 """Restrictions of the library: one small program for each row of
 ``docs/reference/restrictions.md``."""
+
 import random
 from collections import OrderedDict
 from functools import partial
@@ -180,12 +181,14 @@ def processes(program):
 
 def alone(program):
     """Run a program in a parallel group of one."""
+
     def within():
         ts.distributed.init_process_group()
         try:
             program()
         finally:
             ts.distributed.destroy_process_group()
+
     return lambda: processes(within)
 
 
@@ -321,8 +324,10 @@ def while_mutation_is_allowed():
 
 def in_other_memories():
     """Change a tensor that a copy would separate from another, as if devices had own memories."""
-    with patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True), \
-            patch('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone()):
+    with (
+        patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True),
+        patch('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone()),
+    ):
         train(wrap(Call(lambda x: (x, x[:])), Call(lambda xs: xs[0].add_(1) + xs[1])))
 
 
@@ -334,6 +339,7 @@ def handed_on():
 
 def drawn_elsewhere():
     """Let another thread draw after each look at the generator's state."""
+
     def state(*_):
         return torch.Generator().manual_seed(int(torch.randint(1 << 30, ()))).get_state()
 
@@ -358,6 +364,7 @@ def padded(x):
 
 def begins_to_write():
     """Write to a parameter in the second step."""
+
     def forward(x):
         layer.steps += 1
         if layer.steps > 2:  # two micro-batches
@@ -382,8 +389,9 @@ def changed_input():
 
 def change_what_was_popped():
     """Change a skip in place where it is popped."""
-    train(wrap(Stash(lambda x: stash('x', x * 2)), Pop(in_place=True), linear(),
-               checkpoint='always'))
+    train(
+        wrap(Stash(lambda x: stash('x', x * 2)), Pop(in_place=True), linear(), checkpoint='always')
+    )
 
 
 def with_gradient():
@@ -410,8 +418,9 @@ def add_one(x):
 
 def change_skip():
     """Change a skip in place, in another partition."""
-    model = wrap(linear(), Stash(), Call(lambda x: x.mul_(2)), Pop(), balance=[2, 1, 1],
-                 devices=['cpu'] * 3)
+    model = wrap(
+        linear(), Stash(), Call(lambda x: x.mul_(2)), Pop(), balance=[2, 1, 1], devices=['cpu'] * 3
+    )
     train(model)
 
 
@@ -430,6 +439,7 @@ def unwrapped_transform():
 
 def take_step(loss=None, model=None, size=4, **options):
     """Take a step of a model of two partitions."""
+
     def mean(output, target):
         return (output - target).square().mean()
 
@@ -439,14 +449,17 @@ def take_step(loss=None, model=None, size=4, **options):
 
 def counted():
     """Take a step in another order than expected by a layer that counts its calls."""
+
     def count(x):
         layer.calls += 1
         return x
 
     layer = Call(count)
     layer.calls = 0
-    take_step(model=wrap(layer, linear(), layer, linear(), balance=[1] * 4, devices=CPUS * 2,
-                         chunks=2), schedule='interleaved')
+    take_step(
+        model=wrap(layer, linear(), layer, linear(), balance=[1] * 4, devices=CPUS * 2, chunks=2),
+        schedule='interleaved',
+    )
 
 
 def hooked():
@@ -457,10 +470,7 @@ def hooked():
 
 
 #: Programs that raise in PyTorch without the library, for the rows that say so, in their order.
-UNWRAPPED = [
-    lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)),
-    unwrapped_twice,
-    unwrapped_transform]
+UNWRAPPED = [lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)), unwrapped_twice, unwrapped_transform]
 
 #: In the order of the page.
 REFUSALS = [
@@ -510,8 +520,10 @@ REFUSALS = [
     lambda: convert(lambda module, x: x if x.dim() > 2 else -x)(torch.randn(4, 4, 4)),
     lambda: original_names(linear().state_dict()),
     lambda: in_stages(linear()),
-    lambda: in_stages(lambda net, x: (net.inside if net.training else net.outside)(x),
-                      lambda net, x: net.outside(x)),
+    lambda: in_stages(
+        lambda net, x: (net.inside if net.training else net.outside)(x),
+        lambda net, x: net.outside(x),
+    ),
     lambda: no_recompute(torch.relu),
     lambda: no_recompute(Stash()),
     lambda: wrap(linear(), linear()).to('meta'),
@@ -526,10 +538,12 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), batch_dim={'mask': 1})(torch.randn(4, 4)),
     lambda: wrap(linear(), linear())((torch.randn(4, 4), torch.randn(3, 4))),
     lambda: wrap(linear(), linear())([NoChunk(torch.randn(4, 4))]),
-    lambda: wrap(linear(), linear())(torch.nested.nested_tensor(
-        [torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)),
+    lambda: wrap(linear(), linear())(
+        torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)
+    ),
     lambda: wrap(Call(lambda x, y: y.add_(1)), linear())(
-        torch.randn(4, 4), NoChunk(torch.randn(4))),
+        torch.randn(4, 4), NoChunk(torch.randn(4))
+    ),
     lambda: wrap(linear(), linear())(torch.randn(0, 4)),
     lambda: wrap(linear(), linear())(torch.tensor(1.0)),
     lambda: train(wrap(linear(), Call(lambda x: x.mean()))),
@@ -591,8 +605,10 @@ REFUSALS = [
     hooked,
     counted,
     lambda: take_step(schedule='2f2b'),
-    lambda: take_step(model=wrap(*[linear() for _ in range(3)], balance=[1] * 3,
-                                 devices=[*CPUS, 'cpu:0']), schedule='zb-v'),
+    lambda: take_step(
+        model=wrap(*[linear() for _ in range(3)], balance=[1] * 3, devices=[*CPUS, 'cpu:0']),
+        schedule='zb-v',
+    ),
     lambda: take_step(schedule='auto'),
     lambda: take_step(schedule=make('1f1b', 2, 3)),
     lambda: take_step(schedule=Schedule.parse('0B0,0F0')),
@@ -603,8 +619,11 @@ REFUSALS = [
     lambda: take_step(lambda output, target: output.detach().mean()),
     lambda: take_step(nn.MSELoss(reduction='sum')),
     lambda: take_step(partial(nn.functional.mse_loss, reduction='none')),
-    lambda: wrap(linear(), linear()).step(torch.randn(4, 4), torch.tensor([0, 1, -100, 3]),
-                                          lambda *given: nn.functional.cross_entropy(*given)),
+    lambda: wrap(linear(), linear()).step(
+        torch.randn(4, 4),
+        torch.tensor([0, 1, -100, 3]),
+        lambda *given: nn.functional.cross_entropy(*given),
+    ),
     lambda: take_step(normalizer=0),
     lambda: take_step(normalizer=lambda target: target.sum()),
     lambda: take_step(normalizer=lambda target: 0),
@@ -612,13 +631,19 @@ REFUSALS = [
     ts.distributed.init_process_group,
     alone(lambda: ts.distributed.init_process_group()),
     lambda: processes(lambda: ts.distributed.init_process_group(2)),
-    lambda: processes(lambda: ts.distributed.init_process_group(
-        mesh=init_device_mesh('cpu', (1, 1), mesh_dim_names=('data', 'model')))),
+    lambda: processes(
+        lambda: ts.distributed.init_process_group(
+            mesh=init_device_mesh('cpu', (1, 1), mesh_dim_names=('data', 'model'))
+        )
+    ),
     alone(lambda: sharded(2)),
     alone(other_weight),
     alone(tied),
-    alone(lambda: ts.nn.ParallelLinear.convert_parallel_linear(
-        nn.utils.spectral_norm(linear()), dim=1)),
+    alone(
+        lambda: ts.nn.ParallelLinear.convert_parallel_linear(
+            nn.utils.spectral_norm(linear()), dim=1
+        )
+    ),
     alone(lambda: nn.utils.parametrizations.weight_norm(sharded(1))(torch.randn(4, 4))),
     alone(put_behind),
     alone(lambda: torch.func.grad(lambda x: sharded(1)(x).sum())(torch.randn(4, 4))),
@@ -637,7 +662,15 @@ REFUSALS = [
     alone(lambda: of_a_state_dict(lambda values: {**values, 'weight': torch.randn(2, 4)})),
     alone(of_an_optimizer),
     lambda: take_step(model=wrap(Communicates(), linear(), Communicates())),
-    lambda: take_step(model=wrap(linear(), Communicates(), Communicates(False),
-                                 balance=[1, 1, 1], devices=['cpu:0', 'cpu:1', 'cpu:2'])),
+    lambda: take_step(
+        model=wrap(
+            linear(),
+            Communicates(),
+            Communicates(False),
+            balance=[1, 1, 1],
+            devices=['cpu:0', 'cpu:1', 'cpu:2'],
+        )
+    ),
     lambda: wrap(linear(), Communicates(False))(torch.randn(4, 4)),
-    *[partial(processes, program) for program in DISTRIBUTED]]
+    *[partial(processes, program) for program in DISTRIBUTED],
+]

@@ -2,6 +2,7 @@
 
 A promise compares with the unwrapped module, and raises where the two differ.
 """
+
 import copy
 import pickle
 import warnings
@@ -44,9 +45,11 @@ def promise(function):
 
 def error(words):
     """Add a promise to raise in the middle of a step, after which ranks end."""
+
     def add(function):
         ERRORS[function.__name__] = words
         return promise(function)
+
     return add
 
 
@@ -58,6 +61,7 @@ class Setting:
         self.mesh = None
         if name != 'gpipe':
             from torchgpipe.distributed import init_mesh
+
             axes = {'one rank': {}, 'pipe': {'pipe': 2}, 'data': {'data': 2}}[name]
             self.mesh = init_mesh(**axes, device_type='cpu')
         self.replicas = 2 if name == 'data' else 1
@@ -82,6 +86,7 @@ class Setting:
                 options.setdefault('devices', ['cpu:0', 'cpu:1'])
             return GPipe(module, balance, **options)
         from torchgpipe.distributed import DistributedGPipe
+
         return DistributedGPipe(module, balance, mesh=self.mesh, **options)
 
     def part(self, x, dim=0):
@@ -92,24 +97,30 @@ class Setting:
     def plan(self, module, schedule='1f1b'):
         """Return a plan for a module."""
         balance = (len(module),) if self.stages == 1 else (len(module) - 1, 1)
-        sizes = tuple((name, sum(x.numel() * x.element_size() for x in layer.parameters()))
-                      for name, layer in module.named_children())
-        return Settings(schedule, balance, ('cpu:0', 'cpu:1')[:self.stages], 2, 'except_last',
-                        sizes)
+        sizes = tuple(
+            (name, sum(x.numel() * x.element_size() for x in layer.parameters()))
+            for name, layer in module.named_children()
+        )
+        return Settings(
+            schedule, balance, ('cpu:0', 'cpu:1')[: self.stages], 2, 'except_last', sizes
+        )
 
 
 def layers(*more, dtype=torch.float64):
     """Return three layers with the same values on all ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), *more,
-                         nn.Linear(4, 2, dtype=dtype))
+    return nn.Sequential(
+        nn.Linear(3, 4, dtype=dtype), nn.Tanh(), *more, nn.Linear(4, 2, dtype=dtype)
+    )
 
 
 def data(n=9, out=2):
     """Return an input and a target."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(n, 3, generator=generator, dtype=torch.float64),
-            torch.randn(n, out, generator=generator, dtype=torch.float64))
+    return (
+        torch.randn(n, 3, generator=generator, dtype=torch.float64),
+        torch.randn(n, out, generator=generator, dtype=torch.float64),
+    )
 
 
 def same(found, expected):
@@ -218,8 +229,12 @@ def values_of_any_nesting(setting):
     x, _ = data()
     model = setting.make(nn.Sequential(Keyed(), nn.Identity()))
     own = setting.part(x)
-    same_call(setting, model, {'x': own, 'k': 2, 'none': None, 'y': own * 2},
-              {'x': own, 'k': 2, 'none': None})
+    same_call(
+        setting,
+        model,
+        {'x': own, 'k': 2, 'none': None, 'y': own * 2},
+        {'x': own, 'k': 2, 'none': None},
+    )
 
 
 @promise
@@ -295,19 +310,29 @@ def refuse_scalars_without_a_rule(setting):
 
 @promise
 def scalars_by_words(setting):
-    model = setting.make(nn.Sequential(nn.Identity(), Scalars()),
-                         gather={'mean': 'mean', 'sum': 'sum'})
+    model = setting.make(
+        nn.Sequential(nn.Identity(), Scalars()), gather={'mean': 'mean', 'sum': 'sum'}
+    )
     own = setting.part(data()[0])
     same_call(setting, model, Scalars()(own), own)
 
 
 @promise
 def scalars_in_a_stack(setting):
-    model = setting.make(nn.Sequential(nn.Identity(), Scalars()),
-                         gather={'mean': 'stack', 'sum': 'stack'})
+    model = setting.make(
+        nn.Sequential(nn.Identity(), Scalars()), gather={'mean': 'stack', 'sum': 'stack'}
+    )
     own = setting.part(data(6)[0])
-    same_call(setting, model, {'y': own, 'mean': torch.stack([x.mean() for x in own.chunk(2)]),
-                               'sum': torch.stack([x.sum() for x in own.chunk(2)])}, own)
+    same_call(
+        setting,
+        model,
+        {
+            'y': own,
+            'mean': torch.stack([x.mean() for x in own.chunk(2)]),
+            'sum': torch.stack([x.sum() for x in own.chunk(2)]),
+        },
+        own,
+    )
 
 
 class MeanOfKept(nn.Module):
@@ -319,8 +344,9 @@ class MeanOfKept(nn.Module):
 
 @promise
 def scalars_by_a_function_that_counts(setting):
-    model = setting.make(nn.Sequential(nn.Identity(), MeanOfKept()),
-                         gather={'loss': lambda x: (x > 0).sum()})
+    model = setting.make(
+        nn.Sequential(nn.Identity(), MeanOfKept()), gather={'loss': lambda x: (x > 0).sum()}
+    )
     own = setting.part(data()[0])
     same_call(setting, model, MeanOfKept()(own), own)
 
@@ -376,8 +402,9 @@ def a_plan_says_where_stages_are(setting):
     sizes = setting.plan(module).layers
     devices = ('cpu:0', 'cpu:1', 'cpu:1', 'cpu:0') if setting.stages == 2 else ('cpu:0',) * 4
     schedule = 'zb-v' if setting.stages == 2 else 'gpipe'
-    model = setting.make(copy.deepcopy(module), Settings(
-        schedule, (1, 1, 1, 1), devices, 2, 'except_last', sizes))
+    model = setting.make(
+        copy.deepcopy(module), Settings(schedule, (1, 1, 1, 1), devices, 2, 'except_last', sizes)
+    )
     x, y = data(out=4)
     F.mse_loss(module(x), y).backward()
     model.step(setting.part(x), setting.part(y), F.mse_loss, schedule='auto')
@@ -456,8 +483,7 @@ def refuse_a_layer_called_partitions(setting):
 @promise
 def checkpoints_of_each_partition(setting):
     module = layers()
-    model = setting.make(copy.deepcopy(module),
-                         checkpoint=lambda j: ['always', 'never'][j % 2])
+    model = setting.make(copy.deepcopy(module), checkpoint=lambda j: ['always', 'never'][j % 2])
     x, y = data()
     F.mse_loss(module(x), y).backward()
     model.step(setting.part(x), setting.part(y), F.mse_loss)
@@ -472,8 +498,9 @@ def checkpoints_of_each_partition(setting):
 def layers_with_names_of_methods(setting):
     names = ('keys', 'values', 'items', 'chunks')
     torch.manual_seed(0)
-    module = nn.Sequential(OrderedDict(
-        (name, nn.Linear(3, 3, dtype=torch.float64)) for name in names))
+    module = nn.Sequential(
+        OrderedDict((name, nn.Linear(3, 3, dtype=torch.float64)) for name in names)
+    )
     model = setting.make(copy.deepcopy(module))
     x, y = data(out=3)
     F.mse_loss(module(x), y).backward()
@@ -497,18 +524,19 @@ def states_in_names_of_the_module(setting):
 @promise
 def load_a_state(setting):
     model = setting.make(layers())
-    state = {name: torch.full_like(x, .5) for name, x in model.state_dict().items()}
+    state = {name: torch.full_like(x, 0.5) for name, x in model.state_dict().items()}
     model.load_state_dict(state)
-    assert all((x == .5).all() for x in model.parameters())
+    assert all((x == 0.5).all() for x in model.parameters())
 
 
 @promise
 def load_names_of_the_first_version(setting):
     model = setting.make(layers())
-    state = {f'partitions.7.{name}': torch.full_like(x, .5)
-             for name, x in model.state_dict().items()}
+    state = {
+        f'partitions.7.{name}': torch.full_like(x, 0.5) for name, x in model.state_dict().items()
+    }
     model.load_state_dict(state)
-    assert all((x == .5).all() for x in model.parameters())
+    assert all((x == 0.5).all() for x in model.parameters())
 
 
 @promise
@@ -556,8 +584,9 @@ def tied_weights_under_one_of_their_names(setting):
     for missing in ('0.weight', '2.weight'):
         with torch.device('meta'):
             module = tied()
-        model = setting.make(module, weights={
-            name: x for name, x in expected.items() if name != missing})
+        model = setting.make(
+            module, weights={name: x for name, x in expected.items() if name != missing}
+        )
         for name, x in model.state_dict().items():
             same(x, expected[name])
 
@@ -570,8 +599,12 @@ def tied_weights_train(setting):
 @promise
 def refuse_weights_of_another_model(setting):
     with pytest.raises(ValueError, match='not those of the module'):
-        setting.make(layers(), weights={f'{k}.{name}': torch.zeros(1) for k in (0, 1, 2)
-                                        for name in ('other', 'more')})
+        setting.make(
+            layers(),
+            weights={
+                f'{k}.{name}': torch.zeros(1) for k in (0, 1, 2) for name in ('other', 'more')
+            },
+        )
 
 
 @promise
@@ -585,7 +618,7 @@ def initial_values_on_meta(setting):
 def small(module):
     """Initialize a module."""
     if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=.02)
+        nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
 
 
@@ -623,7 +656,7 @@ class Custom(nn.Linear):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        nn.init.normal_(self.weight, std=.02)
+        nn.init.normal_(self.weight, std=0.02)
 
 
 @promise
@@ -661,16 +694,17 @@ def evaluation_mode_stays(setting):
 
 @promise
 def modes_reach_all_layers(setting):
-    model = setting.make(layers(nn.Dropout(.5)))
+    model = setting.make(layers(nn.Dropout(0.5)))
     for mode in (False, True):
         model.train(mode)
-        assert {each.training for each in (*model.modules(), *model.partitions.modules())
-                } == {mode}
+        assert {each.training for each in (*model.modules(), *model.partitions.modules())} == {
+            mode
+        }
 
 
 @promise
 def dropout_is_off_in_evaluation(setting):
-    module, (x, _) = layers(nn.Dropout(.5)).eval(), data()
+    module, (x, _) = layers(nn.Dropout(0.5)).eval(), data()
     model = setting.make(copy.deepcopy(module))
     own = setting.part(x)
     with torch.no_grad():
@@ -736,7 +770,7 @@ def a_replaced_layer_learns(setting):
     module[2] = nn.Linear(4, 2, dtype=torch.float64)
     if '2' in model._modules:
         model.set_submodule('2', new)
-    optimizers = [torch.optim.SGD(each.parameters(), .1) for each in (model, module)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, module)]
     for _ in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -781,7 +815,7 @@ def a_loss_of_classes_counts_its_labels(setting):
 
 @promise
 def a_loss_with_weights_of_classes(setting):
-    loss = nn.CrossEntropyLoss(torch.tensor([1., 3.], dtype=torch.float64))
+    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 3.0], dtype=torch.float64))
     same_step(setting, layers(), data()[0], labels(), loss)
 
 
@@ -789,14 +823,27 @@ def a_loss_with_weights_of_classes(setting):
 def a_loss_with_a_function_that_counts(setting):
     def own(output, target):
         return F.cross_entropy(output, target)
-    same_step(setting, layers(), data()[0], labels(), own,
-              normalizer=lambda target: (target != -100).sum())
+
+    same_step(
+        setting,
+        layers(),
+        data()[0],
+        labels(),
+        own,
+        normalizer=lambda target: (target != -100).sum(),
+    )
 
 
 @promise
 def a_sum_with_a_number(setting):
-    same_step(setting, layers(), *data(), lambda o, t: (o - t).square().sum(),
-              lambda o, t: (o - t).square().sum() / 5, normalizer=5)
+    same_step(
+        setting,
+        layers(),
+        *data(),
+        lambda o, t: (o - t).square().sum(),
+        lambda o, t: (o - t).square().sum() / 5,
+        normalizer=5,
+    )
 
 
 @promise
@@ -808,8 +855,9 @@ def refuse_a_sum(setting):
 
 @error('normalizer=lambda target')
 def refuse_a_loss_that_hides_its_count(setting):
-    setting.make(layers()).step(setting.part(data()[0]), setting.part(labels()),
-                                lambda o, t: F.cross_entropy(o, t) * 2)
+    setting.make(layers()).step(
+        setting.part(data()[0]), setting.part(labels()), lambda o, t: F.cross_entropy(o, t) * 2
+    )
 
 
 @error('must give a scalar tensor')
@@ -863,23 +911,31 @@ class EarlyLoss(WithLoss):
 def with_loss(net=None):
     """Return a converted model with a loss of its own."""
     from torchgpipe.sequential import to_sequential
+
     torch.manual_seed(0)
-    return to_sequential(WithLoss() if net is None else net, check_sample=net is None,
-                         sample=Arguments(data()[0], labels=labels() % 2))
+    return to_sequential(
+        WithLoss() if net is None else net,
+        check_sample=net is None,
+        sample=Arguments(data()[0], labels=labels() % 2),
+    )
 
 
 @error('normalizer=lambda target')
 def refuse_a_step_by_a_loss_in_the_model(setting):
     setting.make(with_loss()).step(
-        Arguments(setting.part(data()[0]), labels=setting.part(labels())), None,
-        lambda output, _: output['loss'])
+        Arguments(setting.part(data()[0]), labels=setting.part(labels())),
+        None,
+        lambda output, _: output['loss'],
+    )
 
 
 @error('normalizer=lambda target')
 def refuse_a_step_by_a_loss_in_an_early_layer(setting):
     setting.make(with_loss(EarlyLoss())).step(
-        Arguments(setting.part(data()[0]), labels=setting.part(labels())), None,
-        lambda output, _: output['loss'])
+        Arguments(setting.part(data()[0]), labels=setting.part(labels())),
+        None,
+        lambda output, _: output['loss'],
+    )
 
 
 @promise
@@ -892,8 +948,7 @@ def refuse_a_mean_of_a_loss_in_the_model(setting):
 
 @promise
 def a_loss_in_the_model_by_a_function(setting):
-    model = setting.make(with_loss(), gather={
-        'loss': lambda x, labels: (labels != -100).sum()})
+    model = setting.make(with_loss(), gather={'loss': lambda x, labels: (labels != -100).sum()})
     torch.manual_seed(0)
     own, target = setting.part(data()[0]), setting.part(labels())
     with torch.no_grad():
@@ -948,15 +1003,23 @@ def evaluate_a_mean_over_labels(setting):
     found, count = evaluated(setting, model, 37, F.cross_entropy, target)
     same(found, expected)
     assert count == (target != -100).sum()
-    found, _ = evaluated(setting, model, 37, lambda o, t: F.cross_entropy(o, t), target,
-                         normalizer=lambda target: (target != -100).sum())
+    found, _ = evaluated(
+        setting,
+        model,
+        37,
+        lambda o, t: F.cross_entropy(o, t),
+        target,
+        normalizer=lambda target: (target != -100).sum(),
+    )
     same(found, expected)
     every = torch.arange(33) % 2  # One replica has no samples in the last batch.
     found, _ = evaluated(setting, model, 33, lambda o, t: F.cross_entropy(o, t), every)
     same(found, F.cross_entropy(module(data(33)[0]), every).detach())
     target[:] = -100
-    assert model.evaluate(setting.part(data(37)[0]), setting.part(target),
-                          F.cross_entropy) == (0, 0)
+    assert model.evaluate(setting.part(data(37)[0]), setting.part(target), F.cross_entropy) == (
+        0,
+        0,
+    )
 
 
 @promise
@@ -964,8 +1027,12 @@ def evaluate_a_sum(setting):
     module, (x, y) = layers().eval(), data()
     model = setting.make(copy.deepcopy(module))
     loss, count, output = model.evaluate(
-        setting.part(x), setting.part(y), nn.MSELoss(reduction='sum'), normalizer=6,
-        return_output=True)
+        setting.part(x),
+        setting.part(y),
+        nn.MSELoss(reduction='sum'),
+        normalizer=6,
+        return_output=True,
+    )
     same(loss, (module(x) - y).square().sum().detach() / 6)
     assert count == 6
     if setting.is_last:
@@ -990,8 +1057,10 @@ def evaluation_keeps_no_output(setting):
 @error('normalizer=lambda target')
 def refuse_to_evaluate_a_loss_in_the_model(setting):
     setting.make(with_loss().eval()).evaluate(
-        Arguments(setting.part(data()[0]), labels=setting.part(labels())), None,
-        lambda output, _: output['loss'])
+        Arguments(setting.part(data()[0]), labels=setting.part(labels())),
+        None,
+        lambda output, _: output['loss'],
+    )
 
 
 @promise
@@ -1000,8 +1069,10 @@ def scale_the_loss(setting):
     model = setting.make(copy.deepcopy(module))
     loss = F.mse_loss(module(x), y)
     (loss * 8).backward()
-    same(model.step(setting.part(x), setting.part(y), F.mse_loss, scale=lambda x: x * 8),
-         loss.detach())
+    same(
+        model.step(setting.part(x), setting.part(y), F.mse_loss, scale=lambda x: x * 8),
+        loss.detach(),
+    )
     same_grads(model, module)
 
 
@@ -1010,8 +1081,9 @@ def a_target_in_another_dimension(setting):
     module, (x, y) = layers(), data()
     model = setting.make(copy.deepcopy(module))
     F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y.t(), 1), lambda o, t: F.mse_loss(o, t.t()),
-               target_dim=1)
+    model.step(
+        setting.part(x), setting.part(y.t(), 1), lambda o, t: F.mse_loss(o, t.t()), target_dim=1
+    )
     same_grads(model, module)
 
 
@@ -1034,7 +1106,7 @@ def steps_by_other_schedules(setting):
 def train_for_some_steps(setting):
     module = layers()
     model = setting.make(copy.deepcopy(module))
-    optimizers = [torch.optim.AdamW(each.parameters(), .1) for each in (model, module)]
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (model, module)]
     for n in (9, 4, 7):
         x, y = data(n)
         for optimizer in optimizers:
@@ -1069,7 +1141,8 @@ class Broken(nn.Module):
 @error(r"ZeroDivisionError: by design(.|\n)*in partition \d on .*, micro-batch 0 of 2, layer '1'")
 def errors_name_the_layer(setting):
     setting.make(nn.Sequential(nn.Tanh(), Broken())).step(
-        *map(setting.part, data(out=3)), F.mse_loss)
+        *map(setting.part, data(out=3)), F.mse_loss
+    )
 
 
 @promise
@@ -1130,7 +1203,7 @@ def average_a_model(setting):
         F.mse_loss(module(x), y).backward()
         model.step(setting.part(x), setting.part(y), F.mse_loss)
         for each, average in pairs:
-            torch.optim.SGD(each.parameters(), .1).step()
+            torch.optim.SGD(each.parameters(), 0.1).step()
             each.zero_grad()
             average.update_parameters(each)
     own = setting.part(x)
@@ -1176,8 +1249,11 @@ def compile_partitions(setting):
     module, (x, y), backend = layers(), data(8), Counted()
     model = setting.make(copy.deepcopy(module))
     model.compile(backend=backend)
-    x, y = (x, y) if setting.replicas == 1 else (
-        x.chunk(2)[setting.replica], y.chunk(2)[setting.replica])
+    x, y = (
+        (x, y)
+        if setting.replicas == 1
+        else (x.chunk(2)[setting.replica], y.chunk(2)[setting.replica])
+    )
     partitions = len([each for each in model.partitions if len(each)])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Dynamo reads gradients of tensors that are no leaves.
@@ -1211,6 +1287,7 @@ def refuse_to_move(setting):
 @promise
 def in_place_of_the_original(setting):
     from torchgpipe.sequential import to_sequential
+
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double(), data()[0]
     holder = SimpleNamespace(net=nn.ModuleDict({'net': net}))

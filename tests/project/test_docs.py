@@ -1,4 +1,5 @@
 """The documentation: its code runs, its links lead somewhere, its pictures are up to date."""
+
 import configparser
 import contextlib
 import io
@@ -21,8 +22,12 @@ from tests.project.refusals import REFUSALS, UNWRAPPED
 pytestmark = cpu_only('what the documentation shows runs on the CPU')
 
 ROOT = Path(torchgpipe.__file__).parent.parent
-PAGES = sorted([*ROOT.glob('*.md'), *(page for page in ROOT.glob('docs/**/*.md')
-                                      if '_build' not in page.parts)])
+PAGES = sorted(
+    [
+        *ROOT.glob('*.md'),
+        *(page for page in ROOT.glob('docs/**/*.md') if '_build' not in page.parts),
+    ]
+)
 #: Pages whose programs run without `--whole`.
 QUICK = ['README.md', 'docs/guide/first.md']
 BLOCK = re.compile(r'^```(\S*)[^\n]*\n(.*?)^```$', re.M | re.S)
@@ -37,9 +42,9 @@ def blocks(text):
     """Yield blocks: language, code, line, and the text that follows at once, if any."""
     found = list(BLOCK.finditer(text))
     for block, after in zip(found, [*found[1:], None]):
-        follows = after is not None and not text[block.end():after.start()].strip()
+        follows = after is not None and not text[block.end() : after.start()].strip()
         expected = after[2] if follows and after[1] == 'text' else None
-        yield block[1], block[2], text[:block.start()].count('\n') + 1, expected
+        yield block[1], block[2], text[: block.start()].count('\n') + 1, expected
 
 
 def execute(code, line, page):
@@ -55,8 +60,14 @@ def shell(command):
     if found := re.fullmatch(r'torchrun --standalone --nproc-per-node (\d) (.*)\n', command):
         return ranks(int(found[1]), found[2].split())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']])
-    return subprocess.run(command, shell=True, check=True, text=True, stdout=subprocess.PIPE,
-                          env={**os.environ, 'PATH': path, 'OMP_NUM_THREADS': '1'}).stdout
+    return subprocess.run(
+        command,
+        shell=True,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, 'PATH': path, 'OMP_NUM_THREADS': '1'},
+    ).stdout
 
 
 def ranks(world, argv):
@@ -106,9 +117,11 @@ def empty(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'page', ModuleType('page'))
 
 
-@pytest.mark.parametrize('page', [
-    pytest.param(page, marks=() if name(page) in QUICK else pytest.mark.slow) for page in PAGES],
-    ids=name)
+@pytest.mark.parametrize(
+    'page',
+    [pytest.param(page, marks=() if name(page) in QUICK else pytest.mark.slow) for page in PAGES],
+    ids=name,
+)
 def test_the_code_of_a_page_runs(page, empty):
     run(page.read_text(), name(page))
 
@@ -137,23 +150,37 @@ end
 """
 
 
-@pytest.mark.parametrize('text', ['```python\nprint(1)\n```\n\n```text\n2\n```\n',
-                                  '```python\nprint(1, 2)\n```\n\n```text\n1 …3\n```\n',
-                                  '```python\nundefined\n```\n', LOGS % 2])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '```python\nprint(1)\n```\n\n```text\n2\n```\n',
+        '```python\nprint(1, 2)\n```\n\n```text\n1 …3\n```\n',
+        '```python\nundefined\n```\n',
+        LOGS % 2,
+    ],
+)
 def test_code_that_is_wrong_would_be_found(text, empty):
     with pytest.raises((AssertionError, NameError)):
         run(text, 'page')
 
 
-@pytest.mark.parametrize('text', ['```python\nprint(1, 2)\n```\n\n```text\n1\n2\n```\n',
-                                  '```python\nprint(1, 2)\n```\n\n```text\n… 2\n```\n',
-                                  LOGS % 1])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '```python\nprint(1, 2)\n```\n\n```text\n1\n2\n```\n',
+        '```python\nprint(1, 2)\n```\n\n```text\n… 2\n```\n',
+        LOGS % 1,
+    ],
+)
 def test_what_is_not_the_page_s_own_may_be_anything(text, empty):
     run(text, 'page')
 
 
-ERRORS = re.findall(r'^\| `(\w+Error: .*?)` \| (.*) \|$',
-                    (ROOT / 'docs/reference/restrictions.md').read_text(), re.M)
+ERRORS = re.findall(
+    r'^\| `(\w+Error: .*?)` \| (.*) \|$',
+    (ROOT / 'docs/reference/restrictions.md').read_text(),
+    re.M,
+)
 
 #: Those that PyTorch raises, and words in its own way.
 PYTORCHS = [k for k, (_, way_out) in enumerate(ERRORS) if way_out.startswith("PyTorch's own")]
@@ -195,8 +222,11 @@ def slugs(page):
 
 def broken(text, page):
     """Return the relative links of a page's text that lead nowhere."""
-    return [link for link in re.findall(r'\]\((?!https?:)([^)]*)\)', BLOCK.sub('', text))
-            if not leads_somewhere(*link.partition('#')[::2], page)]
+    return [
+        link
+        for link in re.findall(r'\]\((?!https?:)([^)]*)\)', BLOCK.sub('', text))
+        if not leads_somewhere(*link.partition('#')[::2], page)
+    ]
 
 
 def leads_somewhere(path, anchor, page):
@@ -211,27 +241,38 @@ def test_links_lead_somewhere(page):
 
 
 def test_a_link_that_leads_nowhere_would_be_found():
-    text = ('[a](#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org) '
-            '[e](#nothing) [f](docs/design.md#streams)')
+    text = (
+        '[a](#licence) [b](NOTHING.md) [c](README.md#nothing) [d](https://x.org) '
+        '[e](#nothing) [f](docs/design.md#streams)'
+    )
     assert broken(text, ROOT / 'README.md') == ['NOTHING.md', 'README.md#nothing', '#nothing']
 
 
 def same(english, korean):
     """Return whether two READMEs have the same blocks, links, figures and sections."""
+
     def facts(text):
         plain = BLOCK.sub('', text)
-        return (BLOCK.findall(text), re.findall(r'\d+\.\d+ ×', plain),
-                len(re.findall('^#', plain, re.M)),
-                sorted(set(re.findall(r'\]\(((?!README).*?)\)', plain))))
+        return (
+            BLOCK.findall(text),
+            re.findall(r'\d+\.\d+ ×', plain),
+            len(re.findall('^#', plain, re.M)),
+            sorted(set(re.findall(r'\]\(((?!README).*?)\)', plain))),
+        )
+
     return facts(english) == facts(korean)
 
 
 def test_both_readmes_say_the_same():
     english, korean = ((ROOT / name).read_text() for name in ('README.md', 'README.ko.md'))
     assert same(english, korean)
-    figure, = re.findall(r'\d+\.\d+ ×', korean)[:1]
-    for old, new in ((figure, '1.234 ×'), ('chunks=4', 'chunks=8'), ('\n## ', '\n'),
-                     ('docs/why.md', 'docs/design.md')):
+    (figure,) = re.findall(r'\d+\.\d+ ×', korean)[:1]
+    for old, new in (
+        (figure, '1.234 ×'),
+        ('chunks=4', 'chunks=8'),
+        ('\n## ', '\n'),
+        ('docs/why.md', 'docs/design.md'),
+    ):
         assert not same(english, korean.replace(old, new, 1))
 
 
@@ -275,7 +316,7 @@ def test_the_commands_for_contributors():
     assert ' passed' in shell(f'{test} -q -p no:cacheprovider')
     script = (ROOT / ci).read_text()
     assert f"pip install -e '.[{','.join(extras)}]' -c constraints.txt" in script
-    readme, = (command for command in commands(ROOT / 'README.md') if 'pytest' in command)
+    (readme,) = (command for command in commands(ROOT / 'README.md') if 'pytest' in command)
     assert readme.rpartition(' && ')[2] in script
     assert whole in script and releases in script
     assert build.replace('html', '"$builder"') in script

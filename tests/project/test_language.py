@@ -1,4 +1,5 @@
 """The language: forms that PyTorch's own documentation avoids, counted per 1,000 words."""
+
 import ast
 import io
 import re
@@ -12,8 +13,12 @@ from tests.project.test_docs import BLOCK, PAGES, ROOT
 
 pytestmark = cpu_only('it reads files')
 
-SOURCES = sorted(file for folder in ('torchgpipe', 'benchmarks', 'tests', 'docs')
-                 for file in (ROOT / folder).rglob('*.py') if '_build' not in file.parts)
+SOURCES = sorted(
+    file
+    for folder in ('torchgpipe', 'benchmarks', 'tests', 'docs')
+    for file in (ROOT / folder).rglob('*.py')
+    if '_build' not in file.parts
+)
 
 #: The most forms per 1,000 words, and the largest share of long sentences. Both may only fall.
 MOST_FORMS, MOST_LONG = 1, 0.01
@@ -48,8 +53,11 @@ def is_long(sentence):
 
 def forms(sentence):
     """Return the counted forms in a sentence. A question may have "what"."""
-    return [form for form in FORMS.findall(sentence)
-            if form.lower() != 'what' or not sentence.rstrip('"*_)').endswith('?')]
+    return [
+        form
+        for form in FORMS.findall(sentence)
+        if form.lower() != 'what' or not sentence.rstrip('"*_)').endswith('?')
+    ]
 
 
 def newest(page):
@@ -62,11 +70,16 @@ def prose(file):
     """Return the docstrings and comments of a file of Python, without examples."""
     text = file.read_text()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [ast.get_docstring(node) or '' for node in ast.walk(ast.parse(text))
-                  if isinstance(node, documented)]
-    comments = [(token.start[0], token.string)
-                for token in tokenize.generate_tokens(io.StringIO(text).readline)
-                if token.type == tokenize.COMMENT]
+    docstrings = [
+        ast.get_docstring(node) or ''
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented)
+    ]
+    comments = [
+        (token.start[0], token.string)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    ]
     joined, last = '', -1
     for line, comment in comments:  # Comments on consecutive lines are one text.
         joined += ('\n' if line == last + 1 else '\n\n') + comment
@@ -103,15 +116,28 @@ def test_docstrings_and_comments_are_in_plain_english():
     assert rate <= MOST_FORMS and long <= MOST_LONG
 
 
-@pytest.mark.parametrize('text, found, long', [
-    ('Return what is left of those of others.', 2, 0),
-    ('What is a bubble? (What is it?) **What is "that"?**', 0, 0),
-    ('`what` and ``what``:\n\n```python\nwhat\n```\n\n| nobody | can not |\n|---|---|', 2, 0),
-    ('```sh\necho ` what\n```', 0, 0),
-    ('word ' * 31 + 'end. ' + 'word ' * 29 + 'end.\n- ' + 'word ' * 31 + '| a', 0, 2),
-    ('word ' * 20 + '\n- ' + 'word ' * 20 + '(end.) ' + 'word ' * 20 + '\n\n' + 'word ' * 20,
-     0, 0),
-    ('[What](what.md) <!-- what --> is **that of**', 2, 0)])
+@pytest.mark.parametrize(
+    'text, found, long',
+    [
+        ('Return what is left of those of others.', 2, 0),
+        ('What is a bubble? (What is it?) **What is "that"?**', 0, 0),
+        ('`what` and ``what``:\n\n```python\nwhat\n```\n\n| nobody | can not |\n|---|---|', 2, 0),
+        ('```sh\necho ` what\n```', 0, 0),
+        ('word ' * 31 + 'end. ' + 'word ' * 29 + 'end.\n- ' + 'word ' * 31 + '| a', 0, 2),
+        (
+            'word ' * 20
+            + '\n- '
+            + 'word ' * 20
+            + '(end.) '
+            + 'word ' * 20
+            + '\n\n'
+            + 'word ' * 20,
+            0,
+            0,
+        ),
+        ('[What](what.md) <!-- what --> is **that of**', 2, 0),
+    ],
+)
 def test_forms_and_long_sentences_are_found(text, found, long):
     parts = sentences(text)
     assert sum(map(len, map(forms, parts))) == found

@@ -1,4 +1,5 @@
 """Import layers: a file imports only from layers below its own, as documented."""
+
 import functools
 import importlib.util
 import re
@@ -20,12 +21,29 @@ spec.loader.exec_module(layers)
 graph = functools.cache(layers.graph)
 
 #: A package, and one that it must not import: the order that the architecture decides.
-RULES = [('skip', 'balance'), ('skip', 'gpipe'), ('engine', 'gpipe'), ('engine', 'balance'),
-         ('engine', 'legacy'), ('balance', 'gpipe'), ('balance', 'legacy'), ('skip', 'legacy'),
-         ('schedule', 'engine'), ('schedule', 'timeline'), ('engine', 'timeline'),
-         ('gpipe', 'timeline'), ('engine', 'plan'), ('plan', 'gpipe'), ('plan', 'balance'),
-         ('schedule', 'balance'), ('schedule', 'plan'), ('engine', 'training'),
-         ('engine', 'sequential'), ('engine', 'model'), ('training', 'sequential')]
+RULES = [
+    ('skip', 'balance'),
+    ('skip', 'gpipe'),
+    ('engine', 'gpipe'),
+    ('engine', 'balance'),
+    ('engine', 'legacy'),
+    ('balance', 'gpipe'),
+    ('balance', 'legacy'),
+    ('skip', 'legacy'),
+    ('schedule', 'engine'),
+    ('schedule', 'timeline'),
+    ('engine', 'timeline'),
+    ('gpipe', 'timeline'),
+    ('engine', 'plan'),
+    ('plan', 'gpipe'),
+    ('plan', 'balance'),
+    ('schedule', 'balance'),
+    ('schedule', 'plan'),
+    ('engine', 'training'),
+    ('engine', 'sequential'),
+    ('engine', 'model'),
+    ('training', 'sequential'),
+]
 
 
 def test_no_import_goes_up_or_in_a_circle():
@@ -87,26 +105,43 @@ IMPORTS = 'import sys; before = set(sys.modules); ' + ''.join(
     f'import {module}; new = set(sys.modules) - before; '
     'print({name.partition(".")[0] for name in new} - sys.stdlib_module_names '
     '- {"torchgpipe", "torch"}, *sorted(new & {"torch.distributed", '
-    '"torchgpipe.timeline", "torchgpipe.shard"})); ' for module in MODULES)
+    '"torchgpipe.timeline", "torchgpipe.shard"})); '
+    for module in MODULES
+)
 PLAIN_CALL = (
     'import sys; from torch import nn, ones; from torchgpipe import GPipe; '
     'model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], '
     "devices=['cpu:0', 'cpu:1'], chunks=2); before = set(sys.modules); "
     'model(ones(4, 2)).sum().backward(); '
     "print(len(set(sys.modules) - before), 'torch._dynamo' in before, "
-    "len([name for name in before if name.partition('.')[0] == 'torchgpipe']))")
-NAMES = ['skip.portal.PortalBlue', 'worker.spawn_workers', 'copy.Copy', 'microbatch.scatter',
-         'skip.tracker.SkipTrackerThroughPortals', 'skip.namespace.Namespace',
-         'balance.blockpartition.solve', 'balance.profile.layerwise_sandbox', 'balance.profile',
-         'sequential.to_sequential']
-USES = ('import torchgpipe; from importlib.util import find_spec; '
-        'assert find_spec("torchgpipe.balance.profile"); ') + ''.join(
-    f'assert "{name}".endswith(torchgpipe.{name}.__name__); ' for name in NAMES) + (
-    'assert not hasattr(torchgpipe, "gradients"); '
-    'import torchgpipe.balance.blockpartition, torchgpipe.balance.profile; '
-    'assert callable(torchgpipe.balance.profile); '
-    'import torchgpipe.stream, torchgpipe.engine.streams as new; '
-    'assert torchgpipe.stream is new and new.__spec__.name == new.__name__')
+    "len([name for name in before if name.partition('.')[0] == 'torchgpipe']))"
+)
+NAMES = [
+    'skip.portal.PortalBlue',
+    'worker.spawn_workers',
+    'copy.Copy',
+    'microbatch.scatter',
+    'skip.tracker.SkipTrackerThroughPortals',
+    'skip.namespace.Namespace',
+    'balance.blockpartition.solve',
+    'balance.profile.layerwise_sandbox',
+    'balance.profile',
+    'sequential.to_sequential',
+]
+USES = (
+    (
+        'import torchgpipe; from importlib.util import find_spec; '
+        'assert find_spec("torchgpipe.balance.profile"); '
+    )
+    + ''.join(f'assert "{name}".endswith(torchgpipe.{name}.__name__); ' for name in NAMES)
+    + (
+        'assert not hasattr(torchgpipe, "gradients"); '
+        'import torchgpipe.balance.blockpartition, torchgpipe.balance.profile; '
+        'assert callable(torchgpipe.balance.profile); '
+        'import torchgpipe.stream, torchgpipe.engine.streams as new; '
+        'assert torchgpipe.stream is new and new.__spec__.name == new.__name__'
+    )
+)
 FORKS = """
 import os, sys, torch
 for code in sys.argv[1:]:
@@ -121,10 +156,17 @@ for code in sys.argv[1:]:
 def test_importing_needs_torch_only_and_a_plain_call_no_compiler():
     """The other modules are imported when they are used."""
     *imports, call = subprocess.run(
-        [sys.executable, '-c', FORKS, IMPORTS, PLAIN_CALL, USES], capture_output=True,
-        text=True, check=True, cwd=ROOT).stdout.splitlines()
-    assert imports == ['set()', 'set() torchgpipe.timeline',
-                       'set() torchgpipe.shard torchgpipe.timeline']
+        [sys.executable, '-c', FORKS, IMPORTS, PLAIN_CALL, USES],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout.splitlines()
+    assert imports == [
+        'set()',
+        'set() torchgpipe.timeline',
+        'set() torchgpipe.shard torchgpipe.timeline',
+    ]
     new, compiler, number = call.split()
     assert (new, compiler) == ('0', 'False') and int(number) <= 40
 
@@ -157,5 +199,8 @@ def test_the_code_cites_each_rule_of_the_engine():
     rules = layers.PAGE.read_text().partition('## Rules of the engine')[2].partition('\n## ')[0]
     numbers = {*map(int, re.findall(r'^(\d+)\. ', rules, re.M))}
     assert numbers == {*range(1, len(numbers) + 1)} and len(numbers) > 10
-    assert numbers == {int(number) for path in layers.FILES.values()
-                       for number in re.findall(r'\brule (\d+)\b', path.read_text())}
+    assert numbers == {
+        int(number)
+        for path in layers.FILES.values()
+        for number in re.findall(r'\brule (\d+)\b', path.read_text())
+    }

@@ -1,4 +1,5 @@
 """Each module of the package has a test at the mirrored place."""
+
 from pathlib import Path
 
 import torchgpipe

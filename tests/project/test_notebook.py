@@ -1,4 +1,5 @@
 """The notebook of the documentation: it runs, with the tables and pictures that are stored."""
+
 from pathlib import Path
 
 import nbformat
@@ -14,8 +15,11 @@ pytestmark = pytest.mark.slow
 
 def shown(cell):
     """Return how often a cell shows a table, a picture of boxes and a figure."""
-    html = ''.join(output.data.get('text/html', '') for output in cell.outputs
-                   if output.output_type == 'execute_result')
+    html = ''.join(
+        output.data.get('text/html', '')
+        for output in cell.outputs
+        if output.output_type == 'execute_result'
+    )
     return html.count('<pre>'), html.count('<svg'), html.count('<img')
 
 
@@ -23,8 +27,12 @@ def test_the_notebook_runs_and_shows_its_pictures(tmp_path):
     stored = nbformat.read(PATH, as_version=4)
     expected = [shown(cell) for cell in stored.cells if cell.cell_type == 'code']
     executed = nbformat.read(PATH, as_version=4)
-    client = NotebookClient(executed, timeout=120, kernel_name='python3',
-                            resources={'metadata': {'path': str(tmp_path)}})
+    client = NotebookClient(
+        executed,
+        timeout=120,
+        kernel_name='python3',
+        resources={'metadata': {'path': str(tmp_path)}},
+    )
     client.execute()
     cells = [cell for cell in executed.cells if cell.cell_type == 'code']
     assert [shown(cell) for cell in cells] == expected

@@ -1,4 +1,5 @@
 """How far a micro-batch goes: distinct files and functions of the package on its way."""
+
 import sys
 import threading
 from pathlib import Path
@@ -20,8 +21,14 @@ def called(function):
     def see(frame, event, arg):
         code = frame.f_code
         if event == 'call' and code.co_filename.startswith(ROOT) and code.co_name[0] != '<':
-            found.add((code.co_filename, code.co_qualname if hasattr(code, 'co_qualname')
-                       else (code.co_name, code.co_firstlineno)))
+            found.add(
+                (
+                    code.co_filename,
+                    code.co_qualname
+                    if hasattr(code, 'co_qualname')
+                    else (code.co_name, code.co_firstlineno),
+                )
+            )
 
     threading.setprofile(see)
     sys.setprofile(see)
@@ -35,8 +42,13 @@ def called(function):
 
 def counts(devices):
     """Count for forward, backward and a step of two partitions, all of it checkpointed."""
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=devices,
-                  chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        [1, 1],
+        devices=devices,
+        chunks=2,
+        checkpoint='always',
+    )
     x = torch.rand(4, 2)
     for _ in range(2):  # The first pass sees which layers draw, and the second makes its plan.
         gpipe(x).sum().backward()
@@ -58,8 +70,10 @@ def squares(output, target):
 @cpu_only('it counts calls of the host')
 def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward."""
-    for devices, most in ((['cpu'] * 2, [(13, 79), (8, 31), (19, 142)]),
-                          (['cpu:0', 'cpu:1'], [(14, 98), (8, 31), (19, 157)])):
+    for devices, most in (
+        (['cpu'] * 2, [(13, 79), (8, 31), (19, 142)]),
+        (['cpu:0', 'cpu:1'], [(14, 98), (8, 31), (19, 157)]),
+    ):
         for found, bound in zip(counts(devices), most):
             assert found[0] <= bound[0] and found[1] <= bound[1]
 

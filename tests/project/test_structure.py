@@ -1,4 +1,5 @@
 """The structure of the package: names of files and classes, and the share of imports."""
+
 import ast
 import io
 import tokenize
@@ -15,8 +16,14 @@ PATHS = [*layers.FILES.values()]
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 #: Tokens that are not code.
-OTHERS = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-          tokenize.ENDMARKER}
+OTHERS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def repeated(names):
@@ -35,13 +42,21 @@ def lines_of(source):
     (2, 1)
     """
     tree = ast.parse(source)
-    code = {line for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type not in OTHERS for line in range(token.start[0], token.end[0] + 1)}
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in OTHERS
+        for line in range(token.start[0], token.end[0] + 1)
+    }
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             code -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    imports = {line for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
-               for line in range(node.lineno, node.end_lineno + 1)}
+    imports = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
     return len(code), len(imports)
 
 
@@ -50,11 +65,14 @@ def test_no_two_files_have_one_name():
 
 
 def test_no_two_classes_have_one_name():
-    assert not repeated(node.name.lstrip('_') for path in PATHS
-                        for node in ast.walk(ast.parse(path.read_text()))
-                        if isinstance(node, ast.ClassDef))
+    assert not repeated(
+        node.name.lstrip('_')
+        for path in PATHS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
 
 
 def test_imports_are_a_small_part_of_the_code():
     code, imports = map(sum, zip(*(lines_of(path.read_text()) for path in PATHS)))
-    assert imports <= .08 * code
+    assert imports <= 0.08 * code

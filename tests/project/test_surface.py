@@ -1,4 +1,5 @@
 """The surface: every promise on a `GPipe`, and on a `DistributedGPipe` of one rank and of two."""
+
 import re
 import traceback
 from itertools import product
@@ -32,8 +33,11 @@ def reason(promise, setting):
 @pytest.mark.parametrize('promise, setting', [*product(ERRORS, SETTINGS)])
 def test_errors(promise, setting):
     """After them ranks end, so each has processes of its own."""
-    found = [each.text for each in outcomes(SETTINGS[setting], only, promise, setting)
-             if isinstance(each, Failure)]
+    found = [
+        each.text
+        for each in outcomes(SETTINGS[setting], only, promise, setting)
+        if isinstance(each, Failure)
+    ]
     assert any(re.search(ERRORS[promise], text) for text in found), found
 
 

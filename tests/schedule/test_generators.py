@@ -1,5 +1,6 @@
 """The schedules of the literature: correct for any numbers, and as efficient as their papers
 promise."""
+
 import pytest
 
 from tests.cases import cases
@@ -81,20 +82,24 @@ def test_a_half_and_a_third_of_the_activations(n):
         half, least = make('v-half', n, m), make('v-min', n, m)
         assert half.stages == least.stages == make('zb-v', n, m).stages
         assert max(most_in_flight(row, 'W') for row in half.rows) <= max(2, n)
-        assert max(most_in_flight(row, 'W') for row in least.rows) <= max(2, .4 * 2 * n)
+        assert max(most_in_flight(row, 'W') for row in least.rows) <= max(2, 0.4 * 2 * n)
         if n > 3 and n != 5:
             assert max(spans(half)) <= 6 * m + 4 * n - (3 if n % 3 == 0 else 5)
         if n == 10:
             assert max(spans(least)) == max(spans(half))
 
 
-@pytest.mark.parametrize('arguments, what', [
-    (('1f2b', 2, 2), 'no schedule .1f2b.; there are gpipe, 1f1b,'),
-    (('1f1b', 0, 2), 'devices must be a positive integer, but is 0'),
-    (('1f1b', 2, -1), 'micro_batches must be a positive integer, but is -1'),
-    (('1f1b', 2, 2, 2), '.1f1b. has one stage per device, but virtual is 2'),
-    (('zb-v', 2, 2, 3), '.zb-v. has two stages per device, but virtual is 3'),
-    (('interleaved', 2, 2, 0), '.interleaved. has any number of stages per device')])
+@pytest.mark.parametrize(
+    'arguments, what',
+    [
+        (('1f2b', 2, 2), 'no schedule .1f2b.; there are gpipe, 1f1b,'),
+        (('1f1b', 0, 2), 'devices must be a positive integer, but is 0'),
+        (('1f1b', 2, -1), 'micro_batches must be a positive integer, but is -1'),
+        (('1f1b', 2, 2, 2), '.1f1b. has one stage per device, but virtual is 2'),
+        (('zb-v', 2, 2, 3), '.zb-v. has two stages per device, but virtual is 3'),
+        (('interleaved', 2, 2, 0), '.interleaved. has any number of stages per device'),
+    ],
+)
 def test_what_there_is_not(arguments, what):
     with pytest.raises(ValueError, match=what):
         make(*arguments)

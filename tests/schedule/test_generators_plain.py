@@ -1,4 +1,5 @@
 """The plain call as a schedule, and as the engine runs it."""
+
 import pytest
 import torch
 
@@ -11,11 +12,15 @@ from torchgpipe.schedule.generators import forward_order, one_by_one, plain_call
 def test_the_engine_runs_one_cell_ahead_and_no_more(start, stop, n):
     plan = WorkerPlan.of_forward(start, stop, tuple(torch.device('cpu', j) for j in range(n)))
     assert [row for _, row in plan.rows.values()] == [
-        [Action(j, 'F', i) for i in range(start, stop)] for j in range(n)]
+        [Action(j, 'F', i) for i in range(start, stop)] for j in range(n)
+    ]
     for action, before in plan.waits.items():
         j, _, i = action
-        assert {*before} == {other for other in (Action(j - 1, 'F', i), Action(j + 1, 'F', i - 2))
-                             if 0 <= other.stage < n and other.micro_batch >= start}
+        assert {*before} == {
+            other
+            for other in (Action(j - 1, 'F', i), Action(j + 1, 'F', i - 2))
+            if 0 <= other.stage < n and other.micro_batch >= start
+        }
 
 
 def test_on_accelerators_recomputations_wait_for_no_gradient():

@@ -1,4 +1,5 @@
 """Messages of schedules: nothing is stuck, whichever way ranks meet."""
+
 import random
 from collections import defaultdict, deque
 
@@ -7,18 +8,35 @@ import pytest
 from torchgpipe.schedule import Action, make
 from torchgpipe.schedule.messages import Message, Receive, Send, with_messages
 
-SHAPES = [(name, ranks, m, v)
-          for name, v in (('gpipe', 1), ('1f1b', 1), ('interleaved', 2), ('looped-bfs', 2),
-                          ('zb-h1', 1), ('zb-v', 2), ('v-half', 2), ('v-min', 2))
-          for ranks in (2, 3, 4) for m in (1, 2, 3, 5, 8)]
+SHAPES = [
+    (name, ranks, m, v)
+    for name, v in (
+        ('gpipe', 1),
+        ('1f1b', 1),
+        ('interleaved', 2),
+        ('looped-bfs', 2),
+        ('zb-h1', 1),
+        ('zb-v', 2),
+        ('v-half', 2),
+        ('v-min', 2),
+    )
+    for ranks in (2, 3, 4)
+    for m in (1, 2, 3, 5, 8)
+]
 
 
 def needs(action, rows):
     """Give the messages that an action waits for."""
     kinds = 'F' if action.kind == 'F' else 'BI' if action.kind in 'BI' else ''
-    return [each for row in rows for each in row if isinstance(each, Receive)
-            and each.stage == action.stage and each.action.kind in kinds
-            and each.action.micro_batch == action.micro_batch]
+    return [
+        each
+        for row in rows
+        for each in row
+        if isinstance(each, Receive)
+        and each.stage == action.stage
+        and each.action.kind in kinds
+        and each.action.micro_batch == action.micro_batch
+    ]
 
 
 def stuck(rows, blocking):
@@ -28,10 +46,15 @@ def stuck(rows, blocking):
         rows: Actions of each rank, in order. blocking: Whether a rank that sends continues only
         when the other one receives.
     """
-    owners = {each.stage: rank for rank, row in enumerate(rows) for each in row
-              if isinstance(each, Action)}
-    waits = [[needs(each, rows) if isinstance(each, Action) else [] for each in row]
-             for row in rows]
+    owners = {
+        each.stage: rank
+        for rank, row in enumerate(rows)
+        for each in row
+        if isinstance(each, Action)
+    }
+    waits = [
+        [needs(each, rows) if isinstance(each, Action) else [] for each in row] for row in rows
+    ]
     at, queues, met = [0] * len(rows), defaultdict(deque), set()
     posted = [-1] * len(rows)
     moves = True
@@ -51,8 +74,11 @@ def stuck(rows, blocking):
                     break
                 at[rank], moves = at[rank] + 1, True
         for one, other in list(queues):
-            while queues[one, other] and queues[other, one] \
-                    and queues[one, other][0] == queues[other, one][0]:
+            while (
+                queues[one, other]
+                and queues[other, one]
+                and queues[one, other][0] == queues[other, one][0]
+            ):
                 met.add(queues[one, other].popleft())
                 queues[other, one].popleft()
                 moves = True
@@ -78,8 +104,10 @@ def naive(rows):
 def programs():
     """Yield schedules of all kinds, each without skips and with some."""
     for seed, (name, ranks, m, v) in enumerate(SHAPES):
-        schedule, chance = make(name, ranks, m, v) if v > 1 else make(name, ranks, m), \
-            random.Random(seed)
+        schedule, chance = (
+            make(name, ranks, m, v) if v > 1 else make(name, ranks, m),
+            random.Random(seed),
+        )
         stages = ranks * v
         number = chance.randint(1, 4)
         pairs = [tuple(sorted(chance.sample(range(stages), 2))) for _ in range(number)]
@@ -90,8 +118,11 @@ def programs():
 
 @pytest.mark.parametrize('blocking', [False, True])
 def test_no_schedule_is_stuck(blocking):
-    assert not [schedule for schedule, skips in programs()
-                if stuck(with_messages(schedule, skips), blocking)]
+    assert not [
+        schedule
+        for schedule, skips in programs()
+        if stuck(with_messages(schedule, skips), blocking)
+    ]
 
 
 def test_receives_right_before_their_use_get_stuck():
@@ -105,8 +136,10 @@ def test_what_is_received_has_been_sent_and_nothing_is_missing():
         sent = [each for row in rows for each in row if isinstance(each, Send)]
         received = [each for row in rows for each in row if isinstance(each, Receive)]
         assert sorted(map(str, sent)) == sorted(map(str, received))
-        assert tuple(tuple(each for each in row if isinstance(each, Action)) for row in rows) \
+        assert (
+            tuple(tuple(each for each in row if isinstance(each, Action)) for row in rows)
             == schedule.rows
+        )
         assert len({*map(str, sent)}) == len(sent)
 
 
@@ -117,5 +150,9 @@ def test_a_skip_to_the_next_stage_goes_along_with_the_batch_and_others_straight(
 
 def test_stages_of_one_rank_send_each_other_nothing():
     rows = with_messages(make('zb-v', 2, 1, 2))
-    assert not [each for row in rows for each in row if isinstance(each, Message)
-                and {each.action.stage, each.stage} in ({1, 2}, {0, 3})]
+    assert not [
+        each
+        for row in rows
+        for each in row
+        if isinstance(each, Message) and {each.action.stage, each.stage} in ({1, 2}, {0, 3})
+    ]

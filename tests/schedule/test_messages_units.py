@@ -1,10 +1,17 @@
 """Actions of units: gathers, frees and reductions in the rows of ranks."""
+
 import pytest
 
 from torchgpipe.schedule import NAMES, Action, make
 from torchgpipe.schedule.generators import V_SHAPED
-from torchgpipe.schedule.messages import (Message, Send, UnitAction, receiving_early,
-                                          with_messages, with_unit_actions)
+from torchgpipe.schedule.messages import (
+    Message,
+    Send,
+    UnitAction,
+    receiving_early,
+    with_messages,
+    with_unit_actions,
+)
 
 STAGES = {'interleaved': 4, 'looped-bfs': 4, **dict.fromkeys(V_SHAPED, 2)}
 
@@ -32,9 +39,9 @@ def check(row, units, most, reduced):
     assert sorted(done) == sorted(reduced)
     for unit in reduced:  # Right after its last action, and after messages behind that.
         at = row.index(UnitAction('REDUCE_GRAD', unit))
-        between = row[last[unit] + 1:at]
+        between = row[last[unit] + 1 : at]
         assert not any(isinstance(each, Action) for each in between)
-        assert not any(isinstance(each, Send) for each in row[at:at + 1])
+        assert not any(isinstance(each, Send) for each in row[at : at + 1])
     return largest
 
 
@@ -59,7 +66,8 @@ def test_the_next_unit_is_gathered_while_an_action_runs():
     row = tuple(map(Action.parse, '0F0 2F0 4F0 4B0 2B0 0B0'.split()))
     assert ' '.join(map(str, with_unit_actions(row, {0: 0, 2: 2, 4: 4}, 2, [0, 2, 4]))) == (
         '0UNSHARD 2UNSHARD 0F0 0RESHARD 4UNSHARD 2F0 4F0 4B0 4REDUCE_GRAD 0UNSHARD 2B0 '
-        '2REDUCE_GRAD 0B0 0REDUCE_GRAD')
+        '2REDUCE_GRAD 0B0 0REDUCE_GRAD'
+    )
 
 
 def test_parameters_that_stay_whole_are_reduced_only():

@@ -1,4 +1,5 @@
 """A schedule as data: read, written, drawn, and refused where it will not do."""
+
 import subprocess
 import sys
 
@@ -21,7 +22,10 @@ def test_an_action_is_read_as_it_is_written(kind):
 def test_pytorch_reads_it_alike(kind):
     theirs = _Action.from_str(str(Action(3, kind, 14)))
     assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == (
-        3, kind, 14)
+        3,
+        kind,
+        14,
+    )
 
 
 @cases('text', ['', '0F', 'F0', '0X1', '0F-1', '0F1 0F2', '0SEND_F1', '1.5F0'])
@@ -50,30 +54,38 @@ def test_virtual_stages():
 
 
 def test_it_is_drawn_in_steps():
-    assert str(Schedule.parse(GOOD)) == (
-        '0F0 0F1         0B0 0B1\n'
-        '    1F0 1F1 1B0 1B1')
+    assert str(Schedule.parse(GOOD)) == ('0F0 0F1         0B0 0B1\n    1F0 1F1 1B0 1B1')
 
 
-@cases('text, what', [
-    ('', 'the schedule is empty'),
-    ('0F0\n2F0', r'it has a stage 2, but none \[1\]\n'),
-    ('0F1,0B1', r'it has a micro-batch 1, but none \[0\]\n'),
-    ('0F0,0F0,0B0', '0F0 is there twice\n>0F0< >0F0< 0B0'),
-    ('0F0,0B0\n0F1,0B1', 'stage 0 is on device 0 and on device 1\n0F0 +0B0\n>0F1< 0B1'),
-    ('0F0,0F1,0B0', None),
-    ('0F0,0I0', 'stage 0 does F, I for micro-batch 0, but it takes F and B, or F, I and W'),
-    ('0F0,0B0,0W0', 'stage 0 does B, F, W for'),
-    ('0B0', 'stage 0 does B for'),
-    ('0F0,0F1,0B0\n1F0,1F1,1B0,1B1', 'stage 0 has no backward for micro-batch 1, and others have'),
-    ('0F0\n1F0,1F1', 'stage 0 does nothing for micro-batch 1'),
-    ('0B0,0F0', '0B0 comes before 0F0, for which it waits\n>0B0< 0F0'),
-    ('0F0,0W0,0I0', '0W0 comes before 0I0, for which it waits'),
-    ('0R0,0F0,0B0', '0R0 comes before 0F0'),
-    ('0F0,0B0,0R0', '0B0 comes before 0R0'),
-    ('0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1', None),
-    ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it cannot go on: 0B0 waits for 0F0, 1B0; 1F1 waits for '
-     '0F1\n0F0 +>0B0< 0F1 +0B1\n1F0 +>1F1< 1B0 +1B1')])
+@cases(
+    'text, what',
+    [
+        ('', 'the schedule is empty'),
+        ('0F0\n2F0', r'it has a stage 2, but none \[1\]\n'),
+        ('0F1,0B1', r'it has a micro-batch 1, but none \[0\]\n'),
+        ('0F0,0F0,0B0', '0F0 is there twice\n>0F0< >0F0< 0B0'),
+        ('0F0,0B0\n0F1,0B1', 'stage 0 is on device 0 and on device 1\n0F0 +0B0\n>0F1< 0B1'),
+        ('0F0,0F1,0B0', None),
+        ('0F0,0I0', 'stage 0 does F, I for micro-batch 0, but it takes F and B, or F, I and W'),
+        ('0F0,0B0,0W0', 'stage 0 does B, F, W for'),
+        ('0B0', 'stage 0 does B for'),
+        (
+            '0F0,0F1,0B0\n1F0,1F1,1B0,1B1',
+            'stage 0 has no backward for micro-batch 1, and others have',
+        ),
+        ('0F0\n1F0,1F1', 'stage 0 does nothing for micro-batch 1'),
+        ('0B0,0F0', '0B0 comes before 0F0, for which it waits\n>0B0< 0F0'),
+        ('0F0,0W0,0I0', '0W0 comes before 0I0, for which it waits'),
+        ('0R0,0F0,0B0', '0R0 comes before 0F0'),
+        ('0F0,0B0,0R0', '0B0 comes before 0R0'),
+        ('0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1', None),
+        (
+            '0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1',
+            'it cannot go on: 0B0 waits for 0F0, 1B0; 1F1 waits for '
+            '0F1\n0F0 +>0B0< 0F1 +0B1\n1F0 +>1F1< 1B0 +1B1',
+        ),
+    ],
+)
 def test_what_will_not_do_is_said_and_drawn(text, what):
     schedule = Schedule.parse(text)
     if what is None and text.count('F') == text.count('B'):
@@ -89,12 +101,15 @@ def test_forward_alone_will_do():
 
 
 def test_it_needs_the_standard_library_alone():
-    code = ('import sys, types\n'
-            'package = types.ModuleType("torchgpipe"); package.__path__ = [sys.argv[1]]\n'
-            'sys.modules["torchgpipe"] = package\n'
-            'import torchgpipe.schedule\n'
-            'assert "torch" not in sys.modules\n')
+    code = (
+        'import sys, types\n'
+        'package = types.ModuleType("torchgpipe"); package.__path__ = [sys.argv[1]]\n'
+        'sys.modules["torchgpipe"] = package\n'
+        'import torchgpipe.schedule\n'
+        'assert "torch" not in sys.modules\n'
+    )
     import torchgpipe
+
     subprocess.run([sys.executable, '-c', code, torchgpipe.__path__[0]], check=True)
 
 

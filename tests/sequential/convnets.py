@@ -1,4 +1,5 @@
 """Convolutional networks as people write them: with no regard to pipelines or to tracing."""
+
 from collections import OrderedDict
 
 import torch
@@ -23,8 +24,9 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride != 1 or channels != out:
-            self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False),
-                                            nn.BatchNorm2d(out))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x):
         identity = x
@@ -72,8 +74,9 @@ class ResNet(nn.Module):
 class VGG(nn.Module):
     """By default VGG-16 (arXiv 1409.1556)."""
 
-    def __init__(self, depths=(2, 2, 3, 3, 3), width=64, hidden=4096, pool=7, num_classes=1000,
-                 dropout=0.5):
+    def __init__(
+        self, depths=(2, 2, 3, 3, 3), width=64, hidden=4096, pool=7, num_classes=1000, dropout=0.5
+    ):
         super().__init__()
         layers, channels = [], 3
         for k, depth in enumerate(depths):
@@ -85,9 +88,14 @@ class VGG(nn.Module):
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(pool)
         self.classifier = nn.Sequential(
-            nn.Linear(channels * pool * pool, hidden), nn.ReLU(True), nn.Dropout(dropout),
-            nn.Linear(hidden, hidden), nn.ReLU(True), nn.Dropout(dropout),
-            nn.Linear(hidden, num_classes))
+            nn.Linear(channels * pool * pool, hidden),
+            nn.ReLU(True),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(True),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, num_classes),
+        )
 
     def forward(self, x):
         x = self.features(x)
@@ -104,8 +112,10 @@ def divisible(value, by=8):
 
 class ConvNormActivation(nn.Sequential):
     def __init__(self, channels, out, kernel, stride=1, groups=1, activation=nn.Hardswish):
-        layers = [nn.Conv2d(channels, out, kernel, stride, (kernel - 1) // 2, groups=groups,
-                            bias=False), nn.BatchNorm2d(out, eps=0.001, momentum=0.01)]
+        layers = [
+            nn.Conv2d(channels, out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False),
+            nn.BatchNorm2d(out, eps=0.001, momentum=0.01),
+        ]
         if activation is not None:
             layers.append(activation(inplace=True))
         super().__init__(*layers)
@@ -146,11 +156,23 @@ class InvertedResidual(nn.Module):
 
 
 #: Kernel, expanded channels, channels, squeeze and excitation, activation, stride.
-LARGE = [(3, 16, 16, False, 'RE', 1), (3, 64, 24, False, 'RE', 2), (3, 72, 24, False, 'RE', 1),
-         (5, 72, 40, True, 'RE', 2), (5, 120, 40, True, 'RE', 1), (5, 120, 40, True, 'RE', 1),
-         (3, 240, 80, False, 'HS', 2), (3, 200, 80, False, 'HS', 1), (3, 184, 80, False, 'HS', 1),
-         (3, 184, 80, False, 'HS', 1), (3, 480, 112, True, 'HS', 1), (3, 672, 112, True, 'HS', 1),
-         (5, 672, 160, True, 'HS', 2), (5, 960, 160, True, 'HS', 1), (5, 960, 160, True, 'HS', 1)]
+LARGE = [
+    (3, 16, 16, False, 'RE', 1),
+    (3, 64, 24, False, 'RE', 2),
+    (3, 72, 24, False, 'RE', 1),
+    (5, 72, 40, True, 'RE', 2),
+    (5, 120, 40, True, 'RE', 1),
+    (5, 120, 40, True, 'RE', 1),
+    (3, 240, 80, False, 'HS', 2),
+    (3, 200, 80, False, 'HS', 1),
+    (3, 184, 80, False, 'HS', 1),
+    (3, 184, 80, False, 'HS', 1),
+    (3, 480, 112, True, 'HS', 1),
+    (3, 672, 112, True, 'HS', 1),
+    (5, 672, 160, True, 'HS', 2),
+    (5, 960, 160, True, 'HS', 1),
+    (5, 960, 160, True, 'HS', 1),
+]
 
 
 class MobileNetV3(nn.Module):
@@ -163,15 +185,19 @@ class MobileNetV3(nn.Module):
         for kernel, expanded, out, excite, activation, stride in rows:
             expanded, out = divisible(expanded * width), divisible(out * width)
             activation = nn.Hardswish if activation == 'HS' else nn.ReLU
-            layers.append(InvertedResidual(channels, kernel, expanded, out, excite, activation,
-                                           stride))
+            layers.append(
+                InvertedResidual(channels, kernel, expanded, out, excite, activation, stride)
+            )
             channels = out
         layers.append(ConvNormActivation(channels, 6 * channels, 1))
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Sequential(
-            nn.Linear(6 * channels, hidden), nn.Hardswish(inplace=True),
-            nn.Dropout(p=dropout, inplace=True), nn.Linear(hidden, num_classes))
+            nn.Linear(6 * channels, hidden),
+            nn.Hardswish(inplace=True),
+            nn.Dropout(p=dropout, inplace=True),
+            nn.Linear(hidden, num_classes),
+        )
 
     def forward(self, x):
         x = self.features(x)
@@ -204,8 +230,9 @@ class DenseBlock(nn.ModuleDict):
     def __init__(self, depth, channels, growth, bn_size, drop_rate):
         super().__init__()
         for k in range(depth):
-            self[f'denselayer{k + 1}'] = DenseLayer(channels + k * growth, growth, bn_size,
-                                                    drop_rate)
+            self[f'denselayer{k + 1}'] = DenseLayer(
+                channels + k * growth, growth, bn_size, drop_rate
+            )
 
     def forward(self, x):
         features = [x]
@@ -217,23 +244,40 @@ class DenseBlock(nn.ModuleDict):
 class DenseNet(nn.Module):
     """By default DenseNet-121 (arXiv 1608.06993)."""
 
-    def __init__(self, depths=(6, 12, 24, 16), growth=32, bn_size=4, num_classes=1000,
-                 dropout=0.0):
+    def __init__(
+        self, depths=(6, 12, 24, 16), growth=32, bn_size=4, num_classes=1000, dropout=0.0
+    ):
         super().__init__()
         channels = 2 * growth
-        self.features = nn.Sequential(OrderedDict([
-            ('conv0', nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)),
-            ('norm0', nn.BatchNorm2d(channels)), ('relu0', nn.ReLU(inplace=True)),
-            ('pool0', nn.MaxPool2d(3, stride=2, padding=1))]))
+        self.features = nn.Sequential(
+            OrderedDict(
+                [
+                    ('conv0', nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)),
+                    ('norm0', nn.BatchNorm2d(channels)),
+                    ('relu0', nn.ReLU(inplace=True)),
+                    ('pool0', nn.MaxPool2d(3, stride=2, padding=1)),
+                ]
+            )
+        )
         for k, depth in enumerate(depths):
-            self.features.add_module(f'denseblock{k + 1}',
-                                     DenseBlock(depth, channels, growth, bn_size, dropout))
+            self.features.add_module(
+                f'denseblock{k + 1}', DenseBlock(depth, channels, growth, bn_size, dropout)
+            )
             channels += depth * growth
             if k != len(depths) - 1:
-                self.features.add_module(f'transition{k + 1}', nn.Sequential(OrderedDict([
-                    ('norm', nn.BatchNorm2d(channels)), ('relu', nn.ReLU(inplace=True)),
-                    ('conv', nn.Conv2d(channels, channels // 2, 1, bias=False)),
-                    ('pool', nn.AvgPool2d(2, stride=2))])))
+                self.features.add_module(
+                    f'transition{k + 1}',
+                    nn.Sequential(
+                        OrderedDict(
+                            [
+                                ('norm', nn.BatchNorm2d(channels)),
+                                ('relu', nn.ReLU(inplace=True)),
+                                ('conv', nn.Conv2d(channels, channels // 2, 1, bias=False)),
+                                ('pool', nn.AvgPool2d(2, stride=2)),
+                            ]
+                        )
+                    ),
+                )
                 channels //= 2
         self.features.add_module('norm5', nn.BatchNorm2d(channels))
         self.classifier = nn.Linear(channels, num_classes)
@@ -265,8 +309,11 @@ class UNet(nn.Module):
     def twice(channels, out):
         layers = []
         for k in (channels, out):
-            layers += [nn.Conv2d(k, out, 3, padding=1, bias=False), nn.BatchNorm2d(out),
-                       nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(k, out, 3, padding=1, bias=False),
+                nn.BatchNorm2d(out),
+                nn.ReLU(inplace=True),
+            ]
         return nn.Sequential(*layers)
 
     def forward(self, x):

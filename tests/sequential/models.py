@@ -1,4 +1,5 @@
 """Models of any form with a sample for each: small ones, and models of the literature."""
+
 import torch
 
 from tests.sequential.clip import CLIP
@@ -31,22 +32,45 @@ def padded(length, batch=BATCH):
 
 def gpt(dropout=0.1):
     """Return a GPT, and ids with a mask."""
-    model = GPT(GPTConfig(vocab_size=13, n_positions=10, n_embd=8, n_layer=3, n_head=2,
-                          dropout=dropout))
+    model = GPT(
+        GPTConfig(vocab_size=13, n_positions=10, n_embd=8, n_layer=3, n_head=2, dropout=dropout)
+    )
     return model, Arguments(tokens(6, 13), attention_mask=padded(6))
 
 
 def t5(dropout=0.1):
     """Return a T5, and the inputs of its encoder and decoder."""
-    model = T5(T5Config(vocab_size=13, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2,
-                        num_buckets=8, max_distance=12, dropout_rate=dropout))
+    model = T5(
+        T5Config(
+            vocab_size=13,
+            d_model=8,
+            d_kv=4,
+            d_ff=16,
+            num_layers=2,
+            num_heads=2,
+            num_buckets=8,
+            max_distance=12,
+            dropout_rate=dropout,
+        )
+    )
     return model, Arguments(tokens(9, 13), attention_mask=padded(9), labels=tokens(5, 13))
 
 
 def clip(dropout=0.1):
     """Return a model of two towers, and images with their texts."""
-    model = CLIP(embed_dim=5, size=12, patch=4, vision_dim=8, vision_depth=2, vocab_size=13,
-                 context=6, text_dim=12, text_depth=2, head_dim=4, dropout=dropout)
+    model = CLIP(
+        embed_dim=5,
+        size=12,
+        patch=4,
+        vision_dim=8,
+        vision_depth=2,
+        vocab_size=13,
+        context=6,
+        text_dim=12,
+        text_depth=2,
+        head_dim=4,
+        dropout=dropout,
+    )
     return model, Arguments(images(12, 12), tokens(6, 13))
 
 
@@ -54,18 +78,29 @@ def clip(dropout=0.1):
 #: without any: `MODELS[name](dropout=0.0)`.
 MODELS = {
     'ResNet': lambda dropout=0.1: (ResNet([1, 2], 4, num_classes=5), images(16, 16)),
-    'VGG': lambda dropout=0.1: (VGG([1, 2], 4, hidden=12, pool=2, num_classes=5, dropout=dropout),
-                                images(10, 10)),
+    'VGG': lambda dropout=0.1: (
+        VGG([1, 2], 4, hidden=12, pool=2, num_classes=5, dropout=dropout),
+        images(10, 10),
+    ),
     'MobileNetV3': lambda dropout=0.1: (
         MobileNetV3([*LARGE[1:5], LARGE[10]], 0.25, hidden=16, num_classes=5, dropout=dropout),
-        images(24, 24)),
+        images(24, 24),
+    ),
     'U-Net': lambda dropout=0.1: (UNet(2, 4), images(13, 10)),
-    'DenseNet': lambda dropout=0.1: (DenseNet([2, 3], 4, 2, num_classes=5, dropout=dropout),
-                                     images(16, 16)),
+    'DenseNet': lambda dropout=0.1: (
+        DenseNet([2, 3], 4, 2, num_classes=5, dropout=dropout),
+        images(16, 16),
+    ),
     'ViT': lambda dropout=0.1: (
-        VisionTransformer(12, 4, 8, depth=3, num_heads=2, num_classes=5, drop=dropout,
-                          drop_path=2 * dropout), images(12, 12)),
-    'GPT': gpt, 'T5': t5, 'two towers': clip}
+        VisionTransformer(
+            12, 4, 8, depth=3, num_heads=2, num_classes=5, drop=dropout, drop_path=2 * dropout
+        ),
+        images(12, 12),
+    ),
+    'GPT': gpt,
+    'T5': t5,
+    'two towers': clip,
+}
 
 #: Each gives a model of the size that was published, and a sample of four.
 FULL = {
@@ -75,15 +110,32 @@ FULL = {
     'U-Net': lambda: (UNet(), images(192, 192, batch=4)),
     'DenseNet-121': lambda: (DenseNet(), images(224, 224, batch=4)),
     'ViT-B/16': lambda: (VisionTransformer(), images(224, 224, batch=4)),
-    'GPT-2 small': lambda: (GPT(GPTConfig()), Arguments(
-        tokens(128, 50257, batch=4), attention_mask=padded(128, batch=4))),
-    'T5-small': lambda: (T5(T5Config()), Arguments(
-        tokens(128, 32128, batch=4), attention_mask=padded(128, batch=4),
-        labels=tokens(64, 32128, batch=4))),
-    'CLIP ViT-B/32': lambda: (CLIP(), Arguments(images(224, 224, batch=4),
-                                                tokens(77, 49408, batch=4)))}
+    'GPT-2 small': lambda: (
+        GPT(GPTConfig()),
+        Arguments(tokens(128, 50257, batch=4), attention_mask=padded(128, batch=4)),
+    ),
+    'T5-small': lambda: (
+        T5(T5Config()),
+        Arguments(
+            tokens(128, 32128, batch=4),
+            attention_mask=padded(128, batch=4),
+            labels=tokens(64, 32128, batch=4),
+        ),
+    ),
+    'CLIP ViT-B/32': lambda: (
+        CLIP(),
+        Arguments(images(224, 224, batch=4), tokens(77, 49408, batch=4)),
+    ),
+}
 
 #: Published numbers of parameters of the models of the literature.
-PARAMETERS = {'ResNet-50': 25557032, 'VGG-16': 138357544, 'MobileNetV3-Large': 5483032,
-              'DenseNet-121': 7978856, 'ViT-B/16': 86567656, 'GPT-2 small': 124439808,
-              'T5-small': 60506624, 'CLIP ViT-B/32': 151277313}
+PARAMETERS = {
+    'ResNet-50': 25557032,
+    'VGG-16': 138357544,
+    'MobileNetV3-Large': 5483032,
+    'DenseNet-121': 7978856,
+    'ViT-B/16': 86567656,
+    'GPT-2 small': 124439808,
+    'T5-small': 60506624,
+    'CLIP ViT-B/32': 151277313,
+}

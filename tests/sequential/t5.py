@@ -1,4 +1,5 @@
 """An encoder and a decoder as people write them: with no regard to pipelines or to tracing."""
+
 import math
 from dataclasses import dataclass
 from typing import Optional
@@ -91,7 +92,8 @@ class T5Attention(nn.Module):
             distance = torch.abs(distance)
         exact = buckets // 2
         further = torch.log(distance.clamp(min=1).float() / exact) / math.log(
-            self.max_distance / exact)
+            self.max_distance / exact
+        )
         further = exact + (further * (buckets - exact)).to(torch.long)
         further = torch.min(further, torch.full_like(further, buckets - 1))
         return offset + torch.where(distance < exact, distance, further)
@@ -116,8 +118,11 @@ class T5Attention(nn.Module):
             if self.has_relative_attention_bias:
                 position_bias = self.compute_bias(seq_length, key_length, scores.device)
             else:
-                position_bias = torch.zeros((1, self.n_heads, seq_length, key_length),
-                                            device=scores.device, dtype=scores.dtype)
+                position_bias = torch.zeros(
+                    (1, self.n_heads, seq_length, key_length),
+                    device=scores.device,
+                    dtype=scores.dtype,
+                )
             if mask is not None:
                 position_bias = position_bias + mask
         scores += position_bias
@@ -140,16 +145,27 @@ class T5Block(nn.Module):
         self.ff = T5FeedForward(config)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def forward(self, hidden, mask=None, position_bias=None, encoder_hidden=None,
-                encoder_mask=None, encoder_position_bias=None):
+    def forward(
+        self,
+        hidden,
+        mask=None,
+        position_bias=None,
+        encoder_hidden=None,
+        encoder_mask=None,
+        encoder_position_bias=None,
+    ):
         attended, position_bias = self.self_attention(
-            self.self_norm(hidden), mask=mask, position_bias=position_bias)
+            self.self_norm(hidden), mask=mask, position_bias=position_bias
+        )
         hidden = hidden + self.dropout(attended)
         outputs = (position_bias,)
         if self.is_decoder and encoder_hidden is not None:
             attended, encoder_position_bias = self.cross_attention(
-                self.cross_norm(hidden), mask=encoder_mask, key_value_states=encoder_hidden,
-                position_bias=encoder_position_bias)
+                self.cross_norm(hidden),
+                mask=encoder_mask,
+                key_value_states=encoder_hidden,
+                position_bias=encoder_position_bias,
+            )
             hidden = hidden + self.dropout(attended)
             outputs = outputs + (encoder_position_bias,)
         return (self.ff(hidden),) + outputs
@@ -161,8 +177,11 @@ class T5Stack(nn.Module):
         self.config = config
         self.embed_tokens = embed_tokens
         self.block = nn.ModuleList(
-            [T5Block(config, has_relative_attention_bias=bool(i == 0))
-             for i in range(config.num_layers)])
+            [
+                T5Block(config, has_relative_attention_bias=bool(i == 0))
+                for i in range(config.num_layers)
+            ]
+        )
         self.final_layer_norm = T5LayerNorm(config.d_model)
         self.dropout = nn.Dropout(config.dropout_rate)
 
@@ -190,8 +209,9 @@ class T5Stack(nn.Module):
             encoder_mask = self._extended_mask(encoder_mask, hidden.dtype)
         position_bias = encoder_position_bias = None
         for layer in self.block:
-            outputs = layer(hidden, mask, position_bias, encoder_hidden, encoder_mask,
-                            encoder_position_bias)
+            outputs = layer(
+                hidden, mask, position_bias, encoder_hidden, encoder_mask, encoder_position_bias
+            )
             hidden, position_bias = outputs[:2]
             if self.config.is_decoder and encoder_hidden is not None:
                 encoder_position_bias = outputs[2]
@@ -225,9 +245,11 @@ class T5(nn.Module):
         encoder_hidden = self.encoder(input_ids, attention_mask)
         if labels is not None and decoder_input_ids is None:
             decoder_input_ids = self._shift_right(labels)
-        sequence = self.decoder(decoder_input_ids, encoder_hidden=encoder_hidden,
-                                encoder_mask=attention_mask)
+        sequence = self.decoder(
+            decoder_input_ids, encoder_hidden=encoder_hidden, encoder_mask=attention_mask
+        )
         if self.tie_word_embeddings:
-            sequence = sequence * (self.model_dim ** -0.5)
-        return Seq2SeqOutput(logits=self.lm_head(sequence),
-                             encoder_last_hidden_state=encoder_hidden)
+            sequence = sequence * (self.model_dim**-0.5)
+        return Seq2SeqOutput(
+            logits=self.lm_head(sequence), encoder_last_hidden_state=encoder_hidden
+        )

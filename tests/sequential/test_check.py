@@ -1,5 +1,6 @@
 """Differences found by the comparison with the model, and state that a conversion leaves
 unchanged."""
+
 import random
 
 import pytest
@@ -33,6 +34,7 @@ class Model(nn.Module):
 
 def test_a_model_that_is_another_one_in_evaluation():
     """One example is a model that merges weights."""
+
     class Merged(Model):
         scale = 1
 
@@ -66,16 +68,22 @@ def test_a_gradient_that_the_model_has_not():
 
 def test_the_first_eight_differences_are_named():
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
-    with pytest.raises(ConversionError, match=r'output by [^,]*(, gradient of [^,]*){7}, and '
-                                              r'3 others\.'):
+    with pytest.raises(
+        ConversionError,
+        match=r'output by [^,]*(, gradient of [^,]*){7}, and '
+        r'3 others\.',
+    ):
         from_stages(model, [*model, lambda m, x: 2 * x], torch.rand(4, 6))
 
 
-@pytest.mark.parametrize('draw', [
-    lambda: torch.rand(1000).ge(0.5).nonzero(), lambda: torch.ones(random.randrange(1000))],
-    ids=['PyTorch', 'Python'])
+@pytest.mark.parametrize(
+    'draw',
+    [lambda: torch.rand(1000).ge(0.5).nonzero(), lambda: torch.ones(random.randrange(1000))],
+    ids=['PyTorch', 'Python'],
+)
 def test_a_way_that_goes_by_random_numbers(draw):
     """It is not said that the size of micro-batches is to blame."""
+
     class Drawn(nn.Module):
         def forward(self):
             return draw()
@@ -108,6 +116,7 @@ def test_one_sample_alone():
 
 def test_a_gradient_that_is_lost_where_a_half_is_nothing_but_padding():
     """The loss of that is no number, nor are its gradients: then all of the sample is compared."""
+
     def loss(m, x, labels):
         return nn.functional.cross_entropy(m.b(x), labels)
 
@@ -115,8 +124,14 @@ def test_a_gradient_that_is_lost_where_a_half_is_nothing_but_padding():
     model.forward = lambda x, labels: loss(model, model.a(x) * model.table, labels)
     sample = Arguments(torch.rand(4, 6), torch.tensor([-100, -100, 1, 2]))
     with pytest.raises(ConversionError, match='the model in training: gradient of table by inf'):
-        from_stages(model, [lambda m, x, labels: (m.a(x), labels), lambda m, given: loss(
-            m, given[0] * m.table.detach(), given[1])], sample)
+        from_stages(
+            model,
+            [
+                lambda m, x, labels: (m.a(x), labels),
+                lambda m, given: loss(m, given[0] * m.table.detach(), given[1]),
+            ],
+            sample,
+        )
 
 
 def test_one_sample_is_no_half_for_a_batch_normalization():
@@ -150,6 +165,7 @@ def test_how_often_the_model_runs():
 
 def test_rounding_of_a_gradient_that_is_zero():
     """An example is the gradient of a bias before a normalization."""
+
     def centred(m, x):
         y = x + m.table
         return y - y.mean(0) if m.training else y
@@ -176,6 +192,7 @@ def test_parameters_that_do_not_learn():
 @pytest.mark.parametrize('kind', [nn.Parameter, nn.Buffer])
 def test_names_in_another_order(kind):
     """If a tensor has two names, the layer has it by the second one first."""
+
     class Inner(nn.Module):
         def __init__(self, shared):
             super().__init__()
@@ -188,12 +205,14 @@ def test_names_in_another_order(kind):
     model = Model(lambda m, x: m.second(x))
     model.first, model.second = Inner(shared), Inner(shared)
     layers = to_sequential(model, torch.rand(4, 6))
-    assert [*layers[0].state_dict()].index('second.own') < [
-        *layers[0].state_dict()].index('first.shared')
+    assert [*layers[0].state_dict()].index('second.own') < [*layers[0].state_dict()].index(
+        'first.shared'
+    )
 
 
 def test_a_model_on_no_device():
     """It may have nothing but buffers."""
+
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -223,8 +242,9 @@ def test_inference_mode(makes_model, converts, by_hand):
     with torch.inference_mode(converts):
         x = torch.rand(4, 6)
         if by_hand:
-            layers = from_stages(model, [model.a, lambda m, x: m.b(m.norm(
-                x * m.table + m.shift) + m.plain)], x)
+            layers = from_stages(
+                model, [model.a, lambda m, x: m.b(m.norm(x * m.table + m.shift) + m.plain)], x
+            )
         else:
             layers = to_sequential(model, x)
     with torch.inference_mode():
@@ -306,8 +326,10 @@ def test_random_numbers_of_python_that_come_after_what_a_leaf_draws():
 @pytest.mark.parametrize('training', [True, False])
 def test_the_mode_of_the_model_is_that_of_all_modules(training):
     model = Model(lambda m, x: x * 2).train(training)
-    for layers in (to_sequential(model, torch.rand(4, 6)),
-                   from_stages(model, [model.a, lambda m, x: m.b(x * 2)], torch.rand(4, 6))):
+    for layers in (
+        to_sequential(model, torch.rand(4, 6)),
+        from_stages(model, [model.a, lambda m, x: m.b(x * 2)], torch.rand(4, 6)),
+    ):
         assert all(module.training == training for module in layers.modules())
 
 
@@ -328,11 +350,17 @@ class Holder:
         self.held = held
 
 
-@pytest.mark.parametrize('make, change', [
-    (lambda: ([1],), lambda x: x[0].append(2)), (lambda: {1}, lambda x: x.add(2)),
-    (lambda: [Holder([])], lambda x: x[0].held.append(1)),
-    (lambda: {'a': 1}, lambda x: x.update({'b': x.pop('a')})),
-    (lambda: Holder(1), lambda x: setattr(x, 'held', 2))], ids=range(5))
+@pytest.mark.parametrize(
+    'make, change',
+    [
+        (lambda: ([1],), lambda x: x[0].append(2)),
+        (lambda: {1}, lambda x: x.add(2)),
+        (lambda: [Holder([])], lambda x: x[0].held.append(1)),
+        (lambda: {'a': 1}, lambda x: x.update({'b': x.pop('a')})),
+        (lambda: Holder(1), lambda x: setattr(x, 'held', 2)),
+    ],
+    ids=range(5),
+)
 def test_a_change_within_an_object_is_seen(make, change):
     thing = make()
     before = ids_within(thing)

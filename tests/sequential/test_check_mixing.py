@@ -1,4 +1,5 @@
 """Models that mix the samples of a mini-batch, which micro-batches would not do, are refused."""
+
 import pytest
 import torch
 from torch import nn
@@ -38,12 +39,16 @@ class Towers(nn.Module):
 
 def test_logits_of_each_sample_for_each_other_one():
     """In v0.8.0, such a model was converted, and a pipeline of it gave other logits."""
-    with pytest.raises(ConversionError, match=r"samples of a mini-batch are mixed.*: "
-                       r"output\['logits_per_image'\] of shapes \(4, 4\), \(4, 4\), in place of "
-                       r'parts of \(8, 8\)\. .*batch_dim=1.*NoChunk.*contrastive loss'):
+    with pytest.raises(
+        ConversionError,
+        match=r'samples of a mini-batch are mixed.*: '
+        r"output\['logits_per_image'\] of shapes \(4, 4\), \(4, 4\), in place of "
+        r'parts of \(8, 8\)\. .*batch_dim=1.*NoChunk.*contrastive loss',
+    ):
         to_sequential(Towers(), Arguments(torch.rand(8, 6), torch.rand(8, 7)))
-    layers = to_sequential(Towers(), Arguments(torch.rand(8, 6), torch.rand(8, 7)),
-                           check_sample=False)
+    layers = to_sequential(
+        Towers(), Arguments(torch.rand(8, 6), torch.rand(8, 7)), check_sample=False
+    )
     assert len(layers) == 2
 
 
@@ -69,8 +74,7 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize('causal, backwards', [(False, False), (True, False), (True, True)])
 def test_steps_in_time_that_are_taken_for_samples(causal, backwards):
-    """In v0.8.0, they were cut. One half of them is right where steps see those on one side only.
-    """
+    """In v0.8.0, they were cut. One half of them is right where steps see those on one side only."""
     model, x = Steps(causal, backwards), torch.rand(8, 5, 6)
     with pytest.raises(ConversionError, match=r'batch_dim=0.*: output by .*batch_dim=1'):
         to_sequential(model, x)
@@ -94,9 +98,17 @@ def test_arguments_with_the_batch_in_other_dimensions():
     assert len(to_sequential(model, sample, batch_dim=[0, 1])) == 2
 
 
-@pytest.mark.parametrize('function', [
-    lambda m, x: x / len(x), lambda m, x: x - x.mean(0), lambda m, x: x.cumsum(0),
-    lambda m, x: x.flip(0).cumsum(0).flip(0), lambda m, x: x.roll(1, 0)], ids=range(5))
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda m, x: x / len(x),
+        lambda m, x: x - x.mean(0),
+        lambda m, x: x.cumsum(0),
+        lambda m, x: x.flip(0).cumsum(0).flip(0),
+        lambda m, x: x.roll(1, 0),
+    ],
+    ids=range(5),
+)
 @pytest.mark.parametrize('size', [2, 5, 8])
 def test_samples_that_see_each_other(function, size):
     with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
@@ -114,31 +126,52 @@ class Several(nn.Module):
         x = self.a(x)
         if self.mixes:
             x = x - x.mean(0)
-        return {'out': x, 'loss': x.square().mean(), 'norms': x.square().sum(0), 'n': 3,
-                'best': (x.argmax(1), x > 0), 'time first': x[None].flip(0).transpose(0, 1)}
+        return {
+            'out': x,
+            'loss': x.square().mean(),
+            'norms': x.square().sum(0),
+            'n': 3,
+            'best': (x.argmax(1), x > 0),
+            'time first': x[None].flip(0).transpose(0, 1),
+        }
 
 
 def test_outputs_without_a_batch_dimension():
     """They follow the rules of a ``GPipe``."""
     assert len(to_sequential(Several(False), torch.rand(7, 6))) == 1
-    with pytest.raises(ConversionError, match=r"output\['out'\] by [^,]*, "
-                                              r"output\['time first'\] by [^,]*\. If the batch"):
+    with pytest.raises(
+        ConversionError,
+        match=r"output\['out'\] by [^,]*, "
+        r"output\['time first'\] by [^,]*\. If the batch",
+    ):
         to_sequential(Several(True), torch.rand(7, 6))
 
 
-@pytest.mark.parametrize('plain', [
-    lambda x: x.shape[0], lambda x: x.shape[0] * x.shape[1], lambda x: x.shape,
-    lambda x: x.size(0) > 3, lambda x: {'n': (None, len(x) / 2)}, lambda x: x.sum().item()],
-    ids=range(6))
+@pytest.mark.parametrize(
+    'plain',
+    [
+        lambda x: x.shape[0],
+        lambda x: x.shape[0] * x.shape[1],
+        lambda x: x.shape,
+        lambda x: x.size(0) > 3,
+        lambda x: {'n': (None, len(x) / 2)},
+        lambda x: x.sum().item(),
+    ],
+    ids=range(6),
+)
 def test_plain_values_that_go_by_the_samples(plain):
     """In v0.8.2, a pipeline returned the value of one micro-batch."""
+
     class Counts(Model):
         def forward(self, x):
             return super().forward(x), plain(x)
 
     model = Counts(lambda m, x: x)
-    with pytest.raises(ConversionError, match=r'(?s)plain value .*: output\[1\].* is .* for the '
-                                              'sample and .*, .* for halves. Compute it'):
+    with pytest.raises(
+        ConversionError,
+        match=r'(?s)plain value .*: output\[1\].* is .* for the '
+        'sample and .*, .* for halves. Compute it',
+    ):
         to_sequential(model, torch.rand(6, 6))
     with pytest.raises(ConversionError, match='plain value'):
         from_stages(model, [model.a, lambda m, x: (m.b(x), plain(x))], torch.rand(6, 6))
@@ -228,13 +261,15 @@ def test_what_rounding_may_come_to_is_that_of_the_least_precise_number():
 
 
 def test_halves_that_are_no_parts():
-    whole, half = torch.arange(12.).view(4, 3), torch.arange(6.).view(2, 3)
+    whole, half = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3)
     assert compare_parts({'x': whole}, [{'x': half}, {'x': half + 6}], [2, 2], 0) == ([], {})
     for parts in ([half[0], half], [half, half[:1]], [half, half[:, :2]], [half, half[None]]):
         (found,), _ = compare_parts({'x': whole}, [{'x': part} for part in parts], [2, 2], 0)
         assert 'in place of parts of (4, 3)' in found
     assert compare_parts({'x': whole}, [{'x': half}, {}], [2, 2], 0) == (
-        ['x, which is not there for each'], {})
+        ['x, which is not there for each'],
+        {},
+    )
     assert differences({'x': whole}, {'x': whole + 11}, 1.0) == []
     assert differences({'x': whole}, {'x': whole + 11}, 0.9) == ['x by 1.0e+00']
 
@@ -303,23 +338,36 @@ def of_all_pairs(x, *_):
 
 
 @pytest.mark.parametrize('size', [3, 5, 8])
-@pytest.mark.parametrize('loss', [contrastive, both_ways, sum_of_contrasts, repelled,
-                                  of_all_pairs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'loss',
+    [contrastive, both_ways, sum_of_contrasts, repelled, of_all_pairs],
+    ids=lambda f: f.__name__,
+)
 def test_a_loss_that_compares_samples(loss, size):
     """In v0.8.2, such a model was converted without a word, if it gave nothing but the loss."""
     torch.manual_seed(0)
-    with pytest.raises(ConversionError, match=r"samples of a mini-batch are mixed.*: output[^ ]*, "
-                                              r'[^ ]+ for the sample and [^ ]+, [^ ]+ for halves'):
+    with pytest.raises(
+        ConversionError,
+        match=r'samples of a mini-batch are mixed.*: output[^ ]*, '
+        r'[^ ]+ for the sample and [^ ]+, [^ ]+ for halves',
+    ):
         to_sequential(Loss(loss), torch.randn(size, 6))
 
 
 @pytest.mark.parametrize('dtype', [torch.float, torch.double, torch.bfloat16])
 @pytest.mark.parametrize('size', [2, 5, 8])
-@pytest.mark.parametrize('loss', [
-    lambda x: x.square().mean(), lambda x: x.square().sum(), lambda x: x.mean(1).sum(0, True),
-    lambda x: {'out': x, 'loss': F.cross_entropy(x, x.argmin(1))},
-    lambda x: (x.square().mean(), x.square().sum(), torch.ones(())),
-    lambda x: x.square().mean() - x.square().mean().item()], ids=range(6))
+@pytest.mark.parametrize(
+    'loss',
+    [
+        lambda x: x.square().mean(),
+        lambda x: x.square().sum(),
+        lambda x: x.mean(1).sum(0, True),
+        lambda x: {'out': x, 'loss': F.cross_entropy(x, x.argmin(1))},
+        lambda x: (x.square().mean(), x.square().sum(), torch.ones(())),
+        lambda x: x.square().mean() - x.square().mean().item(),
+    ],
+    ids=range(6),
+)
 def test_a_loss_that_is_a_mean_or_a_sum(loss, size, dtype):
     torch.manual_seed(0)
     assert len(to_sequential(Loss(loss).to(dtype), torch.randn(size, 6, dtype=dtype))) == 1
@@ -340,10 +388,17 @@ def with_decay(x, labels):
     return F.cross_entropy(x, labels, reduction='sum') + 3
 
 
-@pytest.mark.parametrize('loss', [of_tokens, of_two_kinds, with_decay,
-                                  lambda x, labels: of_tokens(x, labels).exp(),
-                                  lambda x, labels: (x - labels[:, None]).square().mean().sqrt()],
-                         ids=range(5))
+@pytest.mark.parametrize(
+    'loss',
+    [
+        of_tokens,
+        of_two_kinds,
+        with_decay,
+        lambda x, labels: of_tokens(x, labels).exp(),
+        lambda x, labels: (x - labels[:, None]).square().mean().sqrt(),
+    ],
+    ids=range(5),
+)
 @pytest.mark.parametrize('seed', range(5))
 def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of(loss, seed):
     """As no rule of a pipeline gives it."""
@@ -354,8 +409,11 @@ def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of(loss, seed):
     assert found[0].filename == __file__
 
 
-@pytest.mark.parametrize('loss', [lambda x: x.var(0, unbiased=False).sum(),
-                                  lambda x: torch.cdist(x, x).amax(1).mean()], ids=range(2))
+@pytest.mark.parametrize(
+    'loss',
+    [lambda x: x.var(0, unbiased=False).sum(), lambda x: torch.cdist(x, x).amax(1).mean()],
+    ids=range(2),
+)
 def test_what_can_not_be_told_from_a_mean_by_other_weights_is_warned_of(loss):
     """A repeated sample is neither farther away nor another variance."""
     torch.manual_seed(0)
@@ -371,6 +429,7 @@ def test_a_loss_without_any_token_in_one_half():
 
 def test_a_loss_of_no_more_samples_than_it_knows():
     """A half is repeated three times over, which is more than the sample."""
+
     def known(x, labels):
         assert len(x) <= 4
         return contrastive(x)

@@ -1,4 +1,5 @@
 """Models of any form in a pipeline: the numbers and the names of the models themselves."""
+
 import copy
 import functools
 from statistics import median
@@ -19,8 +20,12 @@ models = pytest.mark.parametrize('name', MODELS)
 def to(where, value):
     """Move the tensors of a value to a device, or let those that are floating be of a dtype."""
     tensors, kind = flatten(value)
-    return kind([x if isinstance(where, torch.dtype) and not x.is_floating_point() else x.to(where)
-                 for x in tensors])
+    return kind(
+        [
+            x if isinstance(where, torch.dtype) and not x.is_floating_point() else x.to(where)
+            for x in tensors
+        ]
+    )
 
 
 def make(name, dropout, seed=0):
@@ -51,15 +56,21 @@ def balanced(n, sequential, sample, chunks=1):
 def in_parts(model, sample, chunks):
     """Run a model on micro-batches, one after the other, and concatenate its outputs."""
     tensors, kind = flatten(sample)
-    outputs = [flatten(call(model, kind(part)))
-               for part in zip(*(x.tensor_split(chunks) for x in tensors))]
+    outputs = [
+        flatten(call(model, kind(part)))
+        for part in zip(*(x.tensor_split(chunks) for x in tensors))
+    ]
     return outputs[0][1]([torch.cat(parts) for parts in zip(*(found for found, _ in outputs))])
 
 
 def loss_of(output):
     """Return a loss that tells all elements of an output from each other."""
-    return sum((x - torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x))
-               .square().mean() for x in flatten(output)[0])
+    return sum(
+        (x - torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x))
+        .square()
+        .mean()
+        for x in flatten(output)[0]
+    )
 
 
 def step(run, optimizer):
@@ -93,10 +104,12 @@ def trained(model, original=None):
     """
     parameters = named(model.named_parameters(remove_duplicate=False), original)
     known = dict((original or model).named_buffers(remove_duplicate=False))
-    buffers = [(name, x) for name, x in model.named_buffers(remove_duplicate=False)
-               if original is None or name.partition('.')[2] in known]
-    return [{name: p.grad for name, p in parameters.items()}, parameters,
-            named(buffers, original)]
+    buffers = [
+        (name, x)
+        for name, x in model.named_buffers(remove_duplicate=False)
+        if original is None or name.partition('.')[2] in known
+    ]
+    return [{name: p.grad for name, p in parameters.items()}, parameters, named(buffers, original)]
 
 
 def largest(x):
@@ -127,8 +140,13 @@ def assert_same_output(actual, expected):
 
 def train_both(devices, mode, chunks, n, model, sequential, sample):
     """Take three steps with a model and with a pipeline, and compare all that comes of them."""
-    gpipe = GPipe(sequential, balanced(n, sequential, sample, chunks), devices=devices(n),
-                  chunks=chunks, checkpoint=mode)
+    gpipe = GPipe(
+        sequential,
+        balanced(n, sequential, sample, chunks),
+        devices=devices(n),
+        chunks=chunks,
+        checkpoint=mode,
+    )
     # A GPU rounds otherwise. Weights that move to the simulated accelerator are no longer tied.
     place = 'cpu' if ACCELERATOR == 'sim' else gpipe.devices[0]
     model.to(place)
@@ -146,9 +164,17 @@ def train_both(devices, mode, chunks, n, model, sequential, sample):
 
 
 @models
-@pytest.mark.parametrize('n, chunks, mode', [  # all pairs
-    (2, 1, 'always'), (3, 3, 'always'), (4, 1, 'always'),
-    (2, 3, 'except_last'), (3, 1, 'except_last'), (4, 3, 'except_last')])
+@pytest.mark.parametrize(
+    'n, chunks, mode',
+    [  # all pairs
+        (2, 1, 'always'),
+        (3, 3, 'always'),
+        (4, 1, 'always'),
+        (2, 3, 'except_last'),
+        (3, 1, 'except_last'),
+        (4, 3, 'except_last'),
+    ],
+)
 @cpus
 @cpu_only('each accelerator has a random generator of its own, so dropout draws other numbers')
 def test_three_steps(devices, mode, chunks, n, name):

@@ -1,4 +1,5 @@
 """Sequential models by hand, of functions that use a model's submodules."""
+
 import copy
 import pickle
 
@@ -31,7 +32,7 @@ class Net(nn.Module):
         return self.scale * 2
 
     def embed(self, ids, mask=None):
-        x = self.words(ids) * self.factor + self.places[:ids.shape[1]]
+        x = self.words(ids) * self.factor + self.places[: ids.shape[1]]
         return x if mask is None else x * mask.unsqueeze(-1)
 
     def run(self, x, begin, end):
@@ -67,16 +68,22 @@ STAGES = [first, second, third, last]
 
 
 @devices
-@pytest.mark.parametrize('sample', [
-    torch.randint(10, (6, 5)),
-    Arguments(torch.randint(10, (6, 5)), mask=torch.ones(6, 5).double())], ids=['ids', 'mask'])
+@pytest.mark.parametrize(
+    'sample',
+    [
+        torch.randint(10, (6, 5)),
+        Arguments(torch.randint(10, (6, 5)), mask=torch.ones(6, 5).double()),
+    ],
+    ids=['ids', 'mask'],
+)
 def test_stages(devices, sample):
     torch.manual_seed(0)
     net = Net().double()
     net.drop.p = 0.0 if devices.are_accelerators else 0.5  # where generators are others
     layers = from_stages(net, STAGES, sample)
-    args, kwargs = ((sample.args, sample.kwargs) if isinstance(sample, Arguments)
-                    else ((sample,), {}))
+    args, kwargs = (
+        (sample.args, sample.kwargs) if isinstance(sample, Arguments) else ((sample,), {})
+    )
     reference = copy.deepcopy(net)
     pipe = GPipe(layers, [2, 2], devices=devices(2), chunks=1, checkpoint='always')
     for step in range(3):
@@ -85,8 +92,9 @@ def test_stages(devices, sample):
             torch.manual_seed(step)
             model.zero_grad()
             place = devices.first if model is pipe else 'cpu'
-            output = model(*(x.to(place) for x in args),
-                           **{name: x.to(place) for name, x in kwargs.items()})
+            output = model(
+                *(x.to(place) for x in args), **{name: x.to(place) for name, x in kwargs.items()}
+            )
             (output['words'].square().sum() + output['pool'].sum()).backward()
             outputs.append({name: x.cpu() for name, x in output.items()})
             with torch.no_grad():
@@ -100,8 +108,9 @@ def test_stages(devices, sample):
     assert found.keys() == state.keys()
     assert all((found[name].cpu() - x).abs().max() <= 1e-12 for name, x in state.items())
     pipe.load_state_dict(state)
-    assert all(torch.equal(x.cpu(), state[name])
-               for name, x in original_names(pipe.state_dict()).items())
+    assert all(
+        torch.equal(x.cpu(), state[name]) for name, x in original_names(pipe.state_dict()).items()
+    )
 
 
 @cpu_only('it looks at names')
@@ -109,12 +118,19 @@ def test_a_stage_has_what_it_uses():
     net = Net()
     layers = from_stages(net, STAGES, torch.randint(10, (4, 5)))
     names = [sorted({name.partition('.')[0] for name in layer.state_dict()}) for layer in layers]
-    assert names == [['places', 'words'], ['blocks', 'table'], ['blocks', 'table'],
-                     ['head', 'norm', 'pool', 'unused']]
+    assert names == [
+        ['places', 'words'],
+        ['blocks', 'table'],
+        ['blocks', 'table'],
+        ['head', 'norm', 'pool', 'unused'],
+    ]
     assert layers[2].blocks[5] is net.blocks[5] is layers[2].blocks[-1]
     assert len(layers[2].blocks) == 6 and layers[0].factor == 1.0
-    for get in (lambda: layers[2].blocks[0](torch.ones(8)), lambda: layers[0].head,
-                lambda: layers[2].blocks[-6].weight):
+    for get in (
+        lambda: layers[2].blocks[0](torch.ones(8)),
+        lambda: layers[0].head,
+        lambda: layers[2].blocks[-6].weight,
+    ):
         with pytest.raises(AttributeError, match='that it used with the sample'):
             get()
 
@@ -124,10 +140,18 @@ def test_submodules_and_layers_of_their_own_are_stages():
     model = nn.Module()
     model.first, model.last = nn.Linear(4, 4), nn.Linear(4, 4)
     model.forward = lambda x: model.last(model.first(x).relu())
-    layers = from_stages(model, [model.first, nn.ReLU(), lambda m, x: m.last(x)],
-                         torch.randn(4, 4), check_sample=False)
-    assert [*layers.state_dict()] == ['0.first.weight', '0.first.bias', '2.last.weight',
-                                      '2.last.bias']
+    layers = from_stages(
+        model,
+        [model.first, nn.ReLU(), lambda m, x: m.last(x)],
+        torch.randn(4, 4),
+        check_sample=False,
+    )
+    assert [*layers.state_dict()] == [
+        '0.first.weight',
+        '0.first.bias',
+        '2.last.weight',
+        '2.last.bias',
+    ]
     assert isinstance(layers[1], nn.ReLU)
     with pytest.raises(ValueError, match='Linear, which has parameters, is not in it'):
         from_stages(model, [nn.Linear(4, 4)], torch.randn(4, 4))
@@ -139,12 +163,28 @@ def test_submodules_and_layers_of_their_own_are_stages():
 def test_other_numbers_than_the_model_has():
     net, ids = Net(), torch.randint(10, (4, 5))
     with pytest.raises(ConversionError, match=r"in training: output\['words'\] by"):
-        from_stages(net, [first, second, third, lambda m, x: {**last(m, x), 'words':
-                                                              m.head(m.norm(x))}], ids)
+        from_stages(
+            net,
+            [first, second, third, lambda m, x: {**last(m, x), 'words': m.head(m.norm(x))}],
+            ids,
+        )
     with pytest.raises(ConversionError, match='in training: gradient of .*blocks.0.weight'):
-        from_stages(net, [first, lambda m, v: second(m, {'x': v['x']}) if not m.training else {
-            'x': (lambda y: y.detach() + (v['x'] - v['x'].detach()))(second(m, v)['x'])},
-            third, last], ids)
+        from_stages(
+            net,
+            [
+                first,
+                lambda m, v: (
+                    second(m, {'x': v['x']})
+                    if not m.training
+                    else {
+                        'x': (lambda y: y.detach() + (v['x'] - v['x'].detach()))(second(m, v)['x'])
+                    }
+                ),
+                third,
+                last,
+            ],
+            ids,
+        )
 
 
 @cpu_only('it copies')
@@ -168,8 +208,11 @@ def test_a_pipeline_of_what_is_not_sequential_says_whether_it_can_be():
         def forward(self, x):
             return self.body(x)
 
-    with pytest.raises(TypeError, match=r'to_sequential\(module, sample\) would make it one, of '
-                                        '2 layers'):
+    with pytest.raises(
+        TypeError,
+        match=r'to_sequential\(module, sample\) would make it one, of '
+        '2 layers',
+    ):
         GPipe(Model(), [1, 1], devices=['cpu', 'cpu'])
 
 

@@ -1,4 +1,5 @@
 """Conversions leave a model untouched whose forward writes to its own weights."""
+
 import copy
 
 import pytest
@@ -28,7 +29,7 @@ class Decaying(nn.Linear):
 
     def forward(self, x):
         """Decay, and run."""
-        self.weight.data.mul_(.5)
+        self.weight.data.mul_(0.5)
         return super().forward(x)
 
 
@@ -44,7 +45,7 @@ class Codebook(nn.Module):
         index = torch.cdist(x, self.codes).argmin(1)
         codes = self.codes[index]
         with torch.no_grad():
-            self.codes[index] = .9 * codes + .1 * x
+            self.codes[index] = 0.9 * codes + 0.1 * x
         return x + (codes - x).detach()
 
 
@@ -62,15 +63,22 @@ class Net(nn.Module):
         return self.last(self.layer(self.first(x)).tanh())
 
 
-LAYERS = {'normalized': lambda: Normalized(4, 4), 'decaying': lambda: Decaying(4, 4),
-          'codebook': Codebook}
+LAYERS = {
+    'normalized': lambda: Normalized(4, 4),
+    'decaying': lambda: Decaying(4, 4),
+    'codebook': Codebook,
+}
 
 
 def convert(net, x, how, check_sample):
     """Convert a model."""
     if how == 'stages':
-        return from_stages(net, [net.first, net.layer, lambda net, x: net.last(x.tanh())], x,
-                           check_sample=check_sample)
+        return from_stages(
+            net,
+            [net.first, net.layer, lambda net, x: net.last(x.tanh())],
+            x,
+            check_sample=check_sample,
+        )
     return to_sequential(net, x, leaves=['layer'], check_sample=check_sample)
 
 

@@ -1,4 +1,5 @@
 """The layers that a model is cut into, and the values passed from one to the next."""
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ pytestmark = cpu_only('how a model is cut does not depend on devices')
 
 def of(function, **modules):
     """Make a model of submodules and a function of it."""
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -39,8 +41,10 @@ def skips(layers):
 
 def called(layers):
     """Return the names of the modules in each layer that have no others in them."""
-    return [[name for name, m in layer.named_modules() if name and not [*m.children()]]
-            for layer in layers]
+    return [
+        [name for name, m in layer.named_modules() if name and not [*m.children()]]
+        for layer in layers
+    ]
 
 
 def test_a_cut_is_where_least_goes_across():
@@ -49,8 +53,15 @@ def test_a_cut_is_where_least_goes_across():
         y = m.second(m.before(x))  # x goes on beside its norm: the cut is before the norm
         return m.third((x + y).tanh())  # the last of equal places
 
-    model = of(forward, first=nn.Conv1d(2, 4, 1), norm=nn.BatchNorm1d(4), pool=nn.MaxPool1d(2),
-               before=nn.BatchNorm1d(4), second=nn.Conv1d(4, 4, 1), third=nn.Conv1d(4, 2, 1))
+    model = of(
+        forward,
+        first=nn.Conv1d(2, 4, 1),
+        norm=nn.BatchNorm1d(4),
+        pool=nn.MaxPool1d(2),
+        before=nn.BatchNorm1d(4),
+        second=nn.Conv1d(4, 4, 1),
+        third=nn.Conv1d(4, 2, 1),
+    )
     layers = to_sequential(model, torch.randn(4, 2, 6))
     assert called(layers) == [['first', 'norm', 'pool'], ['before', 'second'], ['third']]
     assert skips(layers) == [] and 'tanh' in layers[1].code
@@ -58,6 +69,7 @@ def test_a_cut_is_where_least_goes_across():
 
 def test_a_value_goes_straight_to_where_it_is_used():
     """From there on to where it is used next, so it crosses no boundary twice."""
+
     def forward(m, x):
         first = m.layers[0](x)
         y = m.layers[3](m.layers[2](m.layers[1](first)))
@@ -89,7 +101,8 @@ def test_what_is_asked_of_a_weight_leaves_it_in_one_layer():
 
     layers = to_sequential(of(forward, layers=linears(4)), torch.randn(4, 4))
     assert [[*layer.state_dict()] for layer in layers] == [
-        [f'layers.{k}.weight', f'layers.{k}.bias'] for k in range(4)]
+        [f'layers.{k}.weight', f'layers.{k}.bias'] for k in range(4)
+    ]
 
 
 def test_a_shape_is_read_behind_what_changes_it():
@@ -106,6 +119,7 @@ def test_a_shape_is_read_behind_what_changes_it():
 
 def test_a_layer_hands_over_a_tensor():
     """If two towers follow each other, the first one's output passes the second one."""
+
     def forward(m, a, b):
         for layer in m.left:
             a = layer(a)
@@ -123,26 +137,32 @@ def test_a_layer_hands_over_a_tensor():
 @pytest.mark.parametrize('width, expected', [(2, [(1, 4)]), (9, [(0, 2), (2, 4)])])
 def test_a_layer_hands_over_the_smallest_tensor(width, expected):
     """The output of the left tower, 4 wide, or the input of the right one."""
+
     def forward(m, a, b):
         a, b = m.left(a), m.right(b)
         return a + b
 
-    model = of(forward, left=nn.Sequential(*linears(2)),
-               right=nn.Sequential(nn.Linear(width, 4), *linears(2)))
+    model = of(
+        forward,
+        left=nn.Sequential(*linears(2)),
+        right=nn.Sequential(nn.Linear(width, 4), *linears(2)),
+    )
     layers = to_sequential(model, Arguments(torch.randn(4, 4), torch.randn(4, width)))
     assert len(layers) == 5 and skips(layers) == expected
 
 
 def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
     def forward(m, x):
-        pack = nn.utils.rnn.pack_padded_sequence(m.first(x), torch.tensor([3, 2, 2, 1]),
-                                                 batch_first=True)
+        pack = nn.utils.rnn.pack_padded_sequence(
+            m.first(x), torch.tensor([3, 2, 2, 1]), batch_first=True
+        )
         lengths = pack.batch_sizes.tolist()
         y, _ = m.rnn(x)
         return m.last(y) * sum(lengths)
 
-    model = of(forward, first=nn.Linear(4, 4), rnn=nn.GRU(4, 4, batch_first=True),
-               last=nn.Linear(4, 4))
+    model = of(
+        forward, first=nn.Linear(4, 4), rnn=nn.GRU(4, 4, batch_first=True), last=nn.Linear(4, 4)
+    )
     x = torch.randn(4, 3, 4)
     layers = to_sequential(model, x, check_sample=False)
     assert torch.equal(layers(x), model(x))
@@ -159,12 +179,20 @@ def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
         def forward(self, x):
             return Handle(x @ self.weight)
 
-    model = of(lambda m, x: m.third(m.second(m.make(x).x)), make=Make(), second=nn.Linear(4, 4),
-               third=nn.Linear(4, 4))
+    model = of(
+        lambda m, x: m.third(m.second(m.make(x).x)),
+        make=Make(),
+        second=nn.Linear(4, 4),
+        third=nn.Linear(4, 4),
+    )
     layers = to_sequential(model, x, leaves=['make'])
     assert called(layers) == [['make'], ['second'], ['third']]
-    model = of(lambda m, x: (lambda h: m.third(m.second(x) + h.x))(m.make(x)), make=Make(),
-               second=nn.Linear(4, 4), third=nn.Linear(4, 4))
+    model = of(
+        lambda m, x: (lambda h: m.third(m.second(x) + h.x))(m.make(x)),
+        make=Make(),
+        second=nn.Linear(4, 4),
+        third=nn.Linear(4, 4),
+    )
     layers = to_sequential(model, x, leaves=['make'])
     assert called(layers) == [['second', 'make'], ['third']]
 
@@ -194,6 +222,7 @@ def test_a_change_in_place_is_in_the_layer_of_what_it_changes():
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
 def test_layers_are_compiled():
     """PyTorch counts how often it compiles a code, and gives up: each layer has its own."""
+
     def forward(m, x):
         first = y = m.layers[0](x)
         for layer in m.layers[1:]:
@@ -213,8 +242,14 @@ def test_layers_are_compiled():
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         pipe.compile(backend=backend)
         assert torch.allclose(pipe(x), expected, atol=1e-6)
-    assert sum(node.op == 'call_function' and 'linear' in str(node.target)
-               for graph in compiled for node in graph.graph.nodes) >= 24
+    assert (
+        sum(
+            node.op == 'call_function' and 'linear' in str(node.target)
+            for graph in compiled
+            for node in graph.graph.nodes
+        )
+        >= 24
+    )
 
 
 # --- beside models that were written by hand
@@ -230,9 +265,11 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(planes)
         self.conv3, self.bn3 = nn.Conv2d(planes, out, 1, bias=False), nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = nn.Sequential(
-            nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-        ) if stride != 1 or channels != out else None
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            if stride != 1 or channels != out
+            else None
+        )
 
     def forward(self, x):
         out = self.relu(self.bn1(self.conv1(x)))
@@ -267,16 +304,27 @@ class UNet(nn.Module):
 
         def stack(channels, mid, out):
             widths = [channels, *[mid] * (convs - 1), out]
-            return nn.Sequential(*(layer for a, b in zip(widths, widths[1:]) for layer in (
-                nn.Conv2d(a, b, 3, padding=1, bias=False), nn.Dropout2d(0.1),
-                nn.InstanceNorm2d(b), nn.LeakyReLU(0.01))))
+            return nn.Sequential(
+                *(
+                    layer
+                    for a, b in zip(widths, widths[1:])
+                    for layer in (
+                        nn.Conv2d(a, b, 3, padding=1, bias=False),
+                        nn.Dropout2d(0.1),
+                        nn.InstanceNorm2d(b),
+                        nn.LeakyReLU(0.01),
+                    )
+                )
+            )
 
         self.down = nn.ModuleList(
-            stack(c << (i - 1) if i else 3, c << i, c << i) for i in range(depth))
+            stack(c << (i - 1) if i else 3, c << i, c << i) for i in range(depth)
+        )
         bottom = c << (depth - 1)
         self.bottom = stack(bottom, 2 * bottom, bottom)
-        self.up = nn.ModuleList(stack(c << (i + 1), (c << i) // 2, (c << i) // 2)
-                                for i in reversed(range(depth)))
+        self.up = nn.ModuleList(
+            stack(c << (i + 1), (c << i) // 2, (c << i) // 2) for i in reversed(range(depth))
+        )
         self.head = nn.Conv2d(c // 2, 1, 1, bias=False)
 
     def forward(self, x):
@@ -299,21 +347,27 @@ def least_across(found, share):
     return min(
         layer.output_bytes + sum(s.bytes for s in found.skips if s.source <= k < s.target)
         for k, layer in enumerate(found.layers[:-1])
-        if abs(sum(sizes[:k + 1]) / sum(sizes) - share) < 0.1)
+        if abs(sum(sizes[: k + 1]) / sum(sizes) - share) < 0.1
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('by_hand, model, number', [
-    (resnet101, ResNet101, 105),
-    (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15)],
-    ids=['ResNet-101', 'U-Net'])
+@pytest.mark.parametrize(
+    'by_hand, model, number',
+    [
+        (resnet101, ResNet101, 105),
+        (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15),
+    ],
+    ids=['ResNet-101', 'U-Net'],
+)
 def test_no_more_goes_across_the_best_cut_than_by_hand(by_hand, model, number):
     x = torch.randn(2, 3, 32, 32)
     by_hand = by_hand()
     layers = to_sequential(model(), x, grain='layer', check_sample=False)
     assert len(layers) == number
-    assert (sum(p.numel() for p in layers.parameters())
-            == sum(p.numel() for p in by_hand.parameters()))
+    assert sum(p.numel() for p in layers.parameters()) == sum(
+        p.numel() for p in by_hand.parameters()
+    )
     found, known = (profile(each, x, device='cpu', timeout=0) for each in (layers, by_hand))
     for share in (0.25, 0.5, 0.75):
         assert least_across(found, share) <= 1.05 * least_across(known, share)

@@ -1,4 +1,5 @@
 """The blocks of a model: layers are cut between them."""
+
 import copy
 
 import pytest
@@ -68,8 +69,9 @@ def in_order(m, x):
 
 def holds(layers):
     """Return the paths of the linear layers in each layer."""
-    return [[name for name, m in layer.named_modules() if isinstance(m, nn.Linear)]
-            for layer in layers]
+    return [
+        [name for name, m in layer.named_modules() if isinstance(m, nn.Linear)] for layer in layers
+    ]
 
 
 def converted(model, grain='block', leaves=()):
@@ -84,10 +86,15 @@ def of_blocks(*names):
     return [[f'{name}.up', f'{name}.down'] for name in names]
 
 
-@pytest.mark.parametrize('container', [
-    nn.ModuleList, lambda blocks: nn.Sequential(*blocks),
-    lambda blocks: nn.ModuleDict({f'b{k}': x for k, x in enumerate(blocks)})],
-    ids=['list', 'sequential', 'dict'])
+@pytest.mark.parametrize(
+    'container',
+    [
+        nn.ModuleList,
+        lambda blocks: nn.Sequential(*blocks),
+        lambda blocks: nn.ModuleDict({f'b{k}': x for k, x in enumerate(blocks)}),
+    ],
+    ids=['list', 'sequential', 'dict'],
+)
 def test_no_cut_is_within_a_block(container):
     blocks = container([Block() for _ in range(3)])
 
@@ -100,8 +107,10 @@ def test_no_cut_is_within_a_block(container):
     names = [f'blocks.{name}' for name, _ in blocks.named_children()]
     layers = converted(model)
     assert holds(layers) == [['embed'], *of_blocks(*names), ['head']]
-    assert all(not [*layer.poppable()] and type(layer(torch.zeros(2, 4).double())) is torch.Tensor
-               for layer in layers[1:])  # The shape that a block asks for stays in it.
+    assert all(
+        not [*layer.poppable()] and type(layer(torch.zeros(2, 4).double())) is torch.Tensor
+        for layer in layers[1:]
+    )  # The shape that a block asks for stays in it.
     assert len(converted(model, 'layer')) == 8
     assert len(converted(model, 'operation')) > 12
 
@@ -109,12 +118,18 @@ def test_no_cut_is_within_a_block(container):
 def test_stages_are_no_blocks_as_blocks_are_in_them():
     model = Model(in_order, blocks=nn.ModuleList([Stage(2), Stage(1)]))
     assert holds(converted(model)) == [
-        ['embed'], ['blocks.0.first'], *of_blocks('blocks.0.blocks.0', 'blocks.0.blocks.1'),
-        ['blocks.1.first'], *of_blocks('blocks.1.blocks.0'), ['head']]
+        ['embed'],
+        ['blocks.0.first'],
+        *of_blocks('blocks.0.blocks.0', 'blocks.0.blocks.1'),
+        ['blocks.1.first'],
+        *of_blocks('blocks.1.blocks.0'),
+        ['head'],
+    ]
 
 
 def test_modules_side_by_side_are_no_blocks():
     """As experts, of which each block has some."""
+
     class Mixture(Block):
         def __init__(self):
             super().__init__()
@@ -125,13 +140,16 @@ def test_modules_side_by_side_are_no_blocks():
 
     model = Model(in_order, blocks=nn.ModuleList(Mixture() for _ in range(2)))
     assert [len(names) for names in holds(converted(model))] == [1, 8, 8, 1]
-    model = Model(lambda m, x: sum(each(x) for each in m.heads),
-                  heads=nn.ModuleList(Block() for _ in range(3)))
+    model = Model(
+        lambda m, x: sum(each(x) for each in m.heads),
+        heads=nn.ModuleList(Block() for _ in range(3)),
+    )
     assert len(converted(model)) == len(converted(model, 'layer'))
 
 
 def test_a_block_that_changes_its_input_in_place():
     """The next block gets the same tensor, not the output of this one."""
+
     class Adds(Block):
         def forward(self, x):
             x += self.down(self.up(x.clone()))
@@ -148,13 +166,15 @@ def test_a_block_that_changes_its_input_in_place():
 def test_modules_of_a_list_that_are_not_alike_are_no_blocks():
     model = Model(in_order, blocks=nn.ModuleList([Block(), Other()]))
     assert len(converted(model)) == len(converted(model, 'layer')) == 6
-    model = Model(in_order, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-                                                 for _ in range(3)))
+    model = Model(
+        in_order, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+    )
     assert len(converted(model)) == 5  # One weight in each: these are layers.
 
 
 def test_a_block_that_is_called_several_times():
     """Each call is a block; as in a model whose blocks share their weights."""
+
     def forward(m, x):
         for _ in range(3):
             x = m.blocks[0](x)
@@ -170,10 +190,16 @@ def test_blocks_in_another_order():
         y = m.others[0](first)
         return m.others[1](m.blocks[0](y) + first) + m.blocks[1](y)
 
-    model = Model(forward, blocks=nn.ModuleList(Block() for _ in range(3)),
-                  others=nn.Sequential(Other(), Other()))
-    assert holds(converted(model)) == [['embed'], *of_blocks(
-        'blocks.2', 'others.0', 'blocks.0', 'others.1', 'blocks.1'), ['head']]
+    model = Model(
+        forward,
+        blocks=nn.ModuleList(Block() for _ in range(3)),
+        others=nn.Sequential(Other(), Other()),
+    )
+    assert holds(converted(model)) == [
+        ['embed'],
+        *of_blocks('blocks.2', 'others.0', 'blocks.0', 'others.1', 'blocks.1'),
+        ['head'],
+    ]
 
 
 def test_a_block_that_gives_no_tensor_stays_with_the_next_one():
@@ -195,11 +221,15 @@ def test_a_block_that_gives_no_tensor_stays_with_the_next_one():
 
     model = Model(lambda m, x: in_order(m, x).x, blocks=nn.ModuleList(Wrapped() for _ in range(2)))
     assert holds(converted(model, leaves=[Wraps])) == [
-        ['embed'], ['blocks.0.up', 'blocks.0.down', 'blocks.1.up', 'blocks.1.down'], ['head']]
+        ['embed'],
+        ['blocks.0.up', 'blocks.0.down', 'blocks.1.up', 'blocks.1.down'],
+        ['head'],
+    ]
 
 
 def test_a_guard_of_several_blocks_cuts_none_short():
     """It follows the last value that it reads, if one sample takes another branch."""
+
     class Expanding(Block):
         def forward(self, x):
             scale = torch.ones(1, 4, dtype=x.dtype)
@@ -218,29 +248,43 @@ def test_a_change_in_place_goes_along_at_the_finest():
     model = Model(lambda m, x: x.tanh().mul(2).relu_().add(1))
     layers = converted(model, 'operation')
     assert len(layers) == 5 and '.mul(' in next(
-        layer.code for layer in layers if '.relu_(' in layer.code)
+        layer.code for layer in layers if '.relu_(' in layer.code
+    )
 
 
 def test_a_grain_that_is_none():
-    with pytest.raises(ValueError, match="grain must be one of 'block', 'layer', 'operation', but "
-                                         "is 'blocks'"):
+    with pytest.raises(
+        ValueError, match="grain must be one of 'block', 'layer', 'operation', but is 'blocks'"
+    ):
         to_sequential(nn.Linear(4, 4), torch.rand(4, 4), grain='blocks')
 
 
 def test_more_partitions_than_layers():
-    layers = to_sequential(Model(in_order, blocks=nn.ModuleList(Block() for _ in range(2))),
-                           torch.rand(4, 4))
-    with pytest.raises(ValueError, match=r"4 layers, but .* adds up to 6; where to_sequential has "
-                                         r"made them, it makes more by grain='layer'"):
+    layers = to_sequential(
+        Model(in_order, blocks=nn.ModuleList(Block() for _ in range(2))), torch.rand(4, 4)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r'4 layers, but .* adds up to 6; where to_sequential has '
+        r"made them, it makes more by grain='layer'",
+    ):
         GPipe(layers, [1] * 6, devices=['cpu'] * 6)
     with pytest.raises(ValueError, match=r'4 layers, but the balance \[1, 2\] adds up to 3\n'):
         GPipe(layers, [1, 2], devices=['cpu'] * 2)
 
 
 #: How many layers the models of the literature become, by their grain.
-NUMBERS = {'ResNet': (5, 13), 'VGG': (6, 6), 'MobileNetV3': (9, 25), 'U-Net': (9, 13),
-           'DenseNet': (8, 13), 'ViT': (5, 15), 'GPT': (6, 15), 'T5': (7, 37),
-           'two towers': (8, 16)}
+NUMBERS = {
+    'ResNet': (5, 13),
+    'VGG': (6, 6),
+    'MobileNetV3': (9, 25),
+    'U-Net': (9, 13),
+    'DenseNet': (8, 13),
+    'ViT': (5, 15),
+    'GPT': (6, 15),
+    'T5': (7, 37),
+    'two towers': (8, 16),
+}
 
 
 @pytest.mark.slow
@@ -302,8 +346,10 @@ def test_a_cut_before_a_block_that_changes_its_input_is_behind_that():
 
 def test_a_finer_grain_is_finer():
     for block in (PreActivation, InPlace):
-        numbers = [len(to_sequential(Deep(block), torch.randn(4, 6), grain=grain))
-                   for grain in ('block', 'layer', 'operation')]
+        numbers = [
+            len(to_sequential(Deep(block), torch.randn(4, 6), grain=grain))
+            for grain in ('block', 'layer', 'operation')
+        ]
         assert numbers == sorted(numbers) and numbers[0] == 8, numbers
 
 

@@ -1,4 +1,5 @@
 """Values that a forward keeps after it ends: caches are filled before, and others are named."""
+
 import functools
 import random
 import threading
@@ -131,6 +132,7 @@ def counted(n):
     @functools.lru_cache
     def cached(x):
         return x * n
+
     return cached
 
 
@@ -152,35 +154,43 @@ def make_closure():
         last = x * 2
         in_a_closure_of[0] = lambda: last
         return x
+
     return in_a_closure
 
 
-KEEPERS = [(in_a_list, 'a types.SimpleNamespace'),
-           (in_a_dict, r'tests.sequential.test_effects.ANY'),
-           (in_an_attribute, 'a types.SimpleNamespace'),
-           (in_a_tuple, r'tests.sequential.test_effects.ANY'),
-           (in_a_class, 'an attribute of tests.sequential.test_effects.Kept'),
-           (in_a_cache, 'the cache of tests.sequential.test_effects.counted.<locals>.cached'),
-           (make_closure(), 'a variable of tests.sequential.test_effects.make_closure.<locals>.*')]
+KEEPERS = [
+    (in_a_list, 'a types.SimpleNamespace'),
+    (in_a_dict, r'tests.sequential.test_effects.ANY'),
+    (in_an_attribute, 'a types.SimpleNamespace'),
+    (in_a_tuple, r'tests.sequential.test_effects.ANY'),
+    (in_a_class, 'an attribute of tests.sequential.test_effects.Kept'),
+    (in_a_cache, 'the cache of tests.sequential.test_effects.counted.<locals>.cached'),
+    (make_closure(), 'a variable of tests.sequential.test_effects.make_closure.<locals>.*'),
+]
 
 
 @pytest.mark.parametrize('function, name', KEEPERS, ids=lambda x: getattr(x, '__name__', ''))
 @pytest.mark.parametrize('has_sample', [True, False])
 def test_who_keeps_something_in_each_run_is_named(function, name, has_sample):
     """In v0.8.0, it was not; and without a sample, values were left there."""
-    with pytest.raises(ConversionError, match=rf'keeps what it computes in {name}, and each run '
-                                              r'.*leaves=\['):
+    with pytest.raises(
+        ConversionError,
+        match=rf'keeps what it computes in {name}, and each run '
+        r'.*leaves=\[',
+    ):
         to_sequential(Model(function), sample() if has_sample else None)
     model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
     assert len(to_sequential(model, sample(), leaves=['1'])) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('function', [f for f, _ in KEEPERS if f is not in_a_tuple],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'function', [f for f, _ in KEEPERS if f is not in_a_tuple], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize('has_sample', [True, False])
 def test_nobody_has_a_value_afterwards(function, has_sample):
     """Only values of the model itself are kept there, whether or not the conversion succeeds."""
+
     def fails(m, x):
         x = function(m, x)
         return x if x.sum() > 0 else -x
@@ -188,8 +198,13 @@ def test_nobody_has_a_value_afterwards(function, has_sample):
     for each in (function, fails):
         with pytest.raises(ConversionError):
             to_sequential(Model(each), sample() if has_sample else None)
-        places = [*HELD.values, *ANY.values(), getattr(HELD, 'last', None),
-                  getattr(Kept, 'last', None), in_a_closure_of[0] and in_a_closure_of[0]()]
+        places = [
+            *HELD.values,
+            *ANY.values(),
+            getattr(HELD, 'last', None),
+            getattr(Kept, 'last', None),
+            in_a_closure_of[0] and in_a_closure_of[0](),
+        ]
         assert not holds_values(places) and all(each is not UNKNOWN for each in places)
         model, x = Model(each), sample()
         assert function is not in_a_cache or type(cached_of_tensors(x)) is torch.Tensor
@@ -282,14 +297,17 @@ def hooked():
     return layer
 
 
-@pytest.mark.parametrize('draw', [lambda: Draws(6, 6), hooked, lambda: Inner(
-    lambda m, x: Drawn.apply(x))], ids=['layer', 'hook', 'function'])
+@pytest.mark.parametrize(
+    'draw',
+    [lambda: Draws(6, 6), hooked, lambda: Inner(lambda m, x: Drawn.apply(x))],
+    ids=['layer', 'hook', 'function'],
+)
 def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself(draw):
     """Such a step puts the generator back."""
     uniform = random.uniform
     assert len(to_sequential(nn.Sequential(nn.Linear(6, 6), draw(), nn.Linear(6, 6)), sample()))
     model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
-    with pytest.raises(ConversionError, match="draws random numbers of Python"):
+    with pytest.raises(ConversionError, match='draws random numbers of Python'):
         to_sequential(model, sample(), check_sample=False)
 
 
@@ -352,8 +370,11 @@ def test_what_can_not_be_followed_for_draws_of_numpy_s_says_so():
         numpy.put_along_axis(mask, numpy.array(places), 1, -1)
         return x * torch.tensor(mask, dtype=x.dtype)
 
-    with pytest.raises(ConversionError, match=r'cannot be followed \(.*\); it draws random '
-                       r'numbers of Python or NumPy, .*SpecAugment .*apply_spec_augment = False'):
+    with pytest.raises(
+        ConversionError,
+        match=r'cannot be followed \(.*\); it draws random '
+        r'numbers of Python or NumPy, .*SpecAugment .*apply_spec_augment = False',
+    ):
         to_sequential(Model(masks), sample())
 
 

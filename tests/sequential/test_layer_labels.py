@@ -1,4 +1,5 @@
 """Labels in the call: the loss of a language model equals the loss of the whole mini-batch."""
+
 import pickle
 
 import pytest
@@ -13,8 +14,10 @@ from tests.whole import first
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import to_sequential
 
-pytestmark = [cpu_only('it is about losses, not where they are'),
-              pytest.mark.filterwarnings('ignore:output.*neither')]
+pytestmark = [
+    cpu_only('it is about losses, not where they are'),
+    pytest.mark.filterwarnings('ignore:output.*neither'),
+]
 
 WORDS, LENGTH = 13, 6
 
@@ -33,9 +36,16 @@ class Llama(nn.Module):
     def __init__(self, width=8, heads=2, depth=2):
         super().__init__()
         self.embed, self.heads = nn.Embedding(WORDS, width), heads
-        self.layers = nn.ModuleList(nn.ModuleDict({
-            'norm': nn.RMSNorm(width), 'qkv': nn.Linear(width, 3 * width, bias=False),
-            'out': nn.Linear(width, width, bias=False)}) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    'norm': nn.RMSNorm(width),
+                    'qkv': nn.Linear(width, 3 * width, bias=False),
+                    'out': nn.Linear(width, width, bias=False),
+                }
+            )
+            for _ in range(depth)
+        )
         self.lm_head = nn.Linear(width, WORDS, bias=False)
         self.register_buffer('inv_freq', 0.1 ** torch.arange(width // heads // 2), False)
 
@@ -53,8 +63,10 @@ class Llama(nn.Module):
         mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         mask = mask & attention_mask[:, None, None, :].bool()
         for layer in self.layers:
-            q, k, v = (y.view(B, T, self.heads, -1).transpose(1, 2)
-                       for y in layer.qkv(layer.norm(x)).chunk(3, -1))
+            q, k, v = (
+                y.view(B, T, self.heads, -1).transpose(1, 2)
+                for y in layer.qkv(layer.norm(x)).chunk(3, -1)
+            )
             y = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, mask)
             x = x + layer.out(y.transpose(1, 2).reshape(B, T, -1)).tanh()
         logits = self.lm_head(x)
@@ -68,8 +80,10 @@ class Bert(nn.Module):
     def __init__(self, width=8):
         super().__init__()
         self.embed, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(
-            width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(2))
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+            for _ in range(2)
+        )
         self.decoder = nn.Linear(width, WORDS)
 
     def forward(self, input_ids, attention_mask, labels=None):
@@ -91,8 +105,10 @@ class T5(models.T5):
         """Compute the logits and the loss."""
         logits = super().forward(input_ids, attention_mask, labels=labels).logits
         loss_fct = nn.CrossEntropyLoss(ignore_index=-100)
-        return {'loss': loss_fct(logits.view(-1, logits.size(-1)), labels.view(-1)),
-                'logits': logits}
+        return {
+            'loss': loss_fct(logits.view(-1, logits.size(-1)), labels.view(-1)),
+            'logits': logits,
+        }
 
 
 def counted(input_ids, attention_mask, labels):
@@ -106,9 +122,12 @@ def counted_shifted(input_ids, attention_mask, labels):
 
 
 #: Each with the function that counts the elements of its mean.
-LANGUAGE_MODELS = {'GPT': (lambda: MODELS['GPT'](dropout=0.0)[0], counted_shifted),
-                   'Llama': (Llama, counted_shifted), 'BERT': (Bert, counted),
-                   'T5': (lambda: T5(MODELS['T5'](dropout=0.0)[0].config), counted)}
+LANGUAGE_MODELS = {
+    'GPT': (lambda: MODELS['GPT'](dropout=0.0)[0], counted_shifted),
+    'Llama': (Llama, counted_shifted),
+    'BERT': (Bert, counted),
+    'T5': (lambda: T5(MODELS['T5'](dropout=0.0)[0].config), counted),
+}
 language_models = pytest.mark.parametrize('name', LANGUAGE_MODELS)
 
 
@@ -133,8 +152,9 @@ def make(name, **more):
 def pipeline(layers, chunks, **options):
     """Return them in two partitions."""
     half = len(layers) // 2
-    return GPipe(layers, [half, len(layers) - half], devices=['cpu:0', 'cpu:1'], chunks=chunks,
-                 **options)
+    return GPipe(
+        layers, [half, len(layers) - half], devices=['cpu:0', 'cpu:1'], chunks=chunks, **options
+    )
 
 
 def value_of(output, name='loss'):
@@ -158,8 +178,9 @@ def assert_near(actual, expected):
 
 
 @language_models
-@pytest.mark.parametrize('sizes', first(1, [
-    [(2, 2), (5, 4), (9, 2)], [(3, 2), (7, 3), (8, 8), (9, 4)]]))
+@pytest.mark.parametrize(
+    'sizes', first(1, [[(2, 2), (5, 4), (9, 2)], [(3, 2), (7, 3), (8, 8), (9, 4)]])
+)
 def test_a_mean_over_the_labels_of_the_mini_batch(name, sizes):
     """Of 2 to 9 rows, in micro-batches of 1 to 5, by the plain call and by a step."""
     model, layers, count = make(name)
@@ -168,9 +189,18 @@ def test_a_mean_over_the_labels_of_the_mini_batch(name, sizes):
         batch = padded(rows, rows)
         expected = trained(model, lambda: value_of(model(**batch)))
         assert_near(trained(model, lambda: value_of(pipe(**batch))), expected)
-        assert_near(trained(model, lambda: pipe.step(
-            Arguments(**batch), batch['labels'], lambda output, _: value_of(output),
-            normalizer=lambda labels: count(None, None, labels))), expected)
+        assert_near(
+            trained(
+                model,
+                lambda: pipe.step(
+                    Arguments(**batch),
+                    batch['labels'],
+                    lambda output, _: value_of(output),
+                    normalizer=lambda labels: count(None, None, labels),
+                ),
+            ),
+            expected,
+        )
         with torch.no_grad():
             assert_near([value_of(pipe(**batch))], expected[:1])
 
@@ -216,14 +246,19 @@ def test_a_mean_over_labels_is_taken_for_no_mean_over_samples(name, checkpoint):
             pipe.eval()(**batch)
         pipe.train()
     assert all(p.grad is None for p in model.parameters())
-    pipe.step(Arguments(**batch), batch['labels'], lambda output, _: value_of(output),
-              normalizer=len)
+    pipe.step(
+        Arguments(**batch), batch['labels'], lambda output, _: value_of(output), normalizer=len
+    )
     batch['labels'] = batch['input_ids']
     batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
     expected = trained(model, lambda: value_of(model(**batch)))
     assert_near(trained(model, lambda: value_of(pipe(**batch))), expected)
-    assert_near(trained(model, lambda: pipe.step(
-        Arguments(**batch), None, lambda output, _: value_of(output))), expected)
+    assert_near(
+        trained(
+            model, lambda: pipe.step(Arguments(**batch), None, lambda output, _: value_of(output))
+        ),
+        expected,
+    )
 
 
 @pytest.mark.parametrize('leaf', [False, True])
@@ -263,8 +298,15 @@ def test_a_number_that_the_model_is_given():
         batch = {**padded(rows), 'num_items_in_batch': torch.tensor(11 + rows)}
         expected = trained(model, lambda: model(**batch)['loss'])
         assert_near(trained(model, lambda: pipe(**batch)['loss']), expected)
-        assert_near(trained(model, lambda: pipe.step(
-            Arguments(**batch), None, lambda output, _: output['loss'], normalizer=1)), expected)
+        assert_near(
+            trained(
+                model,
+                lambda: pipe.step(
+                    Arguments(**batch), None, lambda output, _: output['loss'], normalizer=1
+                ),
+            ),
+            expected,
+        )
 
 
 def test_a_mean_over_the_labels_of_several_mini_batches():
@@ -281,15 +323,33 @@ def test_a_mean_over_the_labels_of_several_mini_batches():
                 loss.backward()
         return torch.stack(losses).sum().detach()
 
-    expected = trained(model, lambda: accumulate(
-        lambda batch, n: model(**batch, num_items_in_batch=number)['loss']))
+    expected = trained(
+        model,
+        lambda: accumulate(lambda batch, n: model(**batch, num_items_in_batch=number)['loss']),
+    )
     pipe = pipeline(layers, 4, gather={'loss': count})
-    assert_near(trained(model, lambda: accumulate(
-        lambda batch, n: pipe(**batch)['loss'] * n / number)), expected)
-    assert_near(trained(model, lambda: accumulate(lambda batch, n: pipe.step(
-        Arguments(**batch), batch['labels'], lambda output, labels: F.cross_entropy(
-            output['logits'][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum'),
-        normalizer=number))), expected)
+    assert_near(
+        trained(model, lambda: accumulate(lambda batch, n: pipe(**batch)['loss'] * n / number)),
+        expected,
+    )
+    assert_near(
+        trained(
+            model,
+            lambda: accumulate(
+                lambda batch, n: pipe.step(
+                    Arguments(**batch),
+                    batch['labels'],
+                    lambda output, labels: F.cross_entropy(
+                        output['logits'][:, :-1].flatten(0, 1),
+                        labels[:, 1:].flatten(),
+                        reduction='sum',
+                    ),
+                    normalizer=number,
+                )
+            ),
+        ),
+        expected,
+    )
 
 
 def test_micro_batches_in_which_nothing_counts():
@@ -308,6 +368,7 @@ def test_micro_batches_in_which_nothing_counts():
 
 def test_functions_of_gather():
     """They are called like the model, and count for means: scalars and named outputs."""
+
     class Means(nn.Linear):
         def forward(self, x, *, n):
             x = super().forward(x) * n
@@ -316,7 +377,7 @@ def test_functions_of_gather():
     def count(x, *, n):
         return n.sum()
 
-    model, x, n = Means(3, 2).double(), torch.rand(5, 3).double(), torch.arange(1., 6)[:, None]
+    model, x, n = Means(3, 2).double(), torch.rand(5, 3).double(), torch.arange(1.0, 6)[:, None]
     expected = model(x, n=n)
     for rule in ({'of': {'mean': count, 'rows': count}}, {'of': count}):
         pipe = GPipe(nn.Sequential(model), [1], devices=['cpu'], chunks=3, gather=rule)
@@ -325,8 +386,9 @@ def test_functions_of_gather():
     pipe = GPipe(nn.Sequential(model), [1], devices=['cpu'], chunks=5, gather=count)
     with pytest.raises(ValueError, match="as output.'of'..'rows'.: outputs are"):
         pipe(x, n=n)
-    pipe = GPipe(nn.Sequential(model), [1], devices=['cpu'], chunks=3,
-                 gather={'of': lambda x, n: -1})
+    pipe = GPipe(
+        nn.Sequential(model), [1], devices=['cpu'], chunks=3, gather={'of': lambda x, n: -1}
+    )
     with pytest.raises(ValueError, match='gather must count .* the input .*, but gave int -1'):
         pipe(x, n=n)
 
@@ -361,22 +423,30 @@ class TwoLosses(nn.Module):
         logits = self.head(x)
         if labels is None:
             return {'logits': logits}
-        return {'ce': F.cross_entropy(logits, labels, ignore_index=0),
-                'aux': logits.square().mean()}
+        return {
+            'ce': F.cross_entropy(logits, labels, ignore_index=0),
+            'aux': logits.square().mean(),
+        }
 
 
 def test_rules_of_some_outputs_say_nothing_of_others():
     x, labels = torch.rand(4, 3), torch.tensor([0, 1, 2, 1])
     layers = to_sequential(TwoLosses(), Arguments(x, labels))
-    gpipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2,
-                  gather={'ce': 'stack', 'aux': 'mean'})
+    gpipe = GPipe(
+        layers, [len(layers)], devices=['cpu'], chunks=2, gather={'ce': 'stack', 'aux': 'mean'}
+    )
     assert torch.allclose(gpipe(x, labels)['aux'], layers(x, labels)['aux'])
 
 
 def test_a_count_matters_where_it_is_used_only():
     x, labels = torch.rand(4, 3), torch.zeros(4, dtype=torch.long)
-    gpipe = GPipe(nn.Sequential(TwoLosses()), [1], devices=['cpu'], chunks=2,
-                  gather={'ce': lambda x, labels: (labels != 0).sum(), 'aux': 'mean'})
+    gpipe = GPipe(
+        nn.Sequential(TwoLosses()),
+        [1],
+        devices=['cpu'],
+        chunks=2,
+        gather={'ce': lambda x, labels: (labels != 0).sum(), 'aux': 'mean'},
+    )
     assert gpipe(x)['logits'].shape == (4, 3)
     gpipe.step(x, x, lambda output, _: output['logits'].square().mean())
     with pytest.raises(ValueError, match='gather counts nothing in the whole input'):

@@ -1,4 +1,5 @@
 """Which modules are leaves, called as one and not looked into."""
+
 import pickle
 import re
 import time
@@ -18,9 +19,13 @@ pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 def test_blocks_that_are_named_are_leaves():
-    model = of(lambda m, x: m.head(m.body(x)), body=nn.Sequential(*(
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3))),
-        head=nn.Linear(4, 4))
+    model = of(
+        lambda m, x: m.head(m.body(x)),
+        body=nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3))
+        ),
+        head=nn.Linear(4, 4),
+    )
     x = torch.randn(4, 4)
     assert len(to_sequential(model, x, grain='layer')) == 7
     layers = to_sequential(model, x, leaves=['body.?'])
@@ -29,18 +34,29 @@ def test_blocks_that_are_named_are_leaves():
     assert 'self.body[0](args_0' in layers[0].code
 
 
-@pytest.mark.parametrize('leaf, error, match', [
-    ('c', ValueError, "no submodule 'c'"), (nn.Conv2d, ValueError, 'no submodule'),
-    (3, TypeError, 'name of a submodule, a class or a module'),
-    (nn.Linear(1, 1), ValueError, 'no submodule')])
+@pytest.mark.parametrize(
+    'leaf, error, match',
+    [
+        ('c', ValueError, "no submodule 'c'"),
+        (nn.Conv2d, ValueError, 'no submodule'),
+        (3, TypeError, 'name of a submodule, a class or a module'),
+        (nn.Linear(1, 1), ValueError, 'no submodule'),
+    ],
+)
 def test_leaves_that_are_none(leaf, error, match):
     with pytest.raises(error, match=match):
         to_sequential(Model(halves), sample(), leaves=[leaf])
 
 
-@pytest.mark.parametrize('region', [
-    lambda: torch.autocast('cpu', enabled=False), torch.enable_grad,
-    lambda: torch.inference_mode(False)], ids=['autocast', 'grad', 'inference'])
+@pytest.mark.parametrize(
+    'region',
+    [
+        lambda: torch.autocast('cpu', enabled=False),
+        torch.enable_grad,
+        lambda: torch.inference_mode(False),
+    ],
+    ids=['autocast', 'grad', 'inference'],
+)
 def test_a_region_of_a_mode_that_is_so_anyway_stays_one(region):
     def function(m, x):
         with region():
@@ -76,10 +92,12 @@ def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
         assert torch.equal(layers(sample()), model(sample()))
 
 
-@pytest.mark.parametrize('register', ['register_full_backward_hook',
-                                      'register_full_backward_pre_hook'])
+@pytest.mark.parametrize(
+    'register', ['register_full_backward_hook', 'register_full_backward_pre_hook']
+)
 def test_a_module_with_backward_hooks_is_a_leaf(register):
     """And no other one of its class."""
+
     def tripled(module, *grads):
         return tuple(3 * grad for grad in grads[0])
 
@@ -127,10 +145,16 @@ def test_what_a_module_does_before_it_is_loaded_its_layers_do():
     assert [type(m).__name__ for m in layers.modules()].count('Renamed') == 1
     small = pickle.dumps(layers[0])
     assert b'2.weight' not in small and len(small) < len(pickle.dumps(layers))
-    old = {name.replace('weight', 'old_weight') if name[0] == '1' else name: torch.ones(x.shape)
-           for name, x in model.state_dict().items()}
-    for each in (layers, GPipe(pickle.loads(pickle.dumps(layers)), [1, len(layers) - 1],
-                               devices=['cpu:0', 'cpu:1'])):
+    old = {
+        name.replace('weight', 'old_weight') if name[0] == '1' else name: torch.ones(x.shape)
+        for name, x in model.state_dict().items()
+    }
+    for each in (
+        layers,
+        GPipe(
+            pickle.loads(pickle.dumps(layers)), [1, len(layers) - 1], devices=['cpu:0', 'cpu:1']
+        ),
+    ):
         each.load_state_dict(old)
         weights = original_names(each.state_dict())
         assert [weights[f'{k}.weight'].mean() for k in range(4)] == [1, 3, 1, 3]
@@ -191,8 +215,11 @@ def test_modules_that_stay_whole_are_told():
     model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 2), Inner(halves), Inner(halves))
     model[3].register_full_backward_hook(lambda *_: None)
     body, named, hooked = to_sequential(model, sample(), leaves=['2']).wholes
-    assert re.match(r"'1' \(Body\) stays whole, with 41% of the parameters and \d+% of the time: "
-                    r'its program goes by the training mode \(', str(body))
+    assert re.match(
+        r"'1' \(Body\) stays whole, with 41% of the parameters and \d+% of the time: "
+        r'its program goes by the training mode \(',
+        str(body),
+    )
     assert str(body).endswith('in by_the_mode: return x * 2 if m.training else x + 1)')
     assert 'named as a leaf' in str(named) and 'backward hooks' in str(hooked)
     assert to_sequential(nn.Sequential(nn.Linear(6, 6), Inner(halves)), sample()).wholes == []
@@ -215,8 +242,11 @@ def test_the_time_of_modules_that_stay_whole_is_told():
 def test_a_module_with_most_of_the_model_gives_a_warning():
     """In v0.9.0, nothing was said: two layers, and all of the model in one."""
     model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 60))
-    with pytest.warns(UserWarning, match="most of Sequential is in one of its 2 layers.*'1' "
-                      r"\(Body\) stays whole, with 95% .*training mode \("):
+    with pytest.warns(
+        UserWarning,
+        match="most of Sequential is in one of its 2 layers.*'1' "
+        r'\(Body\) stays whole, with 95% .*training mode \(',
+    ):
         to_sequential(model, sample())
     to_sequential(model, sample(), leaves=['1'])  # It was asked for.
     to_sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 60)), sample())

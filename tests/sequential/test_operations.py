@@ -1,4 +1,5 @@
 """Values that steps may depend on besides those in a graph: found, or refused."""
+
 import copy
 import functools
 import threading
@@ -33,8 +34,7 @@ def by_type_in_text(m, x):
 
 
 @alone
-@pytest.mark.parametrize('function', [looked_up, by_membership, by_text],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize('function', [looked_up, by_membership, by_text], ids=lambda f: f.__name__)
 def test_a_size_that_is_looked_up_or_written_is_checked(function):
     class Any(nn.Module):
         def forward(self, x):
@@ -120,8 +120,12 @@ def test_an_object_with_a_part_of_the_model_in_it_is_refused():
         def backward(ctx, grad):
             return grad, None
 
-    for make in (lambda m: m.run, lambda m: functools.partial(Model.run, m),
-                 lambda m: lambda x: m.run(x), lambda m: SimpleNamespace(m=m).m.run):
+    for make in (
+        lambda m: m.run,
+        lambda m: functools.partial(Model.run, m),
+        lambda m: lambda x: m.run(x),
+        lambda m: SimpleNamespace(m=m).m.run,
+    ):
         model = Model(lambda m, x: Run.apply(x, make(m)))
         Model.run = lambda self, x: self.a(x)
         try:
@@ -147,8 +151,7 @@ def test_threads_convert_one_after_the_other():
     def convert():
         start.wait()
         for _ in range(5):
-            results.append(len(to_sequential(models.pop(), torch.ones(4, 6),
-                                             check_sample=False)))
+            results.append(len(to_sequential(models.pop(), torch.ones(4, 6), check_sample=False)))
 
     threads = [threading.Thread(target=convert) for _ in range(2)]
     for thread in threads:
@@ -180,6 +183,7 @@ def test_an_object_with_tensors_in_it_is_refused():
 @alone
 def test_a_program_that_goes_by_elements_where_it_is_not_recorded():
     """In v0.9.0, the first call on the meta device raised, as of transformers with a mask."""
+
     def masked(m, x):
         if not isinstance(x, fx.Proxy) and bool((x > 0).all()):
             return x

@@ -1,4 +1,5 @@
 """The parts of a model in layers, and their names: the names in the model."""
+
 import copy
 from collections import ChainMap, OrderedDict
 
@@ -48,15 +49,17 @@ def test_names_are_those_of_the_model():
         found = original_names(converted.state_dict())
         assert found.keys() == state.keys()
         model.load_state_dict(found)
-        other = {name: torch.rand_like(x) if x.is_floating_point() else x
-                 for name, x in state.items()}
+        other = {
+            name: torch.rand_like(x) if x.is_floating_point() else x for name, x in state.items()
+        }
         tied = other['words.weight']
         other.update({name: tied for name in ('stack.words.weight', 'head.weight')})
         converted.load_state_dict(other)
         again = original_names(converted.state_dict())
         assert all(torch.equal(again[name], x) for name, x in other.items())
-        converted.load_state_dict({f'{20 + k}.{name}': x for k, (name, x)
-                                   in enumerate(state.items())})
+        converted.load_state_dict(
+            {f'{20 + k}.{name}': x for k, (name, x) in enumerate(state.items())}
+        )
         again = original_names(converted.state_dict())
         assert all(torch.equal(again[name], x) for name, x in state.items())
     with pytest.raises(RuntimeError, match='Missing key.*scale'):
@@ -82,6 +85,7 @@ def test_a_sequential_model_keeps_its_names_apart():
 
 def test_a_name_of_a_layer_that_is_one_of_the_model_as_well():
     """All names together decide which one is meant."""
+
     class Numbered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -108,8 +112,13 @@ def test_weights_have_the_names_of_the_model(tmp_path):
     with torch.device('meta'):
         empty = Tied(persistent=True)
     layers = to_sequential(empty, ids.to('meta'))
-    pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], chunks=2,
-                 weights=tmp_path / 'model.pt')
+    pipe = GPipe(
+        layers,
+        [2, len(layers) - 2],
+        devices=['cpu', 'cpu'],
+        chunks=2,
+        weights=tmp_path / 'model.pt',
+    )
     torch.testing.assert_close(pipe(ids), model(ids))  # Kernels differ by the number of rows.
     mine = {'1.' + name: x for name, x in model.state_dict().items()}
     layers = to_sequential(Tied(persistent=True), ids)
@@ -147,6 +156,7 @@ def test_weights_may_have_buffers_that_are_in_no_state_dict():
 
 def test_what_is_shared_stays_shared():
     """In layers that have it in common, when they are loaded, moved or get another type."""
+
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -158,9 +168,11 @@ def test_what_is_shared_stays_shared():
             return (x * self.scale) @ self.words.weight.t()
 
     ids = torch.randint(6, (4, 3))
-    for change in (lambda m, state: m.load_state_dict(state, assign=True),
-                   lambda m, state: m.double(),
-                   lambda m, state: m.to_empty(device='cpu')):
+    for change in (
+        lambda m, state: m.load_state_dict(state, assign=True),
+        lambda m, state: m.double(),
+        lambda m, state: m.to_empty(device='cpu'),
+    ):
         model = Tied()
         state = copy.deepcopy(model.state_dict())
         layers = to_sequential(model, ids)
@@ -173,6 +185,7 @@ def test_what_is_shared_stays_shared():
 
 def test_of_what_is_tied_one_name_is_enough():
     """Files of safetensors have one name, and PyTorch asks for all."""
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

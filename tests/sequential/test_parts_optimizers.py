@@ -1,4 +1,5 @@
 """States of optimizers go by names, there and back: parameters of one shape are not mixed up."""
+
 import copy
 
 import pytest
@@ -35,16 +36,23 @@ class Net(nn.Module):
 
 def named(model, learns=True):
     """Return an optimizer of a model that keeps the names."""
-    return torch.optim.AdamW([(name, p) for name, p in model.named_parameters()
-                              if p.requires_grad or not learns], lr=0.01)
+    return torch.optim.AdamW(
+        [(name, p) for name, p in model.named_parameters() if p.requires_grad or not learns],
+        lr=0.01,
+    )
 
 
 def without_names(model):
     """Return one that has two groups, and none of the names."""
     ps = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD([{'params': [p for p in ps if p.dim() < 2], 'lr': 0.1},
-                            {'params': [p for p in ps if p.dim() > 1], 'weight_decay': 0.1}],
-                           lr=0.05, momentum=0.9)
+    return torch.optim.SGD(
+        [
+            {'params': [p for p in ps if p.dim() < 2], 'lr': 0.1},
+            {'params': [p for p in ps if p.dim() > 1], 'weight_decay': 0.1},
+        ],
+        lr=0.05,
+        momentum=0.9,
+    )
 
 
 def train(model, optimizer, steps=3):
@@ -81,7 +89,9 @@ def state_of(optimizer):
 def check_there_and_back(model, optimizer, pipe, own, source, back):
     """Go on with the pipeline as with the model, and with the model as with the pipeline."""
     for state, other, there in (
-            (state_of(optimizer), own, (pipe, own, source)), (None, back, (pipe, back, own))):
+        (state_of(optimizer), own, (pipe, own, source)),
+        (None, back, (pipe, back, own)),
+    ):
         state = state_of(own) if state is None else state
         other.load_state_dict(optimizer_state(state, *there))
         train(model, optimizer)
@@ -104,9 +114,12 @@ def test_there_and_back_by_the_names_that_pytorch_keeps(optimizer_of, own_of):
 def with_names(model):
     """Return the optimizer of :func:`without_names`, with names."""
     names = {id(p): name for name, p in model.named_parameters()}
-    return torch.optim.SGD([
-        {**group, 'params': [(names[id(p)], p) for p in group['params']]}
-        for group in without_names(model).param_groups])
+    return torch.optim.SGD(
+        [
+            {**group, 'params': [(names[id(p)], p) for p in group['params']]}
+            for group in without_names(model).param_groups
+        ]
+    )
 
 
 def test_a_state_without_names():
@@ -141,22 +154,39 @@ def test_what_is_refused():
     own = named(pipe)
     foreign = named(nn.Sequential(nn.Embedding(2, 2), *pipe.partitions[1][-1:]))
     for what, given in (
-            ('the state dict has .* no names: make the optimizers of named_parameters',
-             (bare, pipe, own)),
-            ('has groups of .7. parameters, and the source of .9.',
-             (bare, pipe, own, named(model, learns=False))),
-            ('has groups of .7. parameters, and the source of .3, 4.',
-             (bare, pipe, own, with_names(model))),
-            ("only one has .'frozen.bias', 'frozen.weight'., of 7 .* and 9 in the target",
-             (state, pipe, named(pipe, learns=False))),
-            ("no group of the same parameters .*'late.bias'.* which are 3: make both",
-             (state, pipe, without_names(pipe))),
-            ("the target has parameters that are not those of the model, .*: .'0.weight'. of 4",
-             (state, pipe, foreign)),
-            ('names of parameters are those of a converted model: .* not Net, which has none',
-             (state, model, own)),
-            ("'exp_avg' of 'late.bias' has shape .5,., but the parameter .12,.: the source",
-             (other_shape(state), pipe, own))):
+        (
+            'the state dict has .* no names: make the optimizers of named_parameters',
+            (bare, pipe, own),
+        ),
+        (
+            'has groups of .7. parameters, and the source of .9.',
+            (bare, pipe, own, named(model, learns=False)),
+        ),
+        (
+            'has groups of .7. parameters, and the source of .3, 4.',
+            (bare, pipe, own, with_names(model)),
+        ),
+        (
+            "only one has .'frozen.bias', 'frozen.weight'., of 7 .* and 9 in the target",
+            (state, pipe, named(pipe, learns=False)),
+        ),
+        (
+            "no group of the same parameters .*'late.bias'.* which are 3: make both",
+            (state, pipe, without_names(pipe)),
+        ),
+        (
+            "the target has parameters that are not those of the model, .*: .'0.weight'. of 4",
+            (state, pipe, foreign),
+        ),
+        (
+            'names of parameters are those of a converted model: .* not Net, which has none',
+            (state, model, own),
+        ),
+        (
+            "'exp_avg' of 'late.bias' has shape .5,., but the parameter .12,.: the source",
+            (other_shape(state), pipe, own),
+        ),
+    ):
         with pytest.raises(ValueError, match=what):
             optimizer_state(*given)
     source = torch.optim.LBFGS(pipe.parameters(), max_iter=2)
@@ -187,6 +217,7 @@ def other_shape(state):
 
 def test_names_of_the_model_that_are_also_names_of_layers():
     """``0.weight`` is another one in layers: all names together decide which one is meant."""
+
     class Numbered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -214,12 +245,18 @@ def test_names_of_the_model_that_are_also_names_of_layers():
 def test_states_with_sums_over_rows():
     """States of Adafactor have other sizes than their parameters."""
     source, layers = Net(), to_sequential(Net(), IDS)
-    there, here = (torch.optim.Adafactor([(name, x) for name, x in each.named_parameters()
-                                          if x.requires_grad]) for each in (source, layers))
+    there, here = (
+        torch.optim.Adafactor(
+            [(name, x) for name, x in each.named_parameters() if x.requires_grad]
+        )
+        for each in (source, layers)
+    )
     train(source, there)
     state = optimizer_state(there.state_dict(), layers, here)
-    found = {name: x for name, x in zip(state['param_groups'][0]['params'], here.param_groups[0][
-        'params'])}
+    found = {
+        name: x
+        for name, x in zip(state['param_groups'][0]['params'], here.param_groups[0]['params'])
+    }
     assert len(found) == len(here.param_groups[0]['params'])
     here.load_state_dict(state)
     assert {tuple(x['row_var'].shape) for x in here.state.values() if 'row_var' in x} == {(12, 1)}

@@ -1,4 +1,5 @@
 """Functions replaced while a forward is recorded, and threads for which they are not replaced."""
+
 import builtins
 import gc
 import math
@@ -46,10 +47,24 @@ def assert_same(function, *sizes):
 
 
 MAKERS = {
-    'arange': [6], 'as_tensor': [[1.5] * 6], 'empty': [6], 'eye': [6], 'full': [(6,), 2.0],
-    'linspace': [0, 1, 6], 'logspace': [0, 1, 6], 'ones': [6], 'rand': [6], 'randint': [9, (6,)],
-    'randn': [6], 'randperm': [6], 'scalar_tensor': [2.0], 'tensor': [[1.5] * 6],
-    'tril_indices': [3, 3], 'triu_indices': [3, 3], 'zeros': [6]}
+    'arange': [6],
+    'as_tensor': [[1.5] * 6],
+    'empty': [6],
+    'eye': [6],
+    'full': [(6,), 2.0],
+    'linspace': [0, 1, 6],
+    'logspace': [0, 1, 6],
+    'ones': [6],
+    'rand': [6],
+    'randint': [9, (6,)],
+    'randn': [6],
+    'randperm': [6],
+    'scalar_tensor': [2.0],
+    'tensor': [[1.5] * 6],
+    'tril_indices': [3, 3],
+    'triu_indices': [3, 3],
+    'zeros': [6],
+}
 
 
 @pytest.mark.parametrize('name', MAKERS)
@@ -74,13 +89,25 @@ def test_tensors_are_made_on_the_device_of_another(name):
 
 
 NUMBERS = {
-    'arange': lambda n: [n], 'as_tensor': lambda n: [n], 'empty': lambda n: [n],
-    'eye': lambda n: [n], 'full': lambda n: [(n,), n], 'linspace': lambda n: [0, n, n],
-    'logspace': lambda n: [0, 1, n], 'normal': lambda n: [0.0, 1.0, (n,)],
-    'ones': lambda n: [n], 'rand': lambda n: [n], 'randint': lambda n: [n, (n,)],
-    'randn': lambda n: [n], 'randperm': lambda n: [n], 'scalar_tensor': lambda n: [n],
-    'tensor': lambda n: [n], 'tril_indices': lambda n: [n, n], 'triu_indices': lambda n: [n, n],
-    'zeros': lambda n: [n]}
+    'arange': lambda n: [n],
+    'as_tensor': lambda n: [n],
+    'empty': lambda n: [n],
+    'eye': lambda n: [n],
+    'full': lambda n: [(n,), n],
+    'linspace': lambda n: [0, n, n],
+    'logspace': lambda n: [0, 1, n],
+    'normal': lambda n: [0.0, 1.0, (n,)],
+    'ones': lambda n: [n],
+    'rand': lambda n: [n],
+    'randint': lambda n: [n, (n,)],
+    'randn': lambda n: [n],
+    'randperm': lambda n: [n],
+    'scalar_tensor': lambda n: [n],
+    'tensor': lambda n: [n],
+    'tril_indices': lambda n: [n, n],
+    'triu_indices': lambda n: [n, n],
+    'zeros': lambda n: [n],
+}
 
 
 @pytest.mark.parametrize('name', NUMBERS)
@@ -109,8 +136,7 @@ def test_limits_of_numbers_are_those_of_the_type_of_each_run(name):
         assert layers(torch.rand(4, 6).double()).mean() > torch.finfo(torch.float).max
 
 
-@cases('name', ['ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2',
-                'sin', 'sqrt'])
+@cases('name', ['ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', 'sin', 'sqrt'])
 def test_functions_of_the_batch_size(name):
     assert_same(lambda m, x: x + getattr(math, name)(x.shape[0]))
 
@@ -123,11 +149,25 @@ def test_the_product_of_a_shape():
     assert_same(lambda m, x: x + math.prod(x.shape))
 
 
-@pytest.mark.parametrize('name, args', [
-    ('betavariate', (1, 1)), ('choice', ('ab',)), ('choices', ('ab',)), ('expovariate', (1,)),
-    ('gauss', (0, 1)), ('getrandbits', (3,)), ('normalvariate', (0, 1)), ('randint', (0, 1)),
-    ('random', ()), ('randrange', (3,)), ('sample', ('ab', 1)), ('shuffle', ([1, 2],)),
-    ('triangular', ()), ('uniform', (0, 1))])
+@pytest.mark.parametrize(
+    'name, args',
+    [
+        ('betavariate', (1, 1)),
+        ('choice', ('ab',)),
+        ('choices', ('ab',)),
+        ('expovariate', (1,)),
+        ('gauss', (0, 1)),
+        ('getrandbits', (3,)),
+        ('normalvariate', (0, 1)),
+        ('randint', (0, 1)),
+        ('random', ()),
+        ('randrange', (3,)),
+        ('sample', ('ab', 1)),
+        ('shuffle', ([1, 2],)),
+        ('triangular', ()),
+        ('uniform', (0, 1)),
+    ],
+)
 def test_a_random_number_is_refused_where_it_is_drawn(name, args):
     def function(m, x):
         getattr(random, name)(*args)  # this line
@@ -169,11 +209,20 @@ def test_what_other_threads_see_of_what_is_replaced():
     def look():
         kept.extend([len, isinstance, math.sqrt, torch.arange, torch.finfo, random.random])
         limits = torch.finfo(torch.float)
-        results.append((
-            len([1, 2]), isinstance(1, int), math.sqrt(4), torch.arange(2).tolist(),
-            isinstance(limits, torch.finfo), limits.eps, isinstance(torch.finfo, type),
-            Twice.apply(torch.ones(1)).item(), twice(torch.ones(1)).item(),
-            [pickle.loads(pickle.dumps(each)) is each for each in kept[:5]]))
+        results.append(
+            (
+                len([1, 2]),
+                isinstance(1, int),
+                math.sqrt(4),
+                torch.arange(2).tolist(),
+                isinstance(limits, torch.finfo),
+                limits.eps,
+                isinstance(torch.finfo, type),
+                Twice.apply(torch.ones(1)).item(),
+                twice(torch.ones(1)).item(),
+                [pickle.loads(pickle.dumps(each)) is each for each in kept[:5]],
+            )
+        )
         with torch.no_grad():
             module = nn.LayerNorm(2)  # It draws nothing.
         module.mine = [*module.named_parameters()][0][1] is module.weight
@@ -245,11 +294,15 @@ twice, reversed_, set_up = Twice.apply, Reversed.apply, SetUp.apply
 def test_a_function_that_is_applied_by_a_name_of_its_own(cls, function, has_sample):
     """In v0.8.0, its forward was recorded: the backward was lost, or an error spoke of a mode."""
     sample = torch.rand(4, 6) if has_sample else None
-    with pytest.raises(ConversionError, match=fr'(?s)calls {cls.__name__}\.apply by a name.*test_'
-                       fr'patches.py, line.*Way out: call it .* {cls.__name__}\.apply\('):
+    with pytest.raises(
+        ConversionError,
+        match=rf'(?s)calls {cls.__name__}\.apply by a name.*test_'
+        rf'patches.py, line.*Way out: call it .* {cls.__name__}\.apply\(',
+    ):
         to_sequential(Model(lambda m, x: function(x)), sample)
-    layers = to_sequential(nn.Sequential(nn.Linear(6, 6), Applied(function)), torch.rand(4, 6),
-                           leaves=[Applied])
+    layers = to_sequential(
+        nn.Sequential(nn.Linear(6, 6), Applied(function)), torch.rand(4, 6), leaves=[Applied]
+    )
     called = to_sequential(Model(lambda m, x: cls.apply(x)), sample)
     for each in (layers, called):
         x = torch.rand(4, 6)
@@ -285,8 +338,7 @@ def test_a_leaf_may_trace_functions_itself():
 
 def functions_now():
     """Return some of the replaced functions."""
-    return (torch.arange, torch.finfo, builtins.len, builtins.isinstance, math.sqrt,
-            random.random)
+    return (torch.arange, torch.finfo, builtins.len, builtins.isinstance, math.sqrt, random.random)
 
 
 def test_what_a_step_imports_finds_the_functions_of_pytorch_and_python():

@@ -1,5 +1,6 @@
 """Forwards that can be recorded give the same results. Others raise an error that names the
 line."""
+
 import builtins
 import copy
 import math
@@ -130,13 +131,19 @@ def looped(m, x):
 
 def made(m, x):
     rows = torch.arange(len(x), device=x.device, dtype=x.dtype).unsqueeze(1)
-    return (x + rows * 0 + torch.zeros(x.shape) + torch.full((x.size(0), 6), 0.5)
-            + torch.tensor([1.0, x.shape[1]]).sum() + torch.finfo(x.dtype).eps
-            + math.sqrt(x.shape[1]))
+    return (
+        x
+        + rows * 0
+        + torch.zeros(x.shape)
+        + torch.full((x.size(0), 6), 0.5)
+        + torch.tensor([1.0, x.shape[1]]).sum()
+        + torch.finfo(x.dtype).eps
+        + math.sqrt(x.shape[1])
+    )
 
 
 def resized(m, x):
-    return F.interpolate(x[:, None], size=2 * x.shape[-1], mode='linear')[:, 0, :x.shape[-1]]
+    return F.interpolate(x[:, None], size=2 * x.shape[-1], mode='linear')[:, 0, : x.shape[-1]]
 
 
 def types_asked(m, x):
@@ -195,11 +202,28 @@ def drawn(m, x):
     return x * torch.rand(1) + torch.randn_like(x)
 
 
-@pytest.mark.parametrize('function', [
-    halves, written_in_place, counted, listed, packed, looped, made, resized, types_asked,
-    numbers_first, with_its_own_backward, with_its_own_apply, plain_modules, masked, dropped,
-    drawn],
-    ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'function',
+    [
+        halves,
+        written_in_place,
+        counted,
+        listed,
+        packed,
+        looped,
+        made,
+        resized,
+        types_asked,
+        numbers_first,
+        with_its_own_backward,
+        with_its_own_apply,
+        plain_modules,
+        masked,
+        dropped,
+        drawn,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_what_people_write(function):
     layers = check(Model(function), sample(), torch.randn(7, 6))
     assert len(layers) == 2
@@ -278,9 +302,20 @@ def by_an_attribute(m, x):
     return x
 
 
-WRONG = [by_elements, by_an_element, by_a_draw, set_aside, without_gradients,
-         in_another_precision, by_the_mode, given_to_numpy, from_a_foreign_layer,
-         from_a_layer_elsewhere, in_a_mode_that_is_set, by_an_attribute]
+WRONG = [
+    by_elements,
+    by_an_element,
+    by_a_draw,
+    set_aside,
+    without_gradients,
+    in_another_precision,
+    by_the_mode,
+    given_to_numpy,
+    from_a_foreign_layer,
+    from_a_layer_elsewhere,
+    in_a_mode_that_is_set,
+    by_an_attribute,
+]
 
 
 @pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
@@ -293,22 +328,31 @@ def test_what_can_not_be_followed_names_the_line(function):
     assert 'test_record.py, line' in message and f'in {function.__name__}' in message
     assert '# this line' in message and 'write that part of the model' in message
     assert {**model.__dict__} == known and all(
-        torch.equal(x, state[name]) for name, x in model.state_dict().items())
+        torch.equal(x, state[name]) for name, x in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
 def test_a_leaf_may_do_anything(function):
     """A module that goes by the mode, or changes modes, is one by itself."""
     model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    by_itself = function in (by_the_mode, without_gradients, in_another_precision,
-                             in_a_mode_that_is_set)
+    by_itself = function in (
+        by_the_mode,
+        without_gradients,
+        in_another_precision,
+        in_a_mode_that_is_set,
+    )
     if not by_itself:
         with pytest.raises(ConversionError, match=r"leaves=\['1'\]"):
             to_sequential(model, sample())
     if function is from_a_foreign_layer:
         return  # Each call has other weights.
-    layers = to_sequential(model, sample(), leaves=() if by_itself else ['1'],
-                           check_sample=function not in (by_an_element, by_a_draw))
+    layers = to_sequential(
+        model,
+        sample(),
+        leaves=() if by_itself else ['1'],
+        check_sample=function not in (by_an_element, by_a_draw),
+    )
     assert [type(x).__name__ for x in layers.modules()].count('Inner') == 1
     for mode in (True, False):
         model.train(mode)
@@ -341,8 +385,9 @@ def test_a_difference_that_follows_two_modes_is_of_the_last_one():
     class Other(Inner):
         pass
 
-    model = nn.Sequential(nn.Linear(6, 6), Inner(harmless), nn.Linear(6, 6), Other(by_the_mode),
-                          Inner(harmless))
+    model = nn.Sequential(
+        nn.Linear(6, 6), Inner(harmless), nn.Linear(6, 6), Other(by_the_mode), Inner(harmless)
+    )
     layers = to_sequential(model, sample())
     names = [type(x).__name__ for x in layers.modules()]
     assert names.count('Other') == 1 and 'Inner' not in names
@@ -370,9 +415,9 @@ def test_what_a_forward_draws_unseen_is_noticed():
     with pytest.raises(ConversionError, match='draws random numbers of PyTorch'):
         to_sequential(Model(lambda m, x: x + rand(1)), sample())
     uniform = random.uniform
-    with pytest.raises(ConversionError, match="draws random numbers of Python"):
+    with pytest.raises(ConversionError, match='draws random numbers of Python'):
         to_sequential(Model(lambda m, x: x + uniform(0, 1)), sample())
-    with pytest.raises(ConversionError, match="draws random numbers of Python"):
+    with pytest.raises(ConversionError, match='draws random numbers of Python'):
         to_sequential(Model(lambda m, x: x + float(numpy.random.rand())), sample())
 
 
@@ -402,9 +447,12 @@ def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
     model = nn.Sequential(nn.Linear(6, 6), Inner(function)) if inner else Model(function)
     held = model[1] if inner else model
     held.last, held.cache = None, {}
-    with pytest.raises(ConversionError, match='Way out: if only its first call does that, as for '
-                                              'a cache, call the model once before. Otherwise '
-                                              '.*leaf'):
+    with pytest.raises(
+        ConversionError,
+        match='Way out: if only its first call does that, as for '
+        'a cache, call the model once before. Otherwise '
+        '.*leaf',
+    ):
         to_sequential(model, sample())
     model(sample())
     assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
@@ -413,6 +461,7 @@ def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
 @pytest.mark.parametrize('before, after', [('sparse', 'full'), (False, True)])
 def test_a_flag_that_the_first_call_sets_is_set_before(before, after):
     """An example is the flag of BigBird for short texts."""
+
     def flag_once(m, x):
         if m.flag == before:
             m.flag = after
@@ -427,9 +476,15 @@ def test_a_flag_that_the_first_call_sets_is_set_before(before, after):
     check(model, sample())
 
 
-@pytest.mark.parametrize('function', [lambda m, x: setattr(m, 'number', m.number + 1) or x,
-                                      lambda m, x: setattr(m, 'count', m.count + 1) or x,
-                                      lambda m, x: m.seen.append(1) or x], ids=range(3))
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda m, x: setattr(m, 'number', m.number + 1) or x,
+        lambda m, x: setattr(m, 'count', m.count + 1) or x,
+        lambda m, x: m.seen.append(1) or x,
+    ],
+    ids=range(3),
+)
 def test_what_each_call_changes_is_not_called_before(function):
     model = Model(function)
     model.number, model.seen = 0, [1]
@@ -457,7 +512,7 @@ def test_an_object_that_a_leaf_changes_is_noticed():
         model = Model(lambda m, x: forward(m, x, change))
         model.reader = Reader(6, 6)
         if change:
-            with pytest.raises(ConversionError, match=r"\(Cache\) that is changed there"):
+            with pytest.raises(ConversionError, match=r'\(Cache\) that is changed there'):
                 to_sequential(model, sample())
         else:
             check(model, sample())
@@ -480,8 +535,11 @@ def test_what_the_program_goes_by_is_checked_in_each_run():
     assert torch.equal(layers(torch.ones(9, 4)), torch.full((9, 4), 2.0))
     with pytest.raises(ValueError, match=r'shape\[1\] > 3 was True; it is False now .*by_size'):
         layers(torch.ones(4, 2))
-    with pytest.raises(ValueError, match='called with arguments like those of the sample.*; the '
-                                         r"sample was without 'scale': .*Arguments\(…, scale=…"):
+    with pytest.raises(
+        ValueError,
+        match='called with arguments like those of the sample.*; the '
+        r"sample was without 'scale': .*Arguments\(…, scale=…",
+    ):
         layers(torch.ones(4, 6), scale=2)
     assert torch.equal(layers(torch.ones(4, 6), scale=1), torch.full((4, 6), 2.0))
     with pytest.raises(TypeError, match='unexpected keyword'):
@@ -528,11 +586,17 @@ class Called(nn.Module):
         return {'out': self.b(x) * scale, 'n': scale}
 
 
-@pytest.mark.parametrize('arguments', [
-    Arguments(torch.randn(4, 6)), Arguments(torch.randn(4, 6), torch.ones(4, 1)),
-    Arguments(torch.randn(4, 6), extra={'y': (torch.randn(4, 6), None)}),
-    Arguments(torch.randn(4, 6), mask=torch.ones(4, 1), scale=3),
-    Arguments(torch.randn(4, 6), NoChunk(torch.ones(1, 6)))], ids=range(5))
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        Arguments(torch.randn(4, 6)),
+        Arguments(torch.randn(4, 6), torch.ones(4, 1)),
+        Arguments(torch.randn(4, 6), extra={'y': (torch.randn(4, 6), None)}),
+        Arguments(torch.randn(4, 6), mask=torch.ones(4, 1), scale=3),
+        Arguments(torch.randn(4, 6), NoChunk(torch.ones(1, 6))),
+    ],
+    ids=range(5),
+)
 def test_arguments(arguments):
     model = Called()
     layers = to_sequential(model, arguments)
@@ -559,10 +623,16 @@ class Scored(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), ids
 
 
-@pytest.mark.parametrize('sample', [
-    lambda x: Arguments(x, labels=x), lambda x: Arguments(x, x, [x, x]),
-    lambda x: Arguments(x, x.view(4, 3), [x[:], x.detach()]),
-    lambda x: Arguments(x, NoChunk(x), (NoChunk(x), x))], ids=range(4))
+@pytest.mark.parametrize(
+    'sample',
+    [
+        lambda x: Arguments(x, labels=x),
+        lambda x: Arguments(x, x, [x, x]),
+        lambda x: Arguments(x, x.view(4, 3), [x[:], x.detach()]),
+        lambda x: Arguments(x, NoChunk(x), (NoChunk(x), x)),
+    ],
+    ids=range(4),
+)
 def test_each_place_of_a_sample_is_an_argument_of_its_own(sample):
     """In v0.8.0, a tensor at two places was one: later the first place's went to both."""
     model, x = Scored(), torch.randint(9, (4, 3))
@@ -593,9 +663,11 @@ def test_without_a_sample():
     assert len(layers) == 2
     model = Model(made)
     assert torch.equal(to_sequential(model)(sample()), model(sample()))
-    for function, what in [(lambda m, x: x if x.shape[1] > 2 else x * 2, 'goes by'),
-                           (types_asked, 'asks for the type'),
-                           (lambda m, x: [y for y in x][0], 'goes through')]:
+    for function, what in [
+        (lambda m, x: x if x.shape[1] > 2 else x * 2, 'goes by'),
+        (types_asked, 'asks for the type'),
+        (lambda m, x: [y for y in x][0], 'goes through'),
+    ]:
         with pytest.raises(ConversionError, match=f'{what}.*not known without a sample'):
             to_sequential(Model(function))
     with pytest.raises(ValueError, match='converted without a sample'):
@@ -604,19 +676,33 @@ def test_without_a_sample():
 
 def test_nothing_stays_replaced():
     """Also after an error, and others threads never see it."""
-    before = (builtins.len, builtins.isinstance, torch.arange, random.random, nn.Module.__call__,
-              nn.Module.__getattr__, nn.Module.__setattr__,
-              torch.autograd.Function.__dict__['apply'],
-              type(torch.autograd.Function).__getattribute__)
+    before = (
+        builtins.len,
+        builtins.isinstance,
+        torch.arange,
+        random.random,
+        nn.Module.__call__,
+        nn.Module.__getattr__,
+        nn.Module.__setattr__,
+        torch.autograd.Function.__dict__['apply'],
+        type(torch.autograd.Function).__getattribute__,
+    )
     for function in (made, by_elements):
         try:
             to_sequential(Model(function), sample())
         except ConversionError:
             pass
-        assert before == (builtins.len, builtins.isinstance, torch.arange, random.random,
-                          nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__,
-                          torch.autograd.Function.__dict__['apply'],
-                          type(torch.autograd.Function).__getattribute__)
+        assert before == (
+            builtins.len,
+            builtins.isinstance,
+            torch.arange,
+            random.random,
+            nn.Module.__call__,
+            nn.Module.__getattr__,
+            nn.Module.__setattr__,
+            torch.autograd.Function.__dict__['apply'],
+            type(torch.autograd.Function).__getattribute__,
+        )
     assert '__getattribute__' not in vars(type(torch.autograd.Function))
 
 
@@ -638,7 +724,7 @@ def test_a_conversion_changes_nothing():
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(x, kept) and torch.equal(torch.get_rng_state(), generator)
     assert [m.training for m in model] == [True, False, True, True]
-    norm, = (m for m in layers.modules() if isinstance(m, nn.BatchNorm1d))
+    (norm,) = (m for m in layers.modules() if isinstance(m, nn.BatchNorm1d))
     assert layers.training and not norm.training
     assert all(p.grad is None for p in model.parameters())
     mine = {id(p) for p in model.parameters()}

@@ -1,4 +1,5 @@
 """Guards as wide as the model: values that its control flow does not use may differ in a call."""
+
 import warnings
 
 import pytest
@@ -24,9 +25,8 @@ def asserted(m, x):
 
 def asserted_in_lines(m, x):
     torch._assert(
-        x.dim() == 2,
-        f'expected (N, 6), got {x.shape}, which is {len(x)} of'
-        f' {x.shape[1]:3d}')
+        x.dim() == 2, f'expected (N, 6), got {x.shape}, which is {len(x)} of {x.shape[1]:3d}'
+    )
     return x
 
 
@@ -68,7 +68,8 @@ def in_a_condition(m, x):
 
 
 def in_the_same_line(m, x):
-    if f'{len(x)}' == '4': print(end=f'{len(x)}')  # noqa: E701
+    if f'{len(x)}' == '4':
+        print(end=f'{len(x)}')  # noqa: E701
     return x
 
 
@@ -79,8 +80,10 @@ def test_a_shape_in_a_message_alone_may_be_another(function):
     check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
 
 
-@pytest.mark.parametrize('function', [
-    looked_up, kept, kept_by_another_name, handed_on, in_a_condition, in_the_same_line])
+@pytest.mark.parametrize(
+    'function',
+    [looked_up, kept, kept_by_another_name, handed_on, in_a_condition, in_the_same_line],
+)
 def test_a_text_that_a_program_may_go_by_may_not(function):
     layers = to_sequential(Model(function), sample(), check_sample=False)
     with pytest.raises(ValueError, match='was 4; it is 7 now'):
@@ -111,9 +114,7 @@ def asserted_elements(m, x):
 
 
 def asserted_number(m, x):
-    assert (
-        x.isfinite().sum().item()
-        == x.numel())
+    assert x.isfinite().sum().item() == x.numel()
     return x
 
 
@@ -190,9 +191,20 @@ def with_a_way_before(m, x):
     return x
 
 
-@pytest.mark.parametrize('function', [
-    asserted_elements, in_one_of_two_ways, in_a_chain, in_any, in_any_of_a_list, in_a_list,
-    of_a_choice, with_another_way, with_a_way_before])
+@pytest.mark.parametrize(
+    'function',
+    [
+        asserted_elements,
+        in_one_of_two_ways,
+        in_a_chain,
+        in_any,
+        in_any_of_a_list,
+        in_a_list,
+        of_a_choice,
+        with_another_way,
+        with_a_way_before,
+    ],
+)
 def test_elements_by_which_a_program_may_do_more(function):
     """Of several truths, others might let it go on."""
     with pytest.raises(ConversionError, match='by the elements of a tensor'):
@@ -307,8 +319,9 @@ def test_what_the_other_way_does_is_asked_in_each_call():
 
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
-@pytest.mark.parametrize('function', [
-    doubled, squared, changed, dropped, called, sparse, once_more])
+@pytest.mark.parametrize(
+    'function', [doubled, squared, changed, dropped, called, sparse, once_more]
+)
 def test_one_sample_for_which_another_way_does_something_else(function, device):
     model = Model(function).to(device)
     model.counts = Counts()

@@ -1,4 +1,5 @@
 """Modes that a model runs in: autocast around it, grad mode, and training or evaluation."""
+
 import pickle
 
 import pytest
@@ -14,9 +15,15 @@ from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
-@pytest.mark.parametrize('asks', [
-    lambda x: torch.is_autocast_enabled('cpu'), lambda x: torch.is_autocast_enabled(x.device.type),
-    lambda x: torch.get_autocast_dtype('cpu') == torch.float16], ids=range(3))
+@pytest.mark.parametrize(
+    'asks',
+    [
+        lambda x: torch.is_autocast_enabled('cpu'),
+        lambda x: torch.is_autocast_enabled(x.device.type),
+        lambda x: torch.get_autocast_dtype('cpu') == torch.float16,
+    ],
+    ids=range(3),
+)
 def test_a_program_that_goes_by_autocast_around_the_call(asks):
     """In v0.8.2, it went the way of the conversion in each call."""
     model = Model(lambda m, x: x * (2 if asks(x) else 3))
@@ -48,9 +55,15 @@ def test_pytorch_s_own_modules_ask_for_autocast_without_a_guard():
 TABLES = {True: torch.ones(4, 6), False: torch.zeros(4, 6)}
 
 
-@pytest.mark.parametrize('function', [
-    lambda x, table: x + table, lambda x, table: torch.add(x, other=table),
-    lambda x, table: torch.cat([x, table])], ids=range(3))
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda x, table: x + table,
+        lambda x, table: torch.add(x, other=table),
+        lambda x, table: torch.cat([x, table]),
+    ],
+    ids=range(3),
+)
 def test_a_constant_that_is_another_one_in_each_mode_is_noticed(function):
     model = Model(lambda m, x: function(x, TABLES[bool(m.training)]))
     with pytest.raises(ConversionError, match='its program goes by the training mode'):
@@ -79,9 +92,12 @@ def test_a_form_that_goes_by_the_training_mode(training):
     model = Model(added)
     model.inner = WithAuxiliary()
     model.train(training)
-    with pytest.raises(ConversionError, match='fails in one mode: .* in training than '
-                       'in evaluation.*use_mems_eval = False.*auxiliary heads.*leaves.*'
-                       'check_sample=False') as found:
+    with pytest.raises(
+        ConversionError,
+        match='fails in one mode: .* in training than '
+        'in evaluation.*use_mems_eval = False.*auxiliary heads.*leaves.*'
+        'check_sample=False',
+    ) as found:
         to_sequential(model, sample())
     assert 'by their size' not in str(found.value)
     layers, x = to_sequential(model, sample(), check_sample=False), sample()
@@ -117,15 +133,18 @@ def normalized(norm=nn.BatchNorm1d):
 
 @pytest.mark.parametrize('check_sample', [True, False])
 def test_a_train_of_its_own_that_layers_would_not_run(check_sample):
-    """In v0.8.2, batch normalization went on in training, without a word if nothing was compared.
-    """
+    """In v0.8.2, batch normalization went on in training, without a word if nothing was compared."""
     x, root = sample(), Freezes(normalized())
-    with pytest.raises(ConversionError, match=r'(?s)^Freezes .*after model.train\(\), inner.1 '
-                       r'would be in training mode.*in train\n.*class Frozen'):
+    with pytest.raises(
+        ConversionError,
+        match=r'(?s)^Freezes .*after model.train\(\), inner.1 '
+        r'would be in training mode.*in train\n.*class Frozen',
+    ):
         to_sequential(root, x, check_sample=check_sample)
     with pytest.raises(ConversionError, match=r"(?s)^'1' \(Freezes\).* 1.inner.1 .*leaves=\['1'"):
-        to_sequential(nn.Sequential(nn.Linear(6, 6), Freezes(normalized())), x,
-                      check_sample=check_sample)
+        to_sequential(
+            nn.Sequential(nn.Linear(6, 6), Freezes(normalized())), x, check_sample=check_sample
+        )
     model = nn.Sequential(nn.Linear(6, 6), Freezes(normalized()))
     layers = to_sequential(model, x, leaves=['1'], check_sample=check_sample).train()
     assert not model[1].inner[1].training
@@ -171,9 +190,15 @@ def test_the_mode_of_a_leaf_that_another_module_asks_for():
     assert [whole.name for whole in check(model, sample()).wholes] == ['1']
 
 
-@pytest.mark.parametrize('function', [
-    lambda x, y: torch.stack([x, y]).sum(0), lambda x, y: torch.add(x, other=y),
-    lambda x, y: torch.where(x > 0, x, y)], ids=['list', 'keyword', 'argument'])
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda x, y: torch.stack([x, y]).sum(0),
+        lambda x, y: torch.add(x, other=y),
+        lambda x, y: torch.where(x > 0, x, y),
+    ],
+    ids=['list', 'keyword', 'argument'],
+)
 def test_a_constant_that_goes_by_the_mode(function):
     """In v0.9.0, one in a list or a keyword kept the conversion's mode, if not compared."""
     tables = [torch.ones(4, 6), torch.zeros(4, 6)]
@@ -185,15 +210,18 @@ def test_a_constant_that_goes_by_the_mode(function):
 
 def test_the_mode_of_a_module_within_a_leaf():
     """In v0.9.0, it was a constant, which was not detected on the meta device."""
-    for function in (lambda m, x: F.dropout(x, 0.5, m.leaf[0].training),
-                     lambda m, x: x if m.leaf[0].training else -x):
+    for function in (
+        lambda m, x: F.dropout(x, 0.5, m.leaf[0].training),
+        lambda m, x: x if m.leaf[0].training else -x,
+    ):
         for device in ('meta', 'cpu'):
             model = Model(function).to(device)
             model.leaf = nn.Sequential(nn.Linear(6, 6)).to(device)
             inputs = sample()
             try:
-                layers = to_sequential(model, inputs.to(device), leaves=['leaf'],
-                                       check_sample=False)
+                layers = to_sequential(
+                    model, inputs.to(device), leaves=['leaf'], check_sample=False
+                )
             except ConversionError as error:
                 assert 'goes by the training mode' in str(error) and '-x' in str(error)
                 continue
@@ -209,6 +237,7 @@ def test_the_mode_of_a_module_within_a_leaf():
 @pytest.mark.parametrize('asks_in', [True, False])
 def test_what_one_mode_alone_asks_for_is_guarded_and_makes_no_leaf(training, asks_in):
     """In v0.9.0, the module stayed whole."""
+
     def function(m, x):
         asks = m.training if asks_in else not m.training
         return x if asks and x.dim() != 2 else x.neg()
@@ -251,7 +280,7 @@ class Forces(nn.Module):
     def forward(self, x):
         x = x.clone().requires_grad_(True)
         energy = self.layer(x).tanh().sum(-1)
-        grad, = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy, -grad
 
 
@@ -274,9 +303,12 @@ def test_a_leaf_that_needs_gradients_in_its_own_forward(check_sample, grad):
     model, x = Physics(), sample()
     with torch.set_grad_enabled(grad):
         layers = to_sequential(model, x, leaves=['forces'], check_sample=check_sample)
-        found = from_stages(model, [model.inside, model.forces,
-                                    lambda m, x: (x[0], m.outside(x[1]))], x,
-                            check_sample=check_sample)
+        found = from_stages(
+            model,
+            [model.inside, model.forces, lambda m, x: (x[0], m.outside(x[1]))],
+            x,
+            check_sample=check_sample,
+        )
     assert len(layers) == len(found) == 3
     pipe = GPipe(layers, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
     results = []

@@ -1,4 +1,5 @@
 """The fix named by an error of a conversion, or of a call after it."""
+
 import re
 from collections import OrderedDict, UserDict
 
@@ -32,10 +33,14 @@ def test_keys_in_another_order_are_named():
         layers((x, x), p=x, q=x)
 
 
-@pytest.mark.parametrize('given, words', [
-    ('pqr', r"the sample was without 'r': .*, to_sequential\(model, Arguments\(…, r=…\)\)$"),
-    ('p', "this call is without 'q': give it, or convert the model without it$"),
-    ('rs', "the sample was without 'r', 's': .*r=…, s=….*; this call is without 'p', 'q': ")])
+@pytest.mark.parametrize(
+    'given, words',
+    [
+        ('pqr', r"the sample was without 'r': .*, to_sequential\(model, Arguments\(…, r=…\)\)$"),
+        ('p', "this call is without 'q': give it, or convert the model without it$"),
+        ('rs', "the sample was without 'r', 's': .*r=…, s=….*; this call is without 'p', 'q': "),
+    ],
+)
 def test_arguments_that_the_sample_has_not_are_named(given, words):
     """Also those that a forward takes any of."""
     x = sample()
@@ -65,8 +70,11 @@ def test_keyword_arguments_in_a_mapping(kind, meta):
     model, batch = Scaled(halves), kind(x=sample(), scale=sample())
     model = model.to('meta') if meta else model
     batch = kind({name: x.to('meta') if meta else x for name, x in batch.items()})
-    with pytest.raises(TypeError, match=r"Scaled fails for a \w*ict .* keys \['x', 'scale'\] by "
-                                        r'name: pass Arguments\(\*\*batch\) .*model\(\*\*batch\)'):
+    with pytest.raises(
+        TypeError,
+        match=r"Scaled fails for a \w*ict .* keys \['x', 'scale'\] by "
+        r'name: pass Arguments\(\*\*batch\) .*model\(\*\*batch\)',
+    ):
         to_sequential(model, batch)
     layers = to_sequential(model, Arguments(**batch))
     with pytest.raises((TypeError, ValueError), match=r' arguments.* model\(\*\*batch\)'):
@@ -100,11 +108,11 @@ def test_values_in_the_place_of_the_parameters_of_a_layer():
 
 def test_a_size_that_cuts_a_table_says_the_way_out():
     tables = [torch.randn(9, 6)]
-    model, x = Model(lambda m, x: x + tables[0][:x.shape[1]]), torch.randn(4, 5, 6)
+    model, x = Model(lambda m, x: x + tables[0][: x.shape[1]]), torch.randn(4, 5, 6)
     layers = to_sequential(model, x)
     with pytest.raises(ValueError, match=r'shape\[1\] was 5; it is 4 .*by register_buffer'):
         layers(x[:, :4])
-    model = Model(lambda m, x: x + m.tables[:x.shape[1]])
+    model = Model(lambda m, x: x + m.tables[: x.shape[1]])
     model.register_buffer('tables', torch.randn(9, 6))
     assert torch.equal(to_sequential(model, x)(x[:, :4]), model(x[:, :4]))
 
@@ -118,8 +126,9 @@ def test_a_causal_mask_says_the_way_out():
         if options:
             assert len(to_sequential(model, torch.randn(4, 5, 6))) > 1
         else:
-            with pytest.raises(ConversionError, match="(?s)'encoder'.*elements of a tensor.*"
-                                                      'is_causal=True'):
+            with pytest.raises(
+                ConversionError, match="(?s)'encoder'.*elements of a tensor.*is_causal=True"
+            ):
                 to_sequential(model, torch.randn(4, 5, 6))
 
 
@@ -153,8 +162,11 @@ def test_a_cache_says_the_way_out(function):
     model = Model(function)
     model.block = Fills()
     model.b = nn.Identity()
-    with pytest.raises(ConversionError, match=r'(?s)\(Cache\).*Way out: if it is a cache.*'
-                       r'use_cache=False in the call') as caught:
+    with pytest.raises(
+        ConversionError,
+        match=r'(?s)\(Cache\).*Way out: if it is a cache.*'
+        r'use_cache=False in the call',
+    ) as caught:
         to_sequential(model, sample(), leaves=['block'])
     assert ' at 0x' not in str(caught.value)
 
@@ -162,6 +174,7 @@ def test_a_cache_says_the_way_out(function):
 @pytest.mark.parametrize('training', [True, False])
 def test_a_cache_of_evaluation_only_says_the_way_out(training):
     """In v0.9.0, the module that made it stayed whole, with most of the model, as in Mamba."""
+
     class Backbone(nn.Module):
         def __init__(self):
             super().__init__()
@@ -188,6 +201,7 @@ def test_a_cache_of_evaluation_only_says_the_way_out(training):
 @pytest.mark.parametrize('again', [False, True], ids=['saved tensors', 'reentrant'])
 def test_checkpoints_say_the_way_out(again):
     """In v0.9.0, a TypeError of C++, and a module that could not be converted as a leaf either."""
+
     class Block(Inner):
         def forward(self, x):
             run = super().forward
@@ -197,9 +211,12 @@ def test_checkpoints_say_the_way_out(again):
     try:
         to_sequential(model, sample())
     except ConversionError as error:
-        assert re.search(r"(?s)^'1' \(Block\).* calls torch.utils.checkpoint\n.*=again"
-                         r'.*activation_checkpointing_disable\(\).* '
-                         r'gradient_checkpointing_disable\(\).*GPipe', str(error))
+        assert re.search(
+            r"(?s)^'1' \(Block\).* calls torch.utils.checkpoint\n.*=again"
+            r'.*activation_checkpointing_disable\(\).* '
+            r'gradient_checkpointing_disable\(\).*GPipe',
+            str(error),
+        )
     else:  # PyTorch 2.11 takes values of a recording there, and it is looked into.
         assert not again and torch.__version__ < '2.12'
     assert len(to_sequential(model, sample(), leaves=['1'], check_sample=False)) == 3
@@ -242,8 +259,9 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), Inner(counted)])
-                                    for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.Linear(6, 6), Inner(counted)]) for _ in range(3)
+        )
         self.more = nn.ModuleList([Inner(counted), nn.Linear(6, 6)])
         for module in self.modules():
             module.count = 0
@@ -260,8 +278,7 @@ def test_a_leaf_is_proposed_for_all_of_its_kind():
         to_sequential(Blocks(), sample(), check_sample=False)
     with pytest.raises(ConversionError, match=re.escape("leaves=['more.0'])")):
         to_sequential(Blocks(), sample(), leaves=['blocks.*.1'], check_sample=False)
-    layers = to_sequential(Blocks(), sample(), leaves=['blocks.*.1', 'more.0'],
-                           check_sample=False)
+    layers = to_sequential(Blocks(), sample(), leaves=['blocks.*.1', 'more.0'], check_sample=False)
     assert len(layers.wholes) == 4
     linear, *others = nn.Linear(6, 6), Inner(counted), Inner(counted)
     for each in others:

@@ -1,4 +1,5 @@
 """The sample of a submodule: the arguments that the model passes to it."""
+
 import random
 
 import pytest
@@ -29,7 +30,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        x = nn.functional.dropout(self.norm(x), .5, self.training)
+        x = nn.functional.dropout(self.norm(x), 0.5, self.training)
         try:
             return self.body(x, scale=x.sum(1, keepdim=True), cache=None)
         except Exception:
@@ -65,10 +66,10 @@ def test_the_arguments_are_the_caller_s_not_changed_by_hooks():
 
 def test_a_parameter_that_a_forward_writes_to_does_not_change():
     """A copy of the model shares its parameters."""
-    net = nn.Sequential(nn.Embedding(4, 3, max_norm=.1), nn.Linear(3, 2))
+    net = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Linear(3, 2))
     before = net[0].weight.detach().clone()
     sample = sample_of(net, net[1], torch.tensor([0, 1]))
-    assert sample.args[0].norm(dim=1).max() < .11
+    assert sample.args[0].norm(dim=1).max() < 0.11
     assert torch.equal(net[0].weight, before)
 
 
@@ -125,8 +126,10 @@ def test_the_part_of_a_model_runs_as_a_pipeline():
     net.zero_grad()
     with pipeline.in_place_of(net.body):
         net(x).sum().backward()
-    assert all(torch.allclose(parameter.grad, gradient) for parameter, gradient in
-               zip(net.body.parameters(), expected))
+    assert all(
+        torch.allclose(parameter.grad, gradient)
+        for parameter, gradient in zip(net.body.parameters(), expected)
+    )
 
 
 class Catches(nn.Module):

@@ -1,4 +1,5 @@
 """Transformers as people write them: with no regard to pipelines or to tracing."""
+
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -56,7 +57,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         x = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+            q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0
+        )
         x = x.transpose(1, 2).reshape(B, N, C)
         x = self.proj(x)
         x = self.proj_drop(x)
@@ -94,13 +96,21 @@ class EncoderBlock(nn.Module):
 class VisionTransformer(nn.Module):
     """By default ViT-B/16 (arXiv 2010.11929)."""
 
-    def __init__(self, size=224, patch=16, dim=768, depth=12, num_heads=12, num_classes=1000,
-                 drop=0.0, drop_path=0.0):
+    def __init__(
+        self,
+        size=224,
+        patch=16,
+        dim=768,
+        depth=12,
+        num_heads=12,
+        num_classes=1000,
+        drop=0.0,
+        drop_path=0.0,
+    ):
         super().__init__()
         self.patch_embed = PatchEmbed(size, patch, 3, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
-        self.pos_embed = nn.Parameter(
-            torch.randn(1, self.patch_embed.num_patches + 1, dim) * 0.02)
+        self.pos_embed = nn.Parameter(torch.randn(1, self.patch_embed.num_patches + 1, dim) * 0.02)
         self.pos_drop = nn.Dropout(drop)
         rates = [float(p) for p in torch.linspace(0, drop_path, depth, device='cpu')]
         self.blocks = nn.Sequential(*[EncoderBlock(dim, num_heads, drop, p) for p in rates])
@@ -164,8 +174,11 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         length = config.n_positions
-        self.register_buffer('bias', torch.tril(torch.ones(
-            length, length, dtype=torch.bool)).view(1, 1, length, length), persistent=False)
+        self.register_buffer(
+            'bias',
+            torch.tril(torch.ones(length, length, dtype=torch.bool)).view(1, 1, length, length),
+            persistent=False,
+        )
 
     def forward(self, x, attention_mask=None):
         B, T, C = x.size()
@@ -189,9 +202,13 @@ class GPTBlock(nn.Module):
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = nn.ModuleDict(dict(c_fc=Conv1D(4 * config.n_embd, config.n_embd),
-                                      c_proj=Conv1D(config.n_embd, 4 * config.n_embd),
-                                      dropout=nn.Dropout(config.dropout)))
+        self.mlp = nn.ModuleDict(
+            dict(
+                c_fc=Conv1D(4 * config.n_embd, config.n_embd),
+                c_proj=Conv1D(config.n_embd, 4 * config.n_embd),
+                dropout=nn.Dropout(config.dropout),
+            )
+        )
 
     def forward(self, x, attention_mask=None):
         x = x + self.attn(self.ln_1(x), attention_mask=attention_mask)
@@ -206,12 +223,15 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.n_positions, config.n_embd),
-            drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList([GPTBlock(config) for _ in range(config.n_layer)]),
-            ln_f=nn.LayerNorm(config.n_embd)))
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.n_positions, config.n_embd),
+                drop=nn.Dropout(config.dropout),
+                h=nn.ModuleList([GPTBlock(config) for _ in range(config.n_layer)]),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         self.transformer.wte.weight = self.lm_head.weight
@@ -219,8 +239,9 @@ class GPT(nn.Module):
     def forward(self, input_ids, attention_mask=None, labels=None):
         device = input_ids.device
         B, T = input_ids.size()
-        assert T <= self.config.n_positions, \
+        assert T <= self.config.n_positions, (
             f'{T} tokens are more than the {self.config.n_positions} of the model'
+        )
         pos = torch.arange(0, T, dtype=torch.long, device=device).unsqueeze(0)
         x = self.transformer.wte(input_ids) + self.transformer.wpe(pos)
         x = self.transformer.drop(x)
@@ -233,6 +254,9 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].reshape(-1, logits.size(-1)),
-                                   labels[:, 1:].reshape(-1), ignore_index=-100)
+            loss = F.cross_entropy(
+                logits[:, :-1].reshape(-1, logits.size(-1)),
+                labels[:, 1:].reshape(-1),
+                ignore_index=-100,
+            )
         return GPTOutput(loss=loss, logits=logits, last_hidden_state=x)

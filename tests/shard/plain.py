@@ -1,4 +1,5 @@
 """The plain layers of one process, and the parts of their tensors that belong to a rank."""
+
 import torch
 from torch import nn
 
@@ -14,8 +15,10 @@ def pair(make):
         make: Makes either, from functions that make a linear layer and an embedding.
     """
     torch.manual_seed(5)
-    plain = make(lambda *args, dim, **options: nn.Linear(*args, **options),
-                 lambda *args, dim, **options: nn.Embedding(*args, **options)).double()
+    plain = make(
+        lambda *args, dim, **options: nn.Linear(*args, **options),
+        lambda *args, dim, **options: nn.Embedding(*args, **options),
+    ).double()
     sharded = make(ts.nn.ParallelLinear, ts.nn.ParallelEmbedding).double()
     sharded.load_state_dict(ts.relocate_state_dict(sharded, plain.state_dict()))
     return plain, sharded
@@ -26,8 +29,11 @@ def give_gradients(plain, sharded, scale=1.0):
     torch.manual_seed(7)
     for parameter in plain.parameters():
         parameter.grad = torch.randn_like(parameter) * scale
-    mine = ts.relocate_state_dict(sharded, {
-        name: gradient.clone() for name, gradient in gradients(plain).items()}, strict=False)
+    mine = ts.relocate_state_dict(
+        sharded,
+        {name: gradient.clone() for name, gradient in gradients(plain).items()},
+        strict=False,
+    )
     for name, parameter in sharded.named_parameters():
         parameter.grad = mine[name]
 
@@ -51,5 +57,6 @@ def close(these, those, within=1e-12):
     """See that tensors of two dicts, of the same names, are close to each other."""
     assert {*these} == {*those}
     for name, one in these.items():
-        torch.testing.assert_close(one, those[name], rtol=within, atol=within, msg=lambda text: (
-            f'{name}: {text}'))
+        torch.testing.assert_close(
+            one, those[name], rtol=within, atol=within, msg=lambda text: f'{name}: {text}'
+        )

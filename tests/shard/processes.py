@@ -14,6 +14,7 @@ ranks meet in a folder, so that no port is needed::
 A process that does not return or leaves something behind (a thread, a patch) is killed. A rank
 that has failed ends unless all have returned at once, because another one may wait for it.
 """
+
 import gc
 import itertools
 import multiprocessing
@@ -37,17 +38,25 @@ __all__ = ['Failure', 'end_idle', 'outcomes', 'run']
 _context = multiprocessing.get_context('forkserver')
 #: Modules that the server imports. Optimizers and DistributedDataParallel import Dynamo when first
 #: made.
-IMPORTED = ['pytest', 'torch._dynamo', 'torch.distributed.checkpoint.state_dict',
-            'torch.distributed.tensor', 'torch.distributed.fsdp', 'torchgpipe.distributed',
-            'torchgpipe.sequential', 'torchgpipe.shard', 'torchgpipe.testing',
-            'torchgpipe.timeline']
+IMPORTED = [
+    'pytest',
+    'torch._dynamo',
+    'torch.distributed.checkpoint.state_dict',
+    'torch.distributed.tensor',
+    'torch.distributed.fsdp',
+    'torchgpipe.distributed',
+    'torchgpipe.sequential',
+    'torchgpipe.shard',
+    'torchgpipe.testing',
+    'torchgpipe.timeline',
+]
 
 #: For so many seconds a rank that has failed waits for the word that all the others are there.
-TO_HEAR = .3
+TO_HEAR = 0.3
 
 #: For so many seconds the results of the other ranks are awaited when one has failed. The one that
 #: has caused it may be later than one that lost the connection.
-TO_FOLLOW = .5
+TO_FOLLOW = 0.5
 
 #: Seconds that a rank may take to clean up after a call.
 TO_END = 5
@@ -77,8 +86,9 @@ def run(world, function, *args, group=None, timeout=120):
     found = outcomes(world, function, *args, group=group, timeout=timeout, stop=True)
     failures = [result for result in found if isinstance(result, Failure)]
     if failures:
-        raise RuntimeError('\n'.join(f'rank {failure.rank} failed:\n{failure.text}'
-                                     for failure in failures))
+        raise RuntimeError(
+            '\n'.join(f'rank {failure.rank} failed:\n{failure.text}' for failure in failures)
+        )
     return found
 
 
@@ -230,8 +240,13 @@ def _call(rank, world, group, timeout, path, stays, call):
         warnings.simplefilter('error')
         warnings.filterwarnings('ignore', '.*torch.jit')  # as setup.cfg has it
         try:
-            dist.init_process_group('gloo', store=dist.FileStore(path, world), rank=rank,
-                                    world_size=world, timeout=timedelta(seconds=timeout))
+            dist.init_process_group(
+                'gloo',
+                store=dist.FileStore(path, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout),
+            )
             if group is not None:
                 ts.distributed.init_process_group(group)
             dist.barrier()  # A rank that ends while others connect would be a failure of theirs.
@@ -260,12 +275,18 @@ def _end():
 def _state():
     """Return the state that a call may not change: of the process, of modules and of classes."""
     import torch
-    return {'dtype': torch.get_default_dtype(), 'grad mode': torch.is_grad_enabled(),
-            'deterministic': torch.are_deterministic_algorithms_enabled(),
-            'accelerator': torch.accelerator.current_accelerator(),
-            'debug': torch.distributed.get_debug_level(), 'threads': threading.active_count(),
-            'folder': os.getcwd(), 'environment': dict(os.environ),
-            **{holder: [*map(id, vars(holder).values())] for holder in _holders()}}
+
+    return {
+        'dtype': torch.get_default_dtype(),
+        'grad mode': torch.is_grad_enabled(),
+        'deterministic': torch.are_deterministic_algorithms_enabled(),
+        'accelerator': torch.accelerator.current_accelerator(),
+        'debug': torch.distributed.get_debug_level(),
+        'threads': threading.active_count(),
+        'folder': os.getcwd(),
+        'environment': dict(os.environ),
+        **{holder: [*map(id, vars(holder).values())] for holder in _holders()},
+    }
 
 
 def _holders():
@@ -273,13 +294,18 @@ def _holders():
     for name, module in [*sys.modules.items()]:
         if name.startswith('torchgpipe'):
             yield module
-            yield from (value for value in vars(module).values()
-                        if isinstance(value, type) and value.__module__ == name)
+            yield from (
+                value
+                for value in vars(module).values()
+                if isinstance(value, type) and value.__module__ == name
+            )
     yield from (sys.modules['torch'], sys.modules['torch.distributed'])
 
 
 def _is_kept(before):
     """Return whether all is there that was; imports and caches may have added to it."""
     now = _state()
-    return all(now[name] == value or (isinstance(value, list) and now[name][:len(value)] == value)
-               for name, value in before.items())
+    return all(
+        now[name] == value or (isinstance(value, list) and now[name][: len(value)] == value)
+        for name, value in before.items()
+    )

@@ -1,4 +1,5 @@
 """Clipping: the norm and the gradients of one process, for any order of the norm."""
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,13 @@ INF = float('inf')
 
 def make(linear, embedding):
     """Return layers, whole, row parallel and column parallel; shards are uneven or empty."""
-    return nn.Sequential(embedding(7, 5, dim=0), nn.Linear(5, 5), linear(5, 3, dim=1), nn.Tanh(),
-                         linear(3, 5, dim=0))
+    return nn.Sequential(
+        embedding(7, 5, dim=0),
+        nn.Linear(5, 5),
+        linear(5, 3, dim=1),
+        nn.Tanh(),
+        linear(3, 5, dim=0),
+    )
 
 
 def clip_all():

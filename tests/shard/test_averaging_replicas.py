@@ -1,4 +1,5 @@
 """Replicas: gradients equal one process's on all samples, however samples are spread."""
+
 import copy
 import re
 from contextlib import nullcontext
@@ -25,8 +26,9 @@ class Net(nn.Module):
     def __init__(self, linear, embedding):
         super().__init__()
         self.backbone = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten())
-        self.head = nn.Sequential(linear(12, 7, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1),
-                                  linear(7, 5, dim=0))
+        self.head = nn.Sequential(
+            linear(12, 7, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1), linear(7, 5, dim=0)
+        )
 
     def forward(self, x):
         """Return logits."""
@@ -116,7 +118,8 @@ def ignored_before():
     _, sharded = pair(Net)
     sharded.again = sharded.head
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        sharded, ['backbone.0.bias'])
+        sharded, ['backbone.0.bias']
+    )
     assert ts.register_ddp_parameters_to_ignore(copy.deepcopy(sharded).to('meta'))
     names = ts.register_ddp_parameters_to_ignore(sharded)
     assert 'again.0.weight' in names and 'backbone.0.bias' not in names
@@ -165,10 +168,15 @@ def odd_gradients():
 def zero():
     """Spread the optimizer over replicas, and collect its state where it was consolidated."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # takes its time
+
     plain, sharded = pair(Net)
     one = torch.optim.AdamW(plain.parameters(), 0.1)
-    spread = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=0.1,
-                                     process_group=ts.distributed.get_data_group())
+    spread = ZeroRedundancyOptimizer(
+        sharded.parameters(),
+        torch.optim.AdamW,
+        lr=0.1,
+        process_group=ts.distributed.get_data_group(),
+    )
     batch = samples(12)
     x, y = part(batch, *replicas())
     for _ in range(3):
@@ -190,8 +198,7 @@ def zero():
 def refused():
     """Wrap with a group that has some ranks of the parallel group only."""
     _, sharded = pair(Net)
-    ddp = DistributedDataParallel(sharded.backbone,
-                                  process_group=ts.distributed.get_data_group())
+    ddp = DistributedDataParallel(sharded.backbone, process_group=ts.distributed.get_data_group())
     with pytest.raises(ValueError, match='over the whole group.*without process_group='):
         ts.register_ddp_gathered_features(ddp)
 
@@ -201,10 +208,13 @@ def other_seeds():
     torch.manual_seed(dist.get_rank())
     plain = nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 7))
     sharded = nn.Sequential(
-        ts.nn.ParallelEmbedding(6, 5, dim=0), ts.nn.ParallelEmbedding(5, 3, dim=1),
-        ts.nn.ParallelLinear(5, 7, dim=1), ts.nn.ParallelLinear(7, 5, dim=0),
+        ts.nn.ParallelEmbedding(6, 5, dim=0),
+        ts.nn.ParallelEmbedding(5, 3, dim=1),
+        ts.nn.ParallelLinear(5, 7, dim=1),
+        ts.nn.ParallelLinear(7, 5, dim=0),
         ts.nn.ParallelEmbedding.convert_parallel_embedding(plain[0], 1),
-        ts.nn.ParallelLinear.convert_parallel_linear(plain[1], 0))
+        ts.nn.ParallelLinear.convert_parallel_linear(plain[1], 0),
+    )
     return whole(sharded)
 
 
@@ -249,7 +259,8 @@ def test_replicas_with_values_of_their_own_are_refused_or_get_the_same():
 
 @pytest.mark.parametrize('world, group', GRID)
 def test_under_ddp_the_gradient_of_the_backbone_has_its_scale_where_features_are_gathered(
-        world, group):
+    world, group
+):
     """In TorchShard 0.1.0, it was divided by the world size."""
     run(world, gathered, group=group)
     run(world, nothing_gathered, group=group)
@@ -271,8 +282,9 @@ def test_shards_that_ddp_takes_for_copies_are_refused():
 
 def test_shards_of_uneven_size_are_refused_by_ddp_itself():
     _, failure = outcomes(2, uneven, group=2)
-    assert re.search(r'RuntimeError: .*params\[0\] in this process with sizes \[5, 4\]',
-                     failure.text)
+    assert re.search(
+        r'RuntimeError: .*params\[0\] in this process with sizes \[5, 4\]', failure.text
+    )
 
 
 def test_gradients_that_some_replicas_lack():

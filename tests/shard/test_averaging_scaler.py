@@ -1,4 +1,5 @@
 """The scale of a loss: all ranks skip a step, or none does, and scales stay the same."""
+
 from copy import deepcopy
 
 import pytest
@@ -14,8 +15,9 @@ from tests.whole import first
 
 def make(linear, embedding):
     """Return a layer whose outputs are split, and one whose inputs are."""
-    return nn.Sequential(linear(4, 6, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1),
-                         linear(6, 4, dim=0))
+    return nn.Sequential(
+        linear(4, 6, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1), linear(6, 4, dim=0)
+    )
 
 
 def steps(kind, optimizer_options, bad, unscale):
@@ -38,8 +40,9 @@ def steps(kind, optimizer_options, bad, unscale):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return scaler.get_scale(), all(not torch.equal(value, before[key])
-                                   for key, value in whole(sharded).items())
+    return scaler.get_scale(), all(
+        not torch.equal(value, before[key]) for key, value in whole(sharded).items()
+    )
 
 
 def all_steps():
@@ -51,7 +54,8 @@ def all_steps():
                 assert steps(ts.GradScaler, each, bad, unscale) == (4.0, False)
                 assert steps(ts.GradScaler, each, 0.0, unscale) == (8.0, True)
     assert steps(torch.amp.GradScaler, {}, float('inf'), True)[0] == (
-        4.0 if torch.distributed.get_rank() == 1 else 8.0)
+        4.0 if torch.distributed.get_rank() == 1 else 8.0
+    )
 
 
 @pytest.mark.parametrize('world, group', first(1, [(4, 2), (2, 2)]))

@@ -1,4 +1,5 @@
 """Collectives in place, or without a gradient."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ def low_level():
     assert collectives.all_reduce(x.clone(), group).tolist() == [2 * first + 1] * 2
     assert collectives.all_reduce(x.clone(), group, dist.ReduceOp.MAX).tolist() == [first + 1] * 2
     scattered = torch.ones(2, 3).T
-    assert distributed.reduce_(scattered).equal(torch.full((3, 2), 2.)) and scattered.sum() == 6
+    assert distributed.reduce_(scattered).equal(torch.full((3, 2), 2.0)) and scattered.sum() == 6
     packed = torch.ones(2, 3)
     assert distributed.reduce_(packed) is packed and packed.sum() == 12
     assert collectives.broadcast(x.clone(), group).tolist() == [first] * 2

@@ -1,4 +1,5 @@
 """Ranks that do not do the same are named, in the debug mode: by PyTorch, or before its call."""
+
 import re
 
 import pytest
@@ -48,16 +49,22 @@ def other_logits():
 
 
 #: Of these the error comes from PyTorch, and names a rank that differs from this one.
-PYTORCH = [(other_shapes, 2, r'TensorShape=\[3, 5\].*Tensor shapes'),
-           (other_types, 1, 'Half.*Tensor dtypes'),
-           (other_rows, 2, r'TensorShape=\[3, 3\].*Tensor shapes'),
-           (other_calls, 0, 'OpType=_?ALLGATHER.*Op type')]
+PYTORCH = [
+    (other_shapes, 2, r'TensorShape=\[3, 5\].*Tensor shapes'),
+    (other_types, 1, 'Half.*Tensor dtypes'),
+    (other_rows, 2, r'TensorShape=\[3, 3\].*Tensor shapes'),
+    (other_calls, 0, 'OpType=_?ALLGATHER.*Op type'),
+]
 
 #: Differences that PyTorch does not detect.
 OWN = [
     (other_sizes, r'rank 3 has all_gather: \[2, 2, 2, 1\]; ranks 0, 1, 2 have .*2, 2, 2, 2\]'),
-    (other_logits, r'rank 1 has parallel_cross_entropy: logits of torch.float16 and shape '
-                   r'\(2, classes\), .*; ranks 0, 2, 3 have .*bfloat16')]
+    (
+        other_logits,
+        r'rank 1 has parallel_cross_entropy: logits of torch.float16 and shape '
+        r'\(2, classes\), .*; ranks 0, 2, 3 have .*bfloat16',
+    ),
+]
 
 
 def raised(function):
@@ -75,7 +82,7 @@ def debug():
     ts.distributed.init_process_group(4)
     texts = [raised(function) for function, *_ in PYTORCH + OWN]
     # Matching calls still work.
-    x = torch.full((2, ts.distributed.get_rank()), 1., requires_grad=True)
+    x = torch.full((2, ts.distributed.get_rank()), 1.0, requires_grad=True)
     ts.distributed.gather(x).sum().backward()
     assert ts.distributed.reduce(x.grad.sum()) == 12
     return texts
@@ -87,7 +94,7 @@ def test_the_debug_mode_names_the_rank_that_differs():
         for text, (function, other, pattern) in zip(texts, PYTORCH):
             assert f'Rank {other} is running collective' in text, (function, text)
             assert re.search('(?s)Detected mismatch.*' + pattern, text), (function, text)
-        for text, (function, pattern) in zip(texts[len(PYTORCH):], OWN):
+        for text, (function, pattern) in zip(texts[len(PYTORCH) :], OWN):
             assert re.search(pattern, text), (function, text)
 
 
@@ -110,6 +117,7 @@ def test_nothing_more_is_exchanged_without_it():
 
 def test_the_host_reads_what_is_elsewhere_in_the_debug_mode_alone(monkeypatch):
     assert is_read(torch.empty(1)) and not is_read(torch.empty(1, device='meta'))
-    monkeypatch.setattr('torchgpipe.shard.collectives.get_debug_level',
-                        lambda: dist.DebugLevel.DETAIL)
+    monkeypatch.setattr(
+        'torchgpipe.shard.collectives.get_debug_level', lambda: dist.DebugLevel.DETAIL
+    )
     assert is_read(torch.empty(1, device='meta'))

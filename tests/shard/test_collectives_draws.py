@@ -1,4 +1,5 @@
 """Random numbers on the ranks of a group: one rank's for all, or each rank's own."""
+
 import torch
 
 import torchgpipe.shard as ts

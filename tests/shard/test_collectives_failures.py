@@ -1,4 +1,5 @@
 """A rank that raises: the others end, with an error that names it."""
+
 import datetime
 
 import pytest
@@ -38,8 +39,7 @@ def fails(where, who):
         y.sum().backward()
 
 
-@pytest.mark.parametrize('where, who', first(1, [
-    ('forward', 1), ('backward', 0), ('forward', 3)]))
+@pytest.mark.parametrize('where, who', first(1, [('forward', 1), ('backward', 0), ('forward', 3)]))
 def test_the_others_name_the_rank_that_raises(where, who):
     found = outcomes(4, fails, where, who)
     assert all(isinstance(each, Failure) for each in found)

@@ -1,4 +1,5 @@
 """Rows that are gathered in DDP, or behind it: gradients equal one process's in float64."""
+
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -39,8 +40,14 @@ class Net(nn.Module):
         self.backbone = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
         self.both = nn.LayerNorm(6)
         self.scale = nn.Parameter(torch.linspace(1, 2, 5))
-        self.head = nn.Sequential(linear(6, 7, dim=1), nn.Tanh(), ts.nn.RegisterParallelDim(-1),
-                                  linear(7, 6, dim=0), nn.LayerNorm(6), linear(6, 5, dim=0))
+        self.head = nn.Sequential(
+            linear(6, 7, dim=1),
+            nn.Tanh(),
+            ts.nn.RegisterParallelDim(-1),
+            linear(7, 6, dim=0),
+            nn.LayerNorm(6),
+            linear(6, 5, dim=0),
+        )
 
     def features(self, x):
         """Compute features, and gather them over the group."""
@@ -53,18 +60,27 @@ class Net(nn.Module):
 
     def forward(self, x):
         """Return logits or features, a mean over this rank's rows, and other outputs."""
-        features = (self.features(x) if self.reentrant is None else
-                    checkpoint(self.features, x, use_reentrant=self.reentrant))
+        features = (
+            self.features(x)
+            if self.reentrant is None
+            else checkpoint(self.features, x, use_reentrant=self.reentrant)
+        )
         aside = self.backbone(x).square().mean()
-        return Found(self.last(features) if self.where == 'inside' else features, aside,
-                     self.scale, torch.arange(len(x)))
+        return Found(
+            self.last(features) if self.where == 'inside' else features,
+            aside,
+            self.scale,
+            torch.arange(len(x)),
+        )
 
 
 def samples(number):
     """Return samples and their targets."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(number, 4, dtype=torch.double, generator=generator),
-            torch.randint(5, (number,), generator=generator))
+    return (
+        torch.randn(number, 4, dtype=torch.double, generator=generator),
+        torch.randint(5, (number,), generator=generator),
+    )
 
 
 def loss_of(found, model, y):

@@ -1,4 +1,5 @@
 """Collectives: their results, their gradients, and unchanged tensors of the caller."""
+
 import itertools
 import threading
 
@@ -15,8 +16,12 @@ from torchgpipe.shard.parameter import is_tagged
 from torchgpipe.shard.world import current
 
 SIZES = [1, 2, 5, 7, 8, 31]
-SHAPES = [((size,), 0) for size in SIZES] + [
-    ((size, 3), 0) for size in SIZES] + [((2, 3, size), -1) for size in SIZES] + [((2, 7, 3), 1)]
+SHAPES = (
+    [((size,), 0) for size in SIZES]
+    + [((size, 3), 0) for size in SIZES]
+    + [((2, 3, size), -1) for size in SIZES]
+    + [((2, 7, 3), 1)]
+)
 
 
 def drawn(*shape):
@@ -89,7 +94,7 @@ def odd_lengths():
     """Gather parts that ts.slice would not make."""
     lengths = [0, 3, 1, 4]
     rank = ts.distributed.get_rank()
-    x = torch.arange(16.).view(2, 8)
+    x = torch.arange(16.0).view(2, 8)
     part = x.split(lengths, 1)[rank].clone().requires_grad_()
     whole = ts.distributed.gather(part)
     assert whole.equal(x)
@@ -103,8 +108,16 @@ def test_parts_of_any_length_are_gathered():
 
 def kinds():
     """Gather and add up numbers of other types."""
-    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.half, torch.bfloat16,
-                  torch.float, torch.complex64):
+    for dtype in (
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+        torch.half,
+        torch.bfloat16,
+        torch.float,
+        torch.complex64,
+    ):
         x = torch.arange(7).to(dtype)
         assert ts.distributed.gather(mine(x, 0)).equal(x)
         assert ts.distributed.scatter(x).equal(mine(x, 0))
@@ -119,19 +132,21 @@ def test_types_of_numbers():
 def twice():
     """Go through backward a second time."""
     x = drawn(3)
-    for function, factor in [(lambda x: ts.distributed.copy(x) ** 3, 2),
-                             (lambda x: ts.distributed.reduce(x ** 3), 1)]:
+    for function, factor in [
+        (lambda x: ts.distributed.copy(x) ** 3, 2),
+        (lambda x: ts.distributed.reduce(x**3), 1),
+    ]:
         y = function(x)
-        grad, = torch.autograd.grad(y.sum(), x, create_graph=True)
-        torch.testing.assert_close(grad, 3 * x ** 2 * factor)
-        second, = torch.autograd.grad(grad.sum(), x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.testing.assert_close(grad, 3 * x**2 * factor)
+        (second,) = torch.autograd.grad(grad.sum(), x)
         torch.testing.assert_close(second, 6 * x * factor)
     for dim, size in itertools.product((0, 1), (3, 5)):
         x = drawn(size, size)
         y = ts.distributed.gather(ts.distributed.scatter(x, dim) ** 3, dim, size)
-        grad, = torch.autograd.grad(y.sum(), x, create_graph=True)
-        torch.testing.assert_close(grad, 3 * x ** 2)
-        second, = torch.autograd.grad(grad.sum(), x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.testing.assert_close(grad, 3 * x**2)
+        (second,) = torch.autograd.grad(grad.sum(), x)
         torch.testing.assert_close(second, 6 * x)
 
 
@@ -141,8 +156,12 @@ def test_backward_of_backward():
 
 def alone():
     """In a group of one, nothing is communicated; gradients agree with finite differences."""
-    for function in (ts.distributed.scatter, ts.distributed.gather, ts.distributed.reduce,
-                     ts.distributed.copy):
+    for function in (
+        ts.distributed.scatter,
+        ts.distributed.gather,
+        ts.distributed.reduce,
+        ts.distributed.copy,
+    ):
         x = drawn(2, 3)
         assert function(x).data_ptr() == x.data_ptr()
         assert gradcheck(lambda x: function(x) ** 2, x)
@@ -155,17 +174,22 @@ def test_a_group_of_one():
 
 def untouched():
     """Leave the caller's tensors alone."""
-    for requires_grad, function in itertools.product((False, True), (
-            ts.distributed.scatter, ts.distributed.gather, ts.distributed.reduce,
-            ts.distributed.copy)):
+    for requires_grad, function in itertools.product(
+        (False, True),
+        (
+            ts.distributed.scatter,
+            ts.distributed.gather,
+            ts.distributed.reduce,
+            ts.distributed.copy,
+        ),
+    ):
         x = drawn(4, 6).requires_grad_(requires_grad)
         before = x.detach().clone()
         for grad_mode in (True, False):
             with torch.set_grad_enabled(grad_mode):
                 y = function(x)
             assert y is not x and not is_tagged(x) and x.equal(before) and is_tagged(y)
-            assert ts.get_parallel_dim(y) == (
-                -1 if function is ts.distributed.scatter else None)
+            assert ts.get_parallel_dim(y) == (-1 if function is ts.distributed.scatter else None)
     # A part of the batch, and outputs computed from it, have no tag of the last dimension.
     assert not is_tagged(ts.distributed.scatter(x, 0))
     # The part does not keep the whole in memory.
@@ -219,8 +243,10 @@ def test_only_short_parts_are_copied_before_they_are_sent():
 
 def of_another_size():
     """Give a part that is none of the size."""
-    with pytest.raises(ValueError, match='of a size of 5, the shard of rank . of 2 is . long; '
-                       'this one is 7: leave size out'):
+    with pytest.raises(
+        ValueError,
+        match='of a size of 5, the shard of rank . of 2 is . long; this one is 7: leave size out',
+    ):
         ts.distributed.gather(torch.ones(7), size=5)
 
 

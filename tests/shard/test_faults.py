@@ -4,6 +4,7 @@ Faults of the cross entropy are tested in nn/test_loss.py, faults of memory in n
 faults of the norm of gradients in test_clipping.py. Faults of DistributedDataParallel are tested
 in test_replicas.py, and faults of state dicts in test_state.py and test_checkpoint.py.
 """
+
 import pytest
 import torch
 from torch import nn
@@ -14,17 +15,20 @@ from tests.shard.processes import run
 
 
 def trained(features, classes):
-    """Compare the loss and gradients of a split embedding and two linear layers with one process.
-    """
+    """Compare the loss and gradients of a split embedding and two linear layers with one process."""
     double = {'dtype': torch.double}
     torch.manual_seed(1)
-    plain = nn.Sequential(nn.Embedding(classes, features, **double),
-                          nn.Linear(features, features, **double),
-                          nn.Linear(features, classes, **double))
+    plain = nn.Sequential(
+        nn.Embedding(classes, features, **double),
+        nn.Linear(features, features, **double),
+        nn.Linear(features, classes, **double),
+    )
     torch.manual_seed(1)
-    model = nn.Sequential(ts.nn.ParallelEmbedding(classes, features, dim=0, **double),
-                          ts.nn.ParallelLinear(features, features, dim=0, **double),
-                          ts.nn.ParallelLinear(features, classes, dim=1, **double))
+    model = nn.Sequential(
+        ts.nn.ParallelEmbedding(classes, features, dim=0, **double),
+        ts.nn.ParallelLinear(features, features, dim=0, **double),
+        ts.nn.ParallelLinear(features, classes, dim=1, **double),
+    )
     x, y = torch.arange(2 * classes) % classes, torch.arange(2 * classes) // 2
     expected = F.cross_entropy(plain(x), y)
     expected.backward()
@@ -50,8 +54,11 @@ def test_sizes_that_the_group_does_not_divide(features, classes):
 def lost():
     """Lose a tag in front of a layer and of a loss."""
     up, down = ts.nn.ParallelLinear(6, 8, dim=1), ts.nn.ParallelLinear(8, 6, dim=0)
-    with pytest.raises(ValueError, match=r'ParallelLinear\(in_features=8, out_features=6.*'
-                       r'ts.nn.RegisterParallelDim\(-1\)'):
+    with pytest.raises(
+        ValueError,
+        match=r'ParallelLinear\(in_features=8, out_features=6.*'
+        r'ts.nn.RegisterParallelDim\(-1\)',
+    ):
         down(up(torch.rand(2, 6)).relu())
     with pytest.raises(RuntimeError, match=r'ts.nn.RegisterParallelDim\(-1\) before the loss'):
         ts.nn.functional.parallel_cross_entropy(up(torch.rand(2, 6)) * 2, torch.tensor([0, 1]))
@@ -62,12 +69,11 @@ def test_the_tag_is_lost_by_any_operation():
 
 
 def rows():
-    """Look up rows of a table with a padding that is not in the first shard, and a largest norm.
-    """
+    """Look up rows of a table with a padding that is not in the first shard, and a largest norm."""
     torch.manual_seed(1)
-    plain = nn.Embedding(7, 4, padding_idx=6, max_norm=1., dtype=torch.double)
+    plain = nn.Embedding(7, 4, padding_idx=6, max_norm=1.0, dtype=torch.double)
     model = ts.nn.ParallelEmbedding.convert_parallel_embedding(plain, dim=0)
-    assert (model.padding_idx, model.max_norm) == (6, 1.)
+    assert (model.padding_idx, model.max_norm) == (6, 1.0)
     x = torch.tensor([[0, 6, 3], [6, 5, 0]])
     for each in (plain, model):
         each(x).square().sum().backward()

@@ -1,4 +1,5 @@
 """Files of a checkpoint: all ranks' or none, whole or refused, whatever happens in between."""
+
 import os
 import random
 import re
@@ -38,7 +39,7 @@ def not_waited_for(release, folder, slow):
     write_data = FileSystemWriter.write_data
 
     def slowly(*args):
-        time.sleep(.3)
+        time.sleep(0.3)
         return write_data(*args)
 
     if dist.get_rank() == slow:
@@ -70,9 +71,11 @@ def check_trained(folder, numbers):
 
 def go_on(world, folder, task):
     """Take a step, save or load."""
-    {'step': lambda: steps(world, adam(world.model), range(1)),
-     'save': lambda: world.save(folder),
-     'load': lambda: world.load(folder)}[task]()
+    {
+        'step': lambda: steps(world, adam(world.model), range(1)),
+        'save': lambda: world.save(folder),
+        'load': lambda: world.load(folder),
+    }[task]()
 
 
 def gone(folder, task):
@@ -164,7 +167,8 @@ def check_killed(folder, at, rank, wait):
     shutil.rmtree(folder, ignore_errors=True)
     outcomes(4, killed, str(folder / 'model'), at, rank, wait)
     found, world, optimizer = check_trained(
-        folder / 'model', lambda found: [0] + [1] * found['step'])
+        folder / 'model', lambda found: [0] + [1] * found['step']
+    )
     save_checkpoint(folder / 'model', world.model, optimizer)
     assert os.listdir(folder) == ['model']
     return found['step']
@@ -175,7 +179,9 @@ def check_killed(folder, at, rank, wait):
 def test_a_rank_that_is_killed_at_some_moment_leaves_a_whole_checkpoint(wait, tmp_path):
     generator = random.Random(wait)
     for _ in range(1):
-        check_killed(tmp_path / 'models', generator.uniform(.1, .6), generator.randrange(4), wait)
+        check_killed(
+            tmp_path / 'models', generator.uniform(0.1, 0.6), generator.randrange(4), wait
+        )
 
 
 # --- damaged
@@ -183,7 +189,7 @@ def test_a_rank_that_is_killed_at_some_moment_leaves_a_whole_checkpoint(wait, tm
 
 
 def flipped(data, k):
-    return data[:k] + bytes([data[k] ^ 1]) + data[k + 1:]
+    return data[:k] + bytes([data[k] ^ 1]) + data[k + 1 :]
 
 
 DAMAGES = {
@@ -191,7 +197,7 @@ DAMAGES = {
     'some byte': lambda data: flipped(data, len(data) // 3),
     'last byte': lambda data: flipped(data, len(data) - 1),
     'cut': lambda data: data[:-1],
-    'half': lambda data: data[:len(data) // 2],
+    'half': lambda data: data[: len(data) // 2],
     'without its sum': lambda data: data[:-15],
     'longer': lambda data: data + b'?',
     'empty': lambda data: b'',
@@ -257,8 +263,9 @@ def test_pytorch_reads_what_was_saved_and_the_other_way_round(tmp_path):
 def test_one_file_of_options_is_read_before_tensors(tmp_path):
     """Parameters of one group had different options: nothing changes."""
     model = fresh()
-    optimizer = torch.optim.SGD([{'params': [x], 'lr': k} for k, x in enumerate(
-        model.parameters())])
+    optimizer = torch.optim.SGD(
+        [{'params': [x], 'lr': k} for k, x in enumerate(model.parameters())]
+    )
     save_checkpoint(tmp_path / 'model', model, optimizer)
     other = perceptron()
     before = values(other)

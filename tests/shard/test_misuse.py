@@ -1,4 +1,5 @@
 """Operations that treat a shard as a whole tensor, and would be silently wrong."""
+
 import copy
 import warnings
 
@@ -20,8 +21,12 @@ def layer(dim=1):
 
 def computed():
     """Let something compute the weight."""
-    makers = [parametrizations.weight_norm, parametrizations.spectral_norm,
-              parametrizations.orthogonal, lambda x: prune.l1_unstructured(x, 'weight', 0.5)]
+    makers = [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+        lambda x: prune.l1_unstructured(x, 'weight', 0.5),
+    ]
     for make in makers:
         with pytest.raises(ValueError, match=r'the weight of .*ParallelLinear.* is computed'):
             make(layer())(X)
@@ -39,6 +44,7 @@ def test_a_weight_that_something_computes():
 def replaced():
     """Let something put another parameter in the place of one, or the user."""
     from torch.distributed.fsdp import fully_shard
+
     model = layer()
     fully_shard(model)
     with pytest.raises(ValueError, match='put there as fully_shard does'):
@@ -70,7 +76,7 @@ def test_transforms_of_torch_func():
 def encoder():
     """Evaluate an encoder layer, which reads its layers' weights if it may."""
     torch.manual_seed(0)
-    plain = nn.TransformerEncoderLayer(6, 2, 8, dropout=0., batch_first=True, dtype=torch.double)
+    plain = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True, dtype=torch.double)
     model = copy.deepcopy(plain)
     model.linear1 = ts.nn.ParallelLinear.convert_parallel_linear(model.linear1, 1)
     model.activation = nn.Sequential(nn.ReLU(), ts.nn.RegisterParallelDim(-1))
@@ -91,8 +97,11 @@ def test_fused_encoder_layers_do_not_read_shards():
 def whole():
     """Load a whole weight into a layer that has a part of it."""
     model = nn.Sequential(layer())
-    with pytest.raises(RuntimeError, match="0.weight is full, and the layer takes this rank's "
-                       r'shard: load ts.relocate_state_dict\(model, state_dict\)'):
+    with pytest.raises(
+        RuntimeError,
+        match="0.weight is full, and the layer takes this rank's "
+        r'shard: load ts.relocate_state_dict\(model, state_dict\)',
+    ):
         model.load_state_dict(nn.Sequential(nn.Linear(6, 4)).state_dict())
     with pytest.raises(RuntimeError) as raised:
         model.load_state_dict(nn.Sequential(nn.Linear(5, 3)).state_dict())

@@ -1,4 +1,5 @@
 """Parameters as DTensors, and layers of one's own."""
+
 import itertools
 
 import pytest
@@ -23,8 +24,7 @@ def views():
             assert view.shape == whole.shape == global_shape(part)
             assert view.stride() == whole.stride()
             split = {None: None, 1: 0, 0: 1 if whole.dim() == 2 else None}[dim]
-            assert view.placements == (
-                Replicate(), Replicate() if split is None else Shard(split))
+            assert view.placements == (Replicate(), Replicate() if split is None else Shard(split))
             assert view.device_mesh is ts.distributed.get_mesh()
             assert view.full_tensor().equal(whole) and not view.requires_grad
             assert view.to_local().data_ptr() == part.data_ptr()

@@ -1,4 +1,5 @@
 """How a size is cut."""
+
 from itertools import product
 
 import pytest
@@ -16,22 +17,24 @@ def test_parts_are_those_of_torch_chunk(size, n):
     assert len(pieces) == n and torch.cat(pieces).equal(x)
     chunks = x.chunk(n) if size else ()
     assert [piece.tolist() for piece in pieces] == [
-        *map(torch.Tensor.tolist, chunks), *[[]] * (n - len(chunks))]
+        *map(torch.Tensor.tolist, chunks),
+        *[[]] * (n - len(chunks)),
+    ]
     for rank, piece in enumerate(pieces):
         begin, length = shard(size, n, rank)
-        assert piece.equal(x[begin:begin + length])
+        assert piece.equal(x[begin : begin + length])
     assert lengths(size, n) == [len(piece) for piece in pieces]
 
 
 def test_the_last_dimension_is_cut_unless_another_is_named():
-    x = torch.arange(12.).view(3, 4)
+    x = torch.arange(12.0).view(3, 4)
     assert [tuple(piece.shape) for piece in ts.slice(x, 2)] == [(3, 2), (3, 2)]
     assert [tuple(piece.shape) for piece in ts.slice(x, 2, 0)] == [(2, 4), (1, 4)]
     assert [tuple(piece.shape) for piece in ts.slice(x, 2, -2)] == [(2, 4), (1, 4)]
 
 
 def test_parts_are_views_unless_they_have_to_be_contiguous():
-    x = torch.arange(12.).view(3, 4)
+    x = torch.arange(12.0).view(3, 4)
     view, copied = ts.slice(x, 2)[1], ts.slice(x, 2, contiguous=True)[1]
     assert view.equal(copied) and copied.is_contiguous()
     x.zero_()

@@ -1,4 +1,5 @@
 """Tags of tensors."""
+
 import pytest
 import torch
 
@@ -19,10 +20,12 @@ def test_a_tag_is_an_attribute_of_one_tensor():
     assert is_tagged(x) and not is_split(x)
 
 
-@pytest.mark.parametrize('tag', [ts.register_parallel_attribute, ts.set_attribute,
-                                 ts.nn.functional.set_attribute])
-@pytest.mark.parametrize('order, expected', [(0, {None: None, 0: 1, 1: 0, -1: 0}),
-                                             (1, {None: None, 0: 0, 1: 1, -1: 1})])
+@pytest.mark.parametrize(
+    'tag', [ts.register_parallel_attribute, ts.set_attribute, ts.nn.functional.set_attribute]
+)
+@pytest.mark.parametrize(
+    'order, expected', [(0, {None: None, 0: 1, 1: 0, -1: 0}), (1, {None: None, 0: 0, 1: 1, -1: 1})]
+)
 def test_order_and_parallel_dim_give_the_dimension_in_memory(order, expected, tag):
     """In v0.8.0, `set_attribute` took the name of an attribute, other than TorchShard's."""
     found = {}

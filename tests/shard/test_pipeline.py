@@ -1,4 +1,5 @@
 """Sharded layers in a pipeline: each process of a group has a GPipe of its own."""
+
 import pytest
 import torch
 from torch import nn
@@ -25,8 +26,9 @@ def layers(parallel):
         head = ts.nn.ParallelLinear(WIDTH, CLASSES, dim=1, dtype=torch.double)
     else:
         embed = nn.Embedding(CLASSES, WIDTH, dtype=torch.double)
-        up, down = (nn.Linear(*sizes, dtype=torch.double)
-                    for sizes in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        up, down = (
+            nn.Linear(*sizes, dtype=torch.double) for sizes in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        )
         head = nn.Linear(WIDTH, CLASSES, dtype=torch.double)
     split = ts.nn.RegisterParallelDim(-1) if parallel else nn.Identity()
     return nn.Sequential(embed, nn.Tanh(), up, nn.ReLU(), split, down, nn.Tanh(), head)
@@ -86,8 +88,11 @@ def by_step(schedule, model, x, y):
 
 def plain_call(devices, mode, balance, steps=3):
     """Train by the plain call."""
-    check(GPipe(layers(True), balance, devices=devices, chunks=4, checkpoint=mode),
-          by_the_plain_call, steps)
+    check(
+        GPipe(layers(True), balance, devices=devices, chunks=4, checkpoint=mode),
+        by_the_plain_call,
+        steps,
+    )
 
 
 def plain_calls():
@@ -112,8 +117,10 @@ def steps():
     """Train by schedules on one worker."""
     for schedule in ('gpipe', '1f1b', 'zb-h1'):
         for mode in ('never', 'always'):
-            check(GPipe(layers(True), [4, 4], devices=ONE, chunks=4, checkpoint=mode),
-                  lambda *args: by_step(schedule, *args))
+            check(
+                GPipe(layers(True), [4, 4], devices=ONE, chunks=4, checkpoint=mode),
+                lambda *args: by_step(schedule, *args),
+            )
     # Only the last worker communicates.
     model = GPipe(nn.Sequential(nn.Flatten(0), *layers(True)), [1, 8], devices=EACH, chunks=4)
     check(model, lambda *args: by_step('1f1b', *args))
@@ -135,13 +142,17 @@ def test_steps():
 def refusals():
     """Try calls in which ranks would wait for each other."""
     model = GPipe(layers(True), [4, 4], devices=EACH, chunks=4)
-    with pytest.raises(RuntimeError, match='partitions 0 on cpu:0, 1 on cpu:1 communicate .* '
-                       'Put these partitions on one device; or use the plain call'):
+    with pytest.raises(
+        RuntimeError,
+        match='partitions 0 on cpu:0, 1 on cpu:1 communicate .* '
+        'Put these partitions on one device; or use the plain call',
+    ):
         by_step('1f1b', model, *data())
     # The loss communicates on the last worker, beside the first one.
     first = GPipe(nn.Sequential(*layers(True), nn.Identity()), [8, 1], devices=EACH, chunks=4)
-    with pytest.raises(RuntimeError, match='partition 1 communicates with other processes, or the '
-                       'loss does'):
+    with pytest.raises(
+        RuntimeError, match='partition 1 communicates with other processes, or the loss does'
+    ):
         by_step('1f1b', first, *data())
 
 
@@ -170,10 +181,14 @@ def layers_of_users():
 
     def model(layer):
         return GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], devices=EACH, chunks=4)
+
     output = model(Declared())(x)
     assert torch.equal(output, 2 * x)
-    with pytest.raises(RuntimeError, match='a layer of partition 1 communicates with other '
-                       'processes, while other partitions run.*communicates = True'):
+    with pytest.raises(
+        RuntimeError,
+        match='a layer of partition 1 communicates with other '
+        'processes, while other partitions run.*communicates = True',
+    ):
         model(Undeclared())(x)
     on_one = GPipe(nn.Sequential(nn.Identity(), Undeclared()), [1, 1], devices=ONE, chunks=4)
     assert torch.equal(on_one(x), 2 * x)
@@ -188,8 +203,9 @@ def dropout():
     torch.manual_seed(3)
     up = ts.nn.ParallelLinear(WIDTH, HIDDEN, dim=1, dtype=torch.double)
     down = ts.nn.ParallelLinear(HIDDEN, WIDTH, dim=0, dtype=torch.double)
-    model = nn.Sequential(ts.nn.ParallelDropout(0.5, dim=None), up, ts.nn.ParallelDropout(0.5),
-                          down)
+    model = nn.Sequential(
+        ts.nn.ParallelDropout(0.5, dim=None), up, ts.nn.ParallelDropout(0.5), down
+    )
     x = torch.rand(BATCH, WIDTH, dtype=torch.double)
     found = []
     for mode in ('never', 'always'):

@@ -1,4 +1,5 @@
 """Processes that the tests start: their results, and the handling of failed ones."""
+
 import os
 import threading
 import time
@@ -70,7 +71,7 @@ def end_after_another():
     """End on a rank only when the other has failed."""
     if dist.get_rank() == 0:
         raise ConnectionError('the other has ended')
-    time.sleep(.1)
+    time.sleep(0.1)
     os._exit(3)
 
 

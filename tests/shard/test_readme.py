@@ -1,4 +1,5 @@
 """The examples of TorchShard's README, unchanged."""
+
 import os
 import tempfile
 
@@ -21,14 +22,14 @@ def snippet():
 def in_a_folder():
     """Do so in the current folder."""
     torch.set_default_dtype(torch.double)
-    ts.distributed.init_process_group(group_size=2)           # init parallel groups
+    ts.distributed.init_process_group(group_size=2)  # init parallel groups
 
     torch.manual_seed(1)
     m = torch.nn.Sequential(
         torch.nn.Linear(20, 30, bias=True),
-        ts.nn.ParallelLinear(30, 30, bias=True, dim=None),    # equal to nn.Linear()
-        ts.nn.ParallelLinear(30, 30, bias=True, dim=0),       # parallel in row dimension
-        ts.nn.ParallelLinear(30, 30, bias=True, dim=1),       # parallel in column dimension
+        ts.nn.ParallelLinear(30, 30, bias=True, dim=None),  # equal to nn.Linear()
+        ts.nn.ParallelLinear(30, 30, bias=True, dim=0),  # parallel in row dimension
+        ts.nn.ParallelLinear(30, 30, bias=True, dim=1),  # parallel in column dimension
     )
 
     torch.manual_seed(1)
@@ -37,12 +38,11 @@ def in_a_folder():
     expected = nn.functional.cross_entropy(plain(x), y)
     expected.backward()
 
-    x = m(x)                                                  # forward
-    loss = ts.nn.functional.parallel_cross_entropy(x, y)      # parallel loss function
-    loss.backward()                                           # backward
+    x = m(x)  # forward
+    loss = ts.nn.functional.parallel_cross_entropy(x, y)  # parallel loss function
+    loss.backward()  # backward
 
-    torch.save(
-        ts.collect_state_dict(m, m.state_dict()), 'm.pt')     # save model state
+    torch.save(ts.collect_state_dict(m, m.state_dict()), 'm.pt')  # save model state
 
     close(loss, expected)
     for whole, part in zip(plain.parameters(), m.parameters()):

@@ -1,4 +1,5 @@
 """Checkpoints: saved states are loaded in groups of any size, and in one process."""
+
 import os
 import re
 
@@ -36,22 +37,26 @@ def loaded(folder, sizes):
     return plain.state_dict(), [optimizer.state_dict() for optimizer in plain_optimizers]
 
 
-@pytest.mark.parametrize('world, group, sizes', first(2, [
-    (2, 2, [2, 1]), (4, 2, [4]), (4, 4, [2])]))
+@pytest.mark.parametrize(
+    'world, group, sizes', first(2, [(2, 2, [2, 1]), (4, 2, [4]), (4, 4, [2])])
+)
 def test_a_checkpoint_is_loaded_in_groups_of_another_size(world, group, sizes, tmp_path):
     run(world, loaded, str(tmp_path), sizes, group=group)
 
 
 def test_a_checkpoint_is_loaded_in_one_process_by_pytorch_alone(tmp_path):
     values, states = run(2, loaded, str(tmp_path), [], group=2)[0]
-    plain = Net(lambda *args, dim, **options: nn.Linear(*args, **options),
-                lambda *args, dim, **options: nn.Embedding(*args, **options)).double()
+    plain = Net(
+        lambda *args, dim, **options: nn.Linear(*args, **options),
+        lambda *args, dim, **options: nn.Embedding(*args, **options),
+    ).double()
     optimizer = optimizers(plain.parameters())[0]
     model_state, optimizer_state = get_state_dict(plain, optimizer)
     read = {'model': model_state, 'optimizer': optimizer_state}
     dcp.load(read, checkpoint_id=f'{tmp_path}/0')
-    set_state_dict(plain, optimizer, model_state_dict=read['model'],
-                   optim_state_dict=read['optimizer'])
+    set_state_dict(
+        plain, optimizer, model_state_dict=read['model'], optim_state_dict=read['optimizer']
+    )
     same(plain.state_dict(), values)
     same_states(optimizer.state_dict(), states[0])
 
@@ -78,16 +83,25 @@ def wrapped(folder):
     with pytest.raises((RuntimeError, FileExistsError), match='in place in it'):
         ts.save_checkpoint(folder, sharded)
     other = optimizers(sharded.parameters())[1]
-    with pytest.raises(ValueError, match=r"only this one has \['0.dampening', .* only the "
-                                         r"checkpoint \['0.amsgrad', "):
+    with pytest.raises(
+        ValueError,
+        match=r"only this one has \['0.dampening', .* only the "
+        r"checkpoint \['0.amsgrad', ",
+    ):
         ts.load_checkpoint(folder, sharded, other)
     short = torch.optim.AdamW([sharded.row.weight], amsgrad=True)
-    with pytest.raises(ValueError, match=r"this one has \[\['row.weight'\]\], the checkpoint "
-                                         r"\[\['words.weight', "):
+    with pytest.raises(
+        ValueError,
+        match=r"this one has \[\['row.weight'\]\], the checkpoint "
+        r"\[\['words.weight', ",
+    ):
         ts.load_checkpoint(folder, sharded, short)
     sharded.norm, sharded.another = nn.Identity(), nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="misses 'model.another.bias', 'model.another.weight'; "
-                                         "the model does not have 'model.norm.bias', "):
+    with pytest.raises(
+        ValueError,
+        match="misses 'model.another.bias', 'model.another.weight'; "
+        "the model does not have 'model.norm.bias', ",
+    ):
         ts.load_checkpoint(folder, sharded)
 
 
@@ -148,18 +162,25 @@ def fails_everywhere(folder):
     found = [raised(ts.load_checkpoint, folder, other), raised(ts.save_checkpoint, here, model)]
     if rank:
         model[0].weight.data = model[0].weight.data[:1]
-    return [*found, raised(ts.save_checkpoint, f'{folder}/cut', model),
-            raised(lambda: ts.collect_state_dict(model, model.state_dict()))]
+    return [
+        *found,
+        raised(ts.save_checkpoint, f'{folder}/cut', model),
+        raised(lambda: ts.collect_state_dict(model, model.state_dict())),
+    ]
 
 
 def test_what_fails_is_an_exception_on_all_ranks(tmp_path):
     """PyTorch's CheckpointException is none."""
     for rank, (shapes, place, *cut) in enumerate(run(2, fails_everywhere, str(tmp_path), group=2)):
         for (text, cause), who, reason in (
-                (shapes, '0, 1', 'Size mismatch .*8, 6.*9, 6.* for model.0.weight'),
-                (place, '1', 'NotADirectoryError: .*here')):
-            assert re.match(rf'RuntimeError: \w+ a checkpoint failed on ranks \[{who}\]: .*'
-                            f'{reason}', text)
+            (shapes, '0, 1', 'Size mismatch .*8, 6.*9, 6.* for model.0.weight'),
+            (place, '1', 'NotADirectoryError: .*here'),
+        ):
+            assert re.match(
+                rf'RuntimeError: \w+ a checkpoint failed on ranks \[{who}\]: .*'
+                f'{reason}',
+                text,
+            )
             assert cause == 'CheckpointException'
         for text, _ in cut:
             assert text.startswith(('RuntimeError: ', 'ValueError: ')[rank])

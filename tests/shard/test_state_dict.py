@@ -1,4 +1,5 @@
 """State dicts: collected ones equal one process's, and relocated ones fit any group."""
+
 import os
 import re
 from collections.abc import Mapping
@@ -47,10 +48,14 @@ def same_states(these, those):
 def optimizers(parameters):
     """Return optimizers whose states have all forms."""
     parameters = list(parameters)
-    return [torch.optim.AdamW(parameters, 0.1, amsgrad=True),
-            torch.optim.SGD([{'params': parameters[:2], 'lr': 0.1}, {'params': parameters[2:]}],
-                            0.2, momentum=0.9),
-            torch.optim.SGD(parameters, 0.1), torch.optim.Adagrad(parameters, 0.1)]
+    return [
+        torch.optim.AdamW(parameters, 0.1, amsgrad=True),
+        torch.optim.SGD(
+            [{'params': parameters[:2], 'lr': 0.1}, {'params': parameters[2:]}], 0.2, momentum=0.9
+        ),
+        torch.optim.SGD(parameters, 0.1),
+        torch.optim.Adagrad(parameters, 0.1),
+    ]
 
 
 def stepped():
@@ -79,8 +84,10 @@ def collected():
     same(ts.collect_state_dict(sharded, sharded.state_dict(keep_vars=True)), collected)
     same(ts.relocate_state_dict(sharded, plain.state_dict(keep_vars=True)), mine)
     odd = {key: value.to(torch.int16) for key, value in mine.items()}  # unknown to backends
-    same(ts.collect_state_dict(sharded, odd),
-         {key: value.to(torch.int16) for key, value in collected.items()})
+    same(
+        ts.collect_state_dict(sharded, odd),
+        {key: value.to(torch.int16) for key, value in collected.items()},
+    )
     same(collected, plain.state_dict())
     assert list(collected) == list(mine)
     assert collected['head.weight'] is collected['words.weight']  # gathered once
@@ -108,8 +115,9 @@ def relocated(sizes):
             same_states(back, given)
 
 
-@pytest.mark.parametrize('world, group, sizes', [(2, 1, [2]), (2, 2, [1]), (4, 4, [2, 1]),
-                                                 (4, 2, [4])])
+@pytest.mark.parametrize(
+    'world, group, sizes', [(2, 1, [2]), (2, 2, [1]), (4, 4, [2, 1]), (4, 2, [4])]
+)
 def test_state_dicts_are_those_of_one_process_and_fit_groups_of_another_size(world, group, sizes):
     run(world, relocated, sizes, group=group)
 
@@ -118,8 +126,9 @@ def only_one_has_it():
     """Let the first rank have the result, count the memory on all, and bring it elsewhere."""
     memory = LiveTensors()
     with memory.watched():
-        sharded = nn.Sequential(*(
-            ts.nn.ParallelLinear(64, 64, dim=dim, bias=False) for dim in (0, 1, 0)))
+        sharded = nn.Sequential(
+            *(ts.nn.ParallelLinear(64, 64, dim=dim, bias=False) for dim in (0, 1, 0))
+        )
         optimizer = torch.optim.SGD(sharded.parameters(), 0.1, momentum=0.9)
         sharded(torch.ones(1, 64)).sum().backward()
         optimizer.step()
@@ -197,14 +206,24 @@ def refused():
         with pytest.raises(ValueError) as raised:
             ts.relocate_state_dict(sharded, wrong)
         text = str(raised.value)
-        assert ("the model does not have 'a', 'b'" if 'a' in wrong else
-                "misses 'column.bias', 'column.weight', 'norm.bias'") in text, text
+        assert (
+            "the model does not have 'a', 'b'"
+            if 'a' in wrong
+            else "misses 'column.bias', 'column.weight', 'norm.bias'"
+        ) in text, text
     wrong = {**expected, 'row.weight': torch.ones(5, 4), 'head.weight': torch.ones(5)}
-    with pytest.raises(ValueError, match=r"'row.weight' is \(5, 4\) and not \(5, 3\); "
-                                         r"'head.weight' is \(5,\) and not \(5, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"'row.weight' is \(5, 4\) and not \(5, 3\); "
+        r"'head.weight' is \(5,\) and not \(5, 3\)",
+    ):
         ts.relocate_state_dict(sharded, wrong)
-    with pytest.raises(ValueError, match=r"'words.weight' is \(3, 3\) and not \(5, 3\)"
-                       if ts.distributed.get_rank() == 0 else r'is \(2, 3\) and not'):
+    with pytest.raises(
+        ValueError,
+        match=r"'words.weight' is \(3, 3\) and not \(5, 3\)"
+        if ts.distributed.get_rank() == 0
+        else r'is \(2, 3\) and not',
+    ):
         ts.relocate_state_dict(sharded, sharded.state_dict())
     with pytest.raises(ValueError, match=r"'words.weight' is \(5, 3\) and not \([32], 3\)"):
         ts.collect_state_dict(sharded, expected)
@@ -216,8 +235,12 @@ def refused_states():
     give_gradients(plain, sharded)
     adafactor = torch.optim.Adafactor(sharded.parameters())
     adafactor.step()
-    with pytest.raises(ValueError, match=r"'row_var' of parameter 0 is \(3, 1\) and not \(3, 3\)"
-                       if ts.distributed.get_rank() == 0 else r"'row_var' of parameter 0 is"):
+    with pytest.raises(
+        ValueError,
+        match=r"'row_var' of parameter 0 is \(3, 1\) and not \(3, 3\)"
+        if ts.distributed.get_rank() == 0
+        else r"'row_var' of parameter 0 is",
+    ):
         ts.collect_optimizer_state_dict(adafactor, adafactor.state_dict())
     few = torch.optim.SGD([sharded.row.weight])
     for function in (ts.collect_optimizer_state_dict, ts.relocate_optimizer_state_dict):
@@ -273,14 +296,24 @@ class Failing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how, words', [
-    ('before', 'collecting a state dict failed on rank 1, so it ended here, too: '
-               r"ValueError: .*'row.weight' is \(1, "),
-    ('keys', r"shards of a state dict are not the same on all ranks of the group \[0, 1, 2\]: "
-             "rank 0 has .'row.weight', .*, rank 1 nothing of the kind"),
-    ('within', "collecting 'places.weight' failed on rank 1, .*KeyboardInterrupt: no more"),
-    ('optimizer', 'collecting the state of an optimizer failed on rank 1, .* same groups'),
-    ('absent', 'rank 1 did not take part')])
+@pytest.mark.parametrize(
+    'how, words',
+    [
+        (
+            'before',
+            'collecting a state dict failed on rank 1, so it ended here, too: '
+            r"ValueError: .*'row.weight' is \(1, ",
+        ),
+        (
+            'keys',
+            r'shards of a state dict are not the same on all ranks of the group \[0, 1, 2\]: '
+            "rank 0 has .'row.weight', .*, rank 1 nothing of the kind",
+        ),
+        ('within', "collecting 'places.weight' failed on rank 1, .*KeyboardInterrupt: no more"),
+        ('optimizer', 'collecting the state of an optimizer failed on rank 1, .* same groups'),
+        ('absent', 'rank 1 did not take part'),
+    ],
+)
 def test_a_rank_that_raises_in_collect_is_named_by_the_others(how, words):
     found = outcomes(3, fails, how, group=3, timeout=60)
     for rank, each in enumerate(found):

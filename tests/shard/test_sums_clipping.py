@@ -1,4 +1,5 @@
 """Clipping: one norm of gradients that are whole, split, or parts of sums, on several ranks."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torchgpipe.shard.sums import clip
 
 pytestmark = cpu_only('processes meet by gloo')
 
-TYPES = (1., 2., float('inf'))
+TYPES = (1.0, 2.0, float('inf'))
 
 
 def norms(axes, data):
@@ -23,23 +24,34 @@ def norms(axes, data):
     with torch.device('meta'):
         module = perceptron(2).append(nn.Linear(6, 1, dtype=torch.float64))
     mesh, found = init_mesh(**axes), []
-    model = DistributedGPipe(module, [2, 1] if 'pipe' in axes else [3], mesh=mesh, data=data,
-                             tensor_plan=plan() if 'tensor' in axes else None)
+    model = DistributedGPipe(
+        module,
+        [2, 1] if 'pipe' in axes else [3],
+        mesh=mesh,
+        data=data,
+        tensor_plan=plan() if 'tensor' in axes else None,
+    )
     for norm_type in TYPES:
         model.zero_grad()
         x, target = batch(0, 4)
         rank, ranks = mesh.get_local_rank('data'), axes.get('data', 1)
         model.step(*(each.chunk(ranks)[rank] for each in (x, target[:, :1])), F.mse_loss)
-        found += [model.clip_grad_norm_(1e-3, norm_type), model.clip_grad_norm_(1., norm_type)]
+        found += [model.clip_grad_norm_(1e-3, norm_type), model.clip_grad_norm_(1.0, norm_type)]
     return [norm.item() for norm in found]
 
 
-@pytest.mark.parametrize('axes, data', [
-    ({'data': 2, 'tensor': 2}, 'shard'), ({'data': 2, 'pipe': 2}, 'replicate'),
-    ({'data': 2, 'pipe': 2}, 'shard'), ({'pipe': 2, 'tensor': 2}, 'replicate')])
+@pytest.mark.parametrize(
+    'axes, data',
+    [
+        ({'data': 2, 'tensor': 2}, 'shard'),
+        ({'data': 2, 'pipe': 2}, 'replicate'),
+        ({'data': 2, 'pipe': 2}, 'shard'),
+        ({'pipe': 2, 'tensor': 2}, 'replicate'),
+    ],
+)
 def test_norms_are_those_of_one_process(axes, data):
     """The bias of the last layer is one number: of two shards one is empty."""
-    expected, = run(1, norms, {}, 'replicate')
+    (expected,) = run(1, norms, {}, 'replicate')
     assert expected[1::2] == pytest.approx([1e-3] * len(TYPES), rel=1e-2)
     assert run(4, norms, axes, data) == [pytest.approx(expected, rel=1e-9)] * 4
 
@@ -47,13 +59,14 @@ def test_norms_are_those_of_one_process(axes, data):
 def parts():
     """Return the norm of gradients on two ranks, and their sums afterwards."""
     mesh = init_mesh(tensor=2)['tensor']
-    x = torch.full((2,), 3.)
-    grads = [DTensor.from_local(x.clone(), mesh, [each]) for each in (
-        Partial(), Shard(0), Replicate())]
-    norm = clip(grads, [x], {'tensor': dist.get_rank()}, 1., 2., dist.group.WORLD, x.device)
+    x = torch.full((2,), 3.0)
+    grads = [
+        DTensor.from_local(x.clone(), mesh, [each]) for each in (Partial(), Shard(0), Replicate())
+    ]
+    norm = clip(grads, [x], {'tensor': dist.get_rank()}, 1.0, 2.0, dist.group.WORLD, x.device)
     return norm.item() ** 2, *(each.to_local().sum().item() for each in grads), x.sum().item()
 
 
 def test_sums_and_shards_are_counted_as_they_are():
-    norm = 2 * 6 ** 2 + 4 * 3 ** 2 + 2 * 3 ** 2
-    assert run(2, parts) == [pytest.approx((norm, *[6 / norm ** .5] * 4), rel=1e-5)] * 2
+    norm = 2 * 6**2 + 4 * 3**2 + 2 * 3**2
+    assert run(2, parts) == [pytest.approx((norm, *[6 / norm**0.5] * 4), rel=1e-5)] * 2

@@ -3,6 +3,7 @@
 The models are typical uses of TorchShard: a classifier behind a convolutional backbone, ArcFace, a
 GPT, and a layer and a loss of the user's own.
 """
+
 from math import cos, pi, sin
 
 import pytest
@@ -19,7 +20,8 @@ from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 OPTIMIZERS = [
     lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1),
-    lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01)]
+    lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01),
+]
 
 
 def train(make, batches, plain_loss, wrap, max_norm):
@@ -46,8 +48,10 @@ def train(make, batches, plain_loss, wrap, max_norm):
             after()
             norm = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
             clipped += bool(norm > max_norm)
-            found = {'loss': mean(loss), 'norm': ts.clip_grad_norm_(sharded.parameters(),
-                                                                    max_norm)}
+            found = {
+                'loss': mean(loss),
+                'norm': ts.clip_grad_norm_(sharded.parameters(), max_norm),
+            }
             close(found, {'loss': expected.detach(), 'norm': norm}, 1e-9)
             for each in (one, another):
                 each.step()
@@ -70,14 +74,19 @@ def part(batch, i, parts):
 
 def of_the_group(*batch):
     """Return the part of a batch that all ranks of this group read."""
-    return part(batch, ts.distributed.get_data_rank(),
-                dist.get_world_size() // ts.distributed.get_group_size())
+    return part(
+        batch,
+        ts.distributed.get_data_rank(),
+        dist.get_world_size() // ts.distributed.get_group_size(),
+    )
 
 
 def images(generator):
     """Return images and their classes."""
-    return (torch.randn(8, 2, 5, 5, dtype=torch.double, generator=generator),
-            torch.randint(7, (8,), generator=generator))
+    return (
+        torch.randn(8, 2, 5, 5, dtype=torch.double, generator=generator),
+        torch.randint(7, (8,), generator=generator),
+    )
 
 
 # --- 1. a classifier behind a convolutional backbone
@@ -90,8 +99,12 @@ class Classifier(nn.Module):
     def __init__(self, linear, embedding):
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-            nn.Flatten())
+            nn.Conv2d(2, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
         self.head = linear(4, 7, dim=1)
 
 
@@ -112,8 +125,13 @@ def gathered(model):
 
 def classify():
     """Train a classifier."""
-    train(Classifier, images, lambda model, x, y: F.cross_entropy(
-        model.head(model.backbone(x)), y), gathered, 0.5)
+    train(
+        Classifier,
+        images,
+        lambda model, x, y: F.cross_entropy(model.head(model.backbone(x)), y),
+        gathered,
+        0.5,
+    )
 
 
 # --- 2. ArcFace
@@ -160,8 +178,13 @@ def wrapped(model):
 
 def recognise():
     """Train for ArcFace."""
-    train(Faces, images, lambda model, x, y: F.cross_entropy(
-        model(x, y[:, None] == torch.arange(7)), y), wrapped, 5.0)
+    train(
+        Faces,
+        images,
+        lambda model, x, y: F.cross_entropy(model(x, y[:, None] == torch.arange(7)), y),
+        wrapped,
+        5.0,
+    )
 
 
 # --- 3. a GPT
@@ -215,6 +238,7 @@ class TiedGPT(GPT):
 
 def same_batch(model):
     """Let all ranks of a group read the same batch, and average over groups."""
+
     def loss(*batch):
         x, y = of_the_group(*batch)
         return parallel_cross_entropy(model(x), y)
@@ -231,8 +255,13 @@ def text(generator):
 def write():
     """Train a GPT."""
     for kind in (GPT, TiedGPT):
-        train(kind, text, lambda model, x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
-              same_batch, 0.5)
+        train(
+            kind,
+            text,
+            lambda model, x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+            same_batch,
+            0.5,
+        )
 
 
 # --- 4. a layer and a loss of the user's own

@@ -1,4 +1,5 @@
 """The mesh of replicas and parallel groups."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,8 +41,12 @@ def place():
     dist.all_reduce(ones[:1], group=group)
     dist.all_reduce(ones[1:], group=data)
     assert ones.tolist() == [now.tensor_size, now.data_size]
-    return (ts.distributed.get_rank(), dist.get_process_group_ranks(group),
-            ts.distributed.get_data_rank(), dist.get_process_group_ranks(data))
+    return (
+        ts.distributed.get_rank(),
+        dist.get_process_group_ranks(group),
+        ts.distributed.get_data_rank(),
+        dist.get_process_group_ranks(data),
+    )
 
 
 def test_consecutive_ranks_are_a_group():
@@ -49,7 +54,8 @@ def test_consecutive_ranks_are_a_group():
     ranks = range(4)
     assert [each[0] for each in found] == [(0, [r], r, [0, 1, 2, 3]) for r in ranks]
     assert [each[1] for each in found] == [
-        (r % 2, [r - r % 2, r - r % 2 + 1], r // 2, [r % 2, r % 2 + 2]) for r in ranks]
+        (r % 2, [r - r % 2, r - r % 2 + 1], r // 2, [r % 2, r % 2 + 2]) for r in ranks
+    ]
     assert [each[2] for each in found] == [(r, [0, 1, 2, 3], 0, [r]) for r in ranks]
     assert [each[3] for each in found] == [each[2] for each in found]
 
@@ -57,9 +63,14 @@ def test_consecutive_ranks_are_a_group():
 def meshes():
     """Hand meshes over, of several forms."""
     found = []
-    for shape, names in [((2, 2), ('data', 'tensor')), ((2, 2), ('tensor', 'data')),
-                         ((2, 2), ('pipe', 'tensor')), ((4,), None), ((4,), ('tp',)),
-                         ((2, 1, 2), ('data', 'pipe', 'tensor'))]:
+    for shape, names in [
+        ((2, 2), ('data', 'tensor')),
+        ((2, 2), ('tensor', 'data')),
+        ((2, 2), ('pipe', 'tensor')),
+        ((4,), None),
+        ((4,), ('tp',)),
+        ((2, 1, 2), ('data', 'pipe', 'tensor')),
+    ]:
         mesh = init_device_mesh('cpu', shape, mesh_dim_names=names)
         ts.distributed.init_process_group(mesh=mesh)
         assert (ts.distributed.get_mesh() is mesh) == (names == ('data', 'tensor'))
@@ -72,8 +83,10 @@ def meshes():
         for axis in range(mesh.ndim):
             dist.barrier(mesh.get_group(axis))  # it is still there
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('tensor', 'pipe'))
-    for message, wrong in [('divides|group_size out', {'group_size': 4, 'mesh': mesh}),
-                           ("called 'tensor'", {'mesh': init_device_mesh('cpu', (2, 2))})]:
+    for message, wrong in [
+        ('divides|group_size out', {'group_size': 4, 'mesh': mesh}),
+        ("called 'tensor'", {'mesh': init_device_mesh('cpu', (2, 2))}),
+    ]:
         with pytest.raises(ValueError, match=message):
             ts.distributed.init_process_group(**wrong)
     ts.distributed.init_process_group(2, mesh=mesh)
@@ -98,10 +111,15 @@ def test_a_mesh_is_handed_over():
 
 def refusals():
     """Do it wrong."""
-    for call in [ts.distributed.get_group, ts.distributed.get_group_size,
-                 ts.distributed.get_rank, ts.distributed.get_mesh,
-                 ts.distributed.get_data_group, ts.distributed.destroy_process_group,
-                 lambda: ts.distributed.reduce(torch.ones(1))]:
+    for call in [
+        ts.distributed.get_group,
+        ts.distributed.get_group_size,
+        ts.distributed.get_rank,
+        ts.distributed.get_mesh,
+        ts.distributed.get_data_group,
+        ts.distributed.destroy_process_group,
+        lambda: ts.distributed.reduce(torch.ones(1)),
+    ]:
         with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
             call()
     for size in (0, 3, 8, -2):
@@ -116,8 +134,9 @@ def refusals():
     for call in (ts.distributed.get_group, ts.distributed.init_process_group):
         with pytest.raises(RuntimeError, match='torch.distributed.init_process_group'):
             call()
-    dist.init_process_group('gloo', store=dist.PrefixStore('again', store), rank=place.rank,
-                            world_size=4)
+    dist.init_process_group(
+        'gloo', store=dist.PrefixStore('again', store), rank=place.rank, world_size=4
+    )
     with pytest.raises(RuntimeError, match='there are no parallel groups'):
         ts.distributed.get_rank()
     ts.distributed.init_process_group(4)

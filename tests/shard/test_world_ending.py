@@ -1,4 +1,5 @@
 """At the end of a process that made groups of gloo, their threads come to their end first."""
+
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from torchgpipe.shard.world import THREADS
 
 pytestmark = [
     cpu_only('gloo is on the CPU'),
-    pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads')]
+    pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads'),
+]
 
 #: A thread that the system takes for one of gloo's works on, and the script ends.
 SCRIPT = """
@@ -42,8 +44,11 @@ ts.distributed.init_process_group()
 
 def run(before, times=3):
     """Run the script after something else, and return its output."""
-    return subprocess.run([sys.executable, '-c', SCRIPT.format(before=before, times=times)],
-                          check=True, capture_output=True).stdout
+    return subprocess.run(
+        [sys.executable, '-c', SCRIPT.format(before=before, times=times)],
+        check=True,
+        capture_output=True,
+    ).stdout
 
 
 @pytest.mark.slow
@@ -55,11 +60,13 @@ def test_a_thread_of_gloo_comes_to_its_end(before):
 @pytest.mark.slow
 def test_nobody_waits_for_longer_than_the_limit():
     start = time.monotonic()
-    assert run(MESH + '; import torchgpipe.shard.world; torchgpipe.shard.world.LIMIT = .1',
-               10 ** 6) == b''
+    assert (
+        run(MESH + '; import torchgpipe.shard.world; torchgpipe.shard.world.LIMIT = .1', 10**6)
+        == b''
+    )
     assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow
 def test_a_process_without_such_groups_does_not_wait():
-    assert run('assert "torchgpipe.shard.world" not in sys.modules', 10 ** 6) == b''
+    assert run('assert "torchgpipe.shard.world" not in sys.modules', 10**6) == b''

@@ -1,4 +1,5 @@
 """Skippable layers that several test files share."""
+
 import torch
 from torch import nn
 
@@ -50,21 +51,25 @@ class StashLinear(nn.Module):
 
 def stashing(*names):
     """Return a class that stashes its input under some names."""
+
     @skippable(stash=names)
     class StashNames(nn.Module):
         def forward(self, input):
             for name in names:
                 yield stash(name, input)
             return input
+
     return StashNames
 
 
 def popping(*names):
     """Return a class that pops some names."""
+
     @skippable(pop=names)
     class PopNames(nn.Module):
         def forward(self, input):
             for name in names:
                 input = input + (yield pop(name))
             return input
+
     return PopNames

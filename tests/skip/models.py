@@ -1,4 +1,5 @@
 """Models with skips that several test files share."""
+
 import torch
 from torch import nn
 
@@ -7,9 +8,14 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 WIDTH = 3
 
 #: Functions of its input x that a layer may stash.
-KINDS = {'input': lambda layer, x: x, 'linear': lambda layer, x: layer.skip(x),
-         'view': lambda layer, x: x[:, :1], 'constant': lambda layer, x: x.detach() * 2,
-         'none': lambda layer, x: None, 'integers': lambda layer, x: x.detach().argmax(1)[:, None]}
+KINDS = {
+    'input': lambda layer, x: x,
+    'linear': lambda layer, x: layer.skip(x),
+    'view': lambda layer, x: x[:, :1],
+    'constant': lambda layer, x: x.detach() * 2,
+    'none': lambda layer, x: None,
+    'integers': lambda layer, x: x.detach().argmax(1)[:, None],
+}
 
 
 class Mixer(nn.Module):
@@ -55,6 +61,11 @@ def build(skips, kinds, computes):
 def crossing():
     """Return a model of six layers with skips that cross, nest and share a layer."""
     torch.manual_seed(1)
-    return build([(0, 3), (1, 5), (0, 4), (2, 5), (1, 2)],
-                 {f's{k}': kind for k, kind in enumerate(
-                     ['linear', 'input', 'view', 'linear', 'constant'])}, ['tanh'] * 6)
+    return build(
+        [(0, 3), (1, 5), (0, 4), (2, 5), (1, 2)],
+        {
+            f's{k}': kind
+            for k, kind in enumerate(['linear', 'input', 'view', 'linear', 'constant'])
+        },
+        ['tanh'] * 6,
+    )

@@ -1,4 +1,5 @@
 """Skips between accelerators, and between them and the CPU."""
+
 import copy
 
 import pytest
@@ -30,8 +31,9 @@ def test_streams_do_not_race(mode, monkeypatch):
     model = crossing()
     reference = copy.deepcopy(model)
     layers = [layer for pair in zip([Slow() for _ in model], model) for layer in pair]
-    gpipe = GPipe(nn.Sequential(*layers), [4, 4, 4], devices=[ACCELERATOR] * 3, chunks=6,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(*layers), [4, 4, 4], devices=[ACCELERATOR] * 3, chunks=6, checkpoint=mode
+    )
     assert [partition.moves for partition in gpipe._engine.partitions] == [False, True, True]
     for _ in range(10):
         x = torch.randn(24, WIDTH, dtype=torch.double)

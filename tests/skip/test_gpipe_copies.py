@@ -1,4 +1,5 @@
 """The copies that a skip adds to a pipeline: one past the partitions between, or none."""
+
 import torch
 from torch import nn
 

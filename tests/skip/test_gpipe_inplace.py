@@ -1,4 +1,5 @@
 """Changes in place around skips: as in the unwrapped model, or an error, and never wrong."""
+
 import copy
 
 import pytest
@@ -47,10 +48,9 @@ def test_an_inplace_change_in_another_partition_raises(devices, mode, balance):
     """There the unwrapped model's numbers can't be had: whether it is seen depends on copies."""
     model = nn.Sequential(nn.Linear(4, 4), Stash(), Change(), Pop())
     gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=2, checkpoint=mode)
-    with pytest.raises(RuntimeError, match="skip tensor.*was changed in place"):
+    with pytest.raises(RuntimeError, match='skip tensor.*was changed in place'):
         gpipe(torch.rand(4, 4, device=devices.first))
-    with pytest.raises(RuntimeError, match="skip tensor.*was changed in place"), \
-            torch.no_grad():
+    with pytest.raises(RuntimeError, match='skip tensor.*was changed in place'), torch.no_grad():
         gpipe(torch.rand(4, 4, device=devices.first))
 
 
@@ -58,8 +58,9 @@ def test_an_inplace_change_in_another_partition_raises(devices, mode, balance):
 @modes
 def test_an_inplace_change_after_the_pop_is_fine(devices, mode):
     model = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Identity(), Pop(), Change()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1, 1, 1], devices=devices(5), chunks=2,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 1, 1, 1, 1], devices=devices(5), chunks=2, checkpoint=mode
+    )
     if mode == 'never':
         train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
     with torch.no_grad():
@@ -69,8 +70,9 @@ def test_an_inplace_change_after_the_pop_is_fine(devices, mode):
 
 @one_worker
 def test_an_inplace_change_through_another_skip_raises(devices):
-    model = nn.Sequential(nn.Linear(4, 4), stashing('a', 'b')(), nn.Linear(4, 4),
-                          ChangePopped(), popping('b')())
+    model = nn.Sequential(
+        nn.Linear(4, 4), stashing('a', 'b')(), nn.Linear(4, 4), ChangePopped(), popping('b')()
+    )
     gpipe = GPipe(model, [3, 1, 1], devices=devices(3))
     with pytest.raises(RuntimeError, match='skip tensor .* was changed in place'):
         gpipe(torch.rand(4, 4, device=devices.first))
@@ -89,8 +91,9 @@ def test_an_inplace_change_of_what_was_popped_raises_under_checkpoints(devices, 
         torch.manual_seed(0)
         model = nn.Sequential(StashLinear(), nn.Linear(4, 4), Change()).double()
         model[0].requires_grad_(requires_grad)
-        return model, GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2,
-                            checkpoint=mode)
+        return model, GPipe(
+            copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode
+        )
 
     x = torch.randn(4, 4, dtype=torch.double)
     model, gpipe = make('never')
@@ -110,9 +113,10 @@ def test_a_skip_that_shares_its_memory_must_not_be_changed_after_its_pop(devices
     first = nn.Linear(4, 4), stashing('a', 'b')()
     # In v0.4.0, the second one was wrong on several accelerators.
     for layers, balance in (
-            ((*first, nn.Linear(4, 4), ChangePopped(), popping('b')()), [3, 1, 1]),
-            ((*first, Swap(), Change(), popping('b')()), [2, 1, 1, 1]),
-            ((nn.Linear(4, 4), stashing('a')(), ChangePopped()), [2, 1])):
+        ((*first, nn.Linear(4, 4), ChangePopped(), popping('b')()), [3, 1, 1]),
+        ((*first, Swap(), Change(), popping('b')()), [2, 1, 1, 1]),
+        ((nn.Linear(4, 4), stashing('a')(), ChangePopped()), [2, 1]),
+    ):
         gpipe = GPipe(nn.Sequential(*layers), balance, devices=devices(len(balance)))
         with pytest.raises(RuntimeError, match='skip tensor .* was changed in place'):
             gpipe(torch.rand(4, 4, device=devices.first))
@@ -124,8 +128,9 @@ def test_an_inplace_first_layer_before_a_stash(devices):
     model = nn.Sequential(nn.ReLU(inplace=True), Stash(), nn.Linear(4, 4), Pop()).double()
     x = torch.randn(6, 4, dtype=torch.double)
     for chunks in (1, 3):
-        gpipe = GPipe(copy.deepcopy(model), [3, 1], devices=devices(2), chunks=chunks,
-                      checkpoint='never')
+        gpipe = GPipe(
+            copy.deepcopy(model), [3, 1], devices=devices(2), chunks=chunks, checkpoint='never'
+        )
         try:
             assert_same([call(gpipe, x.clone())], [model(x.clone())])
         except RuntimeError as error:

@@ -1,4 +1,5 @@
 """Layers that stash and pop in ways of their own: tuples, nesting, contexts, sparse tensors."""
+
 import copy
 
 import pytest
@@ -33,8 +34,13 @@ def test_tuples_and_skips(devices):
     for balance in ([1, 1, 1, 1, 1], [2, 3], [3, 2]):
         model = nn.Sequential(nn.Linear(4, 4), Branch(), StashPair(), Merge(), popping('b', 'a')())
         model = model.double()
-        gpipe = GPipe(copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=2,
-                      checkpoint='always')
+        gpipe = GPipe(
+            copy.deepcopy(model),
+            balance,
+            devices=devices(len(balance)),
+            chunks=2,
+            checkpoint='always',
+        )
         train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
@@ -52,8 +58,9 @@ def test_sparse_tensors_may_skip():
             return x + (yield pop('skip')).to_dense()
 
     model = nn.Sequential(StashSparse(), nn.Linear(4, 4), PopSparse()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=['cpu'] * 3, chunks=2,
-                  checkpoint='never')
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never'
+    )
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
@@ -64,8 +71,7 @@ def test_skips_within_a_layer_stay_there(devices, mode):
         return nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
 
     model = nn.Sequential(block(), block(), block()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2,
-                  checkpoint=mode)
+    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
     # A skip does not pass from one layer into another unless it is declared.
     model = nn.Sequential(nn.Sequential(Stash()), nn.Sequential(Pop()))
@@ -76,8 +82,9 @@ def test_skips_within_a_layer_stay_there(devices, mode):
 
 @one_worker
 def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses(devices):
-    model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop(),
-                          nn.Sequential(Stash(), nn.Linear(4, 4), Pop()))
+    model = nn.Sequential(
+        Stash(), nn.Linear(4, 4), Pop(), nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
+    )
     GPipe(model, [3, 1], devices=devices(2))(torch.rand(2, 4, device=devices.first))
     with pytest.raises(TypeError, match="a layer within '3' declared 'skip'"):
         GPipe(model, [2, 2], devices=devices(2))
@@ -91,8 +98,9 @@ def test_a_pipeline_within_a_layer(devices, mode, inner_mode):
         torch.manual_seed(0)
         inner = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop()).double()
         if wrap:  # on the device of the partition that it is in
-            inner = GPipe(inner, [1, 1, 1], devices=devices(3)[1:2] * 3, chunks=2,
-                          checkpoint=inner_mode)
+            inner = GPipe(
+                inner, [1, 1, 1], devices=devices(3)[1:2] * 3, chunks=2, checkpoint=inner_mode
+            )
         one = Namespace()
         return nn.Sequential(StashLinear().double().isolate(one), inner, Pop().isolate(one))
 
@@ -161,6 +169,7 @@ def test_a_skip_that_is_not_stashed_after_all(devices):
 @modes
 def test_a_skip_that_is_a_tensor_of_the_batch(devices, mode):
     """Behind it, too, that is one tensor in two places, in the first pass and in the next one."""
+
     @skippable(pop=['skip'])
     class PopPair(nn.Linear):
         def forward(self, x):

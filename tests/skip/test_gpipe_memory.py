@@ -1,4 +1,5 @@
 """Nothing that a skip needed is alive after a step, however the step ended."""
+
 import gc
 
 import pytest
@@ -6,8 +7,16 @@ import torch
 from torch import nn
 
 from tests.devices import devices, one_worker
-from tests.helpers import (MODES, STEPS, WeakLog, call, compare_all_pending, drop_failed_backward,
-                           memory_of, modes)
+from tests.helpers import (
+    MODES,
+    STEPS,
+    WeakLog,
+    call,
+    compare_all_pending,
+    drop_failed_backward,
+    memory_of,
+    modes,
+)
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from tests.whole import first
@@ -19,10 +28,18 @@ from torchgpipe.skip.transfer import current_skip_tracker
 def make(devices, mode, layer=None):
     """Return a pipeline with two skips, and weak references to tensors that pass its layers."""
     one = Namespace()
-    layers = [stashing('a')(), nn.Linear(4, 4), StashLinear().isolate(one), layer or nn.Tanh(),
-              Pop().isolate(one), nn.Linear(4, 4), popping('a')()]
-    gpipe = GPipe(nn.Sequential(*layers), [1, 2, 1, 3], devices=devices(4), chunks=4,
-                  checkpoint=mode)
+    layers = [
+        stashing('a')(),
+        nn.Linear(4, 4),
+        StashLinear().isolate(one),
+        layer or nn.Tanh(),
+        Pop().isolate(one),
+        nn.Linear(4, 4),
+        popping('a')(),
+    ]
+    gpipe = GPipe(
+        nn.Sequential(*layers), [1, 2, 1, 3], devices=devices(4), chunks=4, checkpoint=mode
+    )
     return gpipe, WeakLog(*gpipe)
 
 
@@ -169,8 +186,7 @@ def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, cre
     before = count()
     for _ in range(5):
         try:
-            call(gpipe, torch.rand(4, WIDTH)).square().sum().backward(
-                create_graph=create_graph)
+            call(gpipe, torch.rand(4, WIDTH)).square().sum().backward(create_graph=create_graph)
         except ZeroDivisionError:
             pass
         else:
@@ -198,7 +214,7 @@ def test_a_gradient_penalty_leaks_nothing(devices, mode):
 
     def step():
         x = torch.rand(4, WIDTH, requires_grad=True, device=devices.first)
-        grad, = torch.autograd.grad(gpipe(x).square().sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(gpipe(x).square().sum(), x, create_graph=True)
         grad.square().sum().backward()
 
     def count():

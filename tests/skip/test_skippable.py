@@ -1,4 +1,5 @@
 """Skippable classes: their types, their behaviour, and errors in them."""
+
 import copy
 import inspect
 import os
@@ -108,8 +109,12 @@ def test_zero_argument_super_and_subclasses():
 def test_copies_and_pickles(cls):
     namespace = Namespace()
     layer = cls(3).isolate(namespace)
-    for clone in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer)),
-                  pickle.loads(pickle.dumps(layer, 0))):
+    for clone in (
+        copy.deepcopy(layer),
+        copy.copy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        pickle.loads(pickle.dumps(layer, 0)),
+    ):
         assert type(clone) is cls
         assert list(clone.stashable()) == list(layer.stashable())
         assert list(clone.stashable())[0][0] == namespace
@@ -144,10 +149,16 @@ def test_a_state_dict_with_or_without_the_level_loads(devices, wrapped):
     model = nn.Sequential(Decorated(3), nn.BatchNorm1d(3), popping('a')())
     if wrapped:
         model = GPipe(model, [3], devices=devices(1))
-    for state in (plain.state_dict(),
-                  {key.replace('0.fc', '0.module.fc'): x for key, x in plain.state_dict().items()},
-                  {'partitions.0.' + key.replace('0.fc', '0.module.fc'): x
-                   for key, x in plain.state_dict().items()} if wrapped else plain.state_dict()):
+    for state in (
+        plain.state_dict(),
+        {key.replace('0.fc', '0.module.fc'): x for key, x in plain.state_dict().items()},
+        {
+            'partitions.0.' + key.replace('0.fc', '0.module.fc'): x
+            for key, x in plain.state_dict().items()
+        }
+        if wrapped
+        else plain.state_dict(),
+    ):
         nn.init.zeros_(model[0].fc.weight)
         assert str(model.load_state_dict(state)) == '<All keys matched successfully>'
         assert_same([model[0].fc.weight], [plain[0].fc.weight], 0)
@@ -171,9 +182,13 @@ def test_a_layer_with_a_child_called_module():
     layer = Wrapper()
     assert isinstance(layer.module, nn.Linear)
     state = copy.deepcopy(layer.state_dict())
-    assert list(state) == ['module.module.weight', 'module.module.bias',
-                           'module.module.module.weight', 'module.module.module.bias']
-    for given in (state, {key[len('module.'):]: x for key, x in state.items()}):
+    assert list(state) == [
+        'module.module.weight',
+        'module.module.bias',
+        'module.module.module.weight',
+        'module.module.module.bias',
+    ]
+    for given in (state, {key[len('module.') :]: x for key, x in state.items()}):
         for parameter in layer.parameters():
             nn.init.zeros_(parameter)
         layer.load_state_dict(given)
@@ -202,9 +217,11 @@ def test_none_can_be_stashed(tracker):
 
 def forward_of(stashes=(), pops=()):
     """Declare names, and give a decorator that makes a layer of a forward."""
+
     def make(forward):
         cls = type('Layer', (nn.Module,), {'forward': forward})
         return skippable(stashes, pops)(cls)()
+
     return make
 
 
@@ -297,20 +314,37 @@ def test_isolate_some_names_only():
     assert layer.isolate(None) is layer and list(layer.stashable()) == [(None, 'a'), (None, 'b')]
 
 
-@cases('layers, problems', [
-    ([Stash, Pop], []),
-    ([Stash, nn.Identity], ["no module declared 'skip' as poppable but stashed"]),
-    ([Pop], ["'0' declared 'skip' as poppable but it was not stashed"]),
-    ([Stash, Stash, Pop], ["'1' redeclared 'skip' as stashable but not isolated by namespace"]),
-    ([Stash, Pop, Pop], ["'2' redeclared 'skip' as poppable but not isolated by namespace"]),
-    ([Stash, Pop, Stash, Pop],
-     ["'2' redeclared 'skip' as stashable but not isolated by namespace",
-      "'3' redeclared 'skip' as poppable but not isolated by namespace"]),
-    ([lambda: forward_of(['foo'], ['foo'])(None)],
-     ["'0' declared 'foo' both as stashable and as poppable"]),
-    ([Pop, Stash], ["'0' declared 'skip' as poppable but it was not stashed",
-                    ]),
-    ([stashing('a', 'b'), popping('b')], ["no module declared 'a' as poppable but stashed"])])
+@cases(
+    'layers, problems',
+    [
+        ([Stash, Pop], []),
+        ([Stash, nn.Identity], ["no module declared 'skip' as poppable but stashed"]),
+        ([Pop], ["'0' declared 'skip' as poppable but it was not stashed"]),
+        (
+            [Stash, Stash, Pop],
+            ["'1' redeclared 'skip' as stashable but not isolated by namespace"],
+        ),
+        ([Stash, Pop, Pop], ["'2' redeclared 'skip' as poppable but not isolated by namespace"]),
+        (
+            [Stash, Pop, Stash, Pop],
+            [
+                "'2' redeclared 'skip' as stashable but not isolated by namespace",
+                "'3' redeclared 'skip' as poppable but not isolated by namespace",
+            ],
+        ),
+        (
+            [lambda: forward_of(['foo'], ['foo'])(None)],
+            ["'0' declared 'foo' both as stashable and as poppable"],
+        ),
+        (
+            [Pop, Stash],
+            [
+                "'0' declared 'skip' as poppable but it was not stashed",
+            ],
+        ),
+        ([stashing('a', 'b'), popping('b')], ["no module declared 'a' as poppable but stashed"]),
+    ],
+)
 def test_verify(layers, problems):
     model = nn.Sequential(*[layer() for layer in layers])
     if not problems:
@@ -325,13 +359,16 @@ def test_verify(layers, problems):
 
 def test_verify_tells_namespaces_apart():
     one, two = Namespace(), Namespace()
-    verify_skippables(nn.Sequential(Stash().isolate(one), Stash().isolate(two),
-                                    Pop().isolate(one), Pop().isolate(two)))
+    verify_skippables(
+        nn.Sequential(
+            Stash().isolate(one), Stash().isolate(two), Pop().isolate(one), Pop().isolate(two)
+        )
+    )
     with pytest.raises(TypeError):
         verify_skippables(nn.Sequential(Stash().isolate(one), Pop().isolate(two)))
 
 
-TYPED = '''
+TYPED = """
 import torch
 from torch import Tensor, nn
 
@@ -371,7 +408,7 @@ called: Plain = Called()
 model = GPipe(nn.Sequential(start, end), [1, 1], devices=['cpu', 'cpu'])
 reveal_type(Start(3).isolate(None))
 Start('wide')
-'''
+"""
 
 
 @pytest.mark.slow
@@ -381,9 +418,20 @@ def test_types(tmp_path):
     path.write_text(TYPED)
     root = Path(torchgpipe.__file__).parent.parent
     output = subprocess.run(
-        [sys.executable, '-m', 'mypy', '--strict', '--config-file=', '--follow-imports=silent',
-         path.name], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, 'MYPYPATH': str(root)}).stdout.splitlines()
+        [
+            sys.executable,
+            '-m',
+            'mypy',
+            '--strict',
+            '--config-file=',
+            '--follow-imports=silent',
+            path.name,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, 'MYPYPATH': str(root)},
+    ).stdout.splitlines()
     errors = [line for line in output if ': error:' in line]
     assert len(errors) == 1 and 'incompatible type "str"' in errors[0], output
     assert 'typed.Start' in '\n'.join(output)

@@ -1,4 +1,5 @@
 """The transfer of skips between cells: kept by one, taken by another, in the tensors' order."""
+
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ def tracker(**tensors):
 
 
 def test_skips_go_from_tracker_to_tracker_and_leave_the_lists_that_they_pass():
-    x, y, z = torch.ones(1), torch.zeros(2), torch.full((3,), 3.)
+    x, y, z = torch.ones(1), torch.zeros(2), torch.full((3,), 3.0)
     left = leave(tracker(a=x, b=y, c=z), ROUTES)
     assert [*left] == [A, B]  # c stays in its partition
     waiting, output = {}, [torch.ones(5), *left.values()]

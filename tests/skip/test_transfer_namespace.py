@@ -1,4 +1,5 @@
 """Namespaces: unlike each other, like their copies."""
+
 import copy
 import pickle
 
@@ -12,8 +13,11 @@ def test_two_namespaces_differ():
 
 def test_copies_and_pickles_are_equal():
     namespace = Namespace()
-    for clone in (copy.copy(namespace), copy.deepcopy(namespace),
-                  pickle.loads(pickle.dumps(namespace))):
+    for clone in (
+        copy.copy(namespace),
+        copy.deepcopy(namespace),
+        pickle.loads(pickle.dumps(namespace)),
+    ):
         assert clone == namespace and clone is not namespace and hash(clone) == hash(namespace)
 
 

@@ -1,4 +1,5 @@
 """Trackers: each thread has one, where layers stash and pop."""
+
 import threading
 
 import pytest

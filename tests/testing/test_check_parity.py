@@ -1,4 +1,5 @@
 """The results of check_parity, and the way it finds them."""
+
 import copy
 import random
 import subprocess
@@ -45,14 +46,15 @@ class Transposed(nn.Module):
 def found(*layers, sample=None, **options):
     """Return the parity of a model of these layers between others."""
     model = nn.Sequential(Layer(), *layers, Layer())
-    return check_parity(model, torch.rand(7, 4) if sample is None else sample,
-                        raise_exception=False, **options)
+    return check_parity(
+        model, torch.rand(7, 4) if sample is None else sample, raise_exception=False, **options
+    )
 
 
 def why(*layers, **options):
     """Return the one reason that is found, of a model that differs."""
     parity = found(*layers, **options)
-    reason, = parity.reasons
+    (reason,) = parity.reasons
     assert not parity.equal
     return reason
 
@@ -61,12 +63,23 @@ def why(*layers, **options):
 @devices
 def test_a_model_without_differences(devices, mode):
     sample = torch.rand(7, 4, requires_grad=True)
-    parity = found(nn.LayerNorm(4), sample=sample, balance=[1, 2], devices=devices(2),
-                   checkpoint=mode, chunks=4, steps=2)
+    parity = found(
+        nn.LayerNorm(4),
+        sample=sample,
+        balance=[1, 2],
+        devices=devices(2),
+        checkpoint=mode,
+        chunks=4,
+        steps=2,
+    )
     assert parity.equal and parity.reasons == []
     assert parity.mini_batch.differences == parity.micro_batches.differences == []
     assert parity.mini_batch.tensors == {
-        'outputs': 2, 'gradients': 7, 'buffers': 0, 'parameters': 6}
+        'outputs': 2,
+        'gradients': 7,
+        'buffers': 0,
+        'parameters': 6,
+    }
     assert 'on the mini-batch: gradients 7 0' in ' '.join(str(parity).split())
 
 
@@ -94,8 +107,11 @@ def test_it_raises_the_table():
     parity = check_parity(model, torch.rand(7, 4), raise_exception=False)
     with pytest.raises(AssertionError) as raised:
         check_parity(model, torch.rand(7, 4))
-    assert str(raised.value).splitlines()[2] == str(parity).splitlines()[0] == (
-        '3 steps in torch.float64, balance [1, 1], 3 chunks, tolerance 4e-11')
+    assert (
+        str(raised.value).splitlines()[2]
+        == str(parity).splitlines()[0]
+        == ('3 steps in torch.float64, balance [1, 1], 3 chunks, tolerance 4e-11')
+    )
     first = parity.mini_batch.differences[0]
     assert (first.kind, first.step) == ('outputs', 1) and first.distance > 0.01
     line = next(line for line in str(parity).splitlines() if 'mini-batch: outputs' in line)
@@ -105,11 +121,14 @@ def test_it_raises_the_table():
 def test_batch_normalization():
     for deferred in (False, True):
         parity = found(nn.BatchNorm1d(4), deferred_batch_norm=deferred)
-        reason, = parity.reasons
+        (reason,) = parity.reasons
         assert "'1' (BatchNorm1d) is the first module to differ: batch norm" in reason
         assert not parity.micro_batches.differences
-        moved = [each for each in parity.mini_batch.differences
-                 if each.kind == 'buffers' and each.step == 1]
+        moved = [
+            each
+            for each in parity.mini_batch.differences
+            if each.kind == 'buffers' and each.step == 1
+        ]
         assert len(moved) == (0 if deferred else 3)
     model = nn.Sequential(Layer(), nn.BatchNorm1d(4)).eval()
     assert check_parity(model, torch.rand(7, 4)).equal
@@ -132,14 +151,20 @@ def test_a_norm_of_ones_own():
 @modes
 @devices
 def test_random_numbers(devices, mode):
-    parity = found(nn.Dropout(), Layer(lambda layer, x: F.dropout(x, 0.5, layer.training)),
-                   nn.TransformerEncoderLayer(4, 2, 4, batch_first=True),
-                   sample=torch.rand(7, 5, 4), devices=devices(2), checkpoint=mode)
+    parity = found(
+        nn.Dropout(),
+        Layer(lambda layer, x: F.dropout(x, 0.5, layer.training)),
+        nn.TransformerEncoderLayer(4, 2, 4, batch_first=True),
+        sample=torch.rand(7, 5, 4),
+        devices=devices(2),
+        checkpoint=mode,
+    )
     assert parity.equal
-    reason, = parity.reasons
+    (reason,) = parity.reasons
     assert reason == (
         "random numbers are drawn by '1', '2', '3.dropout', '3.dropout1', '3.dropout2', "
-        "'3.self_attn', which were in evaluation mode for the comparison on the mini-batch")
+        "'3.self_attn', which were in evaluation mode for the comparison on the mini-batch"
+    )
 
 
 def test_random_numbers_and_another_difference():
@@ -157,6 +182,7 @@ def test_random_numbers_in_evaluation_mode():
 
 def test_random_numbers_within_a_module_that_draws():
     """The one within is in evaluation mode first, as then it may be the only one."""
+
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -222,8 +248,9 @@ class Loss(nn.Module):
 
 def last(layer, **options):
     """Return the reason for a model that ends in a layer."""
-    return check_parity(nn.Sequential(Layer(), layer), torch.rand(7, 4), raise_exception=False,
-                        **options).reasons
+    return check_parity(
+        nn.Sequential(Layer(), layer), torch.rand(7, 4), raise_exception=False, **options
+    ).reasons
 
 
 def test_scalars():
@@ -234,7 +261,7 @@ def test_scalars():
 
 
 def test_a_mean_over_something_else_than_samples():
-    reason, = last(Loss(lambda x: x.sum() / (x > 0).sum()), gather='mean')
+    (reason,) = last(Loss(lambda x: x.sum() / (x > 0).sum()), gather='mean')
     assert "'1' (Loss) is the first module to differ: it gives something of a whole" in reason
 
 
@@ -246,7 +273,7 @@ def test_a_shared_tensor_that_changes_in_place():
 
     model = nn.Sequential(Grow(), Layer())
     sample = Arguments(torch.rand(7, 4), NoChunk(torch.rand(4)))
-    reason, = check_parity(model, sample, raise_exception=False, checkpoint='never').reasons
+    (reason,) = check_parity(model, sample, raise_exception=False, checkpoint='never').reasons
     assert "'0' (Grow) is the first module to differ: it changes its input in place" in reason
 
 
@@ -269,7 +296,7 @@ def test_buffers_that_move_with_each_call():
             return x
 
     parity = found(Counter())
-    reason, = parity.reasons
+    (reason,) = parity.reasons
     assert "'1.calls' and 0 more" in reason
     assert parity.mini_batch.differences == [('buffers', '1.calls', 1, 2)]
 
@@ -335,6 +362,7 @@ class Scale(torch.autograd.Function):
 
 def scale_by(number):
     """Return a layer that scales the gradient of the middle of a model."""
+
     def function(layer, x):
         if not hasattr(layer, 'box'):
             layer.box = Box()
@@ -349,7 +377,7 @@ def test_recomputation():
         return 1 + context.recomputing
 
     parity = found(scale_by(number), checkpoint='always')
-    reason, = {*parity.reasons}
+    (reason,) = {*parity.reasons}
     assert reason.startswith("recomputation: with checkpoint='never' the numbers are right. A")
     assert reason.endswith("Backward is right until it comes to '1.bias'")
     assert {each.kind for each in parity.micro_batches.differences} >= {'gradients', 'parameters'}
@@ -381,8 +409,11 @@ def test_a_layer_that_asks_whether_it_is_in_a_pipeline():
 
 def test_a_layer_that_does_so_in_evaluation_mode_alone():
     """Where it is for the comparison on the mini-batch, as it draws in training."""
-    layer = Layer(lambda layer, x: F.dropout(x) if layer.training
-                  else x * (1 + (context.micro_batch is not None)))
+    layer = Layer(
+        lambda layer, x: (
+            F.dropout(x) if layer.training else x * (1 + (context.micro_batch is not None))
+        )
+    )
     parity = found(layer, checkpoint='never')
     assert not parity.micro_batches.differences and parity.mini_batch.differences
     assert 'random numbers' in parity.reasons[0] and 'neither' in parity.reasons[1]
@@ -390,13 +421,18 @@ def test_a_layer_that_does_so_in_evaluation_mode_alone():
 
 def test_a_loss_that_is_not_finite():
     with pytest.raises(ValueError, match=r'the loss of the unwrapped model is nan in step 1, so'):
-        check_parity(nn.Sequential(Layer()), torch.rand(7, 4),
-                     loss_fn=lambda y: y.sum() * torch.nan)
+        check_parity(
+            nn.Sequential(Layer()), torch.rand(7, 4), loss_fn=lambda y: y.sum() * torch.nan
+        )
 
 
-@pytest.mark.parametrize('when, form', [
-    (lambda: True, 'the unwrapped layers on micro-batches'),
-    (lambda: context.micro_batch is not None, 'the wrapped model')])
+@pytest.mark.parametrize(
+    'when, form',
+    [
+        (lambda: True, 'the unwrapped layers on micro-batches'),
+        (lambda: context.micro_batch is not None, 'the wrapped model'),
+    ],
+)
 def test_an_error_of_one_of_both(when, form):
     def fail(layer, x):
         if len(x) < 4 and when():
@@ -406,7 +442,8 @@ def test_an_error_of_one_of_both(when, form):
     with pytest.raises(RuntimeError, match='this layer fails') as raised:
         check_parity(nn.Sequential(Layer(fail), Layer()), torch.rand(7, 4))
     assert raised.value.__notes__[-1] == (
-        f'in step 1 of {form}, which check_parity runs in torch.float64')
+        f'in step 1 of {form}, which check_parity runs in torch.float64'
+    )
 
 
 def test_an_error_and_a_way_out():
@@ -421,7 +458,8 @@ def test_an_error_and_a_way_out():
     with pytest.raises(RuntimeError, match='in place') as raised:
         check_parity(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.rand(7, 4))
     assert raised.value.__notes__[-1] == (
-        "with checkpoint='never' it does not raise and the numbers are right")
+        "with checkpoint='never' it does not raise and the numbers are right"
+    )
     with pytest.raises(ValueError, match='no tensor'):
         check_parity(nn.Sequential(Layer()), NoChunk(torch.rand(5, 4)))
 
@@ -429,9 +467,15 @@ def test_an_error_and_a_way_out():
 def test_the_loss_and_the_optimizer_that_are_given():
     seen = []
     parity = check_parity(
-        nn.Sequential(Layer(), nn.Linear(4, 3)), torch.rand(7, 4), dtype=None, steps=2, chunks=2,
+        nn.Sequential(Layer(), nn.Linear(4, 3)),
+        torch.rand(7, 4),
+        dtype=None,
+        steps=2,
+        chunks=2,
         loss_fn=lambda y: seen.append(y.dtype) or F.cross_entropy(y, torch.arange(7) % 3),
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), tolerance=1e-3)
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+        tolerance=1e-3,
+    )
     assert parity.equal and set(seen) == {torch.float32} and len(seen) == 8
     assert 'tolerance 1e-03' in str(parity)
 
@@ -496,8 +540,9 @@ class Pop(nn.Module):
 @devices
 def test_skips_and_tables_that_come_out(devices):
     model = nn.Sequential(Stash(), nn.Identity(), Pop())
-    assert check_parity(model, Arguments(torch.rand(9, 4), NoChunk(torch.rand(3))), [1, 1, 1],
-                        devices=devices(3)).equal
+    assert check_parity(
+        model, Arguments(torch.rand(9, 4), NoChunk(torch.rand(3))), [1, 1, 1], devices=devices(3)
+    ).equal
 
 
 SPLIT = ['zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min']
@@ -514,29 +559,46 @@ def placed(schedule):
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b', *SPLIT])
 def test_a_model_is_trained_by_a_schedule(schedule, mode):
     sample = torch.rand(7, 4, requires_grad=True)
-    parity = found(nn.Dropout(), Layer(), sample=sample, schedule=schedule, checkpoint=mode,
-                   **placed(schedule))
+    parity = found(
+        nn.Dropout(),
+        Layer(),
+        sample=sample,
+        schedule=schedule,
+        checkpoint=mode,
+        **placed(schedule),
+    )
     assert parity.equal
     assert parity.micro_batches.tensors['gradients'] == 7
     assert f'schedule {schedule}' in str(parity)
 
 
 def test_a_schedule_of_ones_own_and_a_target():
-    for loss_fn, target in ((F.mse_loss, torch.rand(7, 4)),
-                            (F.cross_entropy, torch.randint(4, (7,)))):
+    for loss_fn, target in (
+        (F.mse_loss, torch.rand(7, 4)),
+        (F.cross_entropy, torch.randint(4, (7,))),
+    ):
         for schedule in (None, make('zb-h1', 2, 3)):
             assert found(Layer(), schedule=schedule, loss_fn=loss_fn, target=target).equal
 
 
-@pytest.mark.parametrize('loss_fn, normalizer', [
-    (F.cross_entropy, None), (nn.CrossEntropyLoss(torch.rand(4).double()), None),
-    (lambda output, target: F.cross_entropy(output, target, reduction='sum'), 7),
-    (lambda output, target: F.cross_entropy(output, target), lambda target: (target >= 0).sum())])
+@pytest.mark.parametrize(
+    'loss_fn, normalizer',
+    [
+        (F.cross_entropy, None),
+        (nn.CrossEntropyLoss(torch.rand(4).double()), None),
+        (lambda output, target: F.cross_entropy(output, target, reduction='sum'), 7),
+        (
+            lambda output, target: F.cross_entropy(output, target),
+            lambda target: (target >= 0).sum(),
+        ),
+    ],
+)
 def test_losses_that_count(loss_fn, normalizer):
     """A step knows the losses of PyTorch, and others by a normalizer."""
     target = torch.tensor([0, 1, 2, -100, 3, -100, 1])
-    assert found(Layer(), schedule='1f1b', loss_fn=loss_fn, target=target,
-                 normalizer=normalizer).equal
+    assert found(
+        Layer(), schedule='1f1b', loss_fn=loss_fn, target=target, normalizer=normalizer
+    ).equal
 
 
 def test_a_scalar_of_the_output_is_not_in_the_arbitrary_loss():
@@ -545,8 +607,9 @@ def test_a_scalar_of_the_output_is_not_in_the_arbitrary_loss():
             return {'x': x, 'norm': x.square().mean()}
 
     for schedule in (None, '1f1b'):
-        assert check_parity(nn.Sequential(Layer(), Beside()), torch.rand(7, 4), gather='mean',
-                            schedule=schedule).equal
+        assert check_parity(
+            nn.Sequential(Layer(), Beside()), torch.rand(7, 4), gather='mean', schedule=schedule
+        ).equal
 
 
 def test_a_split_backward_that_is_wrong(monkeypatch):
@@ -561,7 +624,8 @@ def test_a_split_backward_that_is_wrong(monkeypatch):
     assert found(Layer()).equal
     assert found(Layer(), schedule='1f1b').equal
     assert why(Layer(), schedule='zb-h1').startswith(
-        "the schedule: with schedule='1f1b' the numbers are right")
+        "the schedule: with schedule='1f1b' the numbers are right"
+    )
 
 
 def test_a_loss_that_is_no_mean_over_samples():
@@ -572,8 +636,7 @@ def test_a_loss_that_is_no_mean_over_samples():
 
 def test_a_loss_of_samples_along_another_dimension():
     """The arbitrary loss is a mean over samples, wherever they are."""
-    assert found(Transposed(), sample=torch.rand(4, 7, 4), batch_dim=1,
-                 schedule='1f1b').equal
+    assert found(Transposed(), sample=torch.rand(4, 7, 4), batch_dim=1, schedule='1f1b').equal
 
 
 def test_a_target_needs_a_loss():
@@ -600,9 +663,16 @@ def test_the_type_of_the_model(dtype):
 
 def test_the_coarsest_type_of_all():
     """In v0.8.0, the tolerance used PyTorch's default type."""
+
     def tolerance(layer, dtype):
-        text = str(check_parity(nn.Sequential(layer, nn.Tanh()), torch.rand(6, 4, dtype=dtype),
-                                dtype=None, raise_exception=False))
+        text = str(
+            check_parity(
+                nn.Sequential(layer, nn.Tanh()),
+                torch.rand(6, 4, dtype=dtype),
+                dtype=None,
+                raise_exception=False,
+            )
+        )
         return text.partition('tolerance ')[2].split()[0]
 
     class Cast(nn.Module):
@@ -632,8 +702,13 @@ def test_buffers_and_sparse_gradients():
 def test_the_generators_of_accelerators_stay_as_they_were():
     module, where = torch.get_device_module(ACCELERATOR), places('aac')
     state, target = module.get_rng_state(where[0]), torch.rand(7, 4)
-    parity = found(nn.Dropout(), nn.BatchNorm1d(4).eval(), devices=where, balance=[1, 2, 1],
-                   loss_fn=lambda y: (y - target).square().mean())
+    parity = found(
+        nn.Dropout(),
+        nn.BatchNorm1d(4).eval(),
+        devices=where,
+        balance=[1, 2, 1],
+        loss_fn=lambda y: (y - target).square().mean(),
+    )
     assert parity.equal and "drawn by '1'" in parity.reasons[0]
     assert torch.equal(module.get_rng_state(where[0]), state)
 
@@ -650,5 +725,9 @@ def test_an_accelerator_that_several_partitions_draw_from():
 @pytest.mark.slow
 def test_it_is_not_imported_with_the_package():
     code = 'import sys, torchgpipe; print("torchgpipe.testing" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
-                          check=True).stdout == 'False\n'
+    assert (
+        subprocess.run(
+            [sys.executable, '-c', code], capture_output=True, text=True, check=True
+        ).stdout
+        == 'False\n'
+    )

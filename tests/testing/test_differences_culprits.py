@@ -1,4 +1,5 @@
 """Recorded calls of modules."""
+
 import threading
 
 import torch
@@ -16,11 +17,11 @@ def test_calls_in_two_threads():
 
     def second():
         model[1].register_forward_pre_hook(lambda *_: began.set())
-        model[1](torch.tensor(2.))
+        model[1](torch.tensor(2.0))
 
     thread = threading.Thread(target=second)
     model[0].register_forward_pre_hook(lambda *_: thread.start())
-    model[0](torch.tensor(1.))
+    model[0](torch.tensor(1.0))
     ended.set()
     thread.join()
     assert [(call.name, call.outputs) for call in calls] == [('0', [1]), ('1', [2])]

@@ -1,4 +1,5 @@
 """Three forms of one training: whole, in parts, and wrapped, from the same state and seeds."""
+
 import pytest
 import torch
 from torch import nn
@@ -11,10 +12,15 @@ pytestmark = cpu_only('it compares forms of a training, which check_parity runs 
 
 def setup(module, **options):
     """Return the training of a model in two partitions."""
-    return Setup(module, torch.rand(4, 3), [1, 1],
-                 {'devices': ['cpu:0', 'cpu:1'], 'chunks': 2, **options},
-                 lambda output: output.square().mean(),
-                 lambda parameters: torch.optim.SGD(parameters, lr=.1), torch.float64)
+    return Setup(
+        module,
+        torch.rand(4, 3),
+        [1, 1],
+        {'devices': ['cpu:0', 'cpu:1'], 'chunks': 2, **options},
+        lambda output: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        torch.float64,
+    )
 
 
 @pytest.mark.parametrize('form', [InParts, Wrapped])
@@ -23,8 +29,11 @@ def test_forms_give_the_same_results_in_each_step(form):
     expected, actual = Unwrapped(training), form(training)
     for step in range(2):
         a, b = expected.step(step), actual.step(step)
-        assert {*a} == {*b} >= {('outputs', 'loss'), ('gradients', '0.weight'),
-                                ('parameters', '1.bias')}
+        assert (
+            {*a}
+            == {*b}
+            >= {('outputs', 'loss'), ('gradients', '0.weight'), ('parameters', '1.bias')}
+        )
         assert all(torch.allclose(a[key], b[key], rtol=1e-12) for key in a)
 
 

@@ -1,4 +1,5 @@
 """Metrics of a step, of one process and of all ranks."""
+
 import math
 import sys
 
@@ -57,7 +58,7 @@ def test_queued_work_counts_within_the_context_only():
     with measure(model, tokens=64) as metrics:
         model.step(x, x.to('sim:1'), loss_of)
         accelerator.sleep(600_000)
-    assert before < .6 <= metrics.seconds
+    assert before < 0.6 <= metrics.seconds
 
 
 @cpu_only('the numbers are the same for all devices')
@@ -125,10 +126,11 @@ def test_no_memory_of_a_process_on_windows(monkeypatch):
 
 
 def test_as_text():
-    metrics = StepMetrics(.5, 2000., 1000., 12.34, .125, 2 ** 30, .25)
-    assert str(metrics) == ('500 ms, 2,000 tokens/s, 12.3 TFLOP/s per device, 12.5% MFU, '
-                            '1.00 GiB, bubble 25.0%')
-    metrics = StepMetrics(.5, 2000., 1000., peak_bytes=2 ** 30, bubble=.25)
+    metrics = StepMetrics(0.5, 2000.0, 1000.0, 12.34, 0.125, 2**30, 0.25)
+    assert str(metrics) == (
+        '500 ms, 2,000 tokens/s, 12.3 TFLOP/s per device, 12.5% MFU, 1.00 GiB, bubble 25.0%'
+    )
+    metrics = StepMetrics(0.5, 2000.0, 1000.0, peak_bytes=2**30, bubble=0.25)
     assert str(metrics) == '500 ms, 2,000 tokens/s, 1.00 GiB, bubble 25.0%'
 
 
@@ -144,8 +146,9 @@ def on_a_rank(data, pipe):
     replica, stage = mesh.get_local_rank('data'), mesh.get_local_rank('pipe')
     is_last = stage == pipe - 1
     # Replicas with means of 1 and of 3 samples.
-    mean = gathered_mean(model, float(replica) if is_last else math.nan,
-                         1 + 2 * replica if is_last else 0)
+    mean = gathered_mean(
+        model, float(replica) if is_last else math.nan, 1 + 2 * replica if is_last else 0
+    )
     return metrics, mean, gathered_mean(model, math.nan, 0)
 
 
@@ -163,7 +166,7 @@ def on_a_mesh_of_one_rank():
 
 @cpu_only('processes meet by gloo')
 def test_a_mesh_of_one_rank_among_other_processes():
-    assert run(2, on_a_mesh_of_one_rank) == [0., 1.]
+    assert run(2, on_a_mesh_of_one_rank) == [0.0, 1.0]
 
 
 def fails_on_the_second_rank():
@@ -180,8 +183,11 @@ def fails_on_the_second_rank():
 
 @cpu_only('processes meet by gloo')
 def test_a_rank_that_waits_for_the_metrics_of_another_one_names_it():
-    texts = [outcome.text for outcome in outcomes(2, fails_on_the_second_rank)
-             if isinstance(outcome, Failure)]
+    texts = [
+        outcome.text
+        for outcome in outcomes(2, fails_on_the_second_rank)
+        if isinstance(outcome, Failure)
+    ]
     assert any('a reduction of metrics' in text and 'rank 1' in text for text in texts), texts
 
 
@@ -191,9 +197,8 @@ def test_metrics_of_all_ranks(data, pipe):
     found = run(data * pipe, on_a_rank, data, pipe)
     first, mean, none = found[0]
     assert [metrics for metrics, *_ in found] == [first] * len(found)
-    assert first.tokens_per_second_per_device == pytest.approx(
-        64 / first.seconds / data / pipe)
+    assert first.tokens_per_second_per_device == pytest.approx(64 / first.seconds / data / pipe)
     assert first.tflops_per_device == pytest.approx(1e-3 / data / pipe / first.seconds)
     assert 0 <= first.bubble < 1 and first.peak_bytes > 0
-    assert mean == (.75 if data == 2 else 0.)
+    assert mean == (0.75 if data == 2 else 0.0)
     assert {each for _, each, _ in found} == {mean} and math.isnan(none)

@@ -1,4 +1,5 @@
 """Recorded timelines: every action is there, in its lane, in an order that is possible."""
+
 import copy
 import math
 from importlib import import_module
@@ -53,8 +54,14 @@ def pipeline(devices, mode='except_last', n=N, layers=(), **options):
     torch.manual_seed(0)
     layers = layers or [layer for _ in range(n) for layer in (nn.Linear(8, 8), nn.Tanh())]
     places = devices(n) if callable(devices) else devices
-    return GPipe(nn.Sequential(*layers), [len(layers) // n] * n, devices=places, chunks=M,
-                 checkpoint=mode, **options)
+    return GPipe(
+        nn.Sequential(*layers),
+        [len(layers) // n] * n,
+        devices=places,
+        chunks=M,
+        checkpoint=mode,
+        **options,
+    )
 
 
 def batch(model):
@@ -146,7 +153,11 @@ def test_lanes_are_devices(devices):
         timeline = recorded(model, function, **options)
         assert timeline.devices == (a, b)
         assert {(each.device, each.action.stage) for each in timeline.actions} == {
-            (0, 0), (1, 1), (0, 2), (1, 3)}
+            (0, 0),
+            (1, 1),
+            (0, 2),
+            (1, 3),
+        }
         # Wide enough for the label of the shortest action, however slow the others are.
         shortest = min(each.end - each.start for each in timeline.actions)
         assert '2F0' in timeline.text(math.ceil(5 * timeline.seconds / shortest))
@@ -168,7 +179,8 @@ def test_inference(devices):
     with record(model) as timeline, torch.no_grad():
         model(batch(model))
     assert sorted(map(str, (each.action for each in timeline.actions))) == sorted(
-        f'{j}F{i}' for i in range(M) for j in range(N))
+        f'{j}F{i}' for i in range(M) for j in range(N)
+    )
 
 
 @pytest.fixture
@@ -181,7 +193,7 @@ def clock(monkeypatch):
 
 def timed_layers(clock):
     """Return layers that take 1 and 2 seconds in forward, and 3 and 5 in backward."""
-    return [Timed(clock, lambda _: 1., lambda _: 3.), Timed(clock, lambda _: 2., lambda _: 5.)]
+    return [Timed(clock, lambda _: 1.0, lambda _: 3.0), Timed(clock, lambda _: 2.0, lambda _: 5.0)]
 
 
 def boxes_of(timeline):
@@ -193,16 +205,24 @@ def boxes_of(timeline):
 def test_times_of_the_plain_call(clock):
     model = pipeline(['cpu', 'cpu'], 'except_last', 2, timed_layers(clock))
     model.chunks = 2
-    clock.now = 100.
+    clock.now = 100.0
     with record(model) as timeline:
         loss = model(torch.ones(2, 1)).sum()
         clock.now += 10
         loss.backward()
         clock.now += 10  # Such as an optimizer: no action runs.
     assert boxes_of(timeline) == [
-        ('0F0', 0., 1.), ('1F0', 1., 3.), ('0F1', 3., 4.), ('1F1', 4., 6.),
-        ('1B1', 16., 21.), ('0B1', 21., 24.), ('1R0', 24., 26.), ('1B0', 26., 31.),
-        ('0R0', 31., 32.), ('0B0', 32., 35.)]
+        ('0F0', 0.0, 1.0),
+        ('1F0', 1.0, 3.0),
+        ('0F1', 3.0, 4.0),
+        ('1F1', 4.0, 6.0),
+        ('1B1', 16.0, 21.0),
+        ('0B1', 21.0, 24.0),
+        ('1R0', 24.0, 26.0),
+        ('1B0', 26.0, 31.0),
+        ('0R0', 31.0, 32.0),
+        ('0B0', 32.0, 35.0),
+    ]
     assert timeline.seconds == 35 and timeline.utilisation == 25 / 35
 
 
@@ -212,14 +232,23 @@ def test_times_of_a_step(clock):
     model.chunks = 2
 
     def loss_fn(output, _):
-        clock.now += .5
+        clock.now += 0.5
         return output.sum()
+
     with record(model) as timeline:
         model.step(torch.ones(2, 1), None, loss_fn, normalizer=1, schedule='gpipe')
     assert boxes_of(timeline) == [
-        ('0F0', 0., 1.), ('1F0', 1., 3.5), ('0F1', 3.5, 4.5), ('1F1', 4.5, 7.),
-        ('1B1', 7., 12.), ('0B1', 12., 15.), ('1R0', 15., 17.), ('1B0', 17., 22.),
-        ('0R0', 22., 23.), ('0B0', 23., 26.)]
+        ('0F0', 0.0, 1.0),
+        ('1F0', 1.0, 3.5),
+        ('0F1', 3.5, 4.5),
+        ('1F1', 4.5, 7.0),
+        ('1B1', 7.0, 12.0),
+        ('0B1', 12.0, 15.0),
+        ('1R0', 15.0, 17.0),
+        ('1B0', 17.0, 22.0),
+        ('0R0', 22.0, 23.0),
+        ('0B0', 23.0, 26.0),
+    ]
 
 
 @devices
@@ -251,8 +280,14 @@ def assert_nothing_observes(model):
 @pytest.mark.parametrize('function', [call, step])
 @pytest.mark.parametrize('when', ['forward', 'backward'])
 def test_an_error_leaves_nothing_behind(devices, when, function):
-    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Broken(when), nn.Linear(8, 8),
-              nn.Tanh()]
+    layers = [
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        Broken(when),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+    ]
     model = pipeline(devices, 'never', layers=layers)
     timeline = None
     with pytest.raises(ValueError, match='broken'):
@@ -293,8 +328,14 @@ def test_two_backward_passes(devices):
 
 @one_worker
 def test_a_step_that_fails_within_a_recording(devices):
-    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Broken('forward'), nn.Linear(8, 8),
-              nn.Tanh()]
+    layers = [
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        Broken('forward'),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+    ]
     model = pipeline(devices, 'never', layers=layers)
     with record(model) as timeline:
         with pytest.raises(ValueError, match='broken'):
@@ -307,7 +348,7 @@ def test_a_step_that_fails_within_a_recording(devices):
 @cpu_only('the clock is that of the host')
 @pytest.mark.parametrize('mode', ['never', ['never', 'always']])
 def test_a_backward_that_fails_within_a_recording(clock, mode):
-    layers = [Broken('backward'), Timed(clock, lambda _: 2., lambda _: 5.)]
+    layers = [Broken('backward'), Timed(clock, lambda _: 2.0, lambda _: 5.0)]
     layers[0].times = 2
     model = pipeline(['cpu', 'cpu'], mode, 2, layers)
     x = torch.ones(1, 1, requires_grad=True)
@@ -316,8 +357,9 @@ def test_a_backward_that_fails_within_a_recording(clock, mode):
             model(x).sum().backward()
         clock.now += 10
         model(x).sum().backward()
-    assert [end - start for _, action, start, end in timeline.actions
-            if action == (1, 'B', 0)] == [5.]
+    assert [
+        end - start for _, action, start, end in timeline.actions if action == (1, 'B', 0)
+    ] == [5.0]
 
 
 @one_worker
@@ -388,8 +430,9 @@ def test_skips(devices, function):
 def test_the_backward_of_a_cell_ends_where_a_skip_comes_in():
     """Beyond are the nodes of the partition that stashed it."""
     layers = [nn.Linear(8, 8), Stash(8, 8), nn.Linear(8, 8), Pop()]
-    gpipe = GPipe(nn.Sequential(*layers), [2, 1, 1], devices=['cpu'] * 3, chunks=1,
-                  checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(*layers), [2, 1, 1], devices=['cpu'] * 3, chunks=1, checkpoint='never'
+    )
     with record(gpipe) as timeline:
         gpipe(torch.rand(2, 8)).sum().backward()
     kinds = [(action.kind, action.stage) for _, action, *_ in timeline.actions]
@@ -425,8 +468,11 @@ class Sum(nn.Module):
 @devices
 def test_several_tensors_between_cells(devices):
     for places in (devices, [devices.first] * N):
-        model = pipeline(places, 'never', layers=[
-            nn.Tanh(), Pair(8, 8), Pair(8, 8), Pair(8, 8), Sum(), nn.Linear(8, 8)])
+        model = pipeline(
+            places,
+            'never',
+            layers=[nn.Tanh(), Pair(8, 8), Pair(8, 8), Pair(8, 8), Sum(), nn.Linear(8, 8)],
+        )
         with record(model) as timeline:
             loss = model(batch(model)).sum()
             loss.backward(retain_graph=True)
@@ -447,7 +493,8 @@ def test_copies(function):
     timeline = recorded(model, function)
     assert timeline.devices == (f'{ACCELERATOR}:0', 'cpu:0')
     assert sorted(each[:3] for each in timeline.copies) == sorted(
-        [(0, 1, i) for i in range(M)] * 2 + [(1, 0, i) for i in range(M)] * 2)
+        [(0, 1, i) for i in range(M)] * 2 + [(1, 0, i) for i in range(M)] * 2
+    )
     assert all(each.start <= each.end for each in timeline.copies)
 
 

@@ -1,4 +1,5 @@
 """Pictures of timelines: every box and every number is there."""
+
 import re
 import sys
 
@@ -17,10 +18,20 @@ def words(path):
 
 
 def test_an_svg_has_its_text_as_text(tmp_path):
-    two(offset=7.).save(tmp_path / 'a.svg', title='Two devices')
+    two(offset=7.0).save(tmp_path / 'a.svg', title='Two devices')
     found = words(tmp_path / 'a.svg')
-    assert {'F0', 'B0', 'a', 'b', '50 %', 's', 'Two devices', '6 s, bubble 50.0 %', 'forward',
-            'backward'} <= {*found}
+    assert {
+        'F0',
+        'B0',
+        'a',
+        'b',
+        '50 %',
+        's',
+        'Two devices',
+        '6 s, bubble 50.0 %',
+        'forward',
+        'backward',
+    } <= {*found}
     assert found.count('F0') == found.count('B0') == 2
     assert 'recomputation' not in found and 'copy' not in found
 
@@ -40,39 +51,55 @@ def boxes(figure):
     """Return lane, left edge, width and colour of all boxes of each plot."""
     from matplotlib.colors import to_hex
 
-    return [sorted((round(path.get_extents().y0 + path.get_extents().y1) // 2,
-                    path.get_extents().x0, path.get_extents().width,
-                    to_hex(collection.get_facecolor()[0]))
-                   for collection in axes.collections for path in collection.get_paths())
-            for axes in figure.axes]
+    return [
+        sorted(
+            (
+                round(path.get_extents().y0 + path.get_extents().y1) // 2,
+                path.get_extents().x0,
+                path.get_extents().width,
+                to_hex(collection.get_facecolor()[0]),
+            )
+            for collection in axes.collections
+            for path in collection.get_paths()
+        )
+        for axes in figure.axes
+    ]
 
 
-@pytest.mark.parametrize('offset', [0., 7.])
+@pytest.mark.parametrize('offset', [0.0, 7.0])
 def test_boxes(offset):
     forward, backward = LEGEND['F'][1], LEGEND['B'][1]
     figure = two(offset).draw()
-    assert boxes(figure) == [[(0, 0., 1., forward), (0, 4., 2., backward),
-                              (1, 1., 1., forward), (1, 2., 2., backward)]]
-    assert figure.axes[0].get_xlim() == (0., 6.)
+    assert boxes(figure) == [
+        [
+            (0, 0.0, 1.0, forward),
+            (0, 4.0, 2.0, backward),
+            (1, 1.0, 1.0, forward),
+            (1, 2.0, 2.0, backward),
+        ]
+    ]
+    assert figure.axes[0].get_xlim() == (0.0, 6.0)
 
 
 def test_all_kinds():
     actions = [timed(f'0{kind}0', 0, k, k + 1) for k, kind in enumerate('FRBIW')]
-    figure = Timeline(actions, ['a', 'b'], [Copied(0, 1, 0, 0., 1.)]).draw()
+    figure = Timeline(actions, ['a', 'b'], [Copied(0, 1, 0, 0.0, 1.0)]).draw()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        name for name, _ in LEGEND.values()]
+        name for name, _ in LEGEND.values()
+    ]
     assert len(boxes(figure)[0]) == 6
 
 
-@pytest.mark.parametrize('seconds, unit, tick', [(6., 's', '2'), (6e-3, 'ms', '2'),
-                                                 (6e-6, 'µs', '2')])
+@pytest.mark.parametrize(
+    'seconds, unit, tick', [(6.0, 's', '2'), (6e-3, 'ms', '2'), (6e-6, 'µs', '2')]
+)
 def test_units(seconds, unit, tick, tmp_path):
-    Timeline([timed('0F0', 0, 0., seconds)]).save(tmp_path / 'a.svg')
+    Timeline([timed('0F0', 0, 0.0, seconds)]).save(tmp_path / 'a.svg')
     assert {unit, tick} <= {*words(tmp_path / 'a.svg')}
 
 
 def test_narrow_boxes_have_no_label(tmp_path):
-    Timeline([timed('0F0', 0, 0., .01), timed('0F1', 0, .01, 1.)]).save(tmp_path / 'a.svg')
+    Timeline([timed('0F0', 0, 0.0, 0.01), timed('0F1', 0, 0.01, 1.0)]).save(tmp_path / 'a.svg')
     assert 'F1' in words(tmp_path / 'a.svg') and 'F0' not in words(tmp_path / 'a.svg')
 
 
@@ -81,15 +108,21 @@ def test_an_empty_timeline_is_drawn():
 
 
 def test_a_comparison(tmp_path):
-    simulation = simulate(make('1f1b', 2, 1), Costs([StageCosts(1., 2.)] * 2))
-    measured = Timeline([each._replace(end=each.end + 1) for each in simulation.actions],
-                        ['cpu:0', 'cpu:1'])
+    simulation = simulate(make('1f1b', 2, 1), Costs([StageCosts(1.0, 2.0)] * 2))
+    measured = Timeline(
+        [each._replace(end=each.end + 1) for each in simulation.actions], ['cpu:0', 'cpu:1']
+    )
     comparison = compare(simulation, measured)
     figure = comparison.draw()
-    assert [axes.get_xlim() for axes in figure.axes] == [(0., 7.)] * 2
+    assert [axes.get_xlim() for axes in figure.axes] == [(0.0, 7.0)] * 2
     comparison.save(tmp_path / 'a.svg', title='1F1B')
-    assert {'predicted: 6 s, bubble 50.0 %', 'measured: 7 s, bubble 35.7 %', '1F1B', 'device 0',
-            'cpu:0'} <= {*words(tmp_path / 'a.svg')}
+    assert {
+        'predicted: 6 s, bubble 50.0 %',
+        'measured: 7 s, bubble 35.7 %',
+        '1F1B',
+        'device 0',
+        'cpu:0',
+    } <= {*words(tmp_path / 'a.svg')}
     assert comparison.ratio == 6 / 7
     lines = str(comparison).splitlines()
     assert lines[0] == 'predicted' and lines[4] == 'measured'
@@ -105,9 +138,14 @@ def test_a_comparison_with_nothing():
             compare(*pair)
 
 
-@pytest.mark.parametrize('function', [
-    lambda path: two().save(path), lambda path: two().draw(),
-    lambda path: compare(two(), two()).save(path)])
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda path: two().save(path),
+        lambda path: two().draw(),
+        lambda path: compare(two(), two()).save(path),
+    ],
+)
 def test_without_matplotlib(function, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match="with its extra 'pictures'"):

@@ -1,4 +1,5 @@
 """Fixtures of tests of tools: no thread that outlives them, and no state of the process."""
+
 import importlib.util
 
 import pytest

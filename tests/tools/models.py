@@ -1,4 +1,5 @@
 """A model, its batches, and a plain PyTorch loop that gives the expected results."""
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -11,8 +12,9 @@ STEPS, RATE = 3, 0.1
 def plain():
     """Return the model, which is always the same."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.GELU()),
-                         nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 3)
+    ).double()
 
 
 def wrapped(balance=(2, 2)):
@@ -23,8 +25,10 @@ def wrapped(balance=(2, 2)):
 def samples():
     """Return all batches as one: inputs and labels."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.rand(STEPS * 5, 4, generator=generator, dtype=torch.double),
-            torch.randint(3, (STEPS * 5,), generator=generator))
+    return (
+        torch.rand(STEPS * 5, 4, generator=generator, dtype=torch.double),
+        torch.randint(3, (STEPS * 5,), generator=generator),
+    )
 
 
 def batches():

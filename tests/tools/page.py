@@ -1,4 +1,5 @@
 """Contents of pages about tools: recipes by their packages, and a model that some share."""
+
 import re
 from pathlib import Path
 

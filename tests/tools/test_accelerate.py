@@ -1,4 +1,5 @@
 """Accelerate: a model that has its devices already."""
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -33,8 +34,12 @@ def train(accelerator, model):
     return model, optimizer
 
 
-@works('Accelerate', '`prepare` of a model, its optimizer and loader; `backward`, `save_state`, '
-       '`load_state`, `unwrap_model`, `save_model`', 'accelerate')
+@works(
+    'Accelerate',
+    '`prepare` of a model, its optimizer and loader; `backward`, `save_state`, '
+    '`load_state`, `unwrap_model`, `save_model`',
+    'accelerate',
+)
 def test_prepare(accelerator, tmp_path):
     from safetensors.torch import load_file
 
@@ -54,8 +59,9 @@ def test_prepare(accelerator, tmp_path):
     assert_equal(loaded, trained())
 
 
-@works('Accelerate', 'a `GPipe` on several devices with `hf_device_map` is not moved',
-       'accelerate')
+@works(
+    'Accelerate', 'a `GPipe` on several devices with `hf_device_map` is not moved', 'accelerate'
+)
 def test_a_device_map(accelerator, monkeypatch):
     model = wrapped()
     monkeypatch.setattr(GPipe, 'to', lambda self, *args: pytest.fail('it is moved'))

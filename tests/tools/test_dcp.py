@@ -1,4 +1,5 @@
 """torch.distributed.checkpoint: names are the model's, for any balance."""
+
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -9,8 +10,11 @@ from tests.tools.rows import works
 pytestmark = cpu_only('it is about names, which are those of the model on all devices')
 
 
-@works('`torch.distributed.checkpoint`', '`get_state_dict` of model and optimizer, `save`, '
-       '`load`, `set_state_dict`; into another balance, or without a pipeline')
+@works(
+    '`torch.distributed.checkpoint`',
+    '`get_state_dict` of model and optimizer, `save`, '
+    '`load`, `set_state_dict`; into another balance, or without a pipeline',
+)
 def test_save_and_load(tmp_path):
     model = wrapped()
     optimizer = sgd(model)
@@ -24,8 +28,9 @@ def test_save_and_load(tmp_path):
         own = sgd(other)
         state = dict(zip(('model', 'optimizer'), get_state_dict(other, own)))
         checkpoint.load(state, checkpoint_id=tmp_path)
-        set_state_dict(other, own, model_state_dict=state['model'],
-                       optim_state_dict=state['optimizer'])
+        set_state_dict(
+            other, own, model_state_dict=state['model'], optim_state_dict=state['optimizer']
+        )
         assert_equal(other, model)
         train(other, own)
         assert_equal(other, twice)

@@ -1,4 +1,5 @@
 """Lightning: a pipeline within a LightningModule."""
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -40,8 +41,15 @@ def trainer(folder, **options):
     import lightning
 
     return lightning.Trainer(
-        accelerator='cpu', devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, enable_checkpointing=False, **options)
+        accelerator='cpu',
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        **options,
+    )
 
 
 def loader():
@@ -49,8 +57,11 @@ def loader():
     return DataLoader(TensorDataset(*samples()), 5)
 
 
-@works('Lightning', '`Trainer.fit` of a `LightningModule` that has a `GPipe`; `save_checkpoint`',
-       'lightning')
+@works(
+    'Lightning',
+    '`Trainer.fit` of a `LightningModule` that has a `GPipe`; `save_checkpoint`',
+    'lightning',
+)
 @on_the_cpu
 def test_fit(tmp_path):
     module = module_of(wrapped())
@@ -64,8 +75,9 @@ def test_fit(tmp_path):
     assert_equal(loaded.net, trained())
 
 
-@works('Lightning', 'a checkpoint continues with another balance, or without a pipeline',
-       'lightning')
+@works(
+    'Lightning', 'a checkpoint continues with another balance, or without a pipeline', 'lightning'
+)
 @on_the_cpu
 def test_go_on(tmp_path):
     begun = module_of(wrapped())
@@ -82,8 +94,9 @@ def test_go_on(tmp_path):
     assert_equal(ends[1], ends[0])
 
 
-@works('Lightning', 'a `GPipe` on several devices, with a strategy that does not move it',
-       'lightning')
+@works(
+    'Lightning', 'a `GPipe` on several devices, with a strategy that does not move it', 'lightning'
+)
 @pytest.mark.accelerator
 def test_a_strategy(tmp_path, monkeypatch):
     from lightning.pytorch.accelerators import CPUAccelerator
@@ -94,12 +107,12 @@ def test_a_strategy(tmp_path, monkeypatch):
     exec(RECIPES['lightning'][1].partition('\ntrainer =')[0], names)
     net = GPipe(plain(), [2, 2], devices=places('aa'), chunks=3)
     module = module_of(net)
-    run = trainer(tmp_path, max_steps=STEPS,
-                  strategy=names['WhereItIs'](device=net.devices[0]))
+    run = trainer(tmp_path, max_steps=STEPS, strategy=names['WhereItIs'](device=net.devices[0]))
     run.fit(module, loader())
     assert_equal(net, trained())
     assert [net[0].weight.device, net[3].weight.device] == net.devices
-    other = trainer(tmp_path, max_steps=STEPS,
-                    strategy=names['SingleDeviceStrategy'](device=net.devices[0]))
+    other = trainer(
+        tmp_path, max_steps=STEPS, strategy=names['SingleDeviceStrategy'](device=net.devices[0])
+    )
     with pytest.raises(TypeError, match='denied to move'):
         other.fit(module, loader())

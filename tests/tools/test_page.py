@@ -1,4 +1,5 @@
 """Pages about tools: the table comes from the tests, and recipes run."""
+
 import importlib.util
 
 import pytest
@@ -49,6 +50,6 @@ def test_hugging_face_in_twenty_lines(tmp_path, monkeypatch, capsys, no_state):
 def test_vision_and_language(tmp_path, monkeypatch, capsys, no_state):
     pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
     monkeypatch.chdir(tmp_path)
-    (_, code), = VISION
+    ((_, code),) = VISION
     exec(code, {'__name__': 'page'})
     assert capsys.readouterr().out == 'True True\n'

@@ -1,4 +1,5 @@
 """peft: adapters on layers, whichever partition they are in."""
+
 import pytest
 import torch
 
@@ -14,14 +15,19 @@ def adapt(model):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    config = LoraConfig(r=2, target_modules=['0', '2.0'], modules_to_save=['3'],
-                        init_lora_weights='gaussian')
+    config = LoraConfig(
+        r=2, target_modules=['0', '2.0'], modules_to_save=['3'], init_lora_weights='gaussian'
+    )
     return get_peft_model(model, config)
 
 
-@works('peft', '`get_peft_model(GPipe(…), LoraConfig(…))`: layers and their submodules get '
-       'adapters; `modules_to_save`; train, `save_pretrained`, `PeftModel.from_pretrained`, '
-       '`merge_and_unload`', 'peft')
+@works(
+    'peft',
+    '`get_peft_model(GPipe(…), LoraConfig(…))`: layers and their submodules get '
+    'adapters; `modules_to_save`; train, `save_pretrained`, `PeftModel.from_pretrained`, '
+    '`merge_and_unload`',
+    'peft',
+)
 def test_adapters(tmp_path):
     from peft import PeftModel
 
@@ -30,7 +36,8 @@ def test_adapters(tmp_path):
     assert train(model, sgd(model)) == pytest.approx(train(expected, sgd(expected)), abs=1e-12)
     assert_equal(model, expected)
     assert len(before) == 6 and not any(
-        torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+        torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before
+    )
     model.save_pretrained(tmp_path)
     inputs = samples()[0]
     for base in (plain(), wrapped(), wrapped([1, 2, 1])):

@@ -1,4 +1,5 @@
 """torch.profiler: the trace has the work of workers."""
+
 import json
 
 import torch
@@ -16,13 +17,18 @@ def matmuls(events):
     return [event.thread for event in events if event.name == 'aten::addmm']
 
 
-@works('`torch.profiler`', 'the work of all threads is in `events()` and in the exported trace, '
-       'with `profile_all_threads=True`')
+@works(
+    '`torch.profiler`',
+    'the work of all threads is in `events()` and in the exported trace, '
+    'with `profile_all_threads=True`',
+)
 def test_workers_are_in_the_trace(tmp_path):
     model, (inputs, _) = wrapped(), samples()
     for _ in range(2):  # Workers begin within the first one, and are there before the second.
-        with profile(activities=[ProfilerActivity.CPU],
-                     experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        ) as trace:
             model(inputs).sum().backward()
         threads = matmuls(trace.events())
         assert len(set(threads)) == 2  # partition 0's and the caller's

@@ -1,4 +1,5 @@
 """transformers.Trainer: a pipeline within a model that returns its loss."""
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +10,10 @@ from tests.tools.models import RATE, STEPS, assert_equal, plain, samples, train,
 from tests.tools.rows import works
 from torchgpipe import GPipe
 
-pytestmark = [cpu_only('the Trainer is told to run on the CPU'),
-              pytest.mark.usefixtures('no_state')]
+pytestmark = [
+    cpu_only('the Trainer is told to run on the CPU'),
+    pytest.mark.usefixtures('no_state'),
+]
 
 
 class Model(nn.Module):
@@ -22,8 +25,11 @@ class Model(nn.Module):
 
     def forward(self, x, labels=None):
         logits = self.net(x)
-        return {'logits': logits} if labels is None else {
-            'loss': cross_entropy(logits, labels), 'logits': logits}
+        return (
+            {'logits': logits}
+            if labels is None
+            else {'loss': cross_entropy(logits, labels), 'logits': logits}
+        )
 
 
 def trainer(model, folder, **options):
@@ -33,10 +39,22 @@ def trainer(model, folder, **options):
     inputs, labels = samples()
     data = [{'x': x, 'labels': label} for x, label in zip(inputs, labels)]
     arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, per_device_train_batch_size=5, max_steps=STEPS,
-        learning_rate=RATE, lr_scheduler_type='constant', weight_decay=0.0, max_grad_norm=0,
-        optim='sgd', report_to=[], save_strategy='no', disable_tqdm=True, seed=0,
-        train_sampling_strategy='sequential', **options)
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=5,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type='constant',
+        weight_decay=0.0,
+        max_grad_norm=0,
+        optim='sgd',
+        report_to=[],
+        save_strategy='no',
+        disable_tqdm=True,
+        seed=0,
+        train_sampling_strategy='sequential',
+        **options,
+    )
     return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
 
 
@@ -47,8 +65,11 @@ def expected():
     return model
 
 
-@works('transformers', '`Trainer.train` of a model that has a `GPipe`; `save_model`, `evaluate`',
-       'transformers')
+@works(
+    'transformers',
+    '`Trainer.train` of a model that has a `GPipe`; `save_model`, `evaluate`',
+    'transformers',
+)
 def test_train(tmp_path):
     from safetensors.torch import load_file
 
@@ -65,8 +86,9 @@ def test_train(tmp_path):
     assert run.evaluate()['eval_loss'] == pytest.approx(loss, abs=1e-6)
 
 
-@works('transformers', 'a model with several devices in `hf_device_map` is not '
-       'moved', 'transformers')
+@works(
+    'transformers', 'a model with several devices in `hf_device_map` is not moved', 'transformers'
+)
 def test_a_device_map(tmp_path, monkeypatch):
     monkeypatch.setattr(GPipe, '_apply', lambda self, *args: pytest.fail('it is moved'))
     model = Model(wrapped())

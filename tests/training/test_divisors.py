@@ -1,4 +1,5 @@
 """The monitor of divisors, without a pipeline: it records them, and compares them with weights."""
+
 from math import isnan
 
 import pytest
@@ -59,10 +60,11 @@ def test_a_sum_is_known():
     monitor = LossMonitor([3])
     output = torch.ones(3, 4, requires_grad=True)
     for function, is_sum in [
-            (lambda x, y: F.cross_entropy(x, y, reduction='none').sum(), True),
-            (lambda x, y: F.cross_entropy(x, y, reduction='sum'), True),
-            (lambda x, y: F.cross_entropy(x, y, reduction='none').sum(0, keepdim=True), False),
-            (lambda x, y: F.cross_entropy(x, y, reduction='sum') * 2, False)]:
+        (lambda x, y: F.cross_entropy(x, y, reduction='none').sum(), True),
+        (lambda x, y: F.cross_entropy(x, y, reduction='sum'), True),
+        (lambda x, y: F.cross_entropy(x, y, reduction='none').sum(0, keepdim=True), False),
+        (lambda x, y: F.cross_entropy(x, y, reduction='sum') * 2, False),
+    ]:
         assert monitor.call(0, function, output, LABELS[0])[1] is is_sum
 
 

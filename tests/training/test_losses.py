@@ -1,4 +1,5 @@
 """The loss of a step: exact whatever it is a mean of, or refused."""
+
 import copy
 from fractions import Fraction
 from functools import partial
@@ -97,34 +98,49 @@ def of_logarithms(output, target, **options):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('loss_fn', [
-    F.cross_entropy,
-    partial(F.cross_entropy, weight=WEIGHT),
-    partial(partial(F.cross_entropy, weight=WEIGHT), label_smoothing=0.1),
-    nn.CrossEntropyLoss(),
-    nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.3).forward,
-    partial(nn.CrossEntropyLoss(WEIGHT))])
+@pytest.mark.parametrize(
+    'loss_fn',
+    [
+        F.cross_entropy,
+        partial(F.cross_entropy, weight=WEIGHT),
+        partial(partial(F.cross_entropy, weight=WEIGHT), label_smoothing=0.1),
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.3).forward,
+        partial(nn.CrossEntropyLoss(WEIGHT)),
+    ],
+)
 @pytest.mark.parametrize('target', [PADDED, PADDED.clamp(0), PROBABILITIES])
 def test_what_pytorch_s_losses_of_classes_count(loss_fn, target):
     """In v0.8.0, functions and partials counted samples; modules were refused."""
     assert_same(step(loss_fn, target), plain(loss_fn, target))
 
 
-@pytest.mark.parametrize('dtype, loss_fn', [
-    (torch.long, partial(F.cross_entropy, ignore_index=3, label_smoothing=0.2)),
-    (torch.long, F.nll_loss), (torch.uint8, partial(F.nll_loss, weight=WEIGHT, ignore_index=0)),
-    (torch.uint8, nn.NLLLoss(WEIGHT, ignore_index=3))])
+@pytest.mark.parametrize(
+    'dtype, loss_fn',
+    [
+        (torch.long, partial(F.cross_entropy, ignore_index=3, label_smoothing=0.2)),
+        (torch.long, F.nll_loss),
+        (torch.uint8, partial(F.nll_loss, weight=WEIGHT, ignore_index=0)),
+        (torch.uint8, nn.NLLLoss(WEIGHT, ignore_index=3)),
+    ],
+)
 def test_class_numbers(dtype, loss_fn):
     """In v0.8.0, functions and partials counted samples. Class numbers in bytes are no mask."""
     target = torch.tensor([1, 0, 3, 3, 4, 2, 0], dtype=dtype)
     assert_same(step(loss_fn, target), plain(loss_fn, target))
 
 
-@pytest.mark.parametrize('loss_fn', [
-    lambda output, target: F.cross_entropy(output, target),
-    lambda output, target: F.cross_entropy(output, target.clamp(0), WEIGHT) + 1,
-    lambda output, target: F.cross_entropy(output[target >= 0], target[target >= 0]),
-    of_logarithms, partial(of_logarithms, weight=WEIGHT), Wrapper(nn.CrossEntropyLoss())])
+@pytest.mark.parametrize(
+    'loss_fn',
+    [
+        lambda output, target: F.cross_entropy(output, target),
+        lambda output, target: F.cross_entropy(output, target.clamp(0), WEIGHT) + 1,
+        lambda output, target: F.cross_entropy(output[target >= 0], target[target >= 0]),
+        of_logarithms,
+        partial(of_logarithms, weight=WEIGHT),
+        Wrapper(nn.CrossEntropyLoss()),
+    ],
+)
 def test_a_loss_that_calls_one_of_classes(loss_fn):
     """In v0.8.0, a function was taken at its word: gradients were wrong, up to NaN."""
     target = torch.tensor([1, -100, 3, -100, 4, 2, 0])
@@ -136,21 +152,27 @@ def test_a_loss_that_calls_one_of_classes(loss_fn):
     assert gradients(gpipe) == [None] * 4
 
 
-@pytest.mark.parametrize('loss_fn', [
-    lambda output, target: F.cross_entropy(output, target),
-    lambda output, target: F.cross_entropy(output, target, torch.ones(5).double()),
-    lambda output, target: F.cross_entropy(output, target.clamp(0)) + F.mse_loss(
-        output, torch.zeros_like(output)),
-    lambda output, target: F.cross_entropy(
-        output, target.clamp(0), WEIGHT, reduction='sum') / len(target),
-    lambda output, target: F.cross_entropy(output, output.detach().square(), WEIGHT),
-    Wrapper(nn.CrossEntropyLoss())])
+@pytest.mark.parametrize(
+    'loss_fn',
+    [
+        lambda output, target: F.cross_entropy(output, target),
+        lambda output, target: F.cross_entropy(output, target, torch.ones(5).double()),
+        lambda output, target: (
+            F.cross_entropy(output, target.clamp(0)) + F.mse_loss(output, torch.zeros_like(output))
+        ),
+        lambda output, target: (
+            F.cross_entropy(output, target.clamp(0), WEIGHT, reduction='sum') / len(target)
+        ),
+        lambda output, target: F.cross_entropy(output, output.detach().square(), WEIGHT),
+        Wrapper(nn.CrossEntropyLoss()),
+    ],
+)
 def test_a_loss_that_calls_one_of_classes_where_all_count_the_same(loss_fn):
     """It may be called with padding, if there is as much in each sample."""
     _, gpipe = models()
     x, target = torch.randn(7, 4, dtype=torch.double), PADDED.clamp(0)
     found = gpipe.step(x, target, loss_fn)
-    by_hand = sum(loss_fn(gpipe(x)[k:k + 1], target[k:k + 1]) / 7 for k in range(7))
+    by_hand = sum(loss_fn(gpipe(x)[k : k + 1], target[k : k + 1]) / 7 for k in range(7))
     assert_same([found], [by_hand.detach()])
 
 
@@ -165,8 +187,9 @@ def test_padding_of_the_same_length():
     target[:, -1] = -100
     loss = loss_fn(model(x), target)
     loss.backward()
-    assert_same([gpipe.step(x, target, loss_fn), *gradients(gpipe)],
-                [loss.detach(), *gradients(model)])
+    assert_same(
+        [gpipe.step(x, target, loss_fn), *gradients(gpipe)], [loss.detach(), *gradients(model)]
+    )
 
 
 def test_a_normalizer_is_taken_at_its_word():
@@ -175,49 +198,75 @@ def test_a_normalizer_is_taken_at_its_word():
 
     target = torch.tensor([1, 3, 3, 4, 4, 2, 0])
     assert_same(step(loss_fn, target, normalizer=len), plain(loss_fn, target))
-    assert_same(step(lambda *given: F.cross_entropy(*given), PADDED,
-                     normalizer=lambda target: (target >= 0).sum()), plain(F.cross_entropy))
+    assert_same(
+        step(
+            lambda *given: F.cross_entropy(*given),
+            PADDED,
+            normalizer=lambda target: (target >= 0).sum(),
+        ),
+        plain(F.cross_entropy),
+    )
 
 
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
 def test_a_compiled_loss_is_not_looked_into():
     """On one device: in other threads, PyTorch 2.11 ends a process of pytest as it compiles."""
-    loss_fn = torch.compile(lambda output, target: F.cross_entropy(output, target) + 1,
-                            backend='eager', fullgraph=True)
+    loss_fn = torch.compile(
+        lambda output, target: F.cross_entropy(output, target) + 1, backend='eager', fullgraph=True
+    )
     model, gpipe = models()
     x, target = torch.randn(7, 4, dtype=torch.double), PADDED.clamp(0)
     gpipe = GPipe(nn.Sequential(*gpipe), [1, 2], devices=['cpu', 'cpu'], chunks=3)
     loss = loss_fn(model(x), target)
     loss.backward()
-    assert_same([gpipe.step(x, target, loss_fn), *gradients(gpipe)],
-                [loss.detach(), *gradients(model)])
+    assert_same(
+        [gpipe.step(x, target, loss_fn), *gradients(gpipe)], [loss.detach(), *gradients(model)]
+    )
 
 
-@pytest.mark.parametrize('loss_fn, target, name', [
-    (Shifted(), PADDED, 'Shifted'),
-    (Shifted(WEIGHT), PADDED.clamp(0), 'Shifted'),
-    (ts.nn.ParallelCrossEntropyLoss(), PADDED, 'ParallelCrossEntropyLoss'),
-    (ts.nn.functional.parallel_cross_entropy, PADDED, 'parallel_cross_entropy'),
-    (Shifted(), {'labels': PADDED, 'rate': PROBABILITIES}, 'Shifted')])
+@pytest.mark.parametrize(
+    'loss_fn, target, name',
+    [
+        (Shifted(), PADDED, 'Shifted'),
+        (Shifted(WEIGHT), PADDED.clamp(0), 'Shifted'),
+        (ts.nn.ParallelCrossEntropyLoss(), PADDED, 'ParallelCrossEntropyLoss'),
+        (ts.nn.functional.parallel_cross_entropy, PADDED, 'parallel_cross_entropy'),
+        (Shifted(), {'labels': PADDED, 'rate': PROBABILITIES}, 'Shifted'),
+    ],
+)
 def test_what_is_called_as_pytorch_s(loss_fn, target, name):
     """In v0.8.0, functions were not looked at, nor targets but tensors."""
     with pytest.raises(ValueError, match=f'^{name} divides by what it counts in a target'):
         step(loss_fn, target)
 
 
-@pytest.mark.parametrize('loss_fn, target', [
-    (Focal(), PADDED), (Scaled(), PADDED), (nn.BCEWithLogitsLoss(WEIGHT), PROBABILITIES),
-    (partial(F.binary_cross_entropy_with_logits, weight=WEIGHT), PROBABILITIES),
-    (nn.MSELoss(), PROBABILITIES), (partial(F.kl_div, reduction='batchmean'), PROBABILITIES)])
+@pytest.mark.parametrize(
+    'loss_fn, target',
+    [
+        (Focal(), PADDED),
+        (Scaled(), PADDED),
+        (nn.BCEWithLogitsLoss(WEIGHT), PROBABILITIES),
+        (partial(F.binary_cross_entropy_with_logits, weight=WEIGHT), PROBABILITIES),
+        (nn.MSELoss(), PROBABILITIES),
+        (partial(F.kl_div, reduction='batchmean'), PROBABILITIES),
+    ],
+)
 def test_other_means_are_over_samples(loss_fn, target):
     """In v0.8.0, all that had a weight was taken for a loss of classes, and refused."""
     assert_same(step(loss_fn, target), plain(loss_fn, target))
 
 
-@pytest.mark.parametrize('loss_fn', [
-    partial(F.cross_entropy, reduction='sum'), partial(F.mse_loss, reduction='sum'),
-    nn.MSELoss(reduction='sum'), nn.MSELoss(reduction='sum').forward,
-    partial(partial(F.mse_loss), reduction='sum'), partial(nn.MSELoss(reduction='sum'))])
+@pytest.mark.parametrize(
+    'loss_fn',
+    [
+        partial(F.cross_entropy, reduction='sum'),
+        partial(F.mse_loss, reduction='sum'),
+        nn.MSELoss(reduction='sum'),
+        nn.MSELoss(reduction='sum').forward,
+        partial(partial(F.mse_loss), reduction='sum'),
+        partial(nn.MSELoss(reduction='sum')),
+    ],
+)
 @pytest.mark.parametrize('normalizer', [None, len])
 def test_sums(loss_fn, normalizer):
     """In v0.8.0, sums of functions were averaged, and counts of targets divided them wrongly."""
@@ -235,12 +284,15 @@ def test_sums_by_their_old_names():
             step(partial(F.mse_loss, **options), PROBABILITIES)
     with pytest.raises(ValueError, match='the loss is one of each sample'):
         step(partial(F.mse_loss, reduce=False), PROBABILITIES)
-    assert_same(step(partial(F.mse_loss, reduction='sum', size_average=True), PROBABILITIES),
-                plain(F.mse_loss, PROBABILITIES))
+    assert_same(
+        step(partial(F.mse_loss, reduction='sum', size_average=True), PROBABILITIES),
+        plain(F.mse_loss, PROBABILITIES),
+    )
 
 
-@pytest.mark.parametrize('loss_fn', [
-    partial(F.cross_entropy, reduction='none'), nn.CrossEntropyLoss(reduction='none')])
+@pytest.mark.parametrize(
+    'loss_fn', [partial(F.cross_entropy, reduction='none'), nn.CrossEntropyLoss(reduction='none')]
+)
 @pytest.mark.parametrize('options', [{}, {'normalizer': 1}, {'normalizer': len}])
 def test_losses_of_samples(loss_fn, options):
     """In v0.8.0, micro-batches of one sample passed for scalars."""
@@ -252,6 +304,7 @@ def test_losses_of_samples(loss_fn, options):
 
 def test_settings_of_something_else():
     """A name that old losses have, too; and a method of a module that is no loss itself."""
+
     class Trainer(nn.Module):
         reduction = 'sum'
 
@@ -279,8 +332,14 @@ def test_parameters_of_a_loss_within_a_partial():
 # ----------------------------------------------------------------------------------------
 
 SUM = partial(F.mse_loss, reduction='sum')
-NUMBERS = [7, numpy.float32(7), numpy.int64(7), Fraction(7), torch.tensor(7),
-           torch.tensor([7.], dtype=torch.bfloat16)]
+NUMBERS = [
+    7,
+    numpy.float32(7),
+    numpy.int64(7),
+    Fraction(7),
+    torch.tensor(7),
+    torch.tensor([7.0], dtype=torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize('number', NUMBERS, ids=repr)
@@ -295,10 +354,12 @@ def test_numbers_are_exact(number):
 def test_counts_are_exact():
     """In v0.8.0, they were divided in float32."""
     expected = plain(F.cross_entropy)
-    for count in (lambda target: (target != -100).sum(),
-                  lambda target: int((target != -100).sum()),
-                  lambda target: (target != -100).sum(dtype=torch.float)[None],
-                  lambda target: numpy.int32((target != -100).sum())):
+    for count in (
+        lambda target: (target != -100).sum(),
+        lambda target: int((target != -100).sum()),
+        lambda target: (target != -100).sum(dtype=torch.float)[None],
+        lambda target: numpy.int32((target != -100).sum()),
+    ):
         found = step(F.cross_entropy, normalizer=count)
         for x, y in zip(found, expected):
             assert torch.allclose(x, y, rtol=1e-14, atol=1e-16)
@@ -308,13 +369,26 @@ def test_counts_leave_the_type_of_the_loss():
     """In v0.8.0, counts in float64 made it one."""
     model = nn.Sequential(nn.Linear(4, 5))
     loss = GPipe(model, [1], devices=['cpu'], chunks=3).step(
-        torch.randn(7, 4), PADDED, F.cross_entropy,
-        normalizer=lambda target: (target != -100).sum(dtype=torch.double))
+        torch.randn(7, 4),
+        PADDED,
+        F.cross_entropy,
+        normalizer=lambda target: (target != -100).sum(dtype=torch.double),
+    )
     assert loss.dtype == torch.float
 
 
-BAD = [float('inf'), float('nan'), -1, True, 1j, 'all', torch.tensor(True), torch.ones(2),
-       torch.tensor(7., requires_grad=True), numpy.bool_(True)]
+BAD = [
+    float('inf'),
+    float('nan'),
+    -1,
+    True,
+    1j,
+    'all',
+    torch.tensor(True),
+    torch.ones(2),
+    torch.tensor(7.0, requires_grad=True),
+    numpy.bool_(True),
+]
 
 
 @pytest.mark.parametrize('number', [*BAD, 0, torch.tensor(0)], ids=repr)
@@ -346,10 +420,18 @@ def test_a_complex_loss():
         step(lambda output, target: output.sum() * 1j)
 
 
-@pytest.mark.parametrize('scale, error, what', [
-    (lambda loss: loss.item(), ValueError, 'scale must give a scalar tensor .* but gave float'),
-    (lambda loss: loss[None].expand(2), ValueError, r'scale must give .* of shape \(2,\)'),
-    (lambda loss: loss.detach() * 2, RuntimeError, 'scale has detached the loss')])
+@pytest.mark.parametrize(
+    'scale, error, what',
+    [
+        (
+            lambda loss: loss.item(),
+            ValueError,
+            'scale must give a scalar tensor .* but gave float',
+        ),
+        (lambda loss: loss[None].expand(2), ValueError, r'scale must give .* of shape \(2,\)'),
+        (lambda loss: loss.detach() * 2, RuntimeError, 'scale has detached the loss'),
+    ],
+)
 def test_a_scale_that_gives_no_loss(scale, error, what):
     """In v0.8.0, a number was an AttributeError."""
     with pytest.raises(error, match=what) as raised:
@@ -360,6 +442,7 @@ def test_a_scale_that_gives_no_loss(scale, error, what):
 @cpu_only('what a loss is does not depend on the device')
 def test_in_v080_a_micro_batch_with_nothing_to_learn_from_was_refused():
     """As one without any object, for a detector."""
+
     def loss_fn(output, target):
         return output.square().mean() if target.any() else torch.zeros((), dtype=torch.double)
 

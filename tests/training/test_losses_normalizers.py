@@ -1,4 +1,5 @@
 """The elements in the mean of a loss: found from its calls, for any loss of PyTorch's."""
+
 import inspect
 import weakref
 from functools import partial
@@ -39,8 +40,9 @@ def same(loss_fn, target, **options):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('options', [
-    {}, {'weight': WEIGHT}, {'ignore_index': 3}, {'weight': WEIGHT, 'bias': True}])
+@pytest.mark.parametrize(
+    'options', [{}, {'weight': WEIGHT}, {'ignore_index': 3}, {'weight': WEIGHT, 'bias': True}]
+)
 @pytest.mark.parametrize('target', [PADDED, LABELS, PROBABILITIES])
 @pytest.mark.parametrize('around', [lambda loss: loss, partial])
 def test_a_linear_loss_of_classes(options, target, around):
@@ -72,6 +74,7 @@ def test_a_linear_loss_that_adds_up():
 
 def test_a_micro_batch_without_a_call():
     """It was not compared with the others: none was."""
+
     def guarded(output, target):
         return F.cross_entropy(output, target) if (target >= 0).any() else output.sum() * 0
 
@@ -85,12 +88,14 @@ def test_a_micro_batch_without_a_call():
 
 
 @pytest.mark.filterwarnings('ignore:size_average and reduce args will be deprecated')
-@pytest.mark.parametrize('loss_fn', [
-    SUM, F.l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.soft_margin_loss])
+@pytest.mark.parametrize(
+    'loss_fn', [SUM, F.l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.soft_margin_loss]
+)
 def test_a_function_that_returns_a_sum(loss_fn):
     """It was averaged."""
     for options in ({'reduction': 'sum'}, {'size_average': False}):
         if {*options} <= {*inspect.signature(loss_fn).parameters}:
+
             def call(output, target, options=options):
                 return loss_fn(output.sigmoid(), target, **options)
 
@@ -119,29 +124,42 @@ def with_norm(output, target, weight=torch.ones(3, requires_grad=True), count=6)
     return SUM(output, target) / len(target) + norm + F.mse_loss(weight, weight * 2, weight=weight)
 
 
-@cases('loss_fn', [
-    in_place, divided_in_place, with_norm,
-    lambda output, target: SUM(output, target) / output.numel(),
-    lambda output, target: 2 * SUM(output, target).div(torch.tensor(len(target))) + 1,
-    lambda output, target: SUM(output, target) / target.new_ones(len(target)).sum(),
-    lambda output, target: (SUM(output, target) / torch.full((5,), len(target))).mean(),
-    lambda output, target: torch.vmap(lambda x, y: SUM(x, y) / x.numel())(output, target).mean(),
-    lambda output, target: torch.vmap(F.cross_entropy)(output, target.argmax(1)).mean()])
+@cases(
+    'loss_fn',
+    [
+        in_place,
+        divided_in_place,
+        with_norm,
+        lambda output, target: SUM(output, target) / output.numel(),
+        lambda output, target: 2 * SUM(output, target).div(torch.tensor(len(target))) + 1,
+        lambda output, target: SUM(output, target) / target.new_ones(len(target)).sum(),
+        lambda output, target: (SUM(output, target) / torch.full((5,), len(target))).mean(),
+        lambda output, target: torch.vmap(lambda x, y: SUM(x, y) / x.numel())(
+            output, target
+        ).mean(),
+        lambda output, target: torch.vmap(F.cross_entropy)(output, target.argmax(1)).mean(),
+    ],
+)
 def test_a_sum_within_a_mean_over_samples(loss_fn):
     """A transform of a loss of classes was an error of PyTorch's."""
     same(loss_fn, PROBABILITIES)
 
 
-@pytest.mark.parametrize('divide', [
-    lambda loss, count: loss / count,
-    lambda loss, count: 2 * loss.div(count) + 1,
-    lambda loss, count: torch.true_divide(loss, count.clamp(1)),
-    lambda loss, count: loss / max(int(count), 1),
-    lambda loss, count: torch.div(loss, other=count),
-    lambda loss, count: loss.div_(count),
-    lambda loss, count: loss / 7])
+@pytest.mark.parametrize(
+    'divide',
+    [
+        lambda loss, count: loss / count,
+        lambda loss, count: 2 * loss.div(count) + 1,
+        lambda loss, count: torch.true_divide(loss, count.clamp(1)),
+        lambda loss, count: loss / max(int(count), 1),
+        lambda loss, count: torch.div(loss, other=count),
+        lambda loss, count: loss.div_(count),
+        lambda loss, count: loss / 7,
+    ],
+)
 def test_a_sum_divided_by_what_it_counts(divide):
     """It was averaged over samples."""
+
     def loss_fn(output, target):
         return divide(F.cross_entropy(output, target, reduction='sum'), (target >= 0).sum())
 
@@ -180,6 +198,7 @@ def test_sums_are_let_go():
 @pytest.mark.parametrize('loss_fn', BY_WEIGHT)
 def test_means_by_weights(loss_fn):
     """They were averaged over samples; of ``l1_loss``, PyTorch lost the weight in a mode."""
+
     def call(output, target):
         return loss_fn(output, target[:, 0], weight=target[:, 1])
 
@@ -192,28 +211,44 @@ def test_means_by_weights(loss_fn):
 @pytest.mark.parametrize('weight', [WEIGHT, WEIGHT.bfloat16()])
 def test_weights_that_are_the_same_for_all_samples(loss_fn, weight):
     """Sums of weights are compared as they are, not rounded."""
-    same(lambda output, target: loss_fn(output, target, weight=weight.expand_as(output).double()),
-         PROBABILITIES)
-    same(lambda output, target: loss_fn(output, target, reduction='sum', weight=(
-        target.square())) / len(target), PROBABILITIES)
+    same(
+        lambda output, target: loss_fn(output, target, weight=weight.expand_as(output).double()),
+        PROBABILITIES,
+    )
+    same(
+        lambda output, target: (
+            loss_fn(output, target, reduction='sum', weight=(target.square())) / len(target)
+        ),
+        PROBABILITIES,
+    )
 
 
 def test_other_means_are_not_by_weights():
     same(lambda output, target: F.huber_loss(output, target[:, 0], weight=target[:, 1]), WEIGHTED)
-    same(lambda output, target: F.binary_cross_entropy_with_logits(
-        output, target[:, 0], target[:, 1]), WEIGHTED)
+    same(
+        lambda output, target: F.binary_cross_entropy_with_logits(
+            output, target[:, 0], target[:, 1]
+        ),
+        WEIGHTED,
+    )
 
 
-@cases('loss_fn', [
-    each for each, signature in LOSSES.items() if 'weight' in signature.parameters
-    if 'linear_weight' not in signature.parameters])
+@cases(
+    'loss_fn',
+    [
+        each
+        for each, signature in LOSSES.items()
+        if 'weight' in signature.parameters
+        if 'linear_weight' not in signature.parameters
+    ],
+)
 def test_which_means_are_by_weights(loss_fn):
     """Those that do not change if all weights are twice as large."""
-    x, target = torch.tensor([[.2, .7], [.4, .3]]), torch.ones(2, 2)
+    x, target = torch.tensor([[0.2, 0.7], [0.4, 0.3]]), torch.ones(2, 2)
     if loss_fn in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
         target = torch.tensor([0, 1])
     weight = torch.ones_like(x if target.dim() == 2 else x[0])
-    is_by_weight = torch.allclose(loss_fn(x, target, weight=weight),
-                                  loss_fn(x, target, weight=2 * weight))
-    assert is_by_weight == (
-        loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn].parameters)
+    is_by_weight = torch.allclose(
+        loss_fn(x, target, weight=weight), loss_fn(x, target, weight=2 * weight)
+    )
+    assert is_by_weight == (loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn].parameters)

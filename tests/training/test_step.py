@@ -1,4 +1,5 @@
 """The schedule of a step, and the errors of a step."""
+
 import copy
 
 import pytest
@@ -17,22 +18,27 @@ from torchgpipe.schedule import Schedule, make
 def test_a_step_is_for_training(how):
     gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2).train(how != 'eval')
     x = torch.randn(4, 4, dtype=torch.double)
-    context = {'eval': torch.enable_grad, 'no_grad': torch.no_grad,
-               'inference': torch.inference_mode}[how]
+    context = {
+        'eval': torch.enable_grad,
+        'no_grad': torch.no_grad,
+        'inference': torch.inference_mode,
+    }[how]
     with context(), pytest.raises(RuntimeError, match='a step computes gradients'):
         gpipe.step(x, x[:, :3], loss_of)
 
 
-BAD = [(dict(schedule='2f2b'), "there is no schedule '2f2b'"),
-       (dict(schedule=make('1f1b', 3, 4)), 'for 3 stages and 4 micro-batches'),
-       (dict(schedule=make('1f1b', 2, 3)), 'for 2 stages and 3 micro-batches'),
-       (dict(schedule=Schedule.parse('0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3')), 'no backward'),
-       (dict(schedule=Schedule.parse('0F0,0B0\n1B0,1F0')), 'for which it waits'),
-       (dict(schedule=make('interleaved', 1, 4, 2)), r'stages \[0, 1\] on one device'),
-       (dict(target=torch.zeros(5, 3).double()), 'the target has 5 samples'),
-       (dict(loss_fn=lambda output, target: output), r'of shape \(2, 3\)'),
-       (dict(loss_fn=lambda output, target: 1.0), 'but gave float'),
-       (dict(loss_fn=nn.MSELoss(reduction='sum')), 'normalizer=1')]
+BAD = [
+    (dict(schedule='2f2b'), "there is no schedule '2f2b'"),
+    (dict(schedule=make('1f1b', 3, 4)), 'for 3 stages and 4 micro-batches'),
+    (dict(schedule=make('1f1b', 2, 3)), 'for 2 stages and 3 micro-batches'),
+    (dict(schedule=Schedule.parse('0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3')), 'no backward'),
+    (dict(schedule=Schedule.parse('0F0,0B0\n1B0,1F0')), 'for which it waits'),
+    (dict(schedule=make('interleaved', 1, 4, 2)), r'stages \[0, 1\] on one device'),
+    (dict(target=torch.zeros(5, 3).double()), 'the target has 5 samples'),
+    (dict(loss_fn=lambda output, target: output), r'of shape \(2, 3\)'),
+    (dict(loss_fn=lambda output, target: 1.0), 'but gave float'),
+    (dict(loss_fn=nn.MSELoss(reduction='sum')), 'normalizer=1'),
+]
 
 
 @cpu_only('it is refused before')
@@ -46,9 +52,15 @@ def test_bad_input(options, message):
 
 
 @cpu_only('it is refused before')
-@pytest.mark.parametrize('register', [
-    'register_forward_hook', 'register_forward_pre_hook', 'register_full_backward_hook',
-    'register_full_backward_pre_hook'])
+@pytest.mark.parametrize(
+    'register',
+    [
+        'register_forward_hook',
+        'register_forward_pre_hook',
+        'register_full_backward_hook',
+        'register_full_backward_pre_hook',
+    ],
+)
 def test_hooks_of_the_model_itself(register):
     gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2)
     handle = getattr(gpipe, register)(lambda *args: None)

@@ -4,6 +4,7 @@
 - :func:`profile` measures the layers once. :meth:`Profile.balance` then returns the fastest
   balance for any number of partitions, micro-batches and memory limits, with predictions.
 """
+
 import sys
 from math import inf
 from typing import Any
@@ -19,8 +20,16 @@ from torchgpipe.plan.balance import Balance, Profile, check_partitions, edges_fo
 from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
 from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
 
-__all__ = ['Balance', 'LayerProfile', 'Profile', 'SkipProfile', 'TieProfile', 'balance_by_size',
-           'balance_by_time', 'profile']
+__all__ = [
+    'Balance',
+    'LayerProfile',
+    'Profile',
+    'SkipProfile',
+    'TieProfile',
+    'balance_by_size',
+    'balance_by_time',
+    'profile',
+]
 
 # torchgpipe 0.0.7 had a module with the name of the function. Importing it would replace the
 # function here, if the module were not in `sys.modules` already.
@@ -28,9 +37,15 @@ sys.modules[f'{__name__}.profile'] = sys.modules[layerwise_sandbox.__module__]
 setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
 
 
-def balance_by_time(partitions: int, module: nn.Sequential, sample: Value, *,
-                    timeout: float = 1.0, device: Device | None = None, batch_dim: Any = 0
-                    ) -> list[int]:
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+    batch_dim: Any = 0,
+) -> list[int]:
     """Balance a sequential module by the time of forward and backward.
 
     >>> import torch
@@ -62,9 +77,16 @@ def balance_by_time(partitions: int, module: nn.Sequential, sample: Value, *,
     return _cut(costs, [x.forward_seconds + x.backward_seconds for x in costs.layers], partitions)
 
 
-def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
-                    chunks: int = 1, param_scale: float = 2.0, device: Device | None = None,
-                    batch_dim: Any = 0) -> list[int]:
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Value,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+    batch_dim: Any = 0,
+) -> list[int]:
     """Balance a sequential module by memory: parameters, and activations of one micro-batch.
 
     >>> import torch
@@ -101,9 +123,17 @@ def balance_by_size(partitions: int, module: nn.Sequential, input: Value, *,
         raise ValueError(f'param_scale must be zero or more, but is {param_scale}')
     batches, sizes, _ = cut(input, chunks, fit_rule(batch_dim, input, module))
     costs = profile_bytes(module, batches[0], sizes[0], device)
-    return _cut(costs, [x.activation_bytes + x.frozen_bytes + x.buffer_bytes
-                        + (x.parameter_bytes - x.frozen_bytes) * param_scale
-                        for x in costs.layers], partitions)
+    return _cut(
+        costs,
+        [
+            x.activation_bytes
+            + x.frozen_bytes
+            + x.buffer_bytes
+            + (x.parameter_bytes - x.frozen_bytes) * param_scale
+            for x in costs.layers
+        ],
+        partitions,
+    )
 
 
 def _cut(measured: Profile, costs: list[float], partitions: int) -> list[int]:

@@ -39,6 +39,7 @@ keep plain calls of other models with the same layers apart.
 A child process has only the thread that forked. A lock that another thread held would never be
 released there, so the child reinitializes all locks of :func:`new_lock`.
 """
+
 import contextvars
 import gc
 import os
@@ -53,13 +54,36 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.devices import autocast_types
-from torchgpipe.base.private import (DISPATCH_MODES, FUNCTION_MODES, DeviceContext, Hooks,
-                                     allows_mutation, innermost_hooks, is_transformed, proxy_mode,
-                                     tree_leaves, tree_map_only)
+from torchgpipe.base.private import (
+    DISPATCH_MODES,
+    FUNCTION_MODES,
+    DeviceContext,
+    Hooks,
+    allows_mutation,
+    innermost_hooks,
+    is_transformed,
+    proxy_mode,
+    tree_leaves,
+    tree_map_only,
+)
 
-__all__ = ['MicroBatch', 'MiniBatch', 'ThreadState', 'check_order', 'context', 'generator_lock',
-           'is_checkpointing', 'is_held', 'is_recomputing', 'layer_lock', 'new_lock',
-           'released_generator', 'step_lock', 'together', 'uncollected']
+__all__ = [
+    'MicroBatch',
+    'MiniBatch',
+    'ThreadState',
+    'check_order',
+    'context',
+    'generator_lock',
+    'is_checkpointing',
+    'is_held',
+    'is_recomputing',
+    'layer_lock',
+    'new_lock',
+    'released_generator',
+    'step_lock',
+    'together',
+    'uncollected',
+]
 
 T = TypeVar('T')
 
@@ -116,7 +140,6 @@ class MicroBatch(NamedTuple):
 
 
 class _Context(threading.local):
-
     def __init__(self) -> None:
         # Each thread has its own instance, which compiled code checks again at each call.
         #: The cell that this thread runs; ``None`` outside of a pipeline.
@@ -187,8 +210,9 @@ class _Autocast(NamedTuple):
     @staticmethod
     def capture() -> '_Autocast':
         types = autocast_types(torch.accelerator.current_accelerator())
-        devices = tuple([(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-                         for type in types])
+        devices = tuple(
+            [(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)) for type in types]
+        )
         return _Autocast(devices, torch.is_autocast_cache_enabled())
 
     def set(self) -> None:
@@ -262,10 +286,20 @@ class ThreadState(NamedTuple):
         has_modes = bool(dispatch) or not all(isinstance(mode, DeviceContext) for mode in function)
         here = context.checkpointing, context.recomputing, context.workers
         return ThreadState(
-            torch.is_grad_enabled(), inference, _Autocast.capture(), hooks, _variables(),
-            torch.get_num_threads(), function, dispatch, *here, is_transformed(),
+            torch.is_grad_enabled(),
+            inference,
+            _Autocast.capture(),
+            hooks,
+            _variables(),
+            torch.get_num_threads(),
+            function,
+            dispatch,
+            *here,
+            is_transformed(),
             plain=not any((inference, hooks, function, dispatch, *here)),
-            has_modes=has_modes, is_serialized=bool(hooks or has_modes))
+            has_modes=has_modes,
+            is_serialized=bool(hooks or has_modes),
+        )
 
     def hooks_of_recomputation(self) -> Hooks | None:
         """Return the user's hooks for the saved tensors of a recomputation, if there are any.
@@ -287,13 +321,15 @@ class ThreadState(NamedTuple):
             raise RuntimeError(
                 'a GPipe cannot be traced (torch.jit.trace, make_fx, torch.export): a trace '
                 'would hold for one batch size, and miss what runs in other threads. Trace the '
-                'sequential module that was wrapped')
+                'sequential module that was wrapped'
+            )
         if threads and self.transformed:
             raise RuntimeError(
                 'a transform of torch.func (grad, vmap, jvp, …) does not reach the threads of a '
                 'GPipe, nor its recomputations: the result would be wrong. Transform the '
                 'sequential module that was wrapped; or put all partitions on one device, with '
-                "checkpoint='never'")
+                "checkpoint='never'"
+            )
         if self.grad and self.dispatch_modes and allows_mutation():
             raise RuntimeError(
                 'a GPipe cannot be called in torch.autograd.graph.'
@@ -301,7 +337,8 @@ class ThreadState(NamedTuple):
                 'where it begins, so it misses micro-batches, which are parts of a tensor, and '
                 'takes one for another that had the address before; gradients would be wrong. '
                 'Change a copy, as y = y.mul(2) for y.mul_(2); it takes no more memory than the '
-                'copy made there')
+                'copy made there'
+            )
 
     def repair(self) -> None:
         """Restore this state in the calling thread.
@@ -313,8 +350,10 @@ class ThreadState(NamedTuple):
         while (top := innermost_hooks()) is not None and top != self.hooks:
             # Exit a context that was not entered.
             saved_tensors_hooks(Tensor.detach, Tensor.detach).__exit__()
-        for stack, modes in ((FUNCTION_MODES, self.function_modes),
-                             (DISPATCH_MODES, self.dispatch_modes)):
+        for stack, modes in (
+            (FUNCTION_MODES, self.function_modes),
+            (DISPATCH_MODES, self.dispatch_modes),
+        ):
             if stack.read() != modes:
                 stack.write(modes)
         context.checkpointing, context.recomputing = self.checkpointing, self.recomputing
@@ -362,8 +401,11 @@ class ThreadState(NamedTuple):
     def run_backward(self, function: Callable[[], T]) -> T:
         """Run backward with the context variables and modes, and without autocast."""
         # Between their cells, workers are not in autocast.
-        if not (self.function_modes or self.dispatch_modes
-                or any([enabled for enabled, _ in self.autocast.devices])):
+        if not (
+            self.function_modes
+            or self.dispatch_modes
+            or any([enabled for enabled, _ in self.autocast.devices])
+        ):
             return self.variables.copy().run(function)
         autocast = _Autocast.capture()
         with ExitStack() as stack:
@@ -383,7 +425,8 @@ class ThreadState(NamedTuple):
     def _rerun(self, function: Callable[[], T], num_threads: int) -> T:
         number = torch.get_num_threads()
         same_modes = FUNCTION_MODES.len() + DISPATCH_MODES.len() == 0 and not (
-            self.function_modes or self.dispatch_modes)
+            self.function_modes or self.dispatch_modes
+        )
         autocast = _Autocast.capture()
         if same_modes and number == num_threads and autocast == self.autocast:
             return function()
@@ -400,8 +443,10 @@ class ThreadState(NamedTuple):
             return function()
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        for modes, own in ((FUNCTION_MODES, self.function_modes),
-                           (DISPATCH_MODES, self.dispatch_modes)):
+        for modes, own in (
+            (FUNCTION_MODES, self.function_modes),
+            (DISPATCH_MODES, self.dispatch_modes),
+        ):
             stack.callback(modes.write, modes.read())
             modes.write(own)
 

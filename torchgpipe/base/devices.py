@@ -4,6 +4,7 @@ Only this file and ``engine.streams`` check the type of a device. For tensors, o
 ``is_cpu`` and ``is_meta``. An accelerator is a device that PyTorch treats as one and that has
 streams: CUDA, XPU, or another backend. A process has one kind of accelerator.
 """
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -11,9 +12,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ['CPU', 'Device', 'accelerator', 'accelerators', 'autocast_types', 'current_device',
-           'forked_rng', 'has_data', 'has_own_state', 'has_streams', 'is_cpu', 'memory_key',
-           'memory_of', 'parse_device', 'rng_states', 'set_rng_states', 'synchronize']
+__all__ = [
+    'CPU',
+    'Device',
+    'accelerator',
+    'accelerators',
+    'autocast_types',
+    'current_device',
+    'forked_rng',
+    'has_data',
+    'has_own_state',
+    'has_streams',
+    'is_cpu',
+    'memory_key',
+    'memory_of',
+    'parse_device',
+    'rng_states',
+    'set_rng_states',
+    'synchronize',
+]
 
 #: A device, or the name or index of one.
 Device = torch.device | int | str
@@ -73,8 +90,11 @@ def _kind() -> str | None:
 def accelerators() -> list[torch.device]:
     """Return all devices that have streams."""
     kind = accelerator()
-    return [] if kind is None else [torch.device(kind, index)
-                                    for index in range(torch.accelerator.device_count())]
+    return (
+        []
+        if kind is None
+        else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+    )
 
 
 def current_device() -> torch.device:
@@ -113,17 +133,26 @@ def forked_rng(devices: Sequence[torch.device] | None = None) -> AbstractContext
     """
     if devices is None:
         kind = torch.accelerator.current_accelerator(check_available=True)
-        devices = [] if kind is None else [torch.device(kind.type, index) for index
-                                           in range(torch.accelerator.device_count())]
+        devices = (
+            []
+            if kind is None
+            else [
+                torch.device(kind.type, index) for index in range(torch.accelerator.device_count())
+            ]
+        )
     own = [device for device in devices if has_own_state(device)]
     return torch.random.fork_rng(own, device_type=own[0].type if own else 'cpu')
 
 
 def rng_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     """Return the states of the generators of the CPU and of devices, by names."""
-    return {'cpu': torch.get_rng_state(), **{
-        name: torch.get_device_module(device).get_rng_state(device)
-        for name, device in _own_generators(devices)}}
+    return {
+        'cpu': torch.get_rng_state(),
+        **{
+            name: torch.get_device_module(device).get_rng_state(device)
+            for name, device in _own_generators(devices)
+        },
+    }
 
 
 def set_rng_states(devices: Iterable[torch.device], states: Mapping[str, Tensor]) -> None:

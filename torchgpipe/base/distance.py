@@ -1,4 +1,5 @@
 """The comparison of two runs: distances of tensors, rounding errors, and concatenated parts."""
+
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -8,8 +9,18 @@ from torch import Tensor
 
 from torchgpipe.base.structure import leaves_of
 
-__all__ = ['apart', 'arbitrary_loss', 'close', 'default_tolerance', 'distance', 'is_real',
-           'rounding', 'split_dim', 'together', 'typical_size']
+__all__ = [
+    'apart',
+    'arbitrary_loss',
+    'close',
+    'default_tolerance',
+    'distance',
+    'is_real',
+    'rounding',
+    'split_dim',
+    'together',
+    'typical_size',
+]
 
 Name = TypeVar('Name', bound=Hashable)
 
@@ -35,8 +46,11 @@ def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
     wide = torch.complex128 if actual.is_complex() else torch.float64
     apart = (actual.to(wide) - expected.to(wide)).abs().masked_fill(alike, 0)
     largest = float(apart.nan_to_num(math.inf, math.inf).max())
-    return largest / (max(_size(expected), typical) or 1.0) if is_real(expected) else max(
-        largest, 1.0)  # which is 0 where integers have more digits than floats
+    return (
+        largest / (max(_size(expected), typical) or 1.0)
+        if is_real(expected)
+        else max(largest, 1.0)
+    )  # which is 0 where integers have more digits than floats
 
 
 def _same(actual: Tensor, expected: Tensor) -> bool:
@@ -53,31 +67,48 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return distance(actual, expected) <= rounding(expected)
 
 
-def apart(expected: Mapping[Name, Tensor], actual: Mapping[Name, Tensor],
-          kind: Callable[[Name], Hashable] = lambda name: None) -> dict[Name, float]:
+def apart(
+    expected: Mapping[Name, Tensor],
+    actual: Mapping[Name, Tensor],
+    kind: Callable[[Name], Hashable] = lambda name: None,
+) -> dict[Name, float]:
     """Return the distances between two runs, for all tensors that differ.
 
     If a tensor is missing, its distance is infinite. Each distance is relative to the typical size
     of its kind.
     """
-    found = {name: math.inf for name in {**expected, **actual}
-             if name not in expected or name not in actual
-             or not _same(actual[name], expected[name])}
-    typical = {each: typical_size(x for name, x in expected.items() if kind(name) == each)
-               for each in {*map(kind, found)}}
-    return {name: distance(actual[name], expected[name], typical[kind(name)])
-            if name in expected and name in actual else far for name, far in found.items()}
+    found = {
+        name: math.inf
+        for name in {**expected, **actual}
+        if name not in expected or name not in actual or not _same(actual[name], expected[name])
+    }
+    typical = {
+        each: typical_size(x for name, x in expected.items() if kind(name) == each)
+        for each in {*map(kind, found)}
+    }
+    return {
+        name: distance(actual[name], expected[name], typical[kind(name)])
+        if name in expected and name in actual
+        else far
+        for name, far in found.items()
+    }
 
 
 def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     """Return the dimension along which the concatenated parts have the shape of a tensor."""
-    def beside(x: Tensor, dim: int) -> list[int]:
-        return [*x.shape[:dim], *x.shape[dim + 1:]]
 
-    return next((dim for dim in range(whole.dim())
-                 if all(x.dim() == whole.dim() and beside(x, dim) == beside(whole, dim)
-                        for x in parts)
-                 and sum(x.shape[dim] for x in parts) == whole.shape[dim]), None)
+    def beside(x: Tensor, dim: int) -> list[int]:
+        return [*x.shape[:dim], *x.shape[dim + 1 :]]
+
+    return next(
+        (
+            dim
+            for dim in range(whole.dim())
+            if all(x.dim() == whole.dim() and beside(x, dim) == beside(whole, dim) for x in parts)
+            and sum(x.shape[dim] for x in parts) == whole.shape[dim]
+        ),
+        None,
+    )
 
 
 def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

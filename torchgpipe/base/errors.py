@@ -1,9 +1,17 @@
 """Errors and text: notes, messages that several files share, tables, sizes and durations."""
+
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ['add_note', 'changed_input', 'duration', 'format_bytes', 'nested', 'other_path',
-           'table']
+__all__ = [
+    'add_note',
+    'changed_input',
+    'duration',
+    'format_bytes',
+    'nested',
+    'other_path',
+    'table',
+]
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -21,7 +29,8 @@ def other_path(difference: str) -> RuntimeError:
     return RuntimeError(
         'the recomputation of a checkpointed micro-batch took another path than its first pass: '
         f'{difference}. Gradients would be wrong. Let the layers do the same in both passes '
-        "(torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'.")
+        "(torchgpipe.is_recomputing() tells them apart), or use checkpoint='never'."
+    )
 
 
 def changed_input(input: object) -> str:
@@ -29,8 +38,10 @@ def changed_input(input: object) -> str:
 
     It is used if the layer is not known.
     """
-    return ('the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
-            "changed in place; change a copy instead (inplace=False), or use checkpoint='never'")
+    return (
+        'the input of a checkpointed micro-batch, or a skip tensor that it popped, was '
+        "changed in place; change a copy instead (inplace=False), or use checkpoint='never'"
+    )
 
 
 def nested() -> RuntimeError:
@@ -39,18 +50,24 @@ def nested() -> RuntimeError:
         'a checkpointed micro-batch cannot make a nested tensor again: PyTorch takes the ragged '
         'size of each new one for another size, and has no sizes for the layout torch.strided. '
         'Let a layer make it that is kept out of recomputation, torchgpipe.no_recompute(layer), '
-        "with layout=torch.jagged; or use checkpoint='never' for the partitions that it is in.")
+        "with layout=torch.jagged; or use checkpoint='never' for the partitions that it is in."
+    )
 
 
 # Text: tables, sizes, and durations with three digits.
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Format rows in aligned columns: the first column to the left, the others to the right."""
     cells: list[list[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
-    lines = ['  '.join(cell.ljust(width) if k == 0 else cell.rjust(width)
-                       for k, (cell, width) in enumerate(zip(row, widths))).rstrip()
-             for row in cells]
+    lines = [
+        '  '.join(
+            cell.ljust(width) if k == 0 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in cells
+    ]
     return '\n'.join([lines[0], '  '.join('─' * width for width in widths), *lines[1:]])
 
 
@@ -75,7 +92,7 @@ def duration(seconds: float) -> str:
     >>> duration(0.01234), duration(2.5), duration(0.0000042), duration(0)
     ('12.3 ms', '2.5 s', '4.2 µs', '0 s')
     """
-    for factor, unit in ((1., 's'), (1e3, 'ms')):
+    for factor, unit in ((1.0, 's'), (1e3, 'ms')):
         if seconds * factor >= 1 or not seconds:
             return f'{seconds * factor:.3g} {unit}'
     return f'{seconds * 1e6:.3g} µs'

@@ -1,4 +1,5 @@
 """HTML by which objects show themselves in notebooks: text, figures, and rows of boxes."""
+
 import base64
 import io
 import re
@@ -83,16 +84,18 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
         caption: The text below the rows.
     """
     boxes = [*boxes]
-    names = [name if len(name) <= LONGEST else f'{name[:LONGEST - 1]}…' for name in names]
+    names = [name if len(name) <= LONGEST else f'{name[: LONGEST - 1]}…' for name in names]
     start = min((box.start for box in boxes), default=0.0)
     span = max((box.end for box in boxes), default=0.0) - start
     names_width = CHARACTER_WIDTH * (1 + max(map(len, names), default=0))
     scale = (PICTURE_WIDTH - names_width) / (span or 1.0)
     picture_height = ROW_HEIGHT * (len(names) + 1)
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} '
-             f'{picture_height}" style="display: block; max-width: {PICTURE_WIDTH}px" '
-             'font-family="monospace" font-size="12">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} '
+        f'{picture_height}" style="display: block; max-width: {PICTURE_WIDTH}px" '
+        'font-family="monospace" font-size="12">'
+    ]
     for row, name in enumerate(names):
         parts.append(_text(0, ROW_HEIGHT * (row + 0.6), name, NEUTRAL))
 
@@ -112,8 +115,10 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
                 drawn.add(place)
             continue
 
-        parts.append(f'<g><title>{_escaped(box.title)}</title>'
-                     f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rest}')
+        parts.append(
+            f'<g><title>{_escaped(box.title)}</title>'
+            f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rest}'
+        )
         if CHARACTER_WIDTH * len(box.label) < width:
             middle = left + width / 2
             parts.append(_text(middle, top + 0.67 * height, box.label, 'white', 'middle'))
@@ -124,8 +129,10 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
 
 
 def _text(x: float, y: float, text: str, colour: str, anchor: str = 'start') -> str:
-    return (f'<text x="{x:.2f}" y="{y:.2f}" fill="{colour}" text-anchor="{anchor}">'
-            f'{_escaped(text)}</text>')
+    return (
+        f'<text x="{x:.2f}" y="{y:.2f}" fill="{colour}" text-anchor="{anchor}">'
+        f'{_escaped(text)}</text>'
+    )
 
 
 def _escaped(text: str) -> str:

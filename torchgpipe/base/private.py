@@ -6,6 +6,7 @@ function replaces it, or the dependent function raises when it is used.
 ``tests/base/test_private.py`` tests each name alone, and also its absence.
 ``docs/private-names.md`` lists the place of each name in PyTorch.
 """
+
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,16 +21,56 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks
 
-__all__ = ['APPLY', 'BatchNorm', 'DISPATCH_MODES', 'DeviceContext', 'DispatchMode',
-           'FUNCTION_MODES', 'HOOKS', 'Hooks', 'ModeStack', 'PythonNode', 'RESETS', 'Scaler',
-           'TESTED', 'active_ddp', 'allows_mutation', 'at_end_of_backward', 'backward_from',
-           'backward_pass', 'compiled_code', 'compiled_codes', 'current_node', 'find',
-           'generator_key', 'hooks_of', 'ignore_in_ddp', 'innermost_hooks', 'is_compiled',
-           'is_compiled_module', 'is_full_backward_hook', 'is_profiled', 'is_transformed',
-           'name_of_call', 'on_cpu_without_memory', 'own_context', 'proxy_mode', 'raise_missing',
-           'remove_hooks', 'retains_graph', 'schema_of', 'tree_flatten',
-           'tree_flatten_with_path', 'tree_leaves', 'tree_map_only', 'tree_unflatten',
-           'uncompiled', 'unseen', 'untraced', 'versions']
+__all__ = [
+    'APPLY',
+    'BatchNorm',
+    'DISPATCH_MODES',
+    'DeviceContext',
+    'DispatchMode',
+    'FUNCTION_MODES',
+    'HOOKS',
+    'Hooks',
+    'ModeStack',
+    'PythonNode',
+    'RESETS',
+    'Scaler',
+    'TESTED',
+    'active_ddp',
+    'allows_mutation',
+    'at_end_of_backward',
+    'backward_from',
+    'backward_pass',
+    'compiled_code',
+    'compiled_codes',
+    'current_node',
+    'find',
+    'generator_key',
+    'hooks_of',
+    'ignore_in_ddp',
+    'innermost_hooks',
+    'is_compiled',
+    'is_compiled_module',
+    'is_full_backward_hook',
+    'is_profiled',
+    'is_transformed',
+    'name_of_call',
+    'on_cpu_without_memory',
+    'own_context',
+    'proxy_mode',
+    'raise_missing',
+    'remove_hooks',
+    'retains_graph',
+    'schema_of',
+    'tree_flatten',
+    'tree_flatten_with_path',
+    'tree_leaves',
+    'tree_map_only',
+    'tree_unflatten',
+    'uncompiled',
+    'unseen',
+    'untraced',
+    'versions',
+]
 
 #: The oldest and the newest release of PyTorch with which the whole test suite has passed.
 TESTED = '2.11', '2.15'
@@ -61,7 +102,8 @@ def raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:
     raise NotImplementedError(
         f"{use} needs PyTorch's private {name.replace(':', '.')}, which torch {torch.__version__} "
         f'does not have; torchgpipe was tested with torch {TESTED[0]} to {TESTED[1]}. Install one '
-        'of these, or a newer torchgpipe')
+        'of these, or a newer torchgpipe'
+    )
 
 
 # --- torch.compile
@@ -84,9 +126,11 @@ def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
     """
     if not (_set_strategy and _strategy and _action):
         return torch.compiler.disable(  # type: ignore[no-any-return]
-            function, recursive=recursive)
-    _set_strategy(function.__code__, _strategy(
-        _action.SKIP, _action.SKIP if recursive else _action.DEFAULT))
+            function, recursive=recursive
+        )
+    _set_strategy(
+        function.__code__, _strategy(_action.SKIP, _action.SKIP if recursive else _action.DEFAULT)
+    )
     function.__dict__['_torchdynamo_disable'] = True
     return function
 
@@ -223,13 +267,20 @@ def generator_key(generator: torch.Generator) -> int:
 
 #: The stack of ``torch.overrides.TorchFunctionMode``.
 FUNCTION_MODES = ModeStack(
-    'torch._C:_len_torch_function_stack', 'torch._C:_get_function_stack_at',
-    'torch._C:_push_on_torch_function_stack', 'torch._C:_pop_torch_function_stack')
+    'torch._C:_len_torch_function_stack',
+    'torch._C:_get_function_stack_at',
+    'torch._C:_push_on_torch_function_stack',
+    'torch._C:_pop_torch_function_stack',
+)
 
 #: The stack of ``torch.utils._python_dispatch.TorchDispatchMode``.
 DISPATCH_MODES = ModeStack(
-    'torch._C:_len_torch_dispatch_stack', 'torch._C:_get_dispatch_stack_at',
-    'torch._C:_push_on_torch_dispatch_stack', 'torch._C:_pop_torch_dispatch_stack', None)
+    'torch._C:_len_torch_dispatch_stack',
+    'torch._C:_get_dispatch_stack_at',
+    'torch._C:_push_on_torch_dispatch_stack',
+    'torch._C:_pop_torch_dispatch_stack',
+    None,
+)
 
 
 _len_of_function_modes, _len_of_dispatch_modes = FUNCTION_MODES.len, DISPATCH_MODES.len
@@ -305,7 +356,8 @@ FakeTensorMode: Any = find('torch._subclasses.fake_tensor:FakeTensorMode', 'a dr
 #: The errors of operations whose result depends on values that fake tensors do not have.
 NO_VALUES: Any = (
     find('torch._subclasses.fake_tensor:DataDependentOutputException', otherwise=_NoTensor),
-    find('torch._subclasses.fake_tensor:DynamicOutputShapeException', otherwise=_NoTensor))
+    find('torch._subclasses.fake_tensor:DynamicOutputShapeException', otherwise=_NoTensor),
+)
 
 _mode_at: Any = find('torch._C:_get_dispatch_mode', otherwise=False)
 _key_of_fakes: Any = find('torch._C:_TorchDispatchModeKey', otherwise=False)
@@ -342,7 +394,8 @@ def _transform() -> object | None:
 
 
 _interpreter: Callable[[], Any] = find(
-    'torch._C:_functorch.peek_interpreter_stack', otherwise=_transform)
+    'torch._C:_functorch.peek_interpreter_stack', otherwise=_transform
+)
 
 
 def is_transformed() -> bool:
@@ -355,6 +408,7 @@ def proxy_mode() -> Any:
     if not DISPATCH_MODES.len():
         return None
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
+
     return get_proxy_mode()
 
 
@@ -376,6 +430,7 @@ def schema_of(operation: Any) -> Any:
 
 # --- saved tensors, the autograd graph, and the memory of tensors
 # ----------------------------------------------------------------------------------
+
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the number of changes in place of each tensor, including changes through views.
@@ -414,17 +469,18 @@ innermost_hooks: Callable[[], Hooks | None] = partial(find(_HOOKS_NAME, otherwis
 #: Return the number of this thread's backward pass, -1 outside of one. Recomputed tensors belong
 #: to one pass, and a node does not get its pass.
 backward_pass: Callable[[], int] = find(
-    'torch._C:_current_graph_task_id', 'backward of a checkpointed cell, or of a skip')
+    'torch._C:_current_graph_task_id', 'backward of a checkpointed cell, or of a skip'
+)
 
 #: Return whether the present backward pass was called with ``retain_graph``. The data for a
 #: recomputation is released together with the graph's saved tensors, or otherwise with the graph.
 retains_graph: Callable[[], bool] = find(
-    'torch._C:_autograd._get_current_graph_task_keep_graph', otherwise=lambda: True)
+    'torch._C:_autograd._get_current_graph_task_keep_graph', otherwise=lambda: True
+)
 
 #: Return the node that runs in this thread's backward pass. An unpack hook does not get its node.
 #: If the node is not known, tensors that a node unpacks twice are computed twice.
-current_node: Callable[[], Any] = find(
-    'torch._C:_current_autograd_node', otherwise=lambda: None)
+current_node: Callable[[], Any] = find('torch._C:_current_autograd_node', otherwise=lambda: None)
 
 #: The type of the nodes of ``torch.autograd.Function``, which unpack their tensors at any time.
 PythonNode: type = BackwardCFunction
@@ -432,7 +488,8 @@ PythonNode: type = BackwardCFunction
 #: Call a function at the end of the present backward pass; hooks of nodes run too early.
 at_end_of_backward: Callable[[Callable[[], None]], None] = find(
     'torch.autograd:Variable._execution_engine.queue_callback',
-    'backward of a checkpointed cell, or of a skip')
+    'backward of a checkpointed cell, or of a skip',
+)
 
 #: Whether a profiler records. Its labels take as long as the smallest operations.
 is_profiled: Callable[[], bool] = find('torch.autograd:_profiler_enabled', otherwise=lambda: True)
@@ -441,9 +498,18 @@ _run_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=F
 
 #: Run backward from edges, with gradients of the right shapes; both are tuples. The public
 #: function checks them first, which takes as long as a small layer.
-backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] = partial(
-    _run_engine, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True,
-    accumulate_grad=True) if _run_engine else torch.autograd.backward
+backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] = (
+    partial(
+        _run_engine,
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    if _run_engine
+    else torch.autograd.backward
+)
 
 _without_memory = find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory')
 
@@ -454,7 +520,8 @@ def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dt
     A tensor on the meta device would not do, because methods that set initial values skip it.
     """
     return _without_memory(  # type: ignore[no-any-return]
-        kind, shape, dtype=dtype, device=torch.device('cpu'))
+        kind, shape, dtype=dtype, device=torch.device('cpu')
+    )
 
 
 # --- modules and nested values
@@ -483,9 +550,15 @@ else:
 
 
 #: The attributes of a module's forward hooks and backward hooks.
-HOOKS = ('_forward_hooks', '_forward_hooks_with_kwargs', '_forward_hooks_always_called',
-         '_forward_pre_hooks', '_forward_pre_hooks_with_kwargs', '_backward_hooks',
-         '_backward_pre_hooks')
+HOOKS = (
+    '_forward_hooks',
+    '_forward_hooks_with_kwargs',
+    '_forward_hooks_always_called',
+    '_forward_pre_hooks',
+    '_forward_pre_hooks_with_kwargs',
+    '_backward_hooks',
+    '_backward_pre_hooks',
+)
 
 
 #: Return the collections of a module's hooks. A module has hooks if any is not empty.
@@ -523,8 +596,9 @@ class Scaler(torch.amp.GradScaler):
             raise_missing(_UNSCALE_NAME, 'a GradScaler for shards')
         super().__init__(*args, **kwargs)
 
-    def found(self, where: dict[torch.device, Tensor], scale: Tensor
-              ) -> dict[torch.device, Tensor]:
+    def found(
+        self, where: dict[torch.device, Tensor], scale: Tensor
+    ) -> dict[torch.device, Tensor]:
         """Return by device 1 if some gradient is not finite, or 0."""
         return where
 
@@ -532,15 +606,21 @@ class Scaler(torch.amp.GradScaler):
         """Return an object with the groups of an optimizer, whose gradients are plain tensors."""
         return optimizer
 
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor,
-                        found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
         where = super()._unscale_grads_(self.parts(optimizer), inv_scale, found_inf, allow_fp16)
         return self.found(where, found_inf)
 
 
 _set_ignored = find(
     'torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model',
-    'shards beside DistributedDataParallel')
+    'shards beside DistributedDataParallel',
+)
 
 
 def _ignored_in_ddp(module: torch.nn.Module) -> list[str]:
@@ -554,12 +634,15 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
     """
     _set_ignored(module, [*_ignored_in_ddp(module), *names])
     if not {*names} <= {*_ignored_in_ddp(module)}:
-        raise_missing('torch.nn:Module._ddp_params_and_buffers_to_ignore',
-                      'shards beside DistributedDataParallel')
+        raise_missing(
+            'torch.nn:Module._ddp_params_and_buffers_to_ignore',
+            'shards beside DistributedDataParallel',
+        )
 
 
 #: Return the ``DistributedDataParallel`` whose forward pass runs, if one does. The wrapped module
 #: does not know it.
 active_ddp: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = find(
     'torch.nn.parallel:DistributedDataParallel._get_active_ddp_module',
-    'sharded layers, which DistributedDataParallel would overwrite,')
+    'sharded layers, which DistributedDataParallel would overwrite,',
+)

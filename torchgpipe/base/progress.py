@@ -1,4 +1,5 @@
 """A progress line for calls that take seconds or minutes."""
+
 import sys
 import threading
 from collections.abc import Collection, Iterable

@@ -1,11 +1,19 @@
 """Settings of a pipeline as data: the values of a plan, and the checkpointed micro-batches."""
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-__all__ = ['AXES', 'Checkpoint', 'Settings', 'checkpoint_stops', 'name_of',
-           'parse_checkpoint', 'stops_of_mode']
+__all__ = [
+    'AXES',
+    'Checkpoint',
+    'Settings',
+    'checkpoint_stops',
+    'name_of',
+    'parse_checkpoint',
+    'stops_of_mode',
+]
 
 #: The axes of a mesh, by name, from the outermost one; one that a mesh lacks has size 1.
 AXES = ('data', 'pipe', 'tensor')
@@ -46,16 +54,22 @@ def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
     >>> checkpoint_stops(lambda j: 'always' if j > 0 else 'never', m=4, n=2)
     (0, 4)
     """
-    modes: Sequence[str] = [checkpoint] * n if isinstance(checkpoint, str) else (
-        [checkpoint(j) for j in range(n)] if callable(checkpoint) else checkpoint)
+    modes: Sequence[str] = (
+        [checkpoint] * n
+        if isinstance(checkpoint, str)
+        else ([checkpoint(j) for j in range(n)] if callable(checkpoint) else checkpoint)
+    )
     if len(modes) != n:
-        raise ValueError(f'checkpoint has {len(modes)} modes for {n} partitions: {modes!r}; give '
-                         'one for each, or one for all of them')
+        raise ValueError(
+            f'checkpoint has {len(modes)} modes for {n} partitions: {modes!r}; give '
+            'one for each, or one for all of them'
+        )
     stops = {'always': m, 'except_last': m - 1, 'never': 0}
     for mode in modes:
         if mode not in stops:
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never': "
-                             f'{mode!r}')
+            raise ValueError(
+                f"checkpoint is not one of 'always', 'except_last', or 'never': {mode!r}"
+            )
     return tuple([stops[mode] for mode in modes])
 
 

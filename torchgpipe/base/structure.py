@@ -15,6 +15,7 @@ which makes new containers at each call. So a layer may change a dict that it ge
 Other functions compare and copy the memory of tensors, such as :func:`share_memory` and
 :func:`copy_of`.
 """
+
 import enum
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -27,13 +28,43 @@ from torch import Tensor, nn
 from torch.nn.parameter import Buffer
 
 from torchgpipe.base.errors import nested
-from torchgpipe.base.private import (FakeTensor, tree_flatten, tree_flatten_with_path,
-                                     tree_unflatten)
+from torchgpipe.base.private import (
+    FakeTensor,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
-__all__ = ['Annotated', 'Arguments', 'Kind', 'Leaf', 'Memories', 'NoChunk', 'Path', 'Repeated',
-           'Structure', 'annotated', 'attributes', 'bare', 'call', 'check_nested', 'copy_of',
-           'flatten', 'flatten_nested', 'is_among', 'is_leaf', 'is_object', 'is_plain',
-           'leaves_of', 'once', 'path_name', 'share_memory', 'size_of', 'storage_id', 'view_of']
+__all__ = [
+    'Annotated',
+    'Arguments',
+    'Kind',
+    'Leaf',
+    'Memories',
+    'NoChunk',
+    'Path',
+    'Repeated',
+    'Structure',
+    'annotated',
+    'attributes',
+    'bare',
+    'call',
+    'check_nested',
+    'copy_of',
+    'flatten',
+    'flatten_nested',
+    'is_among',
+    'is_leaf',
+    'is_object',
+    'is_plain',
+    'leaves_of',
+    'once',
+    'path_name',
+    'share_memory',
+    'size_of',
+    'storage_id',
+    'view_of',
+]
 
 # Memory: identity, versions, sizes and copies.
 
@@ -58,8 +89,9 @@ def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
     """Return whether a tensor has the same elements in memory as one of the others."""
-    return any(x is y or _place(x) == _place(y) for y in others
-               if x.layout is y.layout is torch.strided)
+    return any(
+        x is y or _place(x) == _place(y) for y in others if x.layout is y.layout is torch.strided
+    )
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
@@ -104,8 +136,11 @@ def copy_of(x: Tensor, memories: Memories) -> Tensor:
     copy = memories.get(key)
     if copy is None:
         # A tensor that fills its memory keeps its strides in a clone, and so the same layout.
-        copy = memories[key] = x.clone() if memory.nbytes() == x.numel() * x.element_size() \
+        copy = memories[key] = (
+            x.clone()
+            if memory.nbytes() == x.numel() * x.element_size()
             else _view(memory.clone(), x)
+        )
         return copy
     return view_of(copy, x)
 
@@ -169,8 +204,11 @@ def is_object(value: Any) -> bool:
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of a dataclass instance, including attributes that are not fields."""
     names = dict.fromkeys([field.name for field in fields(value)])
-    return {name: getattr(value, name) for name in (names | getattr(value, '__dict__', {}))
-            if hasattr(value, name)}
+    return {
+        name: getattr(value, name)
+        for name in (names | getattr(value, '__dict__', {}))
+        if hasattr(value, name)
+    }
 
 
 class Leaf:
@@ -203,8 +241,7 @@ def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
             found += leaves_of(leaf.value, here, True)
         elif is_object(leaf):
             named = ((_Attribute(name), x) for name, x in attributes(leaf).items())
-            found += [each for name, x in named
-                      for each in leaves_of(x, (*here, name), shared)]
+            found += [each for name, x in named for each in leaves_of(x, (*here, name), shared)]
         else:
             found.append(Leaf(here, leaf, shared))
     return found
@@ -259,13 +296,24 @@ Kind = Callable[[Sequence[Tensor]], Any]
 bare: Kind = itemgetter(0)
 
 #: Types of leaves other than tensors. They are the same for all micro-batches, and are not moved.
-PLAIN = (type(None), Number, str, bytes, enum.Enum, slice, range, torch.dtype,
-         torch.device, torch.layout, torch.memory_format, torch.Size)
+PLAIN = (
+    type(None),
+    Number,
+    str,
+    bytes,
+    enum.Enum,
+    slice,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
 
 
 class _TENSOR:
-    """The mark of a tensor's place in a structure. A class, so that pickling keeps its identity.
-    """
+    """The mark of a tensor's place in a structure. A class, so that pickling keeps its identity."""
 
 
 @dataclass(init=False, eq=False)
@@ -316,10 +364,17 @@ class Structure:
         return self._build(iter(tensors))
 
     def _build(self, tensors: Iterator[Tensor]) -> Any:
-        value = tree_unflatten([
-            next(tensors) if leaf is _TENSOR
-            else leaf._build(tensors) if isinstance(leaf, Structure) else leaf
-            for leaf in self._leaves], self._spec)
+        value = tree_unflatten(
+            [
+                next(tensors)
+                if leaf is _TENSOR
+                else leaf._build(tensors)
+                if isinstance(leaf, Structure)
+                else leaf
+                for leaf in self._leaves
+            ],
+            self._spec,
+        )
         if self._cls is None:
             return value
         made: Any = object.__new__(self._cls)
@@ -334,7 +389,10 @@ class Structure:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and (self._spec, self._leaves, self._cls) == (
-            other._spec, other._leaves, other._cls)
+            other._spec,
+            other._leaves,
+            other._cls,
+        )
 
 
 def _restore(example: Any, leaves: list[Any], cls: type | None) -> Structure:
@@ -405,8 +463,11 @@ def _attributes_of(x: Tensor) -> dict[str, Structure]:
     if type(x) is not Tensor:
         return {}
     # `torch.compile` marks dimensions of tensors as dynamic, for itself.
-    return {name: _plain_structure(name, value) for name, value in x.__dict__.items()
-            if not name.startswith('_dynamo')}
+    return {
+        name: _plain_structure(name, value)
+        for name, value in x.__dict__.items()
+        if not name.startswith('_dynamo')
+    }
 
 
 def _plain_structure(name: str, value: Any) -> Structure:
@@ -416,12 +477,14 @@ def _plain_structure(name: str, value: Any) -> Structure:
         raise TypeError(
             f"a tensor has the attribute '{name}', a {type(value).__name__}: the next partition "
             'gets only attributes of plain values, such as numbers and strings, and containers of '
-            'these. Pass the other value beside the tensor, in a tuple or a dict')
+            'these. Pass the other value beside the tensor, in a tuple or a dict'
+        )
     return Structure(spec, leaves)
 
 
-def once(tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
-         ) -> tuple[tuple[Tensor, ...], Kind]:
+def once(
+    tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
+) -> tuple[tuple[Tensor, ...], Kind]:
     """Return each tensor once, and the kind that reconstructs the value from them.
 
     Args:
@@ -459,8 +522,9 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
     return flatten_nested(value, marks=False)
 
 
-def flatten_nested(value: Any, marks: bool = True, takes: type = Tensor
-                   ) -> tuple[tuple[Any, ...], Structure]:
+def flatten_nested(
+    value: Any, marks: bool = True, takes: type = Tensor
+) -> tuple[tuple[Any, ...], Structure]:
     """Flatten a value as :func:`flatten` does, and remove :class:`NoChunk` marks.
 
     Args:
@@ -499,9 +563,11 @@ def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Struct
 def _refuse(value: Any, marks: bool) -> TypeError:
     for leaf in leaves_of(value):
         if leaf.shared and not marks:
-            return TypeError(f'expected Tensor, but got NoChunk at value{path_name(leaf.path)}; '
-                             'it marks what a model is called with, and layers get and give what '
-                             'is inside of it')
+            return TypeError(
+                f'expected Tensor, but got NoChunk at value{path_name(leaf.path)}; '
+                'it marks what a model is called with, and layers get and give what '
+                'is inside of it'
+            )
         if not isinstance(leaf.value, (Tensor, *PLAIN)):
             where = 'value' + path_name(leaf.path) if leaf.path else 'the value'
             if isinstance(leaf.value, Mapping):
@@ -514,7 +580,8 @@ def _not_a_dict(value: Any, where: str) -> TypeError:
     return TypeError(
         f'expected Tensor, but got {type(value).__name__} as {where}. If its keys are names of '
         'arguments, pass model(**batch), or Arguments(**batch) where one value is expected. If it '
-        'is one argument, pass dict(batch)')
+        'is one argument, pass dict(batch)'
+    )
 
 
 def _not_a_tensor(value: Any, where: str) -> TypeError:
@@ -522,4 +589,5 @@ def _not_a_tensor(value: Any, where: str) -> TypeError:
         f'expected Tensor, but got {type(value).__name__} as {where}; into a pipeline, out of it '
         'and between partitions go tensors, and tuples, lists, dicts and dataclasses with '
         'tensors, None and plain Python values in them. Register a class of your own with '
-        'PyTorch\'s pytree, or make it a dataclass')
+        "PyTorch's pytree, or make it a dataclass"
+    )

@@ -25,11 +25,18 @@ unit
 watch
     The thread of a rank that reports its state and detects ranks that block the others.
 """
+
 from torchgpipe.distributed.checkpoint import load_checkpoint, save_checkpoint
 from torchgpipe.distributed.dry_runs.dry_run import dry_run
 from torchgpipe.distributed.mesh import init_mesh
 from torchgpipe.distributed.model import DistributedGPipe
 from torchgpipe.shard.averaging import GradScaler
 
-__all__ = ['DistributedGPipe', 'GradScaler', 'dry_run', 'init_mesh', 'load_checkpoint',
-           'save_checkpoint']
+__all__ = [
+    'DistributedGPipe',
+    'GradScaler',
+    'dry_run',
+    'init_mesh',
+    'load_checkpoint',
+    'save_checkpoint',
+]

@@ -19,6 +19,7 @@ differ, the ranks search for the tensor, and all raise an error. A number is com
 of the tensors, as integers, and their places. So it depends neither on the device nor on an order
 of sums.
 """
+
 import re
 import time
 import zlib
@@ -33,8 +34,20 @@ from torch.nn import functional as F
 from torchgpipe.schedule import Timed
 from torchgpipe.shard.collectives import gathered
 
-__all__ = ['Detail', 'Facts', 'NotBegun', 'Shared', 'details', 'differ', 'differences', 'digest',
-           'digests', 'merge', 'numbers_of', 'together']
+__all__ = [
+    'Detail',
+    'Facts',
+    'NotBegun',
+    'Shared',
+    'details',
+    'differ',
+    'differences',
+    'digest',
+    'digests',
+    'merge',
+    'numbers_of',
+    'together',
+]
 
 
 class NotBegun(RuntimeError):
@@ -59,12 +72,12 @@ class Facts(NamedTuple):
 
     m: int = 0
     size: int = 0
-    counted: float = 0.
+    counted: float = 0.0
     settings: int = 0
     digest: int = 0
     layers: int = 0
     given: int = 0
-    divisors: tuple[float, float] = (0., 0.)
+    divisors: tuple[float, float] = (0.0, 0.0)
     numbers: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -76,8 +89,12 @@ def digest(*values: object) -> int:
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
 
-def together(task: str, function: Callable[[], Facts | None], group: dist.ProcessGroup | None,
-             device: torch.device) -> dict[int, Facts]:
+def together(
+    task: str,
+    function: Callable[[], Facts | None],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> dict[int, Facts]:
     """Call a function on all ranks of a group, and return the facts of each rank, by its number.
 
     Args:
@@ -97,8 +114,11 @@ def together(task: str, function: Callable[[], Facts | None], group: dist.Proces
     except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
     if group is not None:
-        own = torch.tensor([error is not None, *facts[:-2], *facts.divisors, *facts.numbers],
-                           dtype=torch.float64, device=device)
+        own = torch.tensor(
+            [error is not None, *facts[:-2], *facts.divisors, *facts.numbers],
+            dtype=torch.float64,
+            device=device,
+        )
         found = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(found, own, group)
     if group is None:
@@ -111,17 +131,30 @@ def together(task: str, function: Callable[[], Facts | None], group: dist.Proces
         reasons = gathered(str(error) if isinstance(error, ValueError) else None, group)
         if error is not None:
             raise error
-        _raise_first(task, {rank: reason for rank, reason, (failed, *_) in zip(
-            ranks, reasons, rows) if failed})
+        _raise_first(
+            task,
+            {rank: reason for rank, reason, (failed, *_) in zip(ranks, reasons, rows) if failed},
+        )
     said = {}
     for rank, (_, m, size, counted, *more) in zip(ranks, rows):
         settings, looks, layers, given, *numbers = map(int, (*more[:4], *more[6:]))
-        said[rank] = Facts(int(m), int(size), counted, settings, looks, layers, given,
-                           (more[4], more[5]), (numbers[0], numbers[1], numbers[2]))
+        said[rank] = Facts(
+            int(m),
+            int(size),
+            counted,
+            settings,
+            looks,
+            layers,
+            given,
+            (more[4], more[5]),
+            (numbers[0], numbers[1], numbers[2]),
+        )
     for rank, each in said.items():
         if each.settings != said[ranks[0]].settings:
-            raise RuntimeError(f'{task} has other settings on rank {rank} than on rank '
-                               f'{ranks[0]}; all ranks call it with the same ones')
+            raise RuntimeError(
+                f'{task} has other settings on rank {rank} than on rank '
+                f'{ranks[0]}; all ranks call it with the same ones'
+            )
     return said
 
 
@@ -129,8 +162,10 @@ def _raise_first(task: str, reasons: Mapping[int, str | None]) -> NoReturn:
     """Raise the error of the first rank that has raised one, with its text for a ValueError."""
     rank, reason = next(iter(reasons.items()))
     if reason is None:
-        raise NotBegun(f'{task} could not begin on rank {rank}, so it ended here, too; '
-                       'look at what that rank has raised')
+        raise NotBegun(
+            f'{task} could not begin on rank {rank}, so it ended here, too; '
+            'look at what that rank has raised'
+        )
     raise ValueError(f'{task} ended on rank {rank}, so it ended here, too: {reason}')
 
 
@@ -138,8 +173,9 @@ def _raise_first(task: str, reasons: Mapping[int, str | None]) -> NoReturn:
 ASKED = 8
 
 
-def merge(actions: list[Timed], began: float, group: dist.ProcessGroup | None,
-          device: torch.device) -> list[Timed]:
+def merge(
+    actions: list[Timed], began: float, group: dist.ProcessGroup | None, device: torch.device
+) -> list[Timed]:
     """Return the actions of all ranks of a group, in seconds of the first one's clock.
 
     Args:
@@ -151,9 +187,13 @@ def merge(actions: list[Timed], began: float, group: dist.ProcessGroup | None,
     if group is None:
         return actions
     began -= _ahead(group, device)
-    found: list[list[Timed]] = gathered([
-        timed._replace(device=group.rank(), start=timed.start + began, end=timed.end + began)
-        for timed in actions], group)
+    found: list[list[Timed]] = gathered(
+        [
+            timed._replace(device=group.rank(), start=timed.start + began, end=timed.end + began)
+            for timed in actions
+        ],
+        group,
+    )
     return sum(found, [])
 
 
@@ -162,7 +202,7 @@ def _ahead(group: dist.ProcessGroup, device: torch.device) -> float:
     first, *others = dist.get_process_group_ranks(group)
     now = torch.zeros((), dtype=torch.float64, device=device)
     for rank in others:
-        best = float('inf'), 0.
+        best = float('inf'), 0.0
         for _ in range(ASKED):
             if dist.get_rank() == first:
                 start = time.perf_counter()
@@ -177,7 +217,7 @@ def _ahead(group: dist.ProcessGroup, device: torch.device) -> float:
             dist.send(now.fill_(best[1]), rank, group)
         elif dist.get_rank() == rank:
             dist.recv(now, first, group)
-    return 0. if dist.get_rank() == first else now.item()
+    return 0.0 if dist.get_rank() == first else now.item()
 
 
 #: The bits of a number; float64 holds it exactly, and the sum over many ranks.
@@ -189,22 +229,22 @@ _AT_ONCE = 1 << 18
 #: The usual causes of a difference along each axis.
 _CAUSES = {
     'data': 'Usual causes: a layer that changes a buffer or a weight by its own samples (batch '
-            'norm takes deferred_batch_norm=True; another layer adds its statistics up over '
-            "replicas, by torch.distributed.all_reduce with group=mesh['data'].get_group(), or "
-            'keeps them in an attribute that is no buffer); a weight that was changed or an '
-            'optimizer that was made otherwise on one rank',
+    'norm takes deferred_batch_norm=True; another layer adds its statistics up over '
+    "replicas, by torch.distributed.all_reduce with group=mesh['data'].get_group(), or "
+    'keeps them in an attribute that is no buffer); a weight that was changed or an '
+    'optimizer that was made otherwise on one rank',
     'tensor': 'Usual causes: a layer that tensor_plan does not split, but whose input differs; a '
-              'weight that was changed on one rank; kernels that are not deterministic',
+    'weight that was changed on one rank; kernels that are not deterministic',
     'gradients': 'A layer that tensor_plan does not split was applied to the heads or features of '
-                 'one rank, so each rank has a part of this gradient. Let the plan split it: for '
-                 'a norm of heads, SequenceParallel(sequence_dim=2, use_local_output=True), where '
-                 'dimension 2 has the heads. Or let its forward use '
-                 'torchgpipe.shard.distributed.copy(parameter), whose gradient is the sum over '
-                 "ranks, after init_process_group(mesh=mesh['data', 'tensor']) of that module. "
-                 'Kernels that are not deterministic are another cause',
+    'one rank, so each rank has a part of this gradient. Let the plan split it: for '
+    'a norm of heads, SequenceParallel(sequence_dim=2, use_local_output=True), where '
+    'dimension 2 has the heads. Or let its forward use '
+    'torchgpipe.shard.distributed.copy(parameter), whose gradient is the sum over '
+    "ranks, after init_process_group(mesh=mesh['data', 'tensor']) of that module. "
+    'Kernels that are not deterministic are another cause',
     'pipe': 'Usual causes: a layer that stands in several stages and changes a buffer or a weight '
-            'itself; a weight that was changed or an optimizer that was made otherwise on one '
-            'rank. Stages may share a rank: places=…',
+    'itself; a weight that was changed or an optimizer that was made otherwise on one '
+    'rank. Stages may share a rank: places=…',
 }
 
 #: The ranks along each axis of a mesh.
@@ -260,25 +300,34 @@ def differ(numbers: Mapping[int, tuple[int, int, int]], groups: Groups) -> bool:
         numbers: The numbers of each rank.
         groups: The ranks along each axis.
     """
+
     def along(k: int, lines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         return ([numbers[rank][k] for rank in ranks] for ranks in lines)
 
-    return (any(len({*each}) > 1 for k, axis in enumerate(('data', 'tensor'))
-                for each in along(k, groups[axis]))
-            or any(sum(each) % (1 << _BITS) for each in along(2, groups['pipe'])))
+    return any(
+        len({*each}) > 1
+        for k, axis in enumerate(('data', 'tensor'))
+        for each in along(k, groups[axis])
+    ) or any(sum(each) % (1 << _BITS) for each in along(2, groups['pipe']))
 
 
 def details(tensors: Sequence[Shared]) -> list[Detail]:
     """Return the description of each tensor of a rank."""
-    return [Detail(
-        each.name, each.axes | ({'pipe'} if each.others else frozenset()),
-        tuple(each.value.shape) if each.is_cache else None,
-        number ^ zlib.crc32(f'{each.name} {tuple(each.value.shape)} {each.value.dtype}'.encode()))
-        for each, number in zip(tensors, digests([each.value for each in tensors]))]
+    return [
+        Detail(
+            each.name,
+            each.axes | ({'pipe'} if each.others else frozenset()),
+            tuple(each.value.shape) if each.is_cache else None,
+            number
+            ^ zlib.crc32(f'{each.name} {tuple(each.value.shape)} {each.value.dtype}'.encode()),
+        )
+        for each, number in zip(tensors, digests([each.value for each in tensors]))
+    ]
 
 
-def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups,
-                gradients: bool = False) -> str:
+def differences(
+    everywhere: Mapping[int, Sequence[Detail]], groups: Groups, gradients: bool = False
+) -> str:
     """Describe the tensors that differ between ranks, with usual causes; '' if there are none.
 
     Args:
@@ -288,12 +337,17 @@ def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups,
     """
     for axis, lines in groups.items():
         for ranks in lines:
-            of = {rank: {each.name: each for each in everywhere[rank] if axis in each.axes}
-                  for rank in ranks}
+            of = {
+                rank: {each.name: each for each in everywhere[rank] if axis in each.axes}
+                for rank in ranks
+            }
             found = {}
             for name in dict.fromkeys(name for each in of.values() for name in each):
-                there = {rank: each.get(name) for rank, each in of.items()
-                         if name in each or axis != 'pipe'}
+                there = {
+                    rank: each.get(name)
+                    for rank, each in of.items()
+                    if name in each or axis != 'pipe'
+                }
                 if len({*there.values()}) > 1 and not _are_caches([*there.values()]):
                     found[name] = [*there]
             if found:
@@ -301,15 +355,18 @@ def differences(everywhere: Mapping[int, Sequence[Detail]], groups: Groups,
                 others = f' and {len(found) - 1} others' if len(found) > 1 else ''
                 subject = 'the gradient of ' if gradients else ''
                 causes = _CAUSES['gradients' if gradients else axis]
-                return (f"{subject}'{name}'{others} should be the same on ranks {owners}, along "
-                        f'the {axis} axis, but differs. {causes}')
+                return (
+                    f"{subject}'{name}'{others} should be the same on ranks {owners}, along "
+                    f'the {axis} axis, but differs. {causes}'
+                )
     return ''
 
 
 def _are_caches(details: Sequence[Detail | None]) -> bool:
     """Return whether tensors are in no state dict, and have different sizes."""
     return len({None if each is None else each.shape for each in details}) > 1 and all(
-        each is None or each.shape is not None for each in details)
+        each is None or each.shape is not None for each in details
+    )
 
 
 @torch.no_grad()

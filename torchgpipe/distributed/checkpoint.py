@@ -12,6 +12,7 @@
 Each rank writes and reads its own entries, under the names of the whole model. One rank writes the
 entries that several ranks have. ``torch.distributed.checkpoint`` writes and reads the files.
 """
+
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from io import BytesIO
@@ -33,10 +34,29 @@ from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
 from torchgpipe.shard.state_dict import Named, by_names, check_names, is_tensor, some, under
 
-__all__ = ['Saving', 'check_model', 'check_optimizer', 'check_scheduler', 'extra_bytes',
-           'extra_entries', 'extra_forms', 'groups_of', 'load', 'load_checkpoint', 'load_extra',
-           'named', 'optimizer_entries', 'options_of', 'random_entries', 'restore_random', 'save',
-           'save_checkpoint', 'saved_options', 'saved_shapes', 'shapes']
+__all__ = [
+    'Saving',
+    'check_model',
+    'check_optimizer',
+    'check_scheduler',
+    'extra_bytes',
+    'extra_entries',
+    'extra_forms',
+    'groups_of',
+    'load',
+    'load_checkpoint',
+    'load_extra',
+    'named',
+    'optimizer_entries',
+    'options_of',
+    'random_entries',
+    'restore_random',
+    'save',
+    'save_checkpoint',
+    'saved_options',
+    'saved_shapes',
+    'shapes',
+]
 
 #: Shapes by name; ``None`` for values that are not tensors.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -56,14 +76,20 @@ _EXTRA = '_extra_state'
 
 def shapes(model: nn.Module) -> Shapes:
     """Return the shapes in the state dict of a model, or of a rank's part of it."""
-    return {name: tuple(value.shape) if isinstance(value, Tensor) else None
-            for name, value in model.state_dict().items() if not name.endswith(_EXTRA)}
+    return {
+        name: tuple(value.shape) if isinstance(value, Tensor) else None
+        for name, value in model.state_dict().items()
+        if not name.endswith(_EXTRA)
+    }
 
 
 def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
     """Return the shapes of a model's tensors in a checkpoint."""
-    return {name: tuple(value.size) if is_tensor(value) else None
-            for name, value in under(saved, 'model.').items() if _EXTRA not in name}
+    return {
+        name: tuple(value.size) if is_tensor(value) else None
+        for name, value in under(saved, 'model.').items()
+        if _EXTRA not in name
+    }
 
 
 # --- a checkpoint is of this model and optimizer
@@ -81,16 +107,22 @@ def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         ValueError: It does not. All ranks raise this error.
     """
     check_names('the checkpoint is of another model', 'model', here, saved, _MOST)
-    others = [f'{name!r} is {saved[name]}, and not {shape}' for name, shape in here.items()
-              if saved[name] != shape]
+    others = [
+        f'{name!r} is {saved[name]}, and not {shape}'
+        for name, shape in here.items()
+        if saved[name] != shape
+    ]
     if others:
-        raise ValueError('the checkpoint is of a model of other sizes: in it '
-                         f'{some(others[:_MOST], len(others))}; make the model as it was made '
-                         'before')
+        raise ValueError(
+            'the checkpoint is of a model of other sizes: in it '
+            f'{some(others[:_MOST], len(others))}; make the model as it was made '
+            'before'
+        )
 
 
-def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
-                    ) -> None:
+def check_optimizer(
+    here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
+) -> None:
     """Check that a checkpoint is of an optimizer of these parameters.
 
     Args:
@@ -102,16 +134,21 @@ def check_optimizer(here: Collection[str], options: set[str], saved: Mapping[str
         ValueError: It is not. All ranks raise this error.
     """
     if not saved:
-        raise ValueError('the checkpoint was saved without an optimizer: load it without one, or '
-                         'save it with one')
-    check_names('the checkpoint is of an optimizer of other parameters', 'optimizer', here, saved,
-                _MOST)
+        raise ValueError(
+            'the checkpoint was saved without an optimizer: load it without one, or '
+            'save it with one'
+        )
+    check_names(
+        'the checkpoint is of an optimizer of other parameters', 'optimizer', here, saved, _MOST
+    )
     there = {key for each in saved.values() for key in each}
     missing, others = options - there - _SCHEDULERS, there - options - _SCHEDULERS
     # Releases of PyTorch differ in one of them only.
     if missing and others:
-        raise ValueError('the checkpoint is of an optimizer of another type: it has '
-                         f'{sorted(others)}, but this one {sorted(missing)}')
+        raise ValueError(
+            'the checkpoint is of an optimizer of another type: it has '
+            f'{sorted(others)}, but this one {sorted(missing)}'
+        )
 
 
 # --- the optimizer
@@ -133,12 +170,18 @@ def optimizer_entries(optimizer: Named) -> dict[str, Any]:
     for name, states in optimizer.states().items():
         for key, value in states.items():
             if isinstance(value, (dict, list)):
-                raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r} of '
-                                 f'{name!r}, but a checkpoint takes tensors and numbers: save '
-                                 'optimizer.state_dict() of each rank on its own')
+                raise ValueError(
+                    f'the optimizer keeps a {type(value).__name__} as {key!r} of '
+                    f'{name!r}, but a checkpoint takes tensors and numbers: save '
+                    'optimizer.state_dict() of each rank on its own'
+                )
             entries[f'state.{name}.{key}'] = value
-    entries.update((f'param_groups.{name}.{key}', value) for group in optimizer.groups()
-                   for name in group['params'] for key, value in _options(group).items())
+    entries.update(
+        (f'param_groups.{name}.{key}', value)
+        for group in optimizer.groups()
+        for name in group['params']
+        for key, value in _options(group).items()
+    )
     return entries
 
 
@@ -153,8 +196,10 @@ def options_of(optimizer: Named) -> list[str]:
 
 def saved_options(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the options of an optimizer in a checkpoint, for each parameter."""
-    return {name: _options(each)
-            for name, each in by_names(under(saved, 'optimizer.param_groups.')).items()}
+    return {
+        name: _options(each)
+        for name, each in by_names(under(saved, 'optimizer.param_groups.')).items()
+    }
 
 
 def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,7 +224,8 @@ def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str,
             raise ValueError(
                 f'the optimizer has {names[0]!r} and {names[1]!r} in one group, but in the '
                 f'checkpoint the {key} of the first is {one}, and that of the second {another}; '
-                'make the optimizer with the same groups of parameters')
+                'make the optimizer with the same groups of parameters'
+            )
 
 
 # --- further state of a training
@@ -187,12 +233,15 @@ def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str,
 
 
 #: The way out if schedulers of ranks have other groups.
-_ALL_GROUPS = ("make the optimizers of all ranks with the same groups, in one order, also those "
-               "without parameters there, {'params': []}")
+_ALL_GROUPS = (
+    'make the optimizers of all ranks with the same groups, in one order, also those '
+    "without parameters there, {'params': []}"
+)
 
 
-def check_scheduler(key: str, scheduler: Any, state: Any, groups: Sequence[Mapping[str, Any]]
-                    ) -> None:
+def check_scheduler(
+    key: str, scheduler: Any, state: Any, groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Check that the saved state of a scheduler is for the groups that an optimizer has here.
 
     Args:
@@ -211,15 +260,19 @@ def check_scheduler(key: str, scheduler: Any, state: Any, groups: Sequence[Mappi
     for name in ('base_lrs', '_last_lr'):
         rates = state.get(name)
         if isinstance(rates, list) and len(rates) != number:
-            raise ValueError(f'extra {key!r} has learning rates for {len(rates)} groups of '
-                             f'parameters, but its optimizer has {number} on this rank: '
-                             f'{_ALL_GROUPS}')
+            raise ValueError(
+                f'extra {key!r} has learning rates for {len(rates)} groups of '
+                f'parameters, but its optimizer has {number} on this rank: '
+                f'{_ALL_GROUPS}'
+            )
     for number, (rate, group) in enumerate(zip(state.get('base_lrs', ()), groups)):
         initial = group.get('initial_lr', rate)
         if not _is_equal(rate, initial):
-            raise ValueError(f'extra {key!r} has the initial learning rate {rate} for group '
-                             f'{number}, but the parameters of that group had {initial}: '
-                             f'{_ALL_GROUPS}')
+            raise ValueError(
+                f'extra {key!r} has the initial learning rate {rate} for group '
+                f'{number}, but the parameters of that group had {initial}: '
+                f'{_ALL_GROUPS}'
+            )
 
 
 def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
@@ -238,8 +291,9 @@ def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
     return found
 
 
-def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica: int
-                  ) -> dict[str, Tensor]:
+def extra_entries(
+    everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica: int
+) -> dict[str, Tensor]:
     """Return the entries of the further state of a training.
 
     Args:
@@ -250,23 +304,30 @@ def extra_entries(everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica
         ValueError: Ranks have different names, or ranks of one replica have different values.
     """
     if len({tuple(sorted(each)) for _, each in everywhere}) > 1:
-        raise ValueError('all ranks save extra with the same names in it, but they have '
-                         f'{[sorted(each) for _, each in everywhere]}')
+        raise ValueError(
+            'all ranks save extra with the same names in it, but they have '
+            f'{[sorted(each) for _, each in everywhere]}'
+        )
     found = {}
     first = {number: each for number, each in reversed(everywhere)}
     for key in first[replica]:
         values = {number: _read(each[key]) for number, each in first.items()}
         for number, each in everywhere:
-            if each[key] != first[number][key] and not _is_equal(
-                    _read(each[key]), values[number]):
-                raise ValueError(f'ranks of replica {number} have other values of extra {key!r}, '
-                                 'but one of them is saved: give all the same. A scheduler has '
-                                 f'values for each group of parameters: {_ALL_GROUPS}')
-        same = all(each[key] == first[0][key] or _is_equal(values[number], values[0])
-                   for number, each in first.items())
+            if each[key] != first[number][key] and not _is_equal(_read(each[key]), values[number]):
+                raise ValueError(
+                    f'ranks of replica {number} have other values of extra {key!r}, '
+                    'but one of them is saved: give all the same. A scheduler has '
+                    f'values for each group of parameters: {_ALL_GROUPS}'
+                )
+        same = all(
+            each[key] == first[0][key] or _is_equal(values[number], values[0])
+            for number, each in first.items()
+        )
         found['all' if same else f'{len(first)}.{replica}', key] = first[0 if same else replica]
-    return {f'{place}.{key}': torch.frombuffer(bytearray(each[key]), dtype=torch.uint8)
-            for (place, key), each in found.items()}
+    return {
+        f'{place}.{key}': torch.frombuffer(bytearray(each[key]), dtype=torch.uint8)
+        for (place, key), each in found.items()
+    }
 
 
 def _read(value: bytes) -> Any:
@@ -288,8 +349,9 @@ def _is_equal(a: Any, b: Any) -> bool:
     return pickle.dumps(a) == pickle.dumps(b)
 
 
-def extra_forms(saved: Mapping[str, Any], data: int, replica: int, asked: Mapping[str, Any]
-                ) -> dict[str, Tensor]:
+def extra_forms(
+    saved: Mapping[str, Any], data: int, replica: int, asked: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Return the tensors to read the extra entries of a checkpoint into.
 
     Args:
@@ -311,10 +373,13 @@ def extra_forms(saved: Mapping[str, Any], data: int, replica: int, asked: Mappin
             raise ValueError(
                 f'extra {key!r} is another one for each of {places[key].partition(".")[0]} '
                 f'replicas in the checkpoint, and now there are {data}: leave it out, and make '
-                'that object for the new number of replicas')
-    return {path: torch.empty(value.size, dtype=torch.uint8)
-            for path, value in there.items()
-            if path.rpartition('.')[0] in ('all', f'{data}.{replica}')}
+                'that object for the new number of replicas'
+            )
+    return {
+        path: torch.empty(value.size, dtype=torch.uint8)
+        for path, value in there.items()
+        if path.rpartition('.')[0] in ('all', f'{data}.{replica}')
+    }
 
 
 def load_extra(entries: Mapping[str, Tensor], asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,18 +405,26 @@ def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Ten
     return {f'{place}.{name}': state for name, state in rng_states(devices).items()}
 
 
-def restore_random(place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]
-                   ) -> None:
+def restore_random(
+    place: str, devices: Iterable[torch.device], entries: Mapping[str, Tensor]
+) -> None:
     """Restore the states of generators, if there are any."""
-    set_rng_states(devices, {key[len(place) + 1:]: state for key, state in entries.items()})
+    set_rng_states(devices, {key[len(place) + 1 :]: state for key, state in entries.items()})
 
 
 #: Objects with states, and plain values, by names.
 Extra = Mapping[str, Any] | None
 
 
-def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
-         extra: Extra, wait: bool = True, patience: Callable[[], float] = float) -> Saving | None:
+def save(
+    model: nn.Module,
+    rank: Rank,
+    folder: Folder,
+    optimizer: Optimizer | None,
+    extra: Extra,
+    wait: bool = True,
+    patience: Callable[[], float] = float,
+) -> Saving | None:
     """Save a model on all ranks: see :meth:`DistributedGPipe.save`.
 
     Args:
@@ -364,15 +437,21 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     def read() -> Facts:
         _settle(rank)
         own.update(extra_bytes(extra or {}))
-        return Facts(settings=digest(writer.folder.name, wait), layers=rank.outline(),
-                     numbers=rank.numbers())
+        return Facts(
+            settings=digest(writer.folder.name, wait),
+            layers=rank.outline(),
+            numbers=rank.numbers(),
+        )
 
     def prepare() -> None:
-        entries = {'model': model.state_dict(),
-                   'optimizer': {} if optimizer is None else optimizer_entries(
-                       named(model, optimizer, rank.ties.names)),
-                   'random': random_entries(_name(rank), rank.devices),
-                   'extra': extra_entries(everywhere, rank.data.rank)}
+        entries = {
+            'model': model.state_dict(),
+            'optimizer': {}
+            if optimizer is None
+            else optimizer_entries(named(model, optimizer, rank.ties.names)),
+            'random': random_entries(_name(rank), rank.devices),
+            'extra': extra_entries(everywhere, rank.data.rank),
+        }
         state.update(entries if wait else writer.stage(entries))
         if not number:
             writer.make_way()
@@ -384,8 +463,12 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     everywhere = _everywhere(rank, (rank.data.rank, own))
     rank.together(task, prepare)
     with as_errors(task):
-        state_dict_saver.save(state, storage_writer=writer, process_group=rank.everyone,
-                              no_dist=rank.everyone is None)
+        state_dict_saver.save(
+            state,
+            storage_writer=writer,
+            process_group=rank.everyone,
+            no_dist=rank.everyone is None,
+        )
     if not wait:
         rank.saving = saving = Saving(writer)
         return saving
@@ -395,8 +478,9 @@ def save(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     return None
 
 
-def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None,
-         extra: Extra) -> dict[str, Any]:
+def load(
+    model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None, extra: Extra
+) -> dict[str, Any]:
     """Load a model on all ranks: see :meth:`DistributedGPipe.load`.
 
     Options and further state are read before any tensor.
@@ -420,8 +504,9 @@ def load(model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | No
     return found
 
 
-def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
-                    extra: Extra = None) -> None:
+def save_checkpoint(
+    folder: Folder, module: nn.Module, optimizer: Optimizer | None = None, extra: Extra = None
+) -> None:
     """Save a model of one process: a ``GPipe``, or the module that it wraps.
 
     >>> save_checkpoint('checkpoint', gpipe, optimizer)  # doctest: +SKIP
@@ -440,8 +525,9 @@ def save_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
     save(module, _alone(module), folder, optimizer, extra)
 
 
-def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | None = None,
-                    extra: Extra = None) -> dict[str, Any]:
+def load_checkpoint(
+    folder: Folder, module: nn.Module, optimizer: Optimizer | None = None, extra: Extra = None
+) -> dict[str, Any]:
     """Load a model into one process; it may have been saved on any mesh.
 
     >>> load_checkpoint('checkpoint', gpipe, optimizer)  # doctest: +SKIP
@@ -466,8 +552,14 @@ def load_checkpoint(folder: Folder, module: nn.Module, optimizer: Optimizer | No
 class _Loading:
     """A checkpoint while it is loaded. Each rank reads its own entries without waiting."""
 
-    def __init__(self, model: nn.Module, rank: Rank, reader: FileSystemReader, metadata: Metadata,
-                 optimizer: Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: Rank,
+        reader: FileSystemReader,
+        metadata: Metadata,
+        optimizer: Optimizer | None,
+    ) -> None:
         self._model, self._rank, self._reader = model, rank, reader
         self.saved = metadata.state_dict_metadata
         self._optimizer = None if optimizer is None else named(model, optimizer, rank.ties.names)
@@ -498,9 +590,14 @@ class _Loading:
         """Load the values of the model, its optimizer, generators and objects."""
         own, place = self._optimizer, _name(self._rank)
         states = own.forms(by_names(under(self.saved, 'optimizer.state.'))) if own else {}
-        state = {'model': self._model.state_dict(), 'optimizer': {'state': states}, 'random': {
-            f'{place}.{key}': torch.empty(value.size, dtype=torch.uint8)
-            for key, value in under(self.saved, f'random.{place}.').items()}}
+        state = {
+            'model': self._model.state_dict(),
+            'optimizer': {'state': states},
+            'random': {
+                f'{place}.{key}': torch.empty(value.size, dtype=torch.uint8)
+                for key, value in under(self.saved, f'random.{place}.').items()
+            },
+        }
         self._read(state)
         # Tensors were read in place. Hooks and extra states still have to be loaded.
         self._model.load_state_dict(state['model'])
@@ -514,15 +611,20 @@ class _Loading:
             state_dict_loader.load(state, storage_reader=self._reader, no_dist=True)
 
 
-def _check(everywhere: Iterable[tuple[Any, list[str], list[str] | None]],
-           saved: Mapping[str, Any]) -> None:
+def _check(
+    everywhere: Iterable[tuple[Any, list[str], list[str] | None]], saved: Mapping[str, Any]
+) -> None:
     """Check that a checkpoint is of this model and optimizer, which are split over ranks."""
     models, names, options = zip(*everywhere)
-    check_model({name: shape for each in models for name, shape in each.items()},
-                saved_shapes(saved))
+    check_model(
+        {name: shape for each in models for name, shape in each.items()}, saved_shapes(saved)
+    )
     if any(each is not None for each in options):
-        check_optimizer({name for each in names for name in each},
-                        {key for each in options for key in each or ()}, saved_options(saved))
+        check_optimizer(
+            {name for each in names for name in each},
+            {key for each in options for key in each or ()},
+            saved_options(saved),
+        )
 
 
 # --- ranks
@@ -533,11 +635,20 @@ def _alone(module: nn.Module) -> Any:
     """Return, in place of a rank of a mesh, a process with the whole model."""
     data, pipe, tensor = (Axis(name, 1, 0, None, None) for name in AXES)
     return SimpleNamespace(
-        everyone=None, saving=None, data=data, pipe=pipe, tensor=tensor,
+        everyone=None,
+        saving=None,
+        data=data,
+        pipe=pipe,
+        tensor=tensor,
         devices={x.device for x in (*module.parameters(), *module.buffers())},
-        ties=SimpleNamespace(names={}), outline=int, numbers=lambda: (0, 0, 0),
+        ties=SimpleNamespace(names={}),
+        outline=int,
+        numbers=lambda: (0, 0, 0),
         # There is no other rank to compare with.
-        check_outlines=bool, compare=bool, together=lambda task, function: {0: function()})
+        check_outlines=bool,
+        compare=bool,
+        together=lambda task, function: {0: function()},
+    )
 
 
 def _place(rank: Rank) -> tuple[int, int]:
@@ -560,6 +671,7 @@ def _wait(rank: Rank, task: str) -> None:
 
     Ranks wait for each other in collectives, because these report a rank that has ended.
     """
+
     def wait(whole: bool) -> None:
         if rank.saving is not None:
             rank.saving.wait(whole)

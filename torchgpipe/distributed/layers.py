@@ -16,6 +16,7 @@ tensor::
                            └─ sum ──▶ rank 3
     stage 3, rank 3      gradient ──▶ rank 0,  sum ◀── rank 0
 """
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,8 +40,21 @@ from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.parameter import sharded_parameters
 from torchgpipe.shard.sums import Gradients, like, local
 
-__all__ = ['Tie', 'Ties', 'check_plan', 'check_whole', 'fill', 'layout_of', 'shared_in',
-           'skeleton_of', 'split_apart', 'split_layer', 'style_of', 'tie_again', 'ties_of']
+__all__ = [
+    'Tie',
+    'Ties',
+    'check_plan',
+    'check_whole',
+    'fill',
+    'layout_of',
+    'shared_in',
+    'skeleton_of',
+    'split_apart',
+    'split_layer',
+    'style_of',
+    'tie_again',
+    'ties_of',
+]
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
@@ -52,12 +66,16 @@ def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
     names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for pattern in plan:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f'tensor_plan names {pattern!r}, but no module is called that; '
-                             f'names like it: {get_close_matches(pattern, names, 5, 0.3)}')
+            raise ValueError(
+                f'tensor_plan names {pattern!r}, but no module is called that; '
+                f'names like it: {get_close_matches(pattern, names, 5, 0.3)}'
+            )
     if size > 1 and not plan:
-        raise ValueError(f'the mesh has {size} ranks along its tensor axis, but tensor_plan says '
-                         "of no layer how it is split: tensor_plan={'*.linear': ColwiseParallel()}"
-                         ' of torch.distributed.tensor.parallel')
+        raise ValueError(
+            f'the mesh has {size} ranks along its tensor axis, but tensor_plan says '
+            "of no layer how it is split: tensor_plan={'*.linear': ColwiseParallel()}"
+            ' of torch.distributed.tensor.parallel'
+        )
 
 
 def check_whole(module: nn.Module) -> None:
@@ -74,12 +92,18 @@ def check_whole(module: nn.Module) -> None:
         raise ValueError(
             f"'{name}' is a shard, of a {type(owner).__name__}, but a DistributedGPipe splits "
             'whole layers itself: give it nn.Linear or nn.Embedding in that place, and a style in '
-            "tensor_plan: ColwiseParallel() for dim=1, RowwiseParallel() for dim=0. A model with "
-            'layers of torchgpipe.shard runs in a GPipe on each rank')
+            'tensor_plan: ColwiseParallel() for dim=1, RowwiseParallel() for dim=0. A model with '
+            'layers of torchgpipe.shard runs in a GPipe on each rank'
+        )
 
 
-def split_layer(name: str, layer: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | None,
-                split: dict[nn.Module, tuple[str, str]]) -> None:
+def split_layer(
+    name: str,
+    layer: nn.Module,
+    plan: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+    split: dict[nn.Module, tuple[str, str]],
+) -> None:
     """Split a layer of a model as a plan says.
 
     Args:
@@ -123,9 +147,11 @@ def layout_of(x: object) -> str:
 
 def split_apart(layouts: Mapping[str, str]) -> ValueError:
     """Return the error for a parameter or module that is split in several ways, by its names."""
-    return ValueError('one tensor or module has several names, and tensor_plan splits it in '
-                      f'other ways there: {dict(layouts)}; give all of its names one style, as by '
-                      'one pattern')
+    return ValueError(
+        'one tensor or module has several names, and tensor_plan splits it in '
+        f'other ways there: {dict(layouts)}; give all of its names one style, as by '
+        'one pattern'
+    )
 
 
 def tie_again(shared: Sequence[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:
@@ -139,8 +165,9 @@ def tie_again(shared: Sequence[Sequence[str]], layers: Mapping[str, nn.Module]) 
         ValueError: A parameter was split in different ways.
     """
     for names in shared:
-        places = [(full, *_place_of(full, layers)) for full in names
-                  if full.partition('.')[0] in layers]
+        places = [
+            (full, *_place_of(full, layers)) for full in names if full.partition('.')[0] in layers
+        ]
         tensors = [getattr(module, name) for _, module, name in places]
         layouts = {full: layout_of(x) for (full, _, _), x in zip(places, tensors)}
         if len({*layouts.values()}) > 1:
@@ -171,22 +198,33 @@ def skeleton_of(model: Any) -> nn.Sequential:
     functions = list(model) if isinstance(model, (list, tuple)) else []
     wrong = [each for each in functions if isinstance(each, nn.Module) or not callable(each)]
     if not functions or wrong:
-        raise TypeError('a model is an nn.Sequential, best on the meta device, or a list of '
-                        'functions of which each makes a layer, but this is a '
-                        f'{type(model).__name__}'
-                        + (f' with a {type(wrong[0]).__name__} in it' if wrong else ''))
+        raise TypeError(
+            'a model is an nn.Sequential, best on the meta device, or a list of '
+            'functions of which each makes a layer, but this is a '
+            f'{type(model).__name__}'
+            + (f' with a {type(wrong[0]).__name__} in it' if wrong else '')
+        )
     with torch.device('meta'):
         layers = [function() for function in functions]
     for k, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
-            raise TypeError(f'function {k} of the model gave a {type(layer).__name__}, but each '
-                            'has to make a layer, an nn.Module')
+            raise TypeError(
+                f'function {k} of the model gave a {type(layer).__name__}, but each '
+                'has to make a layer, an nn.Module'
+            )
     return nn.Sequential(*layers)
 
 
-def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.device, seed: int,
-         weights: Weights | None, init: Callable[[nn.Module], Any] | None,
-         finish: Callable[[str, nn.Module], None]) -> 'OrderedDict[str, nn.Module]':
+def fill(
+    model: Any,
+    skeleton: nn.Sequential,
+    own: Sequence[str],
+    device: torch.device,
+    seed: int,
+    weights: Weights | None,
+    init: Callable[[nn.Module], Any] | None,
+    finish: Callable[[str, nn.Module], None],
+) -> 'OrderedDict[str, nn.Module]':
     """Return some layers of a model with their values.
 
     Args:
@@ -213,15 +251,25 @@ def fill(model: Any, skeleton: nn.Sequential, own: Sequence[str], device: torch.
         needed = [*dict.fromkeys([*_sources(skeleton, own), *own])]
         needed.sort(key=numbers.__getitem__)
         layers = OrderedDict((name, skeleton.get_submodule(name)) for name in needed)
-        materialize(nn.Sequential(layers), [device] * len(needed),
-                    _part(weights, skeleton, needed), around, init)
+        materialize(
+            nn.Sequential(layers),
+            [device] * len(needed),
+            _part(weights, skeleton, needed),
+            around,
+            init,
+        )
         return OrderedDict((name, layers[name]) for name in own)
     made: OrderedDict[str, nn.Module] = OrderedDict()
     for name in own:
         with seeded(seed, numbers[name]):
             made[name] = model[numbers[name]]()
-        materialize(nn.Sequential(OrderedDict([(name, made[name])])), [device],
-                    _part(weights, skeleton, [name]), around, init)
+        materialize(
+            nn.Sequential(OrderedDict([(name, made[name])])),
+            [device],
+            _part(weights, skeleton, [name]),
+            around,
+            init,
+        )
     return made
 
 
@@ -242,8 +290,9 @@ class _Some(Mapping[str, Any]):
         return len(self._names)
 
 
-def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
-          ) -> Mapping[str, Any] | None:
+def _part(
+    weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
+) -> Mapping[str, Any] | None:
     """Return the weights of some layers, with the weights that belong to no layer at all."""
     if weights is None:
         return None
@@ -258,8 +307,9 @@ def _part(weights: Weights | None, skeleton: nn.Sequential, own: Iterable[str]
         found = next((names[full] for full in each if full in names), None)
         if found is not None and len(each) > 1:
             names.update({full: names.get(full, found) for full in each})
-    return _Some(source, {name: key for name, key in names.items()
-                          if name.partition('.')[0] not in others})
+    return _Some(
+        source, {name: key for name, key in names.items() if name.partition('.')[0] not in others}
+    )
 
 
 def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
@@ -268,8 +318,12 @@ def _sources(skeleton: nn.Sequential, own: Iterable[str]) -> list[str]:
     for name, layer in skeleton.named_children():
         for _, _, tensor in named_slots(layer):
             first.setdefault(id(tensor), name)
-    return [first[id(tensor)] for name in own
-            for _, _, tensor in named_slots(skeleton.get_submodule(name)) if tensor.is_meta]
+    return [
+        first[id(tensor)]
+        for name in own
+        for _, _, tensor in named_slots(skeleton.get_submodule(name))
+        if tensor.is_meta
+    ]
 
 
 def shared_in(layers: Mapping[str, nn.Module]) -> list[list[str]]:
@@ -313,8 +367,14 @@ class Ties:
         names: The names of this rank's copies, each with the name in the first stage.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], ranks: Sequence[int],
-                 group: dist.ProcessGroup | None, own: int | None = None) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        ties: Sequence[Tie],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        own: int | None = None,
+    ) -> None:
         self._own = own = dist.get_rank() if own is None else own
         self._group = group
         #: The modules and names by which this rank has them, and all ranks that do.
@@ -342,8 +402,10 @@ class Ties:
     @property
     def shared(self) -> dict[int, tuple[str, int]]:
         """The name and the number of other ranks of each tensor, by its number."""
-        return {id(getattr(module, name, None)): (first, others)
-                for module, name, first, others in self._slots}
+        return {
+            id(getattr(module, name, None)): (first, others)
+            for module, name, first, others in self._slots
+        }
 
     def remember(self) -> None:
         """Record the parameters with which the model is made."""
@@ -357,9 +419,11 @@ class Ties:
         """
         for (module, name, ranks), x in zip(self._ties, self._known):
             if module._parameters.get(name) is not x:
-                raise ValueError(f"'{name}' of a {type(module).__name__}, which stages on ranks "
-                                 f'{ranks} share, was replaced after this model was made: change '
-                                 'its values in place, or replace it in the module before')
+                raise ValueError(
+                    f"'{name}' of a {type(module).__name__}, which stages on ranks "
+                    f'{ranks} share, was replaced after this model was made: change '
+                    'its values in place, or replace it in the module before'
+                )
 
     @torch.no_grad()
     def spread(self, device: torch.device) -> None:
@@ -407,13 +471,15 @@ class Ties:
             if 0 < learning < len(ranks):
                 raise RuntimeError(
                     f"'{name}' of a {type(module).__name__}, which stages on ranks {ranks} share, "
-                    f'requires grad on {learning} of them; freeze it on all, or on none')
+                    f'requires grad on {learning} of them; freeze it on all, or on none'
+                )
             if there:
                 found.append((x, grad))
         return found
 
-    def _sum(self, x: Tensor, grad: Tensor | None, ranks: Sequence[int]
-             ) -> tuple[Tensor, int, int]:
+    def _sum(
+        self, x: Tensor, grad: Tensor | None, ranks: Sequence[int]
+    ) -> tuple[Tensor, int, int]:
         """Return the sum of ranks' gradients, the number of gradients, and of trained copies.
 
         Gradients are added up in the order of ranks, and the first rank sends the sum to all.
@@ -454,5 +520,8 @@ class Ties:
     @property
     def copies(self) -> set[int]:
         """The numbers of this rank's parameters that the rank of an earlier stage has."""
-        return {id(module._parameters[name]) for module, name, ranks in self._ties
-                if ranks[0] != self._own}
+        return {
+            id(module._parameters[name])
+            for module, name, ranks in self._ties
+            if ranks[0] != self._own
+        }

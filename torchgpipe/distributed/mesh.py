@@ -9,6 +9,7 @@
 
 Ranks that send each other most are next to each other.
 """
+
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -28,8 +29,20 @@ from torchgpipe.engine.partition import named_slots
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.world import parse_timeout, wait_at_exit
 
-__all__ = ['AXES', 'Axis', 'Edges', 'alike', 'axis_of', 'check_sizes', 'device_of',
-           'groups_of_edges', 'init_mesh', 'lines_of', 'take_first', 'whole_group']
+__all__ = [
+    'AXES',
+    'Axis',
+    'Edges',
+    'alike',
+    'axis_of',
+    'check_sizes',
+    'device_of',
+    'groups_of_edges',
+    'init_mesh',
+    'lines_of',
+    'take_first',
+    'whole_group',
+]
 
 
 class Axis(NamedTuple):
@@ -52,12 +65,19 @@ class Axis(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         """Their numbers among all processes."""
-        return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(
-            self.group)
+        return (
+            [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+        )
 
 
-def init_mesh(data: int = 1, pipe: int = 1, tensor: int = 1, *, device_type: str | None = None,
-              timeout: float | timedelta | None = None) -> DeviceMesh:
+def init_mesh(
+    data: int = 1,
+    pipe: int = 1,
+    tensor: int = 1,
+    *,
+    device_type: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> DeviceMesh:
     """Create a mesh of all processes, and initialize ``torch.distributed`` where necessary.
 
     >>> init_mesh(device_type='cpu').mesh_dim_names  # one process; torchrun starts several
@@ -102,7 +122,8 @@ def check_sizes(data: int, pipe: int, tensor: int, world: int) -> None:
         raise ValueError(
             f'a mesh of data={data} × pipe={pipe} × tensor={tensor} takes {data * pipe * tensor} '
             f'processes, but there are {world}; start as many: torchrun --nproc-per-node='
-            f'{data * pipe * tensor} script.py')
+            f'{data * pipe * tensor} script.py'
+        )
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> Axis:
@@ -114,14 +135,18 @@ def axis_of(mesh: DeviceMesh, name: str) -> Axis:
     names = mesh.mesh_dim_names or ()
     unknown = [each for each in names if each not in AXES]
     if unknown or not names:
-        raise ValueError(f'a mesh has axes of {AXES}, but this one has {names or "no names"}: '
-                         'name them by mesh_dim_names')
+        raise ValueError(
+            f'a mesh has axes of {AXES}, but this one has {names or "no names"}: '
+            'name them by mesh_dim_names'
+        )
     for axis, lines in lines_of(mesh).items():
         wrong = next((ranks for ranks in lines if ranks != sorted(ranks)), None)
         if wrong:
-            raise ValueError(f'along its {axis} axis the mesh has ranks {wrong}, but groups of '
-                             'torch.distributed are in ascending order: make a mesh in that '
-                             'order; stages go to other ranks by places=…')
+            raise ValueError(
+                f'along its {axis} axis the mesh has ranks {wrong}, but groups of '
+                'torch.distributed are in ascending order: make a mesh in that '
+                'order; stages go to other ranks by places=…'
+            )
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f'rank {dist.get_rank()} is not in the mesh {mesh}')
@@ -187,13 +212,16 @@ def groups_of_edges(mesh: DeviceMesh, edges: Sequence[tuple[int, int]]) -> Edges
     if mesh.device_type in WITHOUT_QUEUES:
         return Edges(dict.fromkeys(own, axis.group))
     if mesh.size() < dist.get_world_size() or len(edges) > MOST_EDGES:
-        upwards = _group_of('upwards', {*mesh.mesh.flatten().tolist()},
-                            use_local_synchronization=True)
-        return Edges({(one, other): axis.group if one < other else upwards
-                      for one, other in own}, False)
+        upwards = _group_of(
+            'upwards', {*mesh.mesh.flatten().tolist()}, use_local_synchronization=True
+        )
+        return Edges(
+            {(one, other): axis.group if one < other else upwards for one, other in own}, False
+        )
     places = [alike(mesh, 'pipe', place) for place in range(axis.size)]
-    groups = {(one, other): _group_of(one < other, places[one] | places[other])
-              for one, other in edges}
+    groups = {
+        (one, other): _group_of(one < other, places[one] | places[other]) for one, other in edges
+    }
     return Edges({ranks: groups[each] for ranks, each in own.items()})
 
 
@@ -209,9 +237,14 @@ def _group_of(kind: Any, ranks: set[int], **options: Any) -> ProcessGroup:
 def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
     """Return the ranks along each axis, a list for each place along the others."""
     names, ranks = mesh.mesh_dim_names or (), mesh.mesh
-    return {axis: ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
-            if axis in names and ranks.dim() > 1 else [ranks.tolist()] if axis in names else
-            [[rank] for rank in ranks.flatten().tolist()] for axis in AXES}
+    return {
+        axis: ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
+        if axis in names and ranks.dim() > 1
+        else [ranks.tolist()]
+        if axis in names
+        else [[rank] for rank in ranks.flatten().tolist()]
+        for axis in AXES
+    }
 
 
 def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
@@ -252,9 +285,13 @@ def take_first(module: nn.Module, axis: Axis) -> None:
         return
     tensors = {name: x for name, _, x in named_slots(module) if not isinstance(x, DTensor)}
     kept = module.state_dict().keys()
-    everywhere: list[dict[str, _Form]] = gathered({
-        name: _Form(tuple(x.shape), x.dtype, x.layout, name not in kept)
-        for name, x in tensors.items()}, axis.group)
+    everywhere: list[dict[str, _Form]] = gathered(
+        {
+            name: _Form(tuple(x.shape), x.dtype, x.layout, name not in kept)
+            for name, x in tensors.items()
+        },
+        axis.group,
+    )
     for name in sorted({name for outlines in everywhere for name in outlines}):
         forms = [outlines.get(name) for outlines in everywhere]
         first = next(form for form in forms if form is not None)
@@ -266,11 +303,15 @@ def take_first(module: nn.Module, axis: Axis) -> None:
 
 
 def _other_forms(name: str, axis: Axis, forms: Sequence[_Form | None]) -> str:
-    words = {rank: 'none' if form is None else f'{form.shape} of {form.dtype}'
-             for rank, form in zip(axis.ranks, forms)}
-    return (f"'{name}' has another form on each of ranks {axis.ranks}, which take the values of "
-            f'the first one, along the {axis.name} axis: {words}. Make the same module on all '
-            'ranks')
+    words = {
+        rank: 'none' if form is None else f'{form.shape} of {form.dtype}'
+        for rank, form in zip(axis.ranks, forms)
+    }
+    return (
+        f"'{name}' has another form on each of ranks {axis.ranks}, which take the values of "
+        f'the first one, along the {axis.name} axis: {words}. Make the same module on all '
+        'ranks'
+    )
 
 
 def _take_one(x: Tensor, axis: Axis) -> None:

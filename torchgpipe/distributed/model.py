@@ -1,4 +1,5 @@
 """``DistributedGPipe``: a pipeline over ranks and its replicas, for one process of many."""
+
 import inspect
 import sys
 from collections import OrderedDict
@@ -113,25 +114,39 @@ class DistributedGPipe(PipelineModule):
     _rank_type: Callable[..., Rank] = Rank
     _steps_type: Callable[..., Steps] = Steps
 
-    def __init__(self, module: nn.Sequential | Sequence[Callable[[], nn.Module]],
-                 balance: Iterable[int] | Settings, *, mesh: DeviceMesh, chunks: int = 1,
-                 checkpoint: Checkpoint = 'except_last', places: Sequence[int] | None = None,
-                 data: str = 'replicate', tensor_plan: Mapping[str, Any] | None = None,
-                 seed: int = 0, deferred_batch_norm: bool = False, batch_dim: Any = 0,
-                 gather: Any = None, weights: Weights | None = None,
-                 init: Callable[[nn.Module], Any] | None = None, offload: bool = False,
-                 mp_policy: MixedPrecisionPolicy | None = None,
-                 offload_policy: OffloadPolicy | None = None,
-                 max_active_stages: int | None = None,
-                 timeout: float | timedelta | None = None, compare_every: int = 100) -> None:
+    def __init__(
+        self,
+        module: nn.Sequential | Sequence[Callable[[], nn.Module]],
+        balance: Iterable[int] | Settings,
+        *,
+        mesh: DeviceMesh,
+        chunks: int = 1,
+        checkpoint: Checkpoint = 'except_last',
+        places: Sequence[int] | None = None,
+        data: str = 'replicate',
+        tensor_plan: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        deferred_batch_norm: bool = False,
+        batch_dim: Any = 0,
+        gather: Any = None,
+        weights: Weights | None = None,
+        init: Callable[[nn.Module], Any] | None = None,
+        offload: bool = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        max_active_stages: int | None = None,
+        timeout: float | timedelta | None = None,
+        compare_every: int = 100,
+    ) -> None:
         super().__init__()
         #: Ends all ranks when one fails.
         self._watch = self._watch_type(mesh, timeout)
         with self._watch.run('the making of this model'):
             skeleton = skeleton_of(module)
             check_whole(skeleton)
-            devices = self._set(skeleton, balance, None, chunks, checkpoint, batch_dim, gather,
-                                offload)
+            devices = self._set(
+                skeleton, balance, None, chunks, checkpoint, batch_dim, gather, offload
+            )
             seed = parse_seed(seed)
             if isinstance(balance, Settings) and balance.mesh:
                 data = _data_of(balance, mesh, data)
@@ -141,25 +156,57 @@ class DistributedGPipe(PipelineModule):
                 raise ValueError(f'data must be one of {DATA}, but is {data!r}')
             names = iter(skeleton._modules)
             rank = self._rank_type(
-                mesh, places, [[next(names) for _ in range(n)] for n in self.balance])
-            plan, policies = dict(tensor_plan or {}), {name: policy for name, policy in (
-                ('mp_policy', mp_policy), ('offload_policy', offload_policy)) if policy}
+                mesh, places, [[next(names) for _ in range(n)] for n in self.balance]
+            )
+            plan, policies = (
+                dict(tensor_plan or {}),
+                {
+                    name: policy
+                    for name, policy in (
+                        ('mp_policy', mp_policy),
+                        ('offload_policy', offload_policy),
+                    )
+                    if policy
+                },
+            )
             if max_active_stages is not None and (data != 'shard' or max_active_stages < 1):
-                raise ValueError("max_active_stages is a positive number, with data='shard' only, "
-                                 f'but is {max_active_stages}, with data={data!r}')
+                raise ValueError(
+                    "max_active_stages is a positive number, with data='shard' only, "
+                    f'but is {max_active_stages}, with data={data!r}'
+                )
             if policies and (data != 'shard' or 'data' not in (mesh.mesh_dim_names or ())):
-                raise ValueError(f"{' and '.join(policies)} are of FSDP2: they take data='shard' "
-                                 'and a mesh with a data axis, which may have one rank')
+                raise ValueError(
+                    f"{' and '.join(policies)} are of FSDP2: they take data='shard' "
+                    'and a mesh with a data axis, which may have one rank'
+                )
             check_plan(plan, skeleton, rank.tensor.size)
-            rank.together('this model', lambda: Facts(settings=digest(
-                [*skeleton._modules], self.balance, self.chunks, self.checkpoint, rank.places,
-                data, sorted(plan), seed, deferred_batch_norm, batch_dim, gather, policies,
-                max_active_stages, compare_every)))
+            rank.together(
+                'this model',
+                lambda: Facts(
+                    settings=digest(
+                        [*skeleton._modules],
+                        self.balance,
+                        self.chunks,
+                        self.checkpoint,
+                        rank.places,
+                        data,
+                        sorted(plan),
+                        seed,
+                        deferred_batch_norm,
+                        batch_dim,
+                        gather,
+                        policies,
+                        max_active_stages,
+                        compare_every,
+                    )
+                ),
+            )
             rank.check_skeleton(skeleton)
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
-            rank.make(module, skeleton, seed, weights, init, plan, data, policies,
-                      max_active_stages)
+            rank.make(
+                module, skeleton, seed, weights, init, plan, data, policies, max_active_stages
+            )
             self._seed, self._compare_every = seed, compare_every
             self._take(rank, skeleton._modules, skeleton.training)
 
@@ -175,19 +222,29 @@ class DistributedGPipe(PipelineModule):
         memo[id(self)] = new
         shared = {'_rank', '_engine', '_steps', '_watch', 'partitions', '_known'}
         self.partitions  # Where a layer has been replaced, the rank follows.
-        new.__dict__.update(deepcopy({
-            name: value for name, value in self.__dict__.items() if name not in shared}, memo))
+        new.__dict__.update(
+            deepcopy(
+                {name: value for name, value in self.__dict__.items() if name not in shared}, memo
+            )
+        )
         new._watch = self._watch
         new._take(self._rank.copied({**new._modules}), self._names, self.training)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError('a DistributedGPipe has processes around it, so it cannot be pickled: '
-                        'save(folder), or torch.save(model.state_dict(), path) on each rank')
+        raise TypeError(
+            'a DistributedGPipe has processes around it, so it cannot be pickled: '
+            'save(folder), or torch.save(model.state_dict(), path) on each rank'
+        )
 
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
-        self._rank.replace({name: layer for (name, layer), known in zip(
-            layers.items(), self._known) if layer is not known})
+        self._rank.replace(
+            {
+                name: layer
+                for (name, layer), known in zip(layers.items(), self._known)
+                if layer is not known
+            }
+        )
         self._engine = self._rank.engine
 
     step = watched('a step')(PipelineModule.step)
@@ -197,12 +254,18 @@ class DistributedGPipe(PipelineModule):
     def _call(self, input: Any) -> Any:
         return self._steps.call(input)
 
-    def _train_step(self, input: Any, ready: Callable[[], ScheduleLike], loss: tuple[Any, ...],
-                    return_output: bool) -> Any:
+    def _train_step(
+        self,
+        input: Any,
+        ready: Callable[[], ScheduleLike],
+        loss: tuple[Any, ...],
+        return_output: bool,
+    ) -> Any:
         return self._steps.train(input, ready, loss, return_output)
 
-    def _evaluate(self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...],
-                  return_output: bool) -> Any:
+    def _evaluate(
+        self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...], return_output: bool
+    ) -> Any:
         return self._steps.evaluate(input, ready, loss, return_output)
 
     @watched('apply')
@@ -233,7 +296,7 @@ class DistributedGPipe(PipelineModule):
             self._rank.replicas.syncs = before
 
     @watched('clipping')
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the whole model to a norm, as ``torch.nn.utils`` does for one.
 
         All ranks call it.
@@ -250,8 +313,15 @@ class DistributedGPipe(PipelineModule):
         for x in {id(x): x for x in self.parameters()}.values():
             if x.grad is not None:
                 grads[id(x) in rank.ties.copies].append(x.grad)
-        return clip(grads[False], grads[True], {each.name: each.rank for each in (
-            rank.data, rank.tensor)}, max_norm, norm_type, rank.everyone, rank.device)
+        return clip(
+            grads[False],
+            grads[True],
+            {each.name: each.rank for each in (rank.data, rank.tensor)},
+            max_norm,
+            norm_type,
+            rank.everyone,
+            rank.device,
+        )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters of this rank.
@@ -285,8 +355,9 @@ class DistributedGPipe(PipelineModule):
         return merge(actions, began, self._rank.everyone, self._rank.device)
 
     @watched('a reduction of metrics')
-    def reduced(self, largest: Sequence[float], total: Sequence[float]
-                ) -> tuple[list[float], list[float]]:
+    def reduced(
+        self, largest: Sequence[float], total: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
         """Return maxima and sums over all ranks, for :func:`torchgpipe.timeline.measure`."""
         rank, results = self._rank, []
         for numbers, operation in ((largest, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):
@@ -297,9 +368,14 @@ class DistributedGPipe(PipelineModule):
         return results[0], results[1]
 
     @watched('saving')
-    def save(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
-             extra: Mapping[str, Any] | None = None, wait: bool = True
-             ) -> checkpoints.Saving | None:
+    def save(
+        self,
+        folder: str | PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> checkpoints.Saving | None:
         """Save the model, its optimizer and the states of generators, for any mesh.
 
         All ranks call it. A previous checkpoint in the folder stays until all ranks have written
@@ -323,12 +399,18 @@ class DistributedGPipe(PipelineModule):
             RuntimeError: A rank cannot write its part.
         """
         self.partitions  # Where a layer has been replaced, the rank follows.
-        return checkpoints.save(self, self._rank, folder, optimizer, extra, wait,
-                                self._watch.patience)
+        return checkpoints.save(
+            self, self._rank, folder, optimizer, extra, wait, self._watch.patience
+        )
 
     @watched('loading')
-    def load(self, folder: str | PathLike[str], optimizer: Optimizer | None = None, *,
-             extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def load(
+        self,
+        folder: str | PathLike[str],
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Load a checkpoint that was saved on any mesh, or in one process. All ranks call it.
 
         Args:
@@ -353,9 +435,11 @@ _clip_code = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 
 
 def _only_own_norm() -> RuntimeError:
-    return RuntimeError('torch.nn.utils.clip_grad_norm_ would clip the gradients of each rank by '
-                        'the norm of its own stages only: model.clip_grad_norm_(max_norm) takes '
-                        'the norm of the whole model')
+    return RuntimeError(
+        'torch.nn.utils.clip_grad_norm_ would clip the gradients of each rank by '
+        'the norm of its own stages only: model.clip_grad_norm_(max_norm) takes '
+        'the norm of the whole model'
+    )
 
 
 def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:
@@ -366,8 +450,10 @@ def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:
     """
     sizes = {axis: len(lines[0]) for axis, lines in lines_of(mesh).items()}
     if {axis: plan.mesh.get(axis, 1) for axis in sizes} != sizes:
-        raise ValueError(f'the plan is for the mesh {dict(plan.mesh)}, but this one is {sizes}: '
-                         'mesh=init_mesh(**plan.mesh)')
+        raise ValueError(
+            f'the plan is for the mesh {dict(plan.mesh)}, but this one is {sizes}: '
+            'mesh=init_mesh(**plan.mesh)'
+        )
     if data not in (DATA[0], plan.data):
         raise ValueError(f'the plan says data={plan.data!r}, so leave data={data!r} out')
     return plan.data

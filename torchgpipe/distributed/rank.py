@@ -1,4 +1,5 @@
 """The state of one rank: its place in the mesh, its layers and their execution."""
+
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -14,11 +15,27 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
-from torchgpipe.distributed.agreement import (Facts, Shared, details, differ, differences, digest,
-                                              numbers_of, together)
+from torchgpipe.distributed.agreement import (
+    Facts,
+    Shared,
+    details,
+    differ,
+    differences,
+    digest,
+    numbers_of,
+    together,
+)
 from torchgpipe.distributed.layers import Ties, fill, shared_in, split_layer, tie_again, ties_of
-from torchgpipe.distributed.mesh import (Edges, alike, axis_of, device_of, groups_of_edges,
-                                         lines_of, take_first, whole_group)
+from torchgpipe.distributed.mesh import (
+    Edges,
+    alike,
+    axis_of,
+    device_of,
+    groups_of_edges,
+    lines_of,
+    take_first,
+    whole_group,
+)
 from torchgpipe.distributed.reduction import Replicas, Unit, grouped
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
@@ -81,11 +98,13 @@ class Rank:
     _ties_type = Ties
     _replicas_type = Replicas
 
-    def __init__(self, mesh: DeviceMesh, places: Sequence[int] | None,
-                 stages: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, places: Sequence[int] | None, stages: Sequence[Sequence[str]]
+    ) -> None:
         self._mesh = mesh
         self.data, self.pipe, self.tensor = (
-            axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))
+            axis_of(mesh, name) for name in ('data', 'pipe', 'tensor')
+        )
         self.everyone, self.alike = whole_group(mesh), alike(mesh, 'tensor')
         self.device = device_of(mesh)
         self.places = _parse_places(places, len(stages), self.pipe.size)
@@ -123,9 +142,18 @@ class Rank:
         """Whether it has the last stage."""
         return self.places[-1] == self.pipe.rank
 
-    def make(self, model: Any, skeleton: nn.Sequential, seed: int, weights: Weights | None,
-             init: Callable[[nn.Module], Any] | None, plan: Mapping[str, Any], data: str,
-             policies: Mapping[str, Any], most: int | None) -> None:
+    def make(
+        self,
+        model: Any,
+        skeleton: nn.Sequential,
+        seed: int,
+        weights: Weights | None,
+        init: Callable[[nn.Module], Any] | None,
+        plan: Mapping[str, Any],
+        data: str,
+        policies: Mapping[str, Any],
+        most: int | None,
+    ) -> None:
         """Make the layers of this rank.
 
         Args:
@@ -141,18 +169,27 @@ class Rank:
         """
         stages, own = self.stages, self.own
         self.exchanges = self.data.size > 1 and any(
-            isinstance(module, Experts) for module in skeleton.modules())
+            isinstance(module, Experts) for module in skeleton.modules()
+        )
         # Shared tensors are detected while the layers are as the user made them.
         self.tied = ties_of(skeleton, stages)
-        self._layout = layout = inspect_skip_layout([
-            nn.Sequential(OrderedDict((name, skeleton.get_submodule(name)) for name in names))
-            for names in stages])
-        self.skips = frozenset((prev_j, j) for j in range(len(stages))
-                               for prev_j, _ in layout.incoming(j))
+        self._layout = layout = inspect_skip_layout(
+            [
+                nn.Sequential(OrderedDict((name, skeleton.get_submodule(name)) for name in names))
+                for names in stages
+            ]
+        )
+        self.skips = frozenset(
+            (prev_j, j) for j in range(len(stages)) for prev_j, _ in layout.incoming(j)
+        )
         offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
         self._most = most or (1 if offloads else ACTIVE)
-        with_values = {name for name, layer in skeleton.named_children() if model is skeleton
-                       and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))}
+        with_values = {
+            name
+            for name, layer in skeleton.named_children()
+            if model is skeleton
+            and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
+        }
 
         split: dict[nn.Module, tuple[str, str]] = {}
 
@@ -166,11 +203,21 @@ class Rank:
                     if isinstance(module, Experts) and not module.communicates:
                         module.spread(self.data.mesh)
 
-        kept = [] if model is not skeleton else [
-            (f'{name}.{path}', x) for names in stages for name in names
-            for path, x in skeleton.get_submodule(name).named_parameters()]
-        shared = shared_in({name: skeleton.get_submodule(name) for j in own
-                            for name in stages[j]}) if model is skeleton else []
+        kept = (
+            []
+            if model is not skeleton
+            else [
+                (f'{name}.{path}', x)
+                for names in stages
+                for name in names
+                for path, x in skeleton.get_submodule(name).named_parameters()
+            ]
+        )
+        shared = (
+            shared_in({name: skeleton.get_submodule(name) for j in own for name in stages[j]})
+            if model is skeleton
+            else []
+        )
 
         self._policies = {**policies, 'mesh': self._mesh['data']} if policies else {}
         if offloads and is_cpu(self.device):
@@ -184,9 +231,17 @@ class Rank:
         def make() -> Facts:
             made: dict[str, nn.Module] = {}
             for group in groups:  # The device has the layers of one group at a time.
-                made.update(self._fill(
-                    model, skeleton, [name for j in group for name in stages[j]], seed, weights,
-                    init, finish))
+                made.update(
+                    self._fill(
+                        model,
+                        skeleton,
+                        [name for j in group for name in stages[j]],
+                        seed,
+                        weights,
+                        init,
+                        finish,
+                    )
+                )
                 tie_again(shared, made)
                 self._fill_partitions(group, made)
                 if data == 'shard' and (self.data.group is not None or policies):
@@ -225,8 +280,9 @@ class Rank:
             ValueError: Their layers have other tensors.
         """
         saved = skeleton.state_dict().keys()
-        tensors = sorted((name, tuple(x.shape)) for name, _, x in named_slots(skeleton)
-                         if name in saved)
+        tensors = sorted(
+            (name, tuple(x.shape)) for name, _, x in named_slots(skeleton) if name in saved
+        )
         said = self.together('this model', lambda: Facts(layers=digest(tensors)))
         if len({each.layers for each in said.values()}) > 1:
             assert self.everyone is not None
@@ -259,8 +315,13 @@ class Rank:
     def _stages_of_ties(self, skeleton: nn.Sequential) -> set[int]:
         """Return the stages of this rank with a parameter of which other ranks have a copy."""
         parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-        return {j for tie in self.tied if len({self.ranks[each] for each, _ in tie}) > 1
-                for j, full in tie if j in self.own and full in parameters}
+        return {
+            j
+            for tie in self.tied
+            if len({self.ranks[each] for each, _ in tie}) > 1
+            for j, full in tie
+            if j in self.own and full in parameters
+        }
 
     def _fill_partitions(self, stages: Iterable[int], made: Mapping[str, nn.Module]) -> None:
         for j in stages:
@@ -269,10 +330,15 @@ class Rank:
     def _unit(self, stages: Sequence[int], late: Container[int]) -> Unit:
         """Shard the parameters of some stages over replicas."""
         layers = [self.partitions[j] for j in stages]
-        spread = {x for layer in layers for x in layer.parameters()
-                  if self.data.name in split_axes(x)}
-        return Unit(layers, spread, any(j in late for j in stages),
-                    {'mesh': self.data.mesh, **self._policies})
+        spread = {
+            x for layer in layers for x in layer.parameters() if self.data.name in split_axes(x)
+        }
+        return Unit(
+            layers,
+            spread,
+            any(j in late for j in stages),
+            {'mesh': self.data.mesh, **self._policies},
+        )
 
     def _check_unused(self) -> None:
         """Check that no layer keeps parameters that took another form, and none had hooks.
@@ -287,42 +353,60 @@ class Rank:
                         self._check_unused_one(x, f"'{path}.{key}'")
         for name, reference in self._unused.values():
             hooked = reference()
-            if name.partition('.')[0] in self.made and hooked is not None \
-                    and hooked._backward_hooks:
-                raise ValueError(f"'{name}' has a hook, but another tensor took its place, on a "
-                                 'device or in parts: register hooks on model.get_parameter(name)')
+            if (
+                name.partition('.')[0] in self.made
+                and hooked is not None
+                and hooked._backward_hooks
+            ):
+                raise ValueError(
+                    f"'{name}' has a hook, but another tensor took its place, on a "
+                    'device or in parts: register hooks on model.get_parameter(name)'
+                )
 
     def _check_unused_one(self, x: Any, where: str) -> None:
         name, reference = self._unused.get(id(x), ('', None))
         if reference is not None and reference() is x:
-            raise ValueError(f"{where} is or has '{name}', a parameter of a layer on another rank "
-                             'or one that took another form, so it would not change any more. Let '
-                             'the layer have it as a parameter (then it is tied), or put both '
-                             'layers on one rank')
+            raise ValueError(
+                f"{where} is or has '{name}', a parameter of a layer on another rank "
+                'or one that took another form, so it would not change any more. Let '
+                'the layer have it as a parameter (then it is tied), or put both '
+                'layers on one rank'
+            )
 
     def _assemble(self) -> None:
         """Build partitions, ties, replicas and engine for the current layers."""
         self._fill_partitions(self.own, self.made)
         self.ties = self._ties_type(
-            self.made, self.tied, self.ranks, self.pipe.group, self.pipe.ranks[self.pipe.rank])
+            self.made, self.tied, self.ranks, self.pipe.group, self.pipe.ranks[self.pipe.rank]
+        )
         self.replicas = self._replicas_type(
-            {j: self.partitions[j] for j in self.own}, self.data, self._policies, self._units,
-            self._most, self.ties.numbers)
+            {j: self.partitions[j] for j in self.own},
+            self.data,
+            self._policies,
+            self._units,
+            self._most,
+            self.ties.numbers,
+        )
         self.ties.remember()
         self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
 
     def copied(self, made: dict[str, Any]) -> 'Rank':
         """Return the same rank with copies of its layers; process groups are shared."""
         if self.replicas.shards:
-            raise TypeError("parameters that are spread over replicas (data='shard') cannot be "
-                            'copied with their model: save(folder), and load it into another one')
+            raise TypeError(
+                "parameters that are spread over replicas (data='shard') cannot be "
+                'copied with their model: save(folder), and load it into another one'
+            )
         new = copy(self)
         new.made, new.replaced, new.saving = made, [*self.replaced], None
         new.partitions = [Sequential() for _ in new.partitions]
         new._assemble()
         pending = self.replicas.pending
-        new.replicas.pending = {id(own): pending[id(x)].clone() for x, own in zip(
-            self.replicas.parameters(), new.replicas.parameters()) if id(x) in pending}
+        new.replicas.pending = {
+            id(own): pending[id(x)].clone()
+            for x, own in zip(self.replicas.parameters(), new.replicas.parameters())
+            if id(x) in pending
+        }
         return new
 
     def replace(self, layers: Mapping[str, Any]) -> None:
@@ -337,11 +421,17 @@ class Rank:
                 raise ValueError(f"layer '{name}' is on another rank; replace it there")
             if not isinstance(layer, nn.Module):
                 raise ValueError(f"layer '{name}' is {layer}")
-            if self.replicas.shards or self.tensor.mesh is not None or name in tied \
-                    or _skips_of(layer) != _skips_of(self.made[name]):
-                raise ValueError(f"layer '{name}' has parameters or skips that other ranks share "
-                                 'or have parts of, so it cannot be replaced on one of them: '
-                                 'replace it in the module, and make the model of that')
+            if (
+                self.replicas.shards
+                or self.tensor.mesh is not None
+                or name in tied
+                or _skips_of(layer) != _skips_of(self.made[name])
+            ):
+                raise ValueError(
+                    f"layer '{name}' has parameters or skips that other ranks share "
+                    'or have parts of, so it cannot be replaced on one of them: '
+                    'replace it in the module, and make the model of that'
+                )
             self.made[name] = layer.to(self.device)
         syncs, pending = self.replicas.syncs, self.replicas.pending
         self._assemble()
@@ -350,9 +440,16 @@ class Rank:
 
     def outline(self, *more: object) -> int:
         """Return a digest of the state that ranks with the same stages share, except values."""
-        return digest(more, [(name, [(key, x.shape, x.dtype)
-                                     for key, x in self.made[name].state_dict().items()])
-                             for name in self.replaced])
+        return digest(
+            more,
+            [
+                (
+                    name,
+                    [(key, x.shape, x.dtype) for key, x in self.made[name].state_dict().items()],
+                )
+                for name in self.replaced
+            ],
+        )
 
     def check_outlines(self, said: Mapping[int, Facts]) -> None:
         """Copy the values of the first replica to replaced layers, after a check on all ranks.
@@ -366,7 +463,8 @@ class Rank:
                     f'ranks {sorted(ranks)} have the same stages, but not in the same state: some '
                     'have replaced others of their layers than the rest, or by layers of other '
                     'shapes; or modes (train, eval), parameters that require grad, or autocast '
-                    'differ. Do the same on all of them')
+                    'differ. Do the same on all of them'
+                )
         for name in self.replaced:
             take_first(self.made[name], self.data)
         self.replaced = []
@@ -379,11 +477,14 @@ class Rank:
         """
         for ranks in self.lines['tensor']:
             if len({said[each].given for each in ranks}) > 1:
-                raise ValueError(f'ranks {ranks} along the tensor axis compute each layer '
-                                 'together, so they take the same samples, but were given others')
+                raise ValueError(
+                    f'ranks {ranks} along the tensor axis compute each layer '
+                    'together, so they take the same samples, but were given others'
+                )
 
-    def shared(self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
-               ) -> list[Shared]:
+    def shared(
+        self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
+    ) -> list[Shared]:
         """Return the tensors that other ranks may share, except tensors of replaced layers.
 
         Args:
@@ -392,36 +493,53 @@ class Rank:
                 makes its state dict, so the names from the start of the step are used.
         """
         if loss is not None:
-            return [Shared(name, local(x), frozenset({'data', 'tensor'} - split_axes(x)))
-                    for name, x in loss.items()]
+            return [
+                Shared(name, local(x), frozenset({'data', 'tensor'} - split_axes(x)))
+                for name, x in loss.items()
+            ]
         found: dict[int, Shared] = {}
         ties = self.ties.shared
         if not within_step:
             self._saved_names = {
                 name: {*layer.state_dict(prefix=f'{name}.')}
-                for name, layer in self.made.items() if name not in self.replaced}
+                for name, layer in self.made.items()
+                if name not in self.replaced
+            }
         for layer in self._saved_names:
             for full, _, x in named_slots(self.made[layer], layer):
                 name, others = ties.get(id(x), (full, 0))
-                found.setdefault(id(x), Shared(
-                    name, local(x), frozenset({'data', 'tensor'} - split_axes(x)), others,
-                    full not in self._saved_names[layer]))
+                found.setdefault(
+                    id(x),
+                    Shared(
+                        name,
+                        local(x),
+                        frozenset({'data', 'tensor'} - split_axes(x)),
+                        others,
+                        full not in self._saved_names[layer],
+                    ),
+                )
         return sorted(found.values(), key=lambda each: each.name)
 
-    def numbers(self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
-                ) -> tuple[int, int, int]:
+    def numbers(
+        self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
+    ) -> tuple[int, int, int]:
         """Return the numbers of this rank's tensors, for :meth:`compare`."""
         return (0, 0, 0) if self.everyone is None else numbers_of(self.shared(loss, within_step))
 
-    def compare(self, said: Mapping[int, Facts], loss: Mapping[str, Tensor] | None = None,
-                within_step: bool = False) -> None:
+    def compare(
+        self,
+        said: Mapping[int, Facts],
+        loss: Mapping[str, Tensor] | None = None,
+        within_step: bool = False,
+    ) -> None:
         """Compare the tensors that ranks share, of the model or of a loss.
 
         Raises:
             RuntimeError: A tensor differs.
         """
         if self.everyone is not None and differ(
-                {rank: each.numbers for rank, each in said.items()}, self.lines):
+            {rank: each.numbers for rank, each in said.items()}, self.lines
+        ):
             found = gathered(details(self.shared(loss, within_step)), self.everyone)
             text = differences(dict(zip(said, found)), self.lines)
             if text:
@@ -437,10 +555,15 @@ class Rank:
         if self.tensor.size == 1:
             return
         names = {id(x): name.split('.', 2)[2] for name, x in self.replicas.named_parameters()}
-        shared = sorted([Shared(names[id(x)], grad, frozenset({'tensor'})) for x, grad in gradients
-                         if id(x) in names and not isinstance(x, DTensor)], key=itemgetter(0))
-        said = self.together('the gradients of a step',
-                             lambda: Facts(numbers=numbers_of(shared)))
+        shared = sorted(
+            [
+                Shared(names[id(x)], grad, frozenset({'tensor'}))
+                for x, grad in gradients
+                if id(x) in names and not isinstance(x, DTensor)
+            ],
+            key=itemgetter(0),
+        )
+        said = self.together('the gradients of a step', lambda: Facts(numbers=numbers_of(shared)))
         if differ({rank: each.numbers for rank, each in said.items()}, self.lines):
             assert self.everyone is not None
             found = gathered(details(shared), self.everyone)
@@ -463,7 +586,8 @@ class Rank:
                     raise RuntimeError(
                         f"apply has drawn random numbers for layer '{name}', of which ranks have "
                         'parts, so they would differ from one process; give the model the '
-                        'function when it is made: init=function')
+                        'function when it is made: init=function'
+                    )
 
         self.together('apply', run)
         self.ties.spread(self.device)
@@ -487,8 +611,9 @@ class Rank:
         for name, x in named:
             self._check_unused_one(x, f"'{name}'")
 
-    def check_learning(self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
-                       ) -> None:
+    def check_learning(
+        self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
+    ) -> None:
         """Check that each tensor with a gradient is known to all ranks that have it.
 
         Args:
@@ -506,10 +631,10 @@ class Rank:
                     f'{where} uses a tensor of shape {tuple(x.shape)} that requires grad, but is '
                     'no parameter of the model or of loss_fn, so that replicas do not add up its '
                     'gradients. Let the layer that uses it have it as a parameter, or give a '
-                    'module as loss_fn')
+                    'module as loss_fn'
+                )
 
-    def together(self, task: str, function: Callable[[], Facts | None]
-                 ) -> dict[int, Facts]:
+    def together(self, task: str, function: Callable[[], Facts | None]) -> dict[int, Facts]:
         """Call a function on all ranks, and return the facts of each."""
         return together(task, function, self.everyone, self.device)
 
@@ -531,32 +656,47 @@ class Rank:
         return sum(each.counted for rank, each in said.items() if rank in self.alike)
 
 
-def other_model(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
-                others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
+def other_model(
+    first: int,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    rank: int,
+    others: Sequence[tuple[str, tuple[int, ...]]],
+) -> ValueError:
     """Return the error for ranks with other models."""
     name, shape = min({*tensors} ^ {*others})
     owner = first if (name, shape) in tensors else rank
-    return ValueError(f'ranks {first} and {rank} have other models: only rank {owner} has '
-                      f"'{name}' of shape {shape}. Make the same module on all ranks; if its "
-                      'forward loops over a set and is converted, let it loop over sorted(…)')
+    return ValueError(
+        f'ranks {first} and {rank} have other models: only rank {owner} has '
+        f"'{name}' of shape {shape}. Make the same module on all ranks; if its "
+        'forward loops over a set and is converted, let it loop over sorted(…)'
+    )
 
 
-def other_tensors(first: int, tensors: Sequence[tuple[str, tuple[int, ...]]], rank: int,
-                  others: Sequence[tuple[str, tuple[int, ...]]]) -> ValueError:
+def other_tensors(
+    first: int,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    rank: int,
+    others: Sequence[tuple[str, tuple[int, ...]]],
+) -> ValueError:
     """Return the error for two ranks with the same stages, but other tensors in them."""
     apart = sorted({*tensors} ^ {*others})
     if apart:
         name, shape = apart[0]
         owner = first if apart[0] in tensors else rank
-        return ValueError(f'ranks {first} and {rank} have the same stages, but only rank {owner} '
-                          f"has '{name}' of shape {shape}: make the same module on all ranks, "
-                          'with the same sizes')
-    one, other = next((one, other) for (one, _), (other, _) in zip(tensors, others)
-                      if one != other)
-    return ValueError("data='shard' exchanges parameters in the order in which modules register "
-                      f"them, but '{one}' of rank {first} has the place of '{other}' of rank "
-                      f'{rank}: register them in a loop over a list or sorted(…), not over a set, '
-                      "or choose data='replicate'")
+        return ValueError(
+            f'ranks {first} and {rank} have the same stages, but only rank {owner} '
+            f"has '{name}' of shape {shape}: make the same module on all ranks, "
+            'with the same sizes'
+        )
+    one, other = next(
+        (one, other) for (one, _), (other, _) in zip(tensors, others) if one != other
+    )
+    return ValueError(
+        "data='shard' exchanges parameters in the order in which modules register "
+        f"them, but '{one}' of rank {first} has the place of '{other}' of rank "
+        f'{rank}: register them in a loop over a list or sorted(…), not over a set, '
+        "or choose data='replicate'"
+    )
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -570,15 +710,20 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 def _skips_of(layer: nn.Module) -> list[Any]:
     """Return the skips that a layer stashes and pops."""
-    return [([*each.stashable()], [*each.poppable()]) for each in layer.modules()
-            if isinstance(each, Skippable)]
+    return [
+        ([*each.stashable()], [*each.poppable()])
+        for each in layer.modules()
+        if isinstance(each, Skippable)
+    ]
 
 
 def _parse_places(places: Sequence[int] | None, stages: int, ranks: int) -> list[int]:
     """Return the rank of each stage."""
     found = [j % ranks for j in range(stages)] if places is None else [*places]
     if len(found) != stages or {*found} != {*range(ranks)}:
-        raise ValueError(f'each of {ranks} ranks along the pipe axis takes at least one of '
-                         f'{stages} stages, but places are {found}; give the balance a number for '
-                         'each stage')
+        raise ValueError(
+            f'each of {ranks} ranks along the pipe axis takes at least one of '
+            f'{stages} stages, but places are {found}; give the balance a number for '
+            'each stage'
+        )
     return found

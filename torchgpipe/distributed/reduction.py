@@ -29,6 +29,7 @@ step calls layers once for each micro-batch, and runs backward in between. So a 
 frees parameters itself. At the end it makes one call, whose backward returns gradients that are
 already known.
 """
+
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,12 +45,27 @@ from torchgpipe.distributed.agreement import digests
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.gradients import Give, give
 from torchgpipe.engine.partition import named_slots, parameters_by_name
-from torchgpipe.engine.streams import (AbstractStream, current_stream, new_stream, record_stream,
-                                       use_stream, wait_stream)
+from torchgpipe.engine.streams import (
+    AbstractStream,
+    current_stream,
+    new_stream,
+    record_stream,
+    use_stream,
+    wait_stream,
+)
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Row, UnitAction, with_unit_actions
-from torchgpipe.shard.sums import (Gradients, Sum, added, check_dense, ended, gathered_over, local,
-                                   split_axes, started)
+from torchgpipe.shard.sums import (
+    Gradients,
+    Sum,
+    added,
+    check_dense,
+    ended,
+    gathered_over,
+    local,
+    split_axes,
+    started,
+)
 
 __all__ = ['DATA', 'Replicas', 'Unit', 'check_shardable', 'grouped']
 
@@ -66,8 +82,10 @@ def check_shardable(stages: nn.ModuleList, ignored: Container[nn.Parameter]) -> 
             if x in ignored:
                 continue
             if not x.numel():
-                raise ValueError(f"data='shard' splits each parameter, but '{name}' is empty: "
-                                 "remove it, or choose data='replicate'")
+                raise ValueError(
+                    f"data='shard' splits each parameter, but '{name}' is empty: "
+                    "remove it, or choose data='replicate'"
+                )
             if not x.requires_grad:
                 continue
             first = first or (name, x.dtype)
@@ -76,7 +94,8 @@ def check_shardable(stages: nn.ModuleList, ignored: Container[nn.Parameter]) -> 
                     "data='shard' gathers the parameters of a stage as one tensor, so they have "
                     f"one dtype, but '{first[0]}' is {first[1]} and '{name}' is {x.dtype}: "
                     'convert one of them, put them into different stages, or choose '
-                    "data='replicate'")
+                    "data='replicate'"
+                )
 
 
 class Unit(nn.Module):
@@ -89,26 +108,39 @@ class Unit(nn.Module):
         options: The options of ``fully_shard``: the mesh and policies.
     """
 
-    def __init__(self, stages: Iterable[nn.Module], ignored: set[nn.Parameter], late: bool,
-                 options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        stages: Iterable[nn.Module],
+        ignored: set[nn.Parameter],
+        late: bool,
+        options: Mapping[str, Any],
+    ) -> None:
         super().__init__()
         self.late = late
         self.stages = nn.ModuleList(stages)
         self._gathering: Any = None
         # A layer may get further parameters later, which FSDP does not have.
-        self._slots = [(module, key) for _, (module, key), x in named_slots(self.stages)
-                       if isinstance(x, nn.Parameter) and x not in ignored]
+        self._slots = [
+            (module, key)
+            for _, (module, key), x in named_slots(self.stages)
+            if isinstance(x, nn.Parameter) and x not in ignored
+        ]
         check_shardable(self.stages, ignored)
         fully_shard(self, **options, reshard_after_forward=False, ignored_params=ignored)
         assert isinstance(self, FSDPModule)
-        self.set_gradient_divide_factor(1.)  # a sum
+        self.set_gradient_divide_factor(1.0)  # a sum
         self.set_force_sum_reduction_for_comms(True)  # not NCCL's product with 1 and sum
 
     @property
     def own(self) -> list[nn.Parameter]:
         """The parameters that FSDP manages, in their current form: whole ones, or shards."""
-        return [*{id(x): x for module, key in self._slots
-                  if (x := module._parameters.get(key)) is not None}.values()]
+        return [
+            *{
+                id(x): x
+                for module, key in self._slots
+                if (x := module._parameters.get(key)) is not None
+            }.values()
+        ]
 
     def gather(self) -> None:
         """Start to gather whole parameters on the device."""
@@ -181,8 +213,15 @@ class Replicas(nn.Module):
         tied: The numbers of parameters of which other ranks have copies in other stages.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], axis: Axis, policies: Mapping[str, Any],
-                 units: Mapping[int, Unit], most: int, tied: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        axis: Axis,
+        policies: Mapping[str, Any],
+        units: Mapping[int, Unit],
+        most: int,
+        tied: Collection[int] = (),
+    ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
         self._axis = axis
@@ -196,11 +235,15 @@ class Replicas(nn.Module):
         parts = {id(x) for unit in units.values() for x in unit.own}
         #: Parameters that are spread over replicas, such as experts: their gradients are complete.
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
-            x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts)
+            x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts
+        )
         self._tied = tied
         self._units = units
-        groups = grouped(stages) if not units else [
-            [j for j in units if units[j] is unit] for unit in {*units.values()}]
+        groups = (
+            grouped(stages)
+            if not units
+            else [[j for j in units if units[j] is unit] for unit in {*units.values()}]
+        )
         #: By stage, the first stage of its unit: of stages that share parameters.
         self.groups = {j: min(group) for group in groups for j in group}
         self._stages = stages
@@ -208,10 +251,11 @@ class Replicas(nn.Module):
         #: The units that are whole, with versions of their parameters; ``None`` while it gathers.
         self._whole: dict[Unit, list[Any] | None] = {}
         #: The places of sharded parameters.
-        self._sharded = [(name, module, key)
-                         for name, (module, key), x in named_slots(self.stages)
-                         if self.shards and isinstance(x, nn.Parameter)
-                         and x not in self._spread]
+        self._sharded = [
+            (name, module, key)
+            for name, (module, key), x in named_slots(self.stages)
+            if self.shards and isinstance(x, nn.Parameter) and x not in self._spread
+        ]
         #: Whether to compare values when parameters are freed, because ``x.data`` has no version.
         self.looks = False
         #: The parameters that were gathered in this step.
@@ -228,8 +272,9 @@ class Replicas(nn.Module):
 
     # --- while a step or a call runs
 
-    def row(self, row: Row, trains: bool, alike: bool, names: Mapping[int, int] | None = None
-            ) -> Row:
+    def row(
+        self, row: Row, trains: bool, alike: bool, names: Mapping[int, int] | None = None
+    ) -> Row:
         """Return the row of this rank with actions of units.
 
         Args:
@@ -241,14 +286,21 @@ class Replicas(nn.Module):
         """
         names = names or {j: j for j in self.groups}
         units = sorted({*self.groups.values()})
-        reduced = [names[j] for j in units if trains and (
-            not self._units[j].late if self.shards else self._axis.group and self.syncs)]
+        reduced = [
+            names[j]
+            for j in units
+            if trains
+            and (not self._units[j].late if self.shards else self._axis.group and self.syncs)
+        ]
         units = [names[j] for j in units]
         if alike:
             groups = {names[j]: names[unit] for j, unit in self.groups.items()}
             return with_unit_actions(row, groups, self._most if self.shards else 0, reduced)
-        return (*(UnitAction('UNSHARD', j) for j in units if self.shards), *row,
-                *(UnitAction('REDUCE_GRAD', j) for j in reduced if self.shards))
+        return (
+            *(UnitAction('UNSHARD', j) for j in units if self.shards),
+            *row,
+            *(UnitAction('REDUCE_GRAD', j) for j in reduced if self.shards),
+        )
 
     def gather(self, j: int) -> None:
         """Start to gather the parameters of a unit."""
@@ -299,8 +351,11 @@ class Replicas(nn.Module):
         if self.shards:
             return [x for x in self._units[j].own if x.requires_grad]
         stages = [stage for k, stage in self._stages.items() if self.groups[k] == j]
-        return [x for x in parameters_by_name(nn.ModuleList(stages))
-                if x.requires_grad and x not in self._spread and id(x) not in self._tied]
+        return [
+            x
+            for x in parameters_by_name(nn.ModuleList(stages))
+            if x.requires_grad and x not in self._spread and id(x) not in self._tied
+        ]
 
     def reduce(self, j: int, gradients: Gradients) -> None:
         """Start to add up gradients of a unit over replicas, and free its parameters.
@@ -330,8 +385,7 @@ class Replicas(nn.Module):
         self._there += zip(shards, there) if self.syncs else ()
 
     def _for_all(self, own: Sequence[Tensor], kept: dict[int, Tensor]) -> Gradients:
-        """Return the gradients of a unit, the same ones on all replicas; take them out of a dict.
-        """
+        """Return the gradients of a unit, the same ones on all replicas; take them out of a dict."""
         found = []
         for x in own:
             grad = kept.pop(id(x), None)
@@ -342,8 +396,9 @@ class Replicas(nn.Module):
                 found.append((x, grad))
         return found
 
-    def _beside_actions(self, device: torch.device, gradients: Gradients,
-                        reduce: Callable[[], None]) -> None:
+    def _beside_actions(
+        self, device: torch.device, gradients: Gradients, reduce: Callable[[], None]
+    ) -> None:
         """Run a reduction on a stream of its own, so that actions of the row do not wait for it.
 
         FSDP lets the current stream wait for a reduction::
@@ -369,26 +424,42 @@ class Replicas(nn.Module):
             RuntimeError: This rank has a part of such a parameter; or a gradient of an earlier
                 step would not be reduced.
         """
-        known = {*map(id, own), *map(id, self._spread), *(
-            id(x) for j, unit in self._units.items() if unit.late for x in unit.own
-            if x.requires_grad)}
+        known = {
+            *map(id, own),
+            *map(id, self._spread),
+            *(
+                id(x)
+                for j, unit in self._units.items()
+                if unit.late
+                for x in unit.own
+                if x.requires_grad
+            ),
+        }
         if self.syncs and not self.pending.keys() <= known:
-            raise RuntimeError('a gradient waits from a step within no_sync(), but its '
-                               'parameter does not require grad any more, or is of another '
-                               'loss: freeze parameters, and take other losses, after the '
-                               'step that adds gradients up')
+            raise RuntimeError(
+                'a gradient waits from a step within no_sync(), but its '
+                'parameter does not require grad any more, or is of another '
+                'loss: freeze parameters, and take other losses, after the '
+                'step that adds gradients up'
+            )
         found = [self._reduced[id(x)] for x, _ in gradients if id(x) in self._reduced]
         if found and self.shards:
-            raise RuntimeError(f"'{self.name_of(found[0])}' is used by a layer of another stage, "
-                               'in a closure or a list, so that a part of its gradient came after '
-                               "the reduction over replicas: with data='shard', let the layer "
-                               'have it as a parameter')
+            raise RuntimeError(
+                f"'{self.name_of(found[0])}' is used by a layer of another stage, "
+                'in a closure or a list, so that a part of its gradient came after '
+                "the reduction over replicas: with data='shard', let the layer "
+                'have it as a parameter'
+            )
         return len(found)
 
     # --- steps and calls
 
-    def run(self, step: Callable[[], Gradients], others: Sequence[Tensor] = (),
-            check: Callable[[Gradients], object] = len) -> None:
+    def run(
+        self,
+        step: Callable[[], Gradients],
+        others: Sequence[Tensor] = (),
+        check: Callable[[Gradients], object] = len,
+    ) -> None:
         """Run a step, and add its gradients, reduced over replicas, to the parameters' ``.grad``.
 
         Args:
@@ -403,8 +474,9 @@ class Replicas(nn.Module):
                 late = [each for each in gradients if id(each[0]) in numbers]
                 gradients = [each for each in gradients if id(each[0]) not in numbers]
                 self.reduce(j, late)
-            gradients = self._completed(gradients, [*self.whole(), *(
-                x for x in others if not self._is_shard(x))])
+            gradients = self._completed(
+                gradients, [*self.whole(), *(x for x in others if not self._is_shard(x))]
+            )
             check(gradients)
             give(gradients)
 
@@ -412,8 +484,11 @@ class Replicas(nn.Module):
         """Return gradients from all replicas: the reduced ones, and these."""
         once: dict[int, Tensor] = {id(x): x for x in parameters}  # One may also be in a loss.
         again = [x for number, x in once.items() if number in self._reduced]
-        rest = [x for number, x in once.items()
-                if number not in self._reduced and x not in self._spread]
+        rest = [
+            x
+            for number, x in once.items()
+            if number not in self._reduced and x not in self._spread
+        ]
         more = {id(x): grad for x, grad in gradients if id(x) in self._reduced}
         gradients = [each for each in gradients if id(each[0]) not in more]
         found = self._kept(gradients, [], [*rest, *self._spread])
@@ -432,14 +507,18 @@ class Replicas(nn.Module):
     def _forget_shards(self, group: dist.ProcessGroup) -> None:
         """Drop the zeros of shards for which no replica had a gradient."""
         if self._there:
-            flags = torch.tensor([there for _, there in self._there], dtype=torch.uint8,
-                                 device=next(iter(self.seen.values())).device)
+            flags = torch.tensor(
+                [there for _, there in self._there],
+                dtype=torch.uint8,
+                device=next(iter(self.seen.values())).device,
+            )
             anywhere = torch.stack(gathered_over(group, flags)).amax(0).tolist()
             for (x, _), found in zip(self._there, anywhere):
                 x.grad = x.grad if found else None
 
-    def _kept(self, gradients: Gradients, more: Gradients, tensors: Iterable[Tensor]
-              ) -> dict[int, Tensor]:
+    def _kept(
+        self, gradients: Gradients, more: Gradients, tensors: Iterable[Tensor]
+    ) -> dict[int, Tensor]:
         """Return the gradients of some tensors, with the ones of earlier steps, by number.
 
         Without a reduction, they are kept for a later step.
@@ -455,8 +534,11 @@ class Replicas(nn.Module):
                 before = self.pending.get(id(x))
                 self.pending[id(x)] = grad if before is None else before + grad
         gradients[:] = [each for each in gradients if id(each[0]) not in numbers]
-        return {number: self.pending.pop(number) for number in numbers
-                if number in self.pending} if self.syncs else {}
+        return (
+            {number: self.pending.pop(number) for number in numbers if number in self.pending}
+            if self.syncs
+            else {}
+        )
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -497,12 +579,14 @@ class Replicas(nn.Module):
 
     def whole(self) -> list[nn.Parameter]:
         """Return the parameters that require grad and are not shards of FSDP."""
-        return [x for x in parameters_by_name(self)
-                if x.requires_grad and not self._is_shard(x)]
+        return [x for x in parameters_by_name(self) if x.requires_grad and not self._is_shard(x)]
 
     def _is_shard(self, x: Any) -> bool:
-        return isinstance(x, DTensor) and x not in self._spread and self._axis.name in (
-            x.device_mesh.mesh_dim_names or ())
+        return (
+            isinstance(x, DTensor)
+            and x not in self._spread
+            and self._axis.name in (x.device_mesh.mesh_dim_names or ())
+        )
 
     def check(self) -> None:
         """Check that sharded parameters are the parameters that FSDP has, without hooks.
@@ -514,13 +598,17 @@ class Replicas(nn.Module):
             x = module._parameters.get(key)
             name = name.partition('.')[2]
             if x is not None and x._backward_hooks:
-                raise ValueError(f"'{name}' has a hook, which FSDP2 does not call with "
-                                 "data='shard': change x.grad after the step, or use "
-                                 "data='replicate'")
+                raise ValueError(
+                    f"'{name}' has a hook, which FSDP2 does not call with "
+                    "data='shard': change x.grad after the step, or use "
+                    "data='replicate'"
+                )
             if not isinstance(x, DTensor):
-                raise ValueError(f"'{name}' was replaced after this model was made, but with "
-                                 "data='shard' ranks have parts of the first one: change its "
-                                 'values in place, or replace it before')
+                raise ValueError(
+                    f"'{name}' was replaced after this model was made, but with "
+                    "data='shard' ranks have parts of the first one: change its "
+                    'values in place, or replace it before'
+                )
 
     def check_loss(self, modules: Iterable[nn.Module]) -> None:
         """Check that a loss has whole parameters when it runs, right after the last stage.
@@ -533,16 +621,20 @@ class Replicas(nn.Module):
         for module in modules if self.shards else ():
             for x in module.parameters(recurse=False):
                 if self._is_shard(x) and id(x) not in there:
-                    raise ValueError(f"loss_fn has '{self.name_of(x)}', a parameter of another "
-                                     "stage than the last one, and with data='shard' only its own "
-                                     'stage has the whole: put its layer into the last stage, or '
-                                     "data='replicate'")
+                    raise ValueError(
+                        f"loss_fn has '{self.name_of(x)}', a parameter of another "
+                        "stage than the last one, and with data='shard' only its own "
+                        'stage has the whole: put its layer into the last stage, or '
+                        "data='replicate'"
+                    )
 
     def _versions_of(self, unit: Unit) -> list[Any]:
         """Return how often gathered parameters were written to."""
         own = unit.own
-        return [(x._version, number) for x, number in zip(
-            own, digests(map(local, own)) if self.looks else [0] * len(own))]
+        return [
+            (x._version, number)
+            for x, number in zip(own, digests(map(local, own)) if self.looks else [0] * len(own))
+        ]
 
     def check_versions(self) -> None:
         """Check that layers have not written to gathered parameters, which are not kept.
@@ -556,10 +648,12 @@ class Replicas(nn.Module):
     def _check_versions(self, unit: Unit) -> None:
         for x, now, version in zip(unit.own, self._versions_of(unit), self._whole[unit] or ()):
             if now != version:
-                raise RuntimeError(f"a layer has changed '{self.name_of(x)}' in its forward, as "
-                                   "an embedding with max_norm does, but with data='shard' the "
-                                   "whole parameter is there for one step only: data='replicate', "
-                                   'or change it between steps')
+                raise RuntimeError(
+                    f"a layer has changed '{self.name_of(x)}' in its forward, as "
+                    "an embedding with max_norm does, but with data='shard' the "
+                    "whole parameter is there for one step only: data='replicate', "
+                    'or change it between steps'
+                )
 
     @contextmanager
     def beside(self, parameters: Sequence[Tensor]) -> Iterator[Callable[[], Gradients]]:
@@ -584,21 +678,26 @@ class Replicas(nn.Module):
                 x.grad = grad
 
     def _beside(self, parameters: Sequence[Tensor]) -> Gradients:
-        found = [(x, x.grad) for x in {id(x): x for x in parameters}.values()
-                 if x.grad is not None]
+        found = [
+            (x, x.grad) for x in {id(x): x for x in parameters}.values() if x.grad is not None
+        ]
         for x, _ in found:
             if _has_hooks(x):
                 name = self.name_of(x)
-                raise RuntimeError(f"'{name}' has a hook, and is used in a closure or a list, so "
-                                   'that the hook would see parts of its gradient: let the layer '
-                                   'or loss_fn that uses it have it as a parameter')
+                raise RuntimeError(
+                    f"'{name}' has a hook, and is used in a closure or a list, so "
+                    'that the hook would see parts of its gradient: let the layer '
+                    'or loss_fn that uses it have it as a parameter'
+                )
             x.grad = None
         return found
 
     def name_of(self, x: Tensor) -> str:
         """Return the name of a parameter of this rank, for errors."""
-        return next((name.split('.', 2)[2] for name, each in self.named_parameters()
-                     if each is x), 'a parameter of loss_fn')
+        return next(
+            (name.split('.', 2)[2] for name, each in self.named_parameters() if each is x),
+            'a parameter of loss_fn',
+        )
 
     @property
     def gathering(self) -> Callable[[Tensor], Sequence[Tensor]] | None:

@@ -3,6 +3,7 @@
 A :class:`Board` has its own connection to the store, because a connection is locked while a call
 on it waits.
 """
+
 import json
 import os
 import sys
@@ -23,11 +24,19 @@ from torchgpipe.schedule.messages import Item, Message, Receive
 
 __all__ = ['Board', 'Record', 'blame', 'doing', 'names_of', 'text_of']
 
-_KINDS = {'F': 'forward', 'R': 'recomputation', 'B': 'backward', 'I': 'backward to inputs',
-          'W': 'backward to weights'}
+_KINDS = {
+    'F': 'forward',
+    'R': 'recomputation',
+    'B': 'backward',
+    'I': 'backward to inputs',
+    'W': 'backward to weights',
+}
 
-_OF_UNITS = {'UNSHARD': 'gather of the parameters', 'RESHARD': 'freeing of the parameters',
-             'REDUCE_GRAD': 'reduction of the gradients'}
+_OF_UNITS = {
+    'UNSHARD': 'gather of the parameters',
+    'RESHARD': 'freeing of the parameters',
+    'REDUCE_GRAD': 'reduction of the gradients',
+}
 
 #: An error may have the text of a whole traceback in it.
 _LONGEST = 4000
@@ -53,7 +62,7 @@ class Record(NamedTuple):
     beat: int = 0
     run: int = 0
     state: str = 'outside'
-    seconds: float = 0.
+    seconds: float = 0.0
     text: str = ''
     where: str = ''
     error: str = ''
@@ -96,8 +105,10 @@ def doing(now: Item | None) -> str:
     """
     if isinstance(now, Message):
         (stage, kind, i), verb = now.action, 'receive' if isinstance(now, Receive) else 'send'
-        return (f'{verb} of what {_KINDS[kind]} of stage {stage} has for stage {now.stage}, '
-                f'micro-batch {i}')
+        return (
+            f'{verb} of what {_KINDS[kind]} of stage {stage} has for stage {now.stage}, '
+            f'micro-batch {i}'
+        )
     if isinstance(now, Action):
         return f'{_KINDS[now.kind]} of stage {now.stage}, micro-batch {now.micro_batch}'
     return '' if now is None else f'{_OF_UNITS[now.kind]} of stage {now.stage}'
@@ -111,8 +122,9 @@ def text_of(error: BaseException) -> str:
     return '\n'.join(line.rstrip() for line in lines)[:_LONGEST]
 
 
-def blame(records: Mapping[int, Record | None], run: int, lost: Collection[int] = (),
-          late: bool = False) -> tuple[list[tuple[int, str]], bool]:
+def blame(
+    records: Mapping[int, Record | None], run: int, lost: Collection[int] = (), late: bool = False
+) -> tuple[list[tuple[int, str]], bool]:
     """Return the ranks that block the others, each with a description.
 
     Args:
@@ -126,21 +138,30 @@ def blame(records: Mapping[int, Record | None], run: int, lost: Collection[int] 
         Then that rank is returned, with the text in its record.
     """
     there = {rank: each for rank, each in records.items() if each is not None}
-    raised = [(rank, f'raised {each.error}') for rank, each in there.items()
-              if each.error and each.raised_in >= run]
+    raised = [
+        (rank, f'raised {each.error}')
+        for rank, each in there.items()
+        if each.error and each.raised_in >= run
+    ]
     if raised:
         return raised, True
     for rank, each in there.items():
         if each.found and each.run >= run:
             return [(rank, each.found)], False
-    gone = [(rank, _gone(each)) for rank, each in there.items()
-            if each.state == 'ended' and each.run < run
-            or rank in lost and each.state not in ('failed', 'ended')]
+    gone = [
+        (rank, _gone(each))
+        for rank, each in there.items()
+        if each.state == 'ended'
+        and each.run < run
+        or rank in lost
+        and each.state not in ('failed', 'ended')
+    ]
     if gone or not late:
         return gone, True
     busy = [(rank, _busy(each)) for rank, each in records.items() if _is_late(each, run)]
-    return busy or [(rank, _state(each)) for rank, each in there.items()
-                    if each.state == 'waits'], True
+    return busy or [
+        (rank, _state(each)) for rank, each in there.items() if each.state == 'waits'
+    ], True
 
 
 def _is_late(record: Record | None, run: int) -> bool:
@@ -173,9 +194,10 @@ def _busy(record: Record | None) -> str:
 
 def _state(record: Record) -> str:
     doing = {'waits': 'waits in ', 'computes': 'computes in '}.get(
-        record.state, 'is outside of steps and calls')
+        record.state, 'is outside of steps and calls'
+    )
     place = ', '.join(filter(None, [record.text, record.where]))
-    return f"{doing}{', ' if place and not record.text else ''}{place}, for {record.seconds:.1f} s"
+    return f'{doing}{", " if place and not record.text else ""}{place}, for {record.seconds:.1f} s'
 
 
 #: How many boards were made with a default group, by their ranks.
@@ -206,13 +228,16 @@ class Board:
         while isinstance(base, dist.PrefixStore):  # type: ignore[attr-defined]
             base = base.underlying_store
         self.goes_with_us = (
-            isinstance(base, dist.TCPStore) and self._rank == 0  # type: ignore[attr-defined]
-            and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True')
+            isinstance(base, dist.TCPStore)
+            and self._rank == 0  # type: ignore[attr-defined]
+            and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
+        )
         made = _made.setdefault(world, Counter())
         made[self._ranks] += 1
         name = zlib.crc32(repr(self._ranks).encode())
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f'torchgpipe.watch/{name}/{made[self._ranks]}', store.clone())
+            f'torchgpipe.watch/{name}/{made[self._ranks]}', store.clone()
+        )
         self._store.set_timeout(_TIMEOUT)
 
     def say(self, record: Record, news: bool) -> int:
@@ -244,10 +269,9 @@ class Board:
         deadline = time.monotonic() + lasts * self.goes_with_us
         try:
             left = 1
-            while self._store.add('left', left) < len(self._ranks) \
-                    and time.monotonic() < deadline:
+            while self._store.add('left', left) < len(self._ranks) and time.monotonic() < deadline:
                 left = 0
-                time.sleep(.02)
+                time.sleep(0.02)
         except Exception:  # Whichever it is, there is no store any more.
             self.gone = True
 
@@ -255,8 +279,11 @@ class Board:
         """Return the last record of each other rank; ``None`` if there is none yet."""
         others = [rank for rank in self._ranks if rank != self._rank]
         try:
-            self._known |= {rank for rank in others
-                            if rank not in self._known and self._store.check([str(rank)])}
+            self._known |= {
+                rank
+                for rank in others
+                if rank not in self._known and self._store.check([str(rank)])
+            }
             there = [rank for rank in others if rank in self._known]
             said = self._store.multi_get([*map(str, there)]) if there else []
         except Exception:  # Whichever it is, there is no store any more.

@@ -7,6 +7,7 @@
 
 The exchanged facts are a few numbers: :mod:`torchgpipe.distributed.agreement`.
 """
+
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,12 +33,18 @@ from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
 from torchgpipe.shard.sums import Gradients, added
 from torchgpipe.training.divisors import LossMonitor
-from torchgpipe.training.losses import (Losses, count_functions, counts_of, error_of,
-                                        no_mean_in_the_model, seen_means, with_counts)
+from torchgpipe.training.losses import (
+    Losses,
+    count_functions,
+    counts_of,
+    error_of,
+    no_mean_in_the_model,
+    seen_means,
+    with_counts,
+)
 from torchgpipe.training.step import find_schedule, read_schedule, recomputing
 
-__all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses',
-           'check_same_losses']
+__all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses', 'check_same_losses']
 
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -78,14 +85,18 @@ class Steps:
         compare_every: The number of steps between comparisons of shared tensors; 0 for never.
     """
 
-    def __init__(self, rank: Rank, model: PipelineModule,
-                 at: Callable[[Item | None], None], compare_every: int) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        model: PipelineModule,
+        at: Callable[[Item | None], None],
+        compare_every: int,
+    ) -> None:
         self._rank = rank
         self._model = model
         self._at = at
         #: By the facts and the schedule of a step, the headers of messages, and rows.
-        self._known: OrderedDict[Any, tuple[dict[Message, Header], dict[Any, Row]]] = \
-            OrderedDict()
+        self._known: OrderedDict[Any, tuple[dict[Message, Header], dict[Any, Row]]] = OrderedDict()
         #: The text of an error that was raised in the middle of a step.
         self._failed = ''
         self._compare_every = compare_every
@@ -96,8 +107,9 @@ class Steps:
         #: Whether ranks have gradients to compare, because they have not given any yet.
         self._compares_gradients = True
 
-    def train(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
-              ) -> Any:
+    def train(
+        self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
+    ) -> Any:
         """Take a step.
 
         Args:
@@ -110,9 +122,16 @@ class Steps:
         start = self._begin(input, 'step', ready, return_output)
         found, recomputed = self._scheduled(start)
         losses = self._losses(start.sizes, loss)
-        training = Training(rank.engine, start.batches, self._way(found, start, True), losses,
-                            rank.replicas.precision.reduce_dtype, recomputed=recomputed,
-                            common=start.common, offload=model.offload)
+        training = Training(
+            rank.engine,
+            start.batches,
+            self._way(found, start, True),
+            losses,
+            rank.replicas.precision.reduce_dtype,
+            recomputed=recomputed,
+            common=start.common,
+            offload=model.offload,
+        )
         training.losses, training.keeps_output = losses.in_layers, return_output
         self._cast_output(training)
         whole: list[Tensor] = []
@@ -131,8 +150,9 @@ class Steps:
             training.gradients.clear()  # They can be freed when they are reduced.
 
             def check() -> int:
-                rank.check_learning(training.learning,
-                                    [*own, *rank.replicas.seen.values(), *losses.inputs])
+                rank.check_learning(
+                    training.learning, [*own, *rank.replicas.seen.values(), *losses.inputs]
+                )
                 return rank.replicas.check_late(gradients, own)
 
             # If that raises, no gradient has been added.
@@ -164,14 +184,16 @@ class Steps:
         evaluation.losses = monitor = seen_means(self._model.gather, start.sizes)
         self._rank.replicas.evaluate(lambda: self._run(evaluation))
         if monitor is not None:
-            self._rank.together('a call of this model',
-                                partial(monitor.check, no_mean_in_the_model))
+            self._rank.together(
+                'a call of this model', partial(monitor.check, no_mean_in_the_model)
+            )
         return self._gathered(start, evaluation)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def evaluate(self, input: Any, ready: Callable[[], Any], loss: Sequence[Any],
-                 return_output: bool) -> Any:
+    def evaluate(
+        self, input: Any, ready: Callable[[], Any], loss: Sequence[Any], return_output: bool
+    ) -> Any:
         """Run the forward and the loss; a replica may have no samples."""
         rank = self._rank
         start = self._begin(input, 'evaluation', ready, return_output)
@@ -179,7 +201,7 @@ class Steps:
         if not start.batches:
             way = self._way(_forward(tuple(rank.places), 1, rank.gathers_again), start)
             rank.replicas.evaluate(partial(rank.replicas.walk, way.row))
-            return (self._whole(losses), losses.count, None)[:2 + return_output]
+            return (self._whole(losses), losses.count, None)[: 2 + return_output]
         evaluation = self._evaluation(start)
         evaluation.losses = losses.in_layers
         if rank.is_last:
@@ -191,8 +213,9 @@ class Steps:
     def _evaluation(self, start: _Start) -> Evaluation:
         rank = self._rank
         found = _forward(tuple(rank.places), len(start.batches), rank.gathers_again)
-        evaluation = Evaluation(rank.engine, start.batches, self._way(found, start),
-                                common=start.common)
+        evaluation = Evaluation(
+            rank.engine, start.batches, self._way(found, start), common=start.common
+        )
         self._cast_output(evaluation)
         return evaluation
 
@@ -200,8 +223,9 @@ class Steps:
         """Cast the output of the last layer, as FSDP casts the outputs of its root module."""
         dtype = self._rank.replicas.precision.output_dtype
         if dtype is not None and self._rank.is_last:
-            run.wrap_last(lambda layers: lambda *args, **kwargs: _cast_value(
-                layers(*args, **kwargs), dtype))
+            run.wrap_last(
+                lambda layers: lambda *args, **kwargs: _cast_value(layers(*args, **kwargs), dtype)
+            )
 
     def _run(self, run: Run, finish: Callable[[], Gradients] = list) -> Gradients:
         """Run the cells of this rank, and return the resulting gradients."""
@@ -224,9 +248,11 @@ class Steps:
     def _begin(self, input: Any, what: str, ready: Callable[[], Any], gathers: bool) -> _Start:
         """Split the input on ranks that have it, and exchange its facts with all ranks."""
         if self._failed:
-            raise RuntimeError('this model cannot go on, as a rank failed in the middle of an '
-                               'earlier step, where others wait for its messages: start again '
-                               f'from a checkpoint. It had raised {self._failed}')
+            raise RuntimeError(
+                'this model cannot go on, as a rank failed in the middle of an '
+                'earlier step, where others wait for its messages: start again '
+                f'from a checkpoint. It had raised {self._failed}'
+            )
         rank, model = self._rank, self._model
         rank.draw_alike()
         cuts: list[tuple[list[Chunk], list[int], list[int]]] = []
@@ -237,12 +263,15 @@ class Steps:
         def read() -> Facts:
             # The rows of a file count, not its name, because each rank reads its own file.
             schedule.append(read_schedule(ready()))
-            text = [each.to_csv() if isinstance(each, Schedule) else str(each)
-                    for each in schedule]
+            text = [
+                each.to_csv() if isinstance(each, Schedule) else str(each) for each in schedule
+            ]
             model.partitions  # This applies replacements of layers.
             rank.check()
-            modes = [(each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
-                     for each in model.modules()]
+            modes = [
+                (each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
+                for each in model.modules()
+            ]
             settings = digest(what, text, rank.replicas.syncs, autocast)
             looks = digest(modes, autocast)
             facts = Facts(settings=settings, digest=looks, layers=rank.outline(looks))
@@ -250,8 +279,10 @@ class Steps:
                 facts = facts._replace(numbers=rank.numbers())
             if not rank.is_first or what == 'evaluation' and input is None:
                 if rank.is_first and model.training:
-                    raise ValueError('a replica without samples takes part in an evaluation in '
-                                     'evaluation mode only: model.eval()')
+                    raise ValueError(
+                        'a replica without samples takes part in an evaluation in '
+                        'evaluation mode only: model.eval()'
+                    )
                 return facts
             if isinstance(input, Arguments):
                 check_arguments(*next(model.named_children()), input)
@@ -259,21 +290,32 @@ class Steps:
             empty = _without_samples(what, rank.data.size)
             cuts.append(cut(input, model.chunks, rule, empty=empty))
             batches, sizes, common = cuts[0]
-            if what == 'step' and rank.data.group is not None and any(
-                    batches[0].tensors[k].requires_grad for k in common):
-                raise ValueError('a NoChunk in the input requires grad, and replicas do not add '
-                                 'up gradients of inputs: let a layer have it as a parameter')
+            if (
+                what == 'step'
+                and rank.data.group is not None
+                and any(batches[0].tensors[k].requires_grad for k in common)
+            ):
+                raise ValueError(
+                    'a NoChunk in the input requires grad, and replicas do not add '
+                    'up gradients of inputs: let a layer have it as a parameter'
+                )
             precision = rank.replicas.precision
             if precision.param_dtype is not None and precision.cast_forward_inputs:
                 _replace(batches, partial(_cast, dtype=precision.param_dtype))
             if what != 'step':  # It may have been made in the inference mode of the caller.
                 _replace(batches, _writable)
             counts[:] = counts_of(model.gather, batches) if gathers else []
-            outlines = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
-                        for batch in batches]
+            outlines = [
+                [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in batch.tensors]
+                for batch in batches
+            ]
             kind = batches[0].kind([None] * len(batches[0].tensors))  # type: ignore[list-item]
-            return facts._replace(m=len(batches), size=sum(sizes), given=self._given(batches),
-                                  digest=digest(looks, outlines, kind, common))
+            return facts._replace(
+                m=len(batches),
+                size=sum(sizes),
+                given=self._given(batches),
+                digest=digest(looks, outlines, kind, common),
+            )
 
         said = rank.together(f'a {what} of this model', read)
         rank.check_outlines(said)
@@ -286,19 +328,28 @@ class Steps:
         first = said[rank.ranks[0]]
         sizes = [first.size // first.m + (i < first.size % first.m) for i in range(first.m)]
         batches, _, common = cuts[0] if cuts else ([Chunk((), tuple) for _ in sizes], sizes, [])
-        return _Start(batches, sizes, common, (what, *own), schedule[0],
-                      len({*numbers.values()}) == 1, counts)
+        return _Start(
+            batches,
+            sizes,
+            common,
+            (what, *own),
+            schedule[0],
+            len({*numbers.values()}) == 1,
+            counts,
+        )
 
     def _is_due(self, what: str) -> bool:
         """Return whether ranks compare their tensors now."""
-        tensors = sum(len(module._parameters) + len(module._buffers)
-                      for module in self._model.modules())
+        tensors = sum(
+            len(module._parameters) + len(module._buffers) for module in self._model.modules()
+        )
         if tensors != self._tensors:
             self._tensors, self._since = tensors, {}
         since = self._since[what] = self._since.get(what, -1) + 1
         # Compare often at first: gradients may be added up for some steps, or learning rates be 0.
         self._due = self._compare_every > 0 and (
-            since & (since - 1) == 0 or since % self._compare_every == 0)
+            since & (since - 1) == 0 or since % self._compare_every == 0
+        )
         self._is_first = self._due and since == 0
         self._rank.replicas.looks = self._due
         return self._due
@@ -308,8 +359,10 @@ class Steps:
         if self._rank.tensor.group is None or not batches:
             return 0
         first = batches[0]
-        return digest(digests([x for batch in batches for x in batch.tensors]),
-                      first.kind([None] * len(first.tensors)))  # type: ignore[list-item]
+        return digest(
+            digests([x for batch in batches for x in batch.tensors]),
+            first.kind([None] * len(first.tensors)),
+        )  # type: ignore[list-item]
 
     def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, an empty one."""
@@ -320,22 +373,35 @@ class Steps:
         def count() -> Facts:
             if scale is not None and not rank.is_last:
                 scale(torch.zeros((), device=rank.device))  # A scaler is made when it is used.
-            found.append(Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
-                         if rank.is_last else Losses(_nothing, None, sizes, 0, 1, None))
+            found.append(
+                Losses(loss_fn, target, sizes, target_dim, normalizer, scale, False)
+                if rank.is_last
+                else Losses(_nothing, None, sizes, 0, 1, None)
+            )
             if rank.exchanges and trains:
                 check_counts(found[0].counts)
             for module in found[0].modules[:1]:
-                tensors.update(('loss_fn.' + name, x) for name, x in (
-                    *module.named_parameters(), *module.named_buffers()))
+                tensors.update(
+                    ('loss_fn.' + name, x)
+                    for name, x in (*module.named_parameters(), *module.named_buffers())
+                )
             rank.check_own(tensors.items())
             rank.replicas.check_loss(found[0].modules)
             own = found[0].counted
-            return Facts(counted=own or 0., digest=int(found[0].in_layers is not None),
-                         layers=digest([(x.shape, x.requires_grad) for each in found[0].modules
-                                        for x in each.parameters(recurse=False)]),
-                         given=self._given(found[0].targets),
-                         numbers=rank.numbers(tensors) if self._due else (0, 0, 0),
-                         divisors=(found[0].count if own is None and rank.is_last else 0., 0.))
+            return Facts(
+                counted=own or 0.0,
+                digest=int(found[0].in_layers is not None),
+                layers=digest(
+                    [
+                        (x.shape, x.requires_grad)
+                        for each in found[0].modules
+                        for x in each.parameters(recurse=False)
+                    ]
+                ),
+                given=self._given(found[0].targets),
+                numbers=rank.numbers(tensors) if self._due else (0, 0, 0),
+                divisors=(found[0].count if own is None and rank.is_last else 0.0, 0.0),
+            )
 
         said = rank.together('the loss of a step', count)
         rank.check_samples(said)
@@ -351,8 +417,9 @@ class Steps:
             losses.monitor = losses.in_layers = LossMonitor(sizes)
         return losses
 
-    def _whole(self, losses: Losses, trains: bool = False,
-               check: Callable[[], int] = int) -> Tensor:
+    def _whole(
+        self, losses: Losses, trains: bool = False, check: Callable[[], int] = int
+    ) -> Tensor:
         """Return the loss of the whole mini-batch, after a check.
 
         Args:
@@ -381,8 +448,9 @@ class Steps:
         for line in rank.lines['tensor']:
             check_same_losses({each: said[each].counted for each in line})
         for ranks in rank.at_place:
-            _check_divisors([said[each].divisors for each in sorted(ranks) if said[each].m],
-                            losses.error)
+            _check_divisors(
+                [said[each].divisors for each in sorted(ranks) if said[each].m], losses.error
+            )
         # A replica that counts nothing has no loss. It reports the first type, float32.
         dtype = _DTYPES[max(said[each].digest for each in rank.last)]
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
@@ -406,7 +474,8 @@ class Steps:
         if options not in rows:
             row = rows[''] = rows.get('') or self._row(schedule)
             rows[options] = rank.replicas.row(
-                receiving_early(row) if early else row, trains, options[1])
+                receiving_early(row) if early else row, trains, options[1]
+            )
         return Way(rows[options], messages, self._at, rank.replicas)
 
     def _row(self, schedule: Schedule) -> Row:
@@ -439,8 +508,11 @@ def _forward(places: tuple[int, ...], m: int, in_turn: bool) -> Schedule:
         m: The number of micro-batches.
         in_turn: Whether a rank takes all of them through a stage before the next one.
     """
-    rows = [[j for j, place in enumerate(places) if place == rank] for rank in {*places}] \
-        if in_turn else [[j] for j in range(len(places))]
+    rows = (
+        [[j for j, place in enumerate(places) if place == rank] for rank in {*places}]
+        if in_turn
+        else [[j] for j in range(len(places))]
+    )
     return Schedule(tuple(tuple(Action(j, 'F', i) for j in js for i in range(m)) for js in rows))
 
 
@@ -450,9 +522,11 @@ def _without_samples(what: str, replicas: int) -> str:
         return SKIP
     if what == 'evaluation':
         return 'a replica without samples passes None for input and target'
-    return (f'all {replicas} replicas take part in each {what}, so leave it out on all of them, '
-            'or divide it so that each one has samples, as DistributedSampler of '
-            'torch.utils.data does')
+    return (
+        f'all {replicas} replicas take part in each {what}, so leave it out on all of them, '
+        'or divide it so that each one has samples, as DistributedSampler of '
+        'torch.utils.data does'
+    )
 
 
 def _replace(batches: list[Chunk], function: Callable[[Tensor], Tensor]) -> None:
@@ -479,10 +553,11 @@ def _cast_value(value: Any, dtype: torch.dtype) -> Any:
     return structure([_cast(x, dtype) for x in tensors])
 
 
-def _check_divisors(divisors: Sequence[tuple[float, float]], error: Callable[[str], ValueError]
-                    ) -> None:
+def _check_divisors(
+    divisors: Sequence[tuple[float, float]], error: Callable[[str], ValueError]
+) -> None:
     """Raise if replicas divide a loss by numbers that are not proportional to its weights."""
-    same, ratios = zip(*divisors) if divisors else ((0.,), (0.,))
+    same, ratios = zip(*divisors) if divisors else ((0.0,), (0.0,))
     differ = len({*same}) > 1 or any(map(isnan, same))
     if differ and max(ratios) - min(ratios) > 1e-5 * max(map(abs, ratios)):
         raise error('loss_fn')
@@ -499,22 +574,28 @@ def check_losses(said: dict[int, Facts]) -> float:
     """
     numbers = {rank: each.divisors[0] for rank, each in said.items()}
     if len({*numbers.values()}) > 1:
-        raise ValueError('all ranks divide the loss by the same number, or by a count, but '
-                         f'normalizer is, by rank, {numbers} (0 is a count)')
+        raise ValueError(
+            'all ranks divide the loss by the same number, or by a count, but '
+            f'normalizer is, by rank, {numbers} (0 is a count)'
+        )
     if len({each.layers for each in said.values()}) > 1:
-        raise ValueError(f'loss_fn has other parameters on some of ranks {[*said]}; give all the '
-                         'same, of which the same ones require grad')
+        raise ValueError(
+            f'loss_fn has other parameters on some of ranks {[*said]}; give all the '
+            'same, of which the same ones require grad'
+        )
     return max(numbers.values())
 
 
 def check_same_losses(losses: dict[int, float]) -> None:
     """Raise if losses of ranks along the tensor axis differ by more than rounding."""
     most, least = max(losses.values()), min(losses.values())
-    if most - least > .01 * max(abs(most), abs(least)):
-        raise RuntimeError('ranks along the tensor axis compute one loss, but have, by rank, '
-                           f'{losses}: layers or loss_fn draw other numbers on each of them, by '
-                           'generators of their own or those of Python or NumPy, or use other '
-                           'values')
+    if most - least > 0.01 * max(abs(most), abs(least)):
+        raise RuntimeError(
+            'ranks along the tensor axis compute one loss, but have, by rank, '
+            f'{losses}: layers or loss_fn draw other numbers on each of them, by '
+            'generators of their own or those of Python or NumPy, or use other '
+            'values'
+        )
 
 
 def check_alike(numbers: dict[int, int]) -> None:
@@ -524,7 +605,8 @@ def check_alike(numbers: dict[int, int]) -> None:
             'replicas exchange the tokens of experts in each micro-batch, or gather parameters of '
             'one stage after the other, so all have the same number of micro-batches, but ranks '
             f'have {numbers}: give each replica as many samples as there are chunks, or make a '
-            'model with fewer chunks')
+            'model with fewer chunks'
+        )
 
 
 def check_counts(counts: Sequence[float]) -> None:
@@ -533,7 +615,8 @@ def check_counts(counts: Sequence[float]) -> None:
         raise ValueError(
             f'replicas exchange the gradients of experts in each micro-batch, but that of number '
             f'{[*counts].index(0)} has nothing that counts in its loss, so no gradient: let each '
-            'micro-batch have something, or pass a number as the normalizer')
+            'micro-batch have something, or pass a number as the normalizer'
+        )
 
 
 def _nothing(output: Any, target: Any) -> Tensor:

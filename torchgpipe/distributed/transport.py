@@ -26,6 +26,7 @@ places, from messages, before a cell begins::
 So cells, order, aliases and errors are the same as in :mod:`torchgpipe.engine`. A rank knows all
 stages, but has layers only in its own ones.
 """
+
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ class Outline(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether the dimensions have their usual order in memory."""
-        return self.order == (0, 1, 2, 3, 4, 5, 6, 7)[:len(self.order)]
+        return self.order == (0, 1, 2, 3, 4, 5, 6, 7)[: len(self.order)]
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -122,7 +123,8 @@ def outline(k: int, x: Tensor, aliased: bool = False, common: bool = False) -> O
         raise TypeError(
             f'a stage gave a {type(x).__name__} ({x.layout}) to a stage on another rank, but only '
             'plain dense tensors travel between ranks; make it one in the last layer of that '
-            'stage, and what it was in the first layer of the next')
+            'stage, and what it was in the first layer of the next'
+        )
     strides = x.stride()
     order = tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
     return Outline(k, tuple(x.shape), x.dtype, order, x.requires_grad, aliased, common)
@@ -144,8 +146,13 @@ class Messages:
         known: The headers of earlier equal steps, by message; new headers are added to it.
     """
 
-    def __init__(self, groups: Mapping[tuple[int, int], dist.ProcessGroup], ranks: Sequence[int],
-                 device: torch.device, known: dict[Message, Header]) -> None:
+    def __init__(
+        self,
+        groups: Mapping[tuple[int, int], dist.ProcessGroup],
+        ranks: Sequence[int],
+        device: torch.device,
+        known: dict[Message, Header],
+    ) -> None:
         self._groups = groups
         self._ranks = ranks
         self._device = device
@@ -170,8 +177,10 @@ class Messages:
             self._put(data.to(self._device), rank)
         elif message.action.kind != 'F' and not header.outlines:
             # A micro-batch with nothing to learn has no gradients: they are zero.
-            tensors = [torch.zeros(each.shape, dtype=each.dtype, device=self._device)
-                       for each in known.outlines]
+            tensors = [
+                torch.zeros(each.shape, dtype=each.dtype, device=self._device)
+                for each in known.outlines
+            ]
             header = known
         elif known != header:
             raise RuntimeError(_other(message, known, header))
@@ -190,8 +199,10 @@ class Messages:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             self._get(data, rank).wait()
             header = self._known[message] = pickle.loads(data.cpu().numpy().tobytes())
-        tensors = [torch.empty(each.stored, dtype=each.dtype, device=self._device)
-                   for each in header.outlines]
+        tensors = [
+            torch.empty(each.stored, dtype=each.dtype, device=self._device)
+            for each in header.outlines
+        ]
         works = [self._get(x.view(-1).view(torch.uint8), rank) for x in tensors if x.numel()]
         self._received[message] = header, tensors, works
 
@@ -200,13 +211,18 @@ class Messages:
         header, tensors, works = self._received.pop(message)
         for work in works:
             work.wait()
-        return header, [x if each.is_contiguous else x.permute(_inverse(each.order))
-                        for x, each in zip(tensors, header.outlines)]
+        return header, [
+            x if each.is_contiguous else x.permute(_inverse(each.order))
+            for x, each in zip(tensors, header.outlines)
+        ]
 
     def know(self, row: Row) -> bool:
         """Return whether the headers of all messages that a row receives are known."""
-        return all(each in self._known and not self._known[each].varies
-                   for each in row if isinstance(each, Receive))
+        return all(
+            each in self._known and not self._known[each].varies
+            for each in row
+            if isinstance(each, Receive)
+        )
 
     def finish(self) -> None:
         """Wait until all sends have ended."""
@@ -220,8 +236,11 @@ class Messages:
         Gloo reports the end of a send only to a thread that waits for it. A send ends without
         further actions of this rank, because its place in the row allows it to wait.
         """
-        while sent and (all(work.is_completed() for work, _ in sent[0])
-                        or is_cpu(self._device) and len(sent) >= AHEAD):
+        while sent and (
+            all(work.is_completed() for work, _ in sent[0])
+            or is_cpu(self._device)
+            and len(sent) >= AHEAD
+        ):
             _see_through(sent.popleft())
 
     def _put(self, x: Tensor, rank: int) -> None:
@@ -242,16 +261,20 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _other(message: Message, known: Header, header: Header) -> str:
-    return (f'what stage {message.action.stage} sends to stage {message.stage} for micro-batch '
-            f'{message.action.micro_batch} is {_text(header)}, but in an earlier step with equal '
-            f'inputs it was {_text(known)}; the other rank has made room for that. Shapes that '
-            'depend on values cannot cross to another rank: let layers pad to a size that the '
-            'input decides, or put both layers into one stage')
+    return (
+        f'what stage {message.action.stage} sends to stage {message.stage} for micro-batch '
+        f'{message.action.micro_batch} is {_text(header)}, but in an earlier step with equal '
+        f'inputs it was {_text(known)}; the other rank has made room for that. Shapes that '
+        'depend on values cannot cross to another rank: let layers pad to a size that the '
+        'input decides, or put both layers into one stage'
+    )
 
 
 def _text(header: Header) -> str:
-    tensors = ', '.join(f'{each.dtype} {each.shape}' + ' with grad' * each.requires_grad
-                        for each in header.outlines)
+    tensors = ', '.join(
+        f'{each.dtype} {each.shape}' + ' with grad' * each.requires_grad
+        for each in header.outlines
+    )
     places: Any = [None] * header.size
     value = '' if header.kind is None else f' in {header.kind(places)!r}'
     return f'({tensors or "nothing"}){value}'
@@ -291,8 +314,9 @@ def _cell_of(action: Action, stage: int) -> tuple[int, bool, int]:
 class _OnRanks(Run):
     """A run in which other ranks have some of the stages."""
 
-    def __init__(self, engine: Engine, batches: list[Chunk], way: Way, *args: Any, **options: Any
-                 ) -> None:
+    def __init__(
+        self, engine: Engine, batches: list[Chunk], way: Way, *args: Any, **options: Any
+    ) -> None:
         super().__init__(engine, batches, *args, **options)
         self._way = way
         #: By micro-batch and stage, whether each output shares memory with another tensor.
@@ -372,18 +396,33 @@ class _OnRanks(Run):
         for x, each in zip(tensors, header.outlines):
             x.requires_grad_(each.requires_grad)
         keys = self._keys(prev_j, j)
-        self.aliasing.arrive(i, [x for x, each in zip(tensors, header.outlines) if each.aliased],
-                             [x for x, each in zip(tensors, header.outlines) if each.common],
-                             {key for key, k in zip(keys, header.skips)
-                              if k is not None and header.outlines[k].common})
+        self.aliasing.arrive(
+            i,
+            [x for x, each in zip(tensors, header.outlines) if each.aliased],
+            [x for x, each in zip(tensors, header.outlines) if each.common],
+            {
+                key
+                for key, k in zip(keys, header.skips)
+                if k is not None and header.outlines[k].common
+            },
+        )
         if header.size:
-            self._batches[i] = Chunk(tuple(tensors[:header.size]),
-                                     bare if header.kind is None else header.kind)
+            self._batches[i] = Chunk(
+                tuple(tensors[: header.size]), bare if header.kind is None else header.kind
+            )
         kinds = dict(header.skip_kinds)
         for key, k in zip(keys, header.skips):
-            self._skips[i][key] = Skip(None) if k is None else Skip(
-                tensors[k], versions([tensors[k]])[0], prev_j, header.outlines[k].k,
-                kinds.get(k, bare))
+            self._skips[i][key] = (
+                Skip(None)
+                if k is None
+                else Skip(
+                    tensors[k],
+                    versions([tensors[k]])[0],
+                    prev_j,
+                    header.outlines[k].k,
+                    kinds.get(k, bare),
+                )
+            )
         return header
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
@@ -407,8 +446,15 @@ class Training(_OnRanks, Step):
         options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
-    def __init__(self, engine: Engine, batches: list[Chunk], way: Way, loss: Loss,
-                 dtype: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batches: list[Chunk],
+        way: Way,
+        loss: Loss,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
         own = tuple([each for each in way.row if isinstance(each, Action)])
         super().__init__(engine, batches, way, (own,), loss, **options)
         self._leaves = Leaves(dtype)
@@ -428,7 +474,7 @@ class Training(_OnRanks, Step):
         super()._enter(j)
         if j not in self._ready:  # Before, parameters may be shards.
             self._ready.add(j)
-            self._put_leaves(self._engine.partitions[j:j + 1], each=True)
+            self._put_leaves(self._engine.partitions[j : j + 1], each=True)
 
     def _act_on_unit(self, action: UnitAction) -> None:
         if action.kind == 'REDUCE_GRAD':
@@ -437,8 +483,9 @@ class Training(_OnRanks, Step):
         else:
             super()._act_on_unit(action)
 
-    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
-              recomputation: Recomputation | None) -> None:
+    def _send(
+        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
         super()._send(i, j, cell, output, recomputation)
         if self.looks:
             graph = self._graphs[i, j]
@@ -448,8 +495,9 @@ class Training(_OnRanks, Step):
                 where += ' or loss_fn'
                 # A loss that depends on no parameter is a leaf itself.
                 nodes = [node for node in nodes if not hasattr(node, 'variable')]
-            self.learning.update({id(x): (x, where) for x in graph_leaves(nodes)
-                                  if id(x) not in own})
+            self.learning.update(
+                {id(x): (x, where) for x in graph_leaves(nodes) if id(x) not in own}
+            )
 
     def _leave(self, message: Message) -> None:
         (j, kind, i), prev_j = message
@@ -471,7 +519,8 @@ class Training(_OnRanks, Step):
         else:
             header, grads = self._way.messages.wait(message)
             self._grads.setdefault((i, j), {}).update(
-                {each.k: grad for each, grad in zip(header.outlines, grads)})
+                {each.k: grad for each, grad in zip(header.outlines, grads)}
+            )
         return header
 
 
@@ -485,8 +534,9 @@ class Evaluation(_OnRanks):
         skips = [skip.tensor for skip in popped if skip.tensor is not None]
         return [*self._batches[i].tensors, *skips]
 
-    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
-              recomputation: Recomputation | None) -> None:
+    def _send(
+        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
         self._keep(i, j, cell, output)
 
 

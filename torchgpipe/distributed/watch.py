@@ -14,6 +14,7 @@ It reads the other states only when a rank has failed, or its own rank waits for
 If the backend reports a closed connection, the main thread raises an error that names the rank. A
 main thread that is still stuck after a grace period cannot be woken, so its process ends.
 """
+
 import os
 import sys
 import threading
@@ -38,8 +39,17 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.schedule.messages import Item
 from torchgpipe.shard.world import parse_timeout
 
-__all__ = ['EXIT', 'GRACE', 'Own', 'Watch', 'WatchThread', 'Whereabouts', 'is_from_others',
-           'watched', 'whereabouts']
+__all__ = [
+    'EXIT',
+    'GRACE',
+    'Own',
+    'Watch',
+    'WatchThread',
+    'Whereabouts',
+    'is_from_others',
+    'watched',
+    'whereabouts',
+]
 
 #: Modules that wait for other ranks if they have the innermost frame, and modules in these that
 #: compute on shards.
@@ -47,8 +57,14 @@ _WAITING = ('torch.distributed.', 'torchgpipe.distributed.', 'torchgpipe.shard.'
 _COMPUTING = ('torch.distributed.tensor',)
 
 #: Modules that only pass calls on.
-_PASSED = ('torch._ops', 'torch._library', 'torch.autograd', 'torch.overrides', 'torch.utils',
-           'contextlib')
+_PASSED = (
+    'torch._ops',
+    'torch._library',
+    'torch.autograd',
+    'torch.overrides',
+    'torch.utils',
+    'contextlib',
+)
 
 #: Packages whose lines do not help a reader: PyTorch, and Python's locks and connections.
 _UNSAID = {'torch', *sys.stdlib_module_names}
@@ -132,8 +148,11 @@ def _layer(frame: FrameType) -> str:
     with uncollected():  # As in `_frames`.
         variables = frame.f_locals
     partition, layer = variables.get('self'), variables.get('module')
-    names = [] if partition is None or layer is None else [
-        name for name, each in partition._modules.items() if each is layer]
+    names = (
+        []
+        if partition is None or layer is None
+        else [name for name, each in partition._modules.items() if each is layer]
+    )
     return f"layer '{names[0]}', " if names else ''
 
 
@@ -142,8 +161,10 @@ def is_from_others(error: BaseException) -> bool:
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, (dist.DistError, NotBegun)) or (
-                isinstance(each, RuntimeError) and any(name in str(each) for name in _BACKENDS)
-                and _raised_in(each).startswith(_WAITING)):
+            isinstance(each, RuntimeError)
+            and any(name in str(each) for name in _BACKENDS)
+            and _raised_in(each).startswith(_WAITING)
+        ):
             return True
         each = each.__cause__
     return False
@@ -161,14 +182,14 @@ def _raised_in(error: BaseException) -> str:
 EXIT = 70
 
 #: How long a rank looks for the failed rank, and lets its main thread end by itself, in seconds.
-GRACE = 5.
+GRACE = 5.0
 
 #: How long a rank may be silent, in seconds, once the backend has reported a lost rank, or others
 #: have waited for as long as they may. Then it is lost. A layer may hold Python's lock for longer.
-SILENCE = 3.
+SILENCE = 3.0
 
 #: How long a process that hosts the store waits for the last records of others, in seconds.
-_LEAVE = 2.
+_LEAVE = 2.0
 
 
 class Own:
@@ -212,7 +233,7 @@ class WatchThread:
         self._own, self._limit = own, limit
         self._names = names_of(mesh)
         self.name = self._names[dist.get_rank()]
-        self._period = min(1., limit / 10)
+        self._period = min(1.0, limit / 10)
         self._board = Board(self._names)
         self._wake, self._answered = threading.Event(), threading.Event()
         self._stops = False
@@ -221,14 +242,14 @@ class WatchThread:
         #: since when it has been there.
         self._mark: Any = None
         self._line: Any = None
-        self._since = self._line_since = 0.
+        self._since = self._line_since = 0.0
         #: The time since when the main thread has asked for the failed rank.
-        self._asked = 0.
+        self._asked = 0.0
         self._where = Whereabouts(False, '')
         #: By rank, its last beat, and the time when that was first seen.
         self._beats: dict[int, tuple[int, float]] = {}
         #: The failed ranks, and since when the main thread has been stuck because of them.
-        self._found, self._found_at = '', 0.
+        self._found, self._found_at = '', 0.0
         #: The errors of turns that were reported.
         self._reported: set[str] = set()
 
@@ -258,13 +279,12 @@ class WatchThread:
         """Publish the state of the main thread, and check the others, until the watch stops."""
         while not self._stops:
             self._attempt(self.turn)
-            self._wake.wait(min(self._period, .1) if self._asked else self._period)
+            self._wake.wait(min(self._period, 0.1) if self._asked else self._period)
             self._wake.clear()
         self._attempt(self._leave)
 
     def _attempt(self, task: Callable[[float], None]) -> None:
-        """Run a task now. An error is reported, but never ends the loop: no rank would be watched.
-        """
+        """Run a task now. An error is reported, but never ends the loop: no rank would be watched."""
         try:
             task(time.monotonic())
         except Exception as error:
@@ -272,19 +292,22 @@ class WatchThread:
                 text = text_of(error)
                 if text not in self._reported:
                     self._reported.add(text)
-                    print(f'torchgpipe: the watch of {self.name} continues after {text}',
-                          file=sys.stderr, flush=True)
+                    print(
+                        f'torchgpipe: the watch of {self.name} continues after {text}',
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     def _leave(self, now: float) -> None:
         """Publish the last record of this rank."""
         if not self._board.gone:
-            lasts = _LEAVE if self._own.error is None else 0.
+            lasts = _LEAVE if self._own.error is None else 0.0
             self._board.leave(self._record(now, 'ended'), lasts)
 
     def turn(self, now: float) -> None:
         """Do one turn of the loop, at some time."""
         asks = self._own.error is not None and not self._answered.is_set()
-        self._asked = (self._asked or now) if asks else 0.
+        self._asked = (self._asked or now) if asks else 0.0
         self._see(now)
         news = self._say(now)
         if asks and (self._own.error or self._find_for_main(now)):
@@ -316,17 +339,36 @@ class WatchThread:
             return 0
         own = self._own
         asks = own.error is not None and not self._answered.is_set()
-        return self._board.say(self._record(
-            now, 'failed' if own.error is not None else 'outside' if not own.inside else
-            'waits' if self._where.waits else 'computes'), news or asks)
+        return self._board.say(
+            self._record(
+                now,
+                'failed'
+                if own.error is not None
+                else 'outside'
+                if not own.inside
+                else 'waits'
+                if self._where.waits
+                else 'computes',
+            ),
+            news or asks,
+        )
 
     def _record(self, now: float, state: str) -> Record:
         own = self._own
         self._beat += 1
         since = self._line_since if state == 'waits' else self._since
         text = ': '.join(filter(None, [own.what, doing(own.now)])) if own.inside else ''
-        return Record(self._beat, own.run, state, now - since, text, self._where.text,
-                      own.raised[1], own.raised[0], own.found)
+        return Record(
+            self._beat,
+            own.run,
+            state,
+            now - since,
+            text,
+            self._where.text,
+            own.raised[1],
+            own.raised[0],
+            own.found,
+        )
 
     def _find_for_main(self, now: float) -> bool:
         """Find the ranks that caused an error of the main thread; return whether it is over."""
@@ -339,7 +381,7 @@ class WatchThread:
 
     def _look(self, now: float, news: int) -> None:
         """Check the others; end the process if its main thread is stuck for good."""
-        waited = now - self._line_since if self._where.waits else 0.
+        waited = now - self._line_since if self._where.waits else 0.0
         if news == self._cleared and waited < self._limit and not self._board.gone:
             self._beats.clear()
             return
@@ -365,7 +407,8 @@ class WatchThread:
         if self._board.gone:
             return self._found or (
                 'the store of torch.distributed has gone with the process that had it: that of '
-                f'{self._names.get(0, "rank 0")}, or torchrun'), False
+                f'{self._names.get(0, "rank 0")}, or torchrun'
+            ), False
         lost = []
         for rank, each in records.items():
             beat = 0 if each is None else each.beat
@@ -375,24 +418,27 @@ class WatchThread:
                 lost.append(rank)
         found, is_sure = blame(records, self._own.run, lost, late)
         if not is_sure:
-            (rank, text), = found
+            ((rank, text),) = found
             return f'{self._names[rank]} has found that {text}', False
         return '; and '.join(f'{self._names[rank]} {text}' for rank, text in found), True
 
     def _end(self, now: float) -> None:
         with suppress(Exception):  # The process may have no stderr.
             what = ': '.join(filter(None, [self._own.what, doing(self._own.now)]))
-            print(f'torchgpipe: {self.name} is stuck in {what}, {self._where.text}, for '
-                  f'{now - self._line_since:.1f} s; its process ends, as {self._found}',
-                  file=sys.stderr, flush=True)
+            print(
+                f'torchgpipe: {self.name} is stuck in {what}, {self._where.text}, for '
+                f'{now - self._line_since:.1f} s; its process ends, as {self._found}',
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(EXIT)
 
 
 #: How long a rank waits by default, as in ``torch.distributed``, in seconds.
-_LIMIT = 1800.
+_LIMIT = 1800.0
 
 #: The longest wait for a thread that is in a call of the store, in seconds.
-_LAST_CALL = 10.
+_LAST_CALL = 10.0
 
 P = ParamSpec('P')
 T = TypeVar('T')
@@ -478,13 +524,16 @@ def watched(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     Args:
         what: The task of the method, for errors.
     """
+
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             model: Any = args[0]
             with model._watch.run(what):
                 return method(*args, **kwargs)
+
         return run
+
     return decorate
 
 

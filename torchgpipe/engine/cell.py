@@ -19,6 +19,7 @@ If the pipeline causes the error, another note names the fix (:class:`Remedy`). 
 detected by PyTorch's message and by the place, because a layer may raise the same message by
 itself.
 """
+
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -30,8 +31,18 @@ from torch import Tensor, default_generator, nn
 
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input
-from torchgpipe.base.structure import (Arguments, Kind, Repeated, Tensors, Value, annotated, bare,
-                                       call, flatten, once)
+from torchgpipe.base.structure import (
+    Arguments,
+    Kind,
+    Repeated,
+    Tensors,
+    Value,
+    annotated,
+    bare,
+    call,
+    flatten,
+    once,
+)
 from torchgpipe.engine.checkpoint.observation import LayerRecorder, Observed
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -49,8 +60,7 @@ class Sequential(nn.Sequential):
     """The layers of a partition. The first layer may take several arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the first layer with the arguments, and each other layer with the previous result.
-        """
+        """Call the first layer with the arguments, and each other layer with the previous result."""
         first = True
         value: Any = None
         for module in self:
@@ -87,11 +97,22 @@ class Cell:
         stashed: The skips that follow the output, after the call, each with its kind.
     """
 
-    __slots__ = ('_i', '_input_kind', '_is_new', '_layers', '_m', '_partition', 'absent', 'kind',
-                 'popped', 'stashed')
+    __slots__ = (
+        '_i',
+        '_input_kind',
+        '_is_new',
+        '_layers',
+        '_m',
+        '_partition',
+        'absent',
+        'kind',
+        'popped',
+        'stashed',
+    )
 
-    def __init__(self, partition: Partition, layers: Callable[..., Any], i: int, m: int, kind: Kind
-                 ) -> None:
+    def __init__(
+        self, partition: Partition, layers: Callable[..., Any], i: int, m: int, kind: Kind
+    ) -> None:
         self._partition = partition
         self._layers = layers
         self._i = i
@@ -115,15 +136,26 @@ class Cell:
         partition = self._partition
         tracker = arrive(self.popped, self.absent, tensors) if partition.has_skips else None
         value: Any = self._input_kind(tensors)
-        end = None if partition.observer is None else partition.observer.cell(
-            self._i, self._m, partition.j, value,
-            [] if tracker is None else [*tracker.tensors.values()])
+        end = (
+            None
+            if partition.observer is None
+            else partition.observer.cell(
+                self._i,
+                self._m,
+                partition.j,
+                value,
+                [] if tracker is None else [*tracker.tensors.values()],
+            )
+        )
         outside, context.skips = context.skips, tracker
         grad = torch.is_grad_enabled()
         try:
             # Inlined, not by `call`: each Python call counts here.
-            value = (self._layers(*value.args, **value.kwargs) if type(value) is Arguments
-                     else self._layers(value))
+            value = (
+                self._layers(*value.args, **value.kwargs)
+                if type(value) is Arguments
+                else self._layers(value)
+            )
             if torch.is_grad_enabled() is not grad:
                 raise left_grad_mode(grad)
         except Exception as error:
@@ -174,9 +206,16 @@ class Cells:
             stay on the device.
     """
 
-    def __init__(self, partition: Partition, recomputed: Collection[int], state: ThreadState,
-                 one_worker: bool, held: AbstractContextManager[Any], stream: AbstractStream,
-                 host_stream: AbstractStream = CPUStream) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        recomputed: Collection[int],
+        state: ThreadState,
+        one_worker: bool,
+        held: AbstractContextManager[Any],
+        stream: AbstractStream,
+        host_stream: AbstractStream = CPUStream,
+    ) -> None:
         if partition.pending:
             compare_earlier(partition)
         self._partition = partition
@@ -186,14 +225,21 @@ class Cells:
         self._host_stream = host_stream
         self._recomputed = recomputed if state.grad else ()
         self._trainable = bool(self._recomputed) and any(
-            parameter.requires_grad for parameter in partition.layers.parameters())
+            parameter.requires_grad for parameter in partition.layers.parameters()
+        )
         self._modules = [*partition.layers.modules()]
         #: The modules that are excluded from recomputation.
-        self.no_recompute = [module for module in self._modules if MARK in module.__dict__] \
-            if self._recomputed else []
+        self.no_recompute = (
+            [module for module in self._modules if MARK in module.__dict__]
+            if self._recomputed
+            else []
+        )
         #: The observed behaviour of the layers, where it matters.
-        self.observed = None if one_worker and not self._recomputed else partition.observed[
-            tuple([module.training for module in self._modules])]
+        self.observed = (
+            None
+            if one_worker and not self._recomputed
+            else partition.observed[tuple([module.training for module in self._modules])]
+        )
         #: The layers in the state that the first checkpointed cell finds.
         self._layers: Layers | None = None
         #: Detects after the forward pass whether layers drew that were not known to draw.
@@ -214,8 +260,9 @@ class Cells:
         assert self.observed is not None
         self.observed.watch_draws()
 
-    def run(self, i: int, cell: Cell, tensors: list[Tensor]
-            ) -> tuple[list[Tensor], Recomputation | None]:
+    def run(
+        self, i: int, cell: Cell, tensors: list[Tensor]
+    ) -> tuple[list[Tensor], Recomputation | None]:
         """Run the cell of micro-batch ``i``.
 
         Args:
@@ -228,8 +275,11 @@ class Cells:
         """
         observed = self.observed
         # A cell without anything to train has no graph, so there is no memory to save.
-        if observed is not None and i in self._recomputed and (
-                self._trainable or any([x.requires_grad for x in tensors])):
+        if (
+            observed is not None
+            and i in self._recomputed
+            and (self._trainable or any([x.requires_grad for x in tensors]))
+        ):
             return self._checkpoint(cell, tensors, observed)
         if observed is None or observed.draws is not None:
             return cell(tensors), None
@@ -238,28 +288,42 @@ class Cells:
         observed.learn(recorder)
         return output, None
 
-    def _checkpoint(self, cell: Cell, tensors: list[Tensor], observed: Observed
-                    ) -> tuple[list[Tensor], Recomputation]:
+    def _checkpoint(
+        self, cell: Cell, tensors: list[Tensor], observed: Observed
+    ) -> tuple[list[Tensor], Recomputation]:
         """Run the first pass of a checkpointed cell."""
         if self._layers is None or self._layers.is_stale:
             self._modules = [*self._partition.layers.modules()]
             self._layers = Layers(self._modules, observed, self._held)
-        watch = (None if observed.watched and observed.draws is not None
-                 else LayerRecorder(self._modules))
+        watch = (
+            None
+            if observed.watched and observed.draws is not None
+            else LayerRecorder(self._modules)
+        )
         found = self._layers.find(watch)
         # If other cells draw, each cell that does not draw has its own monitor.
         alone = self.monitor is None and watch is None and observed.draws is False
         own_monitor = DrawMonitor() if alone else None
         draws = self._no_draws
-        if watch is not None or observed.draws or alone or draws is None \
-                or draws.monitor is not self.monitor:
+        if (
+            watch is not None
+            or observed.draws
+            or alone
+            or draws is None
+            or draws.monitor is not self.monitor
+        ):
             draws = self._draws(observed, watch, self.monitor or own_monitor)
         recomputation = Recomputation(
-            cell, self._state, draws, found, self._stream,
+            cell,
+            self._state,
+            draws,
+            found,
+            self._stream,
             changed_input if cell.popped else partial(blame, self._partition, cell.kind),
             self._partition.pending,
             Results(self._modules, self.no_recompute, draws) if self.no_recompute else None,
-            None if self._host_stream is CPUStream else Offload(self._host_stream))
+            None if self._host_stream is CPUStream else Offload(self._host_stream),
+        )
         output = recomputation.first_pass(tensors)
         self._layers.end(found, watch)
         if watch is not None:
@@ -268,12 +332,14 @@ class Cells:
             observed.watch_draws()
         return output, recomputation
 
-    def _draws(self, observed: Observed, watch: LayerRecorder | None, monitor: DrawMonitor | None
-               ) -> Draws:
+    def _draws(
+        self, observed: Observed, watch: LayerRecorder | None, monitor: DrawMonitor | None
+    ) -> Draws:
         if watch is not None:
             watch.generators.update(observed.generators)
-            return Draws([*generators_of(self._partition.device), *watch.generators.values()],
-                         watch)
+            return Draws(
+                [*generators_of(self._partition.device), *watch.generators.values()], watch
+            )
         generators = [*generators_of(self._partition.device), *observed.generators.values()]
         if observed.draws:
             return Draws([*generators, default_generator])
@@ -315,6 +381,7 @@ def result_of(value: Any) -> tuple[Tensors, Kind]:
 
 # The source of an error: its cell and layer, and the fix of errors caused by a pipeline.
 
+
 class Remedy(NamedTuple):
     """The fix of an error that the pipeline causes."""
 
@@ -327,29 +394,46 @@ class Remedy(NamedTuple):
 
 
 REMEDIES = [
-    Remedy('modified inplace', lambda j, m: j == 0 and m > 1,
-           'The micro-batches are views of one tensor, the input of the model. If that requires '
-           'grad, PyTorch lets no layer change a view of it in place: use a layer that is not in '
-           'place first (inplace=False), or chunks=1.'),
-    Remedy('more than 1 value per channel', lambda j, m: m > 1,
-           'The layer normalises each micro-batch by itself, and this one is too small. Use fewer '
-           'chunks, or a larger batch; leave a small one at the end of an epoch out '
-           '(drop_last=True).'),
-    Remedy('saved tensor hooks', lambda j, m: context.checkpointing,
-           'The partition is checkpointed, which is done by such hooks: use '
-           "checkpoint='never' with layers that transform functions."),
-    Remedy('mixed torch.Tensor and DTensor', lambda j, m: True,
-           "A parameter is a DTensor where ranks have parts of it (data='shard', tensor_plan). A "
-           'layer has whole parameters of its own stage only, so a layer that uses a parameter of '
-           'another one has to have it as a parameter as well.'),
-    Remedy('same device', lambda j, m: True,
-           'The input of the model belongs on the first device, model.devices[0]. What a layer '
-           'keeps comes to its device with it if it is a parameter or a buffer '
-           '(register_buffer).')]
+    Remedy(
+        'modified inplace',
+        lambda j, m: j == 0 and m > 1,
+        'The micro-batches are views of one tensor, the input of the model. If that requires '
+        'grad, PyTorch lets no layer change a view of it in place: use a layer that is not in '
+        'place first (inplace=False), or chunks=1.',
+    ),
+    Remedy(
+        'more than 1 value per channel',
+        lambda j, m: m > 1,
+        'The layer normalises each micro-batch by itself, and this one is too small. Use fewer '
+        'chunks, or a larger batch; leave a small one at the end of an epoch out '
+        '(drop_last=True).',
+    ),
+    Remedy(
+        'saved tensor hooks',
+        lambda j, m: context.checkpointing,
+        'The partition is checkpointed, which is done by such hooks: use '
+        "checkpoint='never' with layers that transform functions.",
+    ),
+    Remedy(
+        'mixed torch.Tensor and DTensor',
+        lambda j, m: True,
+        "A parameter is a DTensor where ranks have parts of it (data='shard', tensor_plan). A "
+        'layer has whole parameters of its own stage only, so a layer that uses a parameter of '
+        'another one has to have it as a parameter as well.',
+    ),
+    Remedy(
+        'same device',
+        lambda j, m: True,
+        'The input of the model belongs on the first device, model.devices[0]. What a layer '
+        'keeps comes to its device with it if it is a parameter or a buffer '
+        '(register_buffer).',
+    ),
+]
 
 
-def add_culprit(error: Exception, partition: Partition, i: int, m: int, layer: str | None = None
-                ) -> None:
+def add_culprit(
+    error: Exception, partition: Partition, i: int, m: int, layer: str | None = None
+) -> None:
     """Add the source to an error that a partition's layers or their result raised.
 
     Args:
@@ -374,10 +458,12 @@ def _place(partition: Partition, i: int, m: int) -> str:
 def left_grad_mode(grad: bool) -> RuntimeError:
     """Restore the grad mode that layers left changed, and return the error to raise."""
     torch.set_grad_enabled(grad)
-    return RuntimeError(f'the layers of a partition left grad mode {"off" if grad else "on"}, as '
-                        'torch.set_grad_enabled does. What runs after them, and in which thread, '
-                        'is not what comes after them in the model. Use it as a context: with '
-                        'torch.set_grad_enabled(…): …')
+    return RuntimeError(
+        f'the layers of a partition left grad mode {"off" if grad else "on"}, as '
+        'torch.set_grad_enabled does. What runs after them, and in which thread, '
+        'is not what comes after them in the model. Use it as a context: with '
+        'torch.set_grad_enabled(…): …'
+    )
 
 
 def blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
@@ -388,11 +474,13 @@ def blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
     """
     layer = _changing_layer(partition.layers, kind(tensors))
     name = 'a layer' if layer is None else f"layer '{layer}'"
-    return (f'{name} of partition {partition.j} on {partition.device} changed the input of the '
-            'partition in place, and the partition is checkpointed: its recomputation started '
-            'from the changed input, so gradients would be wrong. Use an operation that is '
-            'not in place there (inplace=False), let the partition begin with another layer, '
-            "or use checkpoint='never'.")
+    return (
+        f'{name} of partition {partition.j} on {partition.device} changed the input of the '
+        'partition in place, and the partition is checkpointed: its recomputation started '
+        'from the changed input, so gradients would be wrong. Use an operation that is '
+        'not in place there (inplace=False), let the partition begin with another layer, '
+        "or use checkpoint='never'."
+    )
 
 
 def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str | None:

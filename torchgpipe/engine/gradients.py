@@ -38,6 +38,7 @@ on a leaf belong to its parameter, and so they outlive the step. A step that fai
 of the gradient in ``parameter.grad``. A layer may also keep a parameter outside of its
 ``_parameters``. That reference is the parameter itself, and its gradient is added there at once.
 """
+
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
@@ -51,13 +52,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import (FakeTensor, backward_pass, innermost_hooks, is_transformed,
-                                     tree_map_only, versions)
+from torchgpipe.base.private import (
+    FakeTensor,
+    backward_pass,
+    innermost_hooks,
+    is_transformed,
+    tree_map_only,
+    versions,
+)
 from torchgpipe.base.structure import PLAIN_TYPES, Slot
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 
-__all__ = ['DeferredWork', 'FakeWeights', 'Give', 'Leaves', 'Weight', 'edge_of', 'give', 'leaf_of',
-           'within']
+__all__ = [
+    'DeferredWork',
+    'FakeWeights',
+    'Give',
+    'Leaves',
+    'Weight',
+    'edge_of',
+    'give',
+    'leaf_of',
+    'within',
+]
 
 #: Functions that compute some gradients of weights and accumulate them.
 Work = list[Callable[[], None]]
@@ -129,12 +145,18 @@ def _plain(weight: Weight) -> Tensor:
 def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a call defers its gradients of weights."""
     deferred = getattr(weight, 'deferred', None)
-    return (deferred is not None and deferred.work is not None
-            and torch.is_grad_enabled()
-            and (hasattr(bias, 'deferred') or bias is None)
-            and type(input) in (Tensor, FakeTensor) and input.layout is torch.strided
-            and not input.is_complex() and not is_transformed()
-            and not torch.is_autocast_enabled(input.device.type) and _is_run_again_alike())
+    return (
+        deferred is not None
+        and deferred.work is not None
+        and torch.is_grad_enabled()
+        and (hasattr(bias, 'deferred') or bias is None)
+        and type(input) in (Tensor, FakeTensor)
+        and input.layout is torch.strided
+        and not input.is_complex()
+        and not is_transformed()
+        and not torch.is_autocast_enabled(input.device.type)
+        and _is_run_again_alike()
+    )
 
 
 def _is_run_again_alike() -> bool:
@@ -150,8 +172,13 @@ class _Split(torch.autograd.Function):
     """A function of ``(function, *tensors)`` with deferred gradients of weights."""
 
     @staticmethod
-    def forward(ctx: Any, function: '_Linear | _Convolution', input: Tensor, weight: Weight,
-                bias: Weight | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        function: '_Linear | _Convolution',
+        input: Tensor,
+        weight: Weight,
+        bias: Weight | None,
+    ) -> Tensor:
         ctx.function, ctx.deferred, ctx.work = function, weight.deferred, weight.deferred.work
         ctx.set_materialize_grads(False)  # An unused output has no gradient, not one of zeros.
         ctx.leaves = weight, bias  # An unpack hook may return another tensor.
@@ -190,10 +217,12 @@ def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
     return super(type(ctx), ctx).register_hook(hook)
 
 
-def _split(function: '_Linear | _Convolution', input: Tensor, weight: Tensor, bias: Tensor | None
-           ) -> Tensor:
+def _split(
+    function: '_Linear | _Convolution', input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     output: Tensor = _Split.apply(  # type: ignore[no-untyped-call]
-        function, input, weight, bias)
+        function, input, weight, bias
+    )
     node: Any = type(output.grad_fn)
     node.register_hook = _register_hook
     return output
@@ -202,8 +231,9 @@ def _split(function: '_Linear | _Convolution', input: Tensor, weight: Tensor, bi
 WeightAndBias = tuple[Weight, Weight | None]
 
 
-def _weight_grads(function: '_Linear | _Convolution', grad: Tensor, input: Tensor,
-                  leaves: WeightAndBias) -> tuple[Tensor | None, Tensor | None]:
+def _weight_grads(
+    function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias
+) -> tuple[Tensor | None, Tensor | None]:
     weight, bias = leaves
     weight_grad = function.weight_grad(grad, input, weight) if weight.requires_grad else None
     bias_grad = None
@@ -212,8 +242,13 @@ def _weight_grads(function: '_Linear | _Convolution', grad: Tensor, input: Tenso
     return weight_grad, bias_grad
 
 
-def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias,
-            expected: list[int]) -> None:
+def _finish(
+    function: '_Linear | _Convolution',
+    grad: Tensor,
+    input: Tensor,
+    leaves: WeightAndBias,
+    expected: list[int],
+) -> None:
     """Run the second half of a call's backward.
 
     Raises:
@@ -225,8 +260,9 @@ def _finish(function: '_Linear | _Convolution', grad: Tensor, input: Tensor, lea
             'one of the variables needed for gradient computation has been modified by an inplace '
             'operation between the two halves of its backward (output gradient and input, of '
             f'shape {tuple(input.shape)}, are at versions {now}; expected versions {expected}). '
-            "Give the layer a copy (tensor.clone()), or use a schedule with whole backwards, such "
-            "as '1f1b'")
+            'Give the layer a copy (tensor.clone()), or use a schedule with whole backwards, such '
+            "as '1f1b'"
+        )
 
     for leaf, weight_grad in zip(leaves, _weight_grads(function, grad, input, leaves)):
         if leaf is not None and weight_grad is not None:
@@ -269,13 +305,20 @@ class _Convolution(NamedTuple):
         return output
 
     def _options(self) -> tuple[Any, ...]:
-        return (self.stride, self.padding, self.dilation, False, [0] * len(self.stride),
-                self.groups)
+        return (
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            self.groups,
+        )
 
     def _backward(self, grad: Tensor, input: Tensor, weight: Tensor, which: int) -> Tensor:
         wanted = [k == which for k in range(3)]
         grads: list[Tensor] = _aten.convolution_backward(
-            grad, input, weight, None, *self._options(), wanted)
+            grad, input, weight, None, *self._options(), wanted
+        )
         return grads[which]
 
     def input_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
@@ -299,14 +342,19 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _split(_Linear(), input, weight, bias)
 
 
-def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-                 padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:
-    if (not _splits(input, weight, bias) or input.dim() != weight.dim()
-            or isinstance(padding, str)):
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    if not _splits(input, weight, bias) or input.dim() != weight.dim() or isinstance(padding, str):
         return None
     stride, padding, dilation = (_each(x, weight.dim() - 2) for x in (stride, padding, dilation))
-    return _split(
-        _Convolution(stride, padding, dilation, groups), input, weight, bias)
+    return _split(_Convolution(stride, padding, dilation, groups), input, weight, bias)
 
 
 def _each(number: Any, dims: int) -> list[int]:
@@ -316,7 +364,11 @@ def _each(number: Any, dims: int) -> list[int]:
 
 #: The functions with a split backward.
 _SPLIT: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear, F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution}
+    F.linear: _linear,
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+}
 
 
 # Leaves: accumulation over micro-batches, in place of the parameters.
@@ -336,8 +388,12 @@ class Leaves:
         self._dtype = dtype
         self._leaves: dict[tuple[int, int], tuple[Tensor, nn.Parameter]] = {}
 
-    def swaps(self, modules: Iterable[nn.Module], copies: Mapping[Slot, Tensor],
-              deferred: DeferredWork | None = None) -> list[Swap]:
+    def swaps(
+        self,
+        modules: Iterable[nn.Module],
+        copies: Mapping[Slot, Tensor],
+        deferred: DeferredWork | None = None,
+    ) -> list[Swap]:
         """Return the swaps that put leaves in place of the parameters of some modules.
 
         Args:
@@ -345,12 +401,21 @@ class Leaves:
             copies: The tensors that have replaced some of these parameters.
             deferred: The list for deferred gradients of weights, if they are deferred.
         """
-        found = [(module, name, copies.get((module, name), x)) for module in modules
-                 for name, x in module._parameters.items() if x is not None]
-        leaves = [(module, name, x, self._leaf_of(x, deferred)) for module, name, x in found
-                  if x.requires_grad]
-        return [Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
-                for module, name, x, leaf in leaves]
+        found = [
+            (module, name, copies.get((module, name), x))
+            for module in modules
+            for name, x in module._parameters.items()
+            if x is not None
+        ]
+        leaves = [
+            (module, name, x, self._leaf_of(x, deferred))
+            for module, name, x in found
+            if x.requires_grad
+        ]
+        return [
+            Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
+            for module, name, x, leaf in leaves
+        ]
 
     def _leaf_of(self, x: Tensor, deferred: DeferredWork | None) -> nn.Parameter:
         key = id(x), id(deferred)
@@ -400,8 +465,11 @@ class Leaves:
         for x, leaf in self._leaves.values():
             if only is not None and id(x) not in only:
                 continue
-            if not isinstance(x, FakeTensor) and x.layout is torch.strided \
-                    and leaf.data_ptr() != x.data_ptr():
+            if (
+                not isinstance(x, FakeTensor)
+                and x.layout is torch.strided
+                and leaf.data_ptr() != x.data_ptr()
+            ):
                 x.data = leaf.data
             if leaf.grad is not None:
                 found.append((x, leaf.grad))
@@ -419,8 +487,9 @@ def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[...,
     return partial(_run_within, swaps, function)
 
 
-def _run_within(swaps: Sequence[Swap], function: Callable[..., Any], *args: Any, **kwargs: Any
-                ) -> Any:
+def _run_within(
+    swaps: Sequence[Swap], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with substituted(swaps):
         return function(*args, **kwargs)
 

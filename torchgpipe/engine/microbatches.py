@@ -11,6 +11,7 @@ A *rule* gives an option for each tensor of a value. A dict or a sequence is a r
 the value, to its own depth. For example, ``{'mask': 1}`` is a rule for ``mask`` and all tensors in
 it.
 """
+
 import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.structure import (Annotated, Arguments, Kind, Leaf, Path, Repeated, Tensors,
-                                       annotated, bare, flatten_nested, is_among, item_at,
-                                       leaves_of, once, path_name)
+from torchgpipe.base.structure import (
+    Annotated,
+    Arguments,
+    Kind,
+    Leaf,
+    Path,
+    Repeated,
+    Tensors,
+    annotated,
+    bare,
+    flatten_nested,
+    is_among,
+    item_at,
+    leaves_of,
+    once,
+    path_name,
+)
 
-__all__ = ['Chunk', 'DEFAULT', 'MICRO_BATCH_MEAN', 'REDUCTIONS', 'SKIP', 'check_arguments',
-           'check_rule', 'check_rules', 'cut', 'fit_rule', 'gather', 'look_up', 'value_of']
+__all__ = [
+    'Chunk',
+    'DEFAULT',
+    'MICRO_BATCH_MEAN',
+    'REDUCTIONS',
+    'SKIP',
+    'check_arguments',
+    'check_rule',
+    'check_rules',
+    'cut',
+    'fit_rule',
+    'gather',
+    'look_up',
+    'value_of',
+]
 
 #: The way out for a mini-batch without samples in one process.
 SKIP = 'skip empty batches'
@@ -55,8 +83,9 @@ class Chunk:
         return self.kind(self.tensors)
 
 
-def cut(input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input', empty: str = SKIP
-        ) -> tuple[list[Chunk], list[int], list[int]]:
+def cut(
+    input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input', empty: str = SKIP
+) -> tuple[list[Chunk], list[int], list[int]]:
     """Split a mini-batch along its batch dimension.
 
     >>> import torch
@@ -108,9 +137,15 @@ def _read(input: Any, batch_dim: Any) -> tuple[Tensors, Kind, list[int | None]]:
     tensors, structure = flatten_nested(input)
     # The paths of several arguments begin with their positions and names.
     start = 1 if isinstance(input, Arguments) else 0
-    return tensors, annotated(tensors, structure), [
-        _batch_dim(leaf, leaf.path[start:], batch_dim) for leaf in leaves_of(input)
-        if isinstance(leaf.value, Tensor)]
+    return (
+        tensors,
+        annotated(tensors, structure),
+        [
+            _batch_dim(leaf, leaf.path[start:], batch_dim)
+            for leaf in leaves_of(input)
+            if isinstance(leaf.value, Tensor)
+        ],
+    )
 
 
 def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
@@ -120,8 +155,14 @@ def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
     return 0 if found is DEFAULT else found
 
 
-def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None], what: str,
-                chunks: int, empty: str) -> int:
+def _batch_size(
+    input: Any,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+    what: str,
+    chunks: int,
+    empty: str,
+) -> int:
     sizes = []
     for k, (x, dim) in enumerate(zip(tensors, dims)):
         if dim is not None:
@@ -129,36 +170,50 @@ def _batch_size(input: Any, tensors: Sequence[Tensor], dims: Sequence[int | None
                 raise _not_cut(_name(input, k, what), x, dim)
             sizes.append(x.shape[dim])
     if not sizes:
-        raise ValueError(f'no tensor of the {what} has a batch dimension, so there is nothing to '
-                         f'split (shapes: {[tuple(x.shape) for x in tensors]})')
+        raise ValueError(
+            f'no tensor of the {what} has a batch dimension, so there is nothing to '
+            f'split (shapes: {[tuple(x.shape) for x in tensors]})'
+        )
     if len(set(sizes)) > 1:
         lists = _lists_in(input, Tensor)
         if chunks == 1 and lists:  # Nothing is split, so a list may have a tensor per sample.
             return max(map(len, lists.values()))
-        found = ', '.join(f'{_name(input, k, what)}: {x.shape[dim]}' for k, (x, dim)
-                          in enumerate(zip(tensors, dims)) if dim is not None)
-        ways = ('Mark what all micro-batches share, like a table or position ids: '
-                'NoChunk(tensor). Say where the batch is, if it is not dimension 0: '
-                'GPipe(…, batch_dim=1)')
+        found = ', '.join(
+            f'{_name(input, k, what)}: {x.shape[dim]}'
+            for k, (x, dim) in enumerate(zip(tensors, dims))
+            if dim is not None
+        )
+        ways = (
+            'Mark what all micro-batches share, like a table or position ids: '
+            'NoChunk(tensor). Say where the batch is, if it is not dimension 0: '
+            'GPipe(…, batch_dim=1)'
+        )
         if lists:
             ways = _per_sample(next(iter(lists)), what)
-        raise ValueError(f'the tensors of the {what} disagree in batch size: {found}; every one '
-                         f'must hold the same samples. {ways}')
+        raise ValueError(
+            f'the tensors of the {what} disagree in batch size: {found}; every one '
+            f'must hold the same samples. {ways}'
+        )
     if sizes[0] == 0:
-        raise ValueError('the batch is empty: the batch dimension of the input has size 0, at '
-                         f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); '
-                         f'{empty}')
+        raise ValueError(
+            'the batch is empty: the batch dimension of the input has size 0, at '
+            f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); '
+            f'{empty}'
+        )
     return sizes[0]
 
 
 def _lists_in(input: Any, kind: type) -> dict[Path, list[Any]]:
     """Return the lists of a value whose items are split or plain, and all of a type."""
-    paths = dict.fromkeys(leaf.path[:-1] for leaf in leaves_of(input)
-                          if leaf.path and not leaf.shared)
+    paths = dict.fromkeys(
+        leaf.path[:-1] for leaf in leaves_of(input) if leaf.path and not leaf.shared
+    )
     lists = {path: item_at(input, path) for path in paths}
-    return {path: items for path, items in lists.items()
-            if type(items) is list and len(items) > 1
-            and all(isinstance(item, kind) for item in items)}
+    return {
+        path: items
+        for path, items in lists.items()
+        if type(items) is list and len(items) > 1 and all(isinstance(item, kind) for item in items)
+    }
 
 
 def _check_lists(input: Any, size: int, what: str) -> None:
@@ -168,13 +223,16 @@ def _check_lists(input: Any, size: int, what: str) -> None:
             raise ValueError(
                 f'{what}{path_name(path)} is a list of as many values as there are samples '
                 f'({size}), and each micro-batch would get the whole list. '
-                + _per_sample(path, what))
+                + _per_sample(path, what)
+            )
 
 
 def _per_sample(path: Path, what: str) -> str:
-    return (f'If the list {what}{path_name(path)} has an item for each sample, pass a tensor '
-            'whose dimension 0 is the batch, such as torch.tensor(list) or padded samples, or use '
-            'chunks=1. If all micro-batches share the list, pass NoChunk(list)')
+    return (
+        f'If the list {what}{path_name(path)} has an item for each sample, pass a tensor '
+        'whose dimension 0 is the batch, such as torch.tensor(list) or padded samples, or use '
+        'chunks=1. If all micro-batches share the list, pass NoChunk(list)'
+    )
 
 
 def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
@@ -185,10 +243,14 @@ def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
     elif x.dim() == 0:
         why = ('has no dimensions', 'give it a batch dimension')
     else:
-        why = (f'has no dimension {dim} (its shape is {tuple(x.shape)})',
-               'say where its batch is by batch_dim')
-    return ValueError(f'{name} {why[0]}, so it cannot be split into micro-batches; {why[1]}, or '
-                      'mark it as the same for all micro-batches: NoChunk(tensor)')
+        why = (
+            f'has no dimension {dim} (its shape is {tuple(x.shape)})',
+            'say where its batch is by batch_dim',
+        )
+    return ValueError(
+        f'{name} {why[0]}, so it cannot be split into micro-batches; {why[1]}, or '
+        'mark it as the same for all micro-batches: NoChunk(tensor)'
+    )
 
 
 def _name(value: Any, k: int, what: str = 'input') -> str:
@@ -239,8 +301,12 @@ def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
     named = {position: name for name, position in positions.items()}
     given: list[tuple[Any, Any]] = [(i, named.get(i)) for i in range(len(input.args))]
     given += [(name, positions.get(name)) for name in input.kwargs]
-    fitted = {key: by_key[each] for key, other in given for each in (key, other)
-              if each is not None and each in by_key}
+    fitted = {
+        key: by_key[each]
+        for key, other in given
+        for each in (key, other)
+        if each is not None and each in by_key
+    }
     known = {*positions, *named, *(key for key, _ in given)}
     if names is not None:
         _check_known(by_key, known, 'the call')
@@ -262,7 +328,8 @@ def check_arguments(name: str, layer: nn.Module, input: Arguments) -> None:
             f'{len(input.args)} arguments and keywords {sorted(input.kwargs)}: {error}. Its '
             f'forward takes {signature}. What the model is called with goes to its first layer '
             'alone; what later layers need travels in the value that each layer returns, such as '
-            'a dict, or as a skip (torchgpipe.skip)') from None
+            'a dict, or as a skip (torchgpipe.skip)'
+        ) from None
 
 
 def _names_of_arguments(layer: nn.Module) -> list[str] | None:
@@ -290,9 +357,11 @@ def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:
 def _check_known(entries: Mapping[Any, Any], known: Container[Any], where: str) -> None:
     unknown = [key for key in entries if key not in known]
     if unknown:
-        raise ValueError(f'batch_dim says something of {unknown[0]!r}, but there is nothing of '
-                         f'that name or at that place in {where}; a rule goes by the keys of the '
-                         "input, or by the positions or names of the first layer's arguments")
+        raise ValueError(
+            f'batch_dim says something of {unknown[0]!r}, but there is nothing of '
+            f'that name or at that place in {where}; a rule goes by the keys of the '
+            "input, or by the positions or names of the first layer's arguments"
+        )
 
 
 def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = False) -> None:
@@ -307,11 +376,16 @@ def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = F
     elif isinstance(rule, (list, tuple)):
         for each in rule:
             check_rule(name, each, allowed, functions)
-    elif not (functions and callable(rule)) and rule not in allowed and (
-            isinstance(rule, bool) or not isinstance(rule, int)):
+    elif (
+        not (functions and callable(rule))
+        and rule not in allowed
+        and (isinstance(rule, bool) or not isinstance(rule, int))
+    ):
         others = ', '.join(map(repr, allowed))
-        raise ValueError(f'{name} must be a dimension, one of {others}, or a dict or a sequence '
-                         f'of these by the keys of the value, but has {rule!r}')
+        raise ValueError(
+            f'{name} must be a dimension, one of {others}, or a dict or a sequence '
+            f'of these by the keys of the value, but has {rule!r}'
+        )
 
 
 def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,12 +414,19 @@ def check_rules(batch_dim: Any, gather: Any) -> None:
     check_rule('batch_dim', batch_dim, [None])
     check_rule('gather', gather, [None, *REDUCTIONS], functions=True)
     if batch_dim is None:
-        raise ValueError('batch_dim is None, so there would be nothing to split; name the '
-                         'dimension, or those of parts: batch_dim={\'table\': None}')
+        raise ValueError(
+            'batch_dim is None, so there would be nothing to split; name the '
+            "dimension, or those of parts: batch_dim={'table': None}"
+        )
 
 
-def gather(batches: Sequence[Chunk], sizes: Sequence[int] | None = None, rule: Any = None,
-           batch_dim: Any = 0, shared: Sequence[Tensor] = ()) -> Any:
+def gather(
+    batches: Sequence[Chunk],
+    sizes: Sequence[int] | None = None,
+    rule: Any = None,
+    batch_dim: Any = 0,
+    shared: Sequence[Tensor] = (),
+) -> Any:
     """Gather micro-batches into one value.
 
     >>> import torch
@@ -373,14 +454,20 @@ def gather(batches: Sequence[Chunk], sizes: Sequence[int] | None = None, rule: A
         batches = [_spread(batch) for batch in batches]
     batch_dim = batch_dim if isinstance(batch_dim, int) else 0
     first = batches[0]
-    if any(len(batch.tensors) != len(first.tensors) or batch.kind != first.kind
-           for batch in batches):
-        raise ValueError('the micro-batches came out of the pipeline with different numbers of '
-                         'tensors, or with other plain values or attributes: '
-                         f'{[len(x.tensors) for x in batches]} tensors, '
-                         f'{", ".join(map(_outline, batches))}')
-    paths = [()] if first.kind is bare else [
-        leaf.path for leaf in leaves_of(first.value) if isinstance(leaf.value, Tensor)]
+    if any(
+        len(batch.tensors) != len(first.tensors) or batch.kind != first.kind for batch in batches
+    ):
+        raise ValueError(
+            'the micro-batches came out of the pipeline with different numbers of '
+            'tensors, or with other plain values or attributes: '
+            f'{[len(x.tensors) for x in batches]} tensors, '
+            f'{", ".join(map(_outline, batches))}'
+        )
+    paths = (
+        [()]
+        if first.kind is bare
+        else [leaf.path for leaf in leaves_of(first.value) if isinstance(leaf.value, Tensor)]
+    )
     joined: dict[Any, Tensor] = {}
     found = []
     for path, *xs in zip(paths, *[batch.tensors for batch in batches]):
@@ -403,16 +490,22 @@ def _outline(batch: Chunk) -> str:
     """Format a value, with shapes in place of its tensors, and the attributes of these."""
     value = repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
     if isinstance(batch.kind, Annotated):
-        attributes = [{name: each(()) for name, each in structures.items()}
-                      for structures in batch.kind.attributes if structures]
+        attributes = [
+            {name: each(()) for name, each in structures.items()}
+            for structures in batch.kind.attributes
+            if structures
+        ]
         value += f' with attributes {attributes}'
     return value
 
 
 def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
     found, named = look_up(rule, path)
-    if found is DEFAULT or found is None or (
-            not isinstance(found, int) and not named and x.dim() > 0):
+    if (
+        found is DEFAULT
+        or found is None
+        or (not isinstance(found, int) and not named and x.dim() > 0)
+    ):
         return batch_dim
     return found
 
@@ -424,10 +517,12 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Pa
         expected = sizes if len(xs) > 1 else None
         for i, x in enumerate(xs):
             if not -x.dim() <= rule < x.dim() or (
-                    expected is not None and x.shape[rule] != expected[i]):
+                expected is not None and x.shape[rule] != expected[i]
+            ):
                 raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
-    beside = {tuple(size for k, size in enumerate(x.shape) if rule not in (k, k - x.dim()))
-              for x in xs}
+    beside = {
+        tuple(size for k, size in enumerate(x.shape) if rule not in (k, k - x.dim())) for x in xs
+    }
     if len(beside) > 1:
         raise _mixed(xs, rule, 'output' + path_name(path))
     if isinstance(rule, int):
@@ -442,30 +537,37 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Pa
 
 def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:
     shapes = ', '.join(map(str, dict.fromkeys(tuple(x.shape) for x in xs)))
-    how = (f'along dimension {rule}' if isinstance(rule, int)
-           else 'by a count' if callable(rule) else f'by {rule!r}')
+    how = (
+        f'along dimension {rule}'
+        if isinstance(rule, int)
+        else 'by a count'
+        if callable(rule)
+        else f'by {rule!r}'
+    )
     return ValueError(
         f'micro-batches came out with shapes {shapes} as {name}: outputs are gathered {how}, so '
         'nothing else in their shapes may differ. A dimension that goes with the number of '
         'samples is that of a model that mixes them, as a matrix of their similarities does: a '
         'micro-batch has another one, so compute it after the pipeline. Where layers pad, let '
-        'them pad all micro-batches to one length')
+        'them pad all micro-batches to one length'
+    )
 
 
-def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: str
-                ) -> ValueError:
+def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: str) -> ValueError:
     went = '' if sizes is None else f'went into the pipeline with {sizes[i]} samples and '
     if x.dim() == 0:
         return ValueError(
             f'micro-batch {i} {went}came out with shape () as {name}, a scalar: say what becomes '
             "of the scalars of micro-batches: GPipe(…, gather='mean') where each is a mean over "
             "samples, 'sum' or 'stack'. A mean over anything else, such as labels that are not "
-            "padding, is not the mean of these means: let gather count them, gather=lambda ids, "
+            'padding, is not the mean of these means: let gather count them, gather=lambda ids, '
             'mask, labels: (labels != -100).sum(), a function that is called as the model is; or '
             'take a step, whose step(…, normalizer=…) counts. Or reduce over the batch after the '
-            'pipeline, not in it')
+            'pipeline, not in it'
+        )
     return ValueError(
         f'micro-batch {i} {went}came out with shape {tuple(x.shape)} as {name}: outputs are '
         f'gathered along dimension {dim}, which must be the batch dimension. Say where the batch '
         "is, or what else to do with it, as in GPipe(…, gather={'labels': 1, 'counts': 'sum'}), "
-        'or reduce over the batch after the pipeline, not in it')
+        'or reduce over the batch after the pipeline, not in it'
+    )

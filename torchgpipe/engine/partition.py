@@ -7,6 +7,7 @@ Autograd has a thread for each accelerator, and gives all of them the same copy 
 context variables. Compiled code enters this copy in backward, which two threads cannot do
 concurrently ("cannot enter context"). In a pipeline, two threads would do so.
 """
+
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,9 +30,21 @@ from torchgpipe.engine.streams import Observer, no_context, observers
 from torchgpipe.engine.workers import Workers, device_key
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
-__all__ = ['Engine', 'Partition', 'compiled', 'has_compiled', 'holder_of', 'is_pipeline',
-           'modules_of', 'named_slots', 'only_computes', 'part_contexts', 'shared_modules',
-           'shared_slots', 'tensor_of']
+__all__ = [
+    'Engine',
+    'Partition',
+    'compiled',
+    'has_compiled',
+    'holder_of',
+    'is_pipeline',
+    'modules_of',
+    'named_slots',
+    'only_computes',
+    'part_contexts',
+    'shared_modules',
+    'shared_slots',
+    'tensor_of',
+]
 
 
 def is_pipeline(module: nn.Module) -> bool:
@@ -131,10 +144,13 @@ def only_computes(module: nn.Module) -> bool:
     This holds for PyTorch's layers without buffers, unless they write to a parameter or have a
     forward pre-hook, such as a lazy layer. For all other modules it is not known.
     """
-    return (type(module).__module__.startswith('torch.nn.modules.')
-            and 'forward' not in module.__dict__
-            and not module._buffers and not module._forward_pre_hooks
-            and getattr(module, 'max_norm', None) is None)
+    return (
+        type(module).__module__.startswith('torch.nn.modules.')
+        and 'forward' not in module.__dict__
+        and not module._buffers
+        and not module._forward_pre_hooks
+        and getattr(module, 'max_norm', None) is None
+    )
 
 
 # --- compiled layers
@@ -143,8 +159,7 @@ def only_computes(module: nn.Module) -> bool:
 
 def has_compiled(partition: nn.Module) -> bool:
     """Return whether a partition is compiled, or a layer in it."""
-    return 'forward' in partition.__dict__ or any(
-        map(is_compiled_module, partition.modules()))
+    return 'forward' in partition.__dict__ or any(map(is_compiled_module, partition.modules()))
 
 
 def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
@@ -178,9 +193,14 @@ def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., 
     """
     # PyTorch does not compile a loop if it cannot compile one of its layers.
     is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
-    runs = [partial(torch.compile(_own_code(_run), *args, **kwargs), layers,
-                    tuple([name for name, _ in group]))
-            for _, group in groupby(zip(layers._modules, is_left), itemgetter(1))]
+    runs = [
+        partial(
+            torch.compile(_own_code(_run), *args, **kwargs),
+            layers,
+            tuple([name for name, _ in group]),
+        )
+        for _, group in groupby(zip(layers._modules, is_left), itemgetter(1))
+    ]
     return partial(_run_all, runs)
 
 
@@ -220,8 +240,9 @@ class Partition:
         skip_layout: The source and destination partition of each skip.
     """
 
-    def __init__(self, j: int, layers: nn.Sequential, device: torch.device, skip_layout: SkipLayout
-                 ) -> None:
+    def __init__(
+        self, j: int, layers: nn.Sequential, device: torch.device, skip_layout: SkipLayout
+    ) -> None:
         self.j = j
         self.layers = layers
         self.device = device
@@ -251,7 +272,8 @@ class Partition:
         #: Whether it has a module that communicates: [Note: Collectives] of
         #: :mod:`torchgpipe.base.context`.
         self.communicates = any(
-            getattr(module, 'communicates', False) is True for module in modules_of(layers))
+            getattr(module, 'communicates', False) is True for module in modules_of(layers)
+        )
         #: Whether cells run one after the other, because the partition communicates, or shares a
         #: module that may change.
         self.serialized = self.communicates
@@ -274,14 +296,20 @@ class Engine:
             inspection.
     """
 
-    def __init__(self, partitions: Iterable[nn.Sequential],
-                 devices: Sequence[torch.device] | None = None,
-                 skip_layout: SkipLayout | None = None) -> None:
+    def __init__(
+        self,
+        partitions: Iterable[nn.Sequential],
+        devices: Sequence[torch.device] | None = None,
+        skip_layout: SkipLayout | None = None,
+    ) -> None:
         layers = list(partitions)
         self.skip_layout = inspect_skip_layout(layers) if skip_layout is None else skip_layout
         self.partitions = [
-            Partition(j, each, device, self.skip_layout) for j, (each, device)
-            in enumerate(zip(layers, devices or [torch.device('cpu')] * len(layers)))]
+            Partition(j, each, device, self.skip_layout)
+            for j, (each, device) in enumerate(
+                zip(layers, devices or [torch.device('cpu')] * len(layers))
+            )
+        ]
         self.has_skips = any(partition.has_skips for partition in self.partitions)
         self.workers = Workers()
         #: Whether the loss of a step was seen to draw random numbers; ``None`` if not known yet.
@@ -298,17 +326,20 @@ class Engine:
         #: thread would only make its caller wait, and cost as much as several small layers.
         self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
         #: The number of workers that share the cores of the CPU.
-        self.cpu_workers = len({partition.worker for partition in self.partitions
-                                if is_cpu(partition.device)})
+        self.cpu_workers = len(
+            {partition.worker for partition in self.partitions if is_cpu(partition.device)}
+        )
         #: Whether shared tensors have to be copied, and autograd may run nodes in several threads.
         self.several_memories = len({partition.memory for partition in self.partitions}) > 1
         for j, partition in enumerate(self.partitions):
             partition.moves = j > 0 and self.apart(j - 1, j)
         for j, partition in enumerate(self.partitions):
             partition.arrives = partition.moves or any(
-                self.apart(prev_j, j) for prev_j, _ in partition.incoming)
-            partition.departs = any(next.moves for next in self.partitions[j + 1:j + 2]) or any(
-                self.apart(j, next_j) for next_j, _ in partition.outgoing)
+                self.apart(prev_j, j) for prev_j, _ in partition.incoming
+            )
+            partition.departs = any(next.moves for next in self.partitions[j + 1 : j + 2]) or any(
+                self.apart(j, next_j) for next_j, _ in partition.outgoing
+            )
         for partition, slots in zip(self.partitions, shared_slots(layers)):
             partition.shared = slots
         #: Whether some partitions on different workers share parameters or buffers.
@@ -321,8 +352,12 @@ class Engine:
     @cached_property
     def step_lock(self) -> AbstractContextManager[Any]:
         """The lock of a step: see :mod:`torchgpipe.base.context`."""
-        return step_lock(module for partition in self.partitions
-                         for module in partition.layers.modules() if module._parameters)
+        return step_lock(
+            module
+            for partition in self.partitions
+            for module in partition.layers.modules()
+            if module._parameters
+        )
 
     @cached_property
     def communicating_worker(self) -> Hashable:
@@ -339,7 +374,8 @@ class Engine:
                 'through its actions of a step by itself: the ranks would not come to their '
                 'collectives in the same order. Put these partitions on one device; or use the '
                 'plain call, model(input) and loss.backward(), which runs one cell after the '
-                'other')
+                'other'
+            )
         return (found or self.partitions)[-1].worker
 
     @contextmanager
@@ -350,8 +386,10 @@ class Engine:
             RuntimeError: Another observer is active already.
         """
         if self.observer is not None:
-            raise RuntimeError('this model is being recorded already; end one recording before '
-                               'the next one begins')
+            raise RuntimeError(
+                'this model is being recorded already; end one recording before '
+                'the next one begins'
+            )
         observers.append(observer)
         self._tell(observer)
         try:
@@ -381,13 +419,17 @@ class Engine:
                 self.partitions[j].serialized |= changes
         for partition in self.partitions:
             own = [layer for layer in partition.layers if layer not in shared]
-            partition.lock = together(layer_lock(own or [partition.layers]), *(
-                layer_lock(modules) for js, modules in alone.items() if partition.j in js))
+            partition.lock = together(
+                layer_lock(own or [partition.layers]),
+                *(layer_lock(modules) for js, modules in alone.items() if partition.j in js),
+            )
         for partition in self.partitions:
             beside = {j for js in shared.values() if partition.j in js for j in js}
             partition.lock_alone = together(
-                partition.lock, *(self.partitions[j].lock for j in beside), *(
-                    layer_lock([module]) for module, js in shared.items() if partition.j in js))
+                partition.lock,
+                *(self.partitions[j].lock for j in beside),
+                *(layer_lock([module]) for module, js in shared.items() if partition.j in js),
+            )
 
     def apart(self, j: int, k: int) -> bool:
         """Return whether two partitions are in different memories."""

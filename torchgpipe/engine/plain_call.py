@@ -67,6 +67,7 @@ intra-op threads. A worker with more than its share would get its own team of Op
 all teams together have more threads than there are cores, each team sleeps between any two
 kernels, for the rest of the process. Then small kernels take twice as long.
 """
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -81,8 +82,17 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.streams import (AbstractStream, Copy, Recompute, Wait, find_grad, fork,
-                                       get_phony, tie, use_stream)
+from torchgpipe.engine.streams import (
+    AbstractStream,
+    Copy,
+    Recompute,
+    Wait,
+    find_grad,
+    fork,
+    get_phony,
+    tie,
+    use_stream,
+)
 from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
@@ -120,8 +130,12 @@ class PlainCall(Run):
         """Run all cells: concurrently, or one after the other where their order matters."""
         m, known = len(self._batches), 0
         # No two cells could run concurrently, or user code may see when a cell runs.
-        in_order = self._engine.one_worker or m == 1 or self._state.is_serialized or any(
-            partition.serialized for partition in self._engine.partitions)
+        in_order = (
+            self._engine.one_worker
+            or m == 1
+            or self._state.is_serialized
+            or any(partition.serialized for partition in self._engine.partitions)
+        )
         if not in_order:
             if any(cells.draws is None for cells in self._cells):
                 self._run_at_once(0, 1)  # which shows whether cells draw
@@ -139,8 +153,9 @@ class PlainCall(Run):
         engine = self._engine
         devices = tuple([partition.device for partition in engine.partitions])
         plan = WorkerPlan.of_forward(start, stop, devices)
-        self._as_worker(partial(interpret, plan, self._act, engine.workers, self._act_here),
-                        self._share)
+        self._as_worker(
+            partial(interpret, plan, self._act, engine.workers, self._act_here), self._share
+        )
 
     def _act(self, action: Action) -> None:
         self._state.run(partial(self._act_here, action), self._share)
@@ -166,8 +181,7 @@ class PlainCall(Run):
                     self._check_monitor(monitor, [j])
 
     def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
-        """Run a function as workers do, which may wait for a lock that the calling thread holds.
-        """
+        """Run a function as workers do, which may wait for a lock that the calling thread holds."""
         before = context.workers
         context.workers = before | {id(self._engine.workers)}
         try:
@@ -185,8 +199,11 @@ class PlainCall(Run):
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
         partition, tensors = self._engine.partitions[j], [*self._batches[i].tensors]
         # Skips first: they are ready. Behind the batch, they would wait for its computation.
-        skips = [self._copy(i, skip.j, j, [skip.tensor])[0] for skip in popped
-                 if skip.tensor is not None]
+        skips = [
+            self._copy(i, skip.j, j, [skip.tensor])[0]
+            for skip in popped
+            if skip.tensor is not None
+        ]
         if partition.moves:
             tensors = self.aliasing.cross(i, tensors, partial(self._copy, i, j - 1, j))
         tensors += skips
@@ -199,11 +216,15 @@ class PlainCall(Run):
         if not self._engine.apart(prev_j, next_j):
             return tensors
         with use_stream(self._streams[prev_j]):  # It is not current in this thread.
-            return [*Copy.apply(  # type: ignore[no-untyped-call]
-                self._copy_streams[prev_j][i], self._copy_streams[next_j][i], *tensors)]
+            return [
+                *Copy.apply(  # type: ignore[no-untyped-call]
+                    self._copy_streams[prev_j][i], self._copy_streams[next_j][i], *tensors
+                )
+            ]
 
-    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
-              recomputation: Recomputation | None) -> None:
+    def _send(
+        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
         """Add the nodes that backward runs first to an output, in place."""
         departs = self._engine.partitions[j].departs
         if recomputation is not None:
@@ -230,8 +251,9 @@ class PlainCall(Run):
             self._tie(i, j, output, None)
         self._keep(i, j, cell, output)
 
-    def _tie(self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
-             ) -> None:
+    def _tie(
+        self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
         """Tie an output to the nodes that run before or after the rest of its backward."""
         k = find_grad(output)
         if k is None:
@@ -259,13 +281,16 @@ def _recompute(output: Tensor, recomputation: Recomputation) -> Tensor:
     return Recompute.apply(phony, recomputation)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _wait(prev_stream: AbstractStream, next_stream: AbstractStream, tensors: Sequence[Tensor]
-          ) -> list[Tensor]:
+def _wait(
+    prev_stream: AbstractStream, next_stream: AbstractStream, tensors: Sequence[Tensor]
+) -> list[Tensor]:
     return [*Wait.apply(prev_stream, next_stream, *tensors)]  # type: ignore[no-untyped-call]
 
 
 def _undeclared(j: int) -> str:
-    return (f'a layer of partition {j} communicates with other processes, while other partitions '
-            'run: the ranks would not come to their collectives in the same order. Let the module '
-            'say so, as layers of torchgpipe.shard do: communicates = True; then cells run one '
-            'after the other. Or put all partitions on one device')
+    return (
+        f'a layer of partition {j} communicates with other processes, while other partitions '
+        'run: the ranks would not come to their collectives in the same order. Let the module '
+        'say so, as layers of torchgpipe.shard do: communicates = True; then cells run one '
+        'after the other. Or put all partitions on one device'
+    )

@@ -29,6 +29,7 @@ A change of a skip raises as well if another skip lies in its memory.
 Tensors that all micro-batches share are detected in the output by their place in memory. Therefore
 :class:`Aliasing` follows them through copies, and into and out of skips.
 """
+
 import itertools
 import weakref
 from collections import defaultdict
@@ -39,8 +40,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.context import (MicroBatch, MiniBatch, ThreadState, context, generator_lock,
-                                     is_held, released_generator)
+from torchgpipe.base.context import (
+    MicroBatch,
+    MiniBatch,
+    ThreadState,
+    context,
+    generator_lock,
+    is_held,
+    released_generator,
+)
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import is_among, share_memory
@@ -85,16 +93,20 @@ class Aliasing:
         transformed: Whether a transform of ``torch.func`` is active.
     """
 
-    def __init__(self, batches: Sequence[Chunk], common: Sequence[int],
-                 transformed: bool = False) -> None:
+    def __init__(
+        self, batches: Sequence[Chunk], common: Sequence[int], transformed: bool = False
+    ) -> None:
         self._several = len(batches) > 1
         #: Whether to check outputs. Tensors of a ``torch.func`` transform do not have a memory.
         self._follows = self._several and not transformed
         #: The tensors that all micro-batches share. A change of a view changes them.
         self._shared = [batches[0].tensors[k] for k in common]
         #: By micro-batch, its tensors that are shared, or copies of shared ones.
-        self._common = {i: [batch.tensors[k] for k in common]
-                        for i, batch in enumerate(batches)} if common else {}
+        self._common = (
+            {i: [batch.tensors[k] for k in common] for i, batch in enumerate(batches)}
+            if common
+            else {}
+        )
         #: By micro-batch, the skips that are such tensors.
         self._common_skips: defaultdict[int, set[Key]] = defaultdict(set)
         #: By micro-batch, the tensors that shared a memory before a boundary.
@@ -104,8 +116,7 @@ class Aliasing:
         #: By micro-batch and skip, the other skips in whose memory it lies.
         self._with_skips: defaultdict[int, dict[Key, set[Key]]] = defaultdict(dict)
         #: By partition and place in memory, the storage and version of an output.
-        self._handed_on: defaultdict[int, dict[Any, tuple[Any, int]]] = (
-            defaultdict(dict))
+        self._handed_on: defaultdict[int, dict[Any, tuple[Any, int]]] = defaultdict(dict)
         #: The micro-batches with tensors to follow, even in cells without skips.
         self.watched = {*self._common}
 
@@ -113,13 +124,16 @@ class Aliasing:
         """Return the tensors of a micro-batch that all micro-batches share, or copies of them."""
         return self._common.get(i, [])
 
-    def cross(self, i: int, tensors: list[Tensor], copy: Callable[[list[Tensor]], list[Tensor]]
-              ) -> list[Tensor]:
+    def cross(
+        self, i: int, tensors: list[Tensor], copy: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
         """Copy tensors over a boundary between partitions, and follow those that share memory."""
         common = self.common(i)
         where = [k for k, x in enumerate(tensors) if is_among(x, common)] if common else []
-        shares = i in self._once_shared or (len(tensors) > 1 and any(
-            share_memory([x], tensors[k + 1:]) for k, x in enumerate(tensors)))
+        shares = i in self._once_shared or (
+            len(tensors) > 1
+            and any(share_memory([x], tensors[k + 1 :]) for k, x in enumerate(tensors))
+        )
         copied = copy(tensors)
         if self._shared:
             self._common[i] = [copied[k] for k in where]
@@ -136,12 +150,14 @@ class Aliasing:
         if len(tensors) == 1 and i not in self.watched:
             return [False]
         before = self._once_shared.get(i, [])
-        return [bool(self._with_batch[i]) or share_memory(
-            [x], [*before, *tensors[:k], *tensors[k + 1:]]) for k, x in enumerate(tensors)]
+        return [
+            bool(self._with_batch[i])
+            or share_memory([x], [*before, *tensors[:k], *tensors[k + 1 :]])
+            for k, x in enumerate(tensors)
+        ]
 
     def is_common(self, i: int, x: Tensor) -> bool:
-        """Return whether a tensor of a micro-batch is shared by all, or a copy of such a tensor.
-        """
+        """Return whether a tensor of a micro-batch is shared by all, or a copy of such a tensor."""
         return bool(self._shared) and is_among(x, self.common(i))
 
     def arrive(self, i: int, aliased: list[Tensor], common: list[Tensor], skips: set[Key]) -> None:
@@ -173,12 +189,20 @@ class Aliasing:
                 common = [*common, x]
             if key in with_others:
                 aliased[key] = x
-        return _Before(batch, common, aliased, [
-            (watched, versions(watched), error) for watched, error
-            in self._watched(i, j, batch, common, aliased) if watched])
+        return _Before(
+            batch,
+            common,
+            aliased,
+            [
+                (watched, versions(watched), error)
+                for watched, error in self._watched(i, j, batch, common, aliased)
+                if watched
+            ],
+        )
 
-    def after(self, i: int, partition: Partition, cell: Cell, before: '_Before',
-              output: Sequence[Tensor]) -> None:
+    def after(
+        self, i: int, partition: Partition, cell: Cell, before: '_Before', output: Sequence[Tensor]
+    ) -> None:
         """Check whether a cell changed watched tensors, and record its output.
 
         Raises:
@@ -195,8 +219,9 @@ class Aliasing:
             self._common_skips[i] |= {key for key, x in stashed.items() if is_among(x, common)}
         if not share_memory(self._once_shared.get(i, []), given):
             self._once_shared.pop(i, None)
-        self._follow_skips(i, batch, given, {key for _, key in partition.incoming}, aliased,
-                           stashed)
+        self._follow_skips(
+            i, batch, given, {key for _, key in partition.incoming}, aliased, stashed
+        )
         self.hand_on(partition.j, output)
 
     def hand_on(self, j: int, tensors: Iterable[Tensor]) -> None:
@@ -208,8 +233,11 @@ class Aliasing:
         handed_on = self._handed_on[j]
         for x in tensors if self._follows else ():
             # Other tensors do not have their own memory, or no versions.
-            if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided \
-                    or x.is_inference():
+            if (
+                type(x) not in (Tensor, nn.Parameter)
+                or x.layout is not torch.strided
+                or x.is_inference()
+            ):
                 continue
             storage, now = x.untyped_storage(), x._version
             place = id(storage), x.storage_offset()
@@ -219,34 +247,63 @@ class Aliasing:
                 raise RuntimeError(
                     f'partition {j} hands on a tensor that was changed in place since it did so '
                     'for another micro-batch, such as a buffer: the next partition may see the '
-                    'change of a later one. Let the layer return a copy: tensor.clone().')
+                    'change of a later one. Let the layer return a copy: tensor.clone().'
+                )
             handed_on[place] = weakref.ref(storage), now
 
-    def _watched(self, i: int, j: int, batch: Sequence[Tensor], common: list[Tensor],
-                 aliased: dict[Key, Tensor]) -> Iterator[tuple[Sequence[Tensor], str]]:
+    def _watched(
+        self,
+        i: int,
+        j: int,
+        batch: Sequence[Tensor],
+        common: list[Tensor],
+        aliased: dict[Key, Tensor],
+    ) -> Iterator[tuple[Sequence[Tensor], str]]:
         """Yield tensors that partition ``j`` may not change, and the error message if it does."""
         if self._shared and self._several:
-            yield [*self._shared, *common], (
-                f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
-                'or in NoChunk). Without a pipeline it would change once. Use an operation that '
-                'is not in place.')
-        yield self._once_shared.get(i, []), (
-            f'a tensor of the input of partition {j} was changed in place, and another one lay in '
-            'its memory before both came from the partition before. Without a pipeline, both '
-            'would change. Use an operation that is not in place, or let the partition before '
-            'return a copy: tensor.clone().')
+            yield (
+                [*self._shared, *common],
+                (
+                    f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
+                    'or in NoChunk). Without a pipeline it would change once. Use an operation that '
+                    'is not in place.'
+                ),
+            )
+        yield (
+            self._once_shared.get(i, []),
+            (
+                f'a tensor of the input of partition {j} was changed in place, and another one lay in '
+                'its memory before both came from the partition before. Without a pipeline, both '
+                'would change. Use an operation that is not in place, or let the partition before '
+                'return a copy: tensor.clone().'
+            ),
+        )
         if self._with_batch[i]:
             names = ', '.join(sorted(f"'{name}'" for _, name in self._with_batch[i]))
-            yield batch, changed_in_place(
-                f'the input of partition {j}, which is also the skip tensor {names},')
+            yield (
+                batch,
+                changed_in_place(
+                    f'the input of partition {j}, which is also the skip tensor {names},'
+                ),
+            )
         for key, tensor in aliased.items():
-            yield [tensor], changed_in_place(
-                f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
-                'another skip,')
+            yield (
+                [tensor],
+                changed_in_place(
+                    f"the skip tensor '{key[1]}', whose memory is also that of the batch or of "
+                    'another skip,'
+                ),
+            )
 
-    def _follow_skips(self, i: int, batch: Sequence[Tensor], output: Sequence[Tensor],
-                      popped: set[Key], aliased: dict[Key, Tensor], stashed: dict[Key, Tensor]
-                      ) -> None:
+    def _follow_skips(
+        self,
+        i: int,
+        batch: Sequence[Tensor],
+        output: Sequence[Tensor],
+        popped: set[Key],
+        aliased: dict[Key, Tensor],
+        stashed: dict[Key, Tensor],
+    ) -> None:
         """Record the skips that share memory with the output of a cell or with other skips."""
         with_batch, with_skips = self._with_batch[i], self._with_skips[i]
         with_batch -= popped if share_memory(batch, output) else {*with_batch}
@@ -258,8 +315,9 @@ class Aliasing:
             if share_memory([x], output):
                 with_batch.add(key)
                 self.watched.add(i)
-            others = {other for other, y in stashed.items()
-                      if other != key and share_memory([x], [y])}
+            others = {
+                other for other, y in stashed.items() if other != key and share_memory([x], [y])
+            }
             if others:
                 with_skips[key] = others
 
@@ -275,7 +333,8 @@ _serial = itertools.count()
 _NO_FORWARD_MODE = (
     'A pipeline in training has no forward-mode differentiation of dual tensors. Use '
     'torch.func.jvp, of the sequential module that was wrapped or of a pipeline with all '
-    "partitions on one device and checkpoint='never'; or call the pipeline in torch.no_grad()")
+    "partitions on one device and checkpoint='never'; or call the pipeline in torch.no_grad()"
+)
 
 
 class Run:
@@ -296,10 +355,15 @@ class Run:
     #: Whether the run includes backward, so that cells may replace parameters of modules.
     has_backward = False
 
-    def __init__(self, engine: Engine, batches: list[Chunk],
-                 recomputed: Sequence[Collection[int]] = (),
-                 copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
-                 common: Sequence[int] = (), offload: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batches: list[Chunk],
+        recomputed: Sequence[Collection[int]] = (),
+        copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
+        common: Sequence[int] = (),
+        offload: bool = False,
+    ) -> None:
         self._engine = engine
         self._batches = batches
         #: By micro-batch, the stashed skips that are not popped yet.
@@ -309,7 +373,10 @@ class Run:
         self._share = max(1, state.num_threads // max(1, min(len(batches), engine.cpu_workers)))
         self._copy_streams = copy_streams or [
             engine.workers.copy_streams(partition.device, len(batches))
-            if partition.arrives or partition.departs else [] for partition in engine.partitions]
+            if partition.arrives or partition.departs
+            else []
+            for partition in engine.partitions
+        ]
         self._streams = [current_stream(partition.device) for partition in engine.partitions]
         recomputed = recomputed or [()] * len(engine.partitions)
         state.check(threads=self.has_backward or not engine.one_worker or any(recomputed))
@@ -318,20 +385,33 @@ class Run:
         offload = offload and state.hooks is None
         self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
         self._cells = [
-            Cells(partition, again, state, engine.one_worker,
-                  self._hold(partition, partition.lock_alone), stream,
-                  engine.workers.host_stream(partition.device) if offload else CPUStream)
-            for partition, again, stream in zip(engine.partitions, recomputed, self._streams)]
+            Cells(
+                partition,
+                again,
+                state,
+                engine.one_worker,
+                self._hold(partition, partition.lock_alone),
+                stream,
+                engine.workers.host_stream(partition.device) if offload else CPUStream,
+            )
+            for partition, again, stream in zip(engine.partitions, recomputed, self._streams)
+        ]
         #: The functions that cells call: the layers of each partition.
         self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
         #: The contexts in which cells have the layers of each partition (rule 14).
         self._held = [
-            self._hold(partition, partition.lock_alone
-                       if self.has_backward or cells.no_recompute else partition.lock)
-            for partition, cells in zip(engine.partitions, self._cells)]
+            self._hold(
+                partition,
+                partition.lock_alone
+                if self.has_backward or cells.no_recompute
+                else partition.lock,
+            )
+            for partition, cells in zip(engine.partitions, self._cells)
+        ]
         #: Detects draws in the whole pass. If some partitions draw, cells have their own monitors.
-        self._monitor = None if any(
-            cells.draws is not False for cells in self._cells) else DrawMonitor()
+        self._monitor = (
+            None if any(cells.draws is not False for cells in self._cells) else DrawMonitor()
+        )
         for cells in self._cells:
             cells.monitor = self._monitor
         outer = context.micro_batch
@@ -344,8 +424,9 @@ class Run:
         """Wrap the function that cells of the last partition call."""
         self._layers[-1] = wrap(self._layers[-1])
 
-    def _hold(self, partition: Partition, lock: AbstractContextManager[Any]
-              ) -> AbstractContextManager[Any]:
+    def _hold(
+        self, partition: Partition, lock: AbstractContextManager[Any]
+    ) -> AbstractContextManager[Any]:
         return lock if self._shared is None else self._shared.held(partition.j, lock)
 
     def run(self) -> None:
@@ -374,7 +455,8 @@ class Run:
                     f'a layer called a GPipe whose partition {partition.j} has layers of the '
                     'calling partition, so its workers would wait for the caller. Call the layers '
                     "instead, or put all of its partitions on one device, as in devices=['cpu', "
-                    "'cpu']")
+                    "'cpu']"
+                )
 
     def _run(self, inputs: list[Any], parts: bool) -> None:
         try:
@@ -387,8 +469,7 @@ class Run:
             if context.micro_batch is None:  # It is the outermost run.
                 self.mini_batch.end()
             if parts:
-                part_contexts(inputs, [
-                    x for batch in self._batches for x in batch.tensors])
+                part_contexts(inputs, [x for batch in self._batches for x in batch.tensors])
         except NotImplementedError as error:
             if 'jvp' in str(error):
                 add_note(error, _NO_FORWARD_MODE)
@@ -408,8 +489,9 @@ class Run:
         """Return the batch and then the skips, in the graph and the memory of a cell."""
         raise NotImplementedError
 
-    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
-              recomputation: Recomputation | None) -> None:
+    def _send(
+        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
         """Pass the output of a cell on to the next cells."""
         raise NotImplementedError
 
@@ -426,15 +508,19 @@ class Run:
         """Run micro-batch ``i`` in partition ``j``."""
         partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
         cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
-        context.micro_batch = MicroBatch(i, m, j, next(_serial), self.mini_batch, partition.lock,
-                                         self.losses)
+        context.micro_batch = MicroBatch(
+            i, m, j, next(_serial), self.mini_batch, partition.lock, self.losses
+        )
         try:
             tensors = self._bring(
-                i, j, self._pop(i, partition, cell) if partition.incoming else ())
+                i, j, self._pop(i, partition, cell) if partition.incoming else ()
+            )
             observed = self._cells[j].observed
             draws = observed is not None and observed.draws is not False
-            with self._held[j], (generator_lock if draws and not partition.has_pipeline
-                                 else no_context):
+            with (
+                self._held[j],
+                generator_lock if draws and not partition.has_pipeline else no_context,
+            ):
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)
                     output, recomputation = self._cells[j].run(i, cell, tensors)

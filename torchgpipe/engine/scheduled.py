@@ -15,6 +15,7 @@ reads them, as in :mod:`torchgpipe.engine.streams`.
 :class:`Unordered` checks that modules which run out of order have not changed. :func:`beside`
 returns the error message for [Note: Collectives] of :mod:`torchgpipe.base.context`.
 """
+
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,8 +36,14 @@ from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, lea
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine, Partition, has_compiled
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.streams import (CPUStream, Wait, copy_tensor, no_context, use_stream,
-                                       wait_stream)
+from torchgpipe.engine.streams import (
+    CPUStream,
+    Wait,
+    copy_tensor,
+    no_context,
+    use_stream,
+    wait_stream,
+)
 from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
@@ -46,16 +53,20 @@ __all__ = ['Loss', 'Step', 'Unordered', 'beside']
 
 def beside(j: int) -> str:
     """Return an error message for a collective in partition ``j``."""
-    return (f'partition {j} communicates with other processes, or the loss does, while other '
-            'workers may do so beside it: the ranks would not come to their collectives in the '
-            'same order. Let modules that do so say it, communicates = True, and put them into '
-            'partitions on one device, that of the last one if the loss does so, too; or use the '
-            'plain call, model(input) and loss.backward()')
+    return (
+        f'partition {j} communicates with other processes, or the loss does, while other '
+        'workers may do so beside it: the ranks would not come to their collectives in the '
+        'same order. Let modules that do so say it, communicates = True, and put them into '
+        'partitions on one device, that of the last one if the loss does so, too; or use the '
+        'plain call, model(input) and loss.backward()'
+    )
 
 
-_CHANGED = ('If a layer writes to its parameter or buffer in forward, another micro-batch changes '
-            "what this one has saved. Use checkpoint='always', which keeps the values of each "
-            'micro-batch, or let the layer use a copy: tensor.clone()')
+_CHANGED = (
+    'If a layer writes to its parameter or buffer in forward, another micro-batch changes '
+    "what this one has saved. Use checkpoint='always', which keeps the values of each "
+    'micro-batch, or let the layer use a copy: tensor.clone()'
+)
 
 
 class Unordered:
@@ -69,8 +80,12 @@ class Unordered:
     def __init__(self, engine: Engine, rows: Sequence[Sequence[Action]]) -> None:
         modules = [*engine.changing]
         for j, partition in enumerate(engine.partitions):
-            order = [action.micro_batch for row in rows for action in row
-                     if action.kind == 'F' and action.stage == j]
+            order = [
+                action.micro_batch
+                for row in rows
+                for action in row
+                if action.kind == 'F' and action.stage == j
+            ]
             if order != sorted(order):
                 modules += partition.layers.modules()
         self._before = [(module, state_of(module)) for module in modules]
@@ -81,14 +96,20 @@ class Unordered:
         Raises:
             RuntimeError: Some layers have changed.
         """
-        names = sorted({type(module).__name__ for module, before in self._before
-                        if not are_same(before, state_of(module))})
+        names = sorted(
+            {
+                type(module).__name__
+                for module, before in self._before
+                if not are_same(before, state_of(module))
+            }
+        )
         if names:
             raise RuntimeError(
                 f'layers that change when they are called ({", ".join(names)}) run in another '
                 'order here than in the model: they stand in several partitions, or the schedule '
                 "takes micro-batches in another order. Use schedule='1f1b' or 'gpipe', put all "
-                'places of a layer into one partition, or give each place a layer of its own')
+                'places of a layer into one partition, or give each place a layer of its own'
+            )
 
 
 class Loss(Protocol):
@@ -134,8 +155,14 @@ class Step(Run):
     keeps_output = True
     _give = staticmethod(give)
 
-    def __init__(self, engine: Engine, batches: list[Chunk], rows: tuple[tuple[Action, ...], ...],
-                 loss: Loss, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batches: list[Chunk],
+        rows: tuple[tuple[Action, ...], ...],
+        loss: Loss,
+        **options: Any,
+    ) -> None:
         super().__init__(engine, batches, **options)
         self._losses = loss
         self._rows = rows
@@ -146,19 +173,28 @@ class Step(Run):
         #: Swaps of partitions whose modules have leaves only while their actions run.
         self._swaps: dict[int, list[Swap]] = {}
         modules = {*loss.modules}
-        with_loss = [partition for partition in engine.partitions
-                     if not modules.isdisjoint(partition.layers.modules())]
+        with_loss = [
+            partition
+            for partition in engine.partitions
+            if not modules.isdisjoint(partition.layers.modules())
+        ]
         #: Held while the loss has leaves in place of its parameters.
-        self._loss_lock = together(layer_lock(modules), *(
-            partition.lock for partition in with_loss)) if modules else no_context
+        self._loss_lock = (
+            together(layer_lock(modules), *(partition.lock for partition in with_loss))
+            if modules
+            else no_context
+        )
         #: Partitions whose modules are also in another partition, or in the loss.
-        self._apart = {partition.j for partition in engine.partitions
-                       if partition.shares_modules or partition in with_loss}
-        self._steps = together(engine.step_lock, step_lock(modules)) if modules \
-            else engine.step_lock
+        self._apart = {
+            partition.j
+            for partition in engine.partitions
+            if partition.shares_modules or partition in with_loss
+        }
+        self._steps = (
+            together(engine.step_lock, step_lock(modules)) if modules else engine.step_lock
+        )
         self._input = [batch.tensors for batch in batches]
-        batches[:] = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
-                      for batch in batches]
+        batches[:] = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind) for batch in batches]
         #: Graphs, gradients and recomputations, by micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -168,15 +204,24 @@ class Step(Run):
         #: Held by forwards that draw from the generator of the CPU, and by backwards. In backward,
         #: a layer may restore an earlier state of the generator, as `torch.utils.checkpoint` does.
         #: Then concurrent draws would be lost or repeated. Held by all actions if modes see them.
-        self._generator_lock = engine.generator_lock if not engine.one_worker and (
-            self._state.has_modes or engine.backward_draws is not False
-            or any(map(self._may_draw, range(len(self._cells))))) else no_context
+        self._generator_lock = (
+            engine.generator_lock
+            if not engine.one_worker
+            and (
+                self._state.has_modes
+                or engine.backward_draws is not False
+                or any(map(self._may_draw, range(len(self._cells))))
+            )
+            else no_context
+        )
         #: Watches backwards, as long as it is not known whether they draw.
-        self._recorder = Recorder() if not engine.one_worker and engine.backward_draws is None \
-            else None
+        self._recorder = (
+            Recorder() if not engine.one_worker and engine.backward_draws is None else None
+        )
         split = {action.stage for row in rows for action in row if action.kind == 'W'}
-        self._deferred = {j: DeferredWork() for j in split
-                          if not has_compiled(engine.partitions[j].layers)}
+        self._deferred = {
+            j: DeferredWork() for j in split if not has_compiled(engine.partitions[j].layers)
+        }
 
     def run(self) -> None:
         """Run all actions; then accumulate the gradients of parameters and of the input.
@@ -196,8 +241,13 @@ class Step(Run):
         engine = self._engine
         # Whether user code may see when cells run, even if they do not draw.
         all_ordered = engine.one_worker or self._state.is_serialized
-        ordered = frozenset([j for j, partition in enumerate(engine.partitions)
-                             if all_ordered or partition.serialized or self._may_draw(j)])
+        ordered = frozenset(
+            [
+                j
+                for j, partition in enumerate(engine.partitions)
+                if all_ordered or partition.serialized or self._may_draw(j)
+            ]
+        )
         devices = tuple([partition.device for partition in engine.partitions])
         plan = WorkerPlan.of(self._rows, devices, ordered)
         run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
@@ -227,8 +277,9 @@ class Step(Run):
         found = []
         for partition in partitions:
             copies = {} if self._shared is None else self._shared.copies(partition.j)
-            swaps = self._leaves.swaps(partition.layers.modules(), copies,
-                                       self._deferred.get(partition.j))
+            swaps = self._leaves.swaps(
+                partition.layers.modules(), copies, self._deferred.get(partition.j)
+            )
             if each or copies or partition.j in self._apart:
                 self._layers[partition.j] = within(swaps, self._layers[partition.j])
                 self._swaps[partition.j] = swaps
@@ -245,8 +296,11 @@ class Step(Run):
         """Return tensors with their accumulated gradients, and release these here."""
         gradients = [*self._leaves.take(), *self._losses.gradients()]
         # All others have been used. Only the list may refer to these gradients.
-        gradients += [(self._input[i][k], grad) for (i, _), grads in self._grads.items()
-                      for k, grad in grads.items()]
+        gradients += [
+            (self._input[i][k], grad)
+            for (i, _), grads in self._grads.items()
+            for k, grad in grads.items()
+        ]
         self._grads.clear()
         return gradients
 
@@ -270,9 +324,12 @@ class Step(Run):
                     self._state.run(partial(self._run_cell, i, j), self._share)
         except Exception as error:
             if kind != 'F':
-                add_note(error, f'in backward of partition {j} on '
-                                f'{self._engine.partitions[j].device}, micro-batch {i} of '
-                                f'{len(self._batches)}')
+                add_note(
+                    error,
+                    f'in backward of partition {j} on '
+                    f'{self._engine.partitions[j].device}, micro-batch {i} of '
+                    f'{len(self._batches)}',
+                )
                 if 'modified by an inplace operation' in str(error):
                     add_note(error, _CHANGED)
             raise
@@ -289,14 +346,16 @@ class Step(Run):
             return self._carry(i, j, sources, tensors)
         return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
 
-    def _carry(self, i: int, j: int, sources: Sequence[tuple[int, int]],
-               tensors: list[Tensor]) -> list[Tensor]:
+    def _carry(
+        self, i: int, j: int, sources: Sequence[tuple[int, int]], tensors: list[Tensor]
+    ) -> list[Tensor]:
         """Return tensors in the graph of a cell, and keep its leaves for their gradients."""
         if self._engine.partitions[j].arrives:
             tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
             wait_stream(self._streams[j], self._copy_streams[j][i])
-        self._graphs[i, j] = _Graph([], [
-            (*source, x) for source, x in zip(sources, tensors) if x.requires_grad])
+        self._graphs[i, j] = _Graph(
+            [], [(*source, x) for source, x in zip(sources, tensors) if x.requires_grad]
+        )
         # A leaf could not be changed in place.
         return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
 
@@ -307,10 +366,10 @@ class Step(Run):
         copy = copy_tensor(x.detach(), prev_stream, next_stream, self._streams[j])
         return copy.requires_grad_(x.requires_grad)
 
-    def _send(self, i: int, j: int, cell: Cell, output: list[Tensor],
-              recomputation: Recomputation | None) -> None:
-        """Keep the output of a cell as leaves, and the edges where its gradients enter its graph.
-        """
+    def _send(
+        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
+        """Keep the output of a cell as leaves, and the edges where its gradients enter its graph."""
         if self._engine.partitions[j].departs:
             stream, departure = self._streams[j], self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
@@ -330,7 +389,8 @@ class Step(Run):
     def _may_draw(self, j: int) -> bool:
         is_last = j == len(self._cells) - 1  # The loss draws when its cell has run.
         return self._cells[j].draws is not False or (
-            is_last and self._engine.loss_draws is not False)
+            is_last and self._engine.loss_draws is not False
+        )
 
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``.
@@ -366,8 +426,11 @@ class Step(Run):
             self._recomputations.pop((i, j)).drop()
         for prev_j, k, leaf in graph.leaves:
             if leaf.grad is not None:
-                self._grads.setdefault((i, prev_j), {})[k] = self._send_back(
-                    i, j, prev_j, leaf.grad) if self._engine.partitions[j].arrives else leaf.grad
+                self._grads.setdefault((i, prev_j), {})[k] = (
+                    self._send_back(i, j, prev_j, leaf.grad)
+                    if self._engine.partitions[j].arrives
+                    else leaf.grad
+                )
 
     def _run_with_leaves(self, j: int, run: Callable[[], object]) -> None:
         """Run backward with leaves in the modules, as layers may call them in their backward."""

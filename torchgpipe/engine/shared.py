@@ -21,6 +21,7 @@ memory may not change it either, if several workers run them. Each module would 
 changes for some micro-batches only. But a module that is itself in several partitions may change
 its tensors, because these partitions run in order: see [Note: Order of draws].
 """
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
@@ -66,8 +67,10 @@ class SharedTensors:
         self._places: list[_Place] = []
         #: By partition, the slots with copies, and the copies.
         self._copied: dict[int, list[tuple[Slot, Tensor]]] = {
-            partition.j: [] for partition in engine.partitions
-            if engine.several_memories and partition.shared}
+            partition.j: []
+            for partition in engine.partitions
+            if engine.several_memories and partition.shared
+        }
         #: The slots in which a layer has replaced a copy.
         self._replaced: list[Slot] = []
         #: Tensors and their copies, by the tensor's ``id`` and the copy's memory.
@@ -114,10 +117,10 @@ class SharedTensors:
                     copy = self._copy_for(partition, tensor, put_last)
                     self._copied[partition.j].append((slot, copy))
                     self._places.append(
-                        _Place(slot, partition, tensor, copy, versions([tensor, copy])))
+                        _Place(slot, partition, tensor, copy, versions([tensor, copy]))
+                    )
                 elif is_tied and self._m > 1:
-                    self._places.append(
-                        _Place(slot, partition, tensor, None, versions([tensor])))
+                    self._places.append(_Place(slot, partition, tensor, None, versions([tensor])))
 
     def _copy_for(self, partition: Partition, tensor: Tensor, put_last: PutLast) -> Tensor:
         key = id(tensor), partition.memory
@@ -152,12 +155,18 @@ class SharedTensors:
             wait_stream(current_stream(device), self._copy_stream(device))
 
     def _check(self) -> None:
-        now = {slot: tensor for partition in self._engine.partitions
-               for slot, tensor in zip(partition.shared, _tensors_of(partition))}
+        now = {
+            slot: tensor
+            for partition in self._engine.partitions
+            for slot, tensor in zip(partition.shared, _tensors_of(partition))
+        }
         for place in self._places:
             tensors = [place.tensor] if place.copy is None else [place.tensor, place.copy]
-            if (versions(tensors) != place.versions or place.slot in self._replaced
-                    or now[place.slot] is not place.tensor):
+            if (
+                versions(tensors) != place.versions
+                or place.slot in self._replaced
+                or now[place.slot] is not place.tensor
+            ):
                 raise RuntimeError(_changed(place))
 
 
@@ -167,8 +176,9 @@ def _tensors_of(partition: Partition) -> list[Tensor | None]:
         return list(map(tensor_of, partition.shared))
 
 
-def _apply(function: Any, prev_stream: AbstractStream, next_stream: AbstractStream, tensor: Tensor
-           ) -> Tensor:
+def _apply(
+    function: Any, prev_stream: AbstractStream, next_stream: AbstractStream, tensor: Tensor
+) -> Tensor:
     """Apply an autograd function of streams to one tensor."""
     result: tuple[Tensor] = function.apply(prev_stream, next_stream, tensor)
     return result[0]
@@ -179,8 +189,12 @@ class _Held:
 
     __slots__ = ('_copied', '_entered', '_lock', '_replaced')
 
-    def __init__(self, lock: AbstractContextManager[Any], copied: list[tuple[Slot, Tensor]],
-                 replaced: list[Slot]) -> None:
+    def __init__(
+        self,
+        lock: AbstractContextManager[Any],
+        copied: list[tuple[Slot, Tensor]],
+        replaced: list[Slot],
+    ) -> None:
         self._lock = lock
         self._copied = copied
         self._replaced = replaced
@@ -189,8 +203,9 @@ class _Held:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._lock)
-            stack.enter_context(substituted([
-                entry(holder_of(slot), slot[1], copy) for slot, copy in self._copied]))
+            stack.enter_context(
+                substituted([entry(holder_of(slot), slot[1], copy) for slot, copy in self._copied])
+            )
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
@@ -203,13 +218,19 @@ def _changed(place: _Place) -> str:
     partition = place.partition
     prefix = next(prefix for prefix, each in partition.layers.named_modules() if each is module)
     kind = 'parameter' if name in module._parameters else 'buffer'
-    what = (f"{kind} '{prefix}.{name}' in partition {partition.j} on {partition.device} is shared "
-            'with another partition')
+    what = (
+        f"{kind} '{prefix}.{name}' in partition {partition.j} on {partition.device} is shared "
+        'with another partition'
+    )
     changed = 'it was changed during the forward pass, by a layer or in another thread'
     if place.copy is None:
-        return (f'{what}, and {changed}: for some micro-batches before the other partition used '
-                'it and for some after. Put the layers that share it into one partition, or all '
-                'partitions on one device.')
-    return (f'{what} on another device, and {changed}. It is copied when the pass begins, so the '
-            'change would be lost on the other device. Put both on one device, or give each place '
-            'a tensor of its own; for batch normalization, use deferred_batch_norm=True.')
+        return (
+            f'{what}, and {changed}: for some micro-batches before the other partition used '
+            'it and for some after. Put the layers that share it into one partition, or all '
+            'partitions on one device.'
+        )
+    return (
+        f'{what} on another device, and {changed}. It is copied when the pass begins, so the '
+        'change would be lost on the other device. Put both on one device, or give each place '
+        'a tensor of its own; for batch normalization, use deferred_batch_norm=True.'
+    )

@@ -1,4 +1,5 @@
 """The split: verify a sequential module, and distribute its layers over devices."""
+
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,18 +10,36 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.base.devices import (Device, accelerators, current_device, is_cpu, memory_key,
-                                     memory_of, parse_device)
+from torchgpipe.base.devices import (
+    Device,
+    accelerators,
+    current_device,
+    is_cpu,
+    memory_key,
+    memory_of,
+    parse_device,
+)
 from torchgpipe.base.private import hooks_of
 from torchgpipe.base.structure import Slot, size_of
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 
-__all__ = ['Sequential', 'split', 'parse_balance', 'parse_chunks', 'parse_devices',
-           'parse_seed', 'still_shared', 'verify_counts', 'verify_layers', 'verify_module',
-           'verify_shared', 'verify_source']
+__all__ = [
+    'Sequential',
+    'split',
+    'parse_balance',
+    'parse_chunks',
+    'parse_devices',
+    'parse_seed',
+    'still_shared',
+    'verify_counts',
+    'verify_layers',
+    'verify_module',
+    'verify_shared',
+    'verify_source',
+]
 
-_RECOMMENDATION = '''
+_RECOMMENDATION = """
 
 Let torchgpipe.balance find a balance that fits:
 
@@ -30,7 +49,7 @@ Let torchgpipe.balance find a balance that fits:
     sample = torch.rand(...)  # one mini-batch
     balance = balance_by_time(torch.accelerator.device_count(), model, sample)
     model = GPipe(model, balance, chunks=...)
-'''
+"""
 
 
 def verify_module(module: nn.Module) -> None:
@@ -41,10 +60,12 @@ def verify_module(module: nn.Module) -> None:
         ValueError: It has its own parameters, buffers or hooks, or a child has a reserved name.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError('module must be nn.Sequential to be partitioned, but got '
-                        f'{type(module).__name__}; torchgpipe.sequential.to_sequential(module, '
-                        'sample) makes it one, or list its layers: nn.Sequential(model.first, '
-                        '*model.blocks, model.last)')
+        raise TypeError(
+            'module must be nn.Sequential to be partitioned, but got '
+            f'{type(module).__name__}; torchgpipe.sequential.to_sequential(module, '
+            'sample) makes it one, or list its layers: nn.Sequential(model.first, '
+            '*model.blocks, model.last)'
+        )
     _verify_plain(module)
     _verify_names(module._modules)
 
@@ -53,17 +74,23 @@ def _verify_plain(module: nn.Sequential) -> None:
     """Raise if the module does more than its layers, because only the layers are run."""
     plain = nn.Sequential.forward, Sequential.forward
     if type(module).forward not in plain or 'forward' in module.__dict__:
-        raise TypeError(f'module must be nn.Sequential to be partitioned, but '
-                        f'{type(module).__name__} has a forward of its own; make what it does '
-                        'beside running the layers a layer')
+        raise TypeError(
+            f'module must be nn.Sequential to be partitioned, but '
+            f'{type(module).__name__} has a forward of its own; make what it does '
+            'beside running the layers a layer'
+        )
     if module._parameters or module._buffers:
         names = [*module._parameters, *module._buffers]
-        raise ValueError('a sequential module to be partitioned has its parameters and buffers in '
-                         f'its layers, but this one has some of its own: {names}; move them into '
-                         'the layer that uses them')
+        raise ValueError(
+            'a sequential module to be partitioned has its parameters and buffers in '
+            f'its layers, but this one has some of its own: {names}; move them into '
+            'the layer that uses them'
+        )
     if any(hooks_of(module)):
-        raise ValueError('a sequential module to be partitioned cannot have hooks of its own; '
-                         'register them on its layers, or on the GPipe')
+        raise ValueError(
+            'a sequential module to be partitioned cannot have hooks of its own; '
+            'register them on its layers, or on the GPipe'
+        )
     for name, layer in module._modules.items():
         if layer is None:
             raise ValueError(f"layer '{name}' is None")
@@ -72,8 +99,10 @@ def _verify_plain(module: nn.Sequential) -> None:
 def _verify_names(names: Iterable[str]) -> None:
     # Code that goes through attributes would confuse the two without an error.
     if 'partitions' in names:
-        raise ValueError("a layer to be partitioned cannot be called 'partitions', which is what "
-                         'a GPipe calls its parts; give it another name')
+        raise ValueError(
+            "a layer to be partitioned cannot be called 'partitions', which is what "
+            'a GPipe calls its parts; give it another name'
+        )
 
 
 def verify_layers(module: nn.Sequential) -> None:
@@ -85,16 +114,21 @@ def verify_layers(module: nn.Sequential) -> None:
     """
     for name, part in module.named_modules():
         if isinstance(part, ScriptModule):
-            raise TypeError(f"'{name}' is a module of TorchScript, which cannot be in a pipeline; "
-                            'wrap the module as it was before it was scripted or traced')
+            raise TypeError(
+                f"'{name}' is a module of TorchScript, which cannot be in a pipeline; "
+                'wrap the module as it was before it was scripted or traced'
+            )
     for name, slot, tensor in named_slots(module):
         if is_lazy(tensor):
-            raise ValueError(f"'{name}' of a {type(slot[0]).__name__} has no shape yet; call the "
-                             'module once, with a sample, before it is wrapped')
+            raise ValueError(
+                f"'{name}' of a {type(slot[0]).__name__} has no shape yet; call the "
+                'module once, with a sample, before it is wrapped'
+            )
 
 
-def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-                  ) -> None:
+def verify_shared(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> None:
     """Check that all layers that share a tensor can use it.
 
     Raises:
@@ -110,7 +144,8 @@ def verify_shared(module: nn.Sequential, balance: Sequence[int], devices: Sequen
     for (prefix, layer), device in zip(module._modules.items(), places):
         for name, slot, tensor in named_slots(layer, prefix):
             _, first_name, home, first_slot = first.setdefault(
-                id(tensor), (tensor, name, device, slot))
+                id(tensor), (tensor, name, device, slot)
+            )
             if memory_key(home) != memory_key(device):
                 what = f"'{first_name}' on {home} is also '{name}' on {device}"
                 _verify_copied(what, slot, tensor, not inner.isdisjoint([first_slot[0], slot[0]]))
@@ -120,8 +155,10 @@ def _verify_copied(what: str, slot: Slot, tensor: Tensor, within: bool) -> None:
     """Check that a module can have a copy of a shared tensor in each forward pass."""
     rule = 'module with duplicate parameters in distinct children is not supported'
     if within:
-        raise ValueError(f'{rule} on different devices within another GPipe: {what}; put both on '
-                         'one device, or their layers into one GPipe')
+        raise ValueError(
+            f'{rule} on different devices within another GPipe: {what}; put both on '
+            'one device, or their layers into one GPipe'
+        )
 
 
 def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
@@ -132,11 +169,14 @@ def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
     """
     outside = set(modules_of(module)) - {pipeline}
     for layer in outside.intersection(pipeline.modules()):
-        names = "' and '".join(name for name, each in module.named_modules(remove_duplicate=False)
-                               if each is layer)
-        raise ValueError('the layers of a GPipe within a GPipe can stand nowhere else, but '
-                         f"'{names}' are one {type(layer).__name__}; give each place a module of "
-                         'its own')
+        names = "' and '".join(
+            name for name, each in module.named_modules(remove_duplicate=False) if each is layer
+        )
+        raise ValueError(
+            'the layers of a GPipe within a GPipe can stand nowhere else, but '
+            f"'{names}' are one {type(layer).__name__}; give each place a module of "
+            'its own'
+        )
 
 
 def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
@@ -147,29 +187,41 @@ def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
         TypeError: It contains a value that is not an integer.
     """
     if balance is None:
-        raise ValueError('balance is required: the number of layers in each partition, which add '
-                         f'up to {layers}' + _RECOMMENDATION)
+        raise ValueError(
+            'balance is required: the number of layers in each partition, which add '
+            f'up to {layers}' + _RECOMMENDATION
+        )
     try:
         numbers = list(balance)
     except TypeError:
-        raise TypeError('balance must be an iterable of integers, one per partition, but got '
-                        f'{balance!r}') from None
+        raise TypeError(
+            f'balance must be an iterable of integers, one per partition, but got {balance!r}'
+        ) from None
     for j, number in enumerate(numbers):
         if isinstance(number, bool) or not hasattr(number, '__index__'):
-            raise TypeError(f'balance must be made of integers, but partition {j} has {number!r} '
-                            f'layers (balance: {numbers})')
+            raise TypeError(
+                f'balance must be made of integers, but partition {j} has {number!r} '
+                f'layers (balance: {numbers})'
+            )
     try:
         numbers = [number.__index__() for number in numbers]
     except TypeError:
         raise TypeError(f'balance must be made of integers, but is {numbers}') from None
     if sum(numbers) != layers:
-        more = ("; where to_sequential has made them, it makes more by grain='layer'"
-                if sum(numbers) > layers else '')
-        raise ValueError(f'module and sum of balance have different length: {layers} layers, but '
-                         f'the balance {numbers} adds up to {sum(numbers)}{more}{_RECOMMENDATION}')
+        more = (
+            "; where to_sequential has made them, it makes more by grain='layer'"
+            if sum(numbers) > layers
+            else ''
+        )
+        raise ValueError(
+            f'module and sum of balance have different length: {layers} layers, but '
+            f'the balance {numbers} adds up to {sum(numbers)}{more}{_RECOMMENDATION}'
+        )
     if any(number < 1 for number in numbers):
-        raise ValueError('all balance numbers must be positive integers: each partition has at '
-                         f'least one layer (balance: {numbers})' + _RECOMMENDATION)
+        raise ValueError(
+            'all balance numbers must be positive integers: each partition has at '
+            f'least one layer (balance: {numbers})' + _RECOMMENDATION
+        )
     return numbers
 
 
@@ -188,14 +240,18 @@ def verify_source(balance: Any, module: nn.Module) -> None:
     for (name, size), (own_name, layer) in zip(expected, layers):
         own_size = sum(map(size_of, cast(nn.Module, layer).parameters()))
         if name != own_name or size != own_size:
-            raise _other_module(f"there a layer was '{name}' with {size} bytes of parameters, "
-                                f"here it is '{own_name}' with {own_size}")
+            raise _other_module(
+                f"there a layer was '{name}' with {size} bytes of parameters, "
+                f"here it is '{own_name}' with {own_size}"
+            )
 
 
 def _other_module(difference: str) -> ValueError:
-    return ValueError('the balance comes from a profile of another module, or of another dtype: '
-                      f'{difference}. Profile this module, or pass list(balance) to use the '
-                      'numbers all the same')
+    return ValueError(
+        'the balance comes from a profile of another module, or of another dtype: '
+        f'{difference}. Profile this module, or pass list(balance) to use the '
+        'numbers all the same'
+    )
 
 
 def parse_chunks(chunks: int | str | Any) -> int:
@@ -203,8 +259,9 @@ def parse_chunks(chunks: int | str | Any) -> int:
     try:
         number = int(chunks)
     except (OverflowError, TypeError, ValueError):
-        raise ValueError('number of chunks must be a positive integer, but got '
-                         f'{chunks!r}') from None
+        raise ValueError(
+            f'number of chunks must be a positive integer, but got {chunks!r}'
+        ) from None
     if number < 1:
         raise ValueError(f'number of chunks must be a positive integer, but got {number}')
     return number
@@ -218,9 +275,11 @@ def verify_counts(module: nn.Module) -> None:
     """
     for name, part in module.named_modules():
         if getattr(part, 'scale_grad_by_freq', False):
-            raise ValueError(f"'{name}' scales its gradient by the frequency of indices in the "
-                             'mini-batch (scale_grad_by_freq=True), but it sees one micro-batch '
-                             'at a time. Use chunks=1, or an embedding without this option')
+            raise ValueError(
+                f"'{name}' scales its gradient by the frequency of indices in the "
+                'mini-batch (scale_grad_by_freq=True), but it sees one micro-batch '
+                'at a time. Use chunks=1, or an embedding without this option'
+            )
 
 
 def parse_seed(seed: Any) -> int:
@@ -244,13 +303,16 @@ def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[tor
     if devices is None:
         devices = accelerators()
     elif isinstance(devices, (str, int, torch.device)):
-        raise TypeError('devices must be an iterable of devices, one per partition: '
-                        f'[{devices!r}]')
+        raise TypeError(
+            f'devices must be an iterable of devices, one per partition: [{devices!r}]'
+        )
     given = list(devices)
     if len(given) < partitions:
-        raise IndexError('too few devices to hold given partitions '
-                         f'(devices: {len(given)}, partitions: {partitions}); name one per '
-                         "partition, one of them twice if need be: devices=['cpu', 'cpu']")
+        raise IndexError(
+            'too few devices to hold given partitions '
+            f'(devices: {len(given)}, partitions: {partitions}); name one per '
+            "partition, one of them twice if need be: devices=['cpu', 'cpu']"
+        )
     return [_resolve(device) for device in given[:partitions]]
 
 
@@ -264,21 +326,25 @@ def _resolve(device: Device) -> torch.device:
         return current_device()
     if resolved not in there:
         names = f"'{there[0]}' to '{there[-1]}'" if there else 'no accelerator'
-        raise ValueError(f"a pipeline cannot run on device '{resolved}'; there are the CPU and "
-                         f'{names} on this machine')
+        raise ValueError(
+            f"a pipeline cannot run on device '{resolved}'; there are the CPU and "
+            f'{names} on this machine'
+        )
     return resolved
 
 
-def split(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-          ) -> list[nn.Sequential]:
+def split(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[nn.Sequential]:
     """Split a verified module by a checked balance, and move each partition to its device.
 
     Layers keep their names. Tensors that several layers share stay shared, on the device of the
     first one. All CPU devices share one memory, so ``cpu:1`` moves nothing.
     """
     layers = iter(module._modules.items())
-    partitions: list[Any] = [Sequential(OrderedDict(next(layers) for _ in range(number)))
-                             for number in balance]
+    partitions: list[Any] = [
+        Sequential(OrderedDict(next(layers) for _ in range(number))) for number in balance
+    ]
     with still_shared(module):
         # A parameter moves with each partition that has it, the first one last.
         for partition, device in zip(reversed(partitions), reversed(devices)):

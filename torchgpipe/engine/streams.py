@@ -49,6 +49,7 @@ reuses pinned memory only after copies from it and to it have ended.
 An operation that changes x in place after the cell may run before or after the copy. It raises in
 backward, as without offload: an alias without memory has the version of x.
 """
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
@@ -61,12 +62,41 @@ from torchgpipe.base.private import unseen
 from torchgpipe.base.structure import Tensors, Value, is_plain
 from torchgpipe.schedule.schedule import Action
 
-__all__ = ['AbstractStream', 'CPUStream', 'CPUStreamType', 'Checkpoint', 'Copy', 'Fork', 'Join',
-           'Observer', 'Offload', 'Recompute', 'Tie', 'Wait', 'as_accelerator', 'as_cuda',
-           'copy_tensor', 'current_stream', 'default_stream', 'find_grad', 'fork', 'get_device',
-           'get_phony', 'graph_leaves', 'is_accelerator', 'is_cuda', 'join', 'new_stream',
-           'no_context', 'observers', 'record_stream', 'tie', 'use_device', 'use_stream',
-           'wait_stream']
+__all__ = [
+    'AbstractStream',
+    'CPUStream',
+    'CPUStreamType',
+    'Checkpoint',
+    'Copy',
+    'Fork',
+    'Join',
+    'Observer',
+    'Offload',
+    'Recompute',
+    'Tie',
+    'Wait',
+    'as_accelerator',
+    'as_cuda',
+    'copy_tensor',
+    'current_stream',
+    'default_stream',
+    'find_grad',
+    'fork',
+    'get_device',
+    'get_phony',
+    'graph_leaves',
+    'is_accelerator',
+    'is_cuda',
+    'join',
+    'new_stream',
+    'no_context',
+    'observers',
+    'record_stream',
+    'tie',
+    'use_device',
+    'use_stream',
+    'wait_stream',
+]
 
 
 # Streams of devices.
@@ -219,8 +249,9 @@ is_cuda, as_cuda = is_accelerator, as_accelerator
 class Observer(Protocol):
     """An observer of cells, actions and copies. It is called in the threads that run them."""
 
-    def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
-             ) -> Callable[[Value], None]:
+    def cell(
+        self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
+    ) -> Callable[[Value], None]:
         """Record the start of a cell's layers, in a first pass or in a recomputation.
 
         Args:
@@ -296,8 +327,9 @@ def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
         The tensor, which requires grad if it or a phony does, and the phony of shape ``(0,)``.
         Without grad, nothing is added to the graph.
     """
-    if torch.is_grad_enabled() and (input.requires_grad or any(
-            [phony.requires_grad for phony in phonies])):
+    if torch.is_grad_enabled() and (
+        input.requires_grad or any([phony.requires_grad for phony in phonies])
+    ):
         return Tie.apply(input, *phonies)  # type: ignore[no-any-return,no-untyped-call]
     return input, get_phony(input.device, requires_grad=False)
 
@@ -332,8 +364,9 @@ class Tie(torch.autograd.Function):
         return input.detach(), phony.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None
-                 ) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         return grad_input, *[None] * ctx.number
 
 
@@ -345,8 +378,7 @@ class Checkpoint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, recomputation: Any, number: int, *tensors: Tensor
-                ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, recomputation: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
         ctx.number = number
@@ -399,8 +431,9 @@ def find_grad(tensors: Sequence[Tensor]) -> int | None:
 Grads = tuple[Tensor | None, ...]
 
 
-def copy_tensor(tensor: Tensor, source: AbstractStream, target: AbstractStream,
-                compute: AbstractStream) -> Tensor:
+def copy_tensor(
+    tensor: Tensor, source: AbstractStream, target: AbstractStream, compute: AbstractStream
+) -> Tensor:
     """Copy a tensor to the device of ``target``, whose compute stream will read it."""
     ends = [observer.copy(source, target) for observer in observers]
     # Between two GPUs the copy runs on the source's current stream, and the target's current
@@ -432,23 +465,34 @@ class Copy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prev_stream: AbstractStream,
-                next_stream: AbstractStream, *input: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         # In backward, autograd's threads have their own current streams.
         ctx.prev_compute = current_stream(get_device(prev_stream))
         ctx.set_materialize_grads(False)
         compute = current_stream(get_device(next_stream))
         # A tensor on the target device is passed on: [Note: Identity without a view].
-        return _like(ctx, input, tuple(
-            copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input))
+        return _like(
+            ctx,
+            input,
+            tuple(copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input),
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         prev_stream, next_stream = ctx.streams
-        return (None, None, *(
-            None if grad is None else copy_tensor(grad, next_stream, prev_stream, ctx.prev_compute)
-            for grad in grads))
+        return (
+            None,
+            None,
+            *(
+                None
+                if grad is None
+                else copy_tensor(grad, next_stream, prev_stream, ctx.prev_compute)
+                for grad in grads
+            ),
+        )
 
 
 class Wait(torch.autograd.Function):
@@ -463,8 +507,9 @@ class Wait(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prev_stream: AbstractStream,
-                next_stream: AbstractStream, *input: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)
         wait_stream(next_stream, prev_stream)
@@ -522,8 +567,9 @@ class Offload:
         wait_stream(self._stream, compute)
         with unseen(), use_stream(self._stream):
             self.aliases = [_without_memory(x) for x in tensors]
-            return tuple(self._to_host(x) if moved else x
-                         for x, moved in zip(tensors, self._moved))
+            return tuple(
+                self._to_host(x) if moved else x for x, moved in zip(tensors, self._moved)
+            )
 
     def _to_host(self, x: Tensor) -> Tensor:
         host = torch.empty_like(x, device='cpu', pin_memory=True, requires_grad=False)
@@ -539,8 +585,10 @@ class Offload:
             compute: The stream that will use them.
         """
         with unseen(), use_stream(self._stream):
-            fetched = tuple(self._to_device(x, compute) if moved else x
-                            for x, moved in zip(tensors, self._moved))
+            fetched = tuple(
+                self._to_device(x, compute) if moved else x
+                for x, moved in zip(tensors, self._moved)
+            )
         wait_stream(compute, self._stream)
         return fetched
 

@@ -16,6 +16,7 @@ worker that waits for it::
     worker 1     └▶ 1F0 ──┼────▶ 1B0 ─────┘       │
                           └────────────▶ 1F1 ──▶ 1B1
 """
+
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -111,8 +112,9 @@ class Worker:
         weakref.finalize(self, self.tasks.put, None)
         # A daemon, so that the interpreter does not wait for it before it runs exit handlers. The
         # handler of `Workers` stops it.
-        self.thread = threading.Thread(target=_work, args=(self.tasks, owner), name=name,
-                                       daemon=True)
+        self.thread = threading.Thread(
+            target=_work, args=(self.tasks, owner), name=name, daemon=True
+        )
         self.thread.start()
 
 
@@ -172,7 +174,8 @@ class Workers:
             raise RuntimeError(
                 'a layer, or a finalizer that ran beside it, called the GPipe that runs it, whose '
                 'workers would wait for themselves. Call the layers instead, or put all '
-                "partitions on one device, as in devices=['cpu', 'cpu'].")
+                "partitions on one device, as in devices=['cpu', 'cpu']."
+            )
 
     def submit(self, tasks: Sequence[tuple[Any, Callable[[], T]]]) -> list[Future[T]]:
         """Submit functions to the workers of devices. The functions may wait for each other.
@@ -263,8 +266,11 @@ class WorkerPlan(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=32)
-    def of(rows: tuple[tuple[Action, ...], ...], devices: tuple[torch.device, ...],
-           ordered: frozenset[int]) -> 'WorkerPlan':
+    def of(
+        rows: tuple[tuple[Action, ...], ...],
+        devices: tuple[torch.device, ...],
+        ordered: frozenset[int],
+    ) -> 'WorkerPlan':
         """Return the plan of a schedule.
 
         Args:
@@ -277,8 +283,9 @@ class WorkerPlan(NamedTuple):
         return _plan(grid, devices, pairs)._replace(in_order=in_order)
 
 
-def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
-          ) -> WorkerPlan:
+def _plan(
+    grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
+) -> WorkerPlan:
     """Return a plan of a schedule's steps and of pairs whose second action waits for the first."""
     merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
     owners: dict[Action, Hashable] = {}
@@ -298,8 +305,9 @@ def _plan(grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Act
     return WorkerPlan(merged, waits, tells, order, device_key(devices[-1]))
 
 
-def _in_order(rows: Sequence[Sequence[Action]], ordered: frozenset[int]
-              ) -> tuple[list[tuple[Action, Action]], Grid, bool]:
+def _in_order(
+    rows: Sequence[Sequence[Action]], ordered: frozenset[int]
+) -> tuple[list[tuple[Action, Action]], Grid, bool]:
     """Return pairs of forwards whose second one waits for the first, and all steps.
 
     The third result is whether the pairs follow the order of micro-batches.
@@ -343,8 +351,12 @@ class _Progress(NamedTuple):
         return self.first_failure()[0] < number
 
 
-def interpret(plan: WorkerPlan, run: Callable[[Action], None], workers: Workers,
-              run_here: Callable[[Action], None] | None = None) -> None:
+def interpret(
+    plan: WorkerPlan,
+    run: Callable[[Action], None],
+    workers: Workers,
+    run_here: Callable[[Action], None] | None = None,
+) -> None:
     """Run the actions of a plan.
 
     Args:
@@ -365,9 +377,13 @@ def interpret(plan: WorkerPlan, run: Callable[[Action], None], workers: Workers,
                 run(action)
         return
     try:
-        futures = workers.submit([
-            (device, partial(_follow, plan, key, row, run, shared))
-            for key, (device, row) in plan.rows.items() if not (run_here and key == plan.last)])
+        futures = workers.submit(
+            [
+                (device, partial(_follow, plan, key, row, run, shared))
+                for key, (device, row) in plan.rows.items()
+                if not (run_here and key == plan.last)
+            ]
+        )
         if run_here is not None:
             _follow(plan, plan.last, plan.rows[plan.last][1], run_here, shared)
         for future in futures:
@@ -386,8 +402,13 @@ def interpret(plan: WorkerPlan, run: Callable[[Action], None], workers: Workers,
             shared.errors.clear()
 
 
-def _follow(plan: WorkerPlan, key: Hashable, row: Sequence[Action], run: Callable[[Action], None],
-            shared: _Progress) -> None:
+def _follow(
+    plan: WorkerPlan,
+    key: Hashable,
+    row: Sequence[Action],
+    run: Callable[[Action], None],
+    shared: _Progress,
+) -> None:
     """Run the actions of one worker."""
     get = shared.queues[key].get
     done: set[Action | None] = set()

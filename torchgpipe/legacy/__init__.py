@@ -3,6 +3,7 @@
 Some of them are elsewhere in the engine under the same names; these modules can also be imported
 by their old paths. No module is loaded before it is used.
 """
+
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -11,28 +12,43 @@ from types import ModuleType
 from typing import Any
 
 #: Paths of 0.0.7, and the modules that have their names now.
-OF_007 = {'balance.blockpartition': 'plan.balance', 'balance.profile': 'plan.profile',
-          'checkpoint': 'legacy.checkpointing', 'copy': 'engine.streams',
-          'dependency': 'engine.streams', 'microbatch': 'legacy.pipeline',
-          'phony': 'engine.streams', 'pipeline': 'legacy.pipeline',
-          'skip.namespace': 'skip.transfer', 'skip.portal': 'legacy.portal',
-          'skip.tracker': 'skip.transfer', 'stream': 'engine.streams',
-          'worker': 'legacy.pipeline'}
+OF_007 = {
+    'balance.blockpartition': 'plan.balance',
+    'balance.profile': 'plan.profile',
+    'checkpoint': 'legacy.checkpointing',
+    'copy': 'engine.streams',
+    'dependency': 'engine.streams',
+    'microbatch': 'legacy.pipeline',
+    'phony': 'engine.streams',
+    'pipeline': 'legacy.pipeline',
+    'skip.namespace': 'skip.transfer',
+    'skip.portal': 'legacy.portal',
+    'skip.tracker': 'skip.transfer',
+    'stream': 'engine.streams',
+    'worker': 'legacy.pipeline',
+}
 
 #: Paths in pickles and guides of versions before 0.17, such as a saved converted model or plan.
-BEFORE_017 = {'balance.profiled': 'plan.balance', 'plan.choice': 'plan.search',
-              'predict': 'legacy',  # a parent for the following paths
-              'predict.blocks': 'plan.costs', 'predict.costs': 'plan.costs',
-              'predict.simulate': 'plan.simulation', 'schedule.action': 'schedule.schedule',
-              'sequential.errors': 'sequential.refusals',
-              'sequential.nodes': 'sequential.operations',
-              'sequential.optimizers': 'sequential.parts', 'shard.gradients': 'shard.averaging',
-              'shard.nn.embedding': 'shard.nn.linear', 'shard.nn.tag': 'shard.nn.module',
-              'structure': 'base.structure',
-              'timeline.lanes': 'timeline.timeline', 'weights': 'model.weights'}
+BEFORE_017 = {
+    'balance.profiled': 'plan.balance',
+    'plan.choice': 'plan.search',
+    'predict': 'legacy',  # a parent for the following paths
+    'predict.blocks': 'plan.costs',
+    'predict.costs': 'plan.costs',
+    'predict.simulate': 'plan.simulation',
+    'schedule.action': 'schedule.schedule',
+    'sequential.errors': 'sequential.refusals',
+    'sequential.nodes': 'sequential.operations',
+    'sequential.optimizers': 'sequential.parts',
+    'shard.gradients': 'shard.averaging',
+    'shard.nn.embedding': 'shard.nn.linear',
+    'shard.nn.tag': 'shard.nn.module',
+    'structure': 'base.structure',
+    'timeline.lanes': 'timeline.timeline',
+    'weights': 'model.weights',
+}
 
-PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}'
-         for old, new in {**OF_007, **BEFORE_017}.items()}
+PATHS = {f'torchgpipe.{old}': f'torchgpipe.{new}' for old, new in {**OF_007, **BEFORE_017}.items()}
 
 
 class _OldPaths(MetaPathFinder, Loader):

@@ -2,6 +2,7 @@
 
 See [Note: How checkpointing works] in :mod:`torchgpipe.engine.checkpoint`.
 """
+
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -13,12 +14,26 @@ from torchgpipe.base.structure import Function, Kind, Value
 from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.checkpoint.random import Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.streams import (Checkpoint, Recompute, current_stream, find_grad, get_phony,
-                                       join)
+from torchgpipe.engine.streams import (
+    Checkpoint,
+    Recompute,
+    current_stream,
+    find_grad,
+    get_phony,
+    join,
+)
 from torchgpipe.legacy.pipeline import Batch
 
-__all__ = ['Checkpoint', 'Checkpointing', 'Recompute', 'checkpoint', 'enable_checkpointing',
-           'enable_recomputing', 'is_checkpointing', 'is_recomputing']
+__all__ = [
+    'Checkpoint',
+    'Checkpointing',
+    'Recompute',
+    'checkpoint',
+    'enable_checkpointing',
+    'enable_recomputing',
+    'is_checkpointing',
+    'is_recomputing',
+]
 
 
 @contextmanager
@@ -110,8 +125,12 @@ class Checkpointing:
                 return self._batch.call(self._function)
         device, call = self._batch.device, _FunctionCall(self._function, self._batch.kind)
         self._recomputation = Recomputation(
-            call, ThreadState.capture(), Draws(generators_of(device), Recorder()), None,
-            current_stream(device))
+            call,
+            ThreadState.capture(),
+            Draws(generators_of(device), Recorder()),
+            None,
+            current_stream(device),
+        )
         output = self._recomputation.first_pass([*self._batch])
         self._recomputation.mark(output, [get_phony(device, requires_grad=True)], always=True)
         return Batch.of(tuple(output), call.kind)
@@ -126,8 +145,12 @@ class Checkpointing:
             output = [*batch]
             k = find_grad(output)
             if k is not None:
-                output[k] = join(output[k], Recompute.apply(  # type: ignore[no-untyped-call]
-                    get_phony(output[k].device, requires_grad=True), self._recomputation))
+                output[k] = join(
+                    output[k],
+                    Recompute.apply(  # type: ignore[no-untyped-call]
+                        get_phony(output[k].device, requires_grad=True), self._recomputation
+                    ),
+                )
                 batch[:] = output
 
 

@@ -1,4 +1,5 @@
 """The pipeline of torchgpipe 0.0.7, created for each forward pass: micro-batches and workers."""
+
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +22,16 @@ from torchgpipe.engine.streams import AbstractStream, find_grad, use_stream
 from torchgpipe.engine.workers import device_key
 from torchgpipe.skip.layout import SkipLayout
 
-__all__ = ['Batch', 'Pipeline', 'Task', 'check', 'clock_cycles', 'gather', 'scatter',
-           'spawn_workers']
+__all__ = [
+    'Batch',
+    'Pipeline',
+    'Task',
+    'check',
+    'clock_cycles',
+    'gather',
+    'scatter',
+    'spawn_workers',
+]
 
 
 class Batch:
@@ -71,8 +80,9 @@ class Batch:
     def tensor(self) -> Tensor:
         """The tensor of an atomic batch; :exc:`AttributeError` otherwise."""
         if not self.atomic:
-            raise AttributeError(f'a batch of {len(self)} tensors has no single tensor; '
-                                 'use tensors')
+            raise AttributeError(
+                f'a batch of {len(self)} tensors has no single tensor; use tensors'
+            )
         return self._tensors[0]
 
     @property
@@ -159,16 +169,22 @@ def scatter(input: Any, chunks: int, batch_dim: Any = 0) -> list[Batch]:
     return [Batch.of(batch.tensors, batch.kind) for batch in cut(input, chunks, batch_dim)[0]]
 
 
-def gather(batches: Sequence[Batch], sizes: Sequence[int] | None = None, rule: Any = None,
-           batch_dim: int = 0, shared: Sequence[Tensor] = ()) -> Any:
+def gather(
+    batches: Sequence[Batch],
+    sizes: Sequence[int] | None = None,
+    rule: Any = None,
+    batch_dim: int = 0,
+    shared: Sequence[Tensor] = (),
+) -> Any:
     """Concatenate micro-batches, as the engine does.
 
     >>> import torch
     >>> gather([Batch(torch.zeros(2, 3)), Batch(torch.ones(1, 3))]).shape
     torch.Size([3, 3])
     """
-    return engine_gather([Chunk(tuple(batch), batch.kind) for batch in batches],
-                         sizes, rule, batch_dim, shared)
+    return engine_gather(
+        [Chunk(tuple(batch), batch.kind) for batch in batches], sizes, rule, batch_dim, shared
+    )
 
 
 def check(input: Any) -> None:
@@ -219,14 +235,23 @@ class Pipeline(PlainCall):
         checkpoint_stop: The first ``checkpoint_stop`` micro-batches are checkpointed.
     """
 
-    def __init__(self, batches: list[Batch], partitions: Iterable[nn.Sequential],
-                 devices: Sequence[torch.device] | None = None,
-                 copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
-                 skip_layout: SkipLayout | None = None, checkpoint_stop: int = 0) -> None:
+    def __init__(
+        self,
+        batches: list[Batch],
+        partitions: Iterable[nn.Sequential],
+        devices: Sequence[torch.device] | None = None,
+        copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
+        skip_layout: SkipLayout | None = None,
+        checkpoint_stop: int = 0,
+    ) -> None:
         engine = Engine(partitions, devices, skip_layout)
         self._given = batches
-        super().__init__(engine, [Chunk(tuple(batch), batch.kind) for batch in batches],
-                         [range(checkpoint_stop)] * len(engine.partitions), copy_streams)
+        super().__init__(
+            engine,
+            [Chunk(tuple(batch), batch.kind) for batch in batches],
+            [range(checkpoint_stop)] * len(engine.partitions),
+            copy_streams,
+        )
 
     def run(self) -> None:
         """Run all cells, and end the threads; afterwards the batches hold the outputs."""
@@ -270,8 +295,13 @@ class Task:
 
     __slots__ = ('_compute', '_finalize', '_state', 'stream')
 
-    def __init__(self, stream: AbstractStream, *, compute: Callable[[], Batch],
-                 finalize: Callable[[Batch], None] | None) -> None:
+    def __init__(
+        self,
+        stream: AbstractStream,
+        *,
+        compute: Callable[[], Batch],
+        finalize: Callable[[Batch], None] | None,
+    ) -> None:
         self.stream = stream
         self._compute = compute
         self._finalize = finalize
@@ -306,8 +336,9 @@ def _work(in_queue: InQueue, out_queue: OutQueue) -> None:
 
 
 @contextmanager
-def spawn_workers(devices: Sequence[torch.device | Any]
-                  ) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
+def spawn_workers(
+    devices: Sequence[torch.device | Any],
+) -> Iterator[tuple[list[InQueue], list[OutQueue]]]:
     """Run workers within the context.
 
     >>> from torchgpipe.stream import CPUStream
@@ -327,7 +358,8 @@ def spawn_workers(devices: Sequence[torch.device | Any]
     """
     keys = [device_key(device) for device in devices]
     queues: dict[Any, tuple[InQueue, OutQueue]] = {
-        key: (SimpleQueue(), SimpleQueue()) for key in keys}
+        key: (SimpleQueue(), SimpleQueue()) for key in keys
+    }
     threads = [threading.Thread(target=_work, args=pair, daemon=True) for pair in queues.values()]
     try:
         for thread in threads:

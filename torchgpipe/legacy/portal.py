@@ -16,20 +16,32 @@ A portal releases its tensor after its last use. Its *life* is the number of rem
     with checkpoint     3 ──▶ 2            ──▶ 1            ──▶ 0
     stash, recomputed   1 ──▶ 0            no further use: its own graph is the first one's
 """
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
-from torchgpipe.engine.streams import (AbstractStream, copy_tensor, current_stream, get_device,
-                                       get_phony)
+from torchgpipe.engine.streams import (
+    AbstractStream,
+    copy_tensor,
+    current_stream,
+    get_device,
+    get_phony,
+)
 from torchgpipe.legacy.pipeline import Batch
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.transfer import Key, Namespace, SkipTracker
 
-__all__ = ['Portal', 'PortalBlue', 'PortalCopy', 'PortalOrange', 'SkipTrackerThroughPortals',
-           'SkipTrackerThroughPotals']
+__all__ = [
+    'Portal',
+    'PortalBlue',
+    'PortalCopy',
+    'PortalOrange',
+    'SkipTrackerThroughPortals',
+    'SkipTrackerThroughPotals',
+]
 
 
 class Portal:
@@ -76,14 +88,16 @@ class Portal:
         tensor: Tensor = PortalOrange.apply(self, phony)  # type: ignore[no-untyped-call]
         return tensor
 
-    def copy(self, prev_stream: AbstractStream, next_stream: AbstractStream, phony: Tensor
-             ) -> Tensor:
+    def copy(
+        self, prev_stream: AbstractStream, next_stream: AbstractStream, phony: Tensor
+    ) -> Tensor:
         """Move the tensor to another device, and return the phony that represents it there."""
         self.check_tensor_life()
         if self.tensor is None:
             return get_phony(torch.device('cpu'), requires_grad=False)
         return PortalCopy.apply(  # type: ignore[no-any-return,no-untyped-call]
-            self, prev_stream, next_stream, phony)
+            self, prev_stream, next_stream, phony
+        )
 
     def check_tensor_life(self) -> None:
         """Raise :exc:`RuntimeError` if the tensor is no longer there."""
@@ -153,16 +167,22 @@ class PortalCopy(torch.autograd.Function):
     """The copy from one device to another, on the copy streams: takes and returns a phony."""
 
     @staticmethod
-    def forward(ctx: Any, portal: Portal, prev_stream: AbstractStream,
-                next_stream: AbstractStream, phony: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        portal: Portal,
+        prev_stream: AbstractStream,
+        next_stream: AbstractStream,
+        phony: Tensor,
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.portal = portal
         ctx.streams = prev_stream, next_stream
         ctx.prev_compute = current_stream(get_device(prev_stream))
         compute = current_stream(get_device(next_stream))
         assert portal.tensor is not None
-        portal.put_tensor(copy_tensor(portal.tensor, prev_stream, next_stream, compute),
-                          portal.tensor_life)
+        portal.put_tensor(
+            copy_tensor(portal.tensor, prev_stream, next_stream, compute), portal.tensor_life
+        )
         return get_phony(get_device(next_stream), requires_grad=False).detach()
 
     @staticmethod
@@ -170,8 +190,9 @@ class PortalCopy(torch.autograd.Function):
         portal: Portal = ctx.portal
         prev_stream, next_stream = ctx.streams
         if portal.grad is not None:
-            portal.put_grad(copy_tensor(
-                portal.use_grad(), next_stream, prev_stream, ctx.prev_compute))
+            portal.put_grad(
+                copy_tensor(portal.use_grad(), next_stream, prev_stream, ctx.prev_compute)
+            )
         return None, None, None, None
 
 
@@ -208,11 +229,18 @@ class SkipTrackerThroughPortals(SkipTracker):
             return super().load(batch, ns, name)
         return self.portals[ns, name].orange(self._phonies[ns, name])
 
-    def copy(self, batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream,
-             ns: Namespace | None, name: str) -> None:
+    def copy(
+        self,
+        batch: Batch,
+        prev_stream: AbstractStream,
+        next_stream: AbstractStream,
+        ns: Namespace | None,
+        name: str,
+    ) -> None:
         """Move a skip tensor to another device."""
         self._phonies[ns, name] = self.portals[ns, name].copy(
-            prev_stream, next_stream, self._phonies[ns, name])
+            prev_stream, next_stream, self._phonies[ns, name]
+        )
 
 
 #: As torchgpipe 0.0.7 spelled it.

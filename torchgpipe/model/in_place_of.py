@@ -8,6 +8,7 @@
                         │                                         pipeline
     pipeline    0.words.weight  3.blocks.1.bias  7.head.weight
 """
+
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,14 +33,21 @@ _PIPELINE = '_run_by_pipeline'
 def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
     """Replace the forward of a model by its pipeline: see ``GPipe.in_place_of``."""
     if 'forward' in model.__dict__:
-        raise ValueError(f'this {type(model).__name__} has another forward than its class: '
-                         'that of a pipeline, or what prepare() of a tool made of it; prepare it '
-                         'within in_place_of(model)')
-    layers = {number: '' if isinstance(layer, NamedLayer) else number
-              for number, layer in pipeline.named_children()}
+        raise ValueError(
+            f'this {type(model).__name__} has another forward than its class: '
+            'that of a pipeline, or what prepare() of a tool made of it; prepare it '
+            'within in_place_of(model)'
+        )
+    layers = {
+        number: '' if isinstance(layer, NamedLayer) else number
+        for number, layer in pipeline.named_children()
+    }
     _share(pipeline, model, layers)
-    given = {'forward': _forward_of(model), 'hf_device_map': _device_map(pipeline),
-             _PIPELINE: (pipeline, layers, _parts(pipeline, model, layers))}
+    given = {
+        'forward': _forward_of(model),
+        'hf_device_map': _device_map(pipeline),
+        _PIPELINE: (pipeline, layers, _parts(pipeline, model, layers)),
+    }
     before = {name: model.__dict__[name] for name in given if name in model.__dict__}
     model.__dict__.update(given)
     try:
@@ -52,6 +60,7 @@ def run_by(pipeline: Any, model: nn.Module) -> Iterator[None]:
 
 def _forward_of(model: nn.Module) -> Any:
     """Return a method with the signature of the model's forward, which tools inspect."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pipeline, layers, parts = self.__dict__[_PIPELINE]
         _check_shared(pipeline, self, layers)
@@ -60,9 +69,12 @@ def _forward_of(model: nn.Module) -> Any:
         try:
             output = pipeline(*args, **kwargs)
         except ValueError as error:
-            add_note(error, 'this model is run by a pipeline: what calls it in another way than '
-                            "the sample, as generate() does, comes after 'with "
-                            "pipeline.in_place_of(model)'")
+            add_note(
+                error,
+                'this model is run by a pipeline: what calls it in another way than '
+                "the sample, as generate() does, comes after 'with "
+                "pipeline.in_place_of(model)'",
+            )
             raise
         home = memory_of(pipeline.devices[0])
         if memory_of(pipeline.devices[-1]) == home:
@@ -80,13 +92,15 @@ def _device_map(pipeline: Any) -> dict[str, Any]:
 
     It keeps them from replicating the model as well.
     """
-    devices = [device for number, device in zip(pipeline.balance, pipeline.devices)
-               for _ in range(number)]
+    devices = [
+        device for number, device in zip(pipeline.balance, pipeline.devices) for _ in range(number)
+    ]
     return dict(zip(pipeline._modules, devices))
 
 
-def _parts(pipeline: Any, model: nn.Module, layers: dict[str, str]
-           ) -> list[tuple[nn.Module, nn.Module]]:
+def _parts(
+    pipeline: Any, model: nn.Module, layers: dict[str, str]
+) -> list[tuple[nn.Module, nn.Module]]:
     """Return the modules of a pipeline that the model does not have.
 
     Each comes with the module of the model whose training mode it follows.
@@ -108,14 +122,24 @@ def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
     place, and tensors of a model on the meta device.
     """
     own, slots = _own(pipeline, layers), [*named_slots(model)]
-    foreign = [name for name, _, x in slots if name not in own or own[name] is not x and (
-        (own[name].shape, own[name].dtype) != (x.shape, x.dtype) or own[name].device == x.device)]
+    foreign = [
+        name
+        for name, _, x in slots
+        if name not in own
+        or own[name] is not x
+        and (
+            (own[name].shape, own[name].dtype) != (x.shape, x.dtype)
+            or own[name].device == x.device
+        )
+    ]
     known = {id(own[name]) for name, _, _ in slots if name in own}
     foreign += [name for name, x in own.items() if id(x) not in known]
     if foreign:
-        raise ValueError('a pipeline takes the place of the model that it was made from, as it '
-                         f'was then, but only one of both has {foreign[:5]}, {len(foreign)} in '
-                         'all: convert this model as it is now')
+        raise ValueError(
+            'a pipeline takes the place of the model that it was made from, as it '
+            f'was then, but only one of both has {foreign[:5]}, {len(foreign)} in '
+            'all: convert this model as it is now'
+        )
     for name, slot, _ in slots:
         holder_of(slot)[slot[1]] = own[name]
 
@@ -128,12 +152,17 @@ def _check_shared(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> No
     other = [name for name, x in slots.items() if own.get(name) is not x]
     other += [name for name, x in own.items() if id(x) not in known]
     if other:
-        raise RuntimeError('this model is run by a pipeline, and only one of both has '
-                           f'{other[:5]}, {len(other)} in all: they were replaced, added or '
-                           'removed within in_place_of(model). Change the model before that, and '
-                           'convert it then')
+        raise RuntimeError(
+            'this model is run by a pipeline, and only one of both has '
+            f'{other[:5]}, {len(other)} in all: they were replaced, added or '
+            'removed within in_place_of(model). Change the model before that, and '
+            'convert it then'
+        )
 
 
 def _own(pipeline: Any, layers: dict[str, str]) -> dict[str, Any]:
-    return {name: x for number, prefix in layers.items()
-            for name, _, x in named_slots(pipeline._modules[number], prefix)}
+    return {
+        name: x
+        for number, prefix in layers.items()
+        for name, _, x in named_slots(pipeline._modules[number], prefix)
+    }

@@ -31,6 +31,7 @@ values than the constructor, without an error. Three rules prevent this:
    are not detected. With rule 2, a tensor is refused if it was written to after the model's
    constructor.
 """
+
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,10 +65,13 @@ class Slot(NamedTuple):
 Made = dict[int, Slot]
 
 
-def materialize(module: nn.Sequential, devices: Sequence[torch.device],
-                weights: Weights | None = None,
-                around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None,
-                init: Callable[[nn.Module], Any] | None = None) -> None:
+def materialize(
+    module: nn.Sequential,
+    devices: Sequence[torch.device],
+    weights: Weights | None = None,
+    around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> None:
     """Give values to tensors on the meta device, and to all tensors if there are weights.
 
     Args:
@@ -120,15 +124,24 @@ def seeded(seed: int, i: int, device: torch.device = CPU) -> Iterator[Callable[[
         set_rng_states([device], before)
 
 
-def _give_values(name: str, layer: nn.Module, device: torch.device, loader: '_Loader | None',
-                 made: Made, module: nn.Sequential, init: Callable[[nn.Module], Any] | None
-                 ) -> None:
+def _give_values(
+    name: str,
+    layer: nn.Module,
+    device: torch.device,
+    loader: '_Loader | None',
+    made: Made,
+    module: nn.Sequential,
+    init: Callable[[nn.Module], Any] | None,
+) -> None:
     """Give values to one layer."""
     plan = _Resets(layer, _loaded(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
     _allocate(slots, CPU if plan.needed else device)
-    more = [partial(init, each) for each in _parts_first(layer)] if init is not None else (
-        [*_pretrained(layer)] if plan.needed else [])
+    more = (
+        [partial(init, each) for each in _parts_first(layer)]
+        if init is not None
+        else ([*_pretrained(layer)] if plan.needed else [])
+    )
     forgotten, changed = plan.reset(more)
     if forgotten:
         raise _without_value(module, forgotten)
@@ -177,7 +190,8 @@ def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
         'reset_parameters() of its module, if that has no tensors elsewhere and knows their '
         'sizes. Pass one of them, or build that module on the CPU. Weights may have buffers that '
         'are in no state dict: ChainMap({name: tensor}, '
-        'torchgpipe.model.weights.open_weights(path)).')
+        'torchgpipe.model.weights.open_weights(path)).'
+    )
 
 
 def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
@@ -186,7 +200,8 @@ def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
         f'gives to {_listed(module, slots)}. Pass weights=…, or the function by which the model '
         'initializes each of its modules: init=function; init=lambda module: None keeps the '
         'values of reset_parameters(). (A deep copy of a model on the meta device is refused: '
-        'it does not tell how the constructor made its tensors.)')
+        'it does not tell how the constructor made its tensors.)'
+    )
 
 
 def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
@@ -253,14 +268,24 @@ class _Resets:
 
     def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: Made) -> None:
         self._loaded = {id(x) for x in loaded} | made.keys()
-        self.needed = [slot for slot in _slots(layer) if slot.tensor.is_meta and not (
-            id(slot.tensor) in made or
-            id(slot.tensor) in self._loaded and is_plain(slot.tensor))]
+        self.needed = [
+            slot
+            for slot in _slots(layer)
+            if slot.tensor.is_meta
+            and not (
+                id(slot.tensor) in made
+                or id(slot.tensor) in self._loaded
+                and is_plain(slot.tensor)
+            )
+        ]
         self._ids = {id(slot.tensor) for slot in self.needed}
         #: Tensors of modules of a Transformers model, without the model that initializes them.
-        self._foreign = {id(slot.tensor) for part in layer.modules()
-                         if self.needed and _is_of_transformers(type(part).__module__)
-                         for slot in _slots(part)}
+        self._foreign = {
+            id(slot.tensor)
+            for part in layer.modules()
+            if self.needed and _is_of_transformers(type(part).__module__)
+            for slot in _slots(part)
+        }
         #: The functions to call, inner modules first.
         self.resets: list[Callable[[], object]] = []
         #: Tensors that cannot get a value.
@@ -275,8 +300,9 @@ class _Resets:
         if reset and any(id(x) in self._ids for x in below) and all(map(self._is_free, below)):
             self.resets.append(reset)
         else:
-            self.helpless += [slot for slot in _slots(module, recurse=False)
-                              if id(slot.tensor) in self._ids]
+            self.helpless += [
+                slot for slot in _slots(module, recurse=False) if id(slot.tensor) in self._ids
+            ]
 
     def _is_free(self, x: Tensor) -> bool:
         """Return whether a reset may write to a tensor."""
@@ -289,22 +315,36 @@ class _Resets:
             The tensors that were not written to, and the tensors to which the constructor has
             given other values: [Note: Values of the constructor].
         """
-        fresh = [(slot, now, now._version) for slot in self.needed
-                 if (now := getattr(slot.module, slot.name)).numel()]
+        fresh = [
+            (slot, now, now._version)
+            for slot in self.needed
+            if (now := getattr(slot.module, slot.name)).numel()
+        ]
         with CPU:
             for reset in self.resets:
                 reset()
-            counts = [(slot, now._version - (version if now is was else 0), _writes(slot.tensor))
-                      for slot, was, version in fresh
-                      if (now := getattr(slot.module, slot.name)) is not None]
+            counts = [
+                (slot, now._version - (version if now is was else 0), _writes(slot.tensor))
+                for slot, was, version in fresh
+                if (now := getattr(slot.module, slot.name)) is not None
+            ]
             with torch.no_grad():
                 for each in more:
                     each()
-            changed = [slot for slot, resets, writes in counts
-                       if (0 < resets < writes if more else resets != writes)
-                       or not more and id(slot.tensor) in self._foreign]
-        return [slot for slot, was, version in fresh if getattr(slot.module, slot.name) is was
-                and was._version == version and _is_blank(was)], changed
+            changed = [
+                slot
+                for slot, resets, writes in counts
+                if (0 < resets < writes if more else resets != writes)
+                or not more
+                and id(slot.tensor) in self._foreign
+            ]
+        return [
+            slot
+            for slot, was, version in fresh
+            if getattr(slot.module, slot.name) is was
+            and was._version == version
+            and _is_blank(was)
+        ], changed
 
 
 def _writes(x: Tensor) -> int:
@@ -319,13 +359,20 @@ def _is_of_transformers(name: str) -> bool:
     beside = vars(sys.modules.get(name, sys)).values()
     return kind is not None and any(
         isinstance(each, type) and issubclass(each, kind) and each.__module__ == name
-        for each in beside)
+        for each in beside
+    )
 
 
 def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:
     """Return the tensors of a layer that will be loaded: the state dict, and maybe buffers."""
-    return [] if loader is None else [*layer.state_dict(keep_vars=True).values(), *(
-        layer.get_buffer(own) for own in loader.buffers.get(name, ()))]
+    return (
+        []
+        if loader is None
+        else [
+            *layer.state_dict(keep_vars=True).values(),
+            *(layer.get_buffer(own) for own in loader.buffers.get(name, ())),
+        ]
+    )
 
 
 def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Iterator[nn.Module]:
@@ -346,9 +393,14 @@ class _Loader:
         keys = {key: key for key in source}
         #: By layer, the buffers that are in the source, although they are in no state dict.
         self.buffers = {
-            name: {own: key for own in _transient(layer) for key in (
-                f'{name}.{own}', *([own] if isinstance(layer, NamedLayer) else [])) if key in keys}
-            for name, layer in zip(module._modules, module)}
+            name: {
+                own: key
+                for own in _transient(layer)
+                for key in (f'{name}.{own}', *([own] if isinstance(layer, NamedLayer) else []))
+                if key in keys
+            }
+            for name, layer in zip(module._modules, module)
+        }
         for key in {key for found in self.buffers.values() for key in found.values()}:
             del keys[key]
         to_own_names(keys, '', module._modules)
@@ -382,19 +434,25 @@ class _Loader:
         A tensor that has several names needs only one of them.
         """
         missing = [name for name, x in self._missing if id(x) not in self._loaded]
-        unexpected = [*self._unexpected,
-                      *(key for keys in self._keys.values() for key in keys.values())]
+        unexpected = [
+            *self._unexpected,
+            *(key for keys in self._keys.values() for key in keys.values()),
+        ]
         if missing or unexpected:
-            raise ValueError(f'the weights are not those of the module: missing {missing}, '
-                             f'unexpected {unexpected}. Their names are those of '
-                             'module.state_dict(); pass a mapping that has them')
+            raise ValueError(
+                f'the weights are not those of the module: missing {missing}, '
+                f'unexpected {unexpected}. Their names are those of '
+                'module.state_dict(); pass a mapping that has them'
+            )
 
 
 def _fill(buffer: Tensor, value: Tensor, key: str) -> None:
     if (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-        raise ValueError(f"'{key}' of the weights is {value.dtype} of shape {tuple(value.shape)}, "
-                         f'but the buffer {buffer.dtype} of shape {tuple(buffer.shape)}; it is in '
-                         'no state dict, so leave it out, or pass it as it is')
+        raise ValueError(
+            f"'{key}' of the weights is {value.dtype} of shape {tuple(value.shape)}, "
+            f'but the buffer {buffer.dtype} of shape {tuple(buffer.shape)}; it is in '
+            'no state dict, so leave it out, or pass it as it is'
+        )
     buffer.copy_(value)
 
 

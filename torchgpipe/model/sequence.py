@@ -2,6 +2,7 @@
 
 The devices are chosen at construction, so methods that move parameters raise an error.
 """
+
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -34,9 +35,16 @@ class LayerSequence(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of an earlier version has no rules for batches.
         known = tuple(map(state['_modules'].get, state['_names']))
-        super().__setstate__({  # type: ignore[no-untyped-call]
-            'batch_dim': 0, 'gather': None, 'offload': False, '_known': known, '_schedule': None,
-            **state})
+        super().__setstate__(
+            {  # type: ignore[no-untyped-call]
+                'batch_dim': 0,
+                'gather': None,
+                'offload': False,
+                '_known': known,
+                '_schedule': None,
+                **state,
+            }
+        )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -83,8 +91,9 @@ class LayerSequence(nn.Module):
         self.partitions.train(mode)
         return self
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
-                        assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load a state dict; shared tensors stay shared, even if tensors are assigned."""
         with still_shared(self):
             return super().load_state_dict(state_dict, strict, assign)
@@ -93,23 +102,31 @@ class LayerSequence(nn.Module):
         # Keys of 0.0.7 are `partitions.<j>.<layer>.…`, from any balance.
         old = prefix + 'partitions.'
         for key in [key for key in state_dict if key.startswith(old)]:
-            name = key[len(old):].partition('.')[2]
+            name = key[len(old) :].partition('.')[2]
             if name.partition('.')[0] in self._names:
                 state_dict.setdefault(prefix + name, state_dict.pop(key))
         from torchgpipe.sequential.parts import to_own_names  # no plain call needs it
+
         to_own_names(state_dict, prefix, self._modules)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """Return the distribution of the layers as text."""
         devices = [str(device) for device in self.devices]
-        return (f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
-                f'checkpoint={self.checkpoint!r}')
+        return (
+            f'balance={self.balance}, devices={devices}, chunks={self.chunks}, '
+            f'checkpoint={self.checkpoint!r}'
+        )
 
     def cuda(self: TSequence, device: Any = None) -> TSequence:
         """Same as ``to('cuda')``, or with an index ``to('cuda:1')``: see :meth:`to`."""
-        return self.to(torch.device('cuda', device) if isinstance(device, int)
-                       else 'cuda' if device is None else device)
+        return self.to(
+            torch.device('cuda', device)
+            if isinstance(device, int)
+            else 'cuda'
+            if device is None
+            else device
+        )
 
     def cpu(self: TSequence) -> TSequence:
         """Same as ``to('cpu')``: see :meth:`to`."""
@@ -155,6 +172,8 @@ class LayerSequence(nn.Module):
 
 
 def _denied() -> TypeError:
-    return TypeError('denied to move parameters and buffers, because GPipe should manage device '
-                     'placement; name the devices when you make it: GPipe(module, balance, '
-                     'devices=…), or the mesh of a DistributedGPipe')
+    return TypeError(
+        'denied to move parameters and buffers, because GPipe should manage device '
+        'placement; name the devices when you make it: GPipe(module, balance, '
+        'devices=…), or the mesh of a DistributedGPipe'
+    )

@@ -1,4 +1,5 @@
 """Weights: the tensors of a state dict by name, each read on request."""
+
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -32,8 +33,10 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
     if isinstance(weights, Mapping):
         return weights
     if not isinstance(weights, (str, os.PathLike)):
-        raise TypeError('weights are a mapping from names to tensors, or the path of a file, not '
-                        f'{type(weights).__name__}')
+        raise TypeError(
+            'weights are a mapping from names to tensors, or the path of a file, not '
+            f'{type(weights).__name__}'
+        )
     path = Path(weights)
     if path.is_dir():
         path = _in_folder(path)
@@ -44,8 +47,10 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
         return _SafeTensors({name: path.with_name(file) for name, file in files.items()})
     found = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
     if not isinstance(found, Mapping):
-        raise TypeError(f"'{path}' holds no state dict, but {type(found).__name__}; save "
-                        'model.state_dict(), or pass a mapping from names to tensors')
+        raise TypeError(
+            f"'{path}' holds no state dict, but {type(found).__name__}; save "
+            'model.state_dict(), or pass a mapping from names to tensors'
+        )
     return found
 
 
@@ -54,12 +59,16 @@ def _in_folder(folder: Path) -> Path:
     for pattern in ('*.safetensors.index.json', '*.safetensors', 'pytorch_model*.bin', '*.pt'):
         found = sorted(folder.glob(pattern))
         if len(found) > 1:
-            raise ValueError(f'{folder} has {len(found)} files {pattern}, such as '
-                             f'{found[0].name}, and no index of them; pass the path of one')
+            raise ValueError(
+                f'{folder} has {len(found)} files {pattern}, such as '
+                f'{found[0].name}, and no index of them; pass the path of one'
+            )
         if found:
             return found[0]
-    raise FileNotFoundError(f'{folder} has no weights: no index ….safetensors.index.json, and no '
-                            'file ….safetensors, pytorch_model.bin or ….pt')
+    raise FileNotFoundError(
+        f'{folder} has no weights: no index ….safetensors.index.json, and no '
+        'file ….safetensors, pytorch_model.bin or ….pt'
+    )
 
 
 class _SafeTensors(Mapping[str, Any]):
@@ -89,6 +98,7 @@ def _open(path: Path) -> Any:
     try:
         package = import_module('safetensors')
     except ImportError as error:
-        raise ImportError(f"to read '{path}' takes the package safetensors: pip install "
-                          'safetensors') from error
+        raise ImportError(
+            f"to read '{path}' takes the package safetensors: pip install safetensors"
+        ) from error
     return package.safe_open(path, framework='pt')

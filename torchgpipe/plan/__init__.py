@@ -27,6 +27,7 @@ profile
 stage
     One partition in a schedule. A device may have several stages.
 """
+
 from torchgpipe.plan.costs import Costs, Link, StageCosts, measure_links, measure_overhead
 from torchgpipe.plan.mesh_search import plan, plan_mesh
 from torchgpipe.plan.orders import FoundSchedule, search_schedule
@@ -34,6 +35,23 @@ from torchgpipe.plan.search import MeshPlan, Plan, plan_devices
 from torchgpipe.plan.simulation import Simulation, simulate
 from torchgpipe.plan.transformers import MACHINES, Machine, ParameterBytes, Transformer
 
-__all__ = ['Costs', 'FoundSchedule', 'Link', 'MACHINES', 'Machine', 'MeshPlan', 'ParameterBytes',
-           'Plan', 'Simulation', 'StageCosts', 'Transformer', 'measure_links', 'measure_overhead',
-           'plan', 'plan_devices', 'plan_mesh', 'search_schedule', 'simulate']
+__all__ = [
+    'Costs',
+    'FoundSchedule',
+    'Link',
+    'MACHINES',
+    'Machine',
+    'MeshPlan',
+    'ParameterBytes',
+    'Plan',
+    'Simulation',
+    'StageCosts',
+    'Transformer',
+    'measure_links',
+    'measure_overhead',
+    'plan',
+    'plan_devices',
+    'plan_mesh',
+    'search_schedule',
+    'simulate',
+]

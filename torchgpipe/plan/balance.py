@@ -28,6 +28,7 @@ layers × log layers): Galil and Park, "Dynamic programming with convexity, conc
 (1992). If a block that starts later has to end earlier, the cut is even, but there may be a more
 even one.
 """
+
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -38,13 +39,35 @@ from operator import sub
 from typing import Any, TypeVar
 
 from torchgpipe.base.errors import format_bytes, table
-from torchgpipe.plan.costs import (Blocks, Costs, LayerProfile, MemoryLimit, Peak, SkipProfile,
-                                   TieProfile, check_numbers, memory_limits, peaks)
+from torchgpipe.plan.costs import (
+    Blocks,
+    Costs,
+    LayerProfile,
+    MemoryLimit,
+    Peak,
+    SkipProfile,
+    TieProfile,
+    check_numbers,
+    memory_limits,
+    peaks,
+)
 from torchgpipe.plan.simulation import simulate
 from torchgpipe.schedule.generators import plain_call
 
-__all__ = ['Balance', 'Profile', 'bounded_cuts', 'check_partitions', 'edges_for', 'even_cuts',
-           'fastest', 'integers', 'neighbours', 'positive', 'reachable', 'solve']
+__all__ = [
+    'Balance',
+    'Profile',
+    'bounded_cuts',
+    'check_partitions',
+    'edges_for',
+    'even_cuts',
+    'fastest',
+    'integers',
+    'neighbours',
+    'positive',
+    'reachable',
+    'solve',
+]
 
 Number = int | float
 TCost = TypeVar('TCost', int, float)
@@ -82,8 +105,10 @@ def solve(sequence: Sequence[TCost], partitions: int = 1) -> list[list[TCost]]:
     """
     check_partitions(sequence, partitions)
     items = iter(sequence)
-    return [[next(items) for _ in range(length)]
-            for length in even_cuts(sequence, range(len(sequence) + 1), partitions)]
+    return [
+        [next(items) for _ in range(length)]
+        for length in even_cuts(sequence, range(len(sequence) + 1), partitions)
+    ]
 
 
 def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> list[int]:
@@ -92,8 +117,9 @@ def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> 
     return bounded_cuts(costs, edges, [[number] * number] * partitions) or []
 
 
-def bounded_cuts(costs: Sequence[float], edges: Sequence[int], furthest: Furthest
-                 ) -> list[int] | None:
+def bounded_cuts(
+    costs: Sequence[float], edges: Sequence[int], furthest: Furthest
+) -> list[int] | None:
     """Cut costs at the given edges only, into blocks that fit.
 
     >>> bounded_cuts([1, 1, 1, 1], [0, 1, 3, 4], furthest=[[1, 2, 3], [3, 3, 3]])
@@ -136,10 +162,12 @@ def positive(number: int, what: str) -> int:
 def check_partitions(sequence: Sized, partitions: int) -> None:
     """Raise if the number of partitions is not a positive integer, or the sequence is shorter."""
     if len(sequence) < positive(partitions, 'partitions'):
-        raise ValueError(f'sequence is shorter than intended partitions: {len(sequence)} layers '
-                         f'cannot be cut into {partitions} partitions of one layer at least; '
-                         'ask for fewer partitions; or, where to_sequential has made the layers, '
-                         "for more of these: grain='layer'")
+        raise ValueError(
+            f'sequence is shorter than intended partitions: {len(sequence)} layers '
+            f'cannot be cut into {partitions} partitions of one layer at least; '
+            'ask for fewer partitions; or, where to_sequential has made the layers, '
+            "for more of these: grain='layer'"
+        )
 
 
 def integers(sequence: Sequence[Number]) -> list[int]:
@@ -184,8 +212,13 @@ def reachable(prefix: Sequence[int], furthest: Furthest, bound: int) -> Ends:
 def _most_even(prefix: Sequence[int], furthest: Furthest, bound: int, rows: Ends) -> list[int]:
     """Return the cuts that keep the bound and have the least sum of squares."""
     for starts, ends, limits in zip(rows[-2::-1], rows[:0:-1], furthest[::-1]):
-        starts[:] = [a for a in starts if a < ends[-1] and (
-            b := ends[bisect_right(ends, a)]) <= limits[a] and prefix[b] - prefix[a] <= bound]
+        starts[:] = [
+            a
+            for a in starts
+            if a < ends[-1]
+            and (b := ends[bisect_right(ends, a)]) <= limits[a]
+            and prefix[b] - prefix[a] <= bound
+        ]
     costs = {0: 0}
     choices = []
     for starts, ends, limits in zip(rows, rows[1:], furthest):
@@ -198,8 +231,12 @@ def _most_even(prefix: Sequence[int], furthest: Furthest, bound: int, rows: Ends
     return cuts[::-1]
 
 
-def _choose(prefix: Sequence[int], bound: int, points: Sequence[tuple[int, int, int, int]],
-            ends: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+def _choose(
+    prefix: Sequence[int],
+    bound: int,
+    points: Sequence[tuple[int, int, int, int]],
+    ends: Sequence[int],
+) -> tuple[dict[int, int], dict[int, int]]:
     """Add a block ``a`` to ``b``: find the best start for each end.
 
     The block costs ``weight * (S[b] - S[a])² + (b - a)²``, which is ``square(b) + square(a)`` less
@@ -230,14 +267,20 @@ def _choose(prefix: Sequence[int], bound: int, points: Sequence[tuple[int, int, 
         # The best start lies between the best starts of the ends on both sides. If no start there
         # is possible, it may be anywhere.
         for one, other in ((max(first, low), min(last, high)), (first, last)):
-            if values := [(cost - factor * total - twice * a, a)
-                          for a, total, cost, end in points[one:other] if end >= b]:
+            if values := [
+                (cost - factor * total - twice * a, a)
+                for a, total, cost, end in points[one:other]
+                if end >= b
+            ]:
                 break
         cost, choice[b] = min(values)
         costs[b] = cost + 2 * (weight * prefix[b] ** 2 + b * b)
         place = bisect_left(points, (choice[b],))
-        spans += [span for span in ((left, middle, low, place + 1),
-                                    (middle + 1, right, place, high)) if span[0] < span[1]]
+        spans += [
+            span
+            for span in ((left, middle, low, place + 1), (middle + 1, right, place, high))
+            if span[0] < span[1]
+        ]
     return costs, choice
 
 
@@ -252,7 +295,7 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
         place = edges.index(cuts[k]) if cuts[k] in edges else -1
         for cut in (edges[place - 1], edges[place + 1]) if place > 0 else ():
             if cuts[k - 1] < cut < cuts[k + 1]:
-                moved = [*cuts[:k], cut, *cuts[k + 1:]]
+                moved = [*cuts[:k], cut, *cuts[k + 1 :]]
                 yield [b - a for a, b in zip(moved, moved[1:])]
 
 
@@ -333,20 +376,27 @@ class Profile:
     def __post_init__(self) -> None:
         check_numbers(self)
         if self.batch_size < 1:
-            raise ValueError(f'the batch_size of a Profile must be 1 or more, but is '
-                             f'{self.batch_size}')
+            raise ValueError(
+                f'the batch_size of a Profile must be 1 or more, but is {self.batch_size}'
+            )
 
     def __str__(self) -> str:
         def row(name: str, layers: Sequence[LayerProfile], output: str) -> list[str]:
-            return [name, f'{sum(x.forward_seconds for x in layers) * 1e3:.3f}',
-                    f'{sum(x.backward_seconds for x in layers) * 1e3:.3f}',
-                    format_bytes(sum(x.parameter_bytes for x in layers)),
-                    format_bytes(sum(x.activation_bytes for x in layers)), output]
+            return [
+                name,
+                f'{sum(x.forward_seconds for x in layers) * 1e3:.3f}',
+                f'{sum(x.backward_seconds for x in layers) * 1e3:.3f}',
+                format_bytes(sum(x.parameter_bytes for x in layers)),
+                format_bytes(sum(x.activation_bytes for x in layers)),
+                output,
+            ]
 
         rows = [row(x.name, [x], format_bytes(x.output_bytes)) for x in self.layers]
         header = ['layer', 'forward, ms', 'backward, ms', 'parameters', 'activations', 'output']
-        return (table(header, [*rows, row('total', self.layers, '')])
-                + f'\n\n{self.batch_size} samples on {self.device}')
+        return (
+            table(header, [*rows, row('total', self.layers, '')])
+            + f'\n\n{self.batch_size} samples on {self.device}'
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile in types that JSON supports: dictionaries, lists, strings, numbers.
@@ -355,9 +405,13 @@ class Profile:
         >>> Profile.from_dict(profile.to_dict()) == profile
         True
         """
-        return {'version': 1, **asdict(self), 'layers': [asdict(x) for x in self.layers],
-                'skips': [asdict(x) for x in self.skips],
-                'ties': [{**asdict(x), 'layers': [*x.layers]} for x in self.ties]}
+        return {
+            'version': 1,
+            **asdict(self),
+            'layers': [asdict(x) for x in self.layers],
+            'skips': [asdict(x) for x in self.skips],
+            'ties': [{**asdict(x), 'layers': [*x.layers]} for x in self.ties],
+        }
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> 'Profile':
@@ -373,14 +427,16 @@ class Profile:
             ValueError: The dictionary is not a profile.
         """
         if not isinstance(data, dict) or data.get('version') != 1 or data['version'] is True:
-            raise ValueError("this is not a profile: it has no 'version': 1, as Profile.to_dict() "
-                             'writes it')
+            raise ValueError(
+                "this is not a profile: it has no 'version': 1, as Profile.to_dict() writes it"
+            )
         rest = {key: value for key, value in data.items() if key != 'version'}
         rest.setdefault('ties', [])
         for key, cls in (('layers', LayerProfile), ('skips', SkipProfile), ('ties', TieProfile)):
             if not isinstance(rest.get(key), (list, tuple)):
-                raise ValueError("this is not a profile: its 'layers', 'skips' and 'ties' are no "
-                                 'lists')
+                raise ValueError(
+                    "this is not a profile: its 'layers', 'skips' and 'ties' are no lists"
+                )
             rest[key] = tuple(_make(cls, item) for item in rest[key])
         rest['ties'] = tuple(replace(x, layers=tuple(x.layers)) for x in rest['ties'])
         return _make(Profile, rest)
@@ -399,14 +455,24 @@ class Profile:
             overhead = min(overhead, all)  # Measurements of a small batch may be inconsistent.
             return overhead + (all - overhead) * ratio
 
-        layers = tuple(replace(
-            x, forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
-            backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
-            activation_bytes=round(x.activation_bytes * ratio),
-            output_bytes=round(x.output_bytes * ratio)) for x in self.layers)
+        layers = tuple(
+            replace(
+                x,
+                forward_seconds=seconds(x.forward_seconds, x.forward_overhead),
+                backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
+                activation_bytes=round(x.activation_bytes * ratio),
+                output_bytes=round(x.output_bytes * ratio),
+            )
+            for x in self.layers
+        )
         skips = tuple(replace(x, bytes=round(x.bytes * ratio)) for x in self.skips)
-        return replace(self, layers=layers, skips=skips, batch_size=batch_size,
-                       input_bytes=round(self.input_bytes * ratio))
+        return replace(
+            self,
+            layers=layers,
+            skips=skips,
+            batch_size=batch_size,
+            input_bytes=round(self.input_bytes * ratio),
+        )
 
     def counted_once(self, owners: Sequence[object]) -> 'Profile':
         """Return the profile in which an owner of several layers has a shared parameter once.
@@ -428,8 +494,15 @@ class Profile:
                 counted.add(owners[index])
         return replace(self, layers=tuple(layers)) if self.ties else self
 
-    def balance(self, partitions: int, *, chunks: int, memory_limit: MemoryLimit = None,
-                param_scale: float = 2.0, checkpoint: str = 'except_last') -> Balance:
+    def balance(
+        self,
+        partitions: int,
+        *,
+        chunks: int,
+        memory_limit: MemoryLimit = None,
+        param_scale: float = 2.0,
+        checkpoint: str = 'except_last',
+    ) -> Balance:
         """Find the balance whose slowest partition is as fast as possible.
 
         The result is exact for the measured times. Ties are broken as evenly as possible within
@@ -493,8 +566,9 @@ class Profile:
 
         There are at most ``chunks`` micro-batches.
         """
-        return Blocks(self.layers, self.skips, self.input_bytes, min(chunks, self.batch_size),
-                      param_scale)
+        return Blocks(
+            self.layers, self.skips, self.input_bytes, min(chunks, self.batch_size), param_scale
+        )
 
     def edges(self) -> list[int]:
         """Return the places where partitions may start and end.
@@ -532,7 +606,8 @@ def edges_for(profile: Profile, partitions: int, checkpoint: str) -> list[int]:
     raise ValueError(
         f'{number} layers make only {len(edges) - 1} groups for {partitions} partitions, since a '
         "layer that changes another one's result in place has to be in its partition: "
-        f"'{layer.name}' is one; let it not work in place, or use checkpoint='never'")
+        f"'{layer.name}' is one; let it not work in place, or use checkpoint='never'"
+    )
 
 
 def _peak(blocks: Blocks, partitions: int, checkpoint: str) -> Peak:
@@ -543,11 +618,17 @@ def _peak(blocks: Blocks, partitions: int, checkpoint: str) -> Peak:
 def _make(cls: type[T], data: Any) -> T:
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     # A profile may be older than a field with a default.
-    needed = {field.name for field in fields(cls)  # type: ignore[arg-type]
-              if field.default is MISSING}
+    needed = {
+        field.name
+        for field in fields(cls)  # type: ignore[arg-type]
+        if field.default is MISSING
+    }
     if not isinstance(data, dict) or not needed <= {*data} <= names:
-        problem = f'{data!r} is one' if not isinstance(data, dict) else \
-            f'missing {sorted(needed - set(data))}, unknown {sorted(set(data) - names)}'
+        problem = (
+            f'{data!r} is one'
+            if not isinstance(data, dict)
+            else f'missing {sorted(needed - set(data))}, unknown {sorted(set(data) - names)}'
+        )
         raise ValueError(f'this is not a profile: fields of a {cls.__name__}: {problem}')
     try:
         return cls(**data)
@@ -555,8 +636,14 @@ def _make(cls: type[T], data: Any) -> T:
         raise ValueError(f'this is not a profile: {error}') from None
 
 
-def _why_not(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Peak,
-             limits: Sequence[int | None], furthest: Sequence[Sequence[int]]) -> str:
+def _why_not(
+    names: Sequence[str],
+    blocks: Blocks,
+    edges: Sequence[int],
+    peak: Peak,
+    limits: Sequence[int | None],
+    furthest: Sequence[Sequence[int]],
+) -> str:
     """Return a message about the layers that do not fit.
 
     Args:
@@ -570,23 +657,33 @@ def _why_not(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: P
     largest = inf if None in limits else max(limit or 0 for limit in limits)
     room = inf if None in limits else sum(limit or 0 for limit in limits)
     for start, end in zip(edges, edges[1:]):
-        need = min(blocks.bytes(a, end, peak) for a in edges[:edges.index(end)])
+        need = min(blocks.bytes(a, end, peak) for a in edges[: edges.index(end)])
         if need > largest:
-            return (f'{_block(names, start, end)} alone needs {format_bytes(need)}, but the '
-                    f'largest memory limit is {format_bytes(largest)}; raise chunks, split the '
-                    'layer, or take a larger device')
+            return (
+                f'{_block(names, start, end)} alone needs {format_bytes(need)}, but the '
+                f'largest memory limit is {format_bytes(largest)}; raise chunks, split the '
+                'layer, or take a larger device'
+            )
     activations = -(-blocks.activations[-1] * peak.activations // blocks.m)
     total = blocks.resident[-1] + activations + blocks.inputs[0] + 2 * blocks.inputs[-1]
     all_of_them = f'all {len(names)} layers together need {format_bytes(total)} or more'
     if total > room:
-        return (f'{all_of_them}, but the memory limits add up to {format_bytes(room)}; take more '
-                'or larger devices, or raise chunks')
+        return (
+            f'{all_of_them}, but the memory limits add up to {format_bytes(room)}; take more '
+            'or larger devices, or raise chunks'
+        )
     stuck = _stuck(names, blocks, edges, peak, limits, furthest)
     return f'{stuck}; {all_of_them}. Raise chunks, or take larger devices'
 
 
-def _stuck(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Peak,
-           limits: Sequence[int | None], furthest: Sequence[Sequence[int]]) -> str:
+def _stuck(
+    names: Sequence[str],
+    blocks: Blocks,
+    edges: Sequence[int],
+    peak: Peak,
+    limits: Sequence[int | None],
+    furthest: Sequence[Sequence[int]],
+) -> str:
     """Return a message about the partition that no balance within the limits gets past."""
     number = len(edges) - 1
     rows = reachable([0] * len(edges), furthest, 0)  # with no bound on the time
@@ -596,11 +693,16 @@ def _stuck(names: Sequence[str], blocks: Blocks, edges: Sequence[int], peak: Pea
     if not needs:
         return f'no layer is left for partition {j}'
     need, a = min(needs)
-    return (f'no balance keeps the memory limit of partition {j}, {format_bytes(limits[j] or 0)}: '
-            f'at least {_block(names, edges[a], edges[ends[a]])} would be there and need '
-            f'{format_bytes(need)}')
+    return (
+        f'no balance keeps the memory limit of partition {j}, {format_bytes(limits[j] or 0)}: '
+        f'at least {_block(names, edges[a], edges[ends[a]])} would be there and need '
+        f'{format_bytes(need)}'
+    )
 
 
 def _block(names: Sequence[str], a: int, b: int) -> str:
-    return f"layer '{names[a]}'" if b == a + 1 else \
-        f"the block of layers '{names[a]}' to '{names[b - 1]}'"
+    return (
+        f"layer '{names[a]}'"
+        if b == a + 1
+        else f"the block of layers '{names[a]}' to '{names[b - 1]}'"
+    )

@@ -20,6 +20,7 @@ nothing else takes time. The time of one more micro-batch on each device is
 
 The host queues the work of an accelerator ahead of time, so an accelerator has no overhead.
 """
+
 import math
 import time
 from bisect import bisect_right
@@ -34,8 +35,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.devices import (Device, forked_rng, is_cpu, memory_of, parse_device,
-                                     synchronize)
+from torchgpipe.base.devices import (
+    Device,
+    forked_rng,
+    is_cpu,
+    memory_of,
+    parse_device,
+    synchronize,
+)
 from torchgpipe.base.settings import Checkpoint, checkpoint_stops
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
@@ -43,9 +50,24 @@ from torchgpipe.schedule.schedule import KINDS, Schedule, in_flight
 from torchgpipe.training.losses import Losses
 from torchgpipe.training.step import run_step
 
-__all__ = ['Blocks', 'Costs', 'LayerProfile', 'Link', 'Links', 'MemoryLimit', 'Peak',
-           'SkipProfile', 'StageCosts', 'TieProfile', 'check_kinds', 'check_numbers',
-           'measure_links', 'measure_overhead', 'memory_limits', 'peaks']
+__all__ = [
+    'Blocks',
+    'Costs',
+    'LayerProfile',
+    'Link',
+    'Links',
+    'MemoryLimit',
+    'Peak',
+    'SkipProfile',
+    'StageCosts',
+    'TieProfile',
+    'check_kinds',
+    'check_numbers',
+    'measure_links',
+    'measure_overhead',
+    'memory_limits',
+    'peaks',
+]
 
 MemoryLimit = None | float | Sequence[float | None]
 
@@ -63,15 +85,21 @@ def check_numbers(record: Any, unlimited: str = '') -> None:
     for field in fields(record):
         value = getattr(record, field.name)
         if field.type not in (int, float, int | None, float | None) or (
-                value is None and field.type in (int | None, float | None)):
+            value is None and field.type in (int | None, float | None)
+        ):
             continue
         fits = isinstance(value, Real) and (
-            0 < value if field.name == unlimited else 0 <= value < inf)  # type: ignore[operator]
+            0 < value if field.name == unlimited else 0 <= value < inf
+        )  # type: ignore[operator]
         if not fits:
-            what = 'number above zero' if field.name == unlimited else (
-                'finite number, not below zero')
-            raise ValueError(f'{field.name!r} of a {type(record).__name__} must be a {what}, but '
-                             f'is {value!r}')
+            what = (
+                'number above zero'
+                if field.name == unlimited
+                else ('finite number, not below zero')
+            )
+            raise ValueError(
+                f'{field.name!r} of a {type(record).__name__} must be a {what}, but is {value!r}'
+            )
 
 
 def check_kinds(name: str, seconds: Mapping[str, float]) -> None:
@@ -82,13 +110,17 @@ def check_kinds(name: str, seconds: Mapping[str, float]) -> None:
     """
     unknown = [kind for kind in seconds if kind not in KINDS]
     if unknown:
-        raise ValueError(f'{name} has seconds of actions {", ".join(KINDS)}, but names '
-                         f'{", ".join(map(repr, unknown))}')
+        raise ValueError(
+            f'{name} has seconds of actions {", ".join(KINDS)}, but names '
+            f'{", ".join(map(repr, unknown))}'
+        )
     for kind, value in seconds.items():
         number: Any = value
         if not (isinstance(number, Real) and 0 <= float(number) < inf):
-            raise ValueError(f'{name} must have a finite number of seconds, not below zero, for '
-                             f'{kind!r}, but has {value!r}')
+            raise ValueError(
+                f'{name} must have a finite number of seconds, not below zero, for '
+                f'{kind!r}, but has {value!r}'
+            )
 
 
 @dataclass(frozen=True)
@@ -198,9 +230,10 @@ def peaks(schedule: Schedule, checkpoint: str, is_plain_call: bool = False) -> l
     """Return, for each stage of a schedule, the micro-batches that it holds at its peak."""
     numbers = in_flight(schedule)
     alive = numbers if checkpoint == 'never' else in_flight(schedule, 'BI')
-    return [Peak(number, alive[j], min(number, max(1, len(numbers) - 1)),
-                 number * (1 + is_plain_call))
-            for j, number in sorted(numbers.items())]
+    return [
+        Peak(number, alive[j], min(number, max(1, len(numbers) - 1)), number * (1 + is_plain_call))
+        for j, number in sorted(numbers.items())
+    ]
 
 
 class Blocks:
@@ -220,60 +253,87 @@ class Blocks:
     stage holds the input of all micro-batches from the start.
     """
 
-    def __init__(self, layers: Sequence[LayerProfile], skips: Sequence[SkipProfile],
-                 input_bytes: int, m: int, param_scale: float) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerProfile],
+        skips: Sequence[SkipProfile],
+        input_bytes: int,
+        m: int,
+        param_scale: float,
+    ) -> None:
         if not (math.isfinite(param_scale) and param_scale >= 0):
-            raise ValueError('param_scale must be a number of parameter sizes, zero or more, but '
-                             f'is {param_scale}')
+            raise ValueError(
+                'param_scale must be a number of parameter sizes, zero or more, but '
+                f'is {param_scale}'
+            )
         self.skips = skips
         self.m = m
         #: Seconds of each layer, for all micro-batches.
         self.forward = [x.forward_seconds + (m - 1) * x.forward_overhead for x in layers]
         self.backward = [x.backward_seconds + (m - 1) * x.backward_overhead for x in layers]
         #: Sums over the layers before each edge, in bytes of a mini-batch.
-        self.resident = [0, *accumulate(
-            int((x.parameter_bytes - x.frozen_bytes) * param_scale)
-            + x.frozen_bytes + x.buffer_bytes for x in layers)]
+        self.resident = [
+            0,
+            *accumulate(
+                int((x.parameter_bytes - x.frozen_bytes) * param_scale)
+                + x.frozen_bytes
+                + x.buffer_bytes
+                for x in layers
+            ),
+        ]
         self.activations = [0, *accumulate(x.activation_bytes for x in layers)]
         #: Size of the tensors that cross each edge, and of each layer's input and output together.
         self.inputs = [input_bytes, *(x.output_bytes for x in layers)]
-        self.passing = [a + b + x.backward_bytes for a, b, x in zip(
-            self.inputs, self.inputs[1:], layers)]
+        self.passing = [
+            a + b + x.backward_bytes for a, b, x in zip(self.inputs, self.inputs[1:], layers)
+        ]
 
     def seconds(self, checkpoint: str) -> list[float]:
         """Return the seconds of each layer, with recomputations."""
-        stop, = checkpoint_stops(checkpoint, self.m, 1)
-        return [forward * (1 + stop / self.m) + backward
-                for forward, backward in zip(self.forward, self.backward)]
+        (stop,) = checkpoint_stops(checkpoint, self.m, 1)
+        return [
+            forward * (1 + stop / self.m) + backward
+            for forward, backward in zip(self.forward, self.backward)
+        ]
 
     def bytes(self, a: int, b: int, peak: Peak) -> int:
         """Return the bytes of a stage at its peak; more layers at the end never take less."""
         inputs = self.inputs[a]
-        rest = ((self.activations[b] - self.activations[a]) * peak.activations
-                + max(self.passing[a:b]))
+        rest = (self.activations[b] - self.activations[a]) * peak.activations + max(
+            self.passing[a:b]
+        )
         for skip in self.skips:
             inputs += skip.bytes if skip.source < a <= skip.target < b else 0
             rest += skip.bytes * peak.skips if a <= skip.source < b else 0
         rest += peak.outputs * self.inputs[b] if b == len(self.passing) else 0
-        return (self.resident[b] - self.resident[a] - -rest // self.m
-                - -inputs * (peak.inputs if a else self.m) // self.m)
+        return (
+            self.resident[b]
+            - self.resident[a]
+            - -rest // self.m
+            - -inputs * (peak.inputs if a else self.m) // self.m
+        )
 
-    def furthest(self, edges: Sequence[int], peak: Peak, limit: float | None, is_last: bool
-                 ) -> list[int]:
+    def furthest(
+        self, edges: Sequence[int], peak: Peak, limit: float | None, is_last: bool
+    ) -> list[int]:
         """Return, for each edge where a stage starts, the furthest edge where it can end."""
         number = len(edges) - 1
         if limit is None:
             return [number] * number
         if is_last:
-            return [number if self.bytes(edges[a], edges[-1], peak) <= limit else a
-                    for a in range(number)]
+            return [
+                number if self.bytes(edges[a], edges[-1], peak) <= limit else a
+                for a in range(number)
+            ]
 
         def end(k: int, a: int) -> int:
             # The parameters alone give a bound that is quick to find.
-            stop = bisect_right(edges, limit + self.resident[a], k + 1,
-                                key=self.resident.__getitem__)
-            return bisect_right(edges, limit, k + 1, stop,
-                                key=lambda b: self.bytes(a, b, peak)) - 1
+            stop = bisect_right(
+                edges, limit + self.resident[a], k + 1, key=self.resident.__getitem__
+            )
+            return (
+                bisect_right(edges, limit, k + 1, stop, key=lambda b: self.bytes(a, b, peak)) - 1
+            )
 
         return [end(k, a) for k, a in enumerate(edges[:-1])]
 
@@ -286,13 +346,16 @@ def memory_limits(limit: MemoryLimit, number: int, what: str) -> list[int | None
     """
     limits: list[Any] = [*limit] if isinstance(limit, (list, tuple)) else [limit] * number
     if len(limits) != number:
-        raise ValueError(f'memory_limit has {len(limits)} entries for {number} {what}; give one '
-                         'number for all, or one for each')
+        raise ValueError(
+            f'memory_limit has {len(limits)} entries for {number} {what}; give one '
+            'number for all, or one for each'
+        )
     for each in limits:
         # NumPy's integers are real numbers as well.
         if each is not None and not (isinstance(each, Real) and float(each) >= 0):
-            raise ValueError('memory_limit must be a number of bytes, zero or more, but is '
-                             f'{each!r}')
+            raise ValueError(
+                f'memory_limit must be a number of bytes, zero or more, but is {each!r}'
+            )
     return limits
 
 
@@ -320,8 +383,9 @@ class Link:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> 'Link':
         """Return a link from the result of :meth:`to_dict`."""
-        return Link(**{**data, 'bandwidth': inf if data['bandwidth'] is None
-                       else data['bandwidth']})
+        return Link(
+            **{**data, 'bandwidth': inf if data['bandwidth'] is None else data['bandwidth']}
+        )
 
     def seconds(self, bytes: float) -> float:
         """Return the seconds of a copy."""
@@ -427,14 +491,23 @@ class Costs:
         last = len(self.stages) - 1
         wrong = [x for x in self.skips if not x.source < x.target <= last]
         if wrong:
-            raise ValueError(f'a skip goes to a later one of the {last + 1} stages, but there is '
-                             f'{wrong[0]}')
+            raise ValueError(
+                f'a skip goes to a later one of the {last + 1} stages, but there is {wrong[0]}'
+            )
 
     @staticmethod
-    def of(profile: Measured, balance: Sequence[int], chunks: int,
-           checkpoint: Checkpoint = 'except_last', *, param_scale: float = 2.0,
-           links: Links = Link(), overhead: Mapping[str, float] | None = None,
-           least: Mapping[str, float] | None = None, split: float = 0.0) -> 'Costs':
+    def of(
+        profile: Measured,
+        balance: Sequence[int],
+        chunks: int,
+        checkpoint: Checkpoint = 'except_last',
+        *,
+        param_scale: float = 2.0,
+        links: Links = Link(),
+        overhead: Mapping[str, float] | None = None,
+        least: Mapping[str, float] | None = None,
+        split: float = 0.0,
+    ) -> 'Costs':
         """Compute the costs of stages from the profile of the layers.
 
         If a profile does not have the shares of a split backward, they follow a rule. In a layer
@@ -467,36 +540,47 @@ class Costs:
             ValueError: The balance is for other layers, or an argument is wrong.
         """
         if sum(balance) != len(profile.layers) or min(balance, default=0) < 1:
-            raise ValueError(f'the balance {list(balance)} is none of the {len(profile.layers)} '
-                             'layers that the profile has')
+            raise ValueError(
+                f'the balance {list(balance)} is none of the {len(profile.layers)} '
+                'layers that the profile has'
+            )
         blocks = profile.blocks(chunks, param_scale)
         m = blocks.m
-        parts = [(one * x, other * x) for x, (one, other) in
-                 zip(blocks.backward, _shares(profile.layers, split))]
+        parts = [
+            (one * x, other * x)
+            for x, (one, other) in zip(blocks.backward, _shares(profile.layers, split))
+        ]
         cuts = [0, *accumulate(balance)]
         check_kinds('overhead', overhead or {})
         check_kinds('least', least or {})
         if not 0 <= split < inf:
-            raise ValueError('split must be a finite number, not below zero: the part of a '
-                             f'backward that its halves take in addition; it is {split!r}')
+            raise ValueError(
+                'split must be a finite number, not below zero: the part of a '
+                f'backward that its halves take in addition; it is {split!r}'
+            )
 
         def seconds(kind: str, layers: Sequence[float]) -> float:
             """Return the seconds of an action, given the seconds of its layers."""
             computed = sum(layers) / m + (overhead or {}).get(kind, 0.0)
             return max(computed, (least or {}).get(kind, 0.0))
 
-        stages = tuple(StageCosts(
-            forward=seconds('F', blocks.forward[a:b]),
-            backward=seconds('B', blocks.backward[a:b]),
-            weight_backward=seconds('W', [second for _, second in parts[a:b]]),
-            input_backward=seconds('I', [first for first, _ in parts[a:b]]),
-            recomputation=seconds('R', blocks.forward[a:b]),
-            recomputed=stop,
-            activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
-            backward_bytes=max(blocks.passing[a:b]) / m,
-            output_bytes=blocks.inputs[b] / m,
-            resident_bytes=blocks.resident[b] - blocks.resident[a] + (a == 0) * blocks.inputs[0],
-        ) for a, b, stop in zip(cuts, cuts[1:], checkpoint_stops(checkpoint, m, len(balance))))
+        stages = tuple(
+            StageCosts(
+                forward=seconds('F', blocks.forward[a:b]),
+                backward=seconds('B', blocks.backward[a:b]),
+                weight_backward=seconds('W', [second for _, second in parts[a:b]]),
+                input_backward=seconds('I', [first for first, _ in parts[a:b]]),
+                recomputation=seconds('R', blocks.forward[a:b]),
+                recomputed=stop,
+                activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
+                backward_bytes=max(blocks.passing[a:b]) / m,
+                output_bytes=blocks.inputs[b] / m,
+                resident_bytes=blocks.resident[b]
+                - blocks.resident[a]
+                + (a == 0) * blocks.inputs[0],
+            )
+            for a, b, stop in zip(cuts, cuts[1:], checkpoint_stops(checkpoint, m, len(balance)))
+        )
         return Costs(stages, _between(blocks.skips, balance, m), links)
 
     @property
@@ -515,9 +599,12 @@ class Costs:
             return
         shape = [len(row) if isinstance(row, Sequence) else row for row in links]
         if shape != [devices] * devices or any(
-                not isinstance(link, Link) for row in links for link in row):
-            raise ValueError('links must be one Link, or for each device a row of one for each '
-                             f'device; for {devices} devices, there are rows of {shape}')
+            not isinstance(link, Link) for row in links for link in row
+        ):
+            raise ValueError(
+                'links must be one Link, or for each device a row of one for each '
+                f'device; for {devices} devices, there are rows of {shape}'
+            )
 
     def link(self, source: int, target: int) -> Link:
         """Return the link from one device to another."""
@@ -537,19 +624,21 @@ def _shares(layers: Sequence[LayerProfile], split: float) -> Iterator[tuple[floa
             yield x.input_share, x.weight_share
 
 
-def _between(skips: Sequence[SkipProfile], balance: Sequence[int], m: int
-             ) -> tuple[SkipProfile, ...]:
+def _between(
+    skips: Sequence[SkipProfile], balance: Sequence[int], m: int
+) -> tuple[SkipProfile, ...]:
     """Return the skips from stage to stage."""
     stage_of = [j for j, number in enumerate(balance) for _ in range(number)]
     each = [SkipProfile(stage_of[x.source], stage_of[x.target], x.bytes) for x in skips]
-    return tuple(SkipProfile(x.source, x.target, -(-x.bytes // m)) for x in each
-                 if x.source != x.target)
+    return tuple(
+        SkipProfile(x.source, x.target, -(-x.bytes // m)) for x in each if x.source != x.target
+    )
 
 
 # Measurements: copies between devices, and the overhead of an action.
 
 #: Bytes of the copies that are timed. The time of a small copy is all latency.
-SMALL, LARGE = 4, 2 ** 24
+SMALL, LARGE = 4, 2**24
 
 #: The number of times that each copy is timed; the median counts.
 COPIES = 5
@@ -576,8 +665,10 @@ def measure_links(devices: Sequence[Device]) -> tuple[tuple[Link, ...], ...]:
 def _measure(source: torch.device, target: torch.device) -> Link:
     if source == target:
         return Link()
-    small, large = (_seconds(torch.zeros(size, dtype=torch.uint8, device=source), target)
-                    for size in (SMALL, LARGE))
+    small, large = (
+        _seconds(torch.zeros(size, dtype=torch.uint8, device=source), target)
+        for size in (SMALL, LARGE)
+    )
     return Link(small, (LARGE - SMALL) / (large - small)) if large > small else Link(small)
 
 
@@ -615,19 +706,23 @@ def measure_overhead(devices: Sequence[Device]) -> Mapping[str, float]:
         return {}
     with forked_rng([]):  # Layers draw their initial values.
         layers = nn.Sequential(*(nn.Linear(1, 1) for _ in devices))
-        alone = _each(lambda x: [
-            layers(part).sum().backward() for part in x.split(1)]) / len(devices)
+        alone = _each(lambda x: [layers(part).sum().backward() for part in x.split(1)]) / len(
+            devices
+        )
         both, split, recomputed = (
-            max(0.0, _each(step) - alone) for step in (
-                _step(devices, '1f1b', 'never'), _step(devices, 'zb-h1', 'never'),
-                _step(devices, '1f1b', 'always')))
+            max(0.0, _each(step) - alone)
+            for step in (
+                _step(devices, '1f1b', 'never'),
+                _step(devices, 'zb-h1', 'never'),
+                _step(devices, '1f1b', 'always'),
+            )
+        )
     one = both / 2
     half = max(0.0, split - one) / 2
     return {'F': one, 'B': one, 'I': half, 'W': half, 'R': max(0.0, recomputed - both)}
 
 
-def _step(devices: Sequence[Device], schedule: str, checkpoint: str
-          ) -> Callable[[Tensor], object]:
+def _step(devices: Sequence[Device], schedule: str, checkpoint: str) -> Callable[[Tensor], object]:
     """Return a function that runs a step: one layer on each device, as many chunks as samples."""
     places = [parse_device(device) for device in devices]
     engine = Engine([nn.Sequential(nn.Linear(1, 1)) for _ in places], places)
@@ -636,8 +731,9 @@ def _step(devices: Sequence[Device], schedule: str, checkpoint: str
         batches, sizes, common = cut(x, len(x), 0)
         losses = Losses(lambda y, _: y.sum(), None, sizes, 0, None, None)
         again = [*map(range, checkpoint_stops(checkpoint, len(x), len(places)))]
-        return run_step(engine, batches, losses, schedule, False, again, common=common,
-                        offload=False)
+        return run_step(
+            engine, batches, losses, schedule, False, again, common=common, offload=False
+        )
 
     return run
 

@@ -26,6 +26,7 @@ returns the fastest candidate.
 A candidate is simulated with all of its micro-batches: a schedule may take many of them until it
 is periodic, and some hold the activations of all.
 """
+
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -46,8 +47,13 @@ from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts, memory_
 from torchgpipe.plan.profile import profile
 from torchgpipe.plan.search import SHARDINGS, MeshPlan, Plan, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
-from torchgpipe.plan.transformers import (MACHINES, RECOMPUTATIONS, Machine, ParameterBytes,
-                                          Transformer)
+from torchgpipe.plan.transformers import (
+    MACHINES,
+    RECOMPUTATIONS,
+    Machine,
+    ParameterBytes,
+    Transformer,
+)
 from torchgpipe.schedule.generators import NAMES, SPLIT, V_SHAPED, places, stages_per_device
 
 __all__ = ['MeshSearch', 'plan', 'plan_mesh']
@@ -57,7 +63,7 @@ SCHEDULES = ('1f1b', 'interleaved', *SPLIT)
 
 #: The part of a device's memory that a plan takes by default. The rest is for the context of CUDA,
 #: the buffers of NCCL, and gaps between allocations.
-USABLE = .9
+USABLE = 0.9
 
 #: A bound that exceeds the best time of all meshes by this factor ends the search of a mesh.
 HOPELESS = 1.2
@@ -66,8 +72,14 @@ HOPELESS = 1.2
 Layers = Transformer | Profile | Mapping[int, Profile]
 
 
-def _profile_of(model: Layers, machine: Machine, tensor: int, micro_batch: int,
-                recomputation: str, overlap: bool) -> Profile:
+def _profile_of(
+    model: Layers,
+    machine: Machine,
+    tensor: int,
+    micro_batch: int,
+    recomputation: str,
+    overlap: bool,
+) -> Profile:
     """Return the profile of a rank's layers, for one micro-batch.
 
     Raises:
@@ -77,8 +89,10 @@ def _profile_of(model: Layers, machine: Machine, tensor: int, micro_batch: int,
         return model.profile(machine, tensor, micro_batch, recomputation, overlap)
     profiles = {1: model} if isinstance(model, Profile) else model
     if tensor not in profiles:
-        raise ValueError(f'there is no profile for {tensor} ranks of the tensor axis, only for '
-                         f'{", ".join(map(str, profiles))}')
+        raise ValueError(
+            f'there is no profile for {tensor} ranks of the tensor axis, only for '
+            f'{", ".join(map(str, profiles))}'
+        )
     return profiles[tensor].scaled(micro_batch)
 
 
@@ -157,8 +171,10 @@ class _Replicated(NamedTuple):
 @lru_cache(maxsize=1024)
 def _most_in_flight(name: str, devices: int, m: int, virtual: int) -> tuple[int, ...]:
     """Return by device the most activations of stages that it holds at a time."""
-    return tuple(max(accumulate((kind == 'F') - (kind in 'BW') for _, kind, _ in row))
-                 for row in schedule_of(name, devices, m, virtual).rows)
+    return tuple(
+        max(accumulate((kind == 'F') - (kind in 'BW') for _, kind, _ in row))
+        for row in schedule_of(name, devices, m, virtual).rows
+    )
 
 
 def _ends(simulation: Simulation) -> tuple[float, float]:
@@ -193,8 +209,15 @@ class MeshSearch:
         balance: The layers of each stage, if not stages that are equally fast.
     """
 
-    def __init__(self, model: Layers, machine: Machine, batch: int, state: ParameterBytes,
-                 overlap: Collection[str] | None, balance: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: Layers,
+        machine: Machine,
+        batch: int,
+        state: ParameterBytes,
+        overlap: Collection[str] | None,
+        balance: Sequence[int] | None = None,
+    ) -> None:
         self._model, self._machine, self._batch = model, machine, batch
         self._state, self._overlap, self._balance = state, overlap or (), balance
         #: See :class:`~torchgpipe.plan.Costs`.
@@ -207,18 +230,33 @@ class MeshSearch:
 
     def _measure(self, linked: bool, tensor: int, micro_batch: int, recomputation: str) -> Profile:
         machine = self._machine if linked else self._machine.without_links()
-        return _profile_of(self._model, machine, tensor, micro_batch, recomputation,
-                           'tensor' in self._overlap)
+        return _profile_of(
+            self._model, machine, tensor, micro_batch, recomputation, 'tensor' in self._overlap
+        )
 
-    def _divide(self, linked: bool, tensor: int, micro_batch: int, recomputation: str,
-                where: tuple[int, ...]) -> _Stages:
+    def _divide(
+        self,
+        linked: bool,
+        tensor: int,
+        micro_batch: int,
+        recomputation: str,
+        where: tuple[int, ...],
+    ) -> _Stages:
         """Divide the layers into stages on the given ranks."""
         mode = 'always' if recomputation == 'full' else 'never'
         balance = tuple(self._balance or self._even(tensor, mode, len(where)))
-        profile = self._profile(linked, tensor, micro_batch, recomputation).counted_once([
-            rank for rank, number in zip(where, balance) for _ in range(number)])
-        costs = Costs.of(profile, balance, 1, mode, param_scale=0.0,
-                         least=self._machine.actions, split=self._machine.split)
+        profile = self._profile(linked, tensor, micro_batch, recomputation).counted_once(
+            [rank for rank, number in zip(where, balance) for _ in range(number)]
+        )
+        costs = Costs.of(
+            profile,
+            balance,
+            1,
+            mode,
+            param_scale=0.0,
+            least=self._machine.actions,
+            split=self._machine.split,
+        )
         trainable, frozen = [], []
         cuts = [0, *accumulate(balance)]
         for start, end in zip(cuts, cuts[1:]):
@@ -267,15 +305,22 @@ class MeshSearch:
         machine = self._machine if linked else self._machine.without_links()
         stages: list[StageCosts] = []
         # The first stage has the input of all micro-batches from the start.
-        waiting = (m - 1) * self._profile(True, tensor, case.micro_batch,
-                                          case.recomputation).input_bytes
+        waiting = (m - 1) * self._profile(
+            True, tensor, case.micro_batch, case.recomputation
+        ).input_bytes
         computed = self._stages_of(case, linked).costs
         for stage, parameters in zip(computed.stages, self._replicated(case, linked)):
-            stages.append(replace(
-                stage, recomputed=m if case.recomputation == 'full' else 0,
-                resident_bytes=stage.resident_bytes + parameters.resident + waiting,
-                gather=parameters.gather, gathered_bytes=parameters.gathered,
-                reduction=parameters.reduction, update=parameters.update))
+            stages.append(
+                replace(
+                    stage,
+                    recomputed=m if case.recomputation == 'full' else 0,
+                    resident_bytes=stage.resident_bytes + parameters.resident + waiting,
+                    gather=parameters.gather,
+                    gathered_bytes=parameters.gathered,
+                    reduction=parameters.reduction,
+                    update=parameters.update,
+                )
+            )
             waiting = 0
         links = machine.links(pipe, tensor, case.mesh[0])
         return Costs((*stages,), computed.skips, links, self._overlaps)
@@ -286,8 +331,14 @@ class MeshSearch:
         # The times of micro-batches do not matter here.
         return self._parameter_costs(linked, case.mesh, case.recomputation, where, case.data)
 
-    def _replicate(self, linked: bool, mesh: tuple[int, int, int], recomputation: str,
-                   where: tuple[int, ...], sharding: str) -> tuple[_Replicated, ...]:
+    def _replicate(
+        self,
+        linked: bool,
+        mesh: tuple[int, int, int],
+        recomputation: str,
+        where: tuple[int, ...],
+        sharding: str,
+    ) -> tuple[_Replicated, ...]:
         (data, pipe, tensor), state = mesh, self._state
         machine = self._machine if linked else self._machine.without_links()
         stages = self._stages(linked, tensor, 1, recomputation, where)
@@ -301,22 +352,33 @@ class MeshSearch:
             if shards:
                 # Stages count frozen parameters as whole; a rank has a part of them as well.
                 resident += frozen / data - frozen * frees
-            costs.append(_Replicated(
-                resident, whole if frees else 0.0,
-                machine.gather(whole, data, pipe * tensor) if shards else 0.0,
-                gradients if shards else 2 * gradients,
-                state.traffic * trainable / (data if shards else 1) / machine.bandwidth))
+            costs.append(
+                _Replicated(
+                    resident,
+                    whole if frees else 0.0,
+                    machine.gather(whole, data, pipe * tensor) if shards else 0.0,
+                    gradients if shards else 2 * gradients,
+                    state.traffic * trainable / (data if shards else 1) / machine.bandwidth,
+                )
+            )
         return tuple(costs)
 
-    def _compute(self, tensor: int, micro_batch: int, recomputation: str, where: tuple[int, ...],
-                 splits: bool) -> list[_RankWork]:
+    def _compute(
+        self,
+        tensor: int,
+        micro_batch: int,
+        recomputation: str,
+        where: tuple[int, ...],
+        splits: bool,
+    ) -> list[_RankWork]:
         """Return the work of each rank for one micro-batch."""
         stages = self._stages(True, tensor, micro_batch, recomputation, where).costs.stages
         again = recomputation == 'full'
         #: By stage, the seconds from its forward to the end of the model and back. Recomputations
         #: run while a rank waits for gradients.
-        rest = [*accumulate(x.forward + x.seconds('I' if splits else 'B')
-                            for x in stages[::-1])][::-1]
+        rest = [*accumulate(x.forward + x.seconds('I' if splits else 'B') for x in stages[::-1])][
+            ::-1
+        ]
         ranks = []
         for rank in range(1 + max(where)):
             own = [stage for stage, place in enumerate(where) if place == rank]
@@ -353,12 +415,23 @@ class MeshSearch:
             start += x.forward
             end += x.last
             gathered = min(stage.gathered for stage in own)
-            bytes = max(bytes, x.resident + gathered + held * x.activations
-                        + sum(stage.resident for stage in own))
+            bytes = max(
+                bytes,
+                x.resident
+                + gathered
+                + held * x.activations
+                + sum(stage.resident for stage in own),
+            )
         return seconds, bytes
 
-    def _exposed(self, own: Sequence[_Replicated], first: _Replicated, forward: float,
-                 splits: bool, data: int) -> tuple[float, float]:
+    def _exposed(
+        self,
+        own: Sequence[_Replicated],
+        first: _Replicated,
+        forward: float,
+        splits: bool,
+        data: int,
+    ) -> tuple[float, float]:
         """Return the seconds of a rank's exchanges before its first and after its last action.
 
         Args:
@@ -384,13 +457,15 @@ class MeshSearch:
     def in_flight(self, case: _Case) -> tuple[int, ...]:
         """Return by rank the most activations of stages that it holds at a time."""
         pipe, m = case.mesh[1], self.chunks(case)
-        return _most_in_flight(case.schedule, pipe, min(m, few(case.schedule, pipe, m)[1]),
-                               case.virtual)
+        return _most_in_flight(
+            case.schedule, pipe, min(m, few(case.schedule, pipe, m)[1]), case.virtual
+        )
 
     def simulate(self, case: _Case, costs: Costs) -> Simulation:
         """Simulate all micro-batches of a case."""
-        schedule = schedule_of(case.schedule, case.mesh[1], self.chunks(case), case.virtual,
-                               costs.stops)
+        schedule = schedule_of(
+            case.schedule, case.mesh[1], self.chunks(case), case.virtual, costs.stops
+        )
         return simulate(schedule, costs)
 
     def plan(self, found: _Found, best: 'MeshPlan | None' = None) -> 'MeshPlan':
@@ -408,13 +483,23 @@ class MeshSearch:
         whole = {1: self._model} if isinstance(self._model, Profile) else self._model
         layers = whole[1].layers if isinstance(whole, Mapping) and 1 in whole else ()
         return MeshPlan(
-            case.schedule, self._stages_of(case).balance,
-            tuple(f'pipe {rank}' for rank in places(case.schedule, pipe, case.virtual)), m,
+            case.schedule,
+            self._stages_of(case).balance,
+            tuple(f'pipe {rank}' for rank in places(case.schedule, pipe, case.virtual)),
+            m,
             'always' if case.recomputation == 'full' else 'never',
             tuple((x.name, x.parameter_bytes) for x in layers),
-            self._batch // data, parts['compute'] * data * pipe * tensor, costs,
-            mesh=dict(zip(AXES, case.mesh)), data=case.data, micro_batch=case.micro_batch,
-            recomputation=case.recomputation, parts=parts, reason=reason, peaks=found.peaks)
+            self._batch // data,
+            parts['compute'] * data * pipe * tensor,
+            costs,
+            mesh=dict(zip(AXES, case.mesh)),
+            data=case.data,
+            micro_batch=case.micro_batch,
+            recomputation=case.recomputation,
+            parts=parts,
+            reason=reason,
+            peaks=found.peaks,
+        )
 
     def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""
@@ -429,9 +514,14 @@ class MeshSearch:
             return mean('FIW' if splits else 'FB', of), again
 
         compute, again = work(self.costs(case, linked=False))
-        parts = {'compute': compute, 'recomputation': again,
-                 'tensor': max(0.0, sum(work(costs)) - compute - again), 'data': found.data,
-                 'update': found.update, 'messages': messages}
+        parts = {
+            'compute': compute,
+            'recomputation': again,
+            'tensor': max(0.0, sum(work(costs)) - compute - again),
+            'data': found.data,
+            'update': found.update,
+            'messages': messages,
+        }
         # Rounding must leave no time below zero.
         return {**parts, 'bubble': max(0.0, found.seconds - sum(parts.values()))}
 
@@ -453,17 +543,28 @@ def _meshes(devices: int | Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
 
 
 @overload
-def plan(module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
-         **options: Any) -> Plan: ...
+def plan(
+    module: nn.Sequential | Profile,
+    sample: Value = None,
+    *,
+    devices: Sequence[Device],
+    **options: Any,
+) -> Plan: ...
 
 
 @overload
-def plan(module: nn.Sequential | Layers, sample: Value = None, *, mesh: int | Mapping[str, int],
-         **options: Any) -> MeshPlan: ...
+def plan(
+    module: nn.Sequential | Layers,
+    sample: Value = None,
+    *,
+    mesh: int | Mapping[str, int],
+    **options: Any,
+) -> MeshPlan: ...
 
 
-def plan(module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = None,
-         **options: Any) -> Plan:
+def plan(
+    module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = None, **options: Any
+) -> Plan:
     """Find the fastest way to train a model, on the devices of a process or on a mesh.
 
     >>> from torchgpipe.plan import Transformer
@@ -488,8 +589,10 @@ def plan(module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = 
         ValueError: No plan keeps the memory limits, or an argument is wrong.
     """
     if (devices is None) == (mesh is None):
-        raise TypeError('a plan is for the devices of this process or for a mesh: give one of '
-                        'devices=… and mesh=…')
+        raise TypeError(
+            'a plan is for the devices of this process or for a mesh: give one of '
+            'devices=… and mesh=…'
+        )
     if isinstance(module, nn.Module) and sample is None:
         raise TypeError('layers are measured with a sample: plan(module, sample, …)')
     if mesh is None:
@@ -497,15 +600,24 @@ def plan(module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = 
     return plan_mesh(module, sample, mesh=mesh, **options)
 
 
-def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
-              mesh: int | Mapping[str, int], machine: Machine | str, batch: int,
-              memory_limit: float | None = None, state: ParameterBytes = ParameterBytes(),
-              schedules: Sequence[str] = SCHEDULES, virtual: int | Iterable[int] = 4,
-              micro_batches: Iterable[int] = (1, 2, 4, 8, 16, 32),
-              recomputations: Sequence[str] = RECOMPUTATIONS,
-              shardings: Sequence[str] = SHARDINGS,
-              overlap: Collection[str] | None = None,
-              balance: Sequence[int] | None = None, timeout: float = 1.0) -> MeshPlan:
+def plan_mesh(
+    module: nn.Sequential | Layers,
+    sample: Value = None,
+    *,
+    mesh: int | Mapping[str, int],
+    machine: Machine | str,
+    batch: int,
+    memory_limit: float | None = None,
+    state: ParameterBytes = ParameterBytes(),
+    schedules: Sequence[str] = SCHEDULES,
+    virtual: int | Iterable[int] = 4,
+    micro_batches: Iterable[int] = (1, 2, 4, 8, 16, 32),
+    recomputations: Sequence[str] = RECOMPUTATIONS,
+    shardings: Sequence[str] = SHARDINGS,
+    overlap: Collection[str] | None = None,
+    balance: Sequence[int] | None = None,
+    timeout: float = 1.0,
+) -> MeshPlan:
     """Find the fastest plan for a mesh: its sizes, a schedule, micro-batches and recomputation.
 
     Args:
@@ -545,10 +657,15 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
     if isinstance(machine, str) and machine in MACHINES:
         machine = MACHINES[machine]
     if not isinstance(machine, Machine):
-        raise ValueError(f'there is no machine {machine!r}; there are {", ".join(MACHINES)}; '
-                         '`python -m benchmarks machine` measures this one')
-    layers = profile(module, sample, timeout=timeout, device=accelerator() or CPU) if isinstance(
-        module, nn.Module) else module
+        raise ValueError(
+            f'there is no machine {machine!r}; there are {", ".join(MACHINES)}; '
+            '`python -m benchmarks machine` measures this one'
+        )
+    layers = (
+        profile(module, sample, timeout=timeout, device=accelerator() or CPU)
+        if isinstance(module, nn.Module)
+        else module
+    )
     if isinstance(layers, Transformer):
         machine.peak(layers.dtype)
     elif not isinstance(layers, (Profile, Mapping)):
@@ -561,20 +678,39 @@ def plan_mesh(module: nn.Sequential | Layers, sample: Value = None, *,
         # There are no scores in memory.
         recomputations = [each for each in recomputations if each != 'selective'] or ['none']
     micro_batches = [positive(b, 'micro_batches') for b in micro_batches]
-    virtual = [*range(1, 1 + positive(virtual, 'virtual'))] if isinstance(virtual, int) else [
-        positive(v, 'virtual') for v in virtual]
+    virtual = (
+        [*range(1, 1 + positive(virtual, 'virtual'))]
+        if isinstance(virtual, int)
+        else [positive(v, 'virtual') for v in virtual]
+    )
     # Few devices are all on one host, whatever its size.
     devices = prod(next(_meshes(mesh)))
     machine = replace(machine, devices_per_host=min(machine.devices_per_host, devices))
     search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance)
     with uncollected():  # It would take a third of the time, and find no garbage.
-        return _planned(search, mesh, limit, partial(
-            _cases, search, batch=batch, schedules=schedules, virtual=virtual,
-            micro_batches=micro_batches, recomputations=recomputations, shardings=shardings))
+        return _planned(
+            search,
+            mesh,
+            limit,
+            partial(
+                _cases,
+                search,
+                batch=batch,
+                schedules=schedules,
+                virtual=virtual,
+                micro_batches=micro_batches,
+                recomputations=recomputations,
+                shardings=shardings,
+            ),
+        )
 
 
-def _planned(search: MeshSearch, mesh: int | Mapping[str, int], limit: float,
-             cases_of: Callable[[tuple[int, int, int]], Iterable[_Case]]) -> MeshPlan:
+def _planned(
+    search: MeshSearch,
+    mesh: int | Mapping[str, int],
+    limit: float,
+    cases_of: Callable[[tuple[int, int, int]], Iterable[_Case]],
+) -> MeshPlan:
     """Return the fastest plan, among candidates by mesh."""
     refused: dict[str, str] = {}
     meshes: list[list[_Bounded]] = []
@@ -589,39 +725,61 @@ def _planned(search: MeshSearch, mesh: int | Mapping[str, int], limit: float,
 
     found = sorted(_best(search, sorted(meshes, key=first), limit, refused))
     if not found:
-        raise ValueError('no plan for this mesh:\n' + '\n'.join(
-            f'{name}: {why}' for name, why in refused.items()))
+        raise ValueError(
+            'no plan for this mesh:\n'
+            + '\n'.join(f'{name}: {why}' for name, why in refused.items())
+        )
     fastest_plan = search.plan(found[0])
-    return replace(fastest_plan, refused=refused, runners_up=tuple(
-        search.plan(each, fastest_plan) for each in found[1:]))
+    return replace(
+        fastest_plan,
+        refused=refused,
+        runners_up=tuple(search.plan(each, fastest_plan) for each in found[1:]),
+    )
 
 
 def _check_times(layers: Layers) -> None:
     """Raise a :exc:`ValueError` if no layer of a profile takes time."""
-    profiles = [layers] if isinstance(layers, Profile) else (
-        [*layers.values()] if isinstance(layers, Mapping) else [])
+    profiles = (
+        [layers]
+        if isinstance(layers, Profile)
+        else ([*layers.values()] if isinstance(layers, Mapping) else [])
+    )
     for measured in profiles:
         if not any(x.forward_seconds + x.backward_seconds for x in measured.layers):
-            raise ValueError('the profile has no times: give the profile of measured layers, as '
-                             'torchgpipe.balance.profile makes it')
+            raise ValueError(
+                'the profile has no times: give the profile of measured layers, as '
+                'torchgpipe.balance.profile makes it'
+            )
 
 
-def _check_names(schedules: Sequence[str], recomputations: Sequence[str],
-                 shardings: Sequence[str], overlap: Collection[str] | None) -> None:
+def _check_names(
+    schedules: Sequence[str],
+    recomputations: Sequence[str],
+    shardings: Sequence[str],
+    overlap: Collection[str] | None,
+) -> None:
     """Raise a :exc:`ValueError` if a name is unknown, or there are none."""
     for option, names, known in (
-            ('schedules', schedules, (*NAMES,)),
-            ('recomputations', recomputations, RECOMPUTATIONS),
-            ('shardings', shardings, SHARDINGS),
-            ('overlap', overlap or (), AXES[::2])):
+        ('schedules', schedules, (*NAMES,)),
+        ('recomputations', recomputations, RECOMPUTATIONS),
+        ('shardings', shardings, SHARDINGS),
+        ('overlap', overlap or (), AXES[::2]),
+    ):
         unknown = [name for name in names if name not in known]
         if unknown or not (names or option == 'overlap'):
             raise ValueError(f'{option} are of {known}, but are {[*names]}')
 
 
-def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedules: Sequence[str],
-           virtual: Sequence[int], micro_batches: Sequence[int],
-           recomputations: Sequence[str], shardings: Sequence[str]) -> Iterator[_Case]:
+def _cases(
+    search: MeshSearch,
+    sizes: tuple[int, int, int],
+    batch: int,
+    schedules: Sequence[str],
+    virtual: Sequence[int],
+    micro_batches: Sequence[int],
+    recomputations: Sequence[str],
+    shardings: Sequence[str],
+) -> Iterator[_Case]:
     """Yield the candidates of a mesh, or raise a :exc:`ValueError`."""
     data, pipe, tensor = sizes
     if batch % data:
@@ -629,19 +787,26 @@ def _cases(search: MeshSearch, sizes: tuple[int, int, int], batch: int, schedule
     share = batch // data
     sizes_of_micro_batches = [b for b in micro_batches if share % b == 0]
     if not sizes_of_micro_batches:
-        raise ValueError(f'no micro-batch of {micro_batches} divides the {share} samples of a '
-                         'replica')
+        raise ValueError(
+            f'no micro-batch of {micro_batches} divides the {share} samples of a replica'
+        )
     numbers = search.stages(tensor)
     if pipe > max(numbers):
         raise ValueError(f'{pipe} ranks have a stage each, but there are {max(numbers)} at most')
-    stages = [(name, v) for name in schedules for v in _virtual(name, pipe, virtual)
-              if pipe * v in numbers]
+    stages = [
+        (name, v)
+        for name in schedules
+        for v in _virtual(name, pipe, virtual)
+        if pipe * v in numbers
+    ]
     if not stages:
-        raise ValueError(f'none of the schedules {schedules} runs on {pipe} ranks, with {virtual} '
-                         f'stages on each and {max(numbers)} at most')
+        raise ValueError(
+            f'none of the schedules {schedules} runs on {pipe} ranks, with {virtual} '
+            f'stages on each and {max(numbers)} at most'
+        )
     for (name, v), b, recomputation, sharding in product(
-            stages, sizes_of_micro_batches, recomputations,
-            shardings if data > 1 else ['replicate']):
+        stages, sizes_of_micro_batches, recomputations, shardings if data > 1 else ['replicate']
+    ):
         yield _Case(sizes, name, v, b, recomputation, sharding)
 
 
@@ -654,8 +819,9 @@ def _virtual(name: str, pipe: int, virtual: Iterable[int]) -> Iterable[int]:
     return [v for v in virtual if min(2, most) <= v <= most]
 
 
-def _best(search: MeshSearch, meshes: list[list[_Bounded]], limit: float,
-          refused: dict[str, str]) -> Iterator[_Found]:
+def _best(
+    search: MeshSearch, meshes: list[list[_Bounded]], limit: float, refused: dict[str, str]
+) -> Iterator[_Found]:
     """Simulate the candidates of each mesh, the lowest bound first; yield the best of each."""
     fastest_of_all = inf
     for cases in progress(meshes, 'plan: simulations of meshes'):
@@ -669,12 +835,14 @@ def _best(search: MeshSearch, meshes: list[list[_Bounded]], limit: float,
                     continue
                 bytes = max(simulation.peak_bytes)
                 if bytes <= limit:
-                    best = _Found(simulation.seconds, case, *_ends(simulation),
-                                  simulation.peak_bytes)
+                    best = _Found(
+                        simulation.seconds, case, *_ends(simulation), simulation.peak_bytes
+                    )
             least = min(least, bytes)
         if best:
             fastest_of_all = min(fastest_of_all, best.seconds)
             yield best
         else:
             refused[name_of(cases[0][-1].mesh)] = (
-                f'takes at least {format_bytes(least)} on a rank, of {format_bytes(limit)}')
+                f'takes at least {format_bytes(least)} on a rank, of {format_bytes(limit)}'
+            )

@@ -20,6 +20,7 @@ another one can run.
 Each result is simulated, with all memory that a simulation counts. List scheduling counts less, so
 its limit is lower than the device's, by the difference that the simulation has found.
 """
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -48,38 +49,57 @@ class _Problem:
     def __init__(self, costs: Costs, places: Sequence[int], m: int, limits: Limits) -> None:
         stages, last = costs.stages, len(places) - 1
         self.places, self.m = places, m
-        self.own = [[j for j, place in enumerate(places) if place == device]
-                    for device in range(1 + max(places))]
+        self.own = [
+            [j for j, place in enumerate(places) if place == device]
+            for device in range(1 + max(places))
+        ]
         self.seconds = {kind: [each.seconds(kind) for each in stages] for kind in KINDS}
 
         def delay(j: int, to: int) -> float:
             one, other = places[j], places[to]
-            return 0.0 if one == other else costs.link(one, other).seconds(
-                stages[min(j, to)].output_bytes)
+            return (
+                0.0
+                if one == other
+                else costs.link(one, other).seconds(stages[min(j, to)].output_bytes)
+            )
 
         #: Seconds until a stage has its input, and the gradient of its output.
         self.into = [0.0, *(delay(j - 1, j) for j in range(1, last + 1))]
         self.back = [*(delay(j + 1, j) for j in range(last)), 0.0]
         #: Bytes of a micro-batch: those that a recomputation makes again, and all others.
         self.activations = [each.activation_bytes for each in stages]
-        self.kept = [(stages[j - 1].output_bytes if j and places[j - 1] != places[j] else 0.0)
-                     + (stages[j].output_bytes if j == last else 0.0) for j in range(last + 1)]
-        self.room = [inf if limit is None else limit - sum(stages[j].resident_bytes for j in own)
-                     for limit, own in zip(limits, self.own)]
+        self.kept = [
+            (stages[j - 1].output_bytes if j and places[j - 1] != places[j] else 0.0)
+            + (stages[j].output_bytes if j == last else 0.0)
+            for j in range(last + 1)
+        ]
+        self.room = [
+            inf if limit is None else limit - sum(stages[j].resident_bytes for j in own)
+            for limit, own in zip(limits, self.own)
+        ]
         #: Seconds until a backward passes its gradient on, and for which weights come later.
         self.passes = [min(self.seconds['B'][j], self.seconds['I'][j]) for j in range(last + 1)]
-        self.later = [max(0.0, min(self.seconds['B'][j], self.seconds['I'][j]
-                                   + self.seconds['W'][j]) - self.passes[j])
-                      for j in range(last + 1)]
+        self.later = [
+            max(
+                0.0,
+                min(self.seconds['B'][j], self.seconds['I'][j] + self.seconds['W'][j])
+                - self.passes[j],
+            )
+            for j in range(last + 1)
+        ]
         #: By device, the least seconds after the last backward of its first stage.
-        self.after = [sum(self.passes[j] + self.back[j] for j in range(own[0]))
-                      + (self.later[0] if own[0] else 0.0) for own in self.own]
+        self.after = [
+            sum(self.passes[j] + self.back[j] for j in range(own[0]))
+            + (self.later[0] if own[0] else 0.0)
+            for own in self.own
+        ]
         #: A lower bound on the time of the step.
         self.least = max(
             sum(self.seconds['F'][j] + self.into[j + 1] for j in range(own[0]))
             + m * sum(self.seconds['F'][j] + self.passes[j] for j in own)
             + max(m * sum(self.later[j] for j in own), after)
-            for own, after in zip(self.own, self.after))
+            for own, after in zip(self.own, self.after)
+        )
 
 
 class _Rules(NamedTuple):
@@ -125,8 +145,10 @@ class _Places:
     def __init__(self, simulation: Simulation, m: int, random: Random, recomputes: bool) -> None:
         far = random.choice((0.5, 1.0, 2.0, 4.0)) * sum(simulation.busy) / len(simulation.actions)
         share = random.choice((0.1, 0.3, 1.0))
-        self._time = {x.action: x.start + random.uniform(-far, far) * (random.random() < share)
-                      for x in simulation.actions}
+        self._time = {
+            x.action: x.start + random.uniform(-far, far) * (random.random() < share)
+            for x in simulation.actions
+        }
         self._again = {(j, i) for j, kind, i in self._time if kind == 'R'}
         self._split = {(j, i) for j, kind, i in self._time if kind == 'I'}
         for changed, chance in ((self._again, 0.5 * recomputes), (self._split, 0.2)):
@@ -170,8 +192,9 @@ class _Listing:
         less: By device, bytes by which its room is smaller.
     """
 
-    def __init__(self, problem: _Problem, choose: '_Rules | _Places', less: Sequence[float]
-                 ) -> None:
+    def __init__(
+        self, problem: _Problem, choose: '_Rules | _Places', less: Sequence[float]
+    ) -> None:
         number, devices = len(problem.places), len(problem.own)
         self._problem, self._choose = problem, choose
         self._room = [room - own for room, own in zip(problem.room, less)]
@@ -185,8 +208,9 @@ class _Listing:
         self._done = [0] * number
         seconds, m = problem.seconds['F'], problem.m
         #: By device, seconds of forwards and backwards to come, and of gradients of weights.
-        self._coming = [m * sum(seconds[j] + problem.passes[j] for j in own)
-                        for own in problem.own]
+        self._coming = [
+            m * sum(seconds[j] + problem.passes[j] for j in own) for own in problem.own
+        ]
         self._weights = [m * sum(problem.later[j] for j in own) for own in problem.own]
         self._bound = 0.0
         self.rows: list[list[Action]] = [[] for _ in range(devices)]
@@ -202,15 +226,26 @@ class _Listing:
                 return max(self._now) if complete else inf
             device = ends.index(end)
             first = min([each.start for each in self._choices[device]])
-            self._bound, _, _, chosen = min([
-                (self._after(device, each), each.start > first,
-                 self._choose.rank(each.kind, each.stage, self._number(each)), each)
-                for each in self._choices[device] if each.start < end or each.start == first])
+            self._bound, _, _, chosen = min(
+                [
+                    (
+                        self._after(device, each),
+                        each.start > first,
+                        self._choose.rank(each.kind, each.stage, self._number(each)),
+                        each,
+                    )
+                    for each in self._choices[device]
+                    if each.start < end or each.start == first
+                ]
+            )
             self._act(device, chosen)
             j, places = chosen.stage, self._problem.places
             # Others may have got their input.
-            changed = {device, *places[j + 1:j + 2]} if chosen.kind == 'F' else {
-                device, *places[max(0, j - 1):j]}
+            changed = (
+                {device, *places[j + 1 : j + 2]}
+                if chosen.kind == 'F'
+                else {device, *places[max(0, j - 1) : j]}
+            )
             for each in changed:
                 self._choices[each] = self._find(each)
 
@@ -238,7 +273,7 @@ class _Listing:
         found: list[_Choice] = []
         own = self._problem.own[device]
         for place, j in enumerate(own):
-            found += self._forwards(device, j, own[place + 1:])
+            found += self._forwards(device, j, own[place + 1 :])
             found += self._backwards(device, j)
             if self._open[j]:
                 now = self._now[device]
@@ -248,8 +283,11 @@ class _Listing:
     def _forwards(self, device: int, j: int, later: Sequence[int]) -> Iterator[_Choice]:
         problem, i = self._problem, len(self._forward[j])
         flying = i - self._done[j]
-        if i == problem.m or flying >= self._choose.most[j] or (
-                j and len(self._forward[j - 1]) == i):
+        if (
+            i == problem.m
+            or flying >= self._choose.most[j]
+            or (j and len(self._forward[j - 1]) == i)
+        ):
             return
         start = self._now[device]
         if j:
@@ -257,10 +295,17 @@ class _Listing:
         free = self._room[device] - self._used[device] - problem.kept[j]
         reserve = again = 0.0
         if self._choose.reserves:
-            reserve = sum([problem.activations[k] + problem.kept[k] for k in later
-                           if len(self._forward[k]) == self._done[k]])
-            again = max([problem.activations[k] for k in problem.own[device] if self._again[k]],
-                        default=0.0)
+            reserve = sum(
+                [
+                    problem.activations[k] + problem.kept[k]
+                    for k in later
+                    if len(self._forward[k]) == self._done[k]
+                ]
+            )
+            again = max(
+                [problem.activations[k] for k in problem.own[device] if self._again[k]],
+                default=0.0,
+            )
         keep, discard = self._choose.keeps(j, i, flying - len(self._again[j]))
         end = start + problem.seconds['F'][j]
         if keep and problem.activations[j] + max(reserve, again) <= free:
@@ -465,18 +510,27 @@ class FoundSchedule:
 
     def __str__(self) -> str:
         again = sum(action.kind == 'R' for row in self.schedule.rows for action in row)
-        text = (f'{self.seconds:.4g} s, {format_bytes(max(self.simulation.peak_bytes))}, '
-                f'{again} recomputations; ')
+        text = (
+            f'{self.seconds:.4g} s, {format_bytes(max(self.simulation.peak_bytes))}, '
+            f'{again} recomputations; '
+        )
         if self.named is None:
             return text + 'no named schedule fits'
         name, mode, seconds = self.named
-        return (f'{text}{self.gain:.1%} less time than {name!r}, checkpoint={mode!r}: '
-                f'{seconds:.4g} s')
+        return (
+            f'{text}{self.gain:.1%} less time than {name!r}, checkpoint={mode!r}: {seconds:.4g} s'
+        )
 
 
-def search_schedule(costs: Costs, devices: int, micro_batches: int,
-                    memory_limit: MemoryLimit = None, *, places: Sequence[int] | None = None,
-                    effort: int = EFFORT) -> FoundSchedule:
+def search_schedule(
+    costs: Costs,
+    devices: int,
+    micro_batches: int,
+    memory_limit: MemoryLimit = None,
+    *,
+    places: Sequence[int] | None = None,
+    effort: int = EFFORT,
+) -> FoundSchedule:
     """Search the schedule whose step ends first, within the memory of devices.
 
     It begins with the named schedules and changes the order of actions, whether backward is split,
@@ -516,27 +570,43 @@ def search_schedule(costs: Costs, devices: int, micro_batches: int,
     costs.check_links(n)
     number = len(costs.stages)
     costs = replace(costs, stages=tuple(replace(each, recomputed=0) for each in costs.stages))
-    options = {tuple(map(index, places))} if places is not None else {
-        places_of(name, n, number // n) for name in NAMES
-        if number % n == 0 and (span := stages_per_device(name))[0] <= number // n <= span[1]}
+    options = (
+        {tuple(map(index, places))}
+        if places is not None
+        else {
+            places_of(name, n, number // n)
+            for name in NAMES
+            if number % n == 0 and (span := stages_per_device(name))[0] <= number // n <= span[1]
+        }
+    )
     for each in options:
         if len(each) != number or {*each} != {*range(n)}:
-            raise ValueError(f'places are {each}: they must be one of {n} devices for each of '
-                             f'{number} stages')
+            raise ValueError(
+                f'places are {each}: they must be one of {n} devices for each of {number} stages'
+            )
     if not options:
-        raise ValueError(f'{number} stages on {n} devices: give each device equally many, or say '
-                         'the device of each stage, places=…')
+        raise ValueError(
+            f'{number} stages on {n} devices: give each device equally many, or say '
+            'the device of each stage, places=…'
+        )
     searches = [_OrderSearch(costs, each, m, limits) for each in sorted(options)]
     with uncollected():
         for search in searches:
             search.run(positive(effort, 'effort') // len(searches))
     if all(each.seconds == inf for each in searches):
         closest = min(each.closest for each in searches)
-        much = 'Devices wait for memory' if closest == inf else (
-            f'The closest one takes {format_bytes(closest)} too much, over all devices')
-        raise ValueError(f'no schedule keeps the memory limit. {much}: take more or larger '
-                         'devices, smaller micro-batches, or stages of other sizes')
-    best = min([each for each in searches if each.seconds < inf],
-               key=lambda each: (_rounded(each.seconds), _size(*each.best)))
+        much = (
+            'Devices wait for memory'
+            if closest == inf
+            else (f'The closest one takes {format_bytes(closest)} too much, over all devices')
+        )
+        raise ValueError(
+            f'no schedule keeps the memory limit. {much}: take more or larger '
+            'devices, smaller micro-batches, or stages of other sizes'
+        )
+    best = min(
+        [each for each in searches if each.seconds < inf],
+        key=lambda each: (_rounded(each.seconds), _size(*each.best)),
+    )
     named = min([each.named for each in searches if each.named], default=None)
     return FoundSchedule(*best.best, best.places, named and (*named[1:], named[0]))

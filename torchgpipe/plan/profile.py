@@ -19,6 +19,7 @@ this graph count as well, unless they are parameters or buffers. The output is a
 layer, a later layer, or no layer may save it. So its memory is tracked from layer to layer, and
 counts for the layer that made it.
 """
+
 import copy
 import math
 import random
@@ -39,8 +40,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.base.context import generator_lock
-from torchgpipe.base.devices import (CPU, Device, accelerator, has_data, is_cpu, rng_states,
-                                     set_rng_states, synchronize)
+from torchgpipe.base.devices import (
+    CPU,
+    Device,
+    accelerator,
+    has_data,
+    is_cpu,
+    rng_states,
+    set_rng_states,
+    synchronize,
+)
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import versions
 from torchgpipe.base.progress import progress
@@ -100,8 +109,12 @@ class Flow:
 
     def __init__(self, sample: Chunk, device: torch.device, size: int) -> None:
         with torch.inference_mode(False):
-            self.values = [LayerInput(x.detach().to(device).clone(), x.requires_grad,
-                                      ResultMemory(None, size_of(x))) for x in sample.tensors]
+            self.values = [
+                LayerInput(
+                    x.detach().to(device).clone(), x.requires_grad, ResultMemory(None, size_of(x))
+                )
+                for x in sample.tensors
+            ]
         self.device = device
         self.size = size
         self.kind = sample.kind
@@ -163,8 +176,9 @@ class Measurement:
         forward = time.perf_counter() - start
         return forward, self._backward(output, tracker)
 
-    def _backward(self, output: Chunk, tracker: SkipTracker, deferred: DeferredWork | None = None
-                  ) -> float:
+    def _backward(
+        self, output: Chunk, tracker: SkipTracker, deferred: DeferredWork | None = None
+    ) -> float:
         results = [x for x in self._results(output, tracker) if x.requires_grad]
         roots = [edge_of(x, own_node=True) for x in results]
         grads = [torch.ones_like(x) for x in results]
@@ -187,8 +201,9 @@ class Measurement:
         input, tracker = self._start()
         deferred = DeferredWork()
         work = deferred.work = []
-        leaves = Leaves().swaps(self.module.modules(), {},
-                                None if has_compiled(self.module) else deferred)
+        leaves = Leaves().swaps(
+            self.module.modules(), {}, None if has_compiled(self.module) else deferred
+        )
         with substituted(leaves):
             output = self._forward(input, tracker)
         first = self._backward(output, tracker, deferred)
@@ -220,28 +235,38 @@ class Measurement:
 
     def _watch(self, saved: list['weakref.ref[_SavedTensor]']) -> None:
         input, tracker = self._start()
-        given: list[tuple[Any, LayerInput]] = [*zip(input.tensors, self.inputs), *(
-            (tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value)]
+        given: list[tuple[Any, LayerInput]] = [
+            *zip(input.tensors, self.inputs),
+            *((tracker.tensors[key], value) for key, (_, value) in self.pops.items() if value),
+        ]
         known = {x.untyped_storage(): value.memory for x, value in given}
-        own = {x.untyped_storage() for x in (*self.module.parameters(), *self.module.buffers())
-               if x.layout is torch.strided}
+        own = {
+            x.untyped_storage()
+            for x in (*self.module.parameters(), *self.module.buffers())
+            if x.layout is torch.strided
+        }
         before = versions([x for x, _ in given])
         output = self._forward(input, tracker)
         # A change in the sample's memory binds all layers up to this one to layer 0.
-        changed = [value.memory.maker or 0 for (x, value), version in zip(given, before)
-                   if versions([x]) != [version]]
+        changed = [
+            value.memory.maker or 0
+            for (x, value), version in zip(given, before)
+            if versions([x]) != [version]
+        ]
         self.changes = min(changed, default=None)
         self._forward_results(output, tracker, known, own)
         nodes = [x.grad_fn for x in self._results(output, tracker) if x.grad_fn]
         kept = [x.tensor for each in saved if (x := each())]
-        alive = {x.untyped_storage() for x in (*kept, *graph_leaves(nodes))
-                 if x.layout is torch.strided}
+        alive = {
+            x.untyped_storage() for x in (*kept, *graph_leaves(nodes)) if x.layout is torch.strided
+        }
         for memory in (known[storage] for storage in alive & known.keys()):
             memory.kept = True
         self._inner_bytes = sum(x.nbytes() for x in alive - known.keys() - own)
 
-    def _forward_results(self, output: Chunk, tracker: SkipTracker,
-                         known: dict[Any, ResultMemory], own: set[Any]) -> None:
+    def _forward_results(
+        self, output: Chunk, tracker: SkipTracker, known: dict[Any, ResultMemory], own: set[Any]
+    ) -> None:
         def value(x: Tensor) -> LayerInput:
             storage = x.untyped_storage()
             if storage not in known:
@@ -256,8 +281,11 @@ class Measurement:
         for key in self.stashes:
             tensor = tracker.tensors[key]
             self.flow.stashed[key] = self.index, None if tensor is None else value(tensor)
-        self.flow.skips += [SkipProfile(source, self.index, size_of(skip.tensor))
-                            for source, skip in self.pops.values() if skip is not None]
+        self.flow.skips += [
+            SkipProfile(source, self.index, size_of(skip.tensor))
+            for source, skip in self.pops.values()
+            if skip is not None
+        ]
 
     def activation_bytes(self) -> int:
         """Return the bytes that this layer made and autograd keeps, after later layers ran."""
@@ -271,8 +299,14 @@ REPEATS = 3
 SMALLEST = 8
 
 
-def profile(module: nn.Sequential, sample: Value, *, device: Device | None = None,
-            timeout: float = 1.0, batch_dim: Any = 0) -> Profile:
+def profile(
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    device: Device | None = None,
+    timeout: float = 1.0,
+    batch_dim: Any = 0,
+) -> Profile:
     """Measure time and memory of each layer of a sequential module.
 
     The module does not change: mode, buffers, gradients, hooks and device stay the same. Neither
@@ -309,8 +343,10 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
         raise ValueError(f'timeout must be a number of seconds, zero or more, but is {timeout}')
     resolved = _take_device(device)
     if not has_data(resolved):
-        raise ValueError("nothing runs on 'meta', so there is no time to measure; there is only "
-                         "balance_by_size(…, device='meta')")
+        raise ValueError(
+            "nothing runs on 'meta', so there is no time to measure; there is only "
+            "balance_by_size(…, device='meta')"
+        )
     verify_module(module)
     samples = []
     for chunks in (1, 4):
@@ -321,8 +357,9 @@ def profile(module: nn.Sequential, sample: Value, *, device: Device | None = Non
     return _measure(module, samples, resolved, timeout)
 
 
-def profile_bytes(module: nn.Sequential, sample: Chunk, size: int, device: Device | None
-                  ) -> Profile:
+def profile_bytes(
+    module: nn.Sequential, sample: Chunk, size: int, device: Device | None
+) -> Profile:
     """Measure memory only, which is possible on the ``meta`` device as well."""
     return _measure(module, [(sample, size)], _take_device(device), None)
 
@@ -361,13 +398,23 @@ def _copy(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for m in layer.modules():
         # Users' hooks are not even copied, because they may refer to anything.
-        memo.update((id(hook), hook) for hooks in _hooks(m) for hook in hooks.values()
-                    if not _is_pytorchs(hook))
+        memo.update(
+            (id(hook), hook)
+            for hooks in _hooks(m)
+            for hook in hooks.values()
+            if not _is_pytorchs(hook)
+        )
         # Weights that a hook made, and outputs that a layer keeps, have a graph.
-        memo.update((id(x), x.detach().clone()) for x in m.__dict__.values()
-                    if isinstance(x, Tensor) and not x.is_leaf)
-        memo.update((id(x), _new_buffer(device=x.device, dtype=x.dtype))
-                    for x in m._buffers.values() if isinstance(x, UninitializedBuffer))
+        memo.update(
+            (id(x), x.detach().clone())
+            for x in m.__dict__.values()
+            if isinstance(x, Tensor) and not x.is_leaf
+        )
+        memo.update(
+            (id(x), _new_buffer(device=x.device, dtype=x.dtype))
+            for x in m._buffers.values()
+            if isinstance(x, UninitializedBuffer)
+        )
     copied = copy.deepcopy(layer, memo)
     # The copy of a TorchScript module has parameters with a graph that leads to the module's own.
     for own, parameter in zip(layer.parameters(), copied.parameters()):
@@ -380,8 +427,12 @@ _new_buffer: Any = UninitializedBuffer  # PyTorch's stub leaves its arguments ou
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
-    return [module._forward_pre_hooks, module._forward_hooks,
-            module._backward_pre_hooks, module._backward_hooks]
+    return [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ]
 
 
 def _is_pytorchs(hook: Any) -> bool:
@@ -393,15 +444,18 @@ def _take_device(device: Device | None) -> torch.device:
     if device is None:
         device = accelerator()
     if device is None:
-        raise ValueError("there is no accelerator on this machine; name the device, as in "
-                         "device='cpu'")
+        raise ValueError(
+            "there is no accelerator on this machine; name the device, as in device='cpu'"
+        )
     try:
         resolved = torch.device(device)
         return torch.empty(0, device=resolved).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device {device!r} is not on this machine ({reason}); name one that "
-                         "is, as in device='cpu'") from None
+        raise ValueError(
+            f'device {device!r} is not on this machine ({reason}); name one that '
+            "is, as in device='cpu'"
+        ) from None
 
 
 def _check(module: nn.Sequential, sample: Chunk, device: torch.device) -> None:
@@ -410,20 +464,30 @@ def _check(module: nn.Sequential, sample: Chunk, device: torch.device) -> None:
         raise ValueError(f"the sample is on 'meta', without data to run the layers on '{device}'")
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            raise ValueError(f"some parameter already has gradient: '{name}'; profile before "
-                             'training, or after module.zero_grad(set_to_none=True)')
+            raise ValueError(
+                f"some parameter already has gradient: '{name}'; profile before "
+                'training, or after module.zero_grad(set_to_none=True)'
+            )
 
 
-def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: torch.device,
-             timeout: float | None) -> Profile:
+def _measure(
+    module: nn.Sequential,
+    samples: list[tuple[Chunk, int]],
+    device: torch.device,
+    timeout: float | None,
+) -> Profile:
     sample, size = samples[0]
     _check(module, sample, device)
     names = list(module._modules)
     flows = [Flow(each, device, number) for each, number in samples]
     budget = None if timeout is None else timeout / max(1, len(names))
     measured: list[list[Measurement]] = []
-    with _random_states(device), torch.inference_mode(False), torch.enable_grad(), \
-            use_device(device):
+    with (
+        _random_states(device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        use_device(device),
+    ):
         sandbox = layerwise_sandbox(module, device)
         lines = names if timeout is None else progress(names, f'profile, about {timeout:g} s')
         for index, name in enumerate(lines):
@@ -431,11 +495,20 @@ def _measure(module: nn.Sequential, samples: list[tuple[Chunk, int]], device: to
             try:
                 _run(next(sandbox), measured[-1], budget)
             except Exception as error:
-                add_note(error, f"while layer '{name}' was profiled on {device} with "
-                                f'{" and ".join(str(flow.size) for flow in flows)} samples')
+                add_note(
+                    error,
+                    f"while layer '{name}' was profiled on {device} with "
+                    f'{" and ".join(str(flow.size) for flow in flows)} samples',
+                )
                 raise
-    return Profile(tuple(map(_result, names, measured)), tuple(flows[0].skips), size,
-                   sum(map(size_of, sample.tensors)), str(device), tuple(_ties(module)))
+    return Profile(
+        tuple(map(_result, names, measured)),
+        tuple(flows[0].skips),
+        size,
+        sum(map(size_of, sample.tensors)),
+        str(device),
+        tuple(_ties(module)),
+    )
 
 
 def _ties(module: nn.Sequential) -> Iterator[TieProfile]:
@@ -446,8 +519,9 @@ def _ties(module: nn.Sequential) -> Iterator[TieProfile]:
             layers_of[parameter].append(index)
     for parameter, layers in layers_of.items():
         if len(layers) > 1:
-            yield TieProfile(tuple(layers), size_of(parameter), parameter.numel(),
-                             not parameter.requires_grad)
+            yield TieProfile(
+                tuple(layers), size_of(parameter), parameter.numel(), not parameter.requires_grad
+            )
 
 
 def as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profile:
@@ -514,13 +588,27 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
     """Make the profile of a layer, after later layers ran."""
     full = layers[0]
     (forward, forward_overhead), (backward, backward_overhead) = (
-        _line(layers, [median(times[part] for times in layer.seconds or [(0.0, 0.0)])
-                       for layer in layers]) for part in (0, 1))
+        _line(
+            layers,
+            [median(times[part] for times in layer.seconds or [(0.0, 0.0)]) for layer in layers],
+        )
+        for part in (0, 1)
+    )
     return LayerProfile(
-        name, forward, backward, full.parameter_bytes, full.frozen_bytes, full.buffer_bytes,
-        full.activation_bytes(), full.output_bytes, full.changes, forward_overhead,
-        backward_overhead, *_shares(full, backward),
-        trainable_parameters=full.trainable_parameters)
+        name,
+        forward,
+        backward,
+        full.parameter_bytes,
+        full.frozen_bytes,
+        full.buffer_bytes,
+        full.activation_bytes(),
+        full.output_bytes,
+        full.changes,
+        forward_overhead,
+        backward_overhead,
+        *_shares(full, backward),
+        trainable_parameters=full.trainable_parameters,
+    )
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:

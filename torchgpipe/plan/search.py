@@ -15,6 +15,7 @@ micro-batches in flight, and so on the schedule. It determines the furthest end 
 bounded cut. A device may need more or less memory than the sum of its stages, because they have
 their peaks at different times. The difference corrects the device's limit for the next cut.
 """
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -35,11 +36,27 @@ from torchgpipe.base.progress import progress
 from torchgpipe.base.settings import AXES, Settings, name_of, stops_of_mode
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
-from torchgpipe.plan.balance import (Profile, bounded_cuts, check_partitions, fastest, neighbours,
-                                     positive)
-from torchgpipe.plan.costs import (Blocks, Costs, Link, Links, MemoryLimit, SkipProfile,
-                                   StageCosts, measure_links, measure_overhead, memory_limits,
-                                   peaks)
+from torchgpipe.plan.balance import (
+    Profile,
+    bounded_cuts,
+    check_partitions,
+    fastest,
+    neighbours,
+    positive,
+)
+from torchgpipe.plan.costs import (
+    Blocks,
+    Costs,
+    Link,
+    Links,
+    MemoryLimit,
+    SkipProfile,
+    StageCosts,
+    measure_links,
+    measure_overhead,
+    memory_limits,
+    peaks,
+)
 from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
 from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, simulate
@@ -55,8 +72,9 @@ __all__ = ['MeshPlan', 'Plan', 'fit', 'plan_devices', 'schedule_of']
 
 
 @lru_cache(maxsize=16)
-def schedule_of(name: str, devices: int, m: int, virtual: int, stops: tuple[int, ...] = ()
-                ) -> Schedule:
+def schedule_of(
+    name: str, devices: int, m: int, virtual: int, stops: tuple[int, ...] = ()
+) -> Schedule:
     """Return a schedule, with recomputations."""
     if name == PLAIN_CALL:
         return plain_call(devices, m, stops)[0]
@@ -101,8 +119,9 @@ class Plan(Settings):
             return simulate(schedule, self.costs, pairs)
         if self.order:
             return simulate(Schedule.parse(self.order), self.costs)
-        return simulate(schedule_of(self.schedule, n, m, len(self.balance) // n,
-                                    self.costs.stops), self.costs)
+        return simulate(
+            schedule_of(self.schedule, n, m, len(self.balance) // n, self.costs.stops), self.costs
+        )
 
     @property
     def seconds(self) -> float:
@@ -122,23 +141,49 @@ class Plan(Settings):
     @property
     def bytes(self) -> dict[str, int]:
         """The most bytes on each device at a time."""
-        return {device: -int(-bytes // 1) for device, bytes in
-                zip(dict.fromkeys(self.devices), self.simulation.peak_bytes)}
+        return {
+            device: -int(-bytes // 1)
+            for device, bytes in zip(dict.fromkeys(self.devices), self.simulation.peak_bytes)
+        }
 
     def __str__(self) -> str:
-        rows = [[each.schedule, each.chunks, each.checkpoint, len(each.balance),
-                 f'{each.seconds * 1e3:.3f}', f'{each.bubble:.1%}', f'{each.speed_up:.2f}',
-                 format_bytes(max(each.bytes.values()))] for each in (self, *self.runners_up)]
-        header = ['schedule', 'chunks', 'checkpoint', 'partitions', 'step, ms', 'bubble',
-                  'speed-up', 'most memory']
-        own = table(['partition', 'device', 'layers'], [
-            [str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))])
-        return (f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
-                'these schedules')
+        rows = [
+            [
+                each.schedule,
+                each.chunks,
+                each.checkpoint,
+                len(each.balance),
+                f'{each.seconds * 1e3:.3f}',
+                f'{each.bubble:.1%}',
+                f'{each.speed_up:.2f}',
+                format_bytes(max(each.bytes.values())),
+            ]
+            for each in (self, *self.runners_up)
+        ]
+        header = [
+            'schedule',
+            'chunks',
+            'checkpoint',
+            'partitions',
+            'step, ms',
+            'bubble',
+            'speed-up',
+            'most memory',
+        ]
+        own = table(
+            ['partition', 'device', 'layers'],
+            [[str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))],
+        )
+        return (
+            f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
+            'these schedules'
+        )
 
     def _repr_html_(self) -> str:
-        names = [f'{device} {busy / (self.seconds or 1.0):.0%}' for device, busy in
-                 zip(dict.fromkeys(self.devices), self.simulation.busy)]
+        names = [
+            f'{device} {busy / (self.seconds or 1.0):.0%}'
+            for device, busy in zip(dict.fromkeys(self.devices), self.simulation.busy)
+        ]
         boxes = action_boxes(self.simulation.actions, time=duration)
         caption = f'predicted step: {duration(self.seconds)}, bubble {self.bubble:.1%}'
         return text_as_html(str(self)) + rows_as_html(names, boxes, caption)
@@ -146,13 +191,18 @@ class Plan(Settings):
     def check(self) -> None:
         """Raise a :exc:`ValueError` or a :exc:`TypeError` if the plan is inconsistent."""
         stages = len(self.balance)
-        for name, numbers in (('balance', self.balance), ('chunks', [self.chunks]),
-                              ('batch_size', [self.batch_size])):
+        for name, numbers in (
+            ('balance', self.balance),
+            ('chunks', [self.chunks]),
+            ('batch_size', [self.batch_size]),
+        ):
             for number in numbers:
                 positive(number, name)
         if not stages or not stages == len(self.devices) == len(self.costs.stages):
-            raise ValueError(f'the balance is {self.balance}, with costs of '
-                             f'{len(self.costs.stages)} stages on devices {self.devices}')
+            raise ValueError(
+                f'the balance is {self.balance}, with costs of '
+                f'{len(self.costs.stages)} stages on devices {self.devices}'
+            )
         stops_of_mode(self.checkpoint, 1, 1)
         self._check_schedule()
 
@@ -171,8 +221,10 @@ class Plan(Settings):
             schedule = schedule_of(self.schedule, len(names), len(names), virtual)
         places = {stage: row for row, stages in enumerate(schedule.stages) for stage in stages}
         if [places.get(stage) for stage in range(1 + max(places))] != found:
-            raise ValueError(f'the schedule {self.schedule!r} has its stages on other devices '
-                             f'than {self.devices}')
+            raise ValueError(
+                f'the schedule {self.schedule!r} has its stages on other devices '
+                f'than {self.devices}'
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in types that JSON supports: dictionaries, lists, strings, numbers."""
@@ -187,11 +239,12 @@ class Plan(Settings):
         """
         try:
             if data['version'] != 1:
-                raise ValueError(f"its version is {data['version']!r}, not 1")
+                raise ValueError(f'its version is {data["version"]!r}, not 1')
             return _plan(_unlimited(data, None, inf), cls)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError('this is not a plan, as Plan.to_dict() writes it: '
-                             f'{type(error).__name__}: {error}') from None
+            raise ValueError(
+                f'this is not a plan, as Plan.to_dict() writes it: {type(error).__name__}: {error}'
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -227,8 +280,10 @@ class MeshPlan(Plan):
     @property
     def bytes(self) -> dict[str, int]:
         """The most bytes of a rank at a time, by place along the pipe axis."""
-        return {place: -int(-bytes // 1) for place, bytes in
-                zip(dict.fromkeys(self.devices), self.peaks)}
+        return {
+            place: -int(-bytes // 1)
+            for place, bytes in zip(dict.fromkeys(self.devices), self.peaks)
+        }
 
     @property
     def name(self) -> str:
@@ -244,26 +299,52 @@ class MeshPlan(Plan):
             positive(size, axis)
         samples = self.chunks * positive(self.micro_batch, 'micro_batch')
         if self.mesh['pipe'] != len({*self.devices}) or self.batch_size != samples:
-            raise ValueError(f'on {self.mesh} with stages on {self.devices}, there are '
-                             f'{self.batch_size} samples in {self.chunks} × {self.micro_batch}')
+            raise ValueError(
+                f'on {self.mesh} with stages on {self.devices}, there are '
+                f'{self.batch_size} samples in {self.chunks} × {self.micro_batch}'
+            )
         known = self.data in SHARDINGS and self.recomputation in RECOMPUTATIONS
         if not known or len(self.peaks) not in (0, self.mesh['pipe']) or not self.seconds > 0:
-            raise ValueError(f'data is {self.data!r}, recomputation {self.recomputation!r}, with '
-                             f'peaks {self.peaks}, in {self.seconds} s')
+            raise ValueError(
+                f'data is {self.data!r}, recomputation {self.recomputation!r}, with '
+                f'peaks {self.peaks}, in {self.seconds} s'
+            )
 
     def _row(self) -> list[str]:
         stages = len(self.balance) // self.mesh['pipe']
-        return [*(str(self.mesh[axis]) for axis in AXES), self.schedule, str(stages),
-                str(self.micro_batch), str(self.chunks), self.recomputation, self.data,
-                f'{self.seconds:.4g}', format_bytes(max(self.bytes.values())), self.reason]
+        return [
+            *(str(self.mesh[axis]) for axis in AXES),
+            self.schedule,
+            str(stages),
+            str(self.micro_batch),
+            str(self.chunks),
+            self.recomputation,
+            self.data,
+            f'{self.seconds:.4g}',
+            format_bytes(max(self.bytes.values())),
+            self.reason,
+        ]
 
     def __str__(self) -> str:
-        header = [*AXES, 'schedule', 'stages', 'micro-batch', 'chunks', 'recomputed', 'parameters',
-                  'step, s', 'memory', 'slower by']
+        header = [
+            *AXES,
+            'schedule',
+            'stages',
+            'micro-batch',
+            'chunks',
+            'recomputed',
+            'parameters',
+            'step, s',
+            'memory',
+            'slower by',
+        ]
         text = table(header, [each._row() for each in (self, *self.runners_up[:9])])
         text += f'\n… and {len(self.runners_up) - 9} other meshes' * (len(self.runners_up) > 9)
-        causes = ', '.join(f'{cause} {seconds / self.seconds:.0%}' for cause, seconds in
-                           self.parts.items() if seconds >= .005 * self.seconds)
+        causes = ', '.join(
+            f'{cause} {seconds / self.seconds:.0%}'
+            for cause, seconds in self.parts.items()
+            if seconds >= 0.005 * self.seconds
+        )
         text += f'\n\nthe first: {causes}'
         text += ''.join(f'\n{mesh}: {why}' for mesh, why in [*self.refused.items()][:9])
         return text + f'\n… and {len(self.refused) - 9} others' * (len(self.refused) > 9)
@@ -278,6 +359,7 @@ class MeshPlan(Plan):
             ImportError: There is no matplotlib, which the extra ``pictures`` brings.
         """
         from matplotlib.figure import Figure
+
         figure = Figure((10, 6), layout='constrained')
         above, below = figure.subplots(2)
         plans = [self, *self.runners_up[:9]][::-1]
@@ -289,13 +371,13 @@ class MeshPlan(Plan):
         above.set_xlabel('seconds of a step')
         bottoms = [0.0] * len(ranks)
         for kind in MEMORY:
-            sizes = [parts.get(kind, 0.0) / 2 ** 30 for parts in ranks]
+            sizes = [parts.get(kind, 0.0) / 2**30 for parts in ranks]
             below.bar(range(len(ranks)), sizes, bottom=bottoms, label=kind)
             bottoms = [bottom + more for bottom, more in zip(bottoms, sizes)]
         below.set(xlabel='place along the pipe axis', ylabel='GiB at the peak')
         below.xaxis.get_major_locator().set_params(integer=True)
         for axes in above, below:
-            axes.legend(fontsize='small', loc='center left', bbox_to_anchor=(1, .5))
+            axes.legend(fontsize='small', loc='center left', bbox_to_anchor=(1, 0.5))
         figure.suptitle(title or self.name)
         return figure
 
@@ -303,8 +385,10 @@ class MeshPlan(Plan):
 def _unlimited(data: Any, old: float | None, new: float | None) -> Any:
     """Replace the value that stands for unlimited bandwidth, because JSON has no infinity."""
     if isinstance(data, dict):
-        return {key: new if key == 'bandwidth' and value == old else _unlimited(value, old, new)
-                for key, value in data.items()}
+        return {
+            key: new if key == 'bandwidth' and value == old else _unlimited(value, old, new)
+            for key, value in data.items()
+        }
     if isinstance(data, (list, tuple)):
         return [_unlimited(each, old, new) for each in data]
     return data
@@ -317,8 +401,11 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     data['costs'] = Costs(
         tuple(StageCosts(**each) for each in costs['stages']),
         tuple(SkipProfile(**each) for each in costs['skips']),
-        Link(**links) if isinstance(links, dict) else tuple(
-            tuple(Link(**each) for each in row) for row in links), costs.get('overlap', False))
+        Link(**links)
+        if isinstance(links, dict)
+        else tuple(tuple(Link(**each) for each in row) for row in links),
+        costs.get('overlap', False),
+    )
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
     data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])
     for name in ('balance', 'devices', 'peaks'):
@@ -336,8 +423,13 @@ ROUNDS = 4
 UNITS = 20000
 
 
-def fit(plan: Plan, blocks: Blocks, edges: Sequence[int], limits: Limits,
-        planned: Callable[[list[int]], Plan]) -> Plan | None:
+def fit(
+    plan: Plan,
+    blocks: Blocks,
+    edges: Sequence[int],
+    limits: Limits,
+    planned: Callable[[list[int]], Plan],
+) -> Plan | None:
     """Return a plan that keeps the limits, if one is found, with stages as equal as possible.
 
     Args:
@@ -381,12 +473,22 @@ TRIES = 100
 
 
 def plan_devices(
-        module: nn.Sequential | Profile, sample: Value = None, *, devices: Sequence[Device],
-        batch: int | None = None, memory_limit: MemoryLimit = None, param_scale: float = 2.0,
-        schedules: Iterable[str] = (PLAIN_CALL, *NAMES), chunks: Iterable[int] | None = None,
-        checkpoints: Iterable[str] = ('never', 'except_last', 'always'), virtual: int = 2,
-        links: Links | None = None, overhead: Mapping[str, float] | None = None,
-        timeout: float = 1.0, batch_dim: Any = 0) -> Plan:
+    module: nn.Sequential | Profile,
+    sample: Value = None,
+    *,
+    devices: Sequence[Device],
+    batch: int | None = None,
+    memory_limit: MemoryLimit = None,
+    param_scale: float = 2.0,
+    schedules: Iterable[str] = (PLAIN_CALL, *NAMES),
+    chunks: Iterable[int] | None = None,
+    checkpoints: Iterable[str] = ('never', 'except_last', 'always'),
+    virtual: int = 2,
+    links: Links | None = None,
+    overhead: Mapping[str, float] | None = None,
+    timeout: float = 1.0,
+    batch_dim: Any = 0,
+) -> Plan:
     """Find the fastest way to train a model on several devices, within their memory.
 
     Measurements are made of the layers, one at a time on the first device, of copies between
@@ -436,9 +538,11 @@ def plan_devices(
     names = _names(devices)
     schedules, measured = [*schedules], not isinstance(module, Profile)
     measure: Callable[..., Profile] = partial(
-        profile, sample=sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim)
-    costs = plain = module if isinstance(module, Profile) else as_a_worker(
-        names, partial(measure, module))
+        profile, sample=sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim
+    )
+    costs = plain = (
+        module if isinstance(module, Profile) else as_a_worker(names, partial(measure, module))
+    )
     if measured and PLAIN_CALL in schedules and len(names) > 1 and all(map(is_cpu, names)):
         plain = _with_backward(costs, measure(module))
     size = costs.batch_size if batch is None else positive(batch, 'batch')
@@ -451,11 +555,16 @@ def plan_devices(
     limits = memory_limits(memory_limit, len(names), 'devices')
     search = _Search(costs, plain, names, limits, param_scale, links, overhead)
     search.check_parameters()
-    counts = _chunks(len(names), size) if chunks is None else sorted({
-        min(positive(each, 'chunks'), size) for each in chunks})
+    counts = (
+        _chunks(len(names), size)
+        if chunks is None
+        else sorted({min(positive(each, 'chunks'), size) for each in chunks})
+    )
     for name in {*schedules} - {PLAIN_CALL, SEARCHED, *NAMES}:
-        raise ValueError(f'there is no schedule {name!r}; there are {PLAIN_CALL}, {SEARCHED}, '
-                         f'{", ".join(NAMES)}')
+        raise ValueError(
+            f'there is no schedule {name!r}; there are {PLAIN_CALL}, {SEARCHED}, '
+            f'{", ".join(NAMES)}'
+        )
     base = NAMES if SEARCHED in {*schedules} <= {PLAIN_CALL, SEARCHED} else []
     found = []
     generated = [name for name in (*schedules, *base) if name != SEARCHED]
@@ -467,16 +576,25 @@ def plan_devices(
         found += sorted(search.searched(found), key=attrgetter('seconds'))[:1]
     if not (found := found or [each for each in [search.nearby()] if each]):
         raise search.error()
-    best, *others = sorted(found, key=lambda each: (
-        _about(each.seconds), max(each.bytes.values())))
+    best, *others = sorted(
+        found, key=lambda each: (_about(each.seconds), max(each.bytes.values()))
+    )
     return replace(best, runners_up=tuple(others))
 
 
 class _Search:
     """A search over a profile, and the profile of the plain call."""
 
-    def __init__(self, costs: Profile, plain: Profile, devices: Sequence[str], limits: Limits,
-                 param_scale: float, links: Links, overhead: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        costs: Profile,
+        plain: Profile,
+        devices: Sequence[str],
+        limits: Limits,
+        param_scale: float,
+        links: Links,
+        overhead: Mapping[str, float],
+    ) -> None:
         self._profile, self._plain = costs, plain
         self._devices, self._limits, self._param_scale = devices, limits, param_scale
         self._links, self._overhead = links, overhead
@@ -484,8 +602,9 @@ class _Search:
         self._balances: dict[tuple[int, int, str], list[int]] = {}
         #: By schedule, the plan closest to the limits, and the bytes by which it exceeds one.
         self._closest: dict[str, tuple[float, Plan]] = {}
-        self._error = ValueError('there is nothing to choose from: name schedules, chunks and '
-                                 'checkpoints')
+        self._error = ValueError(
+            'there is nothing to choose from: name schedules, chunks and checkpoints'
+        )
 
     def check_parameters(self) -> None:
         """Raise if the limits are too small even for the memory in use all the time."""
@@ -495,17 +614,21 @@ class _Search:
         room = sum(limit or 0 for limit in self._limits)
         if size > room:
             raise ValueError(
-                f'no plan keeps the memory limit: parameters, gradients, the optimizer\'s state '
+                f"no plan keeps the memory limit: parameters, gradients, the optimizer's state "
                 f'and buffers take {format_bytes(size)}, and the limits add up to '
                 f'{format_bytes(room)}, which is {format_bytes(size - room)} less. Take larger '
-                'devices or more of them, or an optimizer with less state (param_scale)')
+                'devices or more of them, or an optimizer with less state (param_scale)'
+            )
 
-    def best(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
-             ) -> Plan | None:
+    def best(
+        self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
+    ) -> Plan | None:
         """Return the fastest plan of a schedule that keeps the limits, if there is one."""
         number = count()  # Equally fast plans keep their order.
-        heap = [(_about(each.seconds), next(number), each)
-                for each in self._each(name, chunks, checkpoints, virtual)]
+        heap = [
+            (_about(each.seconds), next(number), each)
+            for each in self._each(name, chunks, checkpoints, virtual)
+        ]
         heapify(heap)
         while heap:
             _, _, plan = heappop(heap)
@@ -516,8 +639,9 @@ class _Search:
                 heappush(heap, (_about(other.seconds), next(number), other))
         return None
 
-    def _each(self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
-              ) -> Iterator[Plan]:
+    def _each(
+        self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
+    ) -> Iterator[Plan]:
         """Yield all plans of a schedule whose stages are equally fast."""
         n, (_, most) = len(self._devices), stages_per_device(name)
         least = min(2, most)  # One of several would be another schedule.
@@ -535,7 +659,8 @@ class _Search:
         key = stages, m, checkpoint
         if key not in self._balances:
             self._balances[key] = fastest(
-                self._profile, self._profile.blocks(m, self._param_scale), stages, checkpoint)
+                self._profile, self._profile.blocks(m, self._param_scale), stages, checkpoint
+            )
         return self._balances[key]
 
     def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
@@ -543,19 +668,34 @@ class _Search:
         n = len(self._devices)
         stages = schedule_of(name, n, m, len(balance) // n).stages
         places = {stage: device for device, own in zip(self._devices, stages) for stage in own}
-        profile = profile.counted_once([
-            places[stage] for stage, number in enumerate(balance) for _ in range(number)])
-        costs = Costs.of(profile, balance, m, checkpoint, param_scale=self._param_scale,
-                         links=self._links, overhead=self._overhead)
+        profile = profile.counted_once(
+            [places[stage] for stage, number in enumerate(balance) for _ in range(number)]
+        )
+        costs = Costs.of(
+            profile,
+            balance,
+            m,
+            checkpoint,
+            param_scale=self._param_scale,
+            links=self._links,
+            overhead=self._overhead,
+        )
         if name == PLAIN_CALL:
             # The gradient of the whole output exists before backward.
             *others, last = costs.stages
             last = replace(last, resident_bytes=last.resident_bytes + m * last.output_bytes)
             costs = replace(costs, stages=(*others, last))
-        return Plan(name, tuple(balance), tuple(places[stage] for stage in range(len(balance))),
-                    m, checkpoint, tuple((x.name, x.parameter_bytes)
-                                         for x in self._profile.layers),
-                    self._profile.batch_size, self._seconds, costs)
+        return Plan(
+            name,
+            tuple(balance),
+            tuple(places[stage] for stage in range(len(balance))),
+            m,
+            checkpoint,
+            tuple((x.name, x.parameter_bytes) for x in self._profile.layers),
+            self._profile.batch_size,
+            self._seconds,
+            costs,
+        )
 
     def _fits(self, plan: Plan) -> bool:
         above = max(self._missing(plan))
@@ -569,18 +709,26 @@ class _Search:
 
     def _fitted(self, plan: Plan) -> Plan | None:
         """Return the plan with another balance that fits, if one is found."""
+
         def planned(balance: list[int]) -> Plan:
             found = self._plan(plan.schedule, balance, plan.chunks, plan.checkpoint)
             self._fits(found)
             return found
 
-        return fit(plan, self._profile.blocks(plan.chunks, self._param_scale),
-                   self._profile.edges(), self._limits, planned)
+        return fit(
+            plan,
+            self._profile.blocks(plan.chunks, self._param_scale),
+            self._profile.edges(),
+            self._limits,
+            planned,
+        )
 
     def searched(self, found: Iterable[Plan]) -> Iterator[Plan]:
         """Yield plans with a searched order, for the fastest plan or the one closest to limits."""
-        plans = *sorted(found, key=attrgetter('seconds')), *(
-            plan for _, plan in sorted(self._closest.values(), key=itemgetter(0)))
+        plans = (
+            *sorted(found, key=attrgetter('seconds')),
+            *(plan for _, plan in sorted(self._closest.values(), key=itemgetter(0))),
+        )
         for plan in [each for each in plans if each.schedule != PLAIN_CALL][:1]:
             at, m = [self._devices.index(device) for device in plan.devices], plan.chunks
             for balance in {plan.balance, (*self._even(len(at), m, 'never'),)}:
@@ -621,14 +769,19 @@ class _Search:
             f'{format_bytes(plan.bytes[device])} on {device}, {format_bytes(missing)} more than '
             f'its limit of {limit}: {plan.schedule!r} with {plan.chunks} chunks, checkpoint='
             f'{plan.checkpoint!r}, balance {list(plan.balance)}. Take larger devices or more of '
-            'them, a smaller batch, more chunks, or an optimizer with less state (param_scale)')
+            'them, a smaller batch, more chunks, or an optimizer with less state (param_scale)'
+        )
 
 
 def _with_backward(costs: Profile, other: Profile) -> Profile:
     """Return a profile with the backward of another one: one thread of the plain call has all."""
-    return replace(costs, layers=tuple(
-        replace(x, backward_seconds=y.backward_seconds, backward_overhead=y.backward_overhead)
-        for x, y in zip(costs.layers, other.layers)))
+    return replace(
+        costs,
+        layers=tuple(
+            replace(x, backward_seconds=y.backward_seconds, backward_overhead=y.backward_overhead)
+            for x, y in zip(costs.layers, other.layers)
+        ),
+    )
 
 
 def _about(seconds: float) -> float:
@@ -638,8 +791,9 @@ def _about(seconds: float) -> float:
 
 def _chunks(devices: int, batch: int) -> list[int]:
     most = min(batch, max(MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE * devices))
-    return sorted({m for k in range(most.bit_length()) for m in (2 ** k, 2 ** k * devices)
-                   if m <= most})
+    return sorted(
+        {m for k in range(most.bit_length()) for m in (2**k, 2**k * devices) if m <= most}
+    )
 
 
 def _names(devices: Sequence[Device]) -> list[str]:
@@ -648,6 +802,8 @@ def _names(devices: Sequence[Device]) -> list[str]:
     found = [*map(parse_device, devices)]
     names = [str(device) for device in found]
     if not names or len({*map(device_key, found)}) < len(names):
-        raise ValueError(f'devices must be one or more, each of them once, but are {names}; how '
-                         'many partitions each of them gets, the plan says (virtual)')
+        raise ValueError(
+            f'devices must be one or more, each of them once, but are {names}; how '
+            'many partitions each of them gets, the plan says (virtual)'
+        )
     return names

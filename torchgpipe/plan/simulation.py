@@ -31,6 +31,7 @@ parameters, and its gradients are reduced after its last action::
     actions                  0F0 0F1   2F0 2F1 … 2B0 2B1   0B0 0B1
     collectives    gather 0  gather 2                      reduce 2    reduce 0   update
 """
+
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,16 @@ from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.messages import ACTIVE, UnitAction, with_unit_actions
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
-__all__ = ['MEMORY', 'Collected', 'Limits', 'Simulation', 'bytes_over_time', 'excess', 'few',
-           'simulate']
+__all__ = [
+    'MEMORY',
+    'Collected',
+    'Limits',
+    'Simulation',
+    'bytes_over_time',
+    'excess',
+    'few',
+    'simulate',
+]
 
 #: By device, bytes or no limit.
 Limits = Sequence[float | None]
@@ -151,8 +160,9 @@ class Simulation:
         return tuple(map(dict, parts))
 
 
-def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Action]] = ()
-             ) -> Simulation:
+def simulate(
+    schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Action]] = ()
+) -> Simulation:
     """Predict when each action of a schedule starts and ends.
 
     >>> from torchgpipe.plan import StageCosts
@@ -173,8 +183,10 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
         raise ValueError('the schedule is empty')
     places = {action.stage: device for device, row in enumerate(schedule.rows) for action in row}
     if len(costs.stages) != 1 + max(places):
-        raise ValueError(f'costs are those of {len(costs.stages)} stages, but the schedule has '
-                         f'{1 + max(places)}')
+        raise ValueError(
+            f'costs are those of {len(costs.stages)} stages, but the schedule has '
+            f'{1 + max(places)}'
+        )
     costs.check_links(len(schedule.rows))
     order = _order(schedule, tuple((skip.source, skip.target) for skip in costs.skips), (*pairs,))
     if order is None:
@@ -182,10 +194,13 @@ def simulate(schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Act
         raise ValueError('the schedule cannot go on with what actions wait for as well')
     lanes = _Collectives(schedule, costs)
     starts, ends = _times(order, costs, lanes)
-    timed = [tuple(map(Timed._make, ((device, order.actions[k], starts[k], ends[k])
-                                     for k in row))) for device, row in enumerate(order.rows)]
-    return Simulation(tuple(chain.from_iterable(timed)), costs, len(schedule.rows),
-                      tuple(lanes.collected(timed)))
+    timed = [
+        tuple(map(Timed._make, ((device, order.actions[k], starts[k], ends[k]) for k in row)))
+        for device, row in enumerate(order.rows)
+    ]
+    return Simulation(
+        tuple(chain.from_iterable(timed)), costs, len(schedule.rows), tuple(lanes.collected(timed))
+    )
 
 
 class _Collectives:
@@ -194,8 +209,11 @@ class _Collectives:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._costs = costs
         #: The exchanges before and after an action, if there are any.
-        self.exchanges = _exchanges(schedule, any(each.gather for each in costs.stages)) \
-            if costs.overlap is None and any(x.gather or x.reduction for x in costs.stages) else {}
+        self.exchanges = (
+            _exchanges(schedule, any(each.gather for each in costs.stages))
+            if costs.overlap is None and any(x.gather or x.reduction for x in costs.stages)
+            else {}
+        )
         #: By device, the seconds for which gathers keep it from its first action.
         self.start = [sum(_gathers(row, costs).values()) for row in schedule.rows]
         self._free, self._ready = [0.0] * len(schedule.rows), defaultdict[int, float](float)
@@ -248,8 +266,11 @@ def _gathers(row: Iterable[Action], costs: Costs) -> dict[int, float]:
     stages = {action.stage: costs.stages[action.stage] for action in row}
     if costs.overlap is False:
         return {stage: each.gather for stage, each in stages.items()}
-    return {stage: max(0.0, each.gather - each.forward)
-            for stage, each in [*stages.items()][:1] if costs.overlap}
+    return {
+        stage: max(0.0, each.gather - each.forward)
+        for stage, each in [*stages.items()][:1]
+        if costs.overlap
+    }
 
 
 #: Kinds of collectives, by the kinds in rows.
@@ -257,8 +278,9 @@ _KINDS = {'UNSHARD': 'gather', 'RESHARD': 'free', 'REDUCE_GRAD': 'reduction'}
 
 
 @lru_cache(maxsize=8)
-def _exchanges(schedule: Schedule, gathers: bool
-               ) -> dict[Action, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
+def _exchanges(
+    schedule: Schedule, gathers: bool
+) -> dict[Action, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
     """Return kinds and stages of the exchanges before and after each action.
 
     Args:
@@ -277,7 +299,8 @@ def _exchanges(schedule: Schedule, gathers: bool
                 before = []
             elif isinstance(each, UnitAction):
                 (last if each.kind == 'REDUCE_GRAD' else before).append(
-                    (_KINDS[each.kind], each.stage))
+                    (_KINDS[each.kind], each.stage)
+                )
     return found
 
 
@@ -306,8 +329,11 @@ class _Order(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
-           pairs: tuple[tuple[Action, Action], ...]) -> _Order | None:
+def _order(
+    schedule: Schedule,
+    skips: tuple[tuple[int, int], ...],
+    pairs: tuple[tuple[Action, Action], ...],
+) -> _Order | None:
     """Return the order of a schedule, or ``None`` if devices deadlock or an action is repeated."""
     places = {action.stage: device for device, row in enumerate(schedule.rows) for action in row}
     #: By action, its index, or -1 as long as it has none.
@@ -328,10 +354,14 @@ def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
         device = ready.pop()
         while (action := stopped[device]) is not None:
             stage, kind, i = action
-            before = [(index[other], edge, other) for s, k, edge in waits[stage, kind]
-                      if (other := (s, k, i)) in index]
-            before += [(index[other], 0, other) for other in also.get(action, ())
-                       if other in index]
+            before = [
+                (index[other], edge, other)
+                for s, k, edge in waits[stage, kind]
+                if (other := (s, k, i)) in index
+            ]
+            before += [
+                (index[other], 0, other) for other in also.get(action, ()) if other in index
+            ]
             first, _, other = min(before, default=(0, 0, action))
             if first < 0:
                 waiting[other].append(device)
@@ -350,8 +380,11 @@ def _order(schedule: Schedule, skips: tuple[tuple[int, int], ...],
     return None if any(stopped) else found
 
 
-def _waits(places: dict[int, int], skips: Iterable[tuple[int, int]],
-           edges: list[tuple[int, int, int | None]]) -> Waits:
+def _waits(
+    places: dict[int, int],
+    skips: Iterable[tuple[int, int]],
+    edges: list[tuple[int, int, int | None]],
+) -> Waits:
     """Return the predecessors of actions by stage and kind, and add the edges from them."""
     waits: Waits = {(stage, kind): [] for stage in places for kind in KINDS}
 
@@ -373,17 +406,26 @@ def _waits(places: dict[int, int], skips: Iterable[tuple[int, int]],
 
 def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float], list[float]]:
     """Return the start and end of each action."""
-    kinds = {(j, kind): stage.seconds(kind) for j, stage in enumerate(costs.stages)
-             for kind in KINDS}
+    kinds = {
+        (j, kind): stage.seconds(kind) for j, stage in enumerate(costs.stages) for kind in KINDS
+    }
     seconds = [kinds[stage, kind] for stage, kind, _ in order.actions]
     stops = costs.stops
     for k in order.without_r if any(stops) else ():
         stage, _, i = order.actions[k]
         if i < stops[stage]:
             seconds[k] += kinds[stage, 'R']
-    delays = [_delay(order.places[one], order.places[other], costs,
-                     costs.stages[min(one, other)].output_bytes if skip is None else
-                     costs.skips[skip].bytes) for one, other, skip in order.edges]
+    delays = [
+        _delay(
+            order.places[one],
+            order.places[other],
+            costs,
+            costs.stages[min(one, other)].output_bytes
+            if skip is None
+            else costs.skips[skip].bytes,
+        )
+        for one, other, skip in order.edges
+    ]
     starts: list[float] = []
     ends: list[float] = []
     before = zip(order.before, order.over)
@@ -423,8 +465,7 @@ def few(name: str, devices: int, m: int) -> tuple[int, int]:
 
 def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
     """Return the bytes by which each device exceeds its limit."""
-    return [0.0 if limit is None else max(0.0, size - limit)
-            for size, limit in zip(bytes, limits)]
+    return [0.0 if limit is None else max(0.0, size - limit) for size, limit in zip(bytes, limits)]
 
 
 #: Kinds of memory: in use throughout, saved for backward, inputs of stages, gradients of outputs,
@@ -456,18 +497,19 @@ def _gathered(collected: Iterable[Collected], costs: Costs) -> Iterator[_Hold]:
         if kind == 'gather':
             starts[stage] = start
         elif kind in ('free', 'reduction') and stage in starts:
-            yield _Hold(device, starts.pop(stage), end, costs.stages[stage].gathered_bytes,
-                        'resident')
+            yield _Hold(
+                device, starts.pop(stage), end, costs.stages[stage].gathered_bytes, 'resident'
+            )
 
 
-def bytes_over_time(actions: Iterable[Timed], costs: Costs, devices: int,
-                    collected: Iterable[Collected] = ()) -> tuple[Line, ...]:
+def bytes_over_time(
+    actions: Iterable[Timed], costs: Costs, devices: int, collected: Iterable[Collected] = ()
+) -> tuple[Line, ...]:
     """Return the memory that each device holds over time."""
     times: Times = {x.action: x for x in actions}
     resident = _resident(times, costs, devices)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
-    for device, start, end, bytes, _ in chain(
-            _holds(times, costs), _gathered(collected, costs)):
+    for device, start, end, bytes, _ in chain(_holds(times, costs), _gathered(collected, costs)):
         if bytes:
             changes[device] += [(start, bytes), (end, -bytes)]
     lines = []
@@ -499,14 +541,16 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
             yield from _of_forward(times, costs, edges[stage], stage, i)
             if stage == len(costs.stages) - 1:
                 last = times.get((stage, 'W', i), _backward(times, stage, i))
-                yield _Hold(timed.device, timed.end, last.end if last else end,
-                            each.output_bytes, 'output')
+                yield _Hold(
+                    timed.device, timed.end, last.end if last else end, each.output_bytes, 'output'
+                )
         elif kind in 'BI':
             yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')
 
 
-def _of_forward(times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int,
-                i: int) -> Iterator[_Hold]:
+def _of_forward(
+    times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int, i: int
+) -> Iterator[_Hold]:
     """Yield the memory that is held from a forward on, and the gradients of its inputs."""
     each, forward = costs.stages[stage], times[stage, 'F', i]
     backward = _backward(times, stage, i)

@@ -20,6 +20,7 @@ Megatron-LM" (2021), for the operations; Korthikanti et al., "Reducing Activatio
 Large Transformer Models" (2022), for the tensors that autograd saves, of which the formulas are
 the sums.
 """
+
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -108,17 +109,23 @@ class Machine:
         check_kinds('actions', self.actions)
         sizes = [size for size, _ in self.shares]
         rates = [*self.flops.values(), *(share for _, share in self.shares), self.attention_share]
-        if not (self.flops and sizes and sizes == sorted({*sizes}) and min(
-                *rates, self.bandwidth, self.devices_per_host) > 0):
-            raise ValueError('a machine has peaks by dtype, shares by ascending sizes, bandwidth, '
-                             f'and devices_per_host, all above zero, but this is {self}')
+        if not (
+            self.flops
+            and sizes
+            and sizes == sorted({*sizes})
+            and min(*rates, self.bandwidth, self.devices_per_host) > 0
+        ):
+            raise ValueError(
+                'a machine has peaks by dtype, shares by ascending sizes, bandwidth, '
+                f'and devices_per_host, all above zero, but this is {self}'
+            )
 
     def share(self, size: float) -> float:
         """Return the part of the peak that a product reaches, by its size."""
         k = bisect_left(self.shares, (size,))
         if k in (0, len(self.shares)):
             return self.shares[min(k, len(self.shares) - 1)][1]
-        (low, one), (high, other) = self.shares[k - 1:k + 1]
+        (low, one), (high, other) = self.shares[k - 1 : k + 1]
         return one + (other - one) * log(size / low) / log(high / low)
 
     def product_seconds(self, product: Product, dtype: str = 'bfloat16') -> float:
@@ -134,8 +141,9 @@ class Machine:
             ValueError: The machine has none for the dtype.
         """
         if dtype not in self.flops:
-            raise ValueError(f'{self.name} has no peak for {dtype!r}, only for '
-                             f'{", ".join(self.flops)}')
+            raise ValueError(
+                f'{self.name} has no peak for {dtype!r}, only for {", ".join(self.flops)}'
+            )
         return self.flops[dtype]
 
     def gather(self, bytes: float, devices: int, stride: int = 1) -> float:
@@ -156,16 +164,19 @@ class Machine:
         local = max(1, gcd(self.devices_per_host, devices * stride) // stride)
         link = self.network if local == 1 else self.host
         if 1 < local < devices:
-            link = Link(max(self.host.latency, self.network.latency), min(
-                self.host.bandwidth, local * self.network.bandwidth))
+            link = Link(
+                max(self.host.latency, self.network.latency),
+                min(self.host.bandwidth, local * self.network.bandwidth),
+            )
         return (devices - 1) * link.seconds(bytes / devices)
 
     def all_reduce(self, bytes: float, devices: int, stride: int = 1) -> float:
         """Return the seconds of an all-reduce of ``bytes``: see :meth:`gather`."""
         return 2 * self.gather(bytes, devices, stride)
 
-    def links(self, ranks: int, stride: int, replicas: int = 1
-              ) -> tuple[tuple[Link, ...], ...] | Link:
+    def links(
+        self, ranks: int, stride: int, replicas: int = 1
+    ) -> tuple[tuple[Link, ...], ...] | Link:
         """Return the links between ranks of a pipeline: the slowest ones of all replicas.
 
         Args:
@@ -174,15 +185,21 @@ class Machine:
             replicas: The number of pipelines, next to each other.
         """
         #: By rank, the hosts of its devices in all replicas.
-        hosts = [[device // self.devices_per_host
-                  for replica in range(replicas)
-                  for device in range((replica * ranks + rank) * stride,
-                                      (replica * ranks + rank + 1) * stride)]
-                 for rank in range(ranks)]
+        hosts = [
+            [
+                device // self.devices_per_host
+                for replica in range(replicas)
+                for device in range(
+                    (replica * ranks + rank) * stride, (replica * ranks + rank + 1) * stride
+                )
+            ]
+            for rank in range(ranks)
+        ]
         if all(each == hosts[0] for each in hosts):
             return self.host
-        return tuple(tuple(self.host if one == other else self.network for other in hosts)
-                     for one in hosts)
+        return tuple(
+            tuple(self.host if one == other else self.network for other in hosts) for one in hosts
+        )
 
     def without_links(self) -> 'Machine':
         """Return the machine with links that take no time."""
@@ -200,18 +217,33 @@ class Machine:
             ValueError: The dictionary is not a machine.
         """
         try:
-            return Machine(**{**data, 'shares': tuple((*each,) for each in data['shares']),
-                              'host': Link.from_dict(data['host']),
-                              'network': Link.from_dict(data['network'])})
+            return Machine(
+                **{
+                    **data,
+                    'shares': tuple((*each,) for each in data['shares']),
+                    'host': Link.from_dict(data['host']),
+                    'network': Link.from_dict(data['network']),
+                }
+            )
         except (KeyError, TypeError) as error:
-            raise ValueError('this is not a machine, as Machine.to_dict() writes it: '
-                             f'{type(error).__name__}: {error}') from None
+            raise ValueError(
+                'this is not a machine, as Machine.to_dict() writes it: '
+                f'{type(error).__name__}: {error}'
+            ) from None
 
 
 #: Parts of the share of large products, by size: measured on an H100, whose power is limited; and
 #: assumed for others, for a peak of 312 TFLOP/s.
-_MEASURED = (128, .003), (256, .02), (512, .12), (1024, .50), (2048, 1.), (8192, 1.)
-_ASSUMED = (128, .004), (256, .03), (512, .17), (1024, .55), (2048, .80), (4096, .92), (8192, 1.)
+_MEASURED = (128, 0.003), (256, 0.02), (512, 0.12), (1024, 0.50), (2048, 1.0), (8192, 1.0)
+_ASSUMED = (
+    (128, 0.004),
+    (256, 0.03),
+    (512, 0.17),
+    (1024, 0.55),
+    (2048, 0.80),
+    (4096, 0.92),
+    (8192, 1.0),
+)
 
 
 def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, float], ...]:
@@ -219,7 +251,7 @@ def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, floa
 
     Products that take as long on a faster machine have the same share there.
     """
-    curve, scale = (_MEASURED, 1.) if name == 'H100' else (_ASSUMED, (peak / 312e12) ** (1 / 3))
+    curve, scale = (_MEASURED, 1.0) if name == 'H100' else (_ASSUMED, (peak / 312e12) ** (1 / 3))
     return tuple((round(size * scale), share * largest) for size, share in curve)
 
 
@@ -228,24 +260,71 @@ def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, floa
 _ACTION, _SPLIT = 0.73e-3, 0.055
 
 
-def _machine(name: str, flops: Mapping[str, float], largest: float, attention: float,
-             memory: float, bandwidth: float, host: float, network: float) -> Machine:
-    return Machine(name, flops, shares_of(name, flops['bfloat16'], largest), attention, memory,
-                   bandwidth, 1.2e-6, 1e-5, Link(5e-6, host), Link(1e-5, network),
-                   actions=dict.fromkeys(KINDS, _ACTION), split=_SPLIT)
+def _machine(
+    name: str,
+    flops: Mapping[str, float],
+    largest: float,
+    attention: float,
+    memory: float,
+    bandwidth: float,
+    host: float,
+    network: float,
+) -> Machine:
+    return Machine(
+        name,
+        flops,
+        shares_of(name, flops['bfloat16'], largest),
+        attention,
+        memory,
+        bandwidth,
+        1.2e-6,
+        1e-5,
+        Link(5e-6, host),
+        Link(1e-5, network),
+        actions=dict.fromkeys(KINDS, _ACTION),
+        split=_SPLIT,
+    )
 
 
 #: Machines by their names. Peaks, memories and links are NVIDIA's data, links in one direction.
 #: Measured on an H100: shares of products and attention, bandwidth of memory, times of operations.
 #: From "Calculon" (Isaev et al., SC'23): shares of the A100's links. Fitted, on the page "Plans
 #: against published trainings": shares of products of the A100 and the B200. Others are assumed.
-MACHINES = {each.name: each for each in (
-    _machine('A100', {'bfloat16': 312e12, 'float32': 19.5e12}, .77, .5, 80 * 2 ** 30,
-             .85 * 2.04e12, .65 * 300e9, .9 * 25e9),
-    _machine('H100', {'bfloat16': 989e12, 'float32': 52e12, 'float8': 1979e12}, .70, .334,
-             80 * 2 ** 30, 2.97e12, .75 * 450e9, .9 * 50e9),
-    _machine('B200', {'bfloat16': 2250e12, 'float32': 75e12, 'float8': 4500e12}, .457, .4, 180e9,
-             .88 * 8e12, .5 * 900e9, .9 * 50e9))}
+MACHINES = {
+    each.name: each
+    for each in (
+        _machine(
+            'A100',
+            {'bfloat16': 312e12, 'float32': 19.5e12},
+            0.77,
+            0.5,
+            80 * 2**30,
+            0.85 * 2.04e12,
+            0.65 * 300e9,
+            0.9 * 25e9,
+        ),
+        _machine(
+            'H100',
+            {'bfloat16': 989e12, 'float32': 52e12, 'float8': 1979e12},
+            0.70,
+            0.334,
+            80 * 2**30,
+            2.97e12,
+            0.75 * 450e9,
+            0.9 * 50e9,
+        ),
+        _machine(
+            'B200',
+            {'bfloat16': 2250e12, 'float32': 75e12, 'float8': 4500e12},
+            0.457,
+            0.4,
+            180e9,
+            0.88 * 8e12,
+            0.5 * 900e9,
+            0.9 * 50e9,
+        ),
+    )
+}
 
 
 #: Recomputations in backward: of nothing, of the attention of each block, or of a whole stage.
@@ -284,8 +363,11 @@ class ParameterBytes(NamedTuple):
             freed: Whether to leave out gathered parameters.
         """
         own = self.optimizer + (self.parameter if self.parameter >= self.gradient else 0)
-        return self.gradient + (0 if freed else self.parameter) + (
-            own / replicas if data == 'shard' else self.optimizer)
+        return (
+            self.gradient
+            + (0 if freed else self.parameter)
+            + (own / replicas if data == 'shard' else self.optimizer)
+        )
 
 
 class _Work(NamedTuple):
@@ -348,8 +430,10 @@ class Transformer:
         positive(self._keys, 'key_heads')
         positive(self._hidden, 'features')
         if self.width % self.heads or self.heads % self._keys:
-            raise ValueError('width must be a multiple of heads, and heads of key_heads, but they '
-                             f'are {self.width}, {self.heads} and {self._keys}')
+            raise ValueError(
+                'width must be a multiple of heads, and heads of key_heads, but they '
+                f'are {self.width}, {self.heads} and {self._keys}'
+            )
 
     @property
     def _keys(self) -> int:
@@ -384,7 +468,8 @@ class Transformer:
         """The number of parameters."""
         h = self.width
         ends = self.vocabulary * h * (1 if self.tied else 2) + (
-            self.length * h + 2 * h if self.biases else h)
+            self.length * h + 2 * h if self.biases else h
+        )
         return self.layers * self.block_parameters() + ends
 
     def flops(self, sequences: float) -> float:
@@ -397,8 +482,14 @@ class Transformer:
         block = h * qkv + h * h + (3 if self.gated else 2) * h * self._hidden + 2 * self.length * h
         return 6 * tokens * (self.layers * block + self.vocabulary * h)
 
-    def profile(self, machine: Machine, tensor: int = 1, micro_batch: int = 1,
-                recomputation: str = 'none', overlap: bool = False) -> Profile:
+    def profile(
+        self,
+        machine: Machine,
+        tensor: int = 1,
+        micro_batch: int = 1,
+        recomputation: str = 'none',
+        overlap: bool = False,
+    ) -> Profile:
         """Return time and memory of each layer on one rank, for one micro-batch.
 
         The layers are the embedding, each block, and the head with the loss.
@@ -417,13 +508,17 @@ class Transformer:
             ValueError: The ranks cannot share the heads, features or tokens.
         """
         positive(tensor, 'tensor')
-        for size, number in (('heads', self.heads), ('key_heads', self._keys),
-                             ('features', self._hidden)):
+        for size, number in (
+            ('heads', self.heads),
+            ('key_heads', self._keys),
+            ('features', self._hidden),
+        ):
             if number % tensor:
                 raise ValueError(f'{tensor} ranks cannot share {number} {size}')
         if recomputation not in RECOMPUTATIONS:
-            raise ValueError(f'recomputation must be one of {RECOMPUTATIONS}, but is '
-                             f'{recomputation!r}')
+            raise ValueError(
+                f'recomputation must be one of {RECOMPUTATIONS}, but is {recomputation!r}'
+            )
         n, h, t, w = micro_batch * self.length, self.width, tensor, self.size
         output = n * h * w // (t if self.sequence_parallel else 1)
         exchange = machine.all_reduce(n * h * w, t) / (t if overlap else 1)
@@ -437,14 +532,30 @@ class Transformer:
             saved -= attention.saved
         backward += 2 * exchange
         block = LayerProfile(
-            '', forward + 2 * exchange, backward, w * self.block_parameters(t), 0, 0,
-            round(saved), output, input_share=1 - weights / backward,
+            '',
+            forward + 2 * exchange,
+            backward,
+            w * self.block_parameters(t),
+            0,
+            0,
+            round(saved),
+            output,
+            input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
-            backward_bytes=round((4 * h * self._inner + w * n * self._inner) / t))
+            backward_bytes=round((4 * h * self._inner + w * n * self._inner) / t),
+        )
         return Profile(
-            (self._embedding(machine, n, t, output),
-             *(replace(block, name=str(k + 1)) for k in range(self.layers)),
-             self._head(machine, n, t)), (), micro_batch, 8 * n, machine.name, self._ties(t))
+            (
+                self._embedding(machine, n, t, output),
+                *(replace(block, name=str(k + 1)) for k in range(self.layers)),
+                self._head(machine, n, t),
+            ),
+            (),
+            micro_batch,
+            8 * n,
+            machine.name,
+            self._ties(t),
+        )
 
     def _ties(self, t: int) -> tuple[TieProfile, ...]:
         """Return the weight that the embedding and the head share on a rank, if they do."""
@@ -456,20 +567,27 @@ class Transformer:
         return n / t if self.sequence_parallel else n
 
     def _attention(self, n: float, t: int, batch: int) -> _Work:
-        """Return scores, softmax, dropout and the weighted sum of values, for the heads of a rank.
-        """
+        """Return scores, softmax, dropout and the weighted sum of values, for the heads of a rank."""
         w, s, d = self.size, self.length, self.width / self.heads
         heads = batch * self.heads / t
         if self.fused:
             own = w * n * d * (self.heads + self._keys) / t
-            return _Work(attention=4 * heads * s * s * d, forward=2 * own, backward=4 * own,
-                         saved=w * n * self.width / t + 4 * heads * s)
+            return _Work(
+                attention=4 * heads * s * s * d,
+                forward=2 * own,
+                backward=4 * own,
+                saved=w * n * self.width / t + 4 * heads * s,
+            )
         scores = heads * s * s
         products = Product(s, d, s, heads), Product(s, s, d, heads)
         mask = self.dropout
-        return _Work(products, forward=scores * (2 * w + (2 * w + 1) * mask),
-                     backward=scores * (3 * w + (2 * w + 1) * mask),
-                     saved=scores * (w + (w + 1) * mask), operations=2 + mask)
+        return _Work(
+            products,
+            forward=scores * (2 * w + (2 * w + 1) * mask),
+            backward=scores * (3 * w + (2 * w + 1) * mask),
+            saved=scores * (w + (w + 1) * mask),
+            operations=2 + mask,
+        )
 
     def _others(self, n: float, t: int) -> Iterator[_Work]:
         """Yield the parts of a block but for attention."""
@@ -477,39 +595,68 @@ class Transformer:
         qkv = (h + 2 * self._keys * h / self.heads) / t
         mask = self.dropout
         for _ in range(2):  # normalization, and the sum with its input
-            yield _Work(forward=own * h * (5 * w + mask), backward=own * h * (6 * w + mask),
-                        saved=own * h * (w + mask), operations=2)
+            yield _Work(
+                forward=own * h * (5 * w + mask),
+                backward=own * h * (6 * w + mask),
+                saved=own * h * (w + mask),
+                operations=2,
+            )
         yield _Work((Product(n, h, qkv),), saved=w * (own * h + n * qkv))
         yield _Work((Product(n, h / t, h),), saved=0 if self.fused else w * n * h / t)
         inner = self._inner / t
-        yield _Work((Product(n, h, inner), Product(n, f / t, h)),
-                    forward=w * n * (inner + f / t), backward=w * n * (2 * inner + f / t),
-                    saved=w * (own * h + n * (inner + f / t)), operations=1)
+        yield _Work(
+            (Product(n, h, inner), Product(n, f / t, h)),
+            forward=w * n * (inner + f / t),
+            backward=w * n * (2 * inner + f / t),
+            saved=w * (own * h + n * (inner + f / t)),
+            operations=1,
+        )
 
     def _embedding(self, machine: Machine, n: float, t: int, output: int) -> LayerProfile:
         w, h, own = self.size, self.width, self._tokens(n, t)
         seconds = machine.latency + 3 * w * n * h / machine.bandwidth
         parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
-        return LayerProfile('0', seconds + machine.all_reduce(n * h * w, t), seconds, parameters,
-                            0, 0, round(own * h * self.dropout), output,
-                            backward_bytes=parameters)  # one gradient, before it is added
+        return LayerProfile(
+            '0',
+            seconds + machine.all_reduce(n * h * w, t),
+            seconds,
+            parameters,
+            0,
+            0,
+            round(own * h * self.dropout),
+            output,
+            backward_bytes=parameters,
+        )  # one gradient, before it is added
 
     def _head(self, machine: Machine, n: float, t: int) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
         w, h, v, own = self.size, self.width, self.vocabulary / t, self._tokens(n, t)
         # The loss reads and writes scores several times. Its softmax, in float32, is the output,
         # which is not recomputed. Backward has two gradients of that size at once.
-        part = _Work((Product(n, h, v),), forward=4 * w * own * h + 24 * n * v,
-                     backward=6 * w * own * h + 14 * n * v, saved=2 * w * own * h, operations=8)
+        part = _Work(
+            (Product(n, h, v),),
+            forward=4 * w * own * h + 24 * n * v,
+            backward=6 * w * own * h + 14 * n * v,
+            saved=2 * w * own * h,
+            operations=8,
+        )
         exchange = machine.all_reduce(n * h * w, t)
         forward, backward, weights = self._seconds(machine, [part])
         split = machine.split * backward
         backward += exchange
         return LayerProfile(
-            str(self.layers + 1), forward, backward,
-            round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))), 0, 0,
-            round(part.saved), round(4 * n * v), input_share=1 - weights / backward,
-            weight_share=(weights + split) / backward, backward_bytes=round(4 * n * v))
+            str(self.layers + 1),
+            forward,
+            backward,
+            round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))),
+            0,
+            0,
+            round(part.saved),
+            round(4 * n * v),
+            input_share=1 - weights / backward,
+            weight_share=(weights + split) / backward,
+            backward_bytes=round(4 * n * v),
+        )
 
     def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.
@@ -523,10 +670,16 @@ class Transformer:
         for part in parts:
             number += part.operations + len(part.products) + bool(part.attention)
             fused = part.attention / 2 / (peak * machine.attention_share)  # half is masked
-            forward += fused + part.forward / machine.bandwidth + (
-                part.operations + bool(part.attention)) * machine.latency
-            backward += 2.5 * fused + part.backward / machine.bandwidth + (
-                part.operations + bool(part.attention)) * machine.latency
+            forward += (
+                fused
+                + part.forward / machine.bandwidth
+                + (part.operations + bool(part.attention)) * machine.latency
+            )
+            backward += (
+                2.5 * fused
+                + part.backward / machine.bandwidth
+                + (part.operations + bool(part.attention)) * machine.latency
+            )
             for x in part.products:
                 forward += machine.product_seconds(x, self.dtype)
                 backward += machine.product_seconds(Product(x.m, x.n, x.k, x.batch), self.dtype)
@@ -535,5 +688,8 @@ class Transformer:
                     other += 3 * self.size * x.k * x.n / machine.bandwidth
                     weights += other
                 backward += other
-        return (max(forward, number * machine.launch), max(backward, 2 * number * machine.launch),
-                weights)
+        return (
+            max(forward, number * machine.launch),
+            max(backward, 2 * number * machine.launch),
+            weights,
+        )

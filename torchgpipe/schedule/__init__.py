@@ -26,6 +26,7 @@ virtual stages
 warm-up
     The forwards of a device before its first backward.
 """
+
 from torchgpipe.schedule.generators import NAMES, make
 from torchgpipe.schedule.schedule import KINDS, Action, Schedule, ScheduleLike, Timed
 

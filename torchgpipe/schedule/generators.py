@@ -14,6 +14,7 @@ wait for gradients::
     CPU             0F0 0F1         0B1     0B0
                         1F0 1F1 1B1     1B0             each backward waits for the one before
 """
+
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
@@ -22,8 +23,17 @@ from itertools import count
 
 from torchgpipe.schedule.schedule import Action, Schedule, waits_for
 
-__all__ = ['NAMES', 'PLAIN_CALL', 'SPLIT', 'forward_order', 'make', 'one_by_one', 'places',
-           'plain_call', 'stages_per_device']
+__all__ = [
+    'NAMES',
+    'PLAIN_CALL',
+    'SPLIT',
+    'forward_order',
+    'make',
+    'one_by_one',
+    'places',
+    'plain_call',
+    'stages_per_device',
+]
 
 Rows = list[list[Action]]
 
@@ -81,8 +91,10 @@ def places(name: str, devices: int, virtual: int) -> tuple[int, ...]:
 
 def _gpipe(n: int, m: int, v: int) -> Rows:
     """Fill and drain: Huang et al., "GPipe" (2019). Backward takes the last micro-batch first."""
-    return [[*(Action(s, 'F', i) for i in range(m)),
-             *(Action(s, 'B', i) for i in reversed(range(m)))] for s in range(n)]
+    return [
+        [*(Action(s, 'F', i) for i in range(m)), *(Action(s, 'B', i) for i in reversed(range(m)))]
+        for s in range(n)
+    ]
 
 
 def _1f1b(n: int, m: int, v: int) -> Rows:
@@ -100,8 +112,7 @@ def _zb_h1(n: int, m: int, v: int) -> Rows:
 
 
 def _zb_h2(n: int, m: int, v: int) -> Rows:
-    """Zero bubble, handcrafted, in about twice the memory: the same paper. Its warm-up is longer.
-    """
+    """Zero bubble, handcrafted, in about twice the memory: the same paper. Its warm-up is longer."""
     return [_alternate(s, m, warm_up=2 * (n - s) - 1, delay=2 * s) for s in range(n)]
 
 
@@ -134,8 +145,9 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
     larger multiple, without the surplus micro-batches. No other action waits for these.
     """
     full = -(-m // n) * n
-    units = [(k, i) for first in range(0, full, n) for k in range(v)
-             for i in range(first, first + n)]
+    units = [
+        (k, i) for first in range(0, full, n) for k in range(v) for i in range(first, first + n)
+    ]
     rows = []
     for device in range(n):
         warm_up = min(len(units), 2 * (n - device - 1) + (v - 1) * n + 1)
@@ -152,9 +164,13 @@ def _looped_bfs(n: int, m: int, v: int) -> Rows:
     """Breadth-first: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022). All micro-batches
     go through a device's stage before the next one.
     """
-    return [[*(Action(k * n + device, 'F', i) for k in range(v) for i in range(m)),
-             *(Action(k * n + device, 'B', i) for k in reversed(range(v)) for i in range(m))]
-            for device in range(n)]
+    return [
+        [
+            *(Action(k * n + device, 'F', i) for k in range(v) for i in range(m)),
+            *(Action(k * n + device, 'B', i) for k in reversed(range(v)) for i in range(m)),
+        ]
+        for device in range(n)
+    ]
 
 
 def _zb_v(n: int, m: int, v: int) -> Rows:
@@ -165,8 +181,10 @@ def _zb_v(n: int, m: int, v: int) -> Rows:
     for ``2n - 1``, without the surplus micro-batches.
     """
     full = max(m, 2 * n - 1)
-    return [[action for action in _there_and_back(d, n, full) if action.micro_batch < m]
-            for d in range(n)]
+    return [
+        [action for action in _there_and_back(d, n, full) if action.micro_batch < m]
+        for d in range(n)
+    ]
 
 
 def _there_and_back(d: int, n: int, m: int) -> list[Action]:
@@ -229,18 +247,29 @@ def _blocks(n: int, m: int, most: int) -> Rows:
             an interval, a device may have to wait for itself. Then the interval is longer.
     """
     intervals = count(6, 2)  # Actions there and back have different parities.
-    return next(rows for interval in intervals if (rows := _in_order(
-        [_one_by_one(device, n, m, interval) for device in range(n)], most)))
+    return next(
+        rows
+        for interval in intervals
+        if (rows := _in_order([_one_by_one(device, n, m, interval) for device in range(n)], most))
+    )
 
 
 def _one_by_one(device: int, n: int, m: int, interval: int) -> list[Action]:
     """Return F and I of a device in the order of blocks at an interval."""
     there, back = device, 2 * n - 1 - device
     turn = 2 * n + 2 * (2 * n % interval == 0)  # I there is never at the same time as F there.
-    block = ((there, there, 'F'), (back, back, 'F'), (turn + there, back, 'I'),
-             (turn + back, there, 'I'))
-    return [Action(stage, kind, i) for _, stage, kind, i in sorted(
-        (interval * i + time, stage, kind, i) for i in range(m) for time, stage, kind in block)]
+    block = (
+        (there, there, 'F'),
+        (back, back, 'F'),
+        (turn + there, back, 'I'),
+        (turn + back, there, 'I'),
+    )
+    return [
+        Action(stage, kind, i)
+        for _, stage, kind, i in sorted(
+            (interval * i + time, stage, kind, i) for i in range(m) for time, stage, kind in block
+        )
+    ]
 
 
 def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
@@ -257,8 +286,11 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
     while any(queues) or any(weights):
         now = []
         for device, (queue, later) in enumerate(zip(queues, weights)):
-            if queue and done.issuperset(waits_for(queue[0], actions)) and (
-                    queue[0].kind == 'I' or held[device] < most):
+            if (
+                queue
+                and done.issuperset(waits_for(queue[0], actions))
+                and (queue[0].kind == 'I' or held[device] < most)
+            ):
                 now.append((device, queue.popleft()))
             elif later:
                 now.append((device, later.popleft()))
@@ -275,8 +307,16 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
 
 #: The schedules, by name.
 NAMES: dict[str, Callable[[int, int, int], Rows]] = {
-    'gpipe': _gpipe, '1f1b': _1f1b, 'interleaved': _interleaved, 'looped-bfs': _looped_bfs,
-    'zb-h1': _zb_h1, 'zb-h2': _zb_h2, 'zb-v': _zb_v, 'v-half': _v_half, 'v-min': _v_min}
+    'gpipe': _gpipe,
+    '1f1b': _1f1b,
+    'interleaved': _interleaved,
+    'looped-bfs': _looped_bfs,
+    'zb-h1': _zb_h1,
+    'zb-h2': _zb_h2,
+    'zb-v': _zb_v,
+    'v-half': _v_half,
+    'v-min': _v_min,
+}
 
 #: Schedules whose stages go there and back, in a V.
 V_SHAPED = ('zb-v', 'v-half', 'v-min')
@@ -293,8 +333,9 @@ Pairs = list[tuple[Action, Action]]
 
 
 @lru_cache(maxsize=64)
-def plain_call(partitions: int, m: int, stops: tuple[int, ...] = (), one_thread: bool = False
-               ) -> tuple[Schedule, Pairs]:
+def plain_call(
+    partitions: int, m: int, stops: tuple[int, ...] = (), one_thread: bool = False
+) -> tuple[Schedule, Pairs]:
     """Return the plain call with one device per partition, and additional pairs of its actions.
 
     Args:
@@ -324,8 +365,11 @@ def forward_order(partitions: int, start: int, stop: int) -> Pairs:
         start: The first micro-batch.
         stop: The micro-batch after the last one.
     """
-    return [(Action(j + 1, 'F', i - 2), Action(j, 'F', i))
-            for j in range(partitions - 1) for i in range(start + 2, stop)]
+    return [
+        (Action(j + 1, 'F', i - 2), Action(j, 'F', i))
+        for j in range(partitions - 1)
+        for i in range(start + 2, stop)
+    ]
 
 
 def one_by_one(schedule: Schedule) -> Pairs:
@@ -337,6 +381,7 @@ def one_by_one(schedule: Schedule) -> Pairs:
     ['1B1 1B0', '1B0 0B1', '0B1 0B0']
     """
     backward = [action for row in schedule.rows for action in row if action.kind == 'B']
-    backward.sort(key=lambda action: (action.micro_batch + action.stage, action.stage),
-                  reverse=True)
+    backward.sort(
+        key=lambda action: (action.micro_batch + action.stage, action.stage), reverse=True
+    )
     return [*zip(backward, backward[1:])]

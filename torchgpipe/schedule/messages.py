@@ -35,14 +35,27 @@ current one runs::
 
 The gradients of a unit are reduced after its last action and the messages behind it.
 """
+
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
 
-__all__ = ['ACTIVE', 'Item', 'Message', 'Receive', 'Row', 'Send', 'UnitAction', 'edges',
-           'receiving_early', 'times_in_queues', 'with_messages', 'with_unit_actions']
+__all__ = [
+    'ACTIVE',
+    'Item',
+    'Message',
+    'Receive',
+    'Row',
+    'Send',
+    'UnitAction',
+    'edges',
+    'receiving_early',
+    'times_in_queues',
+    'with_messages',
+    'with_unit_actions',
+]
 
 
 #: How many units are whole at a time by default, as in PyTorch's pipelining.
@@ -100,8 +113,9 @@ Item = Action | Message | UnitAction
 Row = tuple[Item, ...]
 
 
-def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
-                  ranks: Sequence[int] | None = None) -> tuple[Row, ...]:
+def with_messages(
+    schedule: Schedule, skips: Iterable[tuple[int, int]] = (), ranks: Sequence[int] | None = None
+) -> tuple[Row, ...]:
     """Return the rows of a schedule with the messages of each rank.
 
     >>> from torchgpipe.schedule import make
@@ -130,16 +144,18 @@ def with_messages(schedule: Schedule, skips: Iterable[tuple[int, int]] = (),
         here = owners[action.stage]
         rows[here].append(action)
         # The nearest stage needs its message first.
-        for stage in sorted(_receivers(action, readers, writers),
-                            key=lambda stage: abs(stage - action.stage)):
+        for stage in sorted(
+            _receivers(action, readers, writers), key=lambda stage: abs(stage - action.stage)
+        ):
             if owners[stage] != here:
                 rows[here].append(Send(action, stage))
                 rows[owners[stage]].append(Receive(action, stage))
     return tuple(map(tuple, rows))
 
 
-def _receivers(action: Action, readers: dict[int, set[int]], writers: dict[int, set[int]]
-               ) -> set[int]:
+def _receivers(
+    action: Action, readers: dict[int, set[int]], writers: dict[int, set[int]]
+) -> set[int]:
     """Return the stages that need the result of an action."""
     if action.kind == 'F':
         return readers[action.stage]
@@ -156,14 +172,18 @@ def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[
         places: The rank of each stage.
         skips: See :func:`with_messages`.
     """
-    pairs = {(places[one], places[other])
-             for one, other in (*zip(range(len(places)), range(1, len(places))), *skips)}
-    return sorted({both for one, other in pairs if one != other
-                   for both in ((one, other), (other, one))})
+    pairs = {
+        (places[one], places[other])
+        for one, other in (*zip(range(len(places)), range(1, len(places))), *skips)
+    }
+    return sorted(
+        {both for one, other in pairs if one != other for both in ((one, other), (other, one))}
+    )
 
 
-def with_unit_actions(row: Row, units: Mapping[int, int], most: int,
-                      reduced: Collection[int] = ()) -> Row:
+def with_unit_actions(
+    row: Row, units: Mapping[int, int], most: int, reduced: Collection[int] = ()
+) -> Row:
     """Return the row of a rank with the exchanges between its replicas.
 
     >>> row = tuple(map(Action.parse, '0F0 2F0 2B0 0B0'.split()))
@@ -233,8 +253,12 @@ def receiving_early(row: Row) -> Row:
     return tuple(found)
 
 
-def times_in_queues(rows: Sequence[Row], seconds: Callable[[Action], float], transfer: float = 0.,
-                    queue: Callable[[int, int], Hashable] | None = None) -> dict[Action, float]:
+def times_in_queues(
+    rows: Sequence[Row],
+    seconds: Callable[[Action], float],
+    transfer: float = 0.0,
+    queue: Callable[[int, int], Hashable] | None = None,
+) -> dict[Action, float]:
     """Return the time at which each action ends, if messages wait in queues.
 
     A message starts when sender and receiver have reached it in their rows, and when all earlier
@@ -250,15 +274,19 @@ def times_in_queues(rows: Sequence[Row], seconds: Callable[[Action], float], tra
     Raises:
         ValueError: The ranks wait for each other.
     """
-    owners = {each.stage: rank for rank, row in enumerate(rows) for each in row
-              if isinstance(each, Action)}
+    owners = {
+        each.stage: rank
+        for rank, row in enumerate(rows)
+        for each in row
+        if isinstance(each, Action)
+    }
     #: By cell, the messages that it waits for.
     needs: defaultdict[tuple[int, bool, int], list[Message]] = defaultdict(list)
     for each in (each for row in rows for each in row if isinstance(each, Receive)):
         needs[each.stage, each.action.kind == 'F', each.action.micro_batch].append(each)
     ends: dict[Action, float] = {}
     arrived: dict[Message, float] = {}
-    now, rest = [0.] * len(rows), [deque(row) for row in rows]
+    now, rest = [0.0] * len(rows), [deque(row) for row in rows]
     #: By queue and rank, the messages that wait, and the time at which the last one has arrived.
     lines: defaultdict[tuple[Hashable, int], deque[tuple[Message, float]]] = defaultdict(deque)
     free: defaultdict[tuple[Hashable, int], float] = defaultdict(float)
@@ -270,8 +298,11 @@ def times_in_queues(rows: Sequence[Row], seconds: Callable[[Action], float], tra
             if isinstance(each, Message):
                 lines[name_of(each), rank].append((each, now[rank]))
             elif isinstance(each, Action):
-                waits = needs[each.stage, each.kind == 'F', each.micro_batch] \
-                    if each.kind in 'FBI' else []
+                waits = (
+                    needs[each.stage, each.kind == 'F', each.micro_batch]
+                    if each.kind in 'FBI'
+                    else []
+                )
                 if any(message not in arrived for message in waits):
                     return
                 now[rank] = max([now[rank], *(arrived[message] for message in waits)])
@@ -292,7 +323,8 @@ def times_in_queues(rows: Sequence[Row], seconds: Callable[[Action], float], tra
                 return
             own.popleft()
             arrived[message] = free[name, rank] = free[there] = transfer + max(
-                posted, lines[there].popleft()[1], free[name, rank], free[there])
+                posted, lines[there].popleft()[1], free[name, rank], free[there]
+            )
 
     before = -1
     while before < len(ends) + len(arrived):
@@ -302,6 +334,8 @@ def times_in_queues(rows: Sequence[Row], seconds: Callable[[Action], float], tra
         for key in [*lines]:
             meet(*key)
     if any(rest):
-        raise ValueError('ranks wait for each other: ' + '; '.join(
-            f'rank {rank} at {line[0]}' for rank, line in enumerate(rest) if line))
+        raise ValueError(
+            'ranks wait for each other: '
+            + '; '.join(f'rank {rank} at {line[0]}' for rank, line in enumerate(rest) if line)
+        )
     return ends

@@ -11,6 +11,7 @@ action on its device, and for these actions (:data:`WAITS`)::
     0B0 ◀── 1B0 ◀── 2B0           backward of the stage after, its own forward and recomputation
     0W0     1W0     2W0           its own I
 """
+
 import csv
 import io
 import os
@@ -22,8 +23,21 @@ from typing import NamedTuple
 
 from torchgpipe.base.html import Box, rows_as_html
 
-__all__ = ['Action', 'Grid', 'KINDS', 'LEGEND', 'Schedule', 'ScheduleLike', 'Timed', 'WAITS',
-           'action_boxes', 'by_step', 'in_flight', 'steps', 'waits_for']
+__all__ = [
+    'Action',
+    'Grid',
+    'KINDS',
+    'LEGEND',
+    'Schedule',
+    'ScheduleLike',
+    'Timed',
+    'WAITS',
+    'action_boxes',
+    'by_step',
+    'in_flight',
+    'steps',
+    'waits_for',
+]
 
 #: The kinds of actions. A backward is ``B``, or it is split into ``I`` and ``W``.
 KINDS = {
@@ -66,8 +80,10 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         if match is None or match[2] not in KINDS:
             kinds = ', '.join(f'{kind} ({what})' for kind, what in KINDS.items())
-            raise ValueError(f'{text.strip()!r} is no action: stage, kind and micro-batch, as in '
-                             f'0F3, where kinds are {kinds}')
+            raise ValueError(
+                f'{text.strip()!r} is no action: stage, kind and micro-batch, as in '
+                f'0F3, where kinds are {kinds}'
+            )
         return cls(int(match[1]), match[2], int(match[3]))
 
     def __str__(self) -> str:
@@ -91,8 +107,11 @@ class Timed(NamedTuple):
     end: float
 
 
-def action_boxes(actions: Iterable[Timed], label: Callable[[Action], str] = str,
-                 time: Callable[[float], str] | None = None) -> Iterator[Box]:
+def action_boxes(
+    actions: Iterable[Timed],
+    label: Callable[[Action], str] = str,
+    time: Callable[[float], str] | None = None,
+) -> Iterator[Box]:
     """Yield the boxes of actions in a picture.
 
     Args:
@@ -148,8 +167,10 @@ class Schedule:
         for row in rows:
             for action in row:
                 if not isinstance(action, Action):
-                    raise TypeError(f'a row of a schedule has actions, but also {action!r}; '
-                                    "parse text by Schedule.parse('0F0,0B0')")
+                    raise TypeError(
+                        f'a row of a schedule has actions, but also {action!r}; '
+                        "parse text by Schedule.parse('0F0,0B0')"
+                    )
         object.__setattr__(self, 'rows', rows)  # A step needs a hash.
 
     @property
@@ -206,25 +227,32 @@ class Schedule:
         """
         negative = [number for number in stops if isinstance(number, int) and number < 0]
         if negative:
-            raise ValueError(f'a number of micro-batches to recompute is zero or more, but is '
-                             f'{negative[0]}')
+            raise ValueError(
+                f'a number of micro-batches to recompute is zero or more, but is {negative[0]}'
+            )
         there, m = self._all(), self.micro_batches
         wanted = [range(min(m, each)) if isinstance(each, int) else each for each in stops]
         if len(wanted) != len({action.stage for action in there}):
-            raise ValueError(f'the schedule has stages {sorted({x.stage for x in there})}, but '
-                             f'there are recomputations for {len(wanted)} stages')
+            raise ValueError(
+                f'the schedule has stages {sorted({x.stage for x in there})}, but '
+                f'there are recomputations for {len(wanted)} stages'
+            )
         unknown = sorted({i for each in wanted for i in each} - {*range(m)})
         if unknown:
-            raise ValueError(f'the schedule has {m} micro-batches, but {unknown} are to be '
-                             'recomputed')
+            raise ValueError(
+                f'the schedule has {m} micro-batches, but {unknown} are to be recomputed'
+            )
 
         def before(action: Action) -> list[Action]:
             again = action._replace(kind='R')
             needed = action.kind in 'BI' and action.micro_batch in wanted[action.stage]
             return [again] if needed and again not in there else []
 
-        return Schedule(tuple(
-            tuple(x for action in row for x in (*before(action), action)) for row in self.rows))
+        return Schedule(
+            tuple(
+                tuple(x for action in row for x in (*before(action), action)) for row in self.rows
+            )
+        )
 
     def recomputed(self, stage: int) -> frozenset[int]:
         """Return the micro-batches whose activations forward of a stage does not keep.
@@ -232,8 +260,14 @@ class Schedule:
         >>> Schedule.parse('0F0,0F1,0B0,0R1,0B1').recomputed(0)
         frozenset({1})
         """
-        return frozenset([action.micro_batch for row in self.rows for action in row
-                          if action.stage == stage and action.kind == 'R'])
+        return frozenset(
+            [
+                action.micro_batch
+                for row in self.rows
+                for action in row
+                if action.stage == stage and action.kind == 'R'
+            ]
+        )
 
     def validate(self) -> None:
         """Check that the schedule is complete and can run.
@@ -250,8 +284,9 @@ class Schedule:
         self._check_own_order()
         _, stuck = steps(self.rows)
         if stuck:
-            waiting = '; '.join(f'{action} waits for {_names(waits_for(action, self._all()))}'
-                                for action in stuck)
+            waiting = '; '.join(
+                f'{action} waits for {_names(waits_for(action, self._all()))}' for action in stuck
+            )
             raise self._wrong('it cannot go on: ' + waiting, stuck)
 
     def _all(self) -> set[Action]:
@@ -271,8 +306,11 @@ class Schedule:
         for device, row in enumerate(self.rows):
             for action in row:
                 if owners.setdefault(action.stage, device) != device:
-                    raise self._wrong(f'stage {action.stage} is on device {owners[action.stage]} '
-                                      f'and on device {device}', [action])
+                    raise self._wrong(
+                        f'stage {action.stage} is on device {owners[action.stage]} '
+                        f'and on device {device}',
+                        [action],
+                    )
                 if action in seen:
                     raise self._wrong(f'{action} is there twice', [action])
                 seen.add(action)
@@ -290,14 +328,18 @@ class Schedule:
                     raise self._wrong(
                         f'stage {stage} does {_names(sorted(kinds)) or "nothing"} for micro-batch '
                         f'{i}, but it takes F and B, or F, I and W, or F alone',
-                        [Action(stage, kind, i) for kind in kinds])
-        backward = {(action.stage, action.micro_batch) for action in actions
-                    if action.kind in 'BI'}
+                        [Action(stage, kind, i) for kind in kinds],
+                    )
+        backward = {
+            (action.stage, action.micro_batch) for action in actions if action.kind in 'BI'
+        }
         if backward and len(backward) < stages * self.micro_batches:
             forward = {(action.stage, action.micro_batch) for action in actions}
             stage, i = min(forward - backward)
-            raise self._wrong(f'stage {stage} has no backward for micro-batch {i}, and others '
-                              'have', [Action(stage, 'F', i)])
+            raise self._wrong(
+                f'stage {stage} has no backward for micro-batch {i}, and others have',
+                [Action(stage, 'F', i)],
+            )
 
     def _check_own_order(self) -> None:
         for row in self.rows:
@@ -306,8 +348,9 @@ class Schedule:
             for action in row:
                 late = [each for each in waits_for(action, own) if each not in done]
                 if late:
-                    raise self._wrong(f'{action} comes before {_names(late)}, for which it waits',
-                                      [action])
+                    raise self._wrong(
+                        f'{action} comes before {_names(late)}, for which it waits', [action]
+                    )
                 done.add(action)
 
     def _wrong(self, what: str, cells: Iterable[Action] = ()) -> ValueError:
@@ -344,8 +387,9 @@ def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
     return [each for on, k in WAITS[kind] if (each := Action(stage + on, k, i)) in actions]
 
 
-def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
-          ) -> tuple[Grid, list[Action]]:
+def steps(
+    rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
+) -> tuple[Grid, list[Action]]:
     """Run a schedule in steps, with one step per action.
 
     Args:
@@ -363,8 +407,14 @@ def steps(rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action
     done: set[Action] = set()
     grid: Grid = [[] for _ in rows]
     while any(queues):
-        now = [queue[-1] if queue and done.issuperset(waits_for(queue[-1], actions))
-               and done.issuperset(also.get(queue[-1], ())) else None for queue in queues]
+        now = [
+            queue[-1]
+            if queue
+            and done.issuperset(waits_for(queue[-1], actions))
+            and done.issuperset(also.get(queue[-1], ()))
+            else None
+            for queue in queues
+        ]
         if not any(now):
             return grid, [queue[-1] for queue in queues if queue]
         for line, queue, action in zip(grid, queues, now):
@@ -402,8 +452,10 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
 
 def _draw(grid: Sequence[Sequence[Action | None]], marked: Collection[Action] = ()) -> str:
     """Draw a row for each device, with marked actions between arrows."""
-    cells = [[f'>{action}<' if action in marked else str(action or '') for action in row]
-             for row in grid]
+    cells = [
+        [f'>{action}<' if action in marked else str(action or '') for action in row]
+        for row in grid
+    ]
     width = max((len(cell) for row in cells for cell in row), default=0)
     return '\n'.join(' '.join(cell.ljust(width) for cell in row).rstrip() for row in cells)
 

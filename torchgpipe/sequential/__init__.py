@@ -23,6 +23,7 @@ recording
 value
     An object in a recording in place of a tensor or a number. It has the sample's as an example.
 """
+
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -38,26 +39,54 @@ from torchgpipe.base.structure import Arguments, call, flatten_nested
 from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
 from torchgpipe.sequential.check import check_conversion, check_mixing
 from torchgpipe.sequential.convert import convert, is_on_meta
-from torchgpipe.sequential.effects import (UNKNOWN, copied, copied_value, same_random_numbers,
-                                           untouched, without_grad)
+from torchgpipe.sequential.effects import (
+    UNKNOWN,
+    copied,
+    copied_value,
+    same_random_numbers,
+    untouched,
+    without_grad,
+)
 from torchgpipe.sequential.layer import called_with
 from torchgpipe.sequential.leaf_modules import LeafLike
-from torchgpipe.sequential.parts import (Converted, NamedLayer, Part, all_names, converted,
-                                         optimizer_state, original_names, put, with_all_names)
+from torchgpipe.sequential.parts import (
+    Converted,
+    NamedLayer,
+    Part,
+    all_names,
+    converted,
+    optimizer_state,
+    original_names,
+    put,
+    with_all_names,
+)
 from torchgpipe.sequential.patches import watched
 from torchgpipe.sequential.refusals import ConversionError
 from torchgpipe.training.losses import counts_of, with_counts
 
-__all__ = ['ConversionError', 'from_stages', 'optimizer_state', 'original_names', 'sample_of',
-           'to_sequential']
+__all__ = [
+    'ConversionError',
+    'from_stages',
+    'optimizer_state',
+    'original_names',
+    'sample_of',
+    'to_sequential',
+]
 
 #: A function of a model and a value, or a submodule, which is a function of a value.
 StageLike = Callable[..., Any] | nn.Module
 
 
-def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block',
-                  leaves: Iterable[LeafLike] = (), batch_dim: Any = 0, gather: Any = None,
-                  check_sample: bool = True) -> nn.Sequential:
+def to_sequential(
+    module: nn.Module,
+    sample: Any = None,
+    *,
+    grain: str = 'block',
+    leaves: Iterable[LeafLike] = (),
+    batch_dim: Any = 0,
+    gather: Any = None,
+    check_sample: bool = True,
+) -> nn.Sequential:
     """Make a sequential module of a module of any form, for :class:`~torchgpipe.GPipe`.
 
     The forward is recorded for the sample, and cut into layers: its blocks, and calls with weights
@@ -121,23 +150,43 @@ def to_sequential(module: nn.Module, sample: Any = None, *, grain: str = 'block'
         ValueError: The model has no such leaf, or the sample cannot be cut into micro-batches.
     """
     check_rules(batch_dim, gather)
-    converted = convert(module, UNKNOWN if sample is None else sample, leaves, grain,
-                        _one_of(module, sample, batch_dim))
+    converted = convert(
+        module,
+        UNKNOWN if sample is None else sample,
+        leaves,
+        grain,
+        _one_of(module, sample, batch_dim),
+    )
     largest = next((each for each in converted.wholes if each.warns), None)
     if largest is not None:
-        warnings.warn(f'most of {type(module).__name__} is in one of its {len(converted)} layers, '
-                      f'so partitions cannot be even: {largest}. Let the part that is to blame '
-                      'be a smaller submodule', stacklevel=2)
+        warnings.warn(
+            f'most of {type(module).__name__} is in one of its {len(converted)} layers, '
+            f'so partitions cannot be even: {largest}. Let the part that is to blame '
+            'be a smaller submodule',
+            stacklevel=2,
+        )
     if check_sample and sample is not None:
-        _check(module, converted, sample, batch_dim, gather,
-               'Something goes by what a graph does not have, such as a global, an object that '
-               'changes, or a tensor behind its back. Name the submodule as a leaf')
+        _check(
+            module,
+            converted,
+            sample,
+            batch_dim,
+            gather,
+            'Something goes by what a graph does not have, such as a global, an object that '
+            'changes, or a tensor behind its back. Name the submodule as a leaf',
+        )
     return converted
 
 
-def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
-                batch_dim: Any = 0, gather: Any = None, check_sample: bool = True
-                ) -> nn.Sequential:
+def from_stages(
+    module: nn.Module,
+    stages: Iterable[StageLike],
+    sample: Any,
+    *,
+    batch_dim: Any = 0,
+    gather: Any = None,
+    check_sample: bool = True,
+) -> nn.Sequential:
     """Make a sequential module by hand, from functions that use a model's submodules.
 
     >>> import torch
@@ -180,9 +229,15 @@ def from_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any, *,
     check_rules(batch_dim, gather)
     converted = _make_stages(module, stages, sample)
     if check_sample:
-        _check(module, converted, sample, batch_dim, gather,
-               'What differs in the output is made in the last stages; a gradient that differs '
-               'first, of what a stage has left out')
+        _check(
+            module,
+            converted,
+            sample,
+            batch_dim,
+            gather,
+            'What differs in the output is made in the last stages; a gradient that differs '
+            'first, of what a stage has left out',
+        )
     return converted
 
 
@@ -195,8 +250,9 @@ def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
     return batches[0].value if len(sizes) > 1 else UNKNOWN
 
 
-def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, gather: Any,
-           advice: str) -> None:
+def _check(
+    module: nn.Module, converted: Converted, sample: Any, batch_dim: Any, gather: Any, advice: str
+) -> None:
     if is_on_meta(module):
         return  # There are no values to compare.
     tensors, structure = flatten_nested(sample)
@@ -211,8 +267,9 @@ def _check(module: nn.Module, converted: Converted, sample: Any, batch_dim: Any,
 class Stage(Part, NamedLayer):
     """Call a function with a part of a model, which is this layer itself."""
 
-    def __init__(self, root: nn.Module, function: Callable[..., Any], names: Iterable[str]
-                 ) -> None:
+    def __init__(
+        self, root: nn.Module, function: Callable[..., Any], names: Iterable[str]
+    ) -> None:
         super().__init__(root, attributes=True)
         self._function = function
         put(self, root, names, attributes=True)
@@ -244,8 +301,11 @@ def _make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) ->
     for stage in stages:
         function = _function(module, stage)
         value, uses = untouched(root, partial(_used, root, function, args, kwargs))
-        layers.append(stage if isinstance(stage, nn.Module) and not isinstance(function, _CallOf)
-                      else Stage(module, function, with_all_names(module, uses, names)))
+        layers.append(
+            stage
+            if isinstance(stage, nn.Module) and not isinstance(function, _CallOf)
+            else Stage(module, function, with_all_names(module, uses, names))
+        )
         args, kwargs = (value,), {}
     return converted(layers, module, attributes=True)
 
@@ -253,20 +313,24 @@ def _make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) ->
 def _function(module: nn.Module, stage: StageLike) -> Callable[..., Any]:
     if not isinstance(stage, nn.Module):
         if not callable(stage):
-            raise TypeError('a stage is a function of the model and a value, or a submodule, not '
-                            f'{stage!r}')
+            raise TypeError(
+                f'a stage is a function of the model and a value, or a submodule, not {stage!r}'
+            )
         return stage
     name = next((name for name, each in module.named_modules() if each is stage and name), '')
     if name:
         return _CallOf(name)
     if any(True for _ in (*stage.parameters(), *stage.buffers())):
-        raise ValueError('a stage is a submodule of the model, or a function of it, but this '
-                         f'{type(stage).__name__}, which has parameters, is not in it')
+        raise ValueError(
+            'a stage is a submodule of the model, or a function of it, but this '
+            f'{type(stage).__name__}, which has parameters, is not in it'
+        )
     return lambda _, *args: stage(*args)
 
 
-def _used(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...],
-          kwargs: dict[str, Any]) -> tuple[Any, list[str]]:
+def _used(
+    root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[str]]:
     """Return a function's result for a model, and the names in the model that it uses."""
     uses = _Uses(root)
     with watched(uses):
@@ -285,8 +349,13 @@ class _Uses:
         self.names: dict[str, None] = {}
         self._paths = {module: f'{name}.' if name else '' for name, module in root.named_modules()}
 
-    def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> Any:
+    def called(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Record a submodule that is called, which includes everything that it uses."""
         if self._paths.get(module):
             self.names.setdefault(self._paths[module][:-1])
@@ -370,8 +439,10 @@ def sample_of(model: nn.Module, submodule: nn.Module | str, sample: Any) -> Argu
                 raise
     if received:
         return received[0]
-    raise ValueError(f"{type(model).__name__} does not call '{name}' for this sample. Pass a "
-                     'sample with which it does, or name the submodule that it calls')
+    raise ValueError(
+        f"{type(model).__name__} does not call '{name}' for this sample. Pass a "
+        'sample with which it does, or name the submodule that it calls'
+    )
 
 
 def _refuse_replaced_forwards(model: nn.Module) -> None:
@@ -383,10 +454,12 @@ def _refuse_replaced_forwards(model: nn.Module) -> None:
         is_compiled = '_orig_mod' in module._modules
         if isinstance(vars(module).get('forward'), FunctionType) and not is_compiled:
             where = f"submodule '{name}'" if name else type(module).__name__
-            raise ValueError(f'the forward of {where} is a function that was set on the '
-                             'module, such as compiled code, so a copy would call the module '
-                             'itself. Remove it before (del module.forward), or compile the '
-                             'module by module.compile()')
+            raise ValueError(
+                f'the forward of {where} is a function that was set on the '
+                'module, such as compiled code, so a copy would call the module '
+                'itself. Remove it before (del module.forward), or compile the '
+                'module by module.compile()'
+            )
 
 
 def _without_compiled_code() -> AbstractContextManager[object]:
@@ -401,5 +474,7 @@ def _name_of(model: nn.Module, submodule: nn.Module) -> str:
     for name, module in model.named_modules():
         if module is submodule:
             return str(name)
-    raise ValueError(f'this {type(submodule).__name__} is not a submodule of the '
-                     f'{type(model).__name__}; pass one of its modules, or its name')
+    raise ValueError(
+        f'this {type(submodule).__name__} is not a submodule of the '
+        f'{type(model).__name__}; pass one of its modules, or its name'
+    )

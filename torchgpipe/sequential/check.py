@@ -28,6 +28,7 @@ Cases that cannot be distinguished, such as a loss of the hardest pair or a vari
 warning. A rule of ``GPipe(…, gather=…)`` combines the halves instead, and a scalar that differs is
 refused.
 """
+
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,18 +40,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.distance import (apart, arbitrary_loss, default_tolerance, distance, is_real,
-                                      rounding, together)
+from torchgpipe.base.distance import (
+    apart,
+    arbitrary_loss,
+    default_tolerance,
+    distance,
+    is_real,
+    rounding,
+    together,
+)
 from torchgpipe.base.structure import Path, call, flatten, flatten_nested, leaves_of, path_name
 from torchgpipe.engine.microbatches import DEFAULT, MICRO_BATCH_MEAN, Chunk, gather, look_up
-from torchgpipe.sequential.effects import (copied, copied_value, same_random_numbers, untouched,
-                                           without_grad)
+from torchgpipe.sequential.effects import (
+    copied,
+    copied_value,
+    same_random_numbers,
+    untouched,
+    without_grad,
+)
 from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.refusals import ConversionError
 
-__all__ = ['Evaluated', 'NamedTensors', 'check_conversion', 'check_mixing', 'coarsest_tolerance',
-           'compare_parts', 'differences', 'evaluated', 'first_of', 'tensors_of']
+__all__ = [
+    'Evaluated',
+    'NamedTensors',
+    'check_conversion',
+    'check_mixing',
+    'coarsest_tolerance',
+    'compare_parts',
+    'differences',
+    'evaluated',
+    'first_of',
+    'tensors_of',
+]
 
 #: Tensors that result from a call, by description.
 NamedTensors = dict[str, Tensor]
@@ -66,8 +89,14 @@ class Evaluated(NamedTuple):
     outputs: dict[Path, Any]
 
 
-def check_conversion(module: nn.Module, converted: Converted, halves: Sequence[Any],
-                     number: int, sample: Any, advice: str) -> Evaluated:
+def check_conversion(
+    module: nn.Module,
+    converted: Converted,
+    halves: Sequence[Any],
+    number: int,
+    sample: Any,
+    advice: str,
+) -> Evaluated:
     """Raise if the results of a converted model differ from the original's.
 
     Args:
@@ -96,8 +125,12 @@ def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any
     The input is the whole sample if the results for a part of it are not finite.
     """
     original = copied(module)
-    with same_random_numbers(), _fails_by_size(
-            lambda: value is not sample and _takes(original, sample, True, dict), Exception):
+    with (
+        same_random_numbers(),
+        _fails_by_size(
+            lambda: value is not sample and _takes(original, sample, True, dict), Exception
+        ),
+    ):
         outputs, found = _run(original, value, True)
     tensors = [x for x in outputs.values() if isinstance(x, Tensor)]
     if value is sample or all(x.isfinite().all() for x in tensors):
@@ -105,23 +138,32 @@ def _trained(module: nn.Module, value: Any, sample: Any) -> tuple[nn.Module, Any
     return _trained(module, sample, sample)
 
 
-def _compare(copy: nn.Module, value: Any, training: bool, sample: Any, expected: NamedTensors,
-             advice: str) -> None:
+def _compare(
+    copy: nn.Module, value: Any, training: bool, sample: Any, expected: NamedTensors, advice: str
+) -> None:
     """Raise if the results of a copy of a converted model differ from the expected ones."""
     is_cut = value is not sample
-    with (same_random_numbers(), _fails_by_mode(copy, sample, training),
-          _fails_by_size(lambda: is_cut and _takes(copy, sample, training), ValueError)):
+    with (
+        same_random_numbers(),
+        _fails_by_mode(copy, sample, training),
+        _fails_by_size(lambda: is_cut and _takes(copy, sample, training), ValueError),
+    ):
         _, found = _run(copy, value, training, original_names)
     different = differences(expected, found)
     if different:
         mode = 'training' if training else 'evaluation'
-        raise ConversionError(f'the converted model has other numbers than the model in {mode}: '
-                              f'{first_of(different)}. {advice}')
+        raise ConversionError(
+            f'the converted model has other numbers than the model in {mode}: '
+            f'{first_of(different)}. {advice}'
+        )
 
 
-def _run(module: nn.Module, value: Any, training: bool,
-         original: Callable[[dict[str, Any]], dict[str, Any]] = dict
-         ) -> tuple[dict[Path, Any], NamedTensors]:
+def _run(
+    module: nn.Module,
+    value: Any,
+    training: bool,
+    original: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> tuple[dict[Path, Any], NamedTensors]:
     """Return outputs of a module, and tensors: outputs, buffers, and in training gradients.
 
     ``original`` maps names of the module to names of the original.
@@ -129,9 +171,12 @@ def _run(module: nn.Module, value: Any, training: bool,
     return untouched(module, partial(_run_once, module, value, training, original))
 
 
-def _run_once(module: nn.Module, value: Any, training: bool,
-              original: Callable[[dict[str, Any]], dict[str, Any]]
-              ) -> tuple[dict[Path, Any], NamedTensors]:
+def _run_once(
+    module: nn.Module,
+    value: Any,
+    training: bool,
+    original: Callable[[dict[str, Any]], dict[str, Any]],
+) -> tuple[dict[Path, Any], NamedTensors]:
     module.train(training)
     # Tensors that were made in inference mode have no graph.
     learns = training and not any(x.is_inference() for x in module.parameters())
@@ -148,16 +193,23 @@ def _run_once(module: nn.Module, value: Any, training: bool,
         names = original(dict(module.named_parameters(remove_duplicate=False)))
         learning = {name: x for name, x in names.items() if x.requires_grad}
         grads = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
-        found.update({f'gradient of {name}': grad for name, grad in zip(learning, grads)
-                      if grad is not None})
+        found.update(
+            {
+                f'gradient of {name}': grad
+                for name, grad in zip(learning, grads)
+                if grad is not None
+            }
+        )
     buffers = original(dict(module.named_buffers(remove_duplicate=False)))
-    found.update({f'buffer {name}': x.clone() for name, x in buffers.items()
-                  if '_constant_' not in name})
+    found.update(
+        {f'buffer {name}': x.clone() for name, x in buffers.items() if '_constant_' not in name}
+    )
     return outputs, {name: x.detach() for name, x in found.items()}
 
 
-def evaluated(module: nn.Module, value: Any, is_cut: bool, seed: int = 0
-              ) -> tuple[dict[Path, Any], NamedTensors]:
+def evaluated(
+    module: nn.Module, value: Any, is_cut: bool, seed: int = 0
+) -> tuple[dict[Path, Any], NamedTensors]:
     """Return the outputs of a module in evaluation, and all tensors: outputs and buffers."""
     with same_random_numbers(seed), _fails_by_size(lambda: is_cut, Exception):
         return _run(module, value, False)
@@ -165,19 +217,26 @@ def evaluated(module: nn.Module, value: Any, is_cut: bool, seed: int = 0
 
 def tensors_of(outputs: dict[Path, Any]) -> NamedTensors:
     """Return the tensors of an output by their names."""
-    return {f'output{path_name(path)}': x.detach() for path, x in outputs.items()
-            if isinstance(x, Tensor)}
+    return {
+        f'output{path_name(path)}': x.detach()
+        for path, x in outputs.items()
+        if isinstance(x, Tensor)
+    }
 
 
-def differences(expected: NamedTensors, found: NamedTensors, tolerance: float | None = None
-                ) -> list[str]:
+def differences(
+    expected: NamedTensors, found: NamedTensors, tolerance: float | None = None
+) -> list[str]:
     """Return the names of tensors that differ by more than rounding, with the differences.
 
     Rounding errors may reach the tolerance, by default the rounding of each tensor's type.
     """
     kinds = itemgetter(slice(6))  # 'output', 'gradient of …', 'buffer …'
-    return [f'{name} by {far:.1e}' for name, far in apart(expected, found, kinds).items()
-            if far > (rounding(expected.get(name)) if tolerance is None else tolerance)]
+    return [
+        f'{name} by {far:.1e}'
+        for name, far in apart(expected, found, kinds).items()
+        if far > (rounding(expected.get(name)) if tolerance is None else tolerance)
+    ]
 
 
 def first_of(different: list[str]) -> str:
@@ -194,8 +253,10 @@ def _fails_by_size(does: Callable[[], bool], failure: type[Exception]) -> Iterat
     except failure as error:
         if not does():
             raise
-        raise ConversionError('the model cannot be cut into micro-batches as it is, since its '
-                              f'program goes by their size: {error}') from error
+        raise ConversionError(
+            'the model cannot be cut into micro-batches as it is, since its '
+            f'program goes by their size: {error}'
+        ) from error
 
 
 @contextmanager
@@ -217,11 +278,16 @@ def _fails_by_mode(converted: nn.Module, sample: Any, training: bool) -> Iterato
             'False, or use_cache=False in the call. Else let it give the same in both modes, as '
             'without auxiliary heads; or let one leaf have it and what goes on with it: '
             'to_sequential(model, sample, leaves=[…]); or convert the model in the mode that it '
-            'is used in, by train() or eval() before, with check_sample=False') from error
+            'is used in, by train() or eval() before, with check_sample=False'
+        ) from error
 
 
-def _takes(module: nn.Module, sample: Any, training: bool,
-           original: Callable[[dict[str, Any]], dict[str, Any]] = original_names) -> bool:
+def _takes(
+    module: nn.Module,
+    sample: Any,
+    training: bool,
+    original: Callable[[dict[str, Any]], dict[str, Any]] = original_names,
+) -> bool:
     try:
         with same_random_numbers():
             _run(module, sample, training, original)
@@ -230,8 +296,14 @@ def _takes(module: nn.Module, sample: Any, training: bool,
     return True
 
 
-def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Sequence[int],
-                 batch_dim: Any, rule: Any = None) -> None:
+def check_mixing(
+    known: Evaluated,
+    sample: Any,
+    halves: Sequence[Any],
+    sizes: Sequence[int],
+    batch_dim: Any,
+    rule: Any = None,
+) -> None:
     """Raise if results for halves of a sample differ from the whole sample's, in evaluation.
 
     Args:
@@ -245,17 +317,21 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
     """
     with one_at_a_time, torch.inference_mode(False):
         model = known.model
-        given = [known.outputs if x is known.value else evaluated(model, x, x is not sample)[0]
-                 for x in (sample, *halves)]
+        given = [
+            known.outputs if x is known.value else evaluated(model, x, x is not sample)[0]
+            for x in (sample, *halves)
+        ]
         _check_plain_values(given)
         whole, *parts = map(tensors_of, given)
         tolerance = coarsest_tolerance((*model.parameters(), *model.buffers(), *whole.values()))
         rules = _rules(rule, given)
         different, wrong, unsure = _compare_halves(whole, parts, sizes, rules, tolerance)
         # Random numbers differ between sizes.
-        if not (different or wrong or unsure) or _reals_differ(
-                parts[0], _outputs(model, halves[0], seed=1), tolerance) or _is_rounding(
-                model, [sample, *halves], sizes, rules):
+        if (
+            not (different or wrong or unsure)
+            or _reals_differ(parts[0], _outputs(model, halves[0], seed=1), tolerance)
+            or _is_rounding(model, [sample, *halves], sizes, rules)
+        ):
             return
         uneven = _grows_unevenly(model, sample, halves[0], [*unsure], tolerance)
     different += [f'{name}, {unsure[name]}' for name in uneven]
@@ -265,7 +341,7 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
         raise _other_rule(wrong)
     warnings.warn(
         f'{", ".join(f"{name} is {text}" for name, text in unsure.items())}. That is neither '
-        "their mean nor their sum, so no word of GPipe(…, gather=…) gives it. A mean over "
+        'their mean nor their sum, so no word of GPipe(…, gather=…) gives it. A mean over '
         'anything but samples, such as tokens that are not padding: let a function count them, '
         "gather={'loss': lambda ids, mask, labels: (labels != -100).sum()}, which is called as "
         'the model is; or labels[:, 1:], where the model shifts them. Pass it to '
@@ -273,7 +349,8 @@ def check_mixing(known: Evaluated, sample: Any, halves: Sequence[Any], sizes: Se
         'samples: compute it of what the pipeline gives. A loss for each micro-batch that you '
         "accept although it differs, such as a router's: gather={'aux_loss': 'micro-batch mean'}. "
         'check_sample=False does not look',
-        stacklevel=4)
+        stacklevel=4,
+    )
 
 
 def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
@@ -283,7 +360,8 @@ def _mixes(different: list[str], batch_dim: Any) -> ConversionError:
         f'than all of it: {first_of(different)}. If the batch is in another dimension, say so: '
         'to_sequential(…, batch_dim=1) and GPipe(…, batch_dim=1). If an argument is the same for '
         'all samples, mark it: NoChunk(tensor). If the model compares samples, as a contrastive '
-        'loss does, do so with what the pipeline gives. check_sample=False converts it as it is')
+        'loss does, do so with what the pipeline gives. check_sample=False converts it as it is'
+    )
 
 
 def _other_rule(wrong: list[str]) -> ConversionError:
@@ -291,7 +369,8 @@ def _other_rule(wrong: list[str]) -> ConversionError:
         'gather gives other numbers for halves of the sample than the model for the whole sample, '
         f"in evaluation: {first_of(wrong)}. Use 'mean' for a mean over samples, 'sum' for a sum, "
         'or a function that counts the elements of any other mean. Compute a loss that compares '
-        'samples from the output of the pipeline')
+        'samples from the output of the pipeline'
+    )
 
 
 def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
@@ -299,16 +378,22 @@ def _rules(rule: Any, given: Sequence[dict[Path, Any]]) -> dict[str, Any]:
     found = {}
     for path, x in given[0].items():
         each, named = look_up(rule, path)
-        if each not in (DEFAULT, None) and all(
-                isinstance(outputs.get(path), Tensor) for outputs in given) and (
-                named or isinstance(each, int) or x.dim() == 0):  # A single word is for scalars.
+        if (
+            each not in (DEFAULT, None)
+            and all(isinstance(outputs.get(path), Tensor) for outputs in given)
+            and (named or isinstance(each, int) or x.dim() == 0)
+        ):  # A single word is for scalars.
             found[f'output{path_name(path)}'] = each
     return found
 
 
-def _compare_halves(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
-                    rules: dict[str, Any], tolerance: float
-                    ) -> tuple[list[str], list[str], dict[str, str]]:
+def _compare_halves(
+    whole: NamedTensors,
+    halves: Sequence[NamedTensors],
+    sizes: Sequence[int],
+    rules: dict[str, Any],
+    tolerance: float,
+) -> tuple[list[str], list[str], dict[str, str]]:
     """Return mixed outputs, outputs with a wrong rule, and outputs that need a rule."""
     joined = {}
     for name, rule in rules.items():
@@ -316,8 +401,10 @@ def _compare_halves(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: 
         if rule not in ('stack', MICRO_BATCH_MEAN):
             batches = [Chunk(*flatten({name: outputs[name]})) for outputs in halves]
             joined[name] = gather(batches, sizes, {name: rule})[name]
-    others, *parts = ({name: x for name, x in outputs.items() if name not in rules}
-                      for outputs in (whole, *halves))
+    others, *parts = (
+        {name: x for name, x in outputs.items() if name not in rules}
+        for outputs in (whole, *halves)
+    )
     different, unsure = compare_parts(others, parts, sizes, tolerance)
     return different, _reals_differ(whole, joined, tolerance), unsure
 
@@ -334,31 +421,37 @@ def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
                 f'and a pipeline cannot combine the values of micro-batches: output{name} is '
                 f'{whole!r} for the sample and {", ".join(map(repr, parts))} for halves. Compute '
                 'it from the inputs or outputs of the pipeline; or return a tensor with an '
-                'element for each sample. check_sample=False does not look')
+                'element for each sample. check_sample=False does not look'
+            )
 
 
 def _outputs(model: nn.Module, value: Any, seed: int = 0) -> NamedTensors:
     return tensors_of(evaluated(model, value, False, seed)[0])
 
 
-def _is_rounding(model: nn.Module, values: list[Any], sizes: Sequence[int],
-                 rules: dict[str, Any]) -> bool:
+def _is_rounding(
+    model: nn.Module, values: list[Any], sizes: Sequence[int], rules: dict[str, Any]
+) -> bool:
     """Return whether a run in float64 shows that the halves differ by rounding only."""
     try:
         double = deepcopy(model).double()
         found = []
         for value in values:
             tensors, kind = flatten_nested(value)
-            found.append(_outputs(double, kind(
-                [x.double() if x.is_floating_point() else x for x in tensors])))
+            found.append(
+                _outputs(
+                    double, kind([x.double() if x.is_floating_point() else x for x in tensors])
+                )
+            )
     except Exception:  # Not every model can compute in float64.
         return False
     whole, *parts = found
     return not any(_compare_halves(whole, parts, sizes, rules, 1e-6))
 
 
-def compare_parts(whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int],
-                  tolerance: float) -> tuple[list[str], dict[str, str]]:
+def compare_parts(
+    whole: NamedTensors, halves: Sequence[NamedTensors], sizes: Sequence[int], tolerance: float
+) -> tuple[list[str], dict[str, str]]:
     """Compare outputs for a whole sample with outputs for its halves.
 
     ``GPipe(…, gather=…)`` decides on outputs without a batch dimension. Rounding errors may reach
@@ -397,8 +490,9 @@ def _reals_differ(expected: NamedTensors, found: NamedTensors, tolerance: float)
     return differences({name: expected[name] for name in reals}, reals, tolerance)
 
 
-def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[str],
-                    tolerance: float) -> list[str]:
+def _grows_unevenly(
+    model: nn.Module, sample: Any, half: Any, names: Sequence[str], tolerance: float
+) -> list[str]:
     """Return the scalars that neither stay the same nor grow evenly if a half is repeated."""
     if not names:
         return []
@@ -419,8 +513,10 @@ def _grows_unevenly(model: nn.Module, sample: Any, half: Any, names: Sequence[st
 def _repeated(half: Any, sample: Any, times: int) -> Any:
     """Return a half of a sample, repeated along the dimension that was cut."""
     (tensors, kind), (wholes, _) = flatten_nested(half), flatten_nested(sample)
-    dims = [[k for k, size in enumerate(x.shape) if size != whole.shape[k]]
-            for x, whole in zip(tensors, wholes)]
+    dims = [
+        [k for k, size in enumerate(x.shape) if size != whole.shape[k]]
+        for x, whole in zip(tensors, wholes)
+    ]
     return kind([torch.cat([x] * times, dim[0]) if dim else x for x, dim in zip(tensors, dims)])
 
 

@@ -40,6 +40,7 @@ So no value crosses a boundary twice, and no device holds a tensor that it does 
 ``torch.device``, on which a layer makes a tensor, is not passed on. The layer uses the device of
 its input instead.
 """
+
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,10 +74,17 @@ def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> lis
         root: The model.
         graph: The recorded graph, unchanged.
     """
-    container_of = {module: each for each in root.modules() if isinstance(each, _CONTAINERS)
-                    for module in each.children()}
-    inner = [each for each in calls if each.module in container_of
-             and sum(x.dim() > 1 for x in each.module.parameters()) > 1]
+    container_of = {
+        module: each
+        for each in root.modules()
+        if isinstance(each, _CONTAINERS)
+        for module in each.children()
+    }
+    inner = [
+        each
+        for each in calls
+        if each.module in container_of and sum(x.dim() > 1 for x in each.module.parameters()) > 1
+    ]
     nodes = list(graph.nodes)
     behind = _calls_behind(inner, nodes)
     alike: dict[tuple[nn.Module, type], int] = {}
@@ -89,7 +97,8 @@ def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> lis
     blocks: list[Call] = []
     for each in inner:  # Inner calls end before outer ones.
         if type(each.module) in classes and not any(
-                other.steps.start >= each.steps.start for other in blocks):
+            other.steps.start >= each.steps.start for other in blocks
+        ):
             blocks.append(each)
     return [[nodes[k] for k in each.steps] for each in blocks]
 
@@ -113,11 +122,33 @@ def _calls_behind(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> list[int]:
 #: The grains of cuts, from coarse to fine.
 GRAINS = 'block', 'layer', 'operation'
 
-_WITH_WEIGHTS = frozenset((
-    F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
-    F.conv_transpose3d, F.embedding, F.embedding_bag, F.linear, F.multi_head_attention_forward,
-    operator.matmul, torch.addmm, torch.baddbmm, torch.bmm, torch.einsum, torch.matmul, torch.mm,
-    'addmm', 'baddbmm', 'bmm', 'matmul', 'mm'))
+_WITH_WEIGHTS = frozenset(
+    (
+        F.bilinear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        F.embedding,
+        F.embedding_bag,
+        F.linear,
+        F.multi_head_attention_forward,
+        operator.matmul,
+        torch.addmm,
+        torch.baddbmm,
+        torch.bmm,
+        torch.einsum,
+        torch.matmul,
+        torch.mm,
+        'addmm',
+        'baddbmm',
+        'bmm',
+        'matmul',
+        'mm',
+    )
+)
 
 
 def _ordered(graph: fx.Graph) -> list[fx.Node]:
@@ -132,8 +163,12 @@ def _ordered(graph: fx.Graph) -> list[fx.Node]:
         if node.op in ('placeholder', 'get_attr', 'output'):
             continue
         position = len(steps)
-        if (node.meta['kind'] == 'plain' and node.users and not node.meta['data']
-                and all(each.op != 'get_attr' for each in node.all_input_nodes)):
+        if (
+            node.meta['kind'] == 'plain'
+            and node.users
+            and not node.meta['data']
+            and all(each.op != 'get_attr' for each in node.all_input_nodes)
+        ):
             position = _earliest(node, steps)
         steps.insert(position, node)
     return steps
@@ -149,8 +184,13 @@ def _earliest(node: fx.Node, steps: Sequence[fx.Node]) -> int:
     return 0
 
 
-def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules, grain: str,
-              blocks: Iterable[Iterable[fx.Node]]) -> list[list[fx.Node]]:
+def cut_graph(
+    graph: fx.Graph,
+    root: nn.Module,
+    leaves: LeafModules,
+    grain: str,
+    blocks: Iterable[Iterable[fx.Node]],
+) -> list[list[fx.Node]]:
     """Return the steps of each layer that a graph is cut into.
 
     Args:
@@ -169,8 +209,9 @@ def cut_graph(graph: fx.Graph, root: nn.Module, leaves: LeafModules, grain: str,
     return [steps[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(steps)])]
 
 
-def _between(calls: Sequence[int], may_cut: Callable[[int], bool], across: '_Across'
-             ) -> Iterator[int]:
+def _between(
+    calls: Sequence[int], may_cut: Callable[[int], bool], across: '_Across'
+) -> Iterator[int]:
     """Yield the best place between any two calls, unless all places are within a block."""
     for before, after in zip(calls, calls[1:]):
         found = [*filter(may_cut, range(before + 1, after + 1))]
@@ -183,16 +224,23 @@ def _has_weights(step: fx.Node, root: nn.Module, leaves: LeafModules) -> bool:
         module = root.get_submodule(str(step.target))
         return leaves.named(module) or any(x.dim() > 1 for x in module.parameters())
     return step.target in _WITH_WEIGHTS and any(
-        not each.meta['input'] and each.meta['kind'] == 'tensor' for each in step.all_input_nodes)
+        not each.meta['input'] and each.meta['kind'] == 'tensor' for each in step.all_input_nodes
+    )
 
 
 class _Across:
     """The values that cross each place before a step of a graph, and after the last step."""
 
-    def __init__(self, graph: fx.Graph, steps: Sequence[fx.Node], root: nn.Module,
-                 blocks: Iterable[Iterable[fx.Node]]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        steps: Sequence[fx.Node],
+        root: nn.Module,
+        blocks: Iterable[Iterable[fx.Node]],
+    ) -> None:
         self._bytes, self._objects, self._tensors, self._changes, self._blocks = (
-            [0] * (len(steps) + 1) for _ in range(5))
+            [0] * (len(steps) + 1) for _ in range(5)
+        )
         index = {step: k for k, step in enumerate(steps)}
         for node in graph.nodes:
             if node.op not in ('get_attr', 'output'):
@@ -234,8 +282,7 @@ class _Across:
         return not self._objects[k] and self._tensors[k] > 0
 
     def may_always_cut(self, k: int) -> bool:
-        """Return whether a cut is possible, and no tensor that crosses is changed in place later.
-        """
+        """Return whether a cut is possible, and no tensor that crosses is changed in place later."""
         return self.may_cut(k) and not self._changes[k]
 
     def is_in_block(self, k: int) -> bool:
@@ -259,9 +306,16 @@ def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:
 def _aliases(changed: fx.Node, index: dict[fx.Node, int], position: int) -> list[fx.Node]:
     """Return a node that a step changes, and nodes with the same memory that are used later."""
     memory = changed.meta['memory']
-    return [changed, *(node for node in index if node.meta['memory'] == memory is not None
-                       and index[node] < position
-                       and any(index.get(user, position + 1) > position for user in node.users))]
+    return [
+        changed,
+        *(
+            node
+            for node in index
+            if node.meta['memory'] == memory is not None
+            and index[node] < position
+            and any(index.get(user, position + 1) > position for user in node.users)
+        ),
+    ]
 
 
 @dataclass
@@ -323,8 +377,11 @@ def routes(graph: fx.Graph, layers: Sequence[Sequence[fx.Node]]) -> list[Route]:
 
 def _forward_a_tensor(k: int, stops: dict[fx.Node, set[int]]) -> None:
     """Make the smallest tensor that crosses a boundary stop on both sides, if none does yet."""
-    passing = [node for node, layers in stops.items()
-               if node.meta['kind'] == 'tensor' and min(layers) <= k < max(layers)]
+    passing = [
+        node
+        for node, layers in stops.items()
+        if node.meta['kind'] == 'tensor' and min(layers) <= k < max(layers)
+    ]
     if not any({k, k + 1} <= stops[node] for node in passing):
         # Of equal sizes the last one by use, which is most often an input on its way.
         stops[min(reversed(passing), key=lambda node: int(node.meta['bytes']))] |= {k, k + 1}

@@ -17,6 +17,7 @@ holds after the recording (:func:`held_beyond`). Each run would store another va
 The model runs once before it is recorded. A function that caches a table in its first call then
 has the table, which becomes a constant of the graph.
 """
+
 import copy
 import functools
 import gc
@@ -38,9 +39,22 @@ from torchgpipe.base.structure import flatten_nested, is_plain, storage_id, view
 from torchgpipe.engine.checkpoint.observation import LayerRecorder
 from torchgpipe.sequential.refusals import ConversionError, makes_a_message
 
-__all__ = ['GeneratorStates', 'TracedValue', 'UNKNOWN', 'UnknownValue', 'copied', 'copied_value',
-           'has_values', 'held_beyond', 'ids_within', 'modes_now', 'name_of_holder', 'release',
-           'same_random_numbers', 'without_grad']
+__all__ = [
+    'GeneratorStates',
+    'TracedValue',
+    'UNKNOWN',
+    'UnknownValue',
+    'copied',
+    'copied_value',
+    'has_values',
+    'held_beyond',
+    'ids_within',
+    'modes_now',
+    'name_of_holder',
+    'release',
+    'same_random_numbers',
+    'without_grad',
+]
 
 #: The example of a value if there is no sample.
 UNKNOWN: Any = object()
@@ -75,7 +89,8 @@ class TracedValue(UnknownValue):
             raise AttributeError(name)
         if callable(getattr(self._example, name)):
             return lambda *args, **kwargs: self.tracer.create_proxy(
-                'call_method', name, (self, *args), kwargs)
+                'call_method', name, (self, *args), kwargs
+            )
         return self.tracer.create_proxy('call_function', getattr, (self, name), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -137,8 +152,21 @@ def _in_place(name: str) -> Callable[..., Any]:
 
 # torch.fx would record `x += y` as `x + y`, which does not change other references to x.
 _PLAIN = {'and': 'and_', 'or': 'or_'}
-for _operation in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'and', 'or',
-                   'xor', 'lshift', 'rshift', 'matmul'):
+for _operation in (
+    'add',
+    'sub',
+    'mul',
+    'truediv',
+    'floordiv',
+    'mod',
+    'pow',
+    'and',
+    'or',
+    'xor',
+    'lshift',
+    'rshift',
+    'matmul',
+):
     _PLAIN.setdefault(_operation, _operation)
     setattr(UnknownValue, f'__i{_operation}__', _in_place(_operation))
 
@@ -166,7 +194,8 @@ def copied(module: TModule) -> TModule:
         raise ConversionError(
             f'{type(module).__name__} cannot be converted: it cannot be copied, to be tried out '
             f'without a change of it ({type(error).__name__}: {error}). Convert it before it was '
-            'called, or without what keeps it from being copied') from error
+            'called, or without what keeps it from being copied'
+        ) from error
 
 
 def untouched(module: nn.Module, function: Callable[[], T]) -> T:
@@ -197,8 +226,11 @@ def copied_value(value: Any) -> Any:
 def modes_now() -> tuple[Any, ...]:
     """Return the modes that a forward may change, and that a layer would not repeat."""
     kinds = autocast_types(torch.accelerator.current_accelerator())
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds))
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+    )
 
 
 class GeneratorStates:
@@ -214,8 +246,10 @@ class GeneratorStates:
         if not torch.equal(torch.get_rng_state(), self._torch):
             refuse(what.format('PyTorch, by a function that is imported by its own name'))
         if pythons and self._python != (random.getstate(), _position_of_numpy()):
-            refuse(what.format('Python or NumPy') + ', as SpecAugment of Hugging Face does, but '
-                   'with model.config.apply_spec_augment = False')
+            refuse(
+                what.format('Python or NumPy') + ', as SpecAugment of Hugging Face does, but '
+                'with model.config.apply_spec_augment = False'
+            )
 
     @contextmanager
     def restored(self, pythons: bool) -> Iterator[None]:
@@ -314,7 +348,8 @@ def held_beyond(where: str = _SOMEWHERE) -> ConversionError:
     return ConversionError(
         f'the model cannot be converted: its forward keeps what it computes in {where}, and each '
         'run would do so again. Name the submodule that does as a leaf: '
-        'to_sequential(model, sample, leaves=[…])')
+        'to_sequential(model, sample, leaves=[…])'
+    )
 
 
 def name_of_holder(values: list[Any]) -> str:
@@ -342,7 +377,8 @@ def _name(thing: Any, inner: list[Any]) -> str:
     if type(thing) is dict and thing.get('__spec__', thing) is not thing:
         ids = {id(each) for each in inner}
         return f'{thing["__name__"]}.' + next(
-            (str(key) for key, value in thing.items() if id(value) in ids), '…')
+            (str(key) for key, value in thing.items() if id(value) in ids), '…'
+        )
     return '' if type(thing).__module__ == 'builtins' else f'a {_qualified(type(thing))}'
 
 

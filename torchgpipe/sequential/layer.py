@@ -12,6 +12,7 @@ buffer that several layers use is in each of them::
     model         conv1.weight      blocks.0.norm.weight
     sequential    0.conv1.weight    3.blocks.0.norm.weight
 """
+
 import inspect
 import linecache
 import re
@@ -27,14 +28,28 @@ from torchgpipe.base.private import uncompiled
 from torchgpipe.base.structure import Arguments, Structure, flatten_nested
 from torchgpipe.sequential.cuts import Route, by_use, routes
 from torchgpipe.sequential.operations import Constant, form_of
-from torchgpipe.sequential.parts import (Converted, NamedLayer, all_names, converted, put,
-                                         with_all_names)
+from torchgpipe.sequential.parts import (
+    Converted,
+    NamedLayer,
+    all_names,
+    converted,
+    put,
+    with_all_names,
+)
 from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
 from torchgpipe.training.divisors import LOSSES
 from torchgpipe.training.losses import watches
 
-__all__ = ['Code', 'FirstLayer', 'Inputs', 'Layer', 'SkipLayer', 'arguments_of', 'build',
-           'called_with']
+__all__ = [
+    'Code',
+    'FirstLayer',
+    'Inputs',
+    'Layer',
+    'SkipLayer',
+    'arguments_of',
+    'build',
+    'called_with',
+]
 
 
 class Code:
@@ -43,8 +58,9 @@ class Code:
     It may contain a loss.
     """
 
-    def __init__(self, source: str, names: dict[str, Any], title: str, has_loss: bool = False
-                 ) -> None:
+    def __init__(
+        self, source: str, names: dict[str, Any], title: str, has_loss: bool = False
+    ) -> None:
         self.source = source
         self._names = names
         self._title = title
@@ -52,7 +68,8 @@ class Code:
         scope = dict(names)
         exec(compile(source, title, 'exec'), scope)  # noqa: S102
         self.function: Callable[..., Any] = (
-            watches(scope['forward']) if has_loss else scope['forward'])
+            watches(scope['forward']) if has_loss else scope['forward']
+        )
         # Tracebacks show the source.
         linecache.cache[title] = len(source), None, source.splitlines(True), title
 
@@ -60,15 +77,22 @@ class Code:
         return self
 
     def __reduce__(self) -> Any:
-        modules = {name: value.__name__ for name, value in self._names.items()
-                   if isinstance(value, ModuleType)}
-        names = {name: value for name, value in self._names.items()
-                 if name != '__builtins__' and name not in modules}
+        modules = {
+            name: value.__name__
+            for name, value in self._names.items()
+            if isinstance(value, ModuleType)
+        }
+        names = {
+            name: value
+            for name, value in self._names.items()
+            if name != '__builtins__' and name not in modules
+        }
         return _code, (self.source, names, modules, self._title, self._has_loss)
 
 
-def _code(source: str, names: dict[str, Any], modules: dict[str, str], title: str,
-          has_loss: bool = False) -> Code:
+def _code(
+    source: str, names: dict[str, Any], modules: dict[str, str], title: str, has_loss: bool = False
+) -> Code:
     found = {name: import_module(module) for name, module in modules.items()}
     return Code(source, {**names, **found}, title, has_loss)
 
@@ -83,8 +107,13 @@ class Inputs:
         number: The number of tensors in the structure.
     """
 
-    def __init__(self, signature: inspect.Signature, names: Sequence[str] = (),
-                 structure: Structure | None = None, number: int = 0) -> None:
+    def __init__(
+        self,
+        signature: inspect.Signature,
+        names: Sequence[str] = (),
+        structure: Structure | None = None,
+        number: int = 0,
+    ) -> None:
         self.signature = signature
         self._names = tuple(names)
         self._structure = structure
@@ -107,7 +136,8 @@ class Inputs:
                 raise ValueError(
                     f'the model was converted without a sample, for {list(self._names)}, but is '
                     f'called with {list(found)}; convert it with a sample that has them: '
-                    'to_sequential(model, Arguments(…))')
+                    'to_sequential(model, Arguments(…))'
+                )
             return [found[name] for name in self._names]
         tensors, structure = flatten_nested(found)
         if len(tensors) != self._number or structure != self._structure:
@@ -125,7 +155,8 @@ class Inputs:
             way = 'give the keys in the order of the sample, by which a program may go'
         return ValueError(
             'a converted model is called with arguments like those of the sample, which were '
-            f'{texts[0]}, but these are {texts[1]}; {way}')
+            f'{texts[0]}, but these are {texts[1]}; {way}'
+        )
 
     def _named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments by their names in a call, including the ones in ``**kwargs``."""
@@ -138,28 +169,38 @@ class Inputs:
     @staticmethod
     def _way(expected: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         """Return the fix for a call with other arguments than the sample, by their names."""
-        if any(isinstance(x, Mapping) and not isinstance(expected.get(name), Mapping)
-               and expected.keys() & x.keys() for name, x in now.items()):
-            return ('pass the dict as keyword arguments: model(**batch), or Arguments(**batch) '
-                    'where one value is expected')
+        if any(
+            isinstance(x, Mapping)
+            and not isinstance(expected.get(name), Mapping)
+            and expected.keys() & x.keys()
+            for name, x in now.items()
+        ):
+            return (
+                'pass the dict as keyword arguments: model(**batch), or Arguments(**batch) '
+                'where one value is expected'
+            )
         ways = []
         if added := [name for name in now if name not in expected]:
-            ways.append(f'the sample was without {", ".join(map(repr, added))}: leave it out, or '
-                        'convert the model with it, to_sequential(model, Arguments(…, '
-                        f'{", ".join(f"{name}=…" for name in added)}))')
+            ways.append(
+                f'the sample was without {", ".join(map(repr, added))}: leave it out, or '
+                'convert the model with it, to_sequential(model, Arguments(…, '
+                f'{", ".join(f"{name}=…" for name in added)}))'
+            )
         if missing := [name for name in expected if name not in now]:
-            ways.append(f'this call is without {", ".join(map(repr, missing))}: give it, or '
-                        'convert the model without it')
+            ways.append(
+                f'this call is without {", ".join(map(repr, missing))}: give it, or '
+                'convert the model without it'
+            )
         return '; '.join(ways) or 'convert it with a sample like these'
 
 
-def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-                 ) -> dict[str, Any]:
+def arguments_of(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return arguments by the names of parameters, without defaults."""
     bound = signature.bind(*args, **kwargs).arguments
     parameters = signature.parameters
-    return {name: value for name, value in bound.items()
-            if value is not parameters[name].default}
+    return {name: value for name, value in bound.items() if value is not parameters[name].default}
 
 
 def called_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,8 +222,14 @@ class Layer(NamedLayer):
         namespace: The namespace of the skips.
     """
 
-    def __init__(self, code: Code, number: int, pops: Sequence[str], stashes: Sequence[str],
-                 namespace: Namespace) -> None:
+    def __init__(
+        self,
+        code: Code,
+        number: int,
+        pops: Sequence[str],
+        stashes: Sequence[str],
+        namespace: Namespace,
+    ) -> None:
         super().__init__()
         self._code = code
         self._number = number
@@ -204,13 +251,19 @@ class Layer(NamedLayer):
     @property
     def code(self) -> str:
         """The source of its program; ``self.blocks[0]`` is the submodule ``blocks.0``."""
-        return re.sub(r'\._(?:modules|parameters|buffers)\["(\w+)"\]', lambda found: (
-            f'.{found[1]}' if found[1].isidentifier() else f'[{found[1]}]'), self._code.source)
+        return re.sub(
+            r'\._(?:modules|parameters|buffers)\["(\w+)"\]',
+            lambda found: f'.{found[1]}' if found[1].isidentifier() else f'[{found[1]}]',
+            self._code.source,
+        )
 
     def extra_repr(self) -> str:
         """Return the names of the skips that it pops and stashes, as text."""
-        return '\n'.join(f'{what} {", ".join(name for _, name in keys)}' for what, keys in (
-            ('pops', self._pops), ('stashes', self._stashes)) if keys)
+        return '\n'.join(
+            f'{what} {", ".join(name for _, name in keys)}'
+            for what, keys in (('pops', self._pops), ('stashes', self._stashes))
+            if keys
+        )
 
 
 class SkipLayer(Layer):
@@ -236,8 +289,9 @@ class FirstLayer(SkipLayer):
         inputs: Extracts the tensors from the arguments.
     """
 
-    def __init__(self, code: Code, inputs: Inputs, stashes: Sequence[str], namespace: Namespace
-                 ) -> None:
+    def __init__(
+        self, code: Code, inputs: Inputs, stashes: Sequence[str], namespace: Namespace
+    ) -> None:
         super().__init__(code, 0, (), stashes, namespace)
         self._inputs = inputs
 
@@ -274,8 +328,13 @@ def _stash(keys: Sequence[Key], tensors: Sequence[Tensor]) -> None:
         tracker.save(None, *key, tensor)
 
 
-def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, inputs: Inputs,
-          constants: dict[str, Any]) -> Converted:
+def build(
+    graph: fx.Graph,
+    steps: Sequence[Sequence[fx.Node]],
+    root: nn.Module,
+    inputs: Inputs,
+    constants: dict[str, Any],
+) -> Converted:
     """Return a sequential module with a layer for each list of steps.
 
     Args:
@@ -294,12 +353,18 @@ def build(graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], root: nn.Module, 
         if k == 0:
             route.received = [node for node in graph.nodes if node.op == 'placeholder']
         part, targets = _program(graph, own, route, order, last=k == len(steps) - 1)
-        code = Code(*_source(part, root, constants), f'<layer {k} of {type(root).__name__}>',
-                    any(_may_be_loss(root, node) for node in part.nodes))
+        code = Code(
+            *_source(part, root, constants),
+            f'<layer {k} of {type(root).__name__}>',
+            any(_may_be_loss(root, node) for node in part.nodes),
+        )
         stashes, pops = ([name for name, _ in x] for x in (route.stashed, route.popped))
         cls = SkipLayer if pops or stashes else Layer
-        layer = (cls(code, len(route.received), pops, stashes, namespace) if k else
-                 FirstLayer(code, inputs, stashes, namespace))
+        layer = (
+            cls(code, len(route.received), pops, stashes, namespace)
+            if k
+            else FirstLayer(code, inputs, stashes, namespace)
+        )
         layer.training = root.training
         for target in targets:
             if target in constants:
@@ -319,8 +384,13 @@ def _named_by_use(order: Iterable[fx.Node], constants: Mapping[str, Any]) -> dic
     return {new: constants[name] for name, new in names.items()}
 
 
-def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route,
-             order: Mapping[fx.Node, int], last: bool) -> tuple[fx.Graph, list[str]]:
+def _program(
+    graph: fx.Graph,
+    steps: Sequence[fx.Node],
+    route: Route,
+    order: Mapping[fx.Node, int],
+    last: bool,
+) -> tuple[fx.Graph, list[str]]:
     """Return the graph of one layer, and the names of modules and tensors that it uses.
 
     The names are in the order of their uses, in which each process registers them.
@@ -350,10 +420,11 @@ def _program(graph: fx.Graph, steps: Sequence[fx.Node], route: Route,
         if step.op == 'call_module':
             use(step)
     end = next(node for node in graph.nodes if node.op == 'output')
-    given: Any = (fx.node.map_arg(end.args[0], value_of) if last
-                  else tuple(map(value_of, route.forwarded)))
+    given: Any = (
+        fx.node.map_arg(end.args[0], value_of) if last else tuple(map(value_of, route.forwarded))
+    )
     if not last and len(route.forwarded) == 1:
-        given, = given
+        (given,) = given
     part.output((given, tuple(value_of(node) for _, node in route.stashed)))
     return part, sorted(targets, key=targets.__getitem__)
 
@@ -365,13 +436,16 @@ def _may_be_loss(root: nn.Module, node: fx.Node) -> bool:
     return node.op == 'call_function' and node.target in LOSSES
 
 
-def _source(part: fx.Graph, root: nn.Module, constants: dict[str, Any]
-            ) -> tuple[str, dict[str, Any]]:
+def _source(
+    part: fx.Graph, root: nn.Module, constants: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     code = part.python_code('self')
     used: dict[str, Any] = {}
     for node in part.nodes:
-        fx.node.map_aggregate((node.args, node.kwargs), lambda x: (
-            used.setdefault(x.name, x.value) if isinstance(x, Constant) else None))
+        fx.node.map_aggregate(
+            (node.args, node.kwargs),
+            lambda x: used.setdefault(x.name, x.value) if isinstance(x, Constant) else None,
+        )
     source = code.src
     for node in part.nodes:
         if node.op in ('call_module', 'get_attr'):
@@ -385,8 +459,14 @@ def _holder(root: nn.Module, target: str, constants: dict[str, Any]) -> str:
         return '_buffers'
     path, _, name = target.rpartition('.')
     module = root.get_submodule(path)
-    return next((holder for holder in ('_modules', '_parameters', '_buffers')
-                 if name in getattr(module, holder)), '')
+    return next(
+        (
+            holder
+            for holder in ('_modules', '_parameters', '_buffers')
+            if name in getattr(module, holder)
+        ),
+        '',
+    )
 
 
 def _direct(source: str, target: str, holder: str) -> str:

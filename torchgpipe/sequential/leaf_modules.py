@@ -1,4 +1,5 @@
 """Modules that a recording keeps whole: PyTorch's own layers, and leaves of the user."""
+
 import dis
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -9,15 +10,31 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-__all__ = ['LeafLike', 'LeafModules', 'Whole', 'holds_most', 'is_about_names', 'leaf_names',
-           'modules_within']
+__all__ = [
+    'LeafLike',
+    'LeafModules',
+    'Whole',
+    'holds_most',
+    'is_about_names',
+    'leaf_names',
+    'modules_within',
+]
 
 #: A name in the model (``*`` matches anything), a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
 
 # Classes of containers, whose use of their layers is unknown or completely known.
-_CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList,
-               nn.ParameterDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_CONTAINERS = (
+    nn.Module,
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+)
 
 
 def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[str]:
@@ -37,12 +54,15 @@ def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[st
         elif isinstance(leaf, type) and issubclass(leaf, nn.Module):
             names = [name for name, module in inner.items() if isinstance(module, leaf)]
         else:
-            raise TypeError('a leaf is the name of a submodule, a class or a module, not '
-                            f'{leaf!r}')
+            raise TypeError(
+                f'a leaf is the name of a submodule, a class or a module, not {leaf!r}'
+            )
         if not names:
-            raise ValueError(f'the model has no submodule {leaf!r} that could be a leaf; its own '
-                             f'are {[name for name, _ in root.named_children()]}, and those in '
-                             'them')
+            raise ValueError(
+                f'the model has no submodule {leaf!r} that could be a leaf; its own '
+                f'are {[name for name, _ in root.named_children()]}, and those in '
+                'them'
+            )
         found.update(names)
     return found
 
@@ -77,11 +97,20 @@ class LeafModules:
         """
         names = {module: name for name, module in self._root.named_modules()}
         time = sum(seconds.values())
-        found = [Whole(names[module], type(module).__name__, _share(module, self._root), why,
-                       module not in self._modules and holds_most(module, self._root),
-                       seconds.get(names[module], 0) / time if time else None)
-                 for outer in modules_within(self._root, self) for module in outer.children()
-                 for why in [self._why(module)] if why]
+        found = [
+            Whole(
+                names[module],
+                type(module).__name__,
+                _share(module, self._root),
+                why,
+                module not in self._modules and holds_most(module, self._root),
+                seconds.get(names[module], 0) / time if time else None,
+            )
+            for outer in modules_within(self._root, self)
+            for module in outer.children()
+            for why in [self._why(module)]
+            if why
+        ]
         return sorted({*found}, key=lambda each: (-each.share, each.name))
 
     def _why(self, module: nn.Module) -> str:
@@ -89,8 +118,11 @@ class LeafModules:
             return 'it is named as a leaf'
         if type(module) in self._classes:
             return self._classes[type(module)]
-        return ('it has backward hooks, more in its state dict, or hooks for that, or is scripted'
-                if _is_more_than_its_forward(module) else '')
+        return (
+            'it has backward hooks, more in its state dict, or hooks for that, or is scripted'
+            if _is_more_than_its_forward(module)
+            else ''
+        )
 
 
 class Whole(NamedTuple):
@@ -108,13 +140,16 @@ class Whole(NamedTuple):
 
     def __str__(self) -> str:
         time = '' if self.time is None else f' and {self.time:.0%} of the time'
-        return (f"'{self.name}' ({self.kind}) stays whole, with {self.share:.0%} of the parameters"
-                f'{time}: {self.why}')
+        return (
+            f"'{self.name}' ({self.kind}) stays whole, with {self.share:.0%} of the parameters"
+            f'{time}: {self.why}'
+        )
 
 
 def _share(module: nn.Module, root: nn.Module) -> float:
-    own, all_ = (sum(x.numel() for x in each.parameters() if not is_lazy(x))
-                 for each in (module, root))
+    own, all_ = (
+        sum(x.numel() for x in each.parameters() if not is_lazy(x)) for each in (module, root)
+    )
     return own / max(all_, 1)
 
 
@@ -135,11 +170,15 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _is_more_than_its_forward(module: nn.Module) -> bool:
     """Return whether a module has behaviour that a recording of its forward would miss."""
-    return (isinstance(module, ScriptModule) or bool(module._backward_hooks)
-            or bool(module._backward_pre_hooks) or bool(getattr(module, 'communicates', False))
-            or bool(module._state_dict_hooks)
-            or not all(map(is_about_names, module._load_state_dict_pre_hooks.values()))
-            or type(module).get_extra_state is not nn.Module.get_extra_state)
+    return (
+        isinstance(module, ScriptModule)
+        or bool(module._backward_hooks)
+        or bool(module._backward_pre_hooks)
+        or bool(getattr(module, 'communicates', False))
+        or bool(module._state_dict_hooks)
+        or not all(map(is_about_names, module._load_state_dict_pre_hooks.values()))
+        or type(module).get_extra_state is not nn.Module.get_extra_state
+    )
 
 
 def is_about_names(hook: Any) -> bool:
@@ -154,8 +193,10 @@ def is_about_names(hook: Any) -> bool:
     if function is hook.hook:
         return True
     own = function.__code__.co_varnames[:1]
-    return not any(each.argval in own or (isinstance(each.argval, tuple) and own[0] in each.argval)
-                   for each in dis.get_instructions(function))
+    return not any(
+        each.argval in own or (isinstance(each.argval, tuple) and own[0] in each.argval)
+        for each in dis.get_instructions(function)
+    )
 
 
 def modules_within(root: nn.Module, leaves: LeafModules) -> Iterator[nn.Module]:

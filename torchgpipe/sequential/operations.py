@@ -11,6 +11,7 @@ as :func:`is_about`::
         ▼
     y                           a value, or a structure of values
 """
+
 import gc
 import operator
 import weakref
@@ -26,17 +27,52 @@ from torch.autograd import Function
 
 from torchgpipe.base.devices import synchronize
 from torchgpipe.base.private import hooks_of, uncompiled
-from torchgpipe.base.structure import (PLAIN, Kind, Structure, flatten, flatten_nested, leaves_of,
-                                       size_of, storage_id)
-from torchgpipe.sequential.effects import (UNKNOWN, GeneratorStates, TracedValue, UnknownValue,
-                                           has_values, held_beyond, ids_within, name_of_holder,
-                                           release, without_grad)
+from torchgpipe.base.structure import (
+    PLAIN,
+    Kind,
+    Structure,
+    flatten,
+    flatten_nested,
+    leaves_of,
+    size_of,
+    storage_id,
+)
+from torchgpipe.sequential.effects import (
+    UNKNOWN,
+    GeneratorStates,
+    TracedValue,
+    UnknownValue,
+    has_values,
+    held_beyond,
+    ids_within,
+    name_of_holder,
+    release,
+    without_grad,
+)
 from torchgpipe.sequential.refusals import NO_CACHE, OF_HOOKS, in_one_line, line_of
 
-__all__ = ['Constant', 'StepTracer', 'apply', 'calls_in', 'compute', 'first_difference', 'form_of',
-           'gives_no_tensor', 'guard', 'guard_ways', 'is_about', 'is_in_place', 'is_same',
-           'learning', 'mapped', 'put_together', 'runs_python', 'same_constants', 'take_apart',
-           'words']
+__all__ = [
+    'Constant',
+    'StepTracer',
+    'apply',
+    'calls_in',
+    'compute',
+    'first_difference',
+    'form_of',
+    'gives_no_tensor',
+    'guard',
+    'guard_ways',
+    'is_about',
+    'is_in_place',
+    'is_same',
+    'learning',
+    'mapped',
+    'put_together',
+    'runs_python',
+    'same_constants',
+    'take_apart',
+    'words',
+]
 
 #: A method in Python or, from PyTorch 2.14 on, in C++.
 _apply: Any = vars(Function)['apply']
@@ -62,11 +98,17 @@ def _another_way(what: str, expected: str, found: str, where: str) -> ValueError
         f'the program of a converted model goes the way that it went with the sample, for '
         f'which {what} was {expected}; it is {found} now ({where}). Convert the model '
         'with a sample for which it is the same, or let a submodule with that line be a leaf: '
-        'to_sequential(model, sample, leaves=[…])')
+        'to_sequential(model, sample, leaves=[…])'
+    )
 
 
-def guard_ways(found: Sequence[Any], expected: Sequence[Any], others: Sequence[Any],
-               sames: Sequence[bool], texts: Sequence[tuple[str, str]]) -> None:
+def guard_ways(
+    found: Sequence[Any],
+    expected: Sequence[Any],
+    others: Sequence[Any],
+    sames: Sequence[bool],
+    texts: Sequence[tuple[str, str]],
+) -> None:
     """Check that values are as for the sample, or as for one sample if that gives the same result.
 
     Raises:
@@ -82,8 +124,19 @@ def is_same(before: Any, after: Any) -> bool:
     """Return whether the result of a step is its input, or an identical view of all of it."""
     if not all(isinstance(x, Tensor) and x.layout is torch.strided for x in (before, after)):
         return False
-    one, other = ((x.shape, x.stride(), x.dtype, x.storage_offset(), storage_id(x),
-                   x.requires_grad, x.is_conj(), x.is_neg()) for x in (before, after))
+    one, other = (
+        (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.storage_offset(),
+            storage_id(x),
+            x.requires_grad,
+            x.is_conj(),
+            x.is_neg(),
+        )
+        for x in (before, after)
+    )
     return one == other
 
 
@@ -95,8 +148,9 @@ def take_apart(value: Any, expected: Any, where: str) -> tuple[Tensor, ...]:
         raise ValueError(f'{error}, at {where}') from None
     # All tuples of only tensors have the same kind, regardless of their length.
     if (kind, len(tensors)) != expected:
-        raise _another_way('the form of a value', form_of(*expected),
-                           form_of(kind, len(tensors)), where)
+        raise _another_way(
+            'the form of a value', form_of(*expected), form_of(kind, len(tensors)), where
+        )
     return tensors
 
 
@@ -156,19 +210,52 @@ def learning(x: Any) -> Any:
 def runs_python(root: nn.Module, node: fx.Node) -> bool:
     """Return whether a node may run the user's code, which may draw Python's random numbers."""
     if node.op == 'call_module':
-        return any(not type(x).__module__.startswith('torch.nn.modules.')
-                   or 'forward' in vars(x) or any(hooks_of(x))
-                   for x in root.get_submodule(str(node.target)).modules())
+        return any(
+            not type(x).__module__.startswith('torch.nn.modules.')
+            or 'forward' in vars(x)
+            or any(hooks_of(x))
+            for x in root.get_submodule(str(node.target)).modules()
+        )
     return node.target is apply
 
 
 # Properties of a tensor that do not depend on its elements.
-_ABOUT = frozenset((
-    'size', 'shape', 'dim', 'ndim', 'ndimension', 'numel', 'nelement', 'stride', 'dtype', 'device',
-    'layout', 'is_floating_point', 'is_complex', 'is_signed', 'is_cuda', 'is_cpu', 'is_meta',
-    'is_sparse', 'is_nested', 'is_quantized', 'is_mkldnn', 'is_contiguous', 'element_size',
-    'itemsize', 'nbytes', 'requires_grad', 'names', 'get_device', 'storage_offset', 'len',
-    'result_type', 'promote_types'))
+_ABOUT = frozenset(
+    (
+        'size',
+        'shape',
+        'dim',
+        'ndim',
+        'ndimension',
+        'numel',
+        'nelement',
+        'stride',
+        'dtype',
+        'device',
+        'layout',
+        'is_floating_point',
+        'is_complex',
+        'is_signed',
+        'is_cuda',
+        'is_cpu',
+        'is_meta',
+        'is_sparse',
+        'is_nested',
+        'is_quantized',
+        'is_mkldnn',
+        'is_contiguous',
+        'element_size',
+        'itemsize',
+        'nbytes',
+        'requires_grad',
+        'names',
+        'get_device',
+        'storage_offset',
+        'len',
+        'result_type',
+        'promote_types',
+    )
+)
 
 
 def is_about(node: fx.Node) -> bool:
@@ -187,14 +274,31 @@ def is_in_place(node: fx.Node) -> bool:
 def gives_no_tensor(node: fx.Node) -> bool:
     """Return whether a node's result is not a tensor, as far as is known without a sample."""
     inputs = node.all_input_nodes
-    return node.op != 'placeholder' and (is_about(node) or (
-        node.op == 'call_function' and bool(inputs)
-        and getattr(node.target, '__module__', '') in ('_operator', 'math', 'builtins')
-        and all(each.meta['kind'] == 'plain' for each in inputs)))
+    return node.op != 'placeholder' and (
+        is_about(node)
+        or (
+            node.op == 'call_function'
+            and bool(inputs)
+            and getattr(node.target, '__module__', '') in ('_operator', 'math', 'builtins')
+            and all(each.meta['kind'] == 'plain' for each in inputs)
+        )
+    )
 
 
-_SYMBOLS = {'eq': '==', 'ne': '!=', 'lt': '<', 'le': '<=', 'gt': '>', 'ge': '>=', 'add': '+',
-            'sub': '-', 'mul': '*', 'floordiv': '//', 'truediv': '/', 'mod': '%'}
+_SYMBOLS = {
+    'eq': '==',
+    'ne': '!=',
+    'lt': '<',
+    'le': '<=',
+    'gt': '>',
+    'ge': '>=',
+    'add': '+',
+    'sub': '-',
+    'mul': '*',
+    'floordiv': '//',
+    'truediv': '/',
+    'mod': '%',
+}
 
 
 def words(node: fx.Node) -> str:
@@ -221,15 +325,17 @@ def calls_in(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op != 'get_attr']
 
 
-def first_difference(graph: fx.Graph, constants: dict[str, Any], other: fx.Graph,
-                     others: dict[str, Any]) -> int | None:
+def first_difference(
+    graph: fx.Graph, constants: dict[str, Any], other: fx.Graph, others: dict[str, Any]
+) -> int | None:
     """Return the number of calls before the first one that differs in two graphs, if one does.
 
     ``constants`` and ``others`` have the constants of the graphs, by name.
     """
     for k, (a, b) in enumerate(zip(calls_in(graph), calls_in(other))):
-        if a.format_node() != b.format_node() or not all(map(
-                same_constants, _constants_of(a, constants), _constants_of(b, others))):
+        if a.format_node() != b.format_node() or not all(
+            map(same_constants, _constants_of(a, constants), _constants_of(b, others))
+        ):
             return k
     return None  # Both graphs end with their outputs, so they have the same length.
 
@@ -280,8 +386,10 @@ class StepTracer(fx.Tracer):
         self.runs = self.over = False
         self.put_back: Callable[[], AbstractContextManager[None]] = nullcontext
         self.draws = GeneratorStates()
-        self._tensors = {id(tensor): (name, tensor) for name, tensor in
-                         (*root.named_buffers(), *root.named_parameters())}
+        self._tensors = {
+            id(tensor): (name, tensor)
+            for name, tensor in (*root.named_buffers(), *root.named_parameters())
+        }
         self._devices = {tensor.device for _, tensor in self._tensors.values()}
         self._read: dict[str, Any] = {}
         self._values: list[weakref.ref[Any]] = []
@@ -310,22 +418,29 @@ class StepTracer(fx.Tracer):
             self._read[path] = self.wrap(self.graph.get_attr(path), tensor.detach())
         return self._read[path]
 
-    def create_proxy(self, kind: Any, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any
-                     ) -> Any:
+    def create_proxy(
+        self, kind: Any, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any
+    ) -> Any:
         """Record a step, and compute it for the sample."""
         if self.over:
             raise held_beyond()
         if not self.runs:
-            self.refuse('a layer computes with a value that it is not called with, as by '
-                        'torch.func.functional_call')
+            self.refuse(
+                'a layer computes with a value that it is not called with, as by '
+                'torch.func.functional_call'
+            )
         self.check_modes()
-        if target is torch._assert and args[0].node.meta['kind'] == 'plain' and (
-                type(args[0]) is TracedValue):  # As for `assert`, the graph has no message.
+        if (
+            target is torch._assert
+            and args[0].node.meta['kind'] == 'plain'
+            and (type(args[0]) is TracedValue)
+        ):  # As for `assert`, the graph has no message.
             return torch._assert(bool(args[0]), *args[1:])
         args, kwargs = self.simple((tuple(args), dict(kwargs)))
         with self.put_back():
-            node = self.graph.create_node(kind, target, mapped(args, self.create_arg),
-                                          mapped(kwargs, self.create_arg))
+            node = self.graph.create_node(
+                kind, target, mapped(args, self.create_arg), mapped(kwargs, self.create_arg)
+            )
             node.meta['where'] = line_of()
             node.meta['input'] = any(each.meta['input'] for each in node.all_input_nodes)
             try:
@@ -355,8 +470,11 @@ class StepTracer(fx.Tracer):
             return UNKNOWN
         pythons = runs_python(self.root, node)
         self.draws.check(self.refuse, pythons)
-        versions = [(x.node, x._example, x._example._version) for x in values
-                    if isinstance(x._example, Tensor)]
+        versions = [
+            (x.node, x._example, x._example._version)
+            for x in values
+            if isinstance(x._example, Tensor)
+        ]
         made_of = [ids_within(x) for x in objects]
         self.runs = False
         try:
@@ -366,8 +484,11 @@ class StepTracer(fx.Tracer):
             self.runs = True
         for x, ids in zip(objects, made_of):
             if ids_within(x) != ids:
-                self.refuse(f'it passes an object ({type(x).__name__}) that is changed there, '
-                            'and each run would pass the same one', NO_CACHE)
+                self.refuse(
+                    f'it passes an object ({type(x).__name__}) that is changed there, '
+                    'and each run would pass the same one',
+                    NO_CACHE,
+                )
         node.meta['writes'] = [each for each, x, old in versions if x._version != old]
         return found
 
@@ -411,9 +532,11 @@ class StepTracer(fx.Tracer):
             meta['kind'], meta['device'] = 'plain', isinstance(example, torch.device)
             meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
             meta['grad'] = any(each.meta['grad'] for each in inputs) or (
-                node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf'))
+                node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf')
+            )
             meta['data'] = any(each.meta['data'] for each in inputs) or (
-                any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node))
+                any(each.meta['kind'] != 'plain' for each in inputs) and not is_about(node)
+            )
         return self._noted(TracedValue(node, self, example))
 
     def _taken_apart(self, node: fx.Node, example: Any) -> Any:
@@ -425,8 +548,12 @@ class StepTracer(fx.Tracer):
             return self._noted(TracedValue(node, self, example))
         expected = self._constant((kind, len(tensors)))
         parts = self.add_step(take_apart, node, expected, in_one_line(node.meta['where']))
-        return kind([self.wrap(self.add_step(operator.getitem, parts, k), tensor)
-                     for k, tensor in enumerate(tensors)])
+        return kind(
+            [
+                self.wrap(self.add_step(operator.getitem, parts, k), tensor)
+                for k, tensor in enumerate(tensors)
+            ]
+        )
 
     def _noted(self, value: TValue) -> TValue:
         self._values.append(weakref.ref(value))
@@ -461,8 +588,7 @@ class StepTracer(fx.Tracer):
 
     def add_guard(self, node: fx.Node, expected: Any, what: str, hint: str = '') -> None:
         """Add a step that checks that the result of a node is as for the sample."""
-        self.add_step(guard, node, self.simple(expected), what,
-                      in_one_line(line_of()) + hint)
+        self.add_step(guard, node, self.simple(expected), what, in_one_line(line_of()) + hint)
 
     def _constant(self, value: Any) -> Constant:
         name = f'_constant_{len(self.constants)}'
@@ -489,8 +615,9 @@ class StepTracer(fx.Tracer):
         except NotImplementedError:
             pass
         if not self._ids.isdisjoint(ids_within(a)):
-            self.refuse(f'it passes an object ({type(a).__name__}) that has a part of the model '
-                        'in it')
+            self.refuse(
+                f'it passes an object ({type(a).__name__}) that has a part of the model in it'
+            )
         return self._constant(a)
 
     def simple(self, value: Any) -> Any:
@@ -505,8 +632,11 @@ class StepTracer(fx.Tracer):
         except TypeError:
             if has_values(value) and self._ids.isdisjoint(ids_within(value)):
                 has_others = any(issubclass(type(x.value), Tensor) for x in leaves_of(value))
-                self.refuse(f'it passes an object ({type(value).__name__}) with tensors in it',
-                            OF_HOOKS if has_others else NO_CACHE)
+                self.refuse(
+                    f'it passes an object ({type(value).__name__}) with tensors in it',
+                    OF_HOOKS if has_others else NO_CACHE,
+                )
             return value
-        return self.create_proxy('call_function', put_together,
-                                 (self._constant(structure), list(values)), {})
+        return self.create_proxy(
+            'call_function', put_together, (self._constant(structure), list(values)), {}
+        )

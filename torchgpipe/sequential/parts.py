@@ -27,6 +27,7 @@ state dict is loaded. Names of the model and names with other numbers are accept
                                │  │  │  │
     optimizer of the layers    1  3  0  2
 """
+
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -42,8 +43,19 @@ from torch.optim import Optimizer
 from torchgpipe.engine.split import Sequential, still_shared
 from torchgpipe.sequential.leaf_modules import Whole, is_about_names
 
-__all__ = ['Converted', 'NamedLayer', 'Part', 'all_names', 'converted', 'optimizer_state',
-           'original_names', 'put', 'to_own_names', 'with_all_names', 'with_part']
+__all__ = [
+    'Converted',
+    'NamedLayer',
+    'Part',
+    'all_names',
+    'converted',
+    'optimizer_state',
+    'original_names',
+    'put',
+    'to_own_names',
+    'with_all_names',
+    'with_part',
+]
 
 
 class Part(nn.Module):
@@ -54,8 +66,11 @@ class Part(nn.Module):
         self.training = module.training
         self._whole = type(module)
         self._length = len(module._modules)
-        self._attributes = {name: value for name, value in module.__dict__.items()
-                            if name not in _OF_EACH} if attributes else None
+        self._attributes = (
+            {name: value for name, value in module.__dict__.items() if name not in _OF_EACH}
+            if attributes
+            else None
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -105,15 +120,15 @@ class _Absent:
 def _missing(name: str, whole: type) -> AttributeError:
     return AttributeError(
         'a stage has those submodules, parameters and buffers of the model that it used with '
-        f"the sample, and '{name}' of a {whole.__name__} is none of them")
+        f"the sample, and '{name}' of a {whole.__name__} is none of them"
+    )
 
 
 # The attributes that each module has.
 _OF_EACH = frozenset(vars(nn.Module()))
 
 
-def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False
-        ) -> None:
+def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool = False) -> None:
     """Put the objects with some names in a model into a part of the model.
 
     These are names of submodules, parameters, buffers, or an attribute such as ``training``. For
@@ -158,8 +173,9 @@ def all_names(root: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def with_all_names(root: nn.Module, uses: Iterable[str], names: dict[int, list[str]]
-                   ) -> Iterator[str]:
+def with_all_names(
+    root: nn.Module, uses: Iterable[str], names: dict[int, list[str]]
+) -> Iterator[str]:
     """Yield all names of the objects with some names, and names of other attributes unchanged."""
     for name in uses:
         found = attrgetter(name)(root)
@@ -208,8 +224,12 @@ def _load_hooks(root: nn.Module, layers: Iterable[nn.Module]) -> list[_LoadHook]
             if is_about_names(each):
                 # A bound method would hold the whole module wherever a layer is copied to.
                 function = getattr(each.hook, '__func__', None)
-                found.append((name and f'{name}.',
-                              each.hook if function is None else partial(function, None)))
+                found.append(
+                    (
+                        name and f'{name}.',
+                        each.hook if function is None else partial(function, None),
+                    )
+                )
     return found
 
 
@@ -221,9 +241,12 @@ def with_part(whole: nn.Module, part: nn.Module) -> nn.Module:
     new.__dict__.update(whole.__dict__)
     new._parameters = {**whole._parameters, **part._parameters}
     new._buffers = {**whole._buffers, **part._buffers}
-    new._modules = {name: child if child is None or part._modules.get(name) is None
-                    else with_part(child, part._modules[name])  # type: ignore[arg-type]
-                    for name, child in whole._modules.items()}
+    new._modules = {
+        name: child
+        if child is None or part._modules.get(name) is None
+        else with_part(child, part._modules[name])  # type: ignore[arg-type]
+        for name, child in whole._modules.items()
+    }
     return new
 
 
@@ -233,12 +256,13 @@ class Converted(Sequential):
     Its layers hold the submodules, parameters and buffers of the original. ``load_state_dict``
     also accepts the names of the original. ``wholes`` has the modules that were not looked into.
     """
+
     wholes: Sequence[Whole] = ()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True,
-                        assign: bool = False) -> Any:
-        """Load a state dict with names of the original or of layers; shared tensors stay shared.
-        """
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict with names of the original or of layers; shared tensors stay shared."""
         with still_shared(self):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -287,14 +311,17 @@ def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in state_dict.items():
         number, _, name = key.partition('.')
         if not number.isdigit() or not name:
-            raise ValueError(f"names of a converted model begin with the number of a layer, as in "
-                             f"'0.{key}', but this state dict has '{key}'")
+            raise ValueError(
+                f'names of a converted model begin with the number of a layer, as in '
+                f"'0.{key}', but this state dict has '{key}'"
+            )
         found[name] = value
     return found
 
 
-def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, nn.Module | None]
-                 ) -> None:
+def to_own_names(
+    state_dict: dict[str, Any], prefix: str, layers: Mapping[str, nn.Module | None]
+) -> None:
     """Rename the entries of a state dict to the names of layers, in place.
 
     A tensor that has several names needs only one of them, as in files of safetensors.
@@ -304,19 +331,23 @@ def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, n
         prefix: The prefix of the names.
         layers: The layers, by their numbers.
     """
-    mine = {f'{number}.{name}': x for number, layer in layers.items()
-            if isinstance(layer, NamedLayer)
-            for name, x in layer.state_dict(keep_vars=True).items()}
+    mine = {
+        f'{number}.{name}': x
+        for number, layer in layers.items()
+        if isinstance(layer, NamedLayer)
+        for name, x in layer.state_dict(keep_vars=True).items()
+    }
     if not mine:
         return
     own: dict[str, list[str]] = {}
     for name in mine:
         own.setdefault(name.partition('.')[2], []).append(name)
-    if mine.keys().isdisjoint(key[len(prefix):] for key in state_dict):
-        for path, hook in next(layer._load_hooks for layer in layers.values()
-                               if isinstance(layer, NamedLayer)):
+    if mine.keys().isdisjoint(key[len(prefix) :] for key in state_dict):
+        for path, hook in next(
+            layer._load_hooks for layer in layers.values() if isinstance(layer, NamedLayer)
+        ):
             hook(state_dict, prefix + path, {}, True, [], [], [])
-    given = {key[len(prefix):] for key in state_dict if key.startswith(prefix)}
+    given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
     of_original = given.issuperset(own)
     renamed: dict[str, Any] = {}
     for name in given:
@@ -331,18 +362,30 @@ def to_own_names(state_dict: dict[str, Any], prefix: str, layers: Mapping[str, n
             value = state_dict.pop(prefix + name)
             renamed.update((prefix + target, value) for target in targets)
     state_dict.update(renamed)
-    values = {id(x): state_dict[prefix + name] for name, x in mine.items()
-              if isinstance(x, Tensor) and prefix + name in state_dict}
-    state_dict.update({prefix + name: values[id(x)] for name, x in mine.items()
-                       if prefix + name not in state_dict and id(x) in values})
+    values = {
+        id(x): state_dict[prefix + name]
+        for name, x in mine.items()
+        if isinstance(x, Tensor) and prefix + name in state_dict
+    }
+    state_dict.update(
+        {
+            prefix + name: values[id(x)]
+            for name, x in mine.items()
+            if prefix + name not in state_dict and id(x) in values
+        }
+    )
 
 
 #: Keys of a group of parameters that are not options.
 _PARAMETERS = ('params', 'param_names')
 
 
-def optimizer_state(state_dict: Mapping[str, Any], module: nn.Module, target: Optimizer,
-                    source: Optimizer | None = None) -> dict[str, Any]:
+def optimizer_state(
+    state_dict: Mapping[str, Any],
+    module: nn.Module,
+    target: Optimizer,
+    source: Optimizer | None = None,
+) -> dict[str, Any]:
     """Return the state dict of an optimizer for another one with another order of parameters.
 
     One optimizer has the parameters of a model, the other one of the converted model.
@@ -382,8 +425,10 @@ def optimizer_state(state_dict: Mapping[str, Any], module: nn.Module, target: Op
     wanted = known.keys(target.param_groups, 'the target')
     _check_same([*chain(*given)], [*chain(*wanted)], known)
     numbers = count()
-    groups = [{**_options(own, given, saved, known), 'params': [next(numbers) for _ in own]}
-              for own in wanted]
+    groups = [
+        {**_options(own, given, saved, known), 'params': [next(numbers) for _ in own]}
+        for own in wanted
+    ]
     saved_numbers = dict(zip(chain(*given), chain(*(group['params'] for group in saved))))
     parameters = chain(*(group['params'] for group in target.param_groups))
     state = {}
@@ -411,9 +456,11 @@ class _Names:
                     self.names.setdefault(id(x), name)
                     self._keys[name] = id(x)
         if not self.names:
-            raise ValueError('names of parameters are those of a converted model: pass the layers '
-                             'that to_sequential gave, or the GPipe of these, but not '
-                             f'{type(module).__name__}, which has none')
+            raise ValueError(
+                'names of parameters are those of a converted model: pass the layers '
+                'that to_sequential gave, or the GPipe of these, but not '
+                f'{type(module).__name__}, which has none'
+            )
 
     def keys(self, groups: Iterable[Mapping[str, Any]], what: str) -> list[list[int]]:
         """Return the keys of the parameters in some groups."""
@@ -425,59 +472,85 @@ class _Names:
             raise ValueError(
                 f'{what} has parameters that are not those of the converted model, or numbers of '
                 'them, and no names: make the optimizers of named_parameters(). For a state dict '
-                'without, pass source=…, an optimizer that is made as the one that it is of')
+                'without, pass source=…, an optimizer that is made as the one that it is of'
+            )
         names = [*chain(*(group['param_names'] for group in groups))]
         # Names of the model, or of layers with any numbers.
-        found = [each for each in ([*map(self._keys.get, names)], [
-            self._keys.get(name.partition('.')[2]) for name in names]) if None not in each]
+        found = [
+            each
+            for each in (
+                [*map(self._keys.get, names)],
+                [self._keys.get(name.partition('.')[2]) for name in names],
+            )
+            if None not in each
+        ]
         if not found or found[0] != found[-1]:
-            foreign = [name for name in names
-                       if not {name, name.partition('.')[2]} & {*self._keys}]
-            raise ValueError(f'{what} has parameters that are not those of the model, or not '
-                             f'under its names alone: {(foreign or names)[:5]} of {len(names)}')
+            foreign = [
+                name for name in names if not {name, name.partition('.')[2]} & {*self._keys}
+            ]
+            raise ValueError(
+                f'{what} has parameters that are not those of the model, or not '
+                f'under its names alone: {(foreign or names)[:5]} of {len(names)}'
+            )
         keys = iter(found[0])
         return [[next(keys) for _ in group['params']] for group in groups]  # type: ignore[misc]
 
 
-def _with_parameters(saved: Iterable[Mapping[str, Any]], source: Optimizer | None
-                     ) -> list[Mapping[str, Any]]:
+def _with_parameters(
+    saved: Iterable[Mapping[str, Any]], source: Optimizer | None
+) -> list[Mapping[str, Any]]:
     """Return the groups of a state dict, or the source's groups if it has no names."""
     if source is None or all('param_names' in group for group in saved):
         return [*saved]
-    sizes, own = ([len(group['params']) for group in groups]
-                  for groups in (saved, source.param_groups))
+    sizes, own = (
+        [len(group['params']) for group in groups] for groups in (saved, source.param_groups)
+    )
     if sizes != own:
-        raise ValueError(f'the state dict has groups of {sizes} parameters, and the source of '
-                         f'{own}: make the source as the optimizer that the state dict is of')
+        raise ValueError(
+            f'the state dict has groups of {sizes} parameters, and the source of '
+            f'{own}: make the source as the optimizer that the state dict is of'
+        )
     return [*source.param_groups]
 
 
-def _options(own: list[int], given: list[list[int]], saved: list[Mapping[str, Any]],
-             known: _Names) -> dict[str, Any]:
+def _options(
+    own: list[int], given: list[list[int]], saved: list[Mapping[str, Any]], known: _Names
+) -> dict[str, Any]:
     """Return the options of the group in a state dict that has the same parameters."""
     for keys, group in zip(given, saved):
         if {*keys} == {*own}:
             return {name: x for name, x in group.items() if name not in _PARAMETERS}
-    raise ValueError('the state dict has no group of the same parameters as that of the target '
-                     f'with {[known.names[key] for key in own[:5]]}, which are {len(own)}: make '
-                     'both optimizers with the same groups')
+    raise ValueError(
+        'the state dict has no group of the same parameters as that of the target '
+        f'with {[known.names[key] for key in own[:5]]}, which are {len(own)}: make '
+        'both optimizers with the same groups'
+    )
 
 
 def _check_same(given: list[int], wanted: list[int], known: _Names) -> None:
     apart = sorted(known.names[key] for key in {*given} ^ {*wanted})
     if apart:
-        raise ValueError(f'only one has {apart[:5]}, of {len(given)} parameters in the state dict '
-                         f'and {len(wanted)} in the target: make both optimizers of the same ones')
+        raise ValueError(
+            f'only one has {apart[:5]}, of {len(given)} parameters in the state dict '
+            f'and {len(wanted)} in the target: make both optimizers of the same ones'
+        )
 
 
 def _check_state(state: Mapping[str, Any], parameter: Tensor, name: str) -> None:
     for key, value in state.items():
         if isinstance(value, (dict, list)):
-            raise ValueError(f'the optimizer keeps a {type(value).__name__} as {key!r}, which may '
-                             'be of all parameters in their order, as that of LBFGS is; make the '
-                             'optimizer of the parameters of the model, in the same order')
-        if isinstance(value, Tensor) and value.dim() == parameter.dim() and any(
-                a not in (1, b) for a, b in zip(value.shape, parameter.shape)):
-            raise ValueError(f'{key!r} of {name!r} has shape {tuple(value.shape)}, but the '
-                             f'parameter {tuple(parameter.shape)}: the source is not made as the '
-                             'optimizer that the state dict is of')
+            raise ValueError(
+                f'the optimizer keeps a {type(value).__name__} as {key!r}, which may '
+                'be of all parameters in their order, as that of LBFGS is; make the '
+                'optimizer of the parameters of the model, in the same order'
+            )
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == parameter.dim()
+            and any(a not in (1, b) for a, b in zip(value.shape, parameter.shape))
+        ):
+            raise ValueError(
+                f'{key!r} of {name!r} has shape {tuple(value.shape)}, but the '
+                f'parameter {tuple(parameter.shape)}: the source is not made as the '
+                'optimizer that the state dict is of'
+            )

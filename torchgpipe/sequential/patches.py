@@ -28,6 +28,7 @@ recording for code that still holds it: see `_OfThread`. It has the name of the 
 replacement of a class is a class. While a step is computed, the functions of PyTorch and Python
 are restored. The step may import a module that keeps them, such as PyTorch's compiler.
 """
+
 import builtins
 import math
 import random
@@ -49,16 +50,64 @@ from torchgpipe.sequential.refusals import is_of_others
 __all__ = ['followed', 'one_at_a_time', 'watched']
 
 # Functions that take numbers, and would not accept values instead.
-_MAKERS = ('arange', 'as_tensor', 'empty', 'eye', 'finfo', 'full', 'iinfo', 'linspace', 'logspace',
-           'normal', 'ones', 'rand', 'randint', 'randn', 'randperm', 'scalar_tensor', 'tensor',
-           'tril_indices', 'triu_indices', 'zeros')
-_OF_NUMBERS = ('ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', 'pow', 'sin',
-               'sqrt')
-_DRAWERS = ('betavariate', 'choice', 'choices', 'expovariate', 'gauss', 'getrandbits',
-            'normalvariate', 'randint', 'random', 'randrange', 'sample', 'shuffle', 'triangular',
-            'uniform')
-_OF_AUTOCAST = ('get_autocast_cpu_dtype', 'get_autocast_dtype', 'get_autocast_gpu_dtype',
-                'is_autocast_cpu_enabled', 'is_autocast_enabled')
+_MAKERS = (
+    'arange',
+    'as_tensor',
+    'empty',
+    'eye',
+    'finfo',
+    'full',
+    'iinfo',
+    'linspace',
+    'logspace',
+    'normal',
+    'ones',
+    'rand',
+    'randint',
+    'randn',
+    'randperm',
+    'scalar_tensor',
+    'tensor',
+    'tril_indices',
+    'triu_indices',
+    'zeros',
+)
+_OF_NUMBERS = (
+    'ceil',
+    'cos',
+    'exp',
+    'floor',
+    'isqrt',
+    'log',
+    'log10',
+    'log2',
+    'pow',
+    'sin',
+    'sqrt',
+)
+_DRAWERS = (
+    'betavariate',
+    'choice',
+    'choices',
+    'expovariate',
+    'gauss',
+    'getrandbits',
+    'normalvariate',
+    'randint',
+    'random',
+    'randrange',
+    'sample',
+    'shuffle',
+    'triangular',
+    'uniform',
+)
+_OF_AUTOCAST = (
+    'get_autocast_cpu_dtype',
+    'get_autocast_dtype',
+    'get_autocast_gpu_dtype',
+    'is_autocast_cpu_enabled',
+    'is_autocast_enabled',
+)
 _MODES = (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
 
 #: Two threads would restore each other's replacements, or detect each other's random numbers.
@@ -71,8 +120,13 @@ class Watcher(Protocol):
     @property
     def watches(self) -> bool: ...
 
-    def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> Any: ...
+    def called(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any: ...
 
     def read(self, module: nn.Module, name: str, found: Any) -> Any: ...
 
@@ -82,8 +136,9 @@ class Follower(Watcher, Protocol):
 
     def written(self, module: nn.Module, name: str, value: object) -> None: ...
 
-    def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-             ) -> Any: ...
+    def made(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
     def is_a(self, value: Any, classes: Any) -> bool: ...
 
@@ -140,19 +195,28 @@ def followed(follower: Follower) -> Iterator[Callable[[], AbstractContextManager
 
 
 @contextmanager
-def _replaced(replacements: Sequence[_Replacement]
-              ) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def _replaced(
+    replacements: Sequence[_Replacement],
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     with one_at_a_time:
-        owns = [(owner, name, vars(owner).get(name, _INHERITED))
-                for owner, name, _ in replacements]
-        others = [(owner, name, _named(make(getattr(owner, name)), owner, name))
-                  for owner, name, make in replacements]
+        owns = [
+            (owner, name, vars(owner).get(name, _INHERITED)) for owner, name, _ in replacements
+        ]
+        others = [
+            (owner, name, _named(make(getattr(owner, name)), owner, name))
+            for owner, name, make in replacements
+        ]
 
         # It is slow to restore attributes of a class that has many derived classes.
-        in_modules = [(vars(owner), {name: value for each, name, value in owns if each is owner},
-                       {name: value for each, name, value in others if each is owner})
-                      for owner in {owner: None for owner, *_ in owns}
-                      if isinstance(owner, ModuleType)]
+        in_modules = [
+            (
+                vars(owner),
+                {name: value for each, name, value in owns if each is owner},
+                {name: value for each, name, value in others if each is owner},
+            )
+            for owner in {owner: None for owner, *_ in owns}
+            if isinstance(owner, ModuleType)
+        ]
 
         @contextmanager
         def put_back() -> Iterator[None]:
@@ -192,28 +256,35 @@ def _set(attributes: Iterable[tuple[Any, str, Any]]) -> None:
 
 def _before(current: _OfThread[Any], tell: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a function that makes replacements which notify the watcher first."""
+
     def make(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             watcher = current()
             if watcher:
                 tell(watcher, *args)
             return own(*args, **kwargs)
+
         return run
+
     return make
 
 
-def _instead(current: _OfThread[Any], call: Callable[..., Any], of_values: bool = False
-             ) -> Callable[[Any], Any]:
+def _instead(
+    current: _OfThread[Any], call: Callable[..., Any], of_values: bool = False
+) -> Callable[[Any], Any]:
     """Return a function that makes replacements which pass the original to the watcher.
 
     With ``of_values``, they do so only if an argument is a value.
     """
+
     def make(own: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             concerns = not of_values or any(isinstance(x, fx.Proxy) for x in args)
             watcher = current() if concerns else None
             return call(watcher, own, args, kwargs) if watcher else own(*args, **kwargs)
+
         return _as_class(own, run) if isinstance(own, type) else run
+
     return make
 
 
@@ -223,6 +294,7 @@ def _of_modules(current: _OfThread[Any]) -> list[_Replacement]:
             found = own(module, name)
             watcher = current()
             return watcher.read(module, name, found) if watcher else found
+
         return run
 
     def listing(own: Any) -> Any:
@@ -230,12 +302,18 @@ def _of_modules(current: _OfThread[Any]) -> list[_Replacement]:
             for name, tensor in own(module, *args, **kwargs):
                 watcher = current()
                 yield name, watcher.read(module, name, tensor) if watcher else tensor
+
         return run
 
-    call = _instead(current, lambda watcher, own, args, kwargs: watcher.called(
-        args[0], own, args[1:], kwargs))
-    return [(nn.Module, '__call__', call), (nn.Module, '__getattr__', read),
-            (nn.Module, 'named_parameters', listing), (nn.Module, 'named_buffers', listing)]
+    call = _instead(
+        current, lambda watcher, own, args, kwargs: watcher.called(args[0], own, args[1:], kwargs)
+    )
+    return [
+        (nn.Module, '__call__', call),
+        (nn.Module, '__getattr__', read),
+        (nn.Module, 'named_parameters', listing),
+        (nn.Module, 'named_buffers', listing),
+    ]
 
 
 def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
@@ -248,6 +326,7 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
                 return True
             watcher = current() if own(value, fx.Proxy) else None
             return watcher is not None and watcher.is_a(value, classes)
+
         return run
 
     def asked(own: Any) -> Any:
@@ -256,14 +335,18 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
         def run(*args: Any) -> Any:
             # PyTorch and this package ask as well, which does not affect the results.
             return (own if is_of_others(sys._getframe(1)) else recorded)(*args)
+
         return run
 
     yield builtins, 'isinstance', instance
     for owner, name in ((builtins, 'len'), *((math, name) for name in _OF_NUMBERS)):
         yield owner, name, _instead(current, made, of_values=True)
     # A value has __call__, like all values of torch.fx.
-    yield builtins, 'callable', _instead(
-        current, lambda _, own, args, kwargs: own(args[0]._example), of_values=True)
+    yield (
+        builtins,
+        'callable',
+        _instead(current, lambda _, own, args, kwargs: own(args[0]._example), of_values=True),
+    )
     yield torch, '_check_with', _instead(current, _check_with, of_values=True)
     for name in _MAKERS:
         yield torch, name, _instead(current, made)
@@ -271,10 +354,23 @@ def _of_functions(current: _OfThread[Follower]) -> Iterator[_Replacement]:
         yield torch, name, asked
     yield Function, 'apply', lambda _: classmethod(_instead(current, made)(apply))
     # `apply` reads `setup_context` first.
-    yield type(Function), '__getattribute__', _before(current, lambda watcher, function, name: (
-        watcher.applied(function) if name == 'setup_context' else None))
-    yield nn.Module, '__setattr__', _before(current, lambda watcher, module, name, value: (
-        watcher.written(module, name, value)))
+    yield (
+        type(Function),
+        '__getattribute__',
+        _before(
+            current,
+            lambda watcher, function, name: (
+                watcher.applied(function) if name == 'setup_context' else None
+            ),
+        ),
+    )
+    yield (
+        nn.Module,
+        '__setattr__',
+        _before(
+            current, lambda watcher, module, name, value: watcher.written(module, name, value)
+        ),
+    )
     for name in _DRAWERS:
         yield random, name, _before(current, lambda watcher, *_: watcher.drew())
     # torch.autocast would not accept x.device.type, which is a value.
@@ -290,6 +386,7 @@ def _check_with(_: object, own: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_class(own: type, call: Callable[..., Any]) -> type:
     """Return a class that behaves like another one, except when it is called."""
+
     class Like(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)

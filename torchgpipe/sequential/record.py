@@ -30,6 +30,7 @@ for the one sample as well. Both graphs may be the same, except for steps of the
 return their inputs. Then they are one program as long as these steps do so, and one guard that
 checks this replaces the failing guards.
 """
+
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,12 +47,30 @@ from torchgpipe.engine.checkpoint.observation import attributes_of, contents_of
 from torchgpipe.sequential.cuts import Call
 from torchgpipe.sequential.effects import TracedValue, modes_now, same_random_numbers
 from torchgpipe.sequential.leaf_modules import LeafModules, modules_within
-from torchgpipe.sequential.operations import (Constant, StepTracer, calls_in, compute,
-                                              first_difference, guard, guard_ways, is_same,
-                                              same_constants, words)
+from torchgpipe.sequential.operations import (
+    Constant,
+    StepTracer,
+    calls_in,
+    compute,
+    first_difference,
+    guard,
+    guard_ways,
+    is_same,
+    same_constants,
+    words,
+)
 from torchgpipe.sequential.patches import followed
-from torchgpipe.sequential.refusals import (OF_MASKS, ConversionError, NeedsLeaf, in_one_line,
-                                            is_of_torch, is_within, line_of, only_raises, refused)
+from torchgpipe.sequential.refusals import (
+    OF_MASKS,
+    ConversionError,
+    NeedsLeaf,
+    in_one_line,
+    is_of_torch,
+    is_within,
+    line_of,
+    only_raises,
+    refused,
+)
 
 __all__ = ['ForwardTracer', 'asks_for_all', 'widen']
 
@@ -98,8 +117,9 @@ class ForwardTracer(StepTracer):
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the forward with values, and record it up to its result."""
         if any(hooks_of(self.root)):
-            self.refuse('it has hooks of its own', 'register them on its submodules, or on the '
-                        'GPipe')
+            self.refuse(
+                'it has hooks of its own', 'register them on its submodules, or on the GPipe'
+            )
         self._modes = modes_now()
         before = [_contents(module) for module in self._looked_into]
         with self._training_as_values(), followed(self) as self.put_back:
@@ -123,13 +143,20 @@ class ForwardTracer(StepTracer):
         """Whether the forward runs now, and not a leaf."""
         return self.runs
 
-    def called(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> Any:
+    def called(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Record the call of a leaf, or run another module to look into it."""
         if module not in self._paths:
             if next(module.parameters(), None) is not None:
-                self.refuse(f'it calls a {type(module).__name__} with parameters, which is not a '
-                            'submodule of it')
+                self.refuse(
+                    f'it calls a {type(module).__name__} with parameters, which is not a '
+                    'submodule of it'
+                )
             return run(module, *args, **kwargs)
         if module in self.leaves:
             return self.create_proxy('call_module', self._paths[module], args, kwargs)
@@ -153,8 +180,11 @@ class ForwardTracer(StepTracer):
         if module in self._paths:
             there = {**vars(module), **module._buffers, **module._parameters, **module._modules}
             is_first = there.get(name) is None or isinstance(value, (bool, str))  # a table, a flag
-            self.refuse(f"it sets the attribute '{name}' of a module, which each micro-batch "
-                        'would do again', first=_CALL_IT_BEFORE if is_first else '')
+            self.refuse(
+                f"it sets the attribute '{name}' of a module, which each micro-batch "
+                'would do again',
+                first=_CALL_IT_BEFORE if is_first else '',
+            )
 
     def entered(self) -> None:
         """Make a module a leaf if a region of it sets a mode, even to the current mode."""
@@ -162,19 +192,21 @@ class ForwardTracer(StepTracer):
 
     def drew(self) -> None:
         """Refuse it: the graph would contain the single number that was drawn now."""
-        self.refuse('it draws random numbers of Python\'s')
+        self.refuse("it draws random numbers of Python's")
 
     def applied(self, function: type) -> None:
-        """Refuse it: the graph would have the function's forward without its backward, or nothing.
-        """
+        """Refuse it: the graph would have the function's forward without its backward, or nothing."""
         name = function.__name__
-        self.refuse(f'it calls {name}.apply by a name that was bound before, which a recording '
-                    'does not see',
-                    f'call it where it is used, {name}.apply(…); or name a submodule that does as '
-                    'a leaf: to_sequential(model, sample, leaves=[…])')
+        self.refuse(
+            f'it calls {name}.apply by a name that was bound before, which a recording '
+            'does not see',
+            f'call it where it is used, {name}.apply(…); or name a submodule that does as '
+            'a leaf: to_sequential(model, sample, leaves=[…])',
+        )
 
-    def made(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-             ) -> Any:
+    def made(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Record a call of a function that does not accept values."""
         if any(x is CheckpointFunction for x in args):
             self.refuse('it calls torch.utils.checkpoint')
@@ -243,10 +275,14 @@ class ForwardTracer(StepTracer):
             before = [each for each in self.uses_of_training if each.position <= position]
             last = (before or self.uses_of_training)[-1]
             if last.module:
-                raise NeedsLeaf(f'{_BY_TRAINING} ({in_one_line(last.line)})',
-                                type(last.module[0]))
-            raise refused(self.root, _BY_TRAINING, last.line, None,
-                          more='. Where it is for auxiliary heads, make it without them')
+                raise NeedsLeaf(f'{_BY_TRAINING} ({in_one_line(last.line)})', type(last.module[0]))
+            raise refused(
+                self.root,
+                _BY_TRAINING,
+                last.line,
+                None,
+                more='. Where it is for auxiliary heads, make it without them',
+            )
 
     def _need_leaf(self, why: str) -> None:
         if not self._stack:
@@ -256,14 +292,16 @@ class ForwardTracer(StepTracer):
         raise self._stopped
 
     def _refuse_unknown(self, why: str) -> Any:
-        self.refuse(why + ', which is not known without a sample',
-                    'give one: to_sequential(model, sample)')
+        self.refuse(
+            why + ', which is not known without a sample', 'give one: to_sequential(model, sample)'
+        )
 
     def refuse(self, why: str, hint: str = '', more: str = '', first: str = '') -> Any:
         """Raise an error that names the line and the submodule."""
         inner = self._paths[self._stack[-1]] if self._stack else None
         self._stopped = self._stopped or refused(
-            self.root, why, line_of(), inner, hint, more, first)
+            self.root, why, line_of(), inner, hint, more, first
+        )
         raise self._stopped
 
     @contextmanager
@@ -279,8 +317,11 @@ class ForwardTracer(StepTracer):
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute a step, with plain training modes in a leaf."""
-        within = (list(self.root.get_submodule(str(node.target)).modules())
-                  if node.op == 'call_module' else [])
+        within = (
+            list(self.root.get_submodule(str(node.target)).modules())
+            if node.op == 'call_module'
+            else []
+        )
         values = {each: vars(each)['training'] for each in within if each in self._training}
         try:
             for each in values:
@@ -295,15 +336,18 @@ class ForwardTracer(StepTracer):
             old = before.get(name, [])
             if len(now) != len(old) or any(a is not b for a, b in zip(now, old)):
                 raise refused(
-                    self.root, f"it changes what is in the attribute '{name}' of a module, which "
-                    'each micro-batch would do again', '  (a list, a dict or the like)',
-                    self._paths[module] or None, first='' if old else _CALL_IT_BEFORE)
+                    self.root,
+                    f"it changes what is in the attribute '{name}' of a module, which "
+                    'each micro-batch would do again',
+                    '  (a list, a dict or the like)',
+                    self._paths[module] or None,
+                    first='' if old else _CALL_IT_BEFORE,
+                )
 
 
 _BY_TRAINING = 'its program goes by the training mode'
 _CUTS = '; if it cuts a tensor that is an attribute, make that a buffer by register_buffer'
-_CALL_IT_BEFORE = ('if only its first call does that, as for a cache, call the model once '
-                   'before')
+_CALL_IT_BEFORE = 'if only its first call does that, as for a cache, call the model once before'
 
 
 def _contents(module: nn.Module) -> dict[str, list[Any]]:
@@ -325,8 +369,11 @@ def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTr
         found = _computed(tracer, one)
     except Exception:  # The model does not accept one sample, such as a batch normalization.
         return
-    failing = [node for node in tracer.graph.nodes if node.target is guard
-               and found[node.args[0]] != node.args[1]]
+    failing = [
+        node
+        for node in tracer.graph.nodes
+        if node.target is guard and found[node.args[0]] != node.args[1]
+    ]
     if not failing:
         return
     try:
@@ -354,8 +401,11 @@ def _computed(tracer: StepTracer, inputs: Sequence[Tensor]) -> dict[Any, Any]:
             if node.op == 'placeholder':
                 found[node] = next(left)
             elif node.op == 'get_attr':
-                found[node] = (tracer.constants[target] if target in tracer.constants
-                               else attrgetter(target)(tracer.root))
+                found[node] = (
+                    tracer.constants[target]
+                    if target in tracer.constants
+                    else attrgetter(target)(tracer.root)
+                )
             elif node.op != 'output' and node.target is not guard:
                 found[node] = compute(tracer.root, node, *_arguments(node, found.get))
     return found
@@ -363,6 +413,7 @@ def _computed(tracer: StepTracer, inputs: Sequence[Tensor]) -> dict[Any, Any]:
 
 def _arguments(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Return the arguments of a node, with nodes and constants replaced by their values."""
+
     def value(x: Any) -> Any:
         return value_of(x) if isinstance(x, fx.Node) else x.value if type(x) is Constant else x
 
@@ -393,8 +444,14 @@ class _Ways:
             if a.op == 'get_attr':
                 name: str | None = str(a.target)
                 if name in one.constants:
-                    name = next((other for other, value in constants.items()
-                                 if same_constants(one.constants[name], value)), None)
+                    name = next(
+                        (
+                            other
+                            for other, value in constants.items()
+                            if same_constants(one.constants[name], value)
+                        ),
+                        None,
+                    )
                 elif name in constants:
                     name = None
                 if name in named:
@@ -450,9 +507,16 @@ def _guard_both(graph: fx.Graph, ways: _Ways) -> None:
     guards = [*ways.others]
     order = {node: k for k, node in enumerate(graph.nodes)}
     with graph.inserting_after(max([*guards, *sames], key=order.__getitem__)):
-        both = graph.call_function(guard_ways, (
-            [each.args[0] for each in guards], [each.args[1] for each in guards],
-            [*ways.others.values()], sames, [each.args[2:] for each in guards]))
+        both = graph.call_function(
+            guard_ways,
+            (
+                [each.args[0] for each in guards],
+                [each.args[1] for each in guards],
+                [*ways.others.values()],
+                sames,
+                [each.args[2:] for each in guards],
+            ),
+        )
     both.meta = dict(guards[0].meta)
     for each in guards:
         graph.erase_node(each)

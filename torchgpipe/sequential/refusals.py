@@ -1,4 +1,5 @@
 """Errors of a conversion: the line of the user's code, the reason and the fixes."""
+
 import ast
 import linecache
 import os
@@ -16,25 +17,45 @@ from torch.utils import checkpoint
 import torchgpipe
 from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = ['NO_CACHE', 'OF_HOOKS', 'OF_MASKS', 'ConversionError', 'NeedsLeaf', 'in_one_line',
-           'is_from_checkpoint', 'is_of_others', 'is_of_torch', 'is_within', 'line_of',
-           'line_of_error', 'makes_a_message', 'only_raises', 'refused']
+__all__ = [
+    'NO_CACHE',
+    'OF_HOOKS',
+    'OF_MASKS',
+    'ConversionError',
+    'NeedsLeaf',
+    'in_one_line',
+    'is_from_checkpoint',
+    'is_of_others',
+    'is_of_torch',
+    'is_within',
+    'line_of',
+    'line_of_error',
+    'makes_a_message',
+    'only_raises',
+    'refused',
+]
 
-_OTHERS = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
-                for package in (torch, torchgpipe))
+_OTHERS = tuple(
+    os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
+    for package in (torch, torchgpipe)
+)
 
 
 #: The fix if a program fills an object that is not a structure of tensors.
-NO_CACHE = ('if it is a cache for the next token, as of Hugging Face, go without it: '
-            'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
-            'dataclass, or name the submodule that has to do with it as a leaf: '
-            'to_sequential(model, sample, leaves=[…])')
+NO_CACHE = (
+    'if it is a cache for the next token, as of Hugging Face, go without it: '
+    'model.config.use_cache = False, or use_cache=False in the call. Else let it be a '
+    'dataclass, or name the submodule that has to do with it as a leaf: '
+    'to_sequential(model, sample, leaves=[…])'
+)
 
 #: The fix if a hook passes on a tensor of a module that is not looked into.
-OF_HOOKS = ('if hooks hand it on, as those for output_attentions=True of Hugging Face, let the '
-            'module that gives it be looked into: without leaves=[…] for it, and without dropout '
-            'of attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
-            'in the config, so that its program is the same in both modes')
+OF_HOOKS = (
+    'if hooks hand it on, as those for output_attentions=True of Hugging Face, let the '
+    'module that gives it be looked into: without leaves=[…] for it, and without dropout '
+    'of attention, by attn_pdrop=0, attention_dropout=0 or attention_probs_dropout_prob=0 '
+    'in the config, so that its program is the same in both modes'
+)
 
 _CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside that'
 #: The fixes if PyTorch compares a mask with a causal one, or searches the end of a padding mask.
@@ -42,9 +63,10 @@ _CAUSAL = '. Or, if it has a causal mask, call it with is_causal=True beside tha
 OF_MASKS = {
     (nn.TransformerEncoder, True): f'{_CAUSAL}; nn.Transformer, with src_is_causal=True',
     (nn.TransformerDecoder, True): '. Or, if it has a causal mask, call it with '
-                                   'tgt_is_causal=True beside that, as nn.Transformer',
+    'tgt_is_causal=True beside that, as nn.Transformer',
     (nn.TransformerEncoder, False): '. Or make it with enable_nested_tensor=False, as '
-                                    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)'}
+    'nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)',
+}
 
 
 class ConversionError(ValueError):
@@ -58,8 +80,15 @@ class NeedsLeaf(Exception):
     """
 
 
-def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str = '',
-            more: str = '', first: str = '') -> ConversionError:
+def refused(
+    root: nn.Module,
+    why: str,
+    line: str,
+    inner: str | None,
+    hint: str = '',
+    more: str = '',
+    first: str = '',
+) -> ConversionError:
     """Return the error that a module cannot be converted.
 
     Args:
@@ -75,27 +104,35 @@ def refused(root: nn.Module, why: str, line: str, inner: str | None, hint: str =
     # A leaf with nearly all of the model would not help.
     if not hint and inner and not holds_most(module, root, 0.9):
         leaf = _of_its_kind(root, inner)
-        hint = (f'name it as a leaf, to_sequential(model, sample, leaves=[{leaf!r}]), which is '
-                'called as one module; or write that part of it as a layer, a submodule, and name '
-                'that')
+        hint = (
+            f'name it as a leaf, to_sequential(model, sample, leaves=[{leaf!r}]), which is '
+            'called as one module; or write that part of it as a layer, a submodule, and name '
+            'that'
+        )
     elif not hint:
-        hint = ('write that part of the model as a layer, a submodule, and name it as a leaf: '
-                'to_sequential(model, sample, leaves=[…])')
+        hint = (
+            'write that part of the model as a layer, a submodule, and name it as a leaf: '
+            'to_sequential(model, sample, leaves=[…])'
+        )
     if first:
         hint = f'{first}. Otherwise {hint}'
     what = f"'{inner}' ({type(module).__name__})" if inner else type(module).__name__
-    return ConversionError(
-        f'{what} cannot be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
+    return ConversionError(f'{what} cannot be converted: {why}\n\n{line}\n\nWay out: {hint}{more}')
 
 
 def _of_its_kind(root: nn.Module, name: str) -> str:
     """Return the name of a submodule, or a pattern for all of its class with other numbers."""
     parts, kind = name.split('.'), type(root.get_submodule(name))
     others = [other.split('.') for other, module in root.named_modules() if type(module) is kind]
-    alike = [other for other in others if len(other) == len(parts) and all(
-        a == b or (a.isdigit() and b.isdigit()) for a, b in zip(other, parts))]
-    pattern = '.'.join('*' if {*numbers} != {part} else part
-                       for part, *numbers in zip(parts, *alike))
+    alike = [
+        other
+        for other in others
+        if len(other) == len(parts)
+        and all(a == b or (a.isdigit() and b.isdigit()) for a, b in zip(other, parts))
+    ]
+    pattern = '.'.join(
+        '*' if {*numbers} != {part} else part for part, *numbers in zip(parts, *alike)
+    )
     return pattern if pattern.strip('*.') else name
 
 
@@ -126,8 +163,10 @@ def is_within(name: str) -> bool:
 
 def is_from_checkpoint(error: BaseException) -> bool:
     """Return whether an error comes from code that ``torch.utils.checkpoint`` runs."""
-    return any(frame.f_code.co_filename == checkpoint.__file__
-               for frame, _ in walk_tb(error.__traceback__))
+    return any(
+        frame.f_code.co_filename == checkpoint.__file__
+        for frame, _ in walk_tb(error.__traceback__)
+    )
 
 
 def is_of_others(frame: FrameType) -> bool:
@@ -173,9 +212,11 @@ _SHOWS = ((torch._assert, 1), (warnings.warn, 0), (print, 0))
 
 def _may_make_text(expression: ast.expr) -> bool:
     for each in ast.walk(expression):
-        if isinstance(each, (ast.JoinedStr, ast.Mod)) or (
-                isinstance(each, ast.Name) and each.id in ('str', 'repr', 'format')) or (
-                isinstance(each, ast.Attribute) and each.attr == 'format'):
+        if (
+            isinstance(each, (ast.JoinedStr, ast.Mod))
+            or (isinstance(each, ast.Name) and each.id in ('str', 'repr', 'format'))
+            or (isinstance(each, ast.Attribute) and each.attr == 'format')
+        ):
             return True
     return False
 
@@ -189,22 +230,28 @@ def only_raises(frame: FrameType) -> bool:
         return True
     statement = _statement(frame)
     if not isinstance(statement, ast.Assert) and not (
-            isinstance(statement, ast.If) and not statement.orelse
-            and [*map(type, statement.body)] == [ast.Raise]):
+        isinstance(statement, ast.If)
+        and not statement.orelse
+        and [*map(type, statement.body)] == [ast.Raise]
+    ):
         return False
     # A condition of several booleans may be the same with other values of these.
     return not any(
         isinstance(each, (ast.BoolOp, ast.IfExp, ast.comprehension, ast.In, ast.NotIn))
         or (isinstance(each, ast.Compare) and len(each.ops) > 1)
         or (isinstance(each, ast.Name) and each.id in ('all', 'any'))
-        for each in ast.walk(statement.test))
+        for each in ast.walk(statement.test)
+    )
 
 
 def _statement(frame: FrameType) -> ast.stmt | None:
     """Return the innermost statement that runs, if it does not share its line with another."""
     line = frame.f_lineno or 0
-    around = [each for each in _statements(frame.f_code.co_filename)
-              if each.lineno <= line <= (each.end_lineno or 0)]
+    around = [
+        each
+        for each in _statements(frame.f_code.co_filename)
+        if each.lineno <= line <= (each.end_lineno or 0)
+    ]
     inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
     return inner[0] if len(inner) == 1 else None
 

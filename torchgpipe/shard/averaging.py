@@ -14,6 +14,7 @@
 without gathered features. It has to be told about the others. All of this is correct only if
 replicas have the same parameters.
 """
+
 from collections.abc import Iterable
 from operator import itemgetter
 from types import SimpleNamespace
@@ -57,21 +58,29 @@ def average_gradients(module: nn.Module) -> None:
     here = current()
     if here.data_size == 1:
         return
-    complete = [x for each in module.modules() if isinstance(each, Experts) and each.communicates
-                for x in each.spread_parameters()]
+    complete = [
+        x
+        for each in module.modules()
+        if isinstance(each, Experts) and each.communicates
+        for x in each.spread_parameters()
+    ]
     for x in complete:
         if x.grad is not None:
             x.grad.div_(here.data_size)
-    named = {name: x for name, x in _not_averaged(module).items()
-             if all(x is not other for other in complete)}
+    named = {
+        name: x
+        for name, x in _not_averaged(module).items()
+        if all(x is not other for other in complete)
+    }
     if not named:
         return
     if module not in _compared:
         _compare(named)
         _compared.add(module)
     parameters = list(named.values())
-    kinds = torch.tensor([_kind(parameter.grad) for parameter in parameters],
-                         device=here.mesh.device_type)
+    kinds = torch.tensor(
+        [_kind(parameter.grad) for parameter in parameters], device=here.mesh.device_type
+    )
     all_reduce(kinds, here.data_group, dist.ReduceOp.MAX)
     for parameter, kind in zip(parameters, kinds.tolist()):
         if kind:
@@ -81,8 +90,9 @@ def average_gradients(module: nn.Module) -> None:
 def _compare(parameters: dict[str, Tensor]) -> None:
     """Check that replicas have the same parameters; averaging gradients cannot ensure it."""
     here = current()
-    sums = torch.stack([_checksum(parameter).to(here.mesh.device_type)
-                        for parameter in parameters.values()])
+    sums = torch.stack(
+        [_checksum(parameter).to(here.mesh.device_type) for parameter in parameters.values()]
+    )
     largest = all_reduce(torch.stack([sums, ~sums]), here.data_group, dist.ReduceOp.MAX)
     differs = all_reduce((largest[0] != ~largest[1]).int(), here.tensor_group, dist.ReduceOp.MAX)
     if differs.any():
@@ -92,7 +102,8 @@ def _compare(parameters: dict[str, Tensor]) -> None:
             'not those of one model. Let all ranks make the model after the same '
             'torch.manual_seed, or load the same; or wrap it in DistributedDataParallel, after '
             'ts.register_ddp_parameters_to_ignore, which give all replicas the values of the '
-            'first one')
+            'first one'
+        )
 
 
 def _checksum(parameter: Tensor) -> Tensor:
@@ -128,14 +139,18 @@ def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
     They are in the order of names, because ranks may register them in different orders.
     """
     replicas = {*dist.get_process_group_ranks(current().data_group)}
-    averaged = {id(parameter)
-                for ddp in module.modules() if isinstance(ddp, DistributedDataParallel)
-                and replicas <= {*dist.get_process_group_ranks(ddp.process_group)}
-                for name, parameter in ddp.module.named_parameters()
-                if name not in ddp.parameters_to_ignore}
+    averaged = {
+        id(parameter)
+        for ddp in module.modules()
+        if isinstance(ddp, DistributedDataParallel)
+        and replicas <= {*dist.get_process_group_ranks(ddp.process_group)}
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+    }
     found: dict[Tensor, str] = {}
-    for name, parameter in sorted(module.named_parameters(remove_duplicate=False),
-                                  key=itemgetter(0)):
+    for name, parameter in sorted(
+        module.named_parameters(remove_duplicate=False), key=itemgetter(0)
+    ):
         if parameter.requires_grad and id(parameter) not in averaged:
             found.setdefault(parameter, name)
     return {name: parameter for parameter, name in found.items()}
@@ -146,9 +161,13 @@ def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
-                    norm_type: float = 2.0, error_if_nonfinite: bool = False,
-                    foreach: bool | None = None) -> Tensor:
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Clip the norm of all gradients: :func:`torch.nn.utils.clip_grad_norm_` for shards.
 
     The norm equals the norm in one process, and is the same on all ranks of a group. All of them
@@ -173,8 +192,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float,
     shards = [storage_dim(parameter) is not None for parameter in unique]
     if not any(shards):
         # A generator without parameters is passed on, so that PyTorch warns about it.
-        return nn.utils.clip_grad_norm_(unique or several, max_norm, norm_type,
-                                        error_if_nonfinite, foreach)
+        return nn.utils.clip_grad_norm_(
+            unique or several, max_norm, norm_type, error_if_nonfinite, foreach
+        )
     norms = _norms(unique, shards, float(norm_type))
     total = nn.utils.get_total_norm(norms.unbind(), norm_type, error_if_nonfinite, foreach=False)
     nn.utils.clip_grads_with_norm_(unique, max_norm, total, foreach)
@@ -188,8 +208,10 @@ def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Te
     rank may differ in the last bits, so the first rank's gradients count.
     """
     here = current()
-    device = next((parameter.grad.device for parameter in parameters
-                   if parameter.grad is not None), parameters[0].device)
+    device = next(
+        (parameter.grad.device for parameter in parameters if parameter.grad is not None),
+        parameters[0].device,
+    )
     own = torch.stack([_norm(parameter, norm_type).to(device) for parameter in parameters])
     # A sum with zeros, because each backend supports sums on its devices.
     table = own.new_zeros(here.tensor_size, len(own), device=here.mesh.device_type)
@@ -233,11 +255,13 @@ class GradScaler(Scaler):
         See :class:`torch.amp.GradScaler`.
     """
 
-    def found(self, where: dict[torch.device, Tensor], scale: Tensor
-              ) -> dict[torch.device, Tensor]:
+    def found(
+        self, where: dict[torch.device, Tensor], scale: Tensor
+    ) -> dict[torch.device, Tensor]:
         """Return the result over all ranks, in place of the results on this rank's devices."""
-        any_found = torch.stack([
-            torch.zeros_like(scale), *(found.to(scale) for found in where.values())]).amax(0)
+        any_found = torch.stack(
+            [torch.zeros_like(scale), *(found.to(scale) for found in where.values())]
+        ).amax(0)
         groups, device_type = _ranks_of_a_step()
         told = any_found.to(device_type)
         for group in groups:

@@ -17,6 +17,7 @@ collective does not end.
 
 All ranks of a group have to call the same collectives in the same order.
 """
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,33 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (DebugLevel, ProcessGroup,  # type: ignore[attr-defined]
-                               get_debug_level)
+from torch.distributed import (
+    DebugLevel,
+    ProcessGroup,  # type: ignore[attr-defined]
+    get_debug_level,
+)
 
 from torchgpipe.base.context import check_order
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.shard.parameter import check_dim
 from torchgpipe.shard.world import World, current, needed_by
 
-__all__ = ['all_gather', 'all_reduce', 'all_sizes', 'all_to_all', 'broadcast', 'compare',
-           'complete', 'differences', 'draws', 'from_first', 'gathered', 'is_read',
-           'raise_on_all_ranks', 'same_draws']
+__all__ = [
+    'all_gather',
+    'all_reduce',
+    'all_sizes',
+    'all_to_all',
+    'broadcast',
+    'compare',
+    'complete',
+    'differences',
+    'draws',
+    'from_first',
+    'gathered',
+    'is_read',
+    'raise_on_all_ranks',
+    'same_draws',
+]
 
 #: How long a rank waits for the others before it looks for their notes.
 LOOK = timedelta(seconds=0.5)
@@ -63,8 +80,11 @@ def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator
     except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
     failed = torch.tensor(float(error is not None), device=current().mesh.device_type)
-    complete(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group, async_op=True), group,
-             failed.is_cpu)
+    complete(
+        lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, group, async_op=True),
+        group,
+        failed.is_cpu,
+    )
     reason = None if error is None else f'{type(error).__name__}: {error}'
     reasons = gathered(reason, group) if failed else []
     if error is not None:
@@ -140,9 +160,11 @@ def _message(group: ProcessGroup) -> str:
     if not missing:
         return f'{where}, and on all others, for the reason above'
     names = ('rank ' if len(missing) == 1 else 'ranks ') + ', '.join(map(str, missing))
-    return (f'{where}: {names} did not take part. There, an error was raised before, or the '
-            'process was ended, or other layers were called: look at what it has printed. '
-            'TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare what they are about to do')
+    return (
+        f'{where}: {names} did not take part. There, an error was raised before, or the '
+        'process was ended, or other layers were called: look at what it has printed. '
+        'TORCH_DISTRIBUTED_DEBUG=DETAIL lets ranks compare what they are about to do'
+    )
 
 
 # --- the debug mode: TORCH_DISTRIBUTED_DEBUG=DETAIL, which PyTorch reads when it is imported
@@ -164,7 +186,8 @@ def compare(facts: str, group: ProcessGroup) -> None:
     if len({*said}) > 1:
         raise RuntimeError(
             f'the ranks of a group do not do the same: {differences(said, group)}. Let all of '
-            'them call the same layers in the same order, on tensors that fit together')
+            'them call the same layers in the same order, on tensors that fit together'
+        )
 
 
 def is_read(x: Tensor) -> bool:
@@ -182,8 +205,9 @@ def differences(facts: Sequence[object], group: ProcessGroup) -> str:
     return '; '.join(said)
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup,
-               op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduce a contiguous tensor over a group, in place; by default to the sum."""
     if group.size() > 1:
         complete(lambda: dist.all_reduce(tensor, op, group, async_op=True), group, tensor.is_cpu)
@@ -193,8 +217,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup,
 def broadcast(tensor: Tensor, group: ProcessGroup, source: int = 0) -> Tensor:
     """Copy the values of one rank of a group to a contiguous tensor, in place."""
     if group.size() > 1:
-        complete(lambda: dist.broadcast(tensor, group=group, async_op=True, group_src=source),
-                 group, tensor.is_cpu)
+        complete(
+            lambda: dist.broadcast(tensor, group=group, async_op=True, group_src=source),
+            group,
+            tensor.is_cpu,
+        )
     return tensor
 
 
@@ -237,12 +264,18 @@ def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
 def all_to_all(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
     """Send the given numbers of rows to each rank of a group; return the received rows."""
     received = x.new_empty(sum(receive), *x.shape[1:])
-    complete(lambda: dist.all_to_all_single(received, x.contiguous(), receive, send, group,
-                                            async_op=True), group, x.is_cpu)
+    complete(
+        lambda: dist.all_to_all_single(
+            received, x.contiguous(), receive, send, group, async_op=True
+        ),
+        group,
+        x.is_cpu,
+    )
     return received
 
 
 # Random numbers: equal or different ones on the ranks of a group.
+
 
 class _OfDevice:
     """The default generator of the current device of an accelerator."""
@@ -302,7 +335,7 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
             yield
     else:
         # Ranks with the same seed draw the same number here.
-        seed = int(torch.randint(2 ** 62, (), device='cpu'))
+        seed = int(torch.randint(2**62, (), device='cpu'))
         with _in_state(generators, [generator.get_state() for generator in generators]):
             for generator in generators:
                 generator.manual_seed(seed + world.tensor_rank)

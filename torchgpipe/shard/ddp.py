@@ -19,6 +19,7 @@ sum over the group, which is n times the mean. So the backward of the gather mul
 by n, and each parameter's gradient is correct wherever it is used. The gather is within the
 forward pass, or behind it. In the second case, the outputs of the module are the rows.
 """
+
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,8 +35,13 @@ from torchgpipe.shard.collectives import broadcast
 from torchgpipe.shard.parameter import sharded_parameters, storage_dim
 from torchgpipe.shard.world import current
 
-__all__ = ['check_wrapped', 'counted', 'of_own_rows', 'register_ddp_gathered_features',
-           'register_ddp_parameters_to_ignore']
+__all__ = [
+    'check_wrapped',
+    'counted',
+    'of_own_rows',
+    'register_ddp_gathered_features',
+    'register_ddp_parameters_to_ignore',
+]
 
 _checked: WeakSet[nn.Module] = WeakSet()
 
@@ -75,14 +81,18 @@ def check_wrapped() -> None:
     if ddp is None or ddp in _checked:
         return
     wrapped = {*dist.get_process_group_ranks(ddp.process_group)}
-    taken = [name for name, parameter in ddp.module.named_parameters()
-             if storage_dim(parameter) is not None and name not in ddp.parameters_to_ignore]
+    taken = [
+        name
+        for name, parameter in ddp.module.named_parameters()
+        if storage_dim(parameter) is not None and name not in ddp.parameters_to_ignore
+    ]
     if taken and len(wrapped & {*dist.get_process_group_ranks(current().tensor_group)}) > 1:
         raise ValueError(
             f'DistributedDataParallel has given all ranks the shards of one: {", ".join(taken)}. '
             'Make the model anew and call ts.register_ddp_parameters_to_ignore, before it is '
             'wrapped, with the very module that is wrapped; or wrap it with process_group='
-            'ts.distributed.get_data_group()')
+            'ts.distributed.get_data_group()'
+        )
     _checked.add(ddp)
 
 
@@ -122,7 +132,8 @@ def register_ddp_gathered_features(ddp: DistributedDataParallel) -> None:
         raise ValueError(
             'gradients of gathered features are added up over the whole group, but the process '
             f'group of DistributedDataParallel has the ranks {ranks}, the group the ranks '
-            f'{own}. Wrap the module without process_group=')
+            f'{own}. Wrap the module without process_group='
+        )
     ddp.register_forward_pre_hook(_begin)
     ddp.register_forward_hook(_end)
 
@@ -144,7 +155,8 @@ def _end(ddp: nn.Module, args: Any, output: Any) -> Any:
             'features are gathered behind DistributedDataParallel, which gives '
             f'{type(output).__name__} with something in it that is no tensor, tuple, list, dict, '
             'dataclass or plain value, so that its features cannot be found: let it give '
-            'tensors') from error
+            'tensors'
+        ) from error
     return structure([counted(x) if x.grad_fn is not None and x.dim() else x for x in tensors])
 
 
@@ -165,7 +177,8 @@ def of_own_rows(x: Tensor, dim: int) -> bool:
             'it cannot be told what a gradient has to count: under torch.no_grad, in a '
             'checkpoint or in a pipeline. Use checkpoint(…, use_reentrant=False), or gather '
             'behind DistributedDataParallel; what needs no gradient goes by '
-            'torch.distributed.all_gather')
+            'torch.distributed.all_gather'
+        )
     _gathered[ddp] = True
     return x.requires_grad
 

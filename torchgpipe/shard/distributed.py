@@ -17,6 +17,7 @@ A tensor that is the same on all ranks of the group has the same gradient there.
 `gather` takes this rank's shard of the gradient. The backward of `reduce` takes the gradient as it
 is, and the backward of `copy` adds up the gradients of all ranks.
 """
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,13 +30,35 @@ from torchgpipe.base.private import is_transformed
 from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
 from torchgpipe.shard.ddp import counted, of_own_rows
 from torchgpipe.shard.parameter import lengths, register_parallel_dim, tagged_full
-from torchgpipe.shard.world import (destroy_process_group, get_data_group, get_data_rank,
-                                    get_group, get_group_size, get_mesh, get_rank, get_world_size,
-                                    init_process_group, is_initialized)
+from torchgpipe.shard.world import (
+    destroy_process_group,
+    get_data_group,
+    get_data_rank,
+    get_group,
+    get_group_size,
+    get_mesh,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
 
-__all__ = ['copy', 'destroy_process_group', 'gather', 'get_data_group', 'get_data_rank',
-           'get_group', 'get_group_size', 'get_mesh', 'get_rank', 'get_world_size',
-           'init_process_group', 'is_initialized', 'reduce', 'scatter']
+__all__ = [
+    'copy',
+    'destroy_process_group',
+    'gather',
+    'get_data_group',
+    'get_data_rank',
+    'get_group',
+    'get_group_size',
+    'get_mesh',
+    'get_rank',
+    'get_world_size',
+    'init_process_group',
+    'is_initialized',
+    'reduce',
+    'scatter',
+]
 
 
 def scatter(x: Tensor, dim: int = -1) -> Tensor:
@@ -75,9 +98,11 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
     group = get_group()
     found = all_sizes(x, group, dim) if size is None else lengths(size, group.size())
     if x.size(dim) != found[group.rank()]:
-        raise ValueError(f'of a size of {size}, the shard of rank {group.rank()} of '
-                         f'{group.size()} is {found[group.rank()]} long; this one is '
-                         f'{x.size(dim)}: leave size out where shards have other lengths')
+        raise ValueError(
+            f'of a size of {size}, the shard of rank {group.rank()} of '
+            f'{group.size()} is {found[group.rank()]} long; this one is '
+            f'{x.size(dim)}: leave size out where shards have other lengths'
+        )
     if of_own_rows(x, dim):
         x = counted(x)
     slice, join = _slicing(group, dim, found)
@@ -122,21 +147,25 @@ _Function = Callable[[Tensor], Tensor]
 
 def _slicing(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> tuple[_Function, _Function]:
     """Return a function that takes this rank's shard of a tensor, and one that joins shards."""
+
     def slice(x: Tensor) -> Tensor:
         if group.size() == 1:
             return x.detach()
         rank = group.rank()  # A tensor of its own, so that the full one can be freed.
         return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+
     # Not the input itself: see the note on an identity without a view.
     return slice, lambda x: all_gather(x.detach(), group, dim, lengths)
 
 
 def _adding(group: ProcessGroup) -> tuple[_Function, _Function]:
     """Return a function that adds up the terms of all ranks, and its backward."""
+
     def add(x: Tensor) -> Tensor:
         if group.size() == 1:
             return x.detach()
         return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
     return add, Tensor.detach
 
 
@@ -144,8 +173,14 @@ class _Paired(torch.autograd.Function):
     """Apply one of a pair of functions; its backward applies the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: _Function, backward: _Function, in_place: bool,
-                makes_shards: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: _Function,
+        backward: _Function,
+        in_place: bool,
+        makes_shards: bool,
+    ) -> Tensor:
         """Apply the first one."""
         ctx.pair, ctx.makes_shards = (backward, forward), makes_shards
         if in_place:
@@ -156,20 +191,29 @@ class _Paired(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Apply the second one, whose backward is the first one."""
         gradient: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
-            grads[0], *ctx.pair, False, not ctx.makes_shards)
+            grads[0], *ctx.pair, False, not ctx.makes_shards
+        )
         return gradient, None, None, None, None
 
 
-def _apply(x: Tensor, forward: _Function, backward: _Function, in_place: bool = False,
-           makes_shards: bool = False) -> Tensor:
+def _apply(
+    x: Tensor,
+    forward: _Function,
+    backward: _Function,
+    in_place: bool = False,
+    makes_shards: bool = False,
+) -> Tensor:
     """Apply one of a pair of functions.
 
     Raises:
         RuntimeError: A transform of ``torch.func`` is active, which does not know other ranks.
     """
     if is_transformed():
-        raise RuntimeError('transforms of torch.func, such as grad, vmap and jvp, do not go '
-                           'through sharded layers: call backward(), or torch.autograd.grad')
+        raise RuntimeError(
+            'transforms of torch.func, such as grad, vmap and jvp, do not go '
+            'through sharded layers: call backward(), or torch.autograd.grad'
+        )
     output: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
-        x, forward, backward, in_place, makes_shards)
+        x, forward, backward, in_place, makes_shards
+    )
     return output

@@ -14,6 +14,7 @@ checkpoints intact.
 [Note: Sums of a checkpoint] ``.metadata`` has the size and the CRC-32 of each file. Its own sum
 follows the pickle in it, where PyTorch does not read.
 """
+
 import os
 import pickle
 import shutil
@@ -49,7 +50,7 @@ _WRITING, _WRITTEN, _FAILED = 'writing', 'written', 'failed'
 _REPLACED = f'{_METADATA}.replaced'
 
 #: The period at which a rank looks at the states of others, in seconds.
-_PERIOD = .02
+_PERIOD = 0.02
 
 
 @contextmanager
@@ -64,8 +65,9 @@ def as_errors(task: str) -> Iterator[None]:
             yield
         except CheckpointException as error:
             raised, _ = next(iter(error.failures.values()))
-            raise RuntimeError(f'{task} failed on ranks {[*error.failures]}: '
-                               f'{type(raised).__name__}: {raised}') from error
+            raise RuntimeError(
+                f'{task} failed on ranks {[*error.failures]}: {type(raised).__name__}: {raised}'
+            ) from error
 
 
 # --- reading
@@ -93,10 +95,16 @@ def opened(folder: Folder, part: int = 0, of: int = 1) -> tuple[FileSystemReader
             _check_files(each, metadata, part, of)
             return FileSystemReader(each), metadata
     why = f'has no {_METADATA}, which is written last' if folder.is_dir() else 'is not there'
-    near = sorted(str(each.parent) for place in (folder, folder.parent)
-                  for each in place.glob(f'*/{_METADATA}') if each.parent.suffix != '.saving')
-    raise FileNotFoundError(f'{folder} is no checkpoint: it {why}'
-                            + (f'; there are some at {", ".join(near[:5])}' if near else ''))
+    near = sorted(
+        str(each.parent)
+        for place in (folder, folder.parent)
+        for each in place.glob(f'*/{_METADATA}')
+        if each.parent.suffix != '.saving'
+    )
+    raise FileNotFoundError(
+        f'{folder} is no checkpoint: it {why}'
+        + (f'; there are some at {", ".join(near[:5])}' if near else '')
+    )
 
 
 def _metadata(file: Path) -> Metadata:
@@ -110,8 +118,10 @@ def _metadata(file: Path) -> Metadata:
         if (body or hasattr(found, 'files')) and own != b'%08x' % zlib.crc32(body):
             raise ValueError('it has other bytes than were written')
     except Exception as error:
-        raise ValueError(f'{file} cannot be read, so that this is no checkpoint: '
-                         f'{type(error).__name__}: {error}') from error
+        raise ValueError(
+            f'{file} cannot be read, so that this is no checkpoint: '
+            f'{type(error).__name__}: {error}'
+        ) from error
     return found
 
 
@@ -119,11 +129,13 @@ def _check_files(where: Path, metadata: Metadata, part: int, of: int) -> None:
     """Check that files of a checkpoint are as they were written: [Note: Sums of a checkpoint]."""
     sizes: dict[str, int] = {}
     for each in (metadata.storage_data or {}).values():
-        sizes[each.relative_path] = max(sizes.get(each.relative_path, 0),
-                                        each.offset + each.length)
+        sizes[each.relative_path] = max(
+            sizes.get(each.relative_path, 0), each.offset + each.length
+        )
     # Without sums, sizes are known at least.
-    known: dict[str, tuple[int, int | None]] = getattr(metadata, 'files', {
-        name: (size, None) for name, size in sizes.items()})
+    known: dict[str, tuple[int, int | None]] = getattr(
+        metadata, 'files', {name: (size, None) for name, size in sizes.items()}
+    )
     for name in sorted(known)[part::of]:
         size, crc = known[name]
         file = where / name
@@ -131,11 +143,13 @@ def _check_files(where: Path, metadata: Metadata, part: int, of: int) -> None:
             raise ValueError(f'the checkpoint is damaged: {file} is missing')
         found = file.stat().st_size
         if found < size or crc is not None and found > size:
-            raise ValueError(f'the checkpoint is damaged: {file} has {found} bytes, but {size} '
-                             'were written')
+            raise ValueError(
+                f'the checkpoint is damaged: {file} has {found} bytes, but {size} were written'
+            )
         if crc is not None and _sum(file)[1] != crc:
-            raise ValueError(f'the checkpoint is damaged: {file} has other bytes than were '
-                             'written')
+            raise ValueError(
+                f'the checkpoint is damaged: {file} has other bytes than were written'
+            )
 
 
 def _sum(file: Path) -> tuple[int, int]:
@@ -164,8 +178,9 @@ class Writer(FileSystemWriter):
         patience: Returns how long to wait for another rank at most, in seconds.
     """
 
-    def __init__(self, folder: Folder, rank: int = 0, ranks: int = 1,
-                 patience: Callable[[], float] = float) -> None:
+    def __init__(
+        self, folder: Folder, rank: int = 0, ranks: int = 1, patience: Callable[[], float] = float
+    ) -> None:
         self.folder = _resolved(folder)
         self._saving = _beside(self.folder, 'saving')
         super().__init__(self._saving)
@@ -179,15 +194,20 @@ class Writer(FileSystemWriter):
         Raises:
             FileExistsError: The final folder has other things in it.
         """
-        others = sorted(each.name for each in self.folder.iterdir() if not _is_ours(each)
-                        ) if self.folder.exists() else []
+        others = (
+            sorted(each.name for each in self.folder.iterdir() if not _is_ours(each))
+            if self.folder.exists()
+            else []
+        )
         self._check_own(self._saving, [*self._saving.glob(f'{_METADATA}.*')])
         before = _beside(self.folder, 'before')
         self._check_own(before, (before / _REPLACED).exists())
         if others:
-            raise FileExistsError(f'a checkpoint takes the place of the whole folder {self.folder}'
-                                  f', but there is {", ".join(others[:5])} in it; name another '
-                                  'folder')
+            raise FileExistsError(
+                f'a checkpoint takes the place of the whole folder {self.folder}'
+                f', but there is {", ".join(others[:5])} in it; name another '
+                'folder'
+            )
         if self._saving.exists():
             _delete(self._saving)
         self._saving.mkdir(parents=True)
@@ -201,7 +221,8 @@ class Writer(FileSystemWriter):
         if folder.exists() and not is_marked and any(folder.iterdir()):
             raise FileExistsError(
                 f'a save to {self.folder} uses {folder}, but there is something else: move it, or '
-                'name another folder')
+                'name another folder'
+            )
 
     def write_data(self, plan: Any, planner: Any) -> 'Future[list[Any]]':
         """Record the plan of this rank."""
@@ -220,8 +241,10 @@ class Writer(FileSystemWriter):
         self._whole = metadata
         missing = [rank for rank in self._ranks if not self._mark(rank, _WRITING).exists()]
         if missing:
-            raise RuntimeError(f'rank {missing[0]} writes to another {self._saving}: all ranks '
-                               'need a folder on a file system that they share')
+            raise RuntimeError(
+                f'rank {missing[0]} writes to another {self._saving}: all ranks '
+                'need a folder on a file system that they share'
+            )
 
     def write(self) -> None:
         """Write the part of this rank.
@@ -255,8 +278,9 @@ class Writer(FileSystemWriter):
                 first = self._mark(states[_FAILED][0], _FAILED)
                 raise _failed(states[_FAILED], first.read_text(errors='replace'))
             if time.monotonic() - since > self._patience():
-                raise _failed(states[_WRITING] or [0], 'nothing was heard of it; its process may '
-                              'have ended')
+                raise _failed(
+                    states[_WRITING] or [0], 'nothing was heard of it; its process may have ended'
+                )
             time.sleep(_PERIOD)
             states = self._states()
         if self._whole is not None:
@@ -294,8 +318,10 @@ class Writer(FileSystemWriter):
             there = {*os.listdir(self._saving)}
         except FileNotFoundError:
             return None
-        return {state: [rank for rank in self._ranks if self._mark(rank, state).name in there]
-                for state in (_WRITING, _WRITTEN, _FAILED)}
+        return {
+            state: [rank for rank in self._ranks if self._mark(rank, state).name in there]
+            for state in (_WRITING, _WRITTEN, _FAILED)
+        }
 
     def _mark(self, rank: int, state: str) -> Path:
         return self._saving / f'{_METADATA}.{rank}.{state}'

@@ -9,6 +9,7 @@ Attributes of the parameter hold the full shape and the tag.
 All shards have the size of the first one, except the last ones, which may be smaller or empty.
 ``torch.chunk`` and DTensors split in the same way.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,11 +21,31 @@ from torch.autograd.function import BackwardCFunction
 
 from torchgpipe.shard.world import current
 
-__all__ = ['Layout', 'check_dim', 'dtensor', 'find', 'get_parallel_dim', 'global_shape',
-           'is_made_of_shards', 'is_split', 'is_tagged', 'knows_shape', 'lengths', 'own', 'place',
-           'register_parallel_attribute', 'register_parallel_dim', 'set_attribute', 'shard',
-           'shard_shape', 'sharded_parameters', 'slice', 'storage_dim', 'tagged_full',
-           'to_storage']
+__all__ = [
+    'Layout',
+    'check_dim',
+    'dtensor',
+    'find',
+    'get_parallel_dim',
+    'global_shape',
+    'is_made_of_shards',
+    'is_split',
+    'is_tagged',
+    'knows_shape',
+    'lengths',
+    'own',
+    'place',
+    'register_parallel_attribute',
+    'register_parallel_dim',
+    'set_attribute',
+    'shard',
+    'shard_shape',
+    'sharded_parameters',
+    'slice',
+    'storage_dim',
+    'tagged_full',
+    'to_storage',
+]
 
 #: The attribute that holds the parallel dimension: None for a full tensor, or 0, 1, -1.
 _PARALLEL_DIM = 'parallel_dim'
@@ -68,8 +89,9 @@ def lengths(size: int, n: int) -> list[int]:
     return [shard(size, n, rank)[1] for rank in range(n)]
 
 
-def slice(tensor: Tensor, num_partitions: int, dim: int | None = None,
-          contiguous: bool = False) -> tuple[Tensor, ...]:
+def slice(
+    tensor: Tensor, num_partitions: int, dim: int | None = None, contiguous: bool = False
+) -> tuple[Tensor, ...]:
     """Cut a tensor into shards, one for each rank; some may be empty.
 
     >>> import torch
@@ -115,8 +137,9 @@ def register_parallel_dim(tensor: Tensor, dim: int | None = None) -> None:
     setattr(tensor, _PARALLEL_DIM, check_dim(dim))
 
 
-def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_type: int = 0
-                                ) -> None:
+def register_parallel_attribute(
+    tensor: Tensor, dim: int | None = None, order_type: int = 0
+) -> None:
     """Tag a weight with its parallel dimension and its order.
 
     Args:
@@ -130,8 +153,9 @@ def register_parallel_attribute(tensor: Tensor, dim: int | None = None, order_ty
         ValueError: There is no such parallel dimension, or no such order.
     """
     if order_type not in _STORAGE:
-        raise ValueError(f'the order of a weight is 0, (out, in), or 1, (number, features), '
-                         f'not {order_type!r}')
+        raise ValueError(
+            f'the order of a weight is 0, (out, in), or 1, (number, features), not {order_type!r}'
+        )
     register_parallel_dim(tensor, dim)
     setattr(tensor, _ORDER_ATTR, order_type)
 
@@ -175,9 +199,11 @@ def to_storage(dim: int | None, order: int) -> int | None:
 
 def sharded_parameters(module: nn.Module, prefix: str = '') -> dict[str, nn.Parameter]:
     """Return the parameters of a module that are shards, by all of their names."""
-    return {prefix + name: parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if storage_dim(parameter) is not None}
+    return {
+        prefix + name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if storage_dim(parameter) is not None
+    }
 
 
 def is_made_of_shards(tensor: Tensor) -> bool:
@@ -196,7 +222,8 @@ def is_made_of_shards(tensor: Tensor) -> bool:
         seen.add(node)
         leaf = getattr(node, 'variable', None)
         if getattr(node, 'makes_shards', False) or (
-                leaf is not None and storage_dim(leaf) is not None):
+            leaf is not None and storage_dim(leaf) is not None
+        ):
             return True
         if not isinstance(node, BackwardCFunction):
             waiting += [other for other, _ in node.next_functions]
@@ -234,11 +261,13 @@ class Layout:
             raise ValueError(
                 f'{name} has the shape {tuple(parameter.shape)}; the shard of rank '
                 f'{current().tensor_rank} of {current().tensor_size} has '
-                f'{tuple(self.local_shape())}, of {tuple(self.shape)} as a full tensor')
+                f'{tuple(self.local_shape())}, of {tuple(self.shape)} as a full tensor'
+            )
         if is_tagged(parameter) and storage_dim(parameter) != self.storage:
             raise ValueError(
                 f'{name} is split along dimension {self.storage} in memory, and this parameter '
-                f'along {storage_dim(parameter)}: it cannot stand for it')
+                f'along {storage_dim(parameter)}: it cannot stand for it'
+            )
 
 
 def knows_shape(parameter: Tensor) -> bool:
@@ -252,7 +281,8 @@ def global_shape(parameter: Tensor) -> torch.Size:
         raise ValueError(
             f'a parameter of shape {tuple(parameter.shape)} is tagged as a shard, and nothing '
             'says of what: let its module derive from ts.nn.ParallelModule, and add it by '
-            'register_part(name, shape, dim)')
+            'register_part(name, shape, dim)'
+        )
     shape: torch.Size = getattr(parameter, _GLOBAL_SHAPE, parameter.shape)
     return shape
 
@@ -289,7 +319,12 @@ def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:
 
     shape, dim = global_shape(parameter), storage_dim(parameter)
     placement: Placement = Replicate() if dim is None else Shard(dim)
-    stride = tuple(prod(shape[i + 1:]) for i in range(len(shape)))
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(
-        (parameter if local is None else local).detach(), current().mesh,
-        [Replicate(), placement], run_check=False, shape=shape, stride=stride)
+        (parameter if local is None else local).detach(),
+        current().mesh,
+        [Replicate(), placement],
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )

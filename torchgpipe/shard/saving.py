@@ -6,6 +6,7 @@ can read them, or a single process with PyTorch alone::
     model.<name of the parameter>                       optimizer.param_groups
     optimizer.state.<name of the parameter>.<name of the state>
 """
+
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,15 @@ from torch.optim import Optimizer
 
 from torchgpipe.shard.collectives import raise_on_all_ranks
 from torchgpipe.shard.parameter import place, storage_dim
-from torchgpipe.shard.state_dict import (Named, by_names, check_names, is_tensor, local, under,
-                                         views)
+from torchgpipe.shard.state_dict import (
+    Named,
+    by_names,
+    check_names,
+    is_tensor,
+    local,
+    under,
+    views,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -28,13 +36,14 @@ __all__ = ['load_checkpoint', 'save_checkpoint']
 Path = str | os.PathLike[str]
 
 #: How long a file system may hide the files of one rank from another, in seconds.
-_PATIENCE = 60.
+_PATIENCE = 60.0
 
 # `torch.distributed.checkpoint` is imported where it is called, because the import takes long.
 
 
-def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None,
-                    **options: Any) -> None:
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizer: Optimizer | None = None, **options: Any
+) -> None:
     """Save a model with sharded layers, and its optimizer, by ``torch.distributed.checkpoint``.
 
     All ranks call it. Each writes its own shards; shared values are written once. Names are the
@@ -74,8 +83,14 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         if writer is not None and not rank:
             writer.make_way()
     with as_errors(task):
-        dcp.save(state, **(  # type: ignore[attr-defined]
-            {'checkpoint_id': path, **options} if writer is None else {'storage_writer': writer}))
+        dcp.save(
+            state,
+            **(  # type: ignore[attr-defined]
+                {'checkpoint_id': path, **options}
+                if writer is None
+                else {'storage_writer': writer}
+            ),
+        )
     if writer is not None:
         with raise_on_all_ranks(task, dist.group.WORLD):
             writer.write()
@@ -84,8 +99,14 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
                 writer.end()
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
-                    storage_reader: 'StorageReader | None' = None, **options: Any) -> None:
+def load_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    storage_reader: 'StorageReader | None' = None,
+    **options: Any,
+) -> None:
     """Load a checkpoint of :func:`save_checkpoint` into groups of any size. All ranks call it.
 
     Each rank reads its own shards. The optimizer gets the saved states, whether or not it has
@@ -115,29 +136,38 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = 
         saved = reader.read_metadata().state_dict_metadata
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
-        check_names('a checkpoint has the keys of the model', 'model',
-                    sorted(f'model.{key}' for key, value in values.items()
-                           if isinstance(value, Tensor)),
-                    sorted(key for key, value in saved.items()
-                           if key.startswith('model.') and is_tensor(value)))
+        check_names(
+            'a checkpoint has the keys of the model',
+            'model',
+            sorted(f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)),
+            sorted(
+                key
+                for key, value in saved.items()
+                if key.startswith('model.') and is_tensor(value)
+            ),
+        )
         if optimizer is not None:
             named = _named(parameters, optimizer)
             _check_options(named.groups(), under(saved, 'optimizer.param_groups.'))
             state['optimizer'] = {
                 'param_groups': named.groups(),
-                'state': named.forms(by_names(under(saved, 'optimizer.state.')))}
+                'state': named.forms(by_names(under(saved, 'optimizer.state.'))),
+            }
     with as_errors('reading a checkpoint'):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
     set_model_state_dict(model, local(state['model']))
     if optimizer is not None:
         loaded = state['optimizer']
-        here, there = ([group['params'] for group in groups]
-                       for groups in (named.groups(), loaded['param_groups']))
+        here, there = (
+            [group['params'] for group in groups]
+            for groups in (named.groups(), loaded['param_groups'])
+        )
         if here != there:
             raise ValueError(
                 'a checkpoint is loaded into an optimizer with the same groups of parameters: '
                 f'this one has {here}, the checkpoint {there}. Make the optimizer as it was made '
-                'before')
+                'before'
+            )
         named.load(loaded['state'], loaded['param_groups'])
 
 
@@ -154,10 +184,19 @@ def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
 
     values = get_model_state_dict(model)
     places = {place(parameter): parameter for parameter in model.parameters()}
-    parameters = {key: places[place(value)] for key, value in values.items()
-                  if isinstance(value, Tensor) and place(value) in places}
-    return views(values, {key: parameter for key, parameter in parameters.items()
-                          if storage_dim(parameter) is not None}), parameters
+    parameters = {
+        key: places[place(value)]
+        for key, value in values.items()
+        if isinstance(value, Tensor) and place(value) in places
+    }
+    return views(
+        values,
+        {
+            key: parameter
+            for key, parameter in parameters.items()
+            if storage_dim(parameter) is not None
+        },
+    ), parameters
 
 
 def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
@@ -172,4 +211,5 @@ def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> No
         raise ValueError(
             'a checkpoint is loaded into an optimizer of the same type with the same groups of '
             f'parameters: only this one has {sorted(here - there)}, only the checkpoint '
-            f'{sorted(there - here)} (numbers of groups, and their options)')
+            f'{sorted(there - here)} (numbers of groups, and their options)'
+        )

@@ -17,6 +17,7 @@ not taken one yet, and does not know parameters that ranks share.
 Both process a state dict one tensor at a time. A state of an optimizer is split like its
 parameter, if it has the parameter's shape.
 """
+
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -29,14 +30,38 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchgpipe.shard.collectives import broadcast, gathered, raise_on_all_ranks
-from torchgpipe.shard.parameter import (dtensor, global_shape, lengths, own, place, shard_shape,
-                                        sharded_parameters, storage_dim)
+from torchgpipe.shard.parameter import (
+    dtensor,
+    global_shape,
+    lengths,
+    own,
+    place,
+    shard_shape,
+    sharded_parameters,
+    storage_dim,
+)
 from torchgpipe.shard.world import current
 
-__all__ = ['Entries', 'Named', 'Sharded', 'by_names', 'check_names', 'check_shapes',
-           'collect_optimizer_state_dict', 'collect_state_dict', 'is_tensor', 'local', 'name_of',
-           'nested', 'optimizer_entries', 'relocate_optimizer_state_dict', 'relocate_state_dict',
-           'some', 'under', 'views']
+__all__ = [
+    'Entries',
+    'Named',
+    'Sharded',
+    'by_names',
+    'check_names',
+    'check_shapes',
+    'collect_optimizer_state_dict',
+    'collect_state_dict',
+    'is_tensor',
+    'local',
+    'name_of',
+    'nested',
+    'optimizer_entries',
+    'relocate_optimizer_state_dict',
+    'relocate_state_dict',
+    'some',
+    'under',
+    'views',
+]
 
 #: The values of a state dict by their keys. For an optimizer, keys are pairs: the number of the
 #: parameter, and the name of the state.
@@ -49,22 +74,29 @@ Sharded = Mapping[Any, Tensor]
 def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
     """Return entries with shards replaced by DTensors in the same memory."""
     found = {key: entries[key] for key in entries}
-    check_shapes({key: value for key, value in found.items() if key in sharded},
-                 {key: shard_shape(parameter) for key, parameter in sharded.items()})
-    return {key: dtensor(sharded[key], value) if key in sharded else value
-            for key, value in found.items()}
+    check_shapes(
+        {key: value for key, value in found.items() if key in sharded},
+        {key: shard_shape(parameter) for key, parameter in sharded.items()},
+    )
+    return {
+        key: dtensor(sharded[key], value) if key in sharded else value
+        for key, value in found.items()
+    }
 
 
 def local(entries: Entries) -> dict[Any, Any]:
     """Return entries with DTensors replaced by local tensors."""
     from torch.distributed.tensor import DTensor  # takes long
 
-    return {key: value.to_local() if isinstance(value, DTensor) else value
-            for key, value in entries.items()}
+    return {
+        key: value.to_local() if isinstance(value, DTensor) else value
+        for key, value in entries.items()
+    }
 
 
-def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
-                      ) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
+def optimizer_entries(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
     """Return the states of an optimizer, and the parameters of those that are shards."""
     here = [group['params'] for group in optimizer.param_groups]
     there = [group['params'] for group in state_dict['param_groups']]
@@ -72,19 +104,37 @@ def optimizer_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]
         raise ValueError(
             'a state dict belongs to an optimizer with the same groups of parameters: this one '
             f'has {[len(group) for group in here]} parameters in its groups, the state dict '
-            f'{[len(group) for group in there]}. Make the optimizer as it was made before')
-    parameters = {number: parameter for numbers, group in zip(there, here)
-                  for number, parameter in zip(numbers, group)}
-    entries = {(number, name): value for number, states in state_dict['state'].items()
-               for name, value in states.items()}
-    sharded = {key: parameters[key[0]] for key, value in entries.items() if key[0] in parameters
-               and storage_dim(parameters[key[0]]) is not None
-               and isinstance(value, Tensor) and value.dim()}
+            f'{[len(group) for group in there]}. Make the optimizer as it was made before'
+        )
+    parameters = {
+        number: parameter
+        for numbers, group in zip(there, here)
+        for number, parameter in zip(numbers, group)
+    }
+    entries = {
+        (number, name): value
+        for number, states in state_dict['state'].items()
+        for name, value in states.items()
+    }
+    sharded = {
+        key: parameters[key[0]]
+        for key, value in entries.items()
+        if key[0] in parameters
+        and storage_dim(parameters[key[0]]) is not None
+        and isinstance(value, Tensor)
+        and value.dim()
+    }
     return entries, sharded
 
 
-def check_names(message: str, of: str, here: Collection[str], saved: Collection[str],
-                most: int | None = None, hint: str = '') -> None:
+def check_names(
+    message: str,
+    of: str,
+    here: Collection[str],
+    saved: Collection[str],
+    most: int | None = None,
+    hint: str = '',
+) -> None:
     """Raise if a checkpoint misses names, or has others.
 
     Args:
@@ -98,6 +148,7 @@ def check_names(message: str, of: str, here: Collection[str], saved: Collection[
     Raises:
         ValueError: The checkpoint misses names, or has others.
     """
+
     def close(name: str, others: list[str]) -> str:
         found = get_close_matches(name, others[:1000], 1) if most else ()
         return repr(name) + ''.join(f' (like {each!r})' for each in found)
@@ -105,9 +156,14 @@ def check_names(message: str, of: str, here: Collection[str], saved: Collection[
     known, there = {*here}, {*saved}
     missing = [name for name in here if name not in there]
     foreign = [name for name in saved if name not in known]
-    found = [f'{verb} {some([close(name, others) for name in names[:most]], len(names))}'
-             for verb, names, others in (('it misses', missing, foreign),
-                                         (f'the {of} does not have', foreign, missing)) if names]
+    found = [
+        f'{verb} {some([close(name, others) for name in names[:most]], len(names))}'
+        for verb, names, others in (
+            ('it misses', missing, foreign),
+            (f'the {of} does not have', foreign, missing),
+        )
+        if names
+    ]
     if found:
         raise ValueError(f'{message}: {"; ".join(found)}{hint}')
 
@@ -119,13 +175,18 @@ def some(texts: Sequence[str], of: int) -> str:
 
 def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
     """Raise an error that names all tensors with other shapes than the given ones."""
-    wrong = [f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
-             for key, tensor in tensors.items() if tensor.shape != shapes[key]]
+    wrong = [
+        f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
+        for key, tensor in tensors.items()
+        if tensor.shape != shapes[key]
+    ]
     if wrong:
         raise ValueError(
             'shards have the shapes that they have in the model, and a state of an optimizer that '
-            'of its parameter; what is cut into shards is full: ' + '; '.join(wrong)
-            + '. Is it of another model, or collected already, or not yet?')
+            'of its parameter; what is cut into shards is full: '
+            + '; '.join(wrong)
+            + '. Is it of another model, or collected already, or not yet?'
+        )
 
 
 def name_of(key: Any) -> str:
@@ -147,14 +208,16 @@ def nested(entries: Mapping[tuple[Any, str], Any]) -> dict[Any, dict[str, Any]]:
 
 def under(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the entries of a checkpoint that have a prefix, without it."""
-    return {key.removeprefix(prefix): value for key, value in saved.items()
-            if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)
+    }
 
 
 def by_names(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return entries by the names of parameters, then by the last part of their keys."""
-    return nested({(key.rpartition('.')[0], key.rpartition('.')[2]): value
-                   for key, value in saved.items()})
+    return nested(
+        {(key.rpartition('.')[0], key.rpartition('.')[2]): value for key, value in saved.items()}
+    )
 
 
 def is_tensor(saved: Any) -> bool:
@@ -194,16 +257,20 @@ class Named:
         self.parameters = [x for group in optimizer.param_groups for x in group['params']]
         foreign = [tuple(x.shape) for x in self.parameters if id(x) not in names]
         if foreign:
-            raise ValueError(f'{len(foreign)} parameters of the optimizer are not in the model, '
-                             f'with shapes {foreign[:5]}: make it of model.parameters(), and '
-                             'another one for parameters of a loss, say, which is saved on its '
-                             'own')
+            raise ValueError(
+                f'{len(foreign)} parameters of the optimizer are not in the model, '
+                f'with shapes {foreign[:5]}: make it of model.parameters(), and '
+                'another one for parameters of a loss, say, which is saved on its '
+                'own'
+            )
         self.names = [names[id(x)] for x in self.parameters]
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups of the optimizer, with names for parameters."""
-        return [{**group, 'params': [self.names[number] for number in group['params']]}
-                for group in self._optimizer.state_dict()['param_groups']]
+        return [
+            {**group, 'params': [self.names[number] for number in group['params']]}
+            for group in self._optimizer.state_dict()['param_groups']
+        ]
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the states of each parameter, with DTensors in the memory of shards.
@@ -212,8 +279,11 @@ class Named:
             ValueError: A state does not have the shape of its shard.
         """
         found = nested(views(*optimizer_entries(self._optimizer, self._optimizer.state_dict())))
-        return {self.names[number]: states for number, states in found.items()
-                if isinstance(number, int)}  # Others are of no parameter.
+        return {
+            self.names[number]: states
+            for number, states in found.items()
+            if isinstance(number, int)
+        }  # Others are of no parameter.
 
     def forms(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return tensors to read the saved states, or options, into.
@@ -221,24 +291,39 @@ class Named:
         An optimizer has states after its first step only. A step only for that would change the
         count of its steps.
         """
-        return {name: {key: _form(value, x) for key, value in saved.get(name, {}).items()}
-                for name, x in zip(self.names, self.parameters)}
+        return {
+            name: {key: _form(value, x) for key, value in saved.get(name, {}).items()}
+            for name, x in zip(self.names, self.parameters)
+        }
 
-    def load(self, states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
-             ) -> None:
+    def load(
+        self, states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+    ) -> None:
         """Load states into the optimizer, and options into its groups."""
         own = self._optimizer.state_dict()['param_groups']
-        self._optimizer.load_state_dict({
-            'state': {number: states[name] if storage_dim(x) is None else local(states[name])
-                      for number, (name, x) in enumerate(zip(self.names, self.parameters))
-                      if states[name]},
-            'param_groups': [{**packed, **group, 'params': packed['params']}
-                             for packed, group in zip(own, groups)]})
+        self._optimizer.load_state_dict(
+            {
+                'state': {
+                    number: states[name] if storage_dim(x) is None else local(states[name])
+                    for number, (name, x) in enumerate(zip(self.names, self.parameters))
+                    if states[name]
+                },
+                'param_groups': [
+                    {**packed, **group, 'params': packed['params']}
+                    for packed, group in zip(own, groups)
+                ],
+            }
+        )
 
 
-def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *,
-                       rank0_only: bool = False, device: torch.device | str | None = None
-                       ) -> dict[str, Any]:
+def collect_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str = '',
+    *,
+    rank0_only: bool = False,
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
     """Gather the shards of a state dict into full tensors: the state dict of the plain model.
 
     All ranks of a group have to call it. ::
@@ -261,12 +346,14 @@ def collect_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: 
         ValueError: A tensor does not have the shape of the model's shard.
         RuntimeError: Another rank of the group failed, and is named; or ranks have other keys.
     """
-    return _filled(state_dict, _collect(
-        state_dict, sharded_parameters(model, prefix), rank0_only, device))
+    return _filled(
+        state_dict, _collect(state_dict, sharded_parameters(model, prefix), rank0_only, device)
+    )
 
 
-def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *,
-                        strict: bool = True) -> dict[str, Any]:
+def relocate_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], prefix: str = '', *, strict: bool = True
+) -> dict[str, Any]:
     """Cut full tensors into this rank's shards, without communication.
 
     ::
@@ -290,16 +377,24 @@ def relocate_state_dict(model: nn.Module, state_dict: Mapping[str, Any], prefix:
             than the model's; the error names all of them.
     """
     if strict:
-        check_names('a checkpoint has the keys of the model', 'model',
-                    sorted(prefix + key for key in model.state_dict()),
-                    sorted(key for key in state_dict if key.startswith(prefix)), None,
-                    '. Pass prefix= if the keys have one, or strict=False to load common keys')
+        check_names(
+            'a checkpoint has the keys of the model',
+            'model',
+            sorted(prefix + key for key in model.state_dict()),
+            sorted(key for key in state_dict if key.startswith(prefix)),
+            None,
+            '. Pass prefix= if the keys have one, or strict=False to load common keys',
+        )
     return _filled(state_dict, _relocate(state_dict, sharded_parameters(model, prefix)))
 
 
-def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any], *,
-                                 rank0_only: bool = False,
-                                 device: torch.device | str | None = None) -> dict[str, Any]:
+def collect_optimizer_state_dict(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    rank0_only: bool = False,
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
     """Gather the shards of an optimizer's state dict, as for the plain model's optimizer.
 
     A state with the shape of its parameter is a shard if the parameter is. A state without
@@ -322,8 +417,9 @@ def collect_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, 
     return {**state_dict, 'state': nested(_collect(entries, sharded, rank0_only, device))}
 
 
-def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]
-                                  ) -> dict[str, Any]:
+def relocate_optimizer_state_dict(
+    optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
     """Cut the states of an optimizer into this rank's shards, without communication.
 
     ::
@@ -351,16 +447,23 @@ def relocate_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str,
 
 
 @torch.no_grad()
-def _collect(entries: Entries, sharded: Sharded, rank0_only: bool,
-             device: torch.device | str | None) -> dict[Any, Any]:
+def _collect(
+    entries: Entries, sharded: Sharded, rank0_only: bool, device: torch.device | str | None
+) -> dict[Any, Any]:
     keeps = current().tensor_rank == 0 or not rank0_only
     firsts: dict[Any, Any] = {}
     with raise_on_all_ranks('collecting a state dict'):
         found = views(entries, sharded)
-        ties = {key: firsts.setdefault(place(value.to_local()), key)
-                for key, value in found.items() if key in sharded}
-        collected = {key: None if key in ties else _moved(value, device)
-                     for key, value in found.items() if keeps}
+        ties = {
+            key: firsts.setdefault(place(value.to_local()), key)
+            for key, value in found.items()
+            if key in sharded
+        }
+        collected = {
+            key: None if key in ties else _moved(value, device)
+            for key, value in found.items()
+            if keeps
+        }
     _check_same([(key, ties[key], found[key].dtype, tuple(found[key].shape)) for key in ties])
     buffers: dict[torch.device, Tensor] = {}
     for key, first in ties.items():
@@ -377,17 +480,24 @@ def _check_same(facts: list[tuple[Any, ...]]) -> None:
     first, *others = gathered(facts, current().tensor_group)
     for rank, other in zip(ranks[1:], others):
         if other != first:
-            one, another = (next((repr(fact) for fact in these if fact not in those),
-                                 'nothing of the kind')
-                            for these, those in ((first, other), (other, first)))
+            one, another = (
+                next((repr(fact) for fact in these if fact not in those), 'nothing of the kind')
+                for these, those in ((first, other), (other, first))
+            )
             raise RuntimeError(
                 f'the shards of a state dict are not the same on all ranks of the group {ranks}: '
                 f'rank {ranks[0]} has {one}, rank {rank} {another}. Let all ranks of a group call '
-                'this for the same model')
+                'this for the same model'
+            )
 
 
-def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
-          buffers: dict[torch.device, Tensor]) -> Tensor | None:
+def _full(
+    name: str,
+    view: Any,
+    keeps: bool,
+    device: torch.device | str | None,
+    buffers: dict[torch.device, Tensor],
+) -> Tensor | None:
     """Return the full tensor of a DTensor, or help others to get it.
 
     Each rank in turn sends its shard to all others. This works for shards of unequal sizes, and on
@@ -396,13 +506,16 @@ def _full(name: str, view: Any, keeps: bool, device: torch.device | str | None,
     """
     here, shard, dim = current(), view.to_local(), view.placements[-1].dim
     numbers = lengths(view.size(dim), here.tensor_size)
-    shapes = [[*view.shape[:dim], length, *view.shape[dim + 1:]] for length in numbers]
+    shapes = [[*view.shape[:dim], length, *view.shape[dim + 1 :]] for length in numbers]
     with raise_on_all_ranks(f'collecting {name}'):
-        full = (torch.empty(view.shape, dtype=shard.dtype, device=device or shard.device) if keeps
-                else None)
+        full = (
+            torch.empty(view.shape, dtype=shard.dtype, device=device or shard.device)
+            if keeps
+            else None
+        )
         buffer = _buffer(prod(shapes[0]), shard, buffers)
     for rank, shape in enumerate(shapes):
-        piece = buffer[:prod(shape)].view(shape)
+        piece = buffer[: prod(shape)].view(shape)
         if rank == here.tensor_rank:
             piece.copy_(shard)
         # As bytes, because backends do not support all types.

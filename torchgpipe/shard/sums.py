@@ -9,6 +9,7 @@ one set of gradients::
 
 Reductions run beside the computation. A bucket is kept until its reduction has ended.
 """
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,8 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ['Gradients', 'Sum', 'added', 'check_dense', 'clip', 'ended', 'gathered_over',
-           'is_counted', 'like', 'local', 'split_axes', 'started']
+__all__ = [
+    'Gradients',
+    'Sum',
+    'added',
+    'check_dense',
+    'clip',
+    'ended',
+    'gathered_over',
+    'is_counted',
+    'like',
+    'local',
+    'split_axes',
+    'started',
+]
 
 #: Pairs of a tensor and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
@@ -59,8 +72,9 @@ def started(parameters: Sequence[Tensor], found: dict[int, Tensor], group: Any) 
     sums = []
     for bucket in _buckets(parameters):
         grads = [like(x, found.get(id(x))) for x in bucket]
-        there = local(grads[0]).new_tensor([
-            float(found.pop(id(x), None) is not None) for x in bucket])
+        there = local(grads[0]).new_tensor(
+            [float(found.pop(id(x), None) is not None) for x in bucket]
+        )
         flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
         grads.clear()
         sums.append(Sum(bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
@@ -95,11 +109,12 @@ def _ended(bucket: list[Tensor], flat: Tensor, work: Any) -> tuple[Gradients, Te
 
 
 #: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
-BUCKET = 25 * 2 ** 20
+BUCKET = 25 * 2**20
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parameters whose gradients are reduced in one message: of one dtype, BUCKET bytes."""
+
     def kind(x: Tensor) -> str:
         return str(x.dtype)
 
@@ -132,14 +147,23 @@ def like(x: Tensor, grad: Tensor | None) -> Tensor:
 
 def check_dense(x: Tensor, grad: Tensor) -> None:
     if grad.layout is not torch.strided:
-        raise RuntimeError(f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
-                           'ranks add up dense ones: nn.Embedding(…, sparse=False)')
+        raise RuntimeError(
+            f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '
+            'ranks add up dense ones: nn.Embedding(…, sparse=False)'
+        )
 
 
 def split_axes(x: Tensor) -> set[str]:
     """Return the axes of a mesh along which a tensor is split."""
-    return {name for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
-            if not placement.is_replicate()} if isinstance(x, DTensor) else set()
+    return (
+        {
+            name
+            for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
+            if not placement.is_replicate()
+        }
+        if isinstance(x, DTensor)
+        else set()
+    )
 
 
 def local(x: Tensor) -> Tensor:
@@ -162,9 +186,15 @@ def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
 
 
 @torch.no_grad()
-def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[str, int],
-         max_norm: float, norm_type: float, group: dist.ProcessGroup | None, device: torch.device
-         ) -> Tensor:
+def clip(
+    gradients: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    places: Mapping[str, int],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Tensor:
     """Scale gradients, in place, to a norm; return their previous norm.
 
     Args:
@@ -176,7 +206,7 @@ def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[
         group: All ranks.
         device: The device of this rank.
     """
-    power = 1. if norm_type == float('inf') else norm_type
+    power = 1.0 if norm_type == float('inf') else norm_type
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
     for grad in map(_over_ranks, gradients):
         if is_counted(grad, places) and local(grad).numel():  # An empty tensor has no maximum.
@@ -197,6 +227,7 @@ def clip(gradients: Sequence[Tensor], copies: Sequence[Tensor], places: Mapping[
 def _over_ranks(grad: Tensor) -> Tensor:
     """Return a gradient without partial placements: no rank has a summand only."""
     if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
-        return grad.redistribute(placements=[
-            Replicate() if each.is_partial() else each for each in grad.placements])
+        return grad.redistribute(
+            placements=[Replicate() if each.is_partial() else each for each in grad.placements]
+        )
     return grad

@@ -21,6 +21,7 @@ replicas of one part of them. Six ranks in groups of two::
                    ▲
                    └── ranks 1, 3 and 5 hold the same shard
 """
+
 import atexit
 import time
 from datetime import timedelta
@@ -32,15 +33,29 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ['World', 'current', 'destroy_process_group', 'device_type', 'get_data_group',
-           'get_data_rank', 'get_group', 'get_group_size', 'get_mesh', 'get_rank',
-           'get_world_size', 'init_process_group', 'is_initialized', 'needed_by', 'parse_timeout']
+__all__ = [
+    'World',
+    'current',
+    'destroy_process_group',
+    'device_type',
+    'get_data_group',
+    'get_data_rank',
+    'get_group',
+    'get_group_size',
+    'get_mesh',
+    'get_rank',
+    'get_world_size',
+    'init_process_group',
+    'is_initialized',
+    'needed_by',
+    'parse_timeout',
+]
 
 #: The directory of the threads of this process. Some systems do not have it.
 THREADS = Path('/proc/self/task')
 
 #: For how many seconds the end of a process waits at most.
-LIMIT = 10.
+LIMIT = 10.0
 
 
 @cache
@@ -104,7 +119,8 @@ def current() -> World:
     if _world is None or not is_initialized():
         raise RuntimeError(
             'there are no parallel groups: call ts.distributed.init_process_group(group_size), '
-            'after torch.distributed.init_process_group, before making or calling sharded layers')
+            'after torch.distributed.init_process_group, before making or calling sharded layers'
+        )
     return _world
 
 
@@ -127,18 +143,26 @@ def parse_timeout(timeout: float | timedelta) -> timedelta:
         try:
             timeout = timedelta(seconds=timeout)
         except (OverflowError, ValueError):  # infinity, NaN
-            raise ValueError(f'timeout is a finite number of seconds, but is {timeout}; leave it '
-                             'out for 30 minutes') from None
+            raise ValueError(
+                f'timeout is a finite number of seconds, but is {timeout}; leave it '
+                'out for 30 minutes'
+            ) from None
     if not isinstance(timeout, timedelta):
-        raise TypeError('timeout is a number of seconds, or a datetime.timedelta, but is a '
-                        f'{type(timeout).__name__}')
+        raise TypeError(
+            'timeout is a number of seconds, or a datetime.timedelta, but is a '
+            f'{type(timeout).__name__}'
+        )
     if timeout <= timedelta(0):
         raise ValueError(f'timeout is a time above zero, but is {timeout}')
     return timeout
 
 
-def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
-                       timeout: float | timedelta | None = None) -> None:
+def init_process_group(
+    group_size: int = -1,
+    *,
+    mesh: DeviceMesh | None = None,
+    timeout: float | timedelta | None = None,
+) -> None:
     """Split the processes of ``torch.distributed`` into parallel groups. All have to call it.
 
     A group has consecutive ranks and holds one copy of the sharded layers. If there are more
@@ -158,12 +182,16 @@ def init_process_group(group_size: int = -1, *, mesh: DeviceMesh | None = None,
     """
     global _world
     if not dist.is_initialized():
-        raise RuntimeError('parallel groups stand on torch.distributed: call '
-                           'torch.distributed.init_process_group first')
+        raise RuntimeError(
+            'parallel groups stand on torch.distributed: call '
+            'torch.distributed.init_process_group first'
+        )
     if is_initialized():
-        raise RuntimeError('there are parallel groups already, of '
-                           f'{current().tensor_size}: call ts.distributed.destroy_process_group '
-                           'before making others')
+        raise RuntimeError(
+            'there are parallel groups already, of '
+            f'{current().tensor_size}: call ts.distributed.destroy_process_group '
+            'before making others'
+        )
     wait_at_exit()
     limit = None if timeout is None else parse_timeout(timeout)
     _world = _make(group_size, limit) if mesh is None else _take(group_size, mesh)
@@ -193,7 +221,8 @@ def _make(group_size: int, timeout: timedelta | None) -> World:
     if size < 1 or number % size:
         raise ValueError(
             f'{number} processes cannot be cut into groups of {group_size}: a group size divides '
-            'the number of processes, or is -1 for one group of all')
+            'the number of processes, or is -1 for one group of all'
+        )
     grid = torch.arange(number).view(-1, size)
     # Every rank makes all groups, in the same order, as torch.distributed requires.
     data, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
@@ -206,15 +235,18 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
     """Use the groups of an existing mesh."""
     names = ('tensor',) if mesh.ndim == 1 else mesh.mesh_dim_names or ()
     if 'tensor' not in names:
-        raise ValueError(f"a mesh needs an axis called 'tensor', or only one; this one has "
-                         f'{mesh.ndim}, {mesh.mesh_dim_names}: name them by mesh_dim_names')
+        raise ValueError(
+            f"a mesh needs an axis called 'tensor', or only one; this one has "
+            f'{mesh.ndim}, {mesh.mesh_dim_names}: name them by mesh_dim_names'
+        )
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f'rank {dist.get_rank()} is not in the mesh {mesh}')
     size = mesh.size(names.index('tensor'))
     if group_size not in (-1, size):
-        raise ValueError(f'the groups of the mesh have {size} ranks, not {group_size}: leave '
-                         'group_size out')
+        raise ValueError(
+            f'the groups of the mesh have {size} ranks, not {group_size}: leave group_size out'
+        )
     if names == AXES:
         return World(mesh)
     grid = mesh.mesh[tuple(slice(None) if name in AXES else i for name, i in zip(names, place))]
@@ -227,8 +259,9 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
         grid = grid.view(1, -1)
         data = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         own = (data,)
-    return World(DeviceMesh.from_group([data, tensor], mesh.device_type, grid,
-                                       mesh_dim_names=AXES), own)
+    return World(
+        DeviceMesh.from_group([data, tensor], mesh.device_type, grid, mesh_dim_names=AXES), own
+    )
 
 
 def device_type() -> str:

@@ -15,9 +15,23 @@ stash
 tracker
     The storage of a thread's stashed tensors.
 """
-from torchgpipe.skip.skippable import (SkipGenerator, Skippable, pop, skippable, stash,
-                                       verify_skippables)
+
+from torchgpipe.skip.skippable import (
+    SkipGenerator,
+    Skippable,
+    pop,
+    skippable,
+    stash,
+    verify_skippables,
+)
 from torchgpipe.skip.transfer import Namespace
 
-__all__ = ['Namespace', 'SkipGenerator', 'Skippable', 'pop', 'skippable', 'stash',
-           'verify_skippables']
+__all__ = [
+    'Namespace',
+    'SkipGenerator',
+    'Skippable',
+    'pop',
+    'skippable',
+    'stash',
+    'verify_skippables',
+]

@@ -8,6 +8,7 @@
                                 b ──────▶ b                         copied once, from 1 to 2
                                                        c            not copied
 """
+
 from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
@@ -115,4 +116,5 @@ def _verify_inner(layer_name: str, layer: nn.Module, layout: SkipLayout) -> None
                     raise TypeError(
                         f"a layer within '{layer_name}' declared '{name}', which also goes from "
                         'one partition to another, between other layers; isolate one of both by a '
-                        'namespace: layer.isolate(Namespace())')
+                        'namespace: layer.isolate(Namespace())'
+                    )

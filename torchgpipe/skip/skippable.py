@@ -16,6 +16,7 @@ Its return value is the layer's output::
                   ◀──  tensor
     return output  ──▶ output
 """
+
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial, wraps
@@ -28,8 +29,15 @@ from torchgpipe.base.private import uncompiled
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
 
-__all__ = ['SkipGenerator', 'Skippable', 'pop', 'run_generator', 'skippable', 'stash',
-           'verify_skippables']
+__all__ = [
+    'SkipGenerator',
+    'Skippable',
+    'pop',
+    'run_generator',
+    'skippable',
+    'stash',
+    'verify_skippables',
+]
 
 
 # --- a forward that is a generator
@@ -90,8 +98,12 @@ class pop:
 SkipGenerator = Generator[stash | pop, Any, Any]
 
 
-def run_generator(generator: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
-                  poppable: frozenset[str]) -> Any:
+def run_generator(
+    generator: Any,
+    namespaced: Callable[[str], Key],
+    stashable: frozenset[str],
+    poppable: frozenset[str],
+) -> Any:
     """Run a forward that is a generator, and handle its requests.
 
     Args:
@@ -130,13 +142,21 @@ def run_generator(generator: Any, namespaced: Callable[[str], Key], stashable: f
 
 
 @uncompiled
-def _obey(request: Any, namespaced: Callable[[str], Key], stashable: frozenset[str],
-          poppable: frozenset[str], to_stash: set[str], to_pop: set[str]) -> Tensor | None:
+def _obey(
+    request: Any,
+    namespaced: Callable[[str], Key],
+    stashable: frozenset[str],
+    poppable: frozenset[str],
+    to_stash: set[str],
+    to_pop: set[str],
+) -> Tensor | None:
     if isinstance(request, stash):
         _check(request.name, stashable, to_stash, 'stashable', 'stashed')
         if request.tensor is not None and not isinstance(request.tensor, Tensor):
-            raise TypeError(f"'{request.name}' must be a tensor or None to be stashed, but is "
-                            f'{type(request.tensor).__name__}')
+            raise TypeError(
+                f"'{request.name}' must be a tensor or None to be stashed, but is "
+                f'{type(request.tensor).__name__}'
+            )
         current_skip_tracker().save(None, *namespaced(request.name), request.tensor)
         return None
     if isinstance(request, pop):
@@ -145,17 +165,21 @@ def _obey(request: Any, namespaced: Callable[[str], Key], stashable: frozenset[s
             return current_skip_tracker().load(None, *namespaced(request.name))
         except KeyError:
             raise RuntimeError(f"'{request.name}' has not been stashed") from None
-    raise TypeError(f"a skippable layer yields stash('name', tensor) or pop('name'), but got "
-                    f'{request!r}')
+    raise TypeError(
+        f"a skippable layer yields stash('name', tensor) or pop('name'), but got {request!r}"
+    )
 
 
-def _check(name: str, declared: frozenset[str], left: set[str], adjective: str, participle: str
-           ) -> None:
+def _check(
+    name: str, declared: frozenset[str], left: set[str], adjective: str, participle: str
+) -> None:
     if name not in declared:
         raise RuntimeError(f"'{name}' has not been declared as {adjective}")
     if name not in left:
-        raise RuntimeError(f"'{name}' has already been {participle}; a skip goes from one stash "
-                           'to one pop in each forward')
+        raise RuntimeError(
+            f"'{name}' has already been {participle}; a skip goes from one stash "
+            'to one pop in each forward'
+        )
     left.remove(name)
 
 
@@ -209,8 +233,9 @@ class Skippable(nn.Module):
         """Yield the skips that this layer pops."""
         return map(self.namespaced, sorted(self.poppable_names))
 
-    def isolate(self: TSkippable, ns: Namespace | None, *, only: Iterable[str] | None = None
-                ) -> TSkippable:
+    def isolate(
+        self: TSkippable, ns: Namespace | None, *, only: Iterable[str] | None = None
+    ) -> TSkippable:
         """Put this layer's skips into a namespace, so that their names can be used again.
 
         >>> from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -230,8 +255,9 @@ class Skippable(nn.Module):
             The layer itself.
         """
         if not isinstance(ns, Namespace):
-            raise TypeError(f'ns must be a Namespace or None, but got {ns!r}; make one with '
-                            'Namespace()')
+            raise TypeError(
+                f'ns must be a Namespace or None, but got {ns!r}; make one with Namespace()'
+            )
         names = self.stashable_names | self.poppable_names
         chosen = names if only is None else names & set(only)
         self.namespaces = {**self.namespaces, **dict.fromkeys(chosen, ns)}
@@ -240,28 +266,39 @@ class Skippable(nn.Module):
     def __repr__(self) -> str:
         return f'@skippable({super().__repr__()})'
 
-    def state_dict(self, *, destination: Any = None, prefix: str = '',
-                   keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = '', keep_vars: bool = False
+    ) -> Any:
         """Return the state, with names as in [Note: The level called module]."""
         before = set(destination or ())
         destination = super().state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars)
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
         level = prefix + 'module.'
-        _rename(destination, {key: level + key[len(prefix):]
-                              for key in destination if key not in before})
+        _rename(
+            destination,
+            {key: level + key[len(prefix) :] for key in destination if key not in before},
+        )
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Names without the level are taken too, from a model before it was skippable.
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
-        complete = all(level + key[len(prefix):] in state_dict for key in mine)
-        _rename(state_dict, {key: prefix + key[len(level):] for key in state_dict
-                             if key.startswith(level) and (complete or key not in mine)})
+        complete = all(level + key[len(prefix) :] in state_dict for key in mine)
+        _rename(
+            state_dict,
+            {
+                key: prefix + key[len(level) :]
+                for key in state_dict
+                if key.startswith(level) and (complete or key not in mine)
+            },
+        )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = '',
-                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = '', remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this layer and all within: [Note: The level called module]."""
         prefix = prefix + '.module' if prefix else 'module'
         yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -296,8 +333,9 @@ def _restore(base: type[nn.Module], stashable: frozenset[str], poppable: frozens
     return cls.__new__(cls)
 
 
-def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
-              ) -> Callable[[type[TModule]], type[TModule]]:
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[TModule]], type[TModule]]:
     """Declare the skips of a layer: a class decorator.
 
     The layer's ``forward`` is a generator then, which yields :class:`stash` and :class:`pop`.
@@ -327,8 +365,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
         ``super().__init__()`` and not ``super(Layer, self).__init__()``.
     """
     if isinstance(stash, str) or isinstance(pop, str):
-        raise TypeError('stash and pop are iterables of names, not a name: '
-                        f"skippable(stash=[{(stash or pop)!r}])")
+        raise TypeError(
+            'stash and pop are iterables of names, not a name: '
+            f'skippable(stash=[{(stash or pop)!r}])'
+        )
     stashable, poppable = frozenset(stash), frozenset(pop)
 
     def decorate(module_cls: type[TModule]) -> type[TModule]:
@@ -342,7 +382,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()
 def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]) -> type[Any]:
     for derived in base.__subclasses__():
         if derived.__dict__.get('_decorated') is base and (
-                derived.stashable_names, derived.poppable_names) == (stashable, poppable):
+            derived.stashable_names,
+            derived.poppable_names,
+        ) == (stashable, poppable):
             return derived
 
     @partial(uncompiled, recursive=False)  # PyTorch cannot compile a generator.
@@ -352,9 +394,15 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
         return run_generator(generator, self.namespaced, stashable, poppable)
 
     bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
-    body = {'__doc__': base.__doc__, '__module__': base.__module__,
-            '__qualname__': base.__qualname__, '_decorated': base, 'forward': forward,
-            'stashable_names': stashable, 'poppable_names': poppable}
+    body = {
+        '__doc__': base.__doc__,
+        '__module__': base.__module__,
+        '__qualname__': base.__qualname__,
+        '_decorated': base,
+        'forward': forward,
+        'stashable_names': stashable,
+        'poppable_names': poppable,
+    }
     return new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
 
 
@@ -387,17 +435,22 @@ def verify_skippables(module: nn.Sequential) -> None:
     for layer_name, layer in module._modules.items():
         if isinstance(layer, DeclaresSkips):
             problems += _verify_layer(layer_name, layer, stashed, popped)
-    problems += [f"no module declared '{name}' as poppable but stashed"
-                 for name in sorted(name for _, name in stashed - popped)]
+    problems += [
+        f"no module declared '{name}' as poppable but stashed"
+        for name in sorted(name for _, name in stashed - popped)
+    ]
     if problems:
-        raise TypeError('one or more pairs of stash and pop do not match:\n\n'
-                        + '\n'.join(f'* {problem}' for problem in problems)
-                        + '\n\nGive each pair of layers that uses a name again a namespace: '
-                          'layer.isolate(Namespace()).')
+        raise TypeError(
+            'one or more pairs of stash and pop do not match:\n\n'
+            + '\n'.join(f'* {problem}' for problem in problems)
+            + '\n\nGive each pair of layers that uses a name again a namespace: '
+            'layer.isolate(Namespace()).'
+        )
 
 
-def _verify_layer(layer_name: str, layer: DeclaresSkips, stashed: set[Key], popped: set[Key]
-                  ) -> Iterator[str]:
+def _verify_layer(
+    layer_name: str, layer: DeclaresSkips, stashed: set[Key], popped: set[Key]
+) -> Iterator[str]:
     both = set(layer.stashable()) & set(layer.poppable())
     for _, name in sorted(both, key=lambda key: key[1]):
         yield f"'{layer_name}' declared '{name}' both as stashable and as poppable"

@@ -20,6 +20,7 @@ inference mode have no versions, so changes are not detected. Micro-batches are 
 with one version, so it raises needlessly to change the input of the model in place and then stash
 it.
 """
+
 import uuid
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,8 +34,19 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Kind, bare
 
-__all__ = ['Key', 'Namespace', 'Skip', 'SkipTracker', 'arrive', 'changed_in_place',
-           'current_skip_tracker', 'keep', 'leave', 'take', 'use_skip_tracker']
+__all__ = [
+    'Key',
+    'Namespace',
+    'Skip',
+    'SkipTracker',
+    'arrive',
+    'changed_in_place',
+    'current_skip_tracker',
+    'keep',
+    'leave',
+    'take',
+    'use_skip_tracker',
+]
 
 
 @dataclass(frozen=True, order=True)
@@ -84,8 +96,9 @@ class SkipTracker:
         """Return a skip tensor and let go of it; :exc:`KeyError` if there is none."""
         return self.tensors.pop((ns, name))
 
-    def copy(self, batch: Any, prev_stream: Any, next_stream: Any, ns: Namespace | None, name: str
-             ) -> None:
+    def copy(
+        self, batch: Any, prev_stream: Any, next_stream: Any, ns: Namespace | None, name: str
+    ) -> None:
         """Move a skip tensor to another device."""
         raise TypeError('copying is not supported without portals')
 
@@ -149,8 +162,13 @@ def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key
     return found
 
 
-def keep(waiting: dict[Key, Skip], outgoing: Iterable[tuple[int, Key]], j: int,
-         stashed: Mapping[Key, Kind], output: Sequence[Tensor]) -> None:
+def keep(
+    waiting: dict[Key, Skip],
+    outgoing: Iterable[tuple[int, Key]],
+    j: int,
+    stashed: Mapping[Key, Kind],
+    output: Sequence[Tensor],
+) -> None:
     """Keep the skips that left a cell of partition ``j``, the last tensors of its output."""
     for _, key in outgoing:
         waiting[key] = Skip(None)
@@ -158,8 +176,9 @@ def keep(waiting: dict[Key, Skip], outgoing: Iterable[tuple[int, Key]], j: int,
         waiting[key] = Skip(output[k], versions([output[k]])[0], j, k, stashed[key])
 
 
-def take(waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
-         ) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
+def take(
+    waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
+) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
     """Return the skips that a cell pops: those with a tensor, their kinds, and keys of ``None``.
 
     The cell then owns them (rule 5).
@@ -193,7 +212,9 @@ def arrive(popped: dict[Key, Kind], absent: Iterable[Key], tensors: list[Tensor]
 
 def changed_in_place(what: str) -> str:
     """Return the error message for a change in place that a skip would have to see."""
-    return (f'{what} was changed in place between its stash and its pop, in another partition '
-            'than the one that stashed it. Without a pipeline, the layer that pops would see that '
-            'change; here it cannot. Use an operation that is not in place, or stash a copy: '
-            "stash('name', tensor.clone()).")
+    return (
+        f'{what} was changed in place between its stash and its pop, in another partition '
+        'than the one that stashed it. Without a pipeline, the layer that pops would see that '
+        'change; here it cannot. Use an operation that is not in place, or stash a copy: '
+        "stash('name', tensor.clone())."
+    )

@@ -11,6 +11,7 @@ in parts
 parity
     The comparison of all forms, with the differences and their reasons.
 """
+
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,15 @@ from torchgpipe.base.distance import arbitrary_loss
 from torchgpipe.base.errors import add_note, table
 from torchgpipe.engine.split import parse_balance
 from torchgpipe.schedule import Schedule, ScheduleLike
-from torchgpipe.testing.differences import (Difference, Differences, compare, quiet, ways_out,
-                                            why_of_micro_batches, why_of_the_pipeline)
+from torchgpipe.testing.differences import (
+    Difference,
+    Differences,
+    compare,
+    quiet,
+    ways_out,
+    why_of_micro_batches,
+    why_of_the_pipeline,
+)
 from torchgpipe.testing.runs import RESULTS, InParts, Setup, Unwrapped, Wrapped
 
 __all__ = ['Difference', 'Differences', 'Parity', 'check_parity']
@@ -52,15 +60,17 @@ class Parity:
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not (self.micro_batches.differences
-                    or (self.mini_batch and self.mini_batch.differences))
+        return not (
+            self.micro_batches.differences or (self.mini_batch and self.mini_batch.differences)
+        )
 
     def __str__(self) -> str:
-        rows = [*_rows('mini-batch', self.mini_batch),
-                *_rows('micro-batches', self.micro_batches)]
+        rows = [*_rows('mini-batch', self.mini_batch), *_rows('micro-batches', self.micro_batches)]
         found = table(['unwrapped', 'tensors', 'differ', 'by', 'in step', 'most of all'], rows)
-        why = [fill(reason, 96, initial_indent='- ', subsequent_indent='  ')
-               for reason in self.reasons]
+        why = [
+            fill(reason, 96, initial_indent='- ', subsequent_indent='  ')
+            for reason in self.reasons
+        ]
         return '\n'.join([self.title, '', found, *([''] if why else []), *why])
 
 
@@ -79,12 +89,22 @@ def _rows(form: str, comparison: Differences | None) -> Iterator[list[str]]:
             yield [f'on the {form}: {kind}', str(comparison.tensors[kind]), *cells]
 
 
-def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | None = None, *,
-                 loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
-                 schedule: ScheduleLike | None = None, normalizer: Any = None, steps: int = 3,
-                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-                 dtype: torch.dtype | None = torch.float64, tolerance: float | None = None,
-                 raise_exception: bool = True, **options: Any) -> Parity:
+def check_parity(
+    module: nn.Sequential,
+    sample: Any,
+    balance: Iterable[int] | None = None,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    schedule: ScheduleLike | None = None,
+    normalizer: Any = None,
+    steps: int = 3,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    tolerance: float | None = None,
+    raise_exception: bool = True,
+    **options: Any,
+) -> Parity:
     """Train copies of a model, wrapped and unwrapped, and compare all results.
 
     Outputs, the loss, gradients, buffers and parameters are compared after each step. If they
@@ -139,20 +159,30 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
             found with which it would not raise, another note names them.
     """
     if steps < 1:
-        raise ValueError(f'steps must be one or more, but is {steps}: without a step there is '
-                         'nothing to compare')
+        raise ValueError(
+            f'steps must be one or more, but is {steps}: without a step there is '
+            'nothing to compare'
+        )
     if loss_fn is None:
         if target is not None:
-            raise ValueError('a target needs a loss_fn, which computes the loss from the output '
-                             'and the target')
+            raise ValueError(
+                'a target needs a loss_fn, which computes the loss from the output and the target'
+            )
         loss_fn = arbitrary_loss
         if schedule is not None:
             loss_fn = partial(arbitrary_loss, batch_dim=options.get('batch_dim', 0))
     options['schedule'] = schedule
-    setup = _setup(module, sample, balance, options, target=target, normalizer=normalizer,
-                   loss_fn=loss_fn,
-                   optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-                   dtype=dtype)
+    setup = _setup(
+        module,
+        sample,
+        balance,
+        options,
+        target=target,
+        normalizer=normalizer,
+        loss_fn=loss_fn,
+        optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        dtype=dtype,
+    )
     if tolerance is None:
         tolerance = setup.rounding
     with forked_rng():
@@ -167,8 +197,13 @@ def check_parity(module: nn.Sequential, sample: Any, balance: Iterable[int] | No
     return parity
 
 
-def _setup(module: nn.Sequential, sample: Any, balance: Iterable[int] | None,
-           options: dict[str, Any], **others: Any) -> Setup:
+def _setup(
+    module: nn.Sequential,
+    sample: Any,
+    balance: Iterable[int] | None,
+    options: dict[str, Any],
+    **others: Any,
+) -> Setup:
     number = len(module)
     if balance is None:
         balance = [part for part in (number - number // 2, number // 2) if part]
@@ -189,12 +224,16 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
         whole = compare(Unwrapped(still), Wrapped(still), steps, tolerance)
     if still.quiet:
         names = ', '.join(map(repr, sorted(still.quiet)))
-        reasons.append('random numbers are drawn by ' + names + ', which were in evaluation mode '
-                       'for the comparison on the mini-batch'
-                       + (' and on the micro-batches' if setup is still else ''))
+        reasons.append(
+            'random numbers are drawn by ' + names + ', which were in evaluation mode '
+            'for the comparison on the mini-batch'
+            + (' and on the micro-batches' if setup is still else '')
+        )
     if loud:
-        reasons.append(f'in evaluation mode, too, random numbers are drawn by {loud}, so there is '
-                       'no comparison on the mini-batch')
+        reasons.append(
+            f'in evaluation mode, too, random numbers are drawn by {loud}, so there is '
+            'no comparison on the mini-batch'
+        )
     if parts.differences:
         reasons += why_of_the_pipeline(setup, parts.differences)
     if whole is not None and whole.differences:
@@ -204,10 +243,12 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
         elif not parts.differences:
             reasons += why_of_the_pipeline(still, whole.differences)
     schedule = setup.options['schedule']
-    title = (f'{steps} steps in {setup.dtype or "its own dtype"}, balance {setup.balance}, '
-             f'{setup.options["chunks"]} chunks, '
-             + ('' if schedule is None else f'schedule {_name_of(schedule)}, ')
-             + f'tolerance {tolerance:.0e}')
+    title = (
+        f'{steps} steps in {setup.dtype or "its own dtype"}, balance {setup.balance}, '
+        f'{setup.options["chunks"]} chunks, '
+        + ('' if schedule is None else f'schedule {_name_of(schedule)}, ')
+        + f'tolerance {tolerance:.0e}'
+    )
     return Parity(whole, parts, reasons, title)
 
 

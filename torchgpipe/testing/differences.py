@@ -1,4 +1,5 @@
 """Differences of two models: tensors after a step, the first module that differs, and reasons."""
+
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,19 @@ from torchgpipe.base.structure import Arguments, Path, leaves_of, path_name
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.testing.runs import RESULTS, InParts, Record, Setup, Unwrapped, Wrapped
 
-__all__ = ['Difference', 'Differences', 'compare', 'culprit', 'quiet', 'recorded_calls',
-           'ways_out', 'where_in_backward', 'where_in_the_pipeline', 'why_of_micro_batches',
-           'why_of_the_pipeline']
+__all__ = [
+    'Difference',
+    'Differences',
+    'compare',
+    'culprit',
+    'quiet',
+    'recorded_calls',
+    'ways_out',
+    'where_in_backward',
+    'where_in_the_pipeline',
+    'why_of_micro_batches',
+    'why_of_the_pipeline',
+]
 
 
 class Difference(NamedTuple):
@@ -58,8 +69,10 @@ class Differences:
     @property
     def differences(self) -> list[Difference]:
         """The differences, kind by kind, the largest first."""
-        return sorted(self._found.values(), key=lambda each: (RESULTS.index(each.kind), each.step,
-                                                              -each.distance))
+        return sorted(
+            self._found.values(),
+            key=lambda each: (RESULTS.index(each.kind), each.step, -each.distance),
+        )
 
     def add(self, step: int, expected: Record, actual: Record) -> None:
         """Compare the results of a step, counted from 0."""
@@ -83,9 +96,11 @@ def compare(expected: Unwrapped, actual: Unwrapped, steps: int, tolerance: float
         record = expected.step(step)
         loss = record['outputs', 'loss']
         if not loss.isfinite().all():
-            raise ValueError(f'the loss of the unwrapped model is {loss.tolist()} in step '
-                             f'{step + 1}, so there is nothing to compare; take fewer steps, or '
-                             'an optimizer with a smaller learning rate')
+            raise ValueError(
+                f'the loss of the unwrapped model is {loss.tolist()} in step '
+                f'{step + 1}, so there is nothing to compare; take fewer steps, or '
+                'an optimizer with a smaller learning rate'
+            )
         comparison.add(step, record, actual.step(step))
     return comparison
 
@@ -128,8 +143,9 @@ def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
         return [*rng_states([device]).values()]
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        begun[threading.get_ident()].append(ModuleCall(
-            names[module], module, _copies((args, kwargs)), states=states()))
+        begun[threading.get_ident()].append(
+            ModuleCall(names[module], module, _copies((args, kwargs)), states=states())
+        )
 
     def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         outer = begun[threading.get_ident()]
@@ -149,8 +165,9 @@ def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
 
 
 def _copies(value: Any) -> list[Tensor]:
-    return [leaf.value.detach().clone() for leaf in leaves_of(value)
-            if isinstance(leaf.value, Tensor)]
+    return [
+        leaf.value.detach().clone() for leaf in leaves_of(value) if isinstance(leaf.value, Tensor)
+    ]
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -210,37 +227,44 @@ def _first(call: ModuleCall) -> str:
     return f"'{call.name}' ({type(call.module).__name__}) is the first module to differ"
 
 
-def _wrong(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequence[int]
-           ) -> Iterator[tuple[ModuleCall, 'Apart']]:
+def _wrong(
+    whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], sizes: Sequence[int]
+) -> Iterator[tuple[ModuleCall, 'Apart']]:
     """Yield the calls with different outputs for the same inputs."""
     for call, calls in _pairs(whole, parts, len(sizes)):
         outputs = _apart(call.outputs, [each.outputs for each in calls], sizes)
-        if outputs and (call.changed or not _apart(
-                call.inputs, [each.inputs for each in calls], sizes)):
+        if outputs and (
+            call.changed or not _apart(call.inputs, [each.inputs for each in calls], sizes)
+        ):
             yield call, outputs
 
 
-def _pairs(whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
-           ) -> Iterator[tuple[ModuleCall, list[ModuleCall]]]:
+def _pairs(
+    whole: Sequence[ModuleCall], parts: Sequence[ModuleCall], m: int
+) -> Iterator[tuple[ModuleCall, list[ModuleCall]]]:
     """Yield each call, with the m calls that should return the same."""
     number: dict[str, int] = {}
     for call in whole:
         k = number[call.name] = number.get(call.name, -1) + 1
         calls = [each for each in parts if each.name == call.name]
         if len(calls) % m == 0 and k < len(calls) // m:
-            yield call, calls[k::len(calls) // m]
+            yield call, calls[k :: len(calls) // m]
 
 
 #: Tensors of the mini-batch, each with the tensors of micro-batches that do not combine to it.
 Apart = list[tuple[Tensor, list[Tensor]]]
 
 
-def _apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
-           ) -> Apart:
+def _apart(
+    whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
+) -> Apart:
     """Return the tensors that micro-batches do not give, neither combined nor by themselves."""
-    return [(x, xs) for x, *xs in zip(whole, *parts)
-            if not any(close(y, x) for y in together(x, xs, sizes))
-            and not all(close(y, x) for y in xs)]
+    return [
+        (x, xs)
+        for x, *xs in zip(whole, *parts)
+        if not any(close(y, x) for y in together(x, xs, sizes))
+        and not all(close(y, x) for y in xs)
+    ]
 
 
 def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
@@ -252,23 +276,33 @@ def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
 def _why(call: ModuleCall, outputs: Apart) -> str:
     """Return the reason why a module differs."""
     if call.changed:
-        return ('it changes its input in place, and so for each micro-batch what all of them '
-                'share, or what another one reads. Let it not work in place')
+        return (
+            'it changes its input in place, and so for each micro-batch what all of them '
+            'share, or what another one reads. Let it not work in place'
+        )
     if isinstance(call.module, BatchNorm):
-        return ('batch normalization, which normalises each micro-batch by its own mean and '
-                'variance, as GPipe trains; with deferred_batch_norm=True running statistics move '
-                'once per mini-batch. Evaluation mode, or a norm within each sample, has no '
-                'difference')
+        return (
+            'batch normalization, which normalises each micro-batch by its own mean and '
+            'variance, as GPipe trains; with deferred_batch_norm=True running statistics move '
+            'once per mini-batch. Evaluation mode, or a norm within each sample, has no '
+            'difference'
+        )
     if all(y.shape == x.shape for x, xs in outputs for y in xs):
-        return ('it gives something of a whole batch, and those of micro-batches make that of the '
-                'mini-batch neither by their mean, weighted by samples, nor by their sum. A mean '
-                'over something else than samples, as over tokens that are not masked? Give sum '
-                'and number, and divide after the pipeline')
+        return (
+            'it gives something of a whole batch, and those of micro-batches make that of the '
+            'mini-batch neither by their mean, weighted by samples, nor by their sum. A mean '
+            'over something else than samples, as over tokens that are not masked? Give sum '
+            'and number, and divide after the pipeline'
+        )
     if all(_first_is_right(x, xs) for x, xs in outputs):
-        return ('the first micro-batch is right, and later ones are not: it keeps something from '
-                'call to call, and is called for each micro-batch here')
-    return ('what it gives for a sample depends on which others are in its batch. A normalisation '
-            'or a mean over the batch, or over a dimension that it takes for another one?')
+        return (
+            'the first micro-batch is right, and later ones are not: it keeps something from '
+            'call to call, and is called for each micro-batch here'
+        )
+    return (
+        'what it gives for a sample depends on which others are in its batch. A normalisation '
+        'or a mean over the batch, or over a dimension that it takes for another one?'
+    )
 
 
 Form = Callable[[Setup], Unwrapped]
@@ -289,17 +323,23 @@ class Forms(NamedTuple):
         """Return whether a form, with other options, has the right numbers."""
         other = replace(self.setup, options={**self.setup.options, **options})
         try:
-            return not compare(self.expected(self.setup), actual(other), self.steps,
-                               self.setup.rounding).differences
+            return not compare(
+                self.expected(self.setup), actual(other), self.steps, self.setup.rounding
+            ).differences
         except Exception:  # The form does not run with these options.
             return False
 
     def repeat(self) -> list[str]:
         """Return a reason if the unwrapped model has other numbers each time; otherwise none."""
-        return [] if self.agree(self.expected, {}) else [
-            'the unwrapped model has other numbers each time that it runs from the same state and '
-            'seed: it draws from something that torch.manual_seed does not set, or keeps '
-            'something outside of itself. Nothing can be said until it repeats itself']
+        return (
+            []
+            if self.agree(self.expected, {})
+            else [
+                'the unwrapped model has other numbers each time that it runs from the same state and '
+                'seed: it draws from something that torch.manual_seed does not set, or keeps '
+                'something outside of itself. Nothing can be said until it repeats itself'
+            ]
+        )
 
     def try_all(self, remedies: Iterator[WayOut]) -> list[str]:
         """Return the reason of the first options with right numbers, if there are any."""
@@ -310,11 +350,17 @@ def why_of_micro_batches(setup: Setup, differences: Sequence[Difference]) -> lis
     """Return why the layers have other numbers on micro-batches than on the mini-batch."""
     steps, first = _first_of(differences)
     forms = Forms(setup, Unwrapped, InParts, steps)
-    return (forms.repeat() or forms.try_all(_other_dimensions(setup))
-            or culprit(setup, steps - 1) or _buffers(first)
-            or ['every module gives the same on micro-batches, but something in backward does '
-                'not: a hook or an autograd function whose gradient is not a sum over samples'
-                + where_in_backward(setup, first)])
+    return (
+        forms.repeat()
+        or forms.try_all(_other_dimensions(setup))
+        or culprit(setup, steps - 1)
+        or _buffers(first)
+        or [
+            'every module gives the same on micro-batches, but something in backward does '
+            'not: a hook or an autograd function whose gradient is not a sum over samples'
+            + where_in_backward(setup, first)
+        ]
+    )
 
 
 def why_of_the_pipeline(setup: Setup, differences: Sequence[Difference]) -> list[str]:
@@ -323,10 +369,11 @@ def why_of_the_pipeline(setup: Setup, differences: Sequence[Difference]) -> list
     forms = Forms(setup, InParts, Wrapped, steps)
     if repeat := forms.repeat():
         return repeat
-    reason, = forms.try_all(_less_machinery(setup)) or [
+    (reason,) = forms.try_all(_less_machinery(setup)) or [
         "it is neither recomputation nor threads: with checkpoint='never' on one device the "
         'numbers are no better. Perhaps a layer changes something through tensor.data, or asks '
-        'whether it is in a pipeline']
+        'whether it is in a pipeline'
+    ]
     return [reason + where_in_the_pipeline(setup, first, steps - 1)]
 
 
@@ -338,42 +385,65 @@ def _first_of(differences: Sequence[Difference]) -> tuple[int, list[Difference]]
 
 def ways_out(setup: Setup, steps: int) -> list[str]:
     """Return options with which a model does not raise and has the right numbers."""
-    simpler = ((options, 'with ' + ', '.join(f'{name}={x!r}' for name, x in options.items())
-                + ' it does not raise and the numbers are right')
-               for options, _ in _less_machinery(setup))
-    return (Forms(setup, Unwrapped, InParts, steps).try_all(_other_dimensions(setup))
-            or Forms(setup, InParts, Wrapped, steps).try_all(simpler))
+    simpler = (
+        (
+            options,
+            'with '
+            + ', '.join(f'{name}={x!r}' for name, x in options.items())
+            + ' it does not raise and the numbers are right',
+        )
+        for options, _ in _less_machinery(setup)
+    )
+    return Forms(setup, Unwrapped, InParts, steps).try_all(_other_dimensions(setup)) or Forms(
+        setup, InParts, Wrapped, steps
+    ).try_all(simpler)
 
 
 def _other_dimensions(setup: Setup) -> Iterator[WayOut]:
     """Yield options with other dimensions of inputs and outputs."""
     said = setup.options.get('batch_dim', 0)
     if isinstance(said, int):
-        split = [leaf for leaf in leaves_of(setup.sample) if isinstance(leaf.value, Tensor)
-                 and leaf.value.dim() > 0 and not leaf.shared]
+        split = [
+            leaf
+            for leaf in leaves_of(setup.sample)
+            if isinstance(leaf.value, Tensor) and leaf.value.dim() > 0 and not leaf.shared
+        ]
         for dim in range(min((leaf.value.dim() for leaf in split), default=0)):
             if dim != said:
-                yield {'batch_dim': dim}, (
-                    f'dimension {said} is not the batch: with batch_dim={dim} the numbers are '
-                    'those of the unwrapped model')
+                yield (
+                    {'batch_dim': dim},
+                    (
+                        f'dimension {said} is not the batch: with batch_dim={dim} the numbers are '
+                        'those of the unwrapped model'
+                    ),
+                )
         if said == 0:
             yield from _shared([leaf.path for leaf in split], isinstance(setup.sample, Arguments))
     for rule in ('mean', 'sum'):
         if setup.options.get('gather') is not None:
-            yield {'gather': rule}, (
-                'scalars of the output are gathered by another rule than they need: with '
-                f'gather={rule!r} the numbers are those of the unwrapped model')
+            yield (
+                {'gather': rule},
+                (
+                    'scalars of the output are gathered by another rule than they need: with '
+                    f'gather={rule!r} the numbers are those of the unwrapped model'
+                ),
+            )
 
 
 def _shared(paths: Sequence[Path], several: bool) -> Iterator[WayOut]:
     """Yield options in which micro-batches share one or two parts of the input."""
     parts = dict.fromkeys(path[:k] for path in paths for k in range(1 + several, len(path) + 1))
     for some in (*combinations(parts, 1), *combinations(parts, 2)):
-        names = ' and '.join(path_name(part)[1:] if several else f'input{path_name(part)}'
-                             for part in some)
-        yield {'batch_dim': _rule([part[several:] for part in some])}, (
-            f'{names} was split, and is the same for all samples: with NoChunk(…) around it the '
-            'numbers are those of the unwrapped model')
+        names = ' and '.join(
+            path_name(part)[1:] if several else f'input{path_name(part)}' for part in some
+        )
+        yield (
+            {'batch_dim': _rule([part[several:] for part in some])},
+            (
+                f'{names} was split, and is the same for all samples: with NoChunk(…) around it the '
+                'numbers are those of the unwrapped model'
+            ),
+        )
 
 
 def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
@@ -393,26 +463,48 @@ def _less_machinery(setup: Setup) -> Iterator[WayOut]:
     """
     schedule = setup.options.get('schedule')
     if schedule not in (None, '1f1b'):
-        yield {'schedule': '1f1b'}, (
-            "the schedule: with schedule='1f1b' the numbers are right. If backward is in two "
-            'halves (I and W), a layer changes an input of the second half in between, or '
-            'computes gradients itself')
+        yield (
+            {'schedule': '1f1b'},
+            (
+                "the schedule: with schedule='1f1b' the numbers are right. If backward is in two "
+                'halves (I and W), a layer changes an input of the second half in between, or '
+                'computes gradients itself'
+            ),
+        )
     never = {'checkpoint': 'never'}
     one_thread = {'devices': [setup.options['devices'][0]] * len(setup.balance)}
-    yield never, ("recomputation: with checkpoint='never' the numbers are right. A layer does "
-                  'something else the second time, by what it keeps outside of its attributes and '
-                  'buffers; is_recomputing() tells the passes apart')
-    yield one_thread, ('threads: with all partitions on one device the numbers are right. Layers '
-                       'share something, or look at something of the calling thread, such as a '
-                       'threading.local')
-    yield {**never, **one_thread}, (
-        "recomputation and threads: with checkpoint='never' and all partitions on one device the "
-        'numbers are right. A layer looks at something outside of its attributes and buffers')
+    yield (
+        never,
+        (
+            "recomputation: with checkpoint='never' the numbers are right. A layer does "
+            'something else the second time, by what it keeps outside of its attributes and '
+            'buffers; is_recomputing() tells the passes apart'
+        ),
+    )
+    yield (
+        one_thread,
+        (
+            'threads: with all partitions on one device the numbers are right. Layers '
+            'share something, or look at something of the calling thread, such as a '
+            'threading.local'
+        ),
+    )
+    yield (
+        {**never, **one_thread},
+        (
+            "recomputation and threads: with checkpoint='never' and all partitions on one device the "
+            'numbers are right. A layer looks at something outside of its attributes and buffers'
+        ),
+    )
     if schedule is not None:
-        yield {'schedule': None}, (
-            'the step: with the plain call, and so with the loss of the mini-batch, the numbers '
-            'are right. A step combines the losses of micro-batches, so the loss has to be a mean '
-            'over samples')
+        yield (
+            {'schedule': None},
+            (
+                'the step: with the plain call, and so with the loss of the mini-batch, the numbers '
+                'are right. A step combines the losses of micro-batches, so the loss has to be a mean '
+                'over samples'
+            ),
+        )
 
 
 def _buffers(differences: Sequence[Difference]) -> list[str]:
@@ -420,5 +512,7 @@ def _buffers(differences: Sequence[Difference]) -> list[str]:
     names = [each.name for each in differences if each.kind == 'buffers']
     if not names:
         return []
-    return [f"buffers move with each micro-batch, not once per mini-batch: '{names[0]}' and "
-            f'{len(names) - 1} more. Let that be done outside of forward']
+    return [
+        f"buffers move with each micro-batch, not once per mini-batch: '{names[0]}' and "
+        f'{len(names) - 1} more. Let that be done outside of forward'
+    ]

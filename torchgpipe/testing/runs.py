@@ -6,6 +6,7 @@ Three forms of one model, from the same state, sample and seeds::
     InParts     layer after layer, on one micro-batch after the other
     Wrapped     a GPipe
 """
+
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,11 @@ class Setup:
     def loss_of_mini_batch(self, output: Any, target: Any) -> Tensor:
         """Return the loss of the output of the mini-batch."""
         loss = self.loss(output, target)
-        return loss if self.normalizer is None or callable(self.normalizer) \
+        return (
+            loss
+            if self.normalizer is None or callable(self.normalizer)
             else loss / self.normalizer
+        )
 
     def copy_of_target(self) -> Any:
         """Copy the target, to the last device."""
@@ -93,8 +97,10 @@ class Setup:
 
     def _copy(self, value: Any, device: torch.device) -> Any:
         tensors = [leaf.value for leaf in leaves_of(value) if isinstance(leaf.value, Tensor)]
-        copies = {id(x): self._cast(x.detach()).to(device, copy=True).requires_grad_(
-            x.requires_grad) for x in tensors}
+        copies = {
+            id(x): self._cast(x.detach()).to(device, copy=True).requires_grad_(x.requires_grad)
+            for x in tensors
+        }
         return copy.deepcopy(value, copies)  # It finds these copies in its memo.
 
     def _cast(self, x: Tensor) -> Tensor:
@@ -108,8 +114,11 @@ class Setup:
         if self.dtype is not None:
             return default_tolerance(self.dtype)
         sample = [leaf.value for leaf in leaves_of(self.sample) if isinstance(leaf.value, Tensor)]
-        types = {x.dtype.to_real() for x in (
-            *self.module.parameters(), *self.module.buffers(), *sample) if is_real(x)}
+        types = {
+            x.dtype.to_real()
+            for x in (*self.module.parameters(), *self.module.buffers(), *sample)
+            if is_real(x)
+        }
         return max(map(default_tolerance, types or {torch.get_default_dtype()}))
 
     def device_of(self, j: int) -> torch.device:
@@ -149,8 +158,11 @@ class Unwrapped:
         try:
             return self._step(step)
         except Exception as error:
-            add_note(error, f'in step {step + 1} of {self.name}, which check_parity runs in '
-                     f'{self.setup.dtype or "its own dtype"}')
+            add_note(
+                error,
+                f'in step {step + 1} of {self.name}, which check_parity runs in '
+                f'{self.setup.dtype or "its own dtype"}',
+            )
             raise
 
     def train(self, step: int) -> tuple[Any, Any, Tensor]:
@@ -174,8 +186,10 @@ class Unwrapped:
         record = {key: _keep(x) for key, x in record.items()}
         if self._optimizer is not None:
             self._optimizer.step()
-        for kind_name, named in (('buffers', self.model.named_buffers()),
-                                 ('parameters', self.model.named_parameters())):
+        for kind_name, named in (
+            ('buffers', self.model.named_buffers()),
+            ('parameters', self.model.named_parameters()),
+        ):
             record |= {(kind_name, name): _keep(x) for name, x in named}
         return record
 
@@ -210,8 +224,13 @@ class InParts(Unwrapped):
         carrier = _Carrier([batches[0].tensors[k] for k in common])
         with use_skip_tracker(carrier):
             outputs = [self._run(batch, carrier) for batch in batches]
-        return gather(outputs, sizes, options.get('gather'),
-                      batch_dim if isinstance(batch_dim, int) else 0, carrier.shared)
+        return gather(
+            outputs,
+            sizes,
+            options.get('gather'),
+            batch_dim if isinstance(batch_dim, int) else 0,
+            carrier.shared,
+        )
 
     def _run(self, batch: Chunk, carrier: '_Carrier') -> Chunk:
         """Run a micro-batch through all partitions."""
@@ -219,8 +238,11 @@ class InParts(Unwrapped):
             carrier.device = self.setup.device_of(j)
             run: Any = partition
             if carrier.device != self.setup.device_of(0):
-                run = partial(_call, partition, {
-                    name: x.to(carrier.device) for name, x in partition.named_parameters()})
+                run = partial(
+                    _call,
+                    partition,
+                    {name: x.to(carrier.device) for name, x in partition.named_parameters()},
+                )
             batch = Chunk(*flatten(call(run, batch.kind([*map(carrier.carry, batch.tensors)]))))
         return batch
 
@@ -275,9 +297,14 @@ class Wrapped(Unwrapped):
         model: Any = self.model
         # Without a wrapper where possible, as a step knows the losses of PyTorch.
         loss_fn = self.setup.loss if self.setup.target is None else self.setup.loss_fn
-        loss, output = model.step(input, self.setup.copy_of_target(), loss_fn,
-                                  schedule=self._schedule, normalizer=self.setup.normalizer,
-                                  return_output=True)
+        loss, output = model.step(
+            input,
+            self.setup.copy_of_target(),
+            loss_fn,
+            schedule=self._schedule,
+            normalizer=self.setup.normalizer,
+            return_output=True,
+        )
         return input, output, loss
 
     def run(self, value: Any) -> Any:
@@ -287,8 +314,11 @@ class Wrapped(Unwrapped):
 
 def _tensors(kind: str, name: str, value: Any) -> dict[tuple[str, str], Tensor]:
     """Return the tensors of a value by their paths."""
-    return {(kind, name + path_name(leaf.path)): leaf.value for leaf in leaves_of(value)
-            if isinstance(leaf.value, Tensor)}
+    return {
+        (kind, name + path_name(leaf.path)): leaf.value
+        for leaf in leaves_of(value)
+        if isinstance(leaf.value, Tensor)
+    }
 
 
 def _keep(x: Tensor) -> Tensor:

@@ -9,9 +9,18 @@ mark
 recorder
     An observer of a pipeline that records its actions.
 """
+
 from torchgpipe.timeline.metrics import StepMetrics, gathered_mean, measure
 from torchgpipe.timeline.recorder import record
 from torchgpipe.timeline.timeline import Comparison, Copied, Timeline, compare
 
-__all__ = ['Comparison', 'Copied', 'StepMetrics', 'Timeline', 'compare', 'gathered_mean',
-           'measure', 'record']
+__all__ = [
+    'Comparison',
+    'Copied',
+    'StepMetrics',
+    'Timeline',
+    'compare',
+    'gathered_mean',
+    'measure',
+    'record',
+]

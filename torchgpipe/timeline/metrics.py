@@ -1,4 +1,5 @@
 """Metrics of a training step: speed, memory and bubble, of one process or of all ranks."""
+
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -57,14 +58,20 @@ class ReducingModel(Ranks, Protocol):
     def devices(self) -> list[torch.device]:
         """The devices of this rank."""
 
-    def reduced(self, largest: Sequence[float], total: Sequence[float]
-                ) -> tuple[list[float], list[float]]:
+    def reduced(
+        self, largest: Sequence[float], total: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
         """Return the largest of some numbers, and the sums of others, over all ranks."""
 
 
 @contextmanager
-def measure(model: GPipe | ReducingModel, *, tokens: float, flops: float | None = None,
-            peak_flops: float | None = None) -> Iterator[StepMetrics]:
+def measure(
+    model: GPipe | ReducingModel,
+    *,
+    tokens: float,
+    flops: float | None = None,
+    peak_flops: float | None = None,
+) -> Iterator[StepMetrics]:
     """Measure the training step within the context, as ``train-gpt`` does.
 
     It waits for the devices at its start and at its end. Over processes, all ranks measure the

@@ -16,6 +16,7 @@ On accelerators, events in the working streams measure these times; on the CPU, 
 event occurs when all work that was queued before it is done. So a box begins when its inputs have
 arrived, not when it was queued.
 """
+
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,14 +32,30 @@ from torchgpipe.base.devices import CPU, is_cpu, memory_key, synchronize
 from torchgpipe.base.private import at_end_of_backward, backward_pass
 from torchgpipe.base.structure import Value, flatten
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.streams import (AbstractStream, CPUStream, as_accelerator, current_stream,
-                                       get_device, is_accelerator)
+from torchgpipe.engine.streams import (
+    AbstractStream,
+    CPUStream,
+    as_accelerator,
+    current_stream,
+    get_device,
+    is_accelerator,
+)
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.schedule import Action, Timed
 from torchgpipe.timeline.timeline import Copied, Timeline
 
-__all__ = ['CellBackward', 'CpuBackward', 'Mark', 'Stamp', 'last_nodes', 'nodes_between',
-           'producers', 'record', 'seconds', 'stamp']
+__all__ = [
+    'CellBackward',
+    'CpuBackward',
+    'Mark',
+    'Stamp',
+    'last_nodes',
+    'nodes_between',
+    'producers',
+    'record',
+    'seconds',
+    'stamp',
+]
 
 #: A device, and seconds or an event in a stream of that device.
 Stamp = tuple[torch.device, Any]
@@ -56,8 +73,7 @@ def stamp(stream: AbstractStream) -> Stamp:
 def seconds(start: Stamp, end: Stamp) -> float:
     """Return the time between two points on one device, which has passed both."""
     device, point = end
-    length: float = (point - start[1] if is_cpu(device)
-                     else start[1].elapsed_time(point) / 1e3)
+    length: float = point - start[1] if is_cpu(device) else start[1].elapsed_time(point) / 1e3
     return length
 
 
@@ -86,7 +102,7 @@ class CellBackward:
 
     def end(self, *_: Any) -> None:
         """Record that a node ends, which may be the last one."""
-        self.ends[len(self.begins) - 1:] = [stamp(self.stream)]
+        self.ends[len(self.begins) - 1 :] = [stamp(self.stream)]
 
     def marks(self) -> list[Mark]:
         """Return the backwards that have begun and ended."""
@@ -151,11 +167,15 @@ def nodes_between(before: set[Any], last: set[Any]) -> list[Any]:
 def last_nodes(before: set[Any], nodes: Iterable[Any]) -> list[Any]:
     """Return the nodes that return the gradient of the input, or else of parameters."""
     outside = before - {None}
-    after = {node: {other for other, _ in node.next_functions if other is not None}
-             for node in nodes}
+    after = {
+        node: {other for other, _ in node.next_functions if other is not None} for node in nodes
+    }
     to_input = [node for node, others in after.items() if others & outside]
-    return to_input or [node for node, others in after.items() if not others - outside or any(
-        other.name() == EXIT for other in others)]
+    return to_input or [
+        node
+        for node, others in after.items()
+        if not others - outside or any(other.name() == EXIT for other in others)
+    ]
 
 
 @contextmanager
@@ -198,11 +218,11 @@ def record(model: 'GPipe | Ranks', *, merge: bool = True) -> Iterator[Timeline]:
     actions, copies = recorder.finish()
     if ranks is not None:
         actions, copies = ranks.merged(actions, recorder.began), []
-    zero = min((timed.start for timed in actions), default=0.)
-    timeline.fill([timed._replace(start=timed.start - zero, end=timed.end - zero)
-                   for timed in actions],
-                  [copied._replace(start=copied.start - zero, end=copied.end - zero)
-                   for copied in copies])
+    zero = min((timed.start for timed in actions), default=0.0)
+    timeline.fill(
+        [timed._replace(start=timed.start - zero, end=timed.end - zero) for timed in actions],
+        [copied._replace(start=copied.start - zero, end=copied.end - zero) for copied in copies],
+    )
 
 
 class Ranks(Protocol):
@@ -264,8 +284,9 @@ class _ActionObserver:
         self._zero = dict(map(stamp, [CPUStream, *map(current_stream, {*self._devices})]))
         self.began = time.perf_counter()
 
-    def cell(self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
-             ) -> Callable[[Value], None]:
+    def cell(
+        self, i: int, m: int, j: int, value: Value, skips: Sequence[torch.Tensor | None]
+    ) -> Callable[[Value], None]:
         """Record a cell, and add hooks to the graph that record its backward."""
         before = producers([*flatten(value)[0], *(x for x in skips if x is not None)])
         stream = current_stream(self._devices[j])
@@ -281,6 +302,7 @@ class _ActionObserver:
             else:
                 self._add(Action(j, 'F', i), start, stream)
             self._follow(CellBackward(i, j, stream), before, producers(flatten(output)[0]))
+
         return end
 
     def _add(self, action: Action, start: Stamp, stream: AbstractStream, *_: Any) -> None:
@@ -297,8 +319,9 @@ class _ActionObserver:
         elif is_accelerator(backward.stream):
             self._backwards.append(backward)
             self._hook(first, backward.begin)
-            self._handles += [node.register_hook(backward.end)
-                              for node in last_nodes(before, nodes)]
+            self._handles += [
+                node.register_hook(backward.end) for node in last_nodes(before, nodes)
+            ]
         else:
             self._hook(nodes, lambda _: self._local.backward.run(backward.action))
 
@@ -324,15 +347,14 @@ class _ActionObserver:
             start = stamp(backward.stream)
             run(action)
             # The action begins with a node, after waits and recomputations, if it has one.
-            self._add(action, backward.begins.pop() if backward.begins else start,
-                      backward.stream)
+            self._add(action, backward.begins.pop() if backward.begins else start, backward.stream)
 
     def copy(self, source: AbstractStream, target: AbstractStream) -> Callable[[], None]:
         """Record a copy between two devices, if it is one of this pipeline."""
         i = self._workers.index_of(source if is_accelerator(source) else target)
         if i is None:
             return lambda: None
-        copied = Copied(self._lane(source), self._lane(target), i, 0., 0.)
+        copied = Copied(self._lane(source), self._lane(target), i, 0.0, 0.0)
         stream = source if is_accelerator(source) else target
         start = stamp(stream)
         return lambda: self._copies.append((copied, start, stamp(stream)))
@@ -340,8 +362,9 @@ class _ActionObserver:
     def _lane(self, stream: AbstractStream) -> int:
         """Return the first lane of a stream's memory."""
         key = memory_key(get_device(stream))
-        return next(lane for lane, place in zip(self._lanes, self._devices)
-                    if memory_key(place) == key)
+        return next(
+            lane for lane, place in zip(self._lanes, self._devices) if memory_key(place) == key
+        )
 
     def unhook(self) -> None:
         """Remove the hooks from graphs that live longer."""
@@ -352,13 +375,18 @@ class _ActionObserver:
         """Wait for the devices, and return actions and copies, in seconds since :meth:`start`."""
         synchronize(self._devices)
         marks = self._marks + [mark for each in self._backwards for mark in each.marks()]
-        actions = [Timed(self._lanes[action.stage], action, *self._times(*points))
-                   for action, *points in marks]
+        actions = [
+            Timed(self._lanes[action.stage], action, *self._times(*points))
+            for action, *points in marks
+        ]
         # Other copies are of tensors that partitions share.
-        copies = [copied._replace(start=start, end=end) for copied, *points in self._copies
-                  if copied.micro_batch < self._m for start, end in [self._times(*points)]]
+        copies = [
+            copied._replace(start=start, end=end)
+            for copied, *points in self._copies
+            if copied.micro_batch < self._m
+            for start, end in [self._times(*points)]
+        ]
         return actions, copies
 
     def _times(self, *points: Stamp) -> list[float]:
-        return [seconds((device, self._zero[device]), (device, point))
-                for device, point in points]
+        return [seconds((device, self._zero[device]), (device, point)) for device, point in points]

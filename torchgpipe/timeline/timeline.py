@@ -1,4 +1,5 @@
 """Timelines: lanes of timed actions, as text, picture or trace; and their comparison."""
+
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -31,16 +32,25 @@ class Copied(NamedTuple):
 class Lanes:
     """The numbers of a :class:`~torchgpipe.timeline.Timeline`; see there for arguments."""
 
-    def __init__(self, actions: Iterable[Timed], devices: Iterable[object] | None = None,
-                 copies: Iterable[Copied] = ()) -> None:
+    def __init__(
+        self,
+        actions: Iterable[Timed],
+        devices: Iterable[object] | None = None,
+        copies: Iterable[Copied] = (),
+    ) -> None:
         actions = tuple(actions)
         lanes = 1 + max((timed.device for timed in actions), default=-1)
-        self.devices = (tuple(f'device {lane}' for lane in range(lanes)) if devices is None
-                        else tuple(map(str, devices)))
+        self.devices = (
+            tuple(f'device {lane}' for lane in range(lanes))
+            if devices is None
+            else tuple(map(str, devices))
+        )
         self.fill(actions, copies)
         if lanes > len(self.devices):
-            raise ValueError(f'there is an action in lane {lanes - 1}, but only '
-                             f'{len(self.devices)} devices are named: {list(self.devices)}')
+            raise ValueError(
+                f'there is an action in lane {lanes - 1}, but only '
+                f'{len(self.devices)} devices are named: {list(self.devices)}'
+            )
 
     def fill(self, actions: Iterable[Timed], copies: Iterable[Copied] = ()) -> None:
         """Replace the actions and copies, as a recording does at its end."""
@@ -52,12 +62,12 @@ class Lanes:
     @property
     def start(self) -> float:
         """The start of the first action, in seconds."""
-        return min((timed.start for timed in self.actions), default=0.)
+        return min((timed.start for timed in self.actions), default=0.0)
 
     @property
     def seconds(self) -> float:
         """The time from the start of the first action to the end of the last one."""
-        return max((timed.end for timed in self.actions), default=0.) - self.start
+        return max((timed.end for timed in self.actions), default=0.0) - self.start
 
     @property
     def utilisations(self) -> tuple[float, ...]:
@@ -65,7 +75,7 @@ class Lanes:
         spans: list[list[tuple[float, float]]] = [[] for _ in self.devices]
         for timed in self.actions:
             spans[timed.device].append((timed.start, timed.end))
-        whole = self.seconds or 1.
+        whole = self.seconds or 1.0
         return tuple(_union(each) / whole for each in spans)
 
     @property
@@ -89,9 +99,9 @@ class Lanes:
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
     """Return the total time in any of the spans, which are sorted by their starts."""
-    total, until = 0., float('-inf')
+    total, until = 0.0, float('-inf')
     for start, end in spans:
-        total += max(0., end - max(start, until))
+        total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
 
@@ -100,7 +110,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 LEGEND = {**ACTIONS, 'C': ('copy', '#4f9d69')}
 
 #: Lower edge and height of boxes, from the middle of a lane; copies lie below actions.
-ACTION, COPY = (-.32, .74), (-.48, .14)
+ACTION, COPY = (-0.32, 0.74), (-0.48, 0.14)
 
 
 def draw(timelines: Mapping[str, Lanes], title: str | None = None) -> 'Figure':
@@ -117,27 +127,39 @@ def draw(timelines: Mapping[str, Lanes], title: str | None = None) -> 'Figure':
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError('pictures of timelines are drawn by matplotlib, which is not there: '
-                          "install it, or torchgpipe with its extra 'pictures'. A timeline "
-                          'prints itself as text, and to_chrome_trace writes a file for Perfetto, '
-                          'without it') from error
-    heights = [.9 + .55 * len(timeline.devices) for timeline in timelines.values()]
-    figure = Figure(figsize=(12, .7 + sum(heights)), layout='constrained')
+        raise ImportError(
+            'pictures of timelines are drawn by matplotlib, which is not there: '
+            "install it, or torchgpipe with its extra 'pictures'. A timeline "
+            'prints itself as text, and to_chrome_trace writes a file for Perfetto, '
+            'without it'
+        ) from error
+    heights = [0.9 + 0.55 * len(timeline.devices) for timeline in timelines.values()]
+    figure = Figure(figsize=(12, 0.7 + sum(heights)), layout='constrained')
     rows = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
-    span = max((timeline.seconds for timeline in timelines.values()), default=0.) or 1.
+    span = max((timeline.seconds for timeline in timelines.values()), default=0.0) or 1.0
     for (name, timeline), axes in zip(timelines.items(), rows[:, 0]):
         _fill(axes, timeline, span)
-        axes.set_title(': '.join(filter(None, [name, timeline.summary()])), color=NEUTRAL,
-                       fontsize=10, loc='left')
+        axes.set_title(
+            ': '.join(filter(None, [name, timeline.summary()])),
+            color=NEUTRAL,
+            fontsize=10,
+            loc='left',
+        )
     _label_time(rows[-1, 0], span)
     if title is not None:
         figure.suptitle(title, color=NEUTRAL)
     used = {timed.action.kind for each in timelines.values() for timed in each.actions}
     used |= {'C' for each in timelines.values() if each.copies}
-    handles = [Patch(color=colour, label=name)
-               for kind, (name, colour) in LEGEND.items() if kind in used]
-    figure.legend(handles=handles, loc='outside upper right', ncols=max(1, len(handles)),
-                  frameon=False, labelcolor=NEUTRAL)
+    handles = [
+        Patch(color=colour, label=name) for kind, (name, colour) in LEGEND.items() if kind in used
+    ]
+    figure.legend(
+        handles=handles,
+        loc='outside upper right',
+        ncols=max(1, len(handles)),
+        frameon=False,
+        labelcolor=NEUTRAL,
+    )
     return figure
 
 
@@ -148,20 +170,35 @@ def _fill(axes: Any, timeline: Lanes, span: float) -> None:
     for lane, action, start, end in timeline.actions:
         boxes.setdefault((lane, action.kind), []).append((start - zero, end - start))
         label = timeline.label(action)
-        if end - start > .0085 * len(label) * span:
-            axes.text((start + end) / 2 - zero, lane + ACTION[0] + ACTION[1] / 2, label,
-                      ha='center', va='center', color='white', fontsize=8)
+        if end - start > 0.0085 * len(label) * span:
+            axes.text(
+                (start + end) / 2 - zero,
+                lane + ACTION[0] + ACTION[1] / 2,
+                label,
+                ha='center',
+                va='center',
+                color='white',
+                fontsize=8,
+            )
     for copied in timeline.copies:
         boxes.setdefault((copied.target, 'C'), []).append(
-            (copied.start - zero, copied.end - copied.start))
+            (copied.start - zero, copied.end - copied.start)
+        )
     for (lane, kind), spans in boxes.items():
         low, height = COPY if kind == 'C' else ACTION
-        axes.broken_barh(spans, (lane + low, height), facecolor=LEGEND[kind][1],
-                         edgecolor='white', linewidth=.4)
-    names = [f'{name}\n{100 * share:.0f} %'
-             for name, share in zip(timeline.devices, timeline.utilisations)]
+        axes.broken_barh(
+            spans,
+            (lane + low, height),
+            facecolor=LEGEND[kind][1],
+            edgecolor='white',
+            linewidth=0.4,
+        )
+    names = [
+        f'{name}\n{100 * share:.0f} %'
+        for name, share in zip(timeline.devices, timeline.utilisations)
+    ]
     axes.set_yticks(range(len(names)), names, color=NEUTRAL, fontsize=9)
-    axes.set_ylim(len(names) - .4, -.6)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, span)
     axes.tick_params(colors=NEUTRAL)
     for side, spine in axes.spines.items():
@@ -172,7 +209,7 @@ def _fill(axes: Any, timeline: Lanes, span: float) -> None:
 def _label_time(axes: Any, span: float) -> None:
     """Label times in the unit of the whole span."""
     unit = duration(span).split()[1]
-    factor = {'s': 1., 'ms': 1e3, 'µs': 1e6}[unit]
+    factor = {'s': 1.0, 'ms': 1e3, 'µs': 1e6}[unit]
     axes.xaxis.set_major_formatter(lambda seconds, _: f'{seconds * factor:g}')
     axes.set_xlabel(unit, color=NEUTRAL)
 
@@ -183,8 +220,9 @@ def save(figure: 'Figure', path: str | os.PathLike[str]) -> None:
 
     is_svg = os.fspath(path).endswith('.svg')
     with matplotlib.rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'timeline'}):
-        figure.savefig(path, dpi=150, transparent=is_svg,
-                       metadata={'Date': None} if is_svg else None)
+        figure.savefig(
+            path, dpi=150, transparent=is_svg, metadata={'Date': None} if is_svg else None
+        )
 
 
 class Timeline(Lanes):
@@ -222,14 +260,16 @@ class Timeline(Lanes):
             width: The number of characters for the time.
             seconds: The time that ``width`` represents; by default, the whole timeline.
         """
-        scale = width / (seconds or self.seconds or 1.)
+        scale = width / (seconds or self.seconds or 1.0)
         names = max(map(len, self.devices), default=0)
         zero = self.start
         boxes: list[list[tuple[str, float, float]]] = [[] for _ in self.devices]
         for lane, action, start, end in self.actions:
             boxes[lane].append((self.label(action), (start - zero) * scale, (end - zero) * scale))
-        lines = [f'{name:{names}} {_row(each, width)} {100 * share:3.0f} %'
-                 for name, each, share in zip(self.devices, boxes, self.utilisations)]
+        lines = [
+            f'{name:{names}} {_row(each, width)} {100 * share:3.0f} %'
+            for name, each, share in zip(self.devices, boxes, self.utilisations)
+        ]
         return '\n'.join([*lines, self.summary()])
 
     def __str__(self) -> str:
@@ -250,20 +290,25 @@ class Timeline(Lanes):
         for source, target, i, start, end in self.copies:
             title = f'{name} of micro-batch {i} from {self.devices[source]}'
             title += f', {duration(end - start)}'
-            boxes.append(Box(target, start, end, '', title, colour, share_of_height=.2))
+            boxes.append(Box(target, start, end, '', title, colour, share_of_height=0.2))
 
         zero = self.start
         shifted = []
         for box in boxes:
-            shifted.append(box._replace(row=box.row + first, start=box.start - zero,
-                                        end=box.end - zero))
-        names = [f'{device} {100 * share:.0f} %'
-                 for device, share in zip(self.devices, self.utilisations)]
+            shifted.append(
+                box._replace(row=box.row + first, start=box.start - zero, end=box.end - zero)
+            )
+        names = [
+            f'{device} {100 * share:.0f} %'
+            for device, share in zip(self.devices, self.utilisations)
+        ]
         return names, shifted
 
     def __repr__(self) -> str:
-        return (f'<Timeline of {len(self.actions)} actions on {len(self.devices)} devices: '
-                f'{self.summary()}>')
+        return (
+            f'<Timeline of {len(self.actions)} actions on {len(self.devices)} devices: '
+            f'{self.summary()}>'
+        )
 
     def draw(self, title: str | None = None) -> 'Figure':
         """Draw the timeline as a figure of matplotlib.
@@ -294,13 +339,16 @@ class Timeline(Lanes):
             path: The file to write, ``….json``.
         """
         events = [_lane(2 * lane, name) for lane, name in enumerate(self.devices)]
-        events += [_lane(2 * lane + 1, f'{self.devices[lane]}, copies')
-                   for lane in sorted({copied.target for copied in self.copies})]
+        events += [
+            _lane(2 * lane + 1, f'{self.devices[lane]}, copies')
+            for lane in sorted({copied.target for copied in self.copies})
+        ]
         for lane, (stage, kind, i), start, end in self.actions:
             events.append(_event(LEGEND[kind][0], i, 2 * lane, start, end, {'stage': stage}))
         for source, target, i, start, end in self.copies:
-            events.append(_event('copy', i, 2 * target + 1, start, end,
-                                 {'from': self.devices[source]}))
+            events.append(
+                _event('copy', i, 2 * target + 1, start, end, {'from': self.devices[source]})
+            )
         Path(path).write_text(json.dumps({'traceEvents': events, 'displayTimeUnit': 'ms'}) + '\n')
 
 
@@ -319,7 +367,7 @@ def _row(boxes: Iterable[tuple[str, float, float]], width: int) -> str:
         low, high = round(start), min(width, round(end))
         # A label that is cut would name another micro-batch.
         short = label if len(label) <= high - low else label.lstrip('0123456789')[:1]
-        line[low:high] = short.ljust(high - low, '─')[:max(0, high - low)]
+        line[low:high] = short.ljust(high - low, '─')[: max(0, high - low)]
     return ''.join(line)
 
 
@@ -327,11 +375,20 @@ def _lane(number: int, name: str) -> dict[str, Any]:
     return {'name': 'thread_name', 'ph': 'M', 'pid': 0, 'tid': number, 'args': {'name': name}}
 
 
-def _event(name: str, i: int, lane: int, start: float, end: float, more: dict[str, Any]
-           ) -> dict[str, Any]:
+def _event(
+    name: str, i: int, lane: int, start: float, end: float, more: dict[str, Any]
+) -> dict[str, Any]:
     """Make a complete event; times are in microseconds."""
-    return {'name': f'{name} {i}', 'cat': name, 'ph': 'X', 'pid': 0, 'tid': lane,
-            'ts': start * 1e6, 'dur': (end - start) * 1e6, 'args': {'micro-batch': i, **more}}
+    return {
+        'name': f'{name} {i}',
+        'cat': name,
+        'ph': 'X',
+        'pid': 0,
+        'tid': lane,
+        'ts': start * 1e6,
+        'dur': (end - start) * 1e6,
+        'args': {'micro-batch': i, **more},
+    }
 
 
 class HasActions(Protocol):
@@ -358,9 +415,15 @@ class Comparison:
     def text(self, width: int = 100) -> str:
         """Draw both for a terminal, with ``width`` characters for the longer one."""
         span = max(self.predicted.seconds, self.measured.seconds)
-        return '\n'.join(['predicted', self.predicted.text(width, span),
-                          'measured', self.measured.text(width, span),
-                          f'predicted over measured: {self.ratio:.2f}'])
+        return '\n'.join(
+            [
+                'predicted',
+                self.predicted.text(width, span),
+                'measured',
+                self.measured.text(width, span),
+                f'predicted over measured: {self.ratio:.2f}',
+            ]
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -370,8 +433,10 @@ class Comparison:
         names = [f'predicted {name}' for name in names]
         measured_names, measured_boxes = self.measured._rows(len(names))
         names += [f'measured {name}' for name in measured_names]
-        caption = (f'predicted {self.predicted.summary()}; measured {self.measured.summary()}; '
-                   f'predicted over measured: {self.ratio:.2f}')
+        caption = (
+            f'predicted {self.predicted.summary()}; measured {self.measured.summary()}; '
+            f'predicted over measured: {self.ratio:.2f}'
+        )
         return rows_as_html(names, boxes + measured_boxes, caption)
 
     def draw(self, title: str | None = None) -> 'Figure':
@@ -409,8 +474,10 @@ def compare(predicted: HasActions, measured: HasActions) -> Comparison:
     """
     for what, found in (('predicted', predicted), ('measured', measured)):
         if not found.actions:
-            raise ValueError(f'nothing is {what}: that timeline has no actions. A recording has '
-                             'its actions when its context has ended')
+            raise ValueError(
+                f'nothing is {what}: that timeline has no actions. A recording has '
+                'its actions when its context has ended'
+            )
     return Comparison(_timeline(predicted), _timeline(measured))
 
 

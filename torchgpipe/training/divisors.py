@@ -7,6 +7,7 @@ micro-batch divides by a number that is proportional to its weight::
     loss               s0 / d0     s1 / d1     s2 / d2        s: a sum over elements
     weight             w0 / W      w1 / W      w2 / W         d / w is equal for all
 """
+
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,20 +25,31 @@ from torchgpipe.base.private import is_transformed
 __all__ = ['LossMonitor', 'counted_labels', 'no_mean_over_samples', 'reduction_of']
 
 #: PyTorch's losses, each with its signature.
-LOSSES = {function: signature for function in vars(F).values() if inspect.isfunction(function)
-          if 'reduction' in (signature := inspect.signature(function)).parameters}
+LOSSES = {
+    function: signature
+    for function in vars(F).values()
+    if inspect.isfunction(function)
+    if 'reduction' in (signature := inspect.signature(function)).parameters
+}
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
 
 #: Functions that divide a tensor, as the operator ``/`` does.
-DIVISIONS = {getattr(place, name) for place in (torch, Tensor)
-             for name in ('div', 'div_', 'divide', 'divide_', 'true_divide', 'true_divide_')
-             if hasattr(place, name)}
+DIVISIONS = {
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ('div', 'div_', 'divide', 'divide_', 'true_divide', 'true_divide_')
+    if hasattr(place, name)
+}
 
 #: Functions that multiply tensors, as the operator ``*`` does.
-PRODUCTS = {getattr(place, name) for place in (torch, Tensor)
-            for name in ('mul', 'mul_', 'multiply', 'multiply_') if hasattr(place, name)}
+PRODUCTS = {
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ('mul', 'mul_', 'multiply', 'multiply_')
+    if hasattr(place, name)
+}
 
 #: Functions that add up the elements of a tensor, and that take their mean.
 SUMS, MEANS = {torch.sum, Tensor.sum}, {torch.mean, Tensor.mean}
@@ -56,8 +68,7 @@ def counted_labels(ignored: int | None, weight: Tensor | None, target: Tensor) -
     if target.is_floating_point():  # All probabilities count, equally many for each sample.
         return target.numel()
     kept = target != (-100 if ignored is None else ignored)
-    return kept.sum() if weight is None else (
-        weight[target.where(kept, 0).long()] * kept).sum()
+    return kept.sum() if weight is None else (weight[target.where(kept, 0).long()] * kept).sum()
 
 
 class Division(NamedTuple):
@@ -99,8 +110,13 @@ class LossMonitor(TorchFunctionMode):
         where: The place of the losses, for errors.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None = None,
-                 trusts: bool = False, where: str = 'loss_fn') -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float] | None = None,
+        trusts: bool = False,
+        where: str = 'loss_fn',
+    ) -> None:
         super().__init__()
         self._sizes = sizes
         self._weights = sizes if weights is None else weights
@@ -210,8 +226,7 @@ class LossMonitor(TorchFunctionMode):
     def _all_divisions(self) -> Iterator[tuple[Division, ...]]:
         """Yield one division of each micro-batch after the other."""
         loops = self._loops_over_samples()
-        divisions = [[each for each in own if each.site not in loops]
-                     for own in self._divisions]
+        divisions = [[each for each in own if each.site not in loops] for own in self._divisions]
         most = max(map(len, divisions), default=0)
         # A micro-batch without divisions counts nothing, so its loss was not computed.
         nothing = [Division('', None, 0, 0)] * most
@@ -219,8 +234,11 @@ class LossMonitor(TorchFunctionMode):
 
     def _loops_over_samples(self) -> set[int]:
         """Return the places in the code that each micro-batch passes once for each sample."""
-        passed = [(Counter(each.site for each in own), size)
-                  for own, size in zip(self._divisions, self._sizes) if own]
+        passed = [
+            (Counter(each.site for each in own), size)
+            for own, size in zip(self._divisions, self._sizes)
+            if own
+        ]
         if all(size == 1 for _, size in passed):  # One pass does not make a loop.
             return set()
         sites = {site for counts, _ in passed for site in counts}
@@ -234,8 +252,10 @@ class LossMonitor(TorchFunctionMode):
             if None not in elements and len({*zip(elements, counts)}) == 1:
                 continue  # Equal for all micro-batches, as for a loss of parameters.
             whole, total = sum(counts), sum(self._weights)
-            if any(abs(count * total - weight * whole) > 1e-5 * weight * abs(whole)
-                   for count, weight in zip(counts, self._weights)):
+            if any(
+                abs(count * total - weight * whole) > 1e-5 * weight * abs(whole)
+                for count, weight in zip(counts, self._weights)
+            ):
                 raise (error or no_mean_over_samples)(max(names))
 
     def summary(self) -> tuple[float, float]:
@@ -245,7 +265,7 @@ class LossMonitor(TorchFunctionMode):
         divisors, as for a loss of parameters. The second is equal in all processes if all divisors
         are proportional to the weights.
         """
-        same, ratio = 0., 0.
+        same, ratio = 0.0, 0.0
         for k, divisions in enumerate(self._all_divisions(), 1):
             _, elements, divisors, _ = zip(*divisions)
             counts = [float(each) for each in divisors]
@@ -253,7 +273,7 @@ class LossMonitor(TorchFunctionMode):
                 same = nan
             else:
                 same += k * (counts[0] + elements[0] / 3)
-            ratio += k * sum(counts) / (sum(self._weights) or 1.)
+            ratio += k * sum(counts) / (sum(self._weights) or 1.0)
         return same, ratio
 
 
@@ -279,4 +299,5 @@ def no_mean_over_samples(name: str) -> ValueError:
     return ValueError(
         f'{name} divides by what it counts in a target (ignore_index, class weights), not by the '
         'number of samples; say what that is: normalizer=lambda target: (target != ignore_index)'
-        '.sum(), or weight[target].sum(); or normalizer=len if loss_fn is a mean over samples')
+        '.sum(), or weight[target].sum(); or normalizer=len if loss_fn is a mean over samples'
+    )

@@ -14,6 +14,7 @@ but may use them in another way. If a function does not have such settings,
 :mod:`torchgpipe.training.divisors` detects the divisor where the function calls one of PyTorch's
 losses.
 """
+
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,12 +30,27 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, leaves_of
 from torchgpipe.engine.gradients import leaf_of
 from torchgpipe.engine.microbatches import Chunk, cut
-from torchgpipe.training.divisors import (LossMonitor, counted_labels, no_mean_over_samples,
-                                          reduction_of)
+from torchgpipe.training.divisors import (
+    LossMonitor,
+    counted_labels,
+    no_mean_over_samples,
+    reduction_of,
+)
 
-__all__ = ['Known', 'Losses', 'count_functions', 'counts_of', 'error_of', 'itself',
-           'no_mean_by_normalizer', 'no_mean_in_the_model', 'normalizer_of', 'seen_means',
-           'watches', 'with_counts']
+__all__ = [
+    'Known',
+    'Losses',
+    'count_functions',
+    'counts_of',
+    'error_of',
+    'itself',
+    'no_mean_by_normalizer',
+    'no_mean_in_the_model',
+    'normalizer_of',
+    'seen_means',
+    'watches',
+    'with_counts',
+]
 
 #: The settings that are read from a loss, if it has them.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
@@ -74,17 +90,23 @@ class Known(NamedTuple):
             except (TypeError, ValueError):  # It has no signature, or other arguments.
                 pass
         is_torch = str(getattr(code, '__module__', '')).startswith('torch.nn.')
-        return cls(settings, reduction_of(settings), is_torch and 'reduction' in settings,
-                   getattr(what, '__name__', type(what).__name__))
+        return cls(
+            settings,
+            reduction_of(settings),
+            is_torch and 'reduction' in settings,
+            getattr(what, '__name__', type(what).__name__),
+        )
 
 
 def watches(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's function in which a pipeline records the divisors of losses."""
+
     def call(*given: Any) -> Any:
         cell = None if torch.compiler.is_compiling() else context.micro_batch
         if cell is None or cell.losses is None:
             return function(*given)
         return cell.losses.see(cell.i, function, *given)
+
     return call
 
 
@@ -96,10 +118,11 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
             a mean with an unknown count.
     """
     if loss.reduction == 'none' and loss.is_of_pytorch:
-        raise ValueError("the loss is one of each sample (reduction='none'), and a step takes a "
-                         "scalar: reduction='mean', or reduction='sum' and a normalizer")
-    if loss.reduction == 'sum' and (
-            given is None or (loss.is_of_pytorch and callable(given))):
+        raise ValueError(
+            "the loss is one of each sample (reduction='none'), and a step takes a "
+            "scalar: reduction='mean', or reduction='sum' and a normalizer"
+        )
+    if loss.reduction == 'sum' and (given is None or (loss.is_of_pytorch and callable(given))):
         raise _sum()
     if given is not None or 'ignore_index' not in loss.settings or loss.reduction != 'mean':
         return given
@@ -110,15 +133,18 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
         return None
     tensors = [leaf.value for leaf in leaves_of(list(targets)) if isinstance(leaf.value, Tensor)]
     if isinstance(weight, Tensor) or any(
-            bool((x == ignored).any()) for x in tensors if not x.is_floating_point()):
+        bool((x == ignored).any()) for x in tensors if not x.is_floating_point()
+    ):
         raise no_mean_over_samples(loss.name)
     return None
 
 
 def _sum() -> ValueError:
-    return ValueError("the loss adds up samples (reduction='sum'), and those of micro-batches "
-                      'would be averaged; give normalizer=1, or the number that the sum over '
-                      'the whole mini-batch is divided by')
+    return ValueError(
+        "the loss adds up samples (reduction='sum'), and those of micro-batches "
+        'would be averaged; give normalizer=1, or the number that the sum over '
+        'the whole mini-batch is divided by'
+    )
 
 
 def no_mean_in_the_model(_: str) -> ValueError:
@@ -129,7 +155,8 @@ def no_mean_in_the_model(_: str) -> ValueError:
         "function count, which is called as the model is: gather={'loss': lambda ids, mask, "
         "labels: (labels != -100).sum()}, or labels[:, 1:], where the model shifts them; 'sum', "
         'if the model is given the number of the mini-batch; or lambda ids, mask, labels: '
-        'len(labels), if it is a mean over samples')
+        'len(labels), if it is a mean over samples'
+    )
 
 
 def no_mean_by_normalizer(name: str) -> ValueError:
@@ -138,7 +165,8 @@ def no_mean_by_normalizer(name: str) -> ValueError:
         f'{name} divides by other numbers than normalizer counts in the target, so the loss would '
         'not be the loss of the whole mini-batch. Count what loss_fn divides by; or, if it has '
         "several means, add up each one with reduction='sum', divide it by its count in the whole "
-        'mini-batch (of all replicas), and pass normalizer=1')
+        'mini-batch (of all replicas), and pass normalizer=1'
+    )
 
 
 def error_of(normalizer: Any) -> Callable[[str], ValueError]:
@@ -163,22 +191,31 @@ class Losses:
             mean.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Tensor], target: Any, sizes: Sequence[int],
-                 batch_dim: Any, normalizer: Any, scale: Callable[[Tensor], Tensor] | None,
-                 alone: bool = True) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Tensor],
+        target: Any,
+        sizes: Sequence[int],
+        batch_dim: Any,
+        normalizer: Any,
+        scale: Callable[[Tensor], Tensor] | None,
+        alone: bool = True,
+    ) -> None:
         self._function = function
         self._scale = scale
         #: The targets of micro-batches.
         self.targets = _scatter(target, sizes, batch_dim)
         #: The targets with leaves in place of tensors, at which the graphs of losses end.
-        self._leaves = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
-                        for batch in self.targets]
+        self._leaves = [
+            Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind) for batch in self.targets
+        ]
         module, known = itself(function), Known.of(function)
         #: The modules of the loss function.
         self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
         #: The count of each micro-batch.
         self.counts, self._whole = _counts(
-            known, [batch.value for batch in self._leaves], sizes, normalizer)
+            known, [batch.value for batch in self._leaves], sizes, normalizer
+        )
         #: The count of the mini-batch in this process, and after :meth:`count_in` in all
         #: processes; ``None`` if the normalizer is a number.
         self.counted = None if self._whole else sum(self.counts)
@@ -188,8 +225,13 @@ class Losses:
         self._learns = False
         is_known = normalizer is None and known.is_of_pytorch
         #: Records the divisors of losses in the function.
-        self.monitor = None if is_known else LossMonitor(
-            sizes, None if normalizer is None else self.counts, normalizer is not None)
+        self.monitor = (
+            None
+            if is_known
+            else LossMonitor(
+                sizes, None if normalizer is None else self.counts, normalizer is not None
+            )
+        )
         #: Records the divisors of losses in layers, which a normalizer does not know.
         self.in_layers = None if normalizer is not None else self.monitor
         #: Returns the error for other divisors.
@@ -200,9 +242,8 @@ class Losses:
 
     @property
     def divisors(self) -> tuple[float, float]:
-        """The divisors of the loss in this process, as :meth:`LossMonitor.summary` returns them.
-        """
-        return self.monitor.summary() if self.monitor else (0., 0.)
+        """The divisors of the loss in this process, as :meth:`LossMonitor.summary` returns them."""
+        return self.monitor.summary() if self.monitor else (0.0, 0.0)
 
     def count_in(self, whole: float, trains: bool = True) -> None:
         """Set the count of the whole mini-batch, of which other processes may have parts.
@@ -210,7 +251,7 @@ class Losses:
         Raises:
             ValueError: The count is zero, and there is a backward.
         """
-        self.counted, self._whole = whole, whole or (_nothing() if trains else 1.)
+        self.counted, self._whole = whole, whole or (_nothing() if trains else 1.0)
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute the loss of micro-batch ``i``, and return the tensor to start its backward."""
@@ -276,11 +317,13 @@ class Losses:
             layers: The layers of the last partition.
             keeps: Whether to return the output instead, after the loss was computed.
         """
+
         def call(*args: Any, **kwargs: Any) -> Any:
             output = layers(*args, **kwargs)
             assert context.micro_batch is not None
             loss = self(context.micro_batch.i, output)
             return output if keeps else loss.detach()
+
         return call
 
     @property
@@ -298,9 +341,11 @@ class Losses:
             RuntimeError: There is a backward, but the loss of no micro-batch requires grad.
         """
         if trains and self._losses and not self._learns:
-            raise RuntimeError('the loss does not require grad, so there is nothing to train: '
-                               'neither a parameter nor the input requires grad, or loss_fn has '
-                               'detached it')
+            raise RuntimeError(
+                'the loss does not require grad, so there is nothing to train: '
+                'neither a parameter nor the input requires grad, or loss_fn has '
+                'detached it'
+            )
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
 
     @property
@@ -310,20 +355,28 @@ class Losses:
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors of the target that have a gradient, each with its gradient."""
-        return [(x, leaf.grad) for batch, leaves in zip(self.targets, self._leaves)
-                for x, leaf in zip(batch.tensors, leaves.tensors) if leaf.grad is not None]
+        return [
+            (x, leaf.grad)
+            for batch, leaves in zip(self.targets, self._leaves)
+            for x, leaf in zip(batch.tensors, leaves.tensors)
+            if leaf.grad is not None
+        ]
 
 
 def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Chunk]:
     """Cut a target as the input was cut."""
-    if not (isinstance(target, Tensor) or any(
-            isinstance(leaf.value, Tensor) for leaf in leaves_of(target))):
+    if not (
+        isinstance(target, Tensor)
+        or any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target))
+    ):
         return [Chunk((), lambda tensors: target)] * len(sizes)
     batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
     if own != list(sizes):
-        raise ValueError(f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
-                         'both are cut along their batch dimensions. Say which one that of the '
-                         'target is: target_dim=0')
+        raise ValueError(
+            f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
+            'both are cut along their batch dimensions. Say which one that of the '
+            'target is: target_dim=0'
+        )
     return batches
 
 
@@ -341,8 +394,9 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
     found: list[Any] = []
     for function in filter(callable, _words(rule)):
         try:
-            counts = _count(partial(call, function), [batch.value for batch in batches], 'gather',
-                            'input')
+            counts = _count(
+                partial(call, function), [batch.value for batch in batches], 'gather', 'input'
+            )
             found.append(counts if sum(counts) else _nothing('gather', 'input'))
         except Exception as error:
             found.append(error)
@@ -368,8 +422,11 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
     if not callable(rule):
         return rule
     found = next(counts)
-    return partial(_raise, found) if isinstance(found, Exception) else partial(
-        _mean_of, found, sum(found))
+    return (
+        partial(_raise, found)
+        if isinstance(found, Exception)
+        else partial(_mean_of, found, sum(found))
+    )
 
 
 def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
@@ -399,9 +456,11 @@ def _refusal(loss: Any, name: str) -> ValueError | None:
     """Return the error for a loss that is no scalar."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
         return None
-    return ValueError(f'{name} must give a scalar tensor of real numbers, but gave '
-                      f'{_outline(loss)}; reduce it, as by loss.mean(), or give the plain call '
-                      'a loss of another form')
+    return ValueError(
+        f'{name} must give a scalar tensor of real numbers, but gave '
+        f'{_outline(loss)}; reduce it, as by loss.mean(), or give the plain call '
+        'a loss of another form'
+    )
 
 
 def _outline(value: Any) -> str:
@@ -412,8 +471,9 @@ def _outline(value: Any) -> str:
     return f'{type(value).__name__} {value}' if isinstance(value, Real) else type(value).__name__
 
 
-def _counts(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
-            ) -> tuple[list[float], float]:
+def _counts(
+    loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
+) -> tuple[list[float], float]:
     """Return the count of each micro-batch, and the normalizer if it is a number, else 0.
 
     The results are Python's numbers, which are exact and on no device.
@@ -424,29 +484,36 @@ def _counts(loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalize
     if not callable(normalizer):
         number = _number(normalizer)
         if not number:
-            raise ValueError('normalizer must be a function, or a finite number above zero that '
-                             f'the loss is divided by, but is {_outline(normalizer)}')
-        return [1.] * len(sizes), number
+            raise ValueError(
+                'normalizer must be a function, or a finite number above zero that '
+                f'the loss is divided by, but is {_outline(normalizer)}'
+            )
+        return [1.0] * len(sizes), number
     return _count(normalizer, targets, 'normalizer', 'target'), 0
 
 
-def _count(function: Callable[[Any], Any], values: Sequence[Any], name: str, what: str
-           ) -> list[float]:
+def _count(
+    function: Callable[[Any], Any], values: Sequence[Any], name: str, what: str
+) -> list[float]:
     """Return the count of a function in each value."""
     given = [function(value) for value in values]
     counts = [count for each in given if (count := _number(each)) is not None]
     if len(counts) < len(given):
         wrong = next(each for each in given if _number(each) is None)
-        raise ValueError(f'{name} must count how much of the {what} of a micro-batch the loss '
-                         'is a mean over, a finite number not below zero, but gave '
-                         f'{_outline(wrong)}; a function that does is lambda target: (target != '
-                         'ignore_index).sum()')
+        raise ValueError(
+            f'{name} must count how much of the {what} of a micro-batch the loss '
+            'is a mean over, a finite number not below zero, but gave '
+            f'{_outline(wrong)}; a function that does is lambda target: (target != '
+            'ignore_index).sum()'
+        )
     return counts
 
 
 def _nothing(name: str = 'normalizer, or the loss by itself,', what: str = 'target') -> NoReturn:
-    raise ValueError(f'{name} counts nothing in the whole {what}, so there is no mean over it; '
-                     'leave out this mini-batch')
+    raise ValueError(
+        f'{name} counts nothing in the whole {what}, so there is no mean over it; '
+        'leave out this mini-batch'
+    )
 
 
 def _number(value: Any) -> float | None:

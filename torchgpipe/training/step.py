@@ -1,4 +1,5 @@
 """One training step by a schedule: forward and backward, with the loss inside."""
+
 import os
 from collections.abc import Collection, Hashable, Sequence
 from functools import lru_cache
@@ -52,8 +53,10 @@ def _stages_per_device(name: str, n: int, devices: int) -> int:
     least, most = stages_per_device(name)
     v = max(least, min(n // devices, most))
     if n % v:
-        raise ValueError(f'{name!r} takes {v} partitions on each device, but there are {n} '
-                         f'partitions on {devices} devices')
+        raise ValueError(
+            f'{name!r} takes {v} partitions on each device, but there are {n} '
+            f'partitions on {devices} devices'
+        )
     return v
 
 
@@ -68,26 +71,32 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
     schedule.validate()
     n = 1 + max(stage for stages in schedule.stages for stage in stages)
     if (n, schedule.micro_batches) != (len(workers), m):
-        raise ValueError(f'the schedule is for {n} stages and {schedule.micro_batches} '
-                         f'micro-batches, but there are {len(workers)} partitions and {m} '
-                         'micro-batches; make one of these numbers: '
-                         f"torchgpipe.schedule.make('1f1b', {len(workers)}, {m})")
+        raise ValueError(
+            f'the schedule is for {n} stages and {schedule.micro_batches} '
+            f'micro-batches, but there are {len(workers)} partitions and {m} '
+            'micro-batches; make one of these numbers: '
+            f"torchgpipe.schedule.make('1f1b', {len(workers)}, {m})"
+        )
     if not any(action.kind in 'BI' for row in schedule.rows for action in row):
         raise ValueError('the schedule has no backward; a step takes F and B of each micro-batch')
     for stages in schedule.stages:
         if len({workers[stage] for stage in stages}) > 1:
-            places = [next(device for device, own in enumerate(schedule.stages) if stage in own)
-                      for stage in range(n)]
+            places = [
+                next(device for device, own in enumerate(schedule.stages) if stage in own)
+                for stage in range(n)
+            ]
             raise ValueError(
                 f'the schedule has stages {list(stages)} on one device, but these partitions are '
                 f'on {[f"{kind}:{index}" for kind, index in (workers[j] for j in stages)]}; '
                 'put them in this order: '
-                f'{"places" if workers[0][0] == "rank" else "devices"}={places}')
+                f'{"places" if workers[0][0] == "rank" else "devices"}={places}'
+            )
 
 
 @lru_cache(maxsize=32)
-def recomputing(schedule: Schedule, stops: tuple[range, ...]
-                ) -> tuple[Schedule, tuple[Collection[int], ...]]:
+def recomputing(
+    schedule: Schedule, stops: tuple[range, ...]
+) -> tuple[Schedule, tuple[Collection[int], ...]]:
     """Return a schedule with all recomputations, and by stage their micro-batches.
 
     Args:
@@ -98,8 +107,15 @@ def recomputing(schedule: Schedule, stops: tuple[range, ...]
     return found, tuple(map(found.recomputed, range(len(stops))))
 
 
-def run_step(engine: Engine, batches: list[Chunk], losses: Losses, schedule: ScheduleLike,
-             keeps_output: bool, recomputed: Sequence[range], **options: Any) -> Step:
+def run_step(
+    engine: Engine,
+    batches: list[Chunk],
+    losses: Losses,
+    schedule: ScheduleLike,
+    keeps_output: bool,
+    recomputed: Sequence[range],
+    **options: Any,
+) -> Step:
     """Run a step, and replace the batches by the outputs, if these are kept."""
     workers = [partition.worker for partition in engine.partitions]
     found = find_schedule(schedule, workers, len(batches))

@@ -1,4 +1,5 @@
 """The commands: train on a folder of images, and write one to try it on."""
+
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,34 @@ from benchmarks.harness.report import cores, output_folder
 __all__ = ['COMMANDS']
 
 
-@click.command(RESNET_ACCURACY.name, help=(
-    f'{RESNET_ACCURACY.title}, or on any images: the recipe of Goyal et al., with a validation '
-    'after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To try it without '
-    'ImageNet, make a folder with the command `pictures`.'))
+@click.command(
+    RESNET_ACCURACY.name,
+    help=(
+        f'{RESNET_ACCURACY.title}, or on any images: the recipe of Goyal et al., with a validation '
+        'after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To try it without '
+        'ImageNet, make a folder with the command `pictures`.'
+    ),
+)
 @experiment_options(RESNET_ACCURACY, EPOCHS, 0, 'all images')
-@click.option('--data', required=True, metavar='DIR',
-              help='Images in train/<class>/ and val/<class>/.')
-@click.option('--workers', type=click.IntRange(0), default=lambda: len(cores()),
-              show_default='cores', help='Processes that read images.')
+@click.option(
+    '--data', required=True, metavar='DIR', help='Images in train/<class>/ and val/<class>/.'
+)
+@click.option(
+    '--workers',
+    type=click.IntRange(0),
+    default=lambda: len(cores()),
+    show_default='cores',
+    help='Processes that read images.',
+)
 @click.option('--resume', is_flag=True, help='Go on from the checkpoint in --output.')
 def _accuracy(data: str, workers: int, resume: bool, **options: Any) -> None:
     taken = take_options(RESNET_ACCURACY, **options)
     open_folders(Path(data), resolution=1, seed=0)
     if not resume:
         refuse_to_overwrite(RESNET_ACCURACY, taken)
-    campaign(RESNET_ACCURACY, taken, partial(
-        measure, data=Path(data), workers=workers, resume=resume))
+    campaign(
+        RESNET_ACCURACY, taken, partial(measure, data=Path(data), workers=workers, resume=resume)
+    )
 
 
 @click.command()

@@ -5,6 +5,7 @@
     DIR/train/<class>/<image>   random crop of 8 % to 100 % of the area, mirrored or not
     DIR/val/<class>/<image>     the square in the centre, 7/8 of the shorter side (224 of 256)
 """
+
 import math
 from pathlib import Path
 
@@ -22,7 +23,7 @@ EXTENSIONS = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
-AREA = (0.08, 1.)
+AREA = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 
 Crop = tuple[float, float, float, float]
@@ -45,26 +46,39 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         click.ClickException: The folder is not laid out like that.
     """
 
-    def __init__(self, folder: Path, resolution: int, seed: int | None = None,
-                 classes: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        resolution: int,
+        seed: int | None = None,
+        classes: list[str] | None = None,
+    ) -> None:
         self.resolution = resolution
         self.seed = seed
         self.epoch = 0
         if not folder.is_dir():
-            raise click.ClickException(f'there is no folder {str(folder)!r}: images are expected '
-                                       'in train/<class>/ and val/<class>/')
+            raise click.ClickException(
+                f'there is no folder {str(folder)!r}: images are expected '
+                'in train/<class>/ and val/<class>/'
+            )
         names = sorted(path.name for path in folder.iterdir() if path.is_dir())
         self.classes = names if classes is None else classes
         unknown = sorted(set(names) - set(self.classes))
         if unknown:
-            raise click.ClickException(f'{str(folder)!r} has a class that the training images do '
-                                       f'not have: {unknown[0]!r}')
-        self.samples = [(path, k) for k, name in enumerate(self.classes)
-                        for path in sorted((folder / name).glob('*'))
-                        if path.suffix.lower() in EXTENSIONS]
+            raise click.ClickException(
+                f'{str(folder)!r} has a class that the training images do not have: {unknown[0]!r}'
+            )
+        self.samples = [
+            (path, k)
+            for k, name in enumerate(self.classes)
+            for path in sorted((folder / name).glob('*'))
+            if path.suffix.lower() in EXTENSIONS
+        ]
         if not self.samples:
-            raise click.ClickException(f'there are no images in {str(folder)!r}: they are '
-                                       'expected in a folder for each class')
+            raise click.ClickException(
+                f'there are no images in {str(folder)!r}: they are '
+                'expected in a folder for each class'
+            )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -75,8 +89,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             with Image.open(path) as file:
                 image = file.convert('RGB')
         except Exception as error:  # Pillow's formats raise whatever comes to their minds.
-            raise UnreadableImage(f'{str(path)!r} is not an image that can be read: '
-                                  f'{error}') from None
+            raise UnreadableImage(
+                f'{str(path)!r} is not an image that can be read: {error}'
+            ) from None
         return self._crop(image, index), label
 
     def _crop(self, image: Image.Image, index: int) -> Tensor:
@@ -85,9 +100,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             box = centre_crop(image.width, image.height)
         else:
             # Not from a worker's generator: crops must not depend on the number of workers.
-            random = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2 ** 63)
+            random = torch.Generator().manual_seed(hash((self.seed, self.epoch, index)) % 2**63)
             box = random_crop(image.width, image.height, random)
-            flip = bool(torch.rand((), generator=random) < .5)
+            flip = bool(torch.rand((), generator=random) < 0.5)
         size = (self.resolution, self.resolution)
         pixels = bytearray(image.resize(size, Image.Resampling.BILINEAR, box=box).tobytes())
         tensor = torch.frombuffer(pixels, dtype=torch.uint8).view(*size, 3).permute(2, 0, 1)
@@ -126,6 +141,8 @@ def open_folders(data: Path, resolution: int, seed: int) -> tuple[ImageFolder, I
 
 def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn bytes into numbers of mean 0 and deviation 1, on the device where they are."""
-    mean, std = (torch.tensor(values, dtype=dtype, device=images.device).view(3, 1, 1) * 255
-                 for values in (MEAN, STD))
+    mean, std = (
+        torch.tensor(values, dtype=dtype, device=images.device).view(3, 1, 1) * 255
+        for values in (MEAN, STD)
+    )
     return (images.to(dtype) - mean) / std

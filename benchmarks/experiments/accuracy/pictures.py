@@ -2,6 +2,7 @@
 
 The classes are crops of scikit-learn's two photographs, and some of its handwritten digits.
 """
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,5 +45,7 @@ def _digits(number: int) -> Iterator[tuple[str, Iterator[Image.Image]]]:
     images, labels = load_digits(return_X_y=True)
     for digit in DIGITS:
         chosen = images[labels == digit][:number].reshape(-1, 8, 8)
-        yield f'digit-{digit}', (Image.fromarray((x / 16 * 255).astype('uint8')).resize(
-            (SIZE, SIZE)) for x in chosen)
+        yield (
+            f'digit-{digit}',
+            (Image.fromarray((x / 16 * 255).astype('uint8')).resize((SIZE, SIZE)) for x in chosen),
+        )

@@ -1,4 +1,5 @@
 """Outputs of a training: a CSV log, and a checkpoint to resume from."""
+
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,10 @@ def refuse_to_overwrite(experiment: Experiment, options: Options) -> None:
     for setting in options.settings:
         path = _folder(experiment, setting, options) / 'checkpoint.pt'
         if path.exists():
-            raise click.ClickException(f"there is a checkpoint already, '{path}'; --resume goes "
-                                       'on from it, another --output starts anew')
+            raise click.ClickException(
+                f"there is a checkpoint already, '{path}'; --resume goes "
+                'on from it, another --output starts anew'
+            )
 
 
 @dataclass
@@ -42,15 +45,23 @@ class Progress:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, experiment: Experiment, setting: Setting, options: Options, classes: list[str]
-              ) -> 'Progress':
+    def begin(
+        cls, experiment: Experiment, setting: Setting, options: Options, classes: list[str]
+    ) -> 'Progress':
         """Start in the folder of a setting."""
         folder = _folder(experiment, setting, options)
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, {
-            'batch': setting.scaled_batch(options.scale), 'epochs': options.epochs,
-            'resolution': experiment.scaled_resolution(options.scale), 'seed': options.seed,
-            'dtype': str(options.dtype), 'classes': classes})
+        return cls(
+            folder,
+            {
+                'batch': setting.scaled_batch(options.scale),
+                'epochs': options.epochs,
+                'resolution': experiment.scaled_resolution(options.scale),
+                'seed': options.seed,
+                'dtype': str(options.dtype),
+                'classes': classes,
+            },
+        )
 
     @property
     def checkpoint(self) -> Path:
@@ -66,8 +77,14 @@ class Progress:
                 writer.writeheader()
                 writer.writerows(self.rows)
         with replacing(self.checkpoint) as path:
-            torch.save({'recipe': self.recipe, 'rows': self.rows,
-                        **{name: value.state_dict() for name, value in state.items()}}, path)
+            torch.save(
+                {
+                    'recipe': self.recipe,
+                    'rows': self.rows,
+                    **{name: value.state_dict() for name, value in state.items()},
+                },
+                path,
+            )
 
     def resume(self, **state: Any) -> None:
         """Load the last epoch, if there is one."""
@@ -78,7 +95,8 @@ class Progress:
             if kept['recipe'][name] != value:
                 raise click.ClickException(
                     f"'{self.checkpoint}' comes from a training with another {name}: "
-                    f"{kept['recipe'][name]}, not {value}")
+                    f'{kept["recipe"][name]}, not {value}'
+                )
         self.rows = kept['rows']
         for name, value in state.items():
             value.load_state_dict(kept[name])

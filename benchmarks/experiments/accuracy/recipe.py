@@ -10,6 +10,7 @@ Training for another number of epochs stretches all of it. It differs from the p
 is on all parameters, and the scale of each block's last batch norm starts at 1. The last layer
 starts as PyTorch's does, and the last mini-batch of an epoch may be smaller.
 """
+
 from collections.abc import Iterable
 
 import torch
@@ -32,13 +33,13 @@ def learning_rate(progress: float, batch: int) -> float:
         progress: Fraction of the training that is over, from 0 to 1.
         batch: Samples of a mini-batch.
     """
-    peak = .1 * batch / 256
+    peak = 0.1 * batch / 256
     if progress < WARM_UP:
-        start = min(.1, peak)
+        start = min(0.1, peak)
         return start + (peak - start) * progress / WARM_UP
     return peak / 10 ** sum(progress >= milestone for milestone in MILESTONES)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Make the optimizer; the learning rate is set before each step."""
-    return torch.optim.SGD(parameters, lr=.1, momentum=.9, nesterov=True, weight_decay=1e-4)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)

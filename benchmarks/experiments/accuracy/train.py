@@ -1,4 +1,5 @@
 """Train ResNet-101 on a folder of images, and measure its error on the validation images."""
+
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from benchmarks.experiments.accuracy.images import (ImageFolder, UnreadableImage, normalise,
-                                                    open_folders)
+from benchmarks.experiments.accuracy.images import (
+    ImageFolder,
+    UnreadableImage,
+    normalise,
+    open_folders,
+)
 from benchmarks.experiments.accuracy.progress import Progress
 from benchmarks.experiments.accuracy.recipe import learning_rate, make_optimizer
 from benchmarks.harness.experiment import Experiment, Setting
@@ -36,8 +41,9 @@ class Errors(NamedTuple):
 class Training:
     """A training: model, data, optimizer, and an epoch of each kind."""
 
-    def __init__(self, experiment: Experiment, setting: Setting, options: Options,
-                 data: Path, workers: int) -> None:
+    def __init__(
+        self, experiment: Experiment, setting: Setting, options: Options, data: Path, workers: int
+    ) -> None:
         self.options = options
         self.name = setting.name
         self.batch = setting.scaled_batch(options.scale)
@@ -47,16 +53,24 @@ class Training:
         self.train_set, self.val_set = open_folders(data, resolution, options.seed)
         torch.manual_seed(options.seed)
         kwargs = {'deferred_batch_norm': True} if setting.balance else {}
-        self.model = wrap(resnet101(len(self.train_set.classes)), setting, options, self.batch,
-                          **kwargs)
+        self.model = wrap(
+            resnet101(len(self.train_set.classes)), setting, options, self.batch, **kwargs
+        )
         self.optimizer = make_optimizer(self.model.parameters())
-        self.scaler = torch.amp.GradScaler(self.devices[0].type,
-                                           enabled=options.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            self.devices[0].type, enabled=options.dtype == torch.float16
+        )
 
     def _load(self, images: ImageFolder, shuffle: bool) -> DataLoader[Any]:
-        random = torch.Generator().manual_seed(hash((self.options.seed, images.epoch)) % 2 ** 63)
-        return DataLoader(images, self.batch, shuffle=shuffle, generator=random,
-                          num_workers=self.workers, pin_memory=self.devices[0].type != 'cpu')
+        random = torch.Generator().manual_seed(hash((self.options.seed, images.epoch)) % 2**63)
+        return DataLoader(
+            images,
+            self.batch,
+            shuffle=shuffle,
+            generator=random,
+            num_workers=self.workers,
+            pin_memory=self.devices[0].type != 'cpu',
+        )
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if self.options.dtype == torch.float64 else torch.float32
@@ -73,8 +87,9 @@ class Training:
         count = _Count()
         for step, (images, labels) in enumerate(self._bar(loader, f'epoch {epoch + 1}')):
             for group in self.optimizer.param_groups:
-                group['lr'] = learning_rate((epoch + step / len(loader)) / self.options.epochs,
-                                            self.batch)
+                group['lr'] = learning_rate(
+                    (epoch + step / len(loader)) / self.options.epochs, self.batch
+                )
             self.optimizer.zero_grad()
             output, loss = self._forward(images, labels)
             self.scaler.scale(loss).backward()
@@ -96,8 +111,9 @@ class Training:
     def _bar(self, loader: DataLoader[Any], what: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches, and show samples per second and the time left."""
         images: Any = loader.dataset
-        with tqdm(total=len(images), desc=f'{self.name}, {what}', unit=' samples', leave=False
-                  ) as bar:
+        with tqdm(
+            total=len(images), desc=f'{self.name}, {what}', unit=' samples', leave=False
+        ) as bar:
             try:
                 for batch, labels in loader:
                     yield batch, labels
@@ -106,7 +122,8 @@ class Training:
                 reason = str(error).strip().splitlines()[-1].partition('UnreadableImage: ')
                 raise click.ClickException(
                     f'{reason[2] or reason[0]}; the epochs before are kept, and --resume goes on '
-                    'from there') from None
+                    'from there'
+                ) from None
 
 
 class _Count:
@@ -120,8 +137,13 @@ class _Count:
         with torch.no_grad():
             best = output.topk(min(5, output.shape[1])).indices
             right = best == labels.to(output.device)[:, None]
-            self._sums += torch.stack([loss.double() * len(labels), (~right[:, 0]).double().sum(),
-                                       (~right.any(1)).double().sum()])
+            self._sums += torch.stack(
+                [
+                    loss.double() * len(labels),
+                    (~right[:, 0]).double().sum(),
+                    (~right.any(1)).double().sum(),
+                ]
+            )
             self._samples += len(labels)
 
     def errors(self) -> Errors:
@@ -129,35 +151,58 @@ class _Count:
         return Errors(loss, 100 * top1, 100 * top5)
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any],
-            data: Path, workers: int, resume: bool) -> None:
+def measure(
+    experiment: Experiment,
+    setting: Setting,
+    options: Options,
+    result: dict[str, Any],
+    data: Path,
+    workers: int,
+    resume: bool,
+) -> None:
     """Train to the end, and add the results of each epoch."""
     training = Training(experiment, setting, options, data, workers)
     progress = Progress.begin(experiment, setting, options, training.train_set.classes)
     state = {'model': training.model, 'optimizer': training.optimizer, 'scaler': training.scaler}
     if resume:
         progress.resume(**state)
-    result['images'] = {'classes': len(training.train_set.classes),
-                        'train': len(training.train_set), 'val': len(training.val_set)}
+    result['images'] = {
+        'classes': len(training.train_set.classes),
+        'train': len(training.train_set),
+        'val': len(training.val_set),
+    }
     _tell(progress, options, result)
     for epoch in range(len(progress.rows), options.epochs):
         start = time.perf_counter()
         train = training.train(epoch)
         seconds = time.perf_counter() - start
         val = training.validate()
-        progress.add({
-            'epoch': epoch + 1, 'learning_rate': training.optimizer.param_groups[0]['lr'],
-            'train_loss': train.loss, 'train_error': train.top1, 'val_loss': val.loss,
-            'val_error': val.top1, 'val_error_top5': val.top5,
-            'samples_per_second': len(training.train_set) / seconds}, **state)
+        progress.add(
+            {
+                'epoch': epoch + 1,
+                'learning_rate': training.optimizer.param_groups[0]['lr'],
+                'train_loss': train.loss,
+                'train_error': train.top1,
+                'val_loss': val.loss,
+                'val_error': val.top1,
+                'val_error_top5': val.top5,
+                'samples_per_second': len(training.train_set) / seconds,
+            },
+            **state,
+        )
         _tell(progress, options, result)
 
 
 def _tell(progress: Progress, options: Options, result: dict[str, Any]) -> None:
     if not progress.rows:
         return
-    speeds = [row['samples_per_second'] for row in progress.rows[options.skip_epochs:]]
-    result.update(figure=progress.rows[-1]['val_error'], epochs=progress.rows,
-                  log=f'{progress.folder.name}/log.csv')
-    result['details'] = {'top-5 error, %': progress.rows[-1]['val_error_top5'],
-                         'samples/s': median(speeds) if speeds else None}
+    speeds = [row['samples_per_second'] for row in progress.rows[options.skip_epochs :]]
+    result.update(
+        figure=progress.rows[-1]['val_error'],
+        epochs=progress.rows,
+        log=f'{progress.folder.name}/log.csv',
+    )
+    result['details'] = {
+        'top-5 error, %': progress.rows[-1]['val_error_top5'],
+        'samples/s': median(speeds) if speeds else None,
+    }

@@ -1,4 +1,5 @@
 """ArcFace on handwritten digits: in one process, and with its classes shared by several."""
+
 from typing import Any
 
 import click
@@ -24,24 +25,30 @@ def arcface(numbers: tuple[int, ...], steps: int, output: str) -> None:
     float64, so that losses can be compared: a loss that differs from the plain model's is an
     error.
     """
+
     def measure() -> dict[str, Any]:
         from benchmarks.experiments.arcface.train import make  # has torch.distributed
 
         data = Data(*[(images.double(), labels) for images, labels in load()])
         return {'rows': side_by_side(make, data, numbers, steps, 'arcface', TOLERANCE)}
+
     training('arcface', output, measure, _parts)
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Describe the training, and return the table."""
     header, rows = training_rows(results['rows'])
-    accuracies = [f"{row['ranks'][0]['accuracy']:.2%}" for row in results['rows']]
-    return ['The model is two linear layers followed by ArcFace, trained on the digits of '
-            'scikit-learn. ArcFace multiplies normalised features by normalised directions of 10 '
-            'classes, with scale 64 and margin 0.5. Training uses float64 and AdamW. The '
-            f'directions are split. The other layers are replicated. {meaning(results)}',
-            ([*header, 'accuracy on the test set'],
-             [[*cells, accuracy] for cells, accuracy in zip(rows, accuracies)])]
+    accuracies = [f'{row["ranks"][0]["accuracy"]:.2%}' for row in results['rows']]
+    return [
+        'The model is two linear layers followed by ArcFace, trained on the digits of '
+        'scikit-learn. ArcFace multiplies normalised features by normalised directions of 10 '
+        'classes, with scale 64 and margin 0.5. Training uses float64 and AdamW. The '
+        f'directions are split. The other layers are replicated. {meaning(results)}',
+        (
+            [*header, 'accuracy on the test set'],
+            [[*cells, accuracy] for cells, accuracy in zip(rows, accuracies)],
+        ),
+    ]
 
 
 COMMANDS = [arcface]

@@ -1,4 +1,5 @@
 """The model of each process: a network for digits, and its part of ArcFace's last layer."""
+
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ class Recogniser(Trainer):
         the layer. data: Training and test data.
     """
 
-    def __init__(self, model: nn.ModuleDict, optimizer: torch.optim.Optimizer, sharded: bool,
-                 data: Data) -> None:
+    def __init__(
+        self, model: nn.ModuleDict, optimizer: torch.optim.Optimizer, sharded: bool, data: Data
+    ) -> None:
         super().__init__(model, optimizer, self._next_loss)
         self._sharded = sharded
         self._data = data
@@ -38,7 +40,8 @@ class Recogniser(Trainer):
         labels = labels[index]
         scores = self.model['head'](self.model['backbone'](images[index]), labels)
         loss: Tensor = (parallel_cross_entropy if self._sharded else F.cross_entropy)(
-            scores, labels)
+            scores, labels
+        )
         return loss
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
 """The model of each process: a classifier, or its classes of one."""
+
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,7 @@ class Classifier(Trainer):
         """Draw features, as a backbone gives them, and classes."""
         classes, features, batch = self._options
         x = torch.randn(batch, features, generator=self._generator)
-        return (x.requires_grad_(),
-                torch.randint(classes, (batch,), generator=self._generator))
+        return (x.requires_grad_(), torch.randint(classes, (batch,), generator=self._generator))
 
     def _next_loss(self) -> Tensor:
         x, target = self._draw()
@@ -57,15 +57,15 @@ class Classifier(Trainer):
         return loss
 
     def figures(self) -> dict[str, Any]:
-        """Add the peak of the loss in forward and backward, its logits included, and their size.
-        """
+        """Add the peak of the loss in forward and backward, its logits included, and their size."""
         x, target = self._draw()
         logits = self.model(x)
         size = logits.untyped_storage().nbytes()
         output = logits.detach().requires_grad_()
         ts.register_parallel_dim(output, ts.get_parallel_dim(logits))
-        peak = peak_memory(lambda: self._cross_entropy(output, target).backward(),
-                           [torch.device('cpu')])
+        peak = peak_memory(
+            lambda: self._cross_entropy(output, target).backward(), [torch.device('cpu')]
+        )
         return {'logits': size, 'loss': size + peak, **super().figures()}
 
 
@@ -93,8 +93,9 @@ def make_resnet(options: ImageOptions, sharded: bool) -> Trainer:
     cross_entropy = parallel_cross_entropy if sharded else F.cross_entropy
     generator = torch.Generator().manual_seed(0)
     # Each step has the same images: so the loss falls fast, and a wrong gradient is seen in it.
-    images = torch.randn(options.batch, 3, options.resolution, options.resolution,
-                         generator=generator)
+    images = torch.randn(
+        options.batch, 3, options.resolution, options.resolution, generator=generator
+    )
     target = torch.randint(options.classes, (options.batch,), generator=generator)
 
     def loss() -> Tensor:

@@ -1,4 +1,5 @@
 """All that one GPU can prove: time and memory with every partition on one device."""
+
 import gc
 import time
 from pathlib import Path
@@ -19,19 +20,48 @@ __all__ = ['COMMANDS', 'PAGES']
 
 
 @click.command()
-@click.option('--devices', callback=parse_devices, metavar='D',
-              help='One device. [default: the current accelerator]')
-@click.option('--scale', type=click.FloatRange(0, 1, min_open=True), default=1., show_default=True,
-              help='Fraction of batches, images and layers, for a small machine.')
-@click.option('--minutes', type=click.FloatRange(0, min_open=True), default=8., show_default=True,
-              help='After these, nothing more is started; the next run goes on from there.')
-@click.option('--part', 'names', type=click.Choice([part.name for part in all_parts()]),
-              multiple=True, show_default='all',
-              help='May be given several times; it is measured again.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the results and the page go.')
-def gpu(devices: tuple[torch.device, ...], scale: float, minutes: float, names: tuple[str, ...],
-        output: str) -> None:
+@click.option(
+    '--devices',
+    callback=parse_devices,
+    metavar='D',
+    help='One device. [default: the current accelerator]',
+)
+@click.option(
+    '--scale',
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help='Fraction of batches, images and layers, for a small machine.',
+)
+@click.option(
+    '--minutes',
+    type=click.FloatRange(0, min_open=True),
+    default=8.0,
+    show_default=True,
+    help='After these, nothing more is started; the next run goes on from there.',
+)
+@click.option(
+    '--part',
+    'names',
+    type=click.Choice([part.name for part in all_parts()]),
+    multiple=True,
+    show_default='all',
+    help='May be given several times; it is measured again.',
+)
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the results and the page go.',
+)
+def gpu(
+    devices: tuple[torch.device, ...],
+    scale: float,
+    minutes: float,
+    names: tuple[str, ...],
+    output: str,
+) -> None:
     """Measure time and memory on one GPU, which has all partitions.
 
     Each result is written as it comes, so a run that was stopped goes on where it was. The page
@@ -40,9 +70,10 @@ def gpu(devices: tuple[torch.device, ...], scale: float, minutes: float, names: 
     if len(devices) > 1:
         raise click.UsageError(f'this measures one device, but --devices has {len(devices)}')
     if not (devices or accelerator()):
-        raise click.UsageError('there is no accelerator; on the CPU, try it with --devices cpu '
-                               '--scale 0.01')
-    device, = devices or [current_device()]
+        raise click.UsageError(
+            'there is no accelerator; on the CPU, try it with --devices cpu --scale 0.01'
+        )
+    (device,) = devices or [current_device()]
     if device.type != 'cpu':
         torch.accelerator.set_device_index(device.index)
     folder = output_folder(output)
@@ -65,8 +96,10 @@ def gpu(devices: tuple[torch.device, ...], scale: float, minutes: float, names: 
 
     click.echo(f'{folder / NAME}.json\n{folder / NAME}.md')
     if skipped:
-        click.echo(f'not started within {minutes:g} minutes: {", ".join(skipped)}; run this again '
-                   'to go on')
+        click.echo(
+            f'not started within {minutes:g} minutes: {", ".join(skipped)}; run this again '
+            'to go on'
+        )
     failures = results.failures([part.name for part in chosen])
     if failures:
         raise click.ClickException('\n'.join(failures))
@@ -84,8 +117,9 @@ def _measure(part: Part, device: torch.device, scale: float, results: Results) -
             results.add(part.name, {'failure': f'{type(error).__name__}: {reason}'})
             # After such an error the device takes no more work. Old versions have none.
             if isinstance(error, getattr(torch, 'AcceleratorError', ())):
-                raise click.ClickException(f'{part.name}: {reason}; run this again to go on'
-                                           ) from None
+                raise click.ClickException(
+                    f'{part.name}: {reason}; run this again to go on'
+                ) from None
     gc.collect()
     if device.type != 'cpu':
         torch.get_device_module(device).empty_cache()

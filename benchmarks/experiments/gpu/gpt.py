@@ -9,6 +9,7 @@ The partitions run in the order of the schedule for several devices::
 There are no bubbles and no copies. The differences between schedules are the costs of actions and
 of a split backward, and the memory of activations.
 """
+
 import gc
 import time
 from collections.abc import Callable
@@ -37,8 +38,17 @@ MICRO_BATCHES = 8
 SEQUENCES = 2
 
 #: Schedules, and the number of devices of their orders.
-ORDERS = (('1f1b', 1), ('1f1b', 4), ('1f1b', 8), ('zb-h1', 1), ('zb-h1', 4), ('zb-h1', 8),
-          ('zb-v', 4), ('v-half', 4), ('v-min', 4))
+ORDERS = (
+    ('1f1b', 1),
+    ('1f1b', 4),
+    ('1f1b', 8),
+    ('zb-h1', 1),
+    ('zb-h1', 4),
+    ('zb-h1', 8),
+    ('zb-v', 4),
+    ('v-half', 4),
+    ('v-min', 4),
+)
 
 Step = Callable[[], Tensor]
 
@@ -86,8 +96,13 @@ def compare(sizes: Sizes, device: torch.device, rounds: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
     for name, seconds in times.items():
         rows[name]['seconds'] = median(seconds)
-    return {'sizes': sizes._asdict(), 'micro_batches': MICRO_BATCHES, 'sequences': SEQUENCES,
-            'rounds': rounds, 'rows': rows}
+    return {
+        'sizes': sizes._asdict(),
+        'micro_batches': MICRO_BATCHES,
+        'sequences': SEQUENCES,
+        'rounds': rounds,
+        'rows': rows,
+    }
 
 
 def _check_losses(losses: dict[str, float]) -> None:
@@ -109,17 +124,26 @@ def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str
 
     contenders: dict[str, Step] = {
         'plain PyTorch': partial(_in_parts, model, x, y),
-        'torch.utils.checkpoint': partial(_checkpointed, model, x, y)}
+        'torch.utils.checkpoint': partial(_checkpointed, model, x, y),
+    }
     for schedule, devices in ORDERS:
         order = make(schedule, devices, MICRO_BATCHES)
         stages = 1 + max(action.stage for row in order.rows for action in row)
         if stages > sizes.depth:
             continue
         for mode in ('never', 'always') if schedule == '1f1b' else ('never',):
-            pipeline = GPipe(model, _balance(len(model), stages), devices=[device] * stages,
-                             chunks=MICRO_BATCHES, checkpoint=mode)
-            name = f'{schedule}, {stages} partition' + 's' * (stages > 1) + ', always' * (
-                mode == 'always')
+            pipeline = GPipe(
+                model,
+                _balance(len(model), stages),
+                devices=[device] * stages,
+                chunks=MICRO_BATCHES,
+                checkpoint=mode,
+            )
+            name = (
+                f'{schedule}, {stages} partition'
+                + 's' * (stages > 1)
+                + ', always' * (mode == 'always')
+            )
             contenders[name] = partial(pipeline.step, x, y, _loss, schedule=order)
     return model, contenders
 
@@ -136,6 +160,7 @@ def _loss(scores: Tensor, target: Tensor) -> Tensor:
 
 def _checkpointed(model: nn.Sequential, input: Tensor, target: Tensor) -> Tensor:
     """Train on one micro-batch after the other, with a checkpoint for each block."""
+
     def forward(tokens: Tensor) -> Tensor:
         value: Tensor = model[0](tokens)
         for layer in model[1:-1]:

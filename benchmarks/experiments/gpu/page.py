@@ -1,4 +1,5 @@
 """The page of results on one GPU."""
+
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 GPU_PAGE = ROOT / 'docs/gpu.md'
 RESULTS = ROOT / 'benchmarks/results'
 
-START = '''# On a GPU
+START = """# On a GPU
 
 <!-- Written by `python -m benchmarks gpu` and `page` from benchmarks/results; do not edit. -->
 
@@ -35,13 +36,19 @@ One device cannot show everything:
   and of more stages.
 - There are no copies between devices, so there is no overlap of copies with computation.
 - The memory is the sum over partitions. On several devices, each device holds its own part.
-'''
+"""
 
 #: The schedules that were measured on an H100: their orders.
-ORDERS = {'gpipe 4': Order('gpipe', 4), '1f1b 4': Order('1f1b', 4), 'zb-h1 4': Order('zb-h1', 4),
-          '1f1b 4 always': Order('1f1b', 4, recomputes=True), 'zb-v 8': Order('zb-v', 4),
-          'v-half 8': Order('v-half', 4), 'v-min 8': Order('v-min', 4),
-          'searched, 2 of 4 activations': Order('searched', 4)}
+ORDERS = {
+    'gpipe 4': Order('gpipe', 4),
+    '1f1b 4': Order('1f1b', 4),
+    'zb-h1 4': Order('zb-h1', 4),
+    '1f1b 4 always': Order('1f1b', 4, recomputes=True),
+    'zb-v 8': Order('zb-v', 4),
+    'v-half 8': Order('v-half', 4),
+    'v-min 8': Order('v-min', 4),
+    'searched, 2 of 4 activations': Order('searched', 4),
+}
 
 #: Micro-batches of that measurement.
 MICRO_BATCHES = 16
@@ -79,13 +86,22 @@ def _sections(machine: dict[str, Any], results: dict[str, Any]) -> list[str]:
     accelerated = not results['device'].startswith('cpu')
     # Of several GPUs, one was measured.
     where = describe({**machine, 'gpus': [results['name']]}, accelerated)
-    command = f"python -m benchmarks gpu --devices {results['device']}"
+    command = f'python -m benchmarks gpu --devices {results["device"]}'
     if results['scale'] < 1:
-        command += f" --scale {results['scale']:g}"
-    return _written([f'`{command}`, {where}:',
-                     *_tests(parts), *_cells(parts), *_gpt(parts),
-                     *_memory(AMOEBANETD_MEMORY, parts), *_memory(UNET_MEMORY, parts),
-                     *_resnet(parts), *_machine(parts), *_failures(parts)])
+        command += f' --scale {results["scale"]:g}'
+    return _written(
+        [
+            f'`{command}`, {where}:',
+            *_tests(parts),
+            *_cells(parts),
+            *_gpt(parts),
+            *_memory(AMOEBANETD_MEMORY, parts),
+            *_memory(UNET_MEMORY, parts),
+            *_resnet(parts),
+            *_machine(parts),
+            *_failures(parts),
+        ]
+    )
 
 
 def _written(parts: Iterable[str | Rows]) -> list[str]:
@@ -103,30 +119,37 @@ def _tests(parts: dict[str, Any]) -> Section:
         return
     yield '## Tests'
     if tests['status'] != 'run':
-        yield f"The tests were {tests['status']}."
+        yield f'The tests were {tests["status"]}.'
         return
-    yield _text(f"`{tests['command']}`: {tests['passed']} passed, {tests['failed']} failed, "
-                f"{tests['skipped']} skipped.")
+    yield _text(
+        f'`{tests["command"]}`: {tests["passed"]} passed, {tests["failed"]} failed, '
+        f'{tests["skipped"]} skipped.'
+    )
     if tests['names']:
         yield '\n'.join(f'- failed: `{name}`' for name in tests['names'])
 
 
 def _cells(parts: dict[str, Any]) -> Section:
-    names = [name for name in ('small cells', 'large cells')
-             if name in parts and 'us_per_cell' in parts[name]]
+    names = [
+        name
+        for name in ('small cells', 'large cells')
+        if name in parts and 'us_per_cell' in parts[name]
+    ]
     if not names:
         return
     yield '## Engine per cell'
-    yield _text('A cell is one linear layer of one micro-batch. The table has the µs of a cell in '
-                'a loop of plain PyTorch and by the engine, for forward and backward. With '
-                "'always', the loop uses torch.utils.checkpoint. For small cells the host is the "
-                'limit, which starts operations one after the other.')
+    yield _text(
+        'A cell is one linear layer of one micro-batch. The table has the µs of a cell in '
+        'a loop of plain PyTorch and by the engine, for forward and backward. With '
+        "'always', the loop uses torch.utils.checkpoint. For small cells the host is the "
+        'limit, which starts operations one after the other.'
+    )
     kinds = list(parts[names[0]]['us_per_cell'])
     rows = []
     for name in names:
         part = parts[name]
         cells = [f'{loop:.0f} → {engine:.0f}' for loop, engine in part['us_per_cell'].values()]
-        rows.append([f"{part['width']} features, {part['rows']} rows", *cells])
+        rows.append([f'{part["width"]} features, {part["rows"]} rows', *cells])
     yield ['loop → engine, µs', *kinds], rows
 
 
@@ -136,20 +159,28 @@ def _gpt(parts: dict[str, Any]) -> Section:
         return
     sizes = part['sizes']
     yield '## A GPT on one device'
-    yield _text(f"{sizes['depth']} blocks of width {sizes['width']}, {sizes['context']} tokens, "
-                f"{part['micro_batches']} micro-batches of {part['sequences']} sequences; forward "
-                f"and backward of a mini-batch; medians of {part['rounds']} interleaved rounds. "
-                'The peak is in addition to parameters, and includes gradients. Schedules with '
-                'several partitions run in the order for 4 or 8 devices, V-shaped ones with two '
-                'partitions of each device.')
+    yield _text(
+        f'{sizes["depth"]} blocks of width {sizes["width"]}, {sizes["context"]} tokens, '
+        f'{part["micro_batches"]} micro-batches of {part["sequences"]} sequences; forward '
+        f'and backward of a mini-batch; medians of {part["rounds"]} interleaved rounds. '
+        'The peak is in addition to parameters, and includes gradients. Schedules with '
+        'several partitions run in the order for 4 or 8 devices, V-shaped ones with two '
+        'partitions of each device.'
+    )
     first = part['rows']['plain PyTorch'].get('seconds', float('nan'))
     rows = []
     for name, row in part['rows'].items():
         if 'status' in row:
             rows.append([name, row['status'], '—', '—'])
             continue
-        rows.append([name, f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / first:.3f}",
-                     f"{row['peak'] / 2 ** 20:.0f}"])
+        rows.append(
+            [
+                name,
+                f'{row["seconds"] * 1e3:.1f}',
+                f'{row["seconds"] / first:.3f}',
+                f'{row["peak"] / 2**20:.0f}',
+            ]
+        )
     yield ['step', 'ms', 'relative to plain PyTorch', 'peak, MiB'], rows
 
 
@@ -161,25 +192,50 @@ def _memory(experiment: Experiment, parts: dict[str, Any]) -> Section:
             continue
         if part['status'] == 'measured':
             model, activations = part['model'] / GIB, part['activations'] / GIB
-            cells = [number(model), number(activations), number(model + activations),
-                     f"{part['batch']} in {part['chunks']}, {part['resolution']}²"]
+            cells = [
+                number(model),
+                number(activations),
+                number(model + activations),
+                f'{part["batch"]} in {part["chunks"]}, {part["resolution"]}²',
+            ]
         else:
             cells = [part['status'], '—', '—', '—']
         total = setting.published[OURS]
         model_published = setting.details.get(MODEL, {}).get(OURS)
-        parameters = f"{part['parameters']:,}" if 'parameters' in part else '—'
-        rows.append([setting.name, str(setting.model), parameters, *cells,
-                     '—' if model_published is None else published(model_published),
-                     published(total)])
+        parameters = f'{part["parameters"]:,}' if 'parameters' in part else '—'
+        rows.append(
+            [
+                setting.name,
+                str(setting.model),
+                parameters,
+                *cells,
+                '—' if model_published is None else published(model_published),
+                published(total),
+            ]
+        )
     if not rows:
         return
     yield f'## {experiment.title}'
-    yield _text('All partitions are on the one device. Model memory is parameters, gradients and '
-                'optimizer state. Activations are the peak of a step above it, as the allocator '
-                'counts tensors. Published totals are sums over devices of the reserved memory. '
-                f'{TF32}')
-    yield (['setting', 'model', 'parameters', 'model memory, GiB', 'activations, GiB',
-            'total, GiB', 'batch, images', 'published model', 'published total'], rows)
+    yield _text(
+        'All partitions are on the one device. Model memory is parameters, gradients and '
+        'optimizer state. Activations are the peak of a step above it, as the allocator '
+        'counts tensors. Published totals are sums over devices of the reserved memory. '
+        f'{TF32}'
+    )
+    yield (
+        [
+            'setting',
+            'model',
+            'parameters',
+            'model memory, GiB',
+            'activations, GiB',
+            'total, GiB',
+            'batch, images',
+            'published model',
+            'published total',
+        ],
+        rows,
+    )
 
 
 def _resnet(parts: dict[str, Any]) -> Section:
@@ -187,7 +243,7 @@ def _resnet(parts: dict[str, Any]) -> Section:
     if 'rows' not in part:
         return
     yield '## ResNet-101'
-    yield f"Images of {part['resolution']}² in float32. {TF32}"
+    yield f'Images of {part["resolution"]}² in float32. {TF32}'
     first = part['rows']['baseline'].get('samples_per_second')
     rows = []
     for name, row in part['rows'].items():
@@ -196,10 +252,15 @@ def _resnet(parts: dict[str, Any]) -> Section:
             rows.append([name, row['status'], '—', '—', '—'])
             continue
         ratio = RESNET_SPEED.published_ratio(setting, OURS)
-        rows.append([name, f"{row['batch']} in {row['chunks']}",
-                     number(row['samples_per_second']),
-                     number(row['samples_per_second'] / first if first else None, '—'),
-                     number(ratio)])
+        rows.append(
+            [
+                name,
+                f'{row["batch"]} in {row["chunks"]}',
+                number(row['samples_per_second']),
+                number(row['samples_per_second'] / first if first else None, '—'),
+                number(ratio),
+            ]
+        )
     yield ['setting', 'batch', 'samples/s', 'ratio', 'published ratio'], rows
 
 
@@ -215,9 +276,9 @@ def _failures(parts: dict[str, Any]) -> Section:
     lines = []
     for name, part in parts.items():
         if 'failure' in part:
-            lines.append(f"- {name}: {part['failure']}")
+            lines.append(f'- {name}: {part["failure"]}')
         elif part.get('status') == 'out of memory':
-            lines.append(f"- {name}: out of memory ({part['reason']})")
+            lines.append(f'- {name}: out of memory ({part["reason"]})')
     if lines:
         yield '## Not measured'
         yield '\n'.join(lines)
@@ -237,15 +298,18 @@ def _h100(results: dict[str, Any]) -> Section:
     tests = results['tests']
     yield '### Tests of version 0.16'
     yield _where(results, device, tests['torchgpipe'])
-    yield _text(f"`{tests['command']}`: {tests['passed']} passed, {tests['skipped']} skipped; "
-                f"failed: {tests['failed']}.")
+    yield _text(
+        f'`{tests["command"]}`: {tests["passed"]} passed, {tests["skipped"]} skipped; '
+        f'failed: {tests["failed"]}.'
+    )
 
     yield '### Engine per cell in versions 0.15 and 0.16'
     yield _where(results, device, '0.15.2 and 0.16.0')
     for name in ('cells', 'cells on the CPU'):
         cells = results[name]
-        yield _text(f"{cells['experiment']}; above a plain loop. Rounds differ by up to a factor "
-                    'of two.')
+        yield _text(
+            f'{cells["experiment"]}; above a plain loop. Rounds differ by up to a factor of two.'
+        )
         rows = []
         for k, pair in enumerate(cells['above a plain loop']):
             for version, times in pair.items():
@@ -255,34 +319,46 @@ def _h100(results: dict[str, Any]) -> Section:
     transformer = results['transformer']
     yield '### A transformer in versions 0.15 and 0.16'
     yield _where(results, device, '0.15.2 and 0.16.0')
-    yield _text(f"{transformer['experiment']}.")
+    yield _text(f'{transformer["experiment"]}.')
     names = list(transformer['MiB'])
-    rows = [[row['version'], *(f'{row[name]:.1f}' for name in names)]
-            for row in transformer['milliseconds']]
+    rows = [
+        [row['version'], *(f'{row[name]:.1f}' for name in names)]
+        for row in transformer['milliseconds']
+    ]
     rows.append(['MiB', *(str(transformer['MiB'][name]) for name in names)])
     yield ['ms', *names], rows
 
     orders = results['less memory']
     yield '### Schedules with all partitions on the device, version 0.21'
     yield _where(orders, orders['device'], orders['torchgpipe'])
-    yield _text(f"{orders['experiment']}.")
+    yield _text(f'{orders["experiment"]}.')
     peaks = orders['peak in addition to parameters, MiB']
     machine, times = MACHINES['H100'], orders['milliseconds']
     rows = []
     for name, time in times.items():
-        predicted = 1e3 * predicted_seconds(ORDERS[name], MICRO_BATCHES, times['1f1b 4'] / 1e3,
-                                            machine)
-        rows.append([name, f'{time:.1f}', f'{predicted:.1f}', f'{predicted / time - 1:+.1%}',
-                     str(peaks[name])])
+        predicted = 1e3 * predicted_seconds(
+            ORDERS[name], MICRO_BATCHES, times['1f1b 4'] / 1e3, machine
+        )
+        rows.append(
+            [
+                name,
+                f'{time:.1f}',
+                f'{predicted:.1f}',
+                f'{predicted / time - 1:+.1%}',
+                str(peaks[name]),
+            ]
+        )
     yield ['schedule and partitions', 'ms', 'predicted, ms', 'off', 'peak, MiB'], rows
-    yield _text(f"Each time was measured once. `MACHINES['H100']` has two constants from them: an "
-                f"action of a stage takes at least {machine.actions['F'] * 1e3:.2f} ms of the "
-                'host, which is the mean of the V-shaped schedules, and a split makes a backward '
-                f'{machine.split:.1%} longer, which is the difference between zb-h1 and 1f1b. The '
-                'layers take the time of 1f1b. With these, the schedules without a split are '
-                'first, then zb-h1, then the schedules with two partitions per device. The '
-                'difference between v-min and the other two is not predicted, because they have '
-                'the same number of actions.')
+    yield _text(
+        f"Each time was measured once. `MACHINES['H100']` has two constants from them: an "
+        f'action of a stage takes at least {machine.actions["F"] * 1e3:.2f} ms of the '
+        'host, which is the mean of the V-shaped schedules, and a split makes a backward '
+        f'{machine.split:.1%} longer, which is the difference between zb-h1 and 1f1b. The '
+        'layers take the time of 1f1b. With these, the schedules without a split are '
+        'first, then zb-h1, then the schedules with two partitions per device. The '
+        'difference between v-min and the other two is not predicted, because they have '
+        'the same number of actions.'
+    )
 
     earlier = results['machine']
     yield '### The machine for plans, version 0.18'
@@ -292,11 +368,26 @@ def _h100(results: dict[str, Any]) -> Section:
     steps = results['steps by a plan']
     yield '### Steps by a plan, version 0.19'
     yield _where({**results, 'date': steps['date']}, device, steps['torchgpipe'])
-    yield _text(f"{steps['experiment']}.")
+    yield _text(f'{steps["experiment"]}.')
     rows = []
     for step in steps['steps']:
-        rows.append([str(step['width']), str(step['blocks']), step['recomputation'],
-                     ' / '.join(map(str, step['ms'])), ' / '.join(map(str, step['GiB']))])
-    yield (['width', 'blocks', 'recomputation', 'ms, predicted / measured',
-            'GiB, predicted / measured'], rows)
-    yield _text(f"Memory is {steps['memory']}.")
+        rows.append(
+            [
+                str(step['width']),
+                str(step['blocks']),
+                step['recomputation'],
+                ' / '.join(map(str, step['ms'])),
+                ' / '.join(map(str, step['GiB'])),
+            ]
+        )
+    yield (
+        [
+            'width',
+            'blocks',
+            'recomputation',
+            'ms, predicted / measured',
+            'GiB, predicted / measured',
+        ],
+        rows,
+    )
+    yield _text(f'Memory is {steps["memory"]}.')

@@ -1,4 +1,5 @@
 """The measurements that one device allows, by name."""
+
 import re
 import subprocess
 import sys
@@ -29,9 +30,14 @@ __all__ = ['Part', 'all_parts']
 ROOT = Path(__file__).parents[3]
 
 #: Tests for accelerators: streams, skips, split backwards, schedules, equality of results.
-TESTS = ('tests/accelerator', 'tests/skip', 'tests/engine/test_streams.py',
-         'tests/engine/test_gradients_split.py', 'tests/engine/test_scheduled_modes.py',
-         'tests/engine/test_plain_call_equivalence.py')
+TESTS = (
+    'tests/accelerator',
+    'tests/skip',
+    'tests/engine/test_streams.py',
+    'tests/engine/test_gradients_split.py',
+    'tests/engine/test_scheduled_modes.py',
+    'tests/engine/test_plain_call_equivalence.py',
+)
 
 #: Seconds after which tests are stopped.
 TESTS_STOP = 150
@@ -62,10 +68,15 @@ class Part(NamedTuple):
 
 def all_parts() -> list[Part]:
     """Return all measurements, in their order."""
-    return [Part('machine', _machine), Part('tests', _tests),
-            *(Part(name, _cells(*size)) for name, size in CELLS.items()),
-            Part('GPT', _gpt), Part('ResNet-101', _resnet),
-            *_memories(AMOEBANETD_MEMORY), *_memories(UNET_MEMORY)]
+    return [
+        Part('machine', _machine),
+        Part('tests', _tests),
+        *(Part(name, _cells(*size)) for name, size in CELLS.items()),
+        Part('GPT', _gpt),
+        Part('ResNet-101', _resnet),
+        *_memories(AMOEBANETD_MEMORY),
+        *_memories(UNET_MEMORY),
+    ]
 
 
 def _machine(device: torch.device, scale: float) -> dict[str, Any]:
@@ -82,8 +93,14 @@ def _cells(width: int, rows: int) -> Callable[[torch.device, float], dict[str, A
         scaled = [max(4, round(number * scale)) for number in (width, rows)]
         n, m = CELLS_SIZE
         times = measure(n, m, [device] * n, 3 * ROUNDS, *scaled)
-        return {'width': scaled[0], 'rows': scaled[1], 'partitions': n, 'micro_batches': m,
-                'us_per_cell': times, 'ratio': ratios(times)}
+        return {
+            'width': scaled[0],
+            'rows': scaled[1],
+            'partitions': n,
+            'micro_batches': m,
+            'us_per_cell': times,
+            'ratio': ratios(times),
+        }
 
     return measure_cells
 
@@ -102,8 +119,9 @@ def _memories(experiment: Experiment) -> Iterator[Part]:
         yield Part(f'{experiment.name} {setting.name}', _memory(experiment, setting))
 
 
-def _memory(experiment: Experiment, setting: Setting
-            ) -> Callable[[torch.device, float], dict[str, Any]]:
+def _memory(
+    experiment: Experiment, setting: Setting
+) -> Callable[[torch.device, float], dict[str, Any]]:
     def measure_memory(device: torch.device, scale: float) -> dict[str, Any]:
         """Measure parameters, gradients, optimizer state, and the peak of a step."""
         with torch.device('meta'):
@@ -134,13 +152,27 @@ def _memory_of(job: Job, device: torch.device) -> dict[str, Any]:
     model = 0
     for partition, optimizer in zip(job.partitions, job.optimizers):
         model += sum(size_of_partition(partition, optimizer).values())
-    return {'model': model, 'activations': activations, 'batch': job.batch, 'chunks': job.chunks,
-            'resolution': job.resolution}
+    return {
+        'model': model,
+        'activations': activations,
+        'batch': job.batch,
+        'chunks': job.chunks,
+        'resolution': job.resolution,
+    }
 
 
 def _options(setting: Setting, device: torch.device, scale: float) -> Options:
-    return Options((setting,), (device,), scale, epochs=2, skip_epochs=1, dtype=torch.float32,
-                   compile=False, seed=0, output='')
+    return Options(
+        (setting,),
+        (device,),
+        scale,
+        epochs=2,
+        skip_epochs=1,
+        dtype=torch.float32,
+        compile=False,
+        seed=0,
+        output='',
+    )
 
 
 def _room(device: torch.device) -> int | None:
@@ -190,9 +222,14 @@ def _tests(device: torch.device, scale: float) -> dict[str, Any]:
         return {'status': 'not run, because the device is no GPU'}
     command = ['pytest', '-q', '--whole', '-n', '4', '-m', 'accelerator', *TESTS]
     try:
-        process = subprocess.run([sys.executable, '-m', *command], cwd=ROOT, text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                 timeout=TESTS_STOP)
+        process = subprocess.run(
+            [sys.executable, '-m', *command],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TESTS_STOP,
+        )
     except subprocess.TimeoutExpired:
         return {'status': f'stopped after {TESTS_STOP} seconds'}
     outcomes = _outcomes(process.stdout)
@@ -208,11 +245,21 @@ def _outcomes(output: str) -> dict[str, Any]:
     >>> _outcomes('FAILED tests/a.py::test - x\\n= 1 failed, 20 passed, 3 skipped in 2.00s =')
     {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}
     """
-    summaries = [line for line in output.splitlines() if re.search(r'\d in [\d.]+s|\d+ passed|'
-                                                                   r'\d+ failed', line)]
+    summaries = [
+        line
+        for line in output.splitlines()
+        if re.search(
+            r'\d in [\d.]+s|\d+ passed|'
+            r'\d+ failed',
+            line,
+        )
+    ]
     last = summaries[-1] if summaries else ''
     numbers = {name: int(number) for number, name in re.findall(r'(\d+) (\w+)', last)}
     failed = numbers.get('failed', 0) + numbers.get('errors', 0) + numbers.get('error', 0)
-    return {'passed': numbers.get('passed', 0), 'failed': failed,
-            'skipped': numbers.get('skipped', 0),
-            'names': re.findall(r'^(?:FAILED|ERROR) (\S+)', output, re.MULTILINE)}
+    return {
+        'passed': numbers.get('passed', 0),
+        'failed': failed,
+        'skipped': numbers.get('skipped', 0),
+        'names': re.findall(r'^(?:FAILED|ERROR) (\S+)', output, re.MULTILINE),
+    }

@@ -3,6 +3,7 @@
 The device runs the actions of all rows, one after the other. Given the time of the layers in a
 step without a split, the costs of actions and of a split backward give the other schedules.
 """
+
 from typing import NamedTuple
 
 from torchgpipe.plan import Costs, Machine, StageCosts, search_schedule, simulate
@@ -55,14 +56,27 @@ def predicted_seconds(order: Order, micro_batches: int, layers: float, machine: 
     return simulate(one_row, costs).seconds
 
 
-def _costs(stages: int, micro_batches: int, layers: float, machine: Machine, recomputed: int
-           ) -> Costs:
+def _costs(
+    stages: int, micro_batches: int, layers: float, machine: Machine, recomputed: int
+) -> Costs:
     """Return the costs of equal stages."""
     cell = layers / (stages * micro_batches)
-    seconds = {'F': cell * FORWARD, 'B': cell * BACKWARD, 'R': cell * FORWARD,
-               'I': cell * (BACKWARD - WEIGHTS), 'W': cell * (WEIGHTS + machine.split * BACKWARD)}
+    seconds = {
+        'F': cell * FORWARD,
+        'B': cell * BACKWARD,
+        'R': cell * FORWARD,
+        'I': cell * (BACKWARD - WEIGHTS),
+        'W': cell * (WEIGHTS + machine.split * BACKWARD),
+    }
     for kind, least in machine.actions.items():
         seconds[kind] = max(seconds[kind], least)
-    stage = StageCosts(seconds['F'], seconds['B'], seconds['W'], seconds['I'], seconds['R'],
-                       recomputed=recomputed, activation_bytes=1.0)
+    stage = StageCosts(
+        seconds['F'],
+        seconds['B'],
+        seconds['W'],
+        seconds['I'],
+        seconds['R'],
+        recomputed=recomputed,
+        activation_bytes=1.0,
+    )
     return Costs([stage] * stages)

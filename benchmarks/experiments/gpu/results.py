@@ -1,4 +1,5 @@
 """Results that are written one by one, so that a run goes on where an earlier one stopped."""
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,15 +45,22 @@ class Results:
             before = _facts(stored['machine'], stored['results'])
             self._by_name = stored['results']['parts']
         except (KeyError, TypeError, ValueError) as error:
-            raise click.UsageError(f"'{path}' has no results of this command "
-                                   f'({type(error).__name__}: {error}); remove it, or choose '
-                                   'another --output') from None
+            raise click.UsageError(
+                f"'{path}' has no results of this command "
+                f'({type(error).__name__}: {error}); remove it, or choose '
+                'another --output'
+            ) from None
         now = _facts(machine(), self._settings)
-        changed = [f'{name} {before[name]} instead of {now[name]}' for name in now
-                   if before[name] != now[name]]
+        changed = [
+            f'{name} {before[name]} instead of {now[name]}'
+            for name in now
+            if before[name] != now[name]
+        ]
         if changed:
-            raise click.UsageError(f"'{path}' has results of {', '.join(changed)}; remove it, or "
-                                   'choose another --output')
+            raise click.UsageError(
+                f"'{path}' has results of {', '.join(changed)}; remove it, or "
+                'choose another --output'
+            )
 
     def is_complete(self, name: str) -> bool:
         """Return whether there is a result of this name, and no failure."""

@@ -1,4 +1,5 @@
 """A GPT that learns to write, character by character: in one process, and shared by several."""
+
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,37 @@ TOLERANCE = 1e-9
 
 @click.command()
 @sharding_options(200)
-@click.option('--width', type=click.IntRange(1), default=64, show_default=True,
-              help='Features of a character.')
-@click.option('--heads', type=click.IntRange(1), default=4, show_default=True,
-              help='Heads, which share the features, and which processes share.')
+@click.option(
+    '--width',
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help='Features of a character.',
+)
+@click.option(
+    '--heads',
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help='Heads, which share the features, and which processes share.',
+)
 @click.option('--depth', type=click.IntRange(1), default=3, show_default=True, help='Blocks.')
-@click.option('--context', type=click.IntRange(1, 1000), default=64, show_default=True,
-              help='Characters that are seen at once.')
-def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads: int, depth: int,
-           context: int) -> None:
+@click.option(
+    '--context',
+    type=click.IntRange(1, 1000),
+    default=64,
+    show_default=True,
+    help='Characters that are seen at once.',
+)
+def mingpt(
+    numbers: tuple[int, ...],
+    steps: int,
+    output: str,
+    width: int,
+    heads: int,
+    depth: int,
+    context: int,
+) -> None:
     """Train a small GPT on characters: in one process, and sharded over several.
 
     The text is the license of this repository. All is in float64, so that losses can be compared:
@@ -48,18 +71,22 @@ def mingpt(numbers: tuple[int, ...], steps: int, output: str, width: int, heads:
 
         rows = side_by_side(make, Options(text, sizes), numbers, steps, 'mingpt', TOLERANCE)
         return {**sizes._asdict(), 'characters': len(text), 'rows': rows}
+
     training('mingpt', output, measure, _parts)
 
 
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Describe the training, and return the table."""
-    return [f"The model is a GPT of {results['depth']} blocks with {results['heads']} heads, "
-            f"{results['width']} features and a context of {results['context']} characters. It "
-            f"trains on the license of this repository ({results['characters']:,} characters, "
-            f"{results['vocabulary']} different ones), in float64 by AdamW. Gradients are clipped "
-            'to a norm of 1. Embedding and head are split by vocabulary, attention by heads, and '
-            'the feed-forward network of each block by its inner '
-            f'features. {meaning(results)}', training_rows(results['rows'])]
+    return [
+        f'The model is a GPT of {results["depth"]} blocks with {results["heads"]} heads, '
+        f'{results["width"]} features and a context of {results["context"]} characters. It '
+        f'trains on the license of this repository ({results["characters"]:,} characters, '
+        f'{results["vocabulary"]} different ones), in float64 by AdamW. Gradients are clipped '
+        'to a norm of 1. Embedding and head are split by vocabulary, attention by heads, and '
+        'the feed-forward network of each block by its inner '
+        f'features. {meaning(results)}',
+        training_rows(results['rows']),
+    ]
 
 
 COMMANDS = [mingpt]

@@ -1,4 +1,5 @@
 """The model of each process: the GPT, or its part of it, trained on pieces of a text."""
+
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 __all__ = ['Options', 'TokenOptions', 'make', 'make_of_tokens']
 
-BATCH, MAX_NORM = 16, 1.
+BATCH, MAX_NORM = 16, 1.0
 
 
 class Options(NamedTuple):
@@ -64,8 +65,12 @@ def make(options: Options, sharded: bool) -> Trainer:
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
     clip = ts.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
-    return Trainer(model, torch.optim.AdamW(model.parameters(), 1e-3), loss,
-                   lambda parameters: clip(parameters, MAX_NORM))
+    return Trainer(
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-3),
+        loss,
+        lambda parameters: clip(parameters, MAX_NORM),
+    )
 
 
 def make_of_tokens(options: TokenOptions, sharded: bool) -> Trainer:
@@ -78,8 +83,9 @@ def make_of_tokens(options: TokenOptions, sharded: bool) -> Trainer:
     generator = torch.Generator().manual_seed(0)
 
     def loss() -> Tensor:
-        tokens = torch.randint(sizes.vocabulary, (options.batch, sizes.context + 1),
-                               generator=generator)
+        tokens = torch.randint(
+            sizes.vocabulary, (options.batch, sizes.context + 1), generator=generator
+        )
         scores, targets = model(tokens[:, :-1]), tokens[:, 1:]
         if sharded:
             return parallel_cross_entropy(scores, targets)

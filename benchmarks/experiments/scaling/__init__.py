@@ -1,4 +1,5 @@
 """A GPT on meshes of processes: speed, memory and traffic of each axis, beside plain PyTorch."""
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
@@ -8,8 +9,15 @@ import click
 from tqdm import tqdm
 
 from benchmarks.experiments.scaling.meshes import ALONE, MESHES, TORCHGPIPE, Contender, Mesh, Work
-from benchmarks.experiments.scaling.tables import (KINDS, MEANING, describe_model, mesh_rows,
-                                                   panels, parts, ratio_rows)
+from benchmarks.experiments.scaling.tables import (
+    KINDS,
+    MEANING,
+    describe_model,
+    mesh_rows,
+    panels,
+    parts,
+    ratio_rows,
+)
 from benchmarks.experiments.scaling.traffic import traffic
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
 from benchmarks.harness.curves import draw_curves
@@ -27,8 +35,9 @@ __all__ = ['COMMANDS', 'SECTION', 'check_losses', 'measure']
 RECORDED = 3
 
 
-def measure(work: Work, contenders: Sequence[Contender], rounds: int, device: str, title: str
-            ) -> list[dict[str, Any]]:
+def measure(
+    work: Work, contenders: Sequence[Contender], rounds: int, device: str, title: str
+) -> list[dict[str, Any]]:
     """Let contenders with an equal number of processes take steps in turn.
 
     Args:
@@ -52,8 +61,7 @@ def measure(work: Work, contenders: Sequence[Contender], rounds: int, device: st
             return [answer for answer in processes.call(name, each) if answer is not None]
 
         reference = processes.call('reference')[0]
-        counts: dict[Contender, list[Counts]] = {
-            each: told('build', each) for each in contenders}
+        counts: dict[Contender, list[Counts]] = {each: told('build', each) for each in contenders}
         for k in range(COUNTED):
             losses = {each: _mean(rank.losses[k] for rank in counts[each]) for each in same}
             check_losses(losses, None if k else reference)
@@ -66,12 +74,21 @@ def measure(work: Work, contenders: Sequence[Contender], rounds: int, device: st
         bar.close()
     for run in (*recorded, *runs):
         check_losses({each: _mean(answer.loss for answer in run[each]) for each in same})
-    times = [{each: seconds([answer.span for answer in answers])
-              for each, answers in run.items()} for run in runs]
+    times = [
+        {each: seconds([answer.span for answer in answers]) for each, answers in run.items()}
+        for run in runs
+    ]
     peaks = {each: max(rank.peak for rank in counts[each]) for each in contenders}
-    return [{**_row(each, times, work), 'memory': peaks[each],
-             'against': _against(each, times, peaks), 'sent': _sent(each, counts[each], work),
-             'bubble': _bubble([run[each] for run in recorded])} for each in contenders]
+    return [
+        {
+            **_row(each, times, work),
+            'memory': peaks[each],
+            'against': _against(each, times, peaks),
+            'sent': _sent(each, counts[each], work),
+            'bubble': _bubble([run[each] for run in recorded]),
+        }
+        for each in contenders
+    ]
 
 
 def check_losses(losses: Mapping[Contender, float], expected: float | None = None) -> None:
@@ -100,7 +117,7 @@ def _sent(contender: Contender, counts: Sequence[Counts], work: Work) -> dict[st
     if contender.library == TORCHGPIPE:
         return traffic(work, contender.mesh)
     axes = dict.fromkeys(axis for each in counts for axis in each.sent)
-    return {axis: max(each.sent.get(axis, 0.) for each in counts) for axis in axes}
+    return {axis: max(each.sent.get(axis, 0.0) for each in counts) for axis in axes}
 
 
 def _bubble(recorded: Sequence[Sequence[Answer]]) -> float | None:
@@ -117,21 +134,32 @@ def _row(contender: Contender, times: Times, work: Work) -> dict[str, Any]:
     work = alone if contender == ALONE else work
     time = median(run[contender] for run in times)
     speed_up = median(run[ALONE] / run[contender] for run in times) * work.tokens / alone.tokens
-    return {'name': contender.name, 'library': contender.library, **mesh._asdict(),
-            'processes': mesh.size, 'cores_per_rank': min(1, len(cores()) / mesh.size),
-            'chunks': work.chunks(mesh.data), 'seconds': time,
-            'tokens_per_second': work.tokens / time, 'speed_up': speed_up,
-            'share': speed_up / mesh.size}
+    return {
+        'name': contender.name,
+        'library': contender.library,
+        **mesh._asdict(),
+        'processes': mesh.size,
+        'cores_per_rank': min(1, len(cores()) / mesh.size),
+        'chunks': work.chunks(mesh.data),
+        'seconds': time,
+        'tokens_per_second': work.tokens / time,
+        'speed_up': speed_up,
+        'share': speed_up / mesh.size,
+    }
 
 
-def _against(contender: Contender, times: Times, peaks: Mapping[Contender, int]
-             ) -> dict[str, Any] | None:
+def _against(
+    contender: Contender, times: Times, peaks: Mapping[Contender, int]
+) -> dict[str, Any] | None:
     """Relate torchgpipe to PyTorch on the same mesh, if there is a contender."""
     peer = contender.peer
     if contender.library != TORCHGPIPE or peer is None or peer not in peaks:
         return None
-    return {'library': peer.library, 'memory': peaks[contender] / peaks[peer],
-            'times_as_fast': median(run[peer] / run[contender] for run in times)}
+    return {
+        'library': peer.library,
+        'memory': peaks[contender] / peaks[peer],
+        'times_as_fast': median(run[peer] / run[contender] for run in times),
+    }
 
 
 @click.command(context_settings={'show_default': True})
@@ -140,24 +168,63 @@ def _against(contender: Contender, times: Times, peaks: Mapping[Contender, int]
 @click.option('--heads', type=click.IntRange(1), default=4, help='Heads of each block.')
 @click.option('--words', type=click.IntRange(2), default=512, help='Different tokens.')
 @click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
-@click.option('--batch', type=click.IntRange(1), default=8,
-              help='Sequences of the mini-batch of one process.')
-@click.option('--chunks', type=click.IntRange(1), default=8,
-              help='Micro-batches of this mini-batch. Micro-batches have one size in all cases.')
-@click.option('--mesh', 'meshes', type=click.Choice([*MESHES]), multiple=True,
-              default=[*MESHES], help='May be given several times.')
-@click.option('--kind', 'kinds', type=click.Choice([*KINDS]), multiple=True, default=[*KINDS],
-              help='strong: the same mini-batch on all meshes; weak: a mini-batch for each '
-              'process. May be given several times.')
-@click.option('--rounds', type=click.IntRange(1), default=5,
-              help='Interleaved rounds, of which the medians count.')
-@click.option('--device', default='cpu', help="cpu; or the accelerators' type, such as cuda, with "
-              'one device for each process.')
-@click.option('--output', default='results', metavar='DIR',
-              help='Where the JSON file and the picture go.')
-def scaling(layers: int, width: int, heads: int, words: int, context: int, batch: int,
-            chunks: int, meshes: tuple[str, ...], kinds: tuple[str, ...], rounds: int,
-            device: str, output: str) -> None:
+@click.option(
+    '--batch',
+    type=click.IntRange(1),
+    default=8,
+    help='Sequences of the mini-batch of one process.',
+)
+@click.option(
+    '--chunks',
+    type=click.IntRange(1),
+    default=8,
+    help='Micro-batches of this mini-batch. Micro-batches have one size in all cases.',
+)
+@click.option(
+    '--mesh',
+    'meshes',
+    type=click.Choice([*MESHES]),
+    multiple=True,
+    default=[*MESHES],
+    help='May be given several times.',
+)
+@click.option(
+    '--kind',
+    'kinds',
+    type=click.Choice([*KINDS]),
+    multiple=True,
+    default=[*KINDS],
+    help='strong: the same mini-batch on all meshes; weak: a mini-batch for each '
+    'process. May be given several times.',
+)
+@click.option(
+    '--rounds',
+    type=click.IntRange(1),
+    default=5,
+    help='Interleaved rounds, of which the medians count.',
+)
+@click.option(
+    '--device',
+    default='cpu',
+    help="cpu; or the accelerators' type, such as cuda, with one device for each process.",
+)
+@click.option(
+    '--output', default='results', metavar='DIR', help='Where the JSON file and the picture go.'
+)
+def scaling(
+    layers: int,
+    width: int,
+    heads: int,
+    words: int,
+    context: int,
+    batch: int,
+    chunks: int,
+    meshes: tuple[str, ...],
+    kinds: tuple[str, ...],
+    rounds: int,
+    device: str,
+    output: str,
+) -> None:
     """Time a training step of a GPT on meshes of processes.
 
     The model is in float32, without dropout and without a tied head. Steps are by SGD, without
@@ -171,20 +238,29 @@ def scaling(layers: int, width: int, heads: int, words: int, context: int, batch
     chosen = {name: MESHES[name] for name in dict.fromkeys(meshes)}
     _check(sizes, batch, chunks, chosen, device)
     folder = output_folder(output)
-    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores\n")
+    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
     results: dict[str, Any] = {
-        'model': sizes._asdict(), 'batch': batch, 'chunks': chunks, 'rounds': rounds,
-        'device': device, 'cores': len(cores()), 'rows': []}
+        'model': sizes._asdict(),
+        'batch': batch,
+        'chunks': chunks,
+        'rounds': rounds,
+        'device': device,
+        'cores': len(cores()),
+        'rows': [],
+    }
     for kind in dict.fromkeys(kinds):
         for n in sorted({mesh.size for mesh in chosen.values()}):
             work = Work(sizes, batch * n if kind == 'weak' else batch, batch, batch // chunks)
-            rows = measure(work, _contenders(n, chosen.values()), rounds, device,
-                           f'{kind}, {n} processes')
+            rows = measure(
+                work, _contenders(n, chosen.values()), rounds, device, f'{kind}, {n} processes'
+            )
             results['rows'] += [{'kind': kind, **row} for row in rows]
         click.echo(table(*mesh_rows(results, kind)) + '\n')
     click.echo(f'{table(*ratio_rows(results))}\n\n{describe_model(results)}\n\n{MEANING}\n')
-    files = [write_json(folder, 'scaling', results),
-             *draw_curves(panels(results), folder / 'scaling')]
+    files = [
+        write_json(folder, 'scaling', results),
+        *draw_curves(panels(results), folder / 'scaling'),
+    ]
     click.echo('\n'.join(map(str, files)))
 
 
@@ -200,21 +276,32 @@ def _check(sizes: Sizes, batch: int, chunks: int, meshes: dict[str, Mesh], devic
     Raises:
         click.UsageError: They do not.
     """
-    require(sizes.width % sizes.heads == 0,
-            f'--width {sizes.width} is not a multiple of --heads {sizes.heads}')
+    require(
+        sizes.width % sizes.heads == 0,
+        f'--width {sizes.width} is not a multiple of --heads {sizes.heads}',
+    )
     require(device in ('cpu', accelerator()), f'there are no devices of type {device}')
     require(batch % chunks == 0, f'--batch {batch} is not a multiple of --chunks {chunks}')
     for name, mesh in meshes.items():
-        require(chunks % mesh.data == 0,
-                f'--chunks {chunks} is not a multiple of the {mesh.data} replicas of {name}')
-        require(sizes.heads % mesh.tensor == 0 and sizes.vocabulary % mesh.tensor == 0,
-                f'--heads {sizes.heads} or --words {sizes.vocabulary} is not a multiple of the '
-                f'{mesh.tensor} ranks of {name}')
-        require(sizes.depth + 2 >= mesh.pipe, f'--layers {sizes.depth}, the embedding and the '
-                f'head are fewer layers than the stages of {name}')
+        require(
+            chunks % mesh.data == 0,
+            f'--chunks {chunks} is not a multiple of the {mesh.data} replicas of {name}',
+        )
+        require(
+            sizes.heads % mesh.tensor == 0 and sizes.vocabulary % mesh.tensor == 0,
+            f'--heads {sizes.heads} or --words {sizes.vocabulary} is not a multiple of the '
+            f'{mesh.tensor} ranks of {name}',
+        )
+        require(
+            sizes.depth + 2 >= mesh.pipe,
+            f'--layers {sizes.depth}, the embedding and the '
+            f'head are fewer layers than the stages of {name}',
+        )
         there = len(accelerators()) if device != 'cpu' else mesh.size
-        require(mesh.size <= there, f'{name} takes {mesh.size} devices, but there are {there}: '
-                'choose others by --mesh')
+        require(
+            mesh.size <= there,
+            f'{name} takes {mesh.size} devices, but there are {there}: choose others by --mesh',
+        )
 
 
 COMMANDS = [scaling]

@@ -1,4 +1,5 @@
 """Meshes of processes, the contenders on each of them, and the work that these share."""
+
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +15,12 @@ __all__ = ['ALONE', 'Contender', 'MESHES', 'Mesh', 'PEERS', 'TORCHGPIPE', 'Work'
 TORCHGPIPE = 'torchgpipe'
 
 #: The libraries of PyTorch by the axes of a mesh that they are for.
-PEERS = {('data',): 'DDP', ('data', 'shard'): 'FSDP2', ('pipe',): 'pipelining',
-         ('data', 'pipe', 'shard'): 'pipelining + FSDP2'}
+PEERS = {
+    ('data',): 'DDP',
+    ('data', 'shard'): 'FSDP2',
+    ('pipe',): 'pipelining',
+    ('data', 'pipe', 'shard'): 'pipelining + FSDP2',
+}
 
 
 class Mesh(NamedTuple):
@@ -46,8 +51,7 @@ class Mesh(NamedTuple):
     @property
     def kind(self) -> tuple[str, ...]:
         """The names of axes with several processes, and ``'shard'``."""
-        return (*(axis for axis, size in self.axes.items() if size > 1),
-                *['shard'] * self.shard)
+        return (*(axis for axis, size in self.axes.items() if size > 1), *['shard'] * self.shard)
 
     def __str__(self) -> str:
         axes = [f'{axis} {size}' for axis, size in self.axes.items() if size > 1]
@@ -55,10 +59,18 @@ class Mesh(NamedTuple):
 
 
 #: All meshes by their names on the command line.
-MESHES = {'data2': Mesh(2), 'data2-shard': Mesh(2, shard=True), 'pipe2': Mesh(pipe=2),
-          'tensor2': Mesh(tensor=2), 'data4': Mesh(4), 'data4-shard': Mesh(4, shard=True),
-          'pipe4': Mesh(pipe=4), 'tensor4': Mesh(tensor=4),
-          'data2-pipe2-shard': Mesh(2, 2, shard=True), 'data2-pipe2-tensor2': Mesh(2, 2, 2)}
+MESHES = {
+    'data2': Mesh(2),
+    'data2-shard': Mesh(2, shard=True),
+    'pipe2': Mesh(pipe=2),
+    'tensor2': Mesh(tensor=2),
+    'data4': Mesh(4),
+    'data4-shard': Mesh(4, shard=True),
+    'pipe4': Mesh(pipe=4),
+    'tensor4': Mesh(tensor=4),
+    'data2-pipe2-shard': Mesh(2, 2, shard=True),
+    'data2-pipe2-tensor2': Mesh(2, 2, 2),
+}
 
 
 class Contender(NamedTuple):
@@ -139,15 +151,20 @@ class Work(NamedTuple):
             Two tensors of shape (sequences, context).
         """
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.sizes.vocabulary, (self.batch, self.sizes.context + 1),
-                               generator=generator).chunk(replicas)[place]
+        tokens = torch.randint(
+            self.sizes.vocabulary, (self.batch, self.sizes.context + 1), generator=generator
+        ).chunk(replicas)[place]
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def options(self, mesh: Mesh) -> dict[str, Any]:
         """Return the options of a :class:`~torchgpipe.distributed.DistributedGPipe`."""
-        return {'balance': self.balance(mesh.pipe), 'chunks': self.chunks(mesh.data),
-                'checkpoint': 'never', 'data': 'shard' if mesh.shard else 'replicate',
-                'tensor_plan': tensor_plan() if mesh.tensor > 1 else None}
+        return {
+            'balance': self.balance(mesh.pipe),
+            'chunks': self.chunks(mesh.data),
+            'checkpoint': 'never',
+            'data': 'shard' if mesh.shard else 'replicate',
+            'tensor_plan': tensor_plan() if mesh.tensor > 1 else None,
+        }
 
 
 def loss_of(scores: Tensor, target: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 """The tables and the picture of results, and an explanation of their columns."""
+
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -10,10 +11,12 @@ from benchmarks.harness.report import Rows
 __all__ = ['KINDS', 'MEANING', 'describe_model', 'mesh_rows', 'panels', 'parts', 'ratio_rows']
 
 #: The kinds of scaling, with an explanation of each.
-KINDS = {'strong': 'all meshes have the same mini-batch',
-         'weak': 'the mini-batch grows with the number of processes'}
+KINDS = {
+    'strong': 'all meshes have the same mini-batch',
+    'weak': 'the mini-batch grows with the number of processes',
+}
 
-MEANING = '''Rows with a library are plain PyTorch, and all others are torchgpipe. All contenders
+MEANING = """Rows with a library are plain PyTorch, and all others are torchgpipe. All contenders
 have the same losses in all steps. The columns are:
 
 - cores per rank: less than 1 if processes share cores.
@@ -26,11 +29,15 @@ have the same losses in all steps. The columns are:
 - bubble: the share of time in which a rank runs no layers, measured by torchgpipe.timeline. It
   ends before gradients are reduced.
 
-Ratios are medians over rounds, of contenders in the same processes.'''
+Ratios are medians over rounds, of contenders in the same processes."""
 
 #: Curves of the picture: the axes of a mesh, and whether it shards.
-CURVES = {'data': ('data', False), 'data, shard': ('data', True), 'pipe': ('pipe', False),
-          'tensor': ('tensor', False)}
+CURVES = {
+    'data': ('data', False),
+    'data, shard': ('data', True),
+    'pipe': ('pipe', False),
+    'tensor': ('tensor', False),
+}
 
 #: The axes whose traffic is shown. Messages of a few bytes are between all ranks.
 AXES = ('data', 'pipe', 'tensor')
@@ -39,15 +46,19 @@ AXES = ('data', 'pipe', 'tensor')
 def describe_model(results: dict[str, Any]) -> str:
     """Describe the model and its mini-batch."""
     model = results['model']
-    text = (f"The GPT has {model['depth']} blocks of width {model['width']} with "
-            f"{model['heads']} heads, {model['vocabulary']} words and {model['context']} tokens "
-            'per sequence. It is trained in float32 by SGD, without checkpoints. The mini-batch '
-            f"of one process has {results['batch']} sequences in {results['chunks']} "
-            f"micro-batches. There are {results['rounds']} rounds. ")
+    text = (
+        f'The GPT has {model["depth"]} blocks of width {model["width"]} with '
+        f'{model["heads"]} heads, {model["vocabulary"]} words and {model["context"]} tokens '
+        'per sequence. It is trained in float32 by SGD, without checkpoints. The mini-batch '
+        f'of one process has {results["batch"]} sequences in {results["chunks"]} '
+        f'micro-batches. There are {results["rounds"]} rounds. '
+    )
     if results['device'] == 'cpu':
-        return text + ('Each process has one thread on one core, and processes beyond the '
-                       f"{results['cores']} cores share them.")
-    return text + f"Each process has a device of type {results['device']}."
+        return text + (
+            'Each process has one thread on one core, and processes beyond the '
+            f'{results["cores"]} cores share them.'
+        )
+    return text + f'Each process has a device of type {results["device"]}.'
 
 
 def rows_of(results: dict[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -58,15 +69,37 @@ def rows_of(results: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def mesh_rows(results: dict[str, Any], kind: str) -> Rows:
     """Return the header and a row for each contender of a kind of scaling."""
-    header = [f'{kind} scaling', 'processes', 'cores per rank', 'micro-batches', 'ms per step',
-              'tokens/s', 'speed-up', 'of n', 'of cores', 'memory, MiB', 'sent, MiB', 'bubble, %']
-    return header, [[
-        row['name'], str(row['processes']), f"{row['cores_per_rank']:.2g}", str(row['chunks']),
-        f"{row['seconds'] * 1e3:.0f}", f"{row['tokens_per_second']:.0f}",
-        f"{row['speed_up']:.2f}", f"{row['share']:.2f}", f'{of_cores(row):.2f}',
-        f"{row['memory'] / 2 ** 20:.1f}", sent_cell(row),
-        '—' if row['bubble'] is None else f"{row['bubble'] * 100:.0f}"]
-        for row in rows_of(results, kind)]
+    header = [
+        f'{kind} scaling',
+        'processes',
+        'cores per rank',
+        'micro-batches',
+        'ms per step',
+        'tokens/s',
+        'speed-up',
+        'of n',
+        'of cores',
+        'memory, MiB',
+        'sent, MiB',
+        'bubble, %',
+    ]
+    return header, [
+        [
+            row['name'],
+            str(row['processes']),
+            f'{row["cores_per_rank"]:.2g}',
+            str(row['chunks']),
+            f'{row["seconds"] * 1e3:.0f}',
+            f'{row["tokens_per_second"]:.0f}',
+            f'{row["speed_up"]:.2f}',
+            f'{row["share"]:.2f}',
+            f'{of_cores(row):.2f}',
+            f'{row["memory"] / 2**20:.1f}',
+            sent_cell(row),
+            '—' if row['bubble'] is None else f'{row["bubble"] * 100:.0f}',
+        ]
+        for row in rows_of(results, kind)
+    ]
 
 
 def of_cores(row: dict[str, Any]) -> float:
@@ -77,8 +110,12 @@ def of_cores(row: dict[str, Any]) -> float:
 
 def sent_cell(row: dict[str, Any]) -> str:
     """Return the MiB that a rank sends along each axis."""
-    return ', '.join(f"{axis} {row['sent'][axis] / 2 ** 20:.1f}" for axis in AXES
-                     if axis in row['sent']) or '—'
+    return (
+        ', '.join(
+            f'{axis} {row["sent"][axis] / 2**20:.1f}' for axis in AXES if axis in row['sent']
+        )
+        or '—'
+    )
 
 
 def ratio_rows(results: dict[str, Any]) -> Rows:
@@ -88,19 +125,27 @@ def ratio_rows(results: dict[str, Any]) -> Rows:
     for row in results['rows']:
         against = row['against']
         if against:
-            name = f"{row['name']}, against {against['library']}"
+            name = f'{row["name"]}, against {against["library"]}'
             pairs.setdefault(name, {})[row['kind']] = [
-                f"{against['times_as_fast']:.2f}", f"{against['memory']:.2f}"]
-    return ['torchgpipe', *(f'{kind}, {figure}' for kind in kinds for figure in
-                            ('times as fast', 'memory'))], [
+                f'{against["times_as_fast"]:.2f}',
+                f'{against["memory"]:.2f}',
+            ]
+    return [
+        'torchgpipe',
+        *(f'{kind}, {figure}' for kind in kinds for figure in ('times as fast', 'memory')),
+    ], [
         [name, *(cell for kind in kinds for cell in found.get(kind, ['—', '—']))]
-        for name, found in pairs.items()]
+        for name, found in pairs.items()
+    ]
 
 
 def panels(results: dict[str, Any]) -> list[Panel]:
     """Return tokens per second by the number of processes: a panel for each kind of scaling."""
-    return [Panel(f'processes, {kind} scaling', 'tokens/s', _curves(results, kind))
-            for kind in KINDS if rows_of(results, kind)]
+    return [
+        Panel(f'processes, {kind} scaling', 'tokens/s', _curves(results, kind))
+        for kind in KINDS
+        if rows_of(results, kind)
+    ]
 
 
 Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
@@ -114,9 +159,13 @@ def _curves(results: dict[str, Any], kind: str) -> Curves:
     name = 'ideal' if cores >= max(sizes) else f'ideal on {cores} cores'
     found: Curves = {name: (sizes, [one * min(n, cores) for n in sizes])}
     for curve, (axis, shard) in CURVES.items():
-        points = [(row['processes'], row['tokens_per_second']) for row in rows
-                  if row['library'] == TORCHGPIPE and row['shard'] == shard
-                  and row[axis] == row['processes']]
+        points = [
+            (row['processes'], row['tokens_per_second'])
+            for row in rows
+            if row['library'] == TORCHGPIPE
+            and row['shard'] == shard
+            and row[axis] == row['processes']
+        ]
         xs, ys = zip(*[(1, one), *sorted(points)])
         found[curve] = xs, ys
     return found

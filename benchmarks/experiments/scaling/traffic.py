@@ -1,4 +1,5 @@
 """Bytes that a rank sends in a step, along each axis of the mesh."""
+
 from collections.abc import Iterable
 
 import torch
@@ -25,7 +26,7 @@ def sent(name: str, bytes: int, size: int) -> float:
         size: The number of ranks.
     """
     if 'recv' in name:
-        return 0.
+        return 0.0
     if 'send' in name:
         return float(bytes)
     steps = 2 if 'reduce' in name and 'scatter' not in name else 1
@@ -37,7 +38,7 @@ def totals(operations: Iterable[Operation], mesh: Mesh) -> dict[str, float]:
     found: dict[str, float] = {}
     for axis, name, bytes in operations:
         size = mesh.axes.get(axis, mesh.size)
-        found[axis] = found.get(axis, 0.) + sent(name, bytes, size)
+        found[axis] = found.get(axis, 0.0) + sent(name, bytes, size)
     return {axis: value for axis, value in found.items() if value}
 
 
@@ -46,12 +47,19 @@ def traffic(work: Work, mesh: Mesh) -> dict[str, float]:
     with torch.device('meta'):
         module = layers(GPT(work.sizes))
         samples = torch.empty(work.batch // mesh.data, work.sizes.context, dtype=torch.long)
-    report = dry_run(module, input=samples, target=samples, loss_fn=loss_of, mesh=mesh.axes,
-                     schedule='1f1b', **work.options(mesh))
+    report = dry_run(
+        module,
+        input=samples,
+        target=samples,
+        loss_fn=loss_of,
+        mesh=mesh.axes,
+        schedule='1f1b',
+        **work.options(mesh),
+    )
     most: dict[str, float] = {}
     for rank in range(mesh.size):
         messages = [('pipe', 'send', bytes) for _, bytes in report.messages(rank)]
         others = [(axis, name, bytes) for name, axis, bytes in report.collectives(rank)]
         for axis, value in totals([*messages, *others], mesh).items():
-            most[axis] = max(most.get(axis, 0.), value)
+            most[axis] = max(most.get(axis, 0.0), value)
     return most

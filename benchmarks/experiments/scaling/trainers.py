@@ -1,4 +1,5 @@
 """The gradients of a mini-batch in one process of a mesh: by torchgpipe, and by PyTorch."""
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -40,8 +41,11 @@ def trainer(contender: Contender, work: Work, device: torch.device) -> Trainer:
         return Trainer(module, _loop(module, own, 0, 1, device), {})
     data, pipe, tensor = contender.mesh.axes.values()
     mesh = init_mesh(data, pipe, tensor, device_type=device.type)
-    axes = {str(mesh.get_group(axis).group_name): axis
-            for axis, size in contender.mesh.axes.items() if size > 1}
+    axes = {
+        str(mesh.get_group(axis).group_name): axis
+        for axis, size in contender.mesh.axes.items()
+        if size > 1
+    }
     model, gradients = _MAKERS[contender.library](contender, work, mesh, device)
     return Trainer(model, gradients, axes)
 
@@ -65,8 +69,14 @@ def _ddp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.devic
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(work.model().to(device), process_group=mesh.get_group('data'))
-    return model, _loop(model, work, mesh.get_local_rank('data'), contender.mesh.data, device,
-                        lambda last: nullcontext() if last else model.no_sync())
+    return model, _loop(
+        model,
+        work,
+        mesh.get_local_rank('data'),
+        contender.mesh.data,
+        device,
+        lambda last: nullcontext() if last else model.no_sync(),
+    )
 
 
 def _fsdp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
@@ -76,8 +86,9 @@ def _fsdp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.devi
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    return model, _loop(model, work, mesh.get_local_rank('data'), contender.mesh.data, device,
-                        context)
+    return model, _loop(
+        model, work, mesh.get_local_rank('data'), contender.mesh.data, device, context
+    )
 
 
 def _sharded(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -96,7 +107,7 @@ def _pipelining(contender: Contender, work: Work, mesh: DeviceMesh, device: torc
     j, n = mesh.get_local_rank('pipe'), contender.mesh.pipe
     balance = work.balance(n)
     begin = sum(balance[:j])
-    module: nn.Module = work.model()[begin:begin + balance[j]].to(device)
+    module: nn.Module = work.model()[begin : begin + balance[j]].to(device)
     if contender.mesh.shard:  # Users of pipelines keep parameters until the end of backward.
         module = _sharded(module, mesh, reshard_after_forward=False)
     stage = PipelineStage(module, j, n, device, group=mesh.get_group('pipe'))
@@ -105,19 +116,34 @@ def _pipelining(contender: Contender, work: Work, mesh: DeviceMesh, device: torc
 
     def gradients() -> Tensor | None:
         losses: list[Tensor] = []
-        schedule.step(*[x] * (j == 0), target=y if j == n - 1 else None,
-                      losses=losses if j == n - 1 else None, return_outputs=False)
+        schedule.step(
+            *[x] * (j == 0),
+            target=y if j == n - 1 else None,
+            losses=losses if j == n - 1 else None,
+            return_outputs=False,
+        )
         return torch.stack(losses).mean().detach() if losses else None
 
     return module, gradients
 
 
-_MAKERS = {TORCHGPIPE: _pipeline, 'DDP': _ddp, 'FSDP2': _fsdp, 'pipelining': _pipelining,
-           'pipelining + FSDP2': _pipelining}
+_MAKERS = {
+    TORCHGPIPE: _pipeline,
+    'DDP': _ddp,
+    'FSDP2': _fsdp,
+    'pipelining': _pipelining,
+    'pipelining + FSDP2': _pipelining,
+}
 
 
-def _loop(model: nn.Module, work: Work, place: int, replicas: int, device: torch.device,
-          context: Context = lambda last: nullcontext()) -> Callable[[], Tensor]:
+def _loop(
+    model: nn.Module,
+    work: Work,
+    place: int,
+    replicas: int,
+    device: torch.device,
+    context: Context = lambda last: nullcontext(),
+) -> Callable[[], Tensor]:
     """Return a function that trains on one micro-batch after the other.
 
     Args:
@@ -133,8 +159,9 @@ def _loop(model: nn.Module, work: Work, place: int, replicas: int, device: torch
     return partial(_gradients, model, [*zip(x, y)], context)
 
 
-def _gradients(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], context: Context
-               ) -> Tensor:
+def _gradients(
+    model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], context: Context
+) -> Tensor:
     losses = []
     for i, (x, y) in enumerate(batches):
         with context(i == len(batches) - 1):

@@ -1,4 +1,5 @@
 """A process of a mesh: it trains the model of each contender when it is told to."""
+
 import gc
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ __all__ = ['Answer', 'COUNTED', 'Counts', 'RATE', 'Worker']
 COUNTED = 2
 
 #: The learning rate of SGD.
-RATE = .1
+RATE = 0.1
 
 
 class Answer(NamedTuple):
@@ -62,8 +63,11 @@ class Worker:
 
     def __init__(self, work: Work, device: str) -> None:
         self._work = work
-        self._device = torch.device('cpu') if device == 'cpu' else torch.device(
-            device, torch.accelerator.current_device_index())
+        self._device = (
+            torch.device('cpu')
+            if device == 'cpu'
+            else torch.device(device, torch.accelerator.current_device_index())
+        )
         self._trainers: dict[Contender, tuple[Trainer, SGD]] = {}
 
     def reference(self) -> float | None:
@@ -72,8 +76,10 @@ class Worker:
             return None
         model, work = self._work.model(), self._work
         with torch.no_grad():
-            losses = [loss_of(model(x), y) for x, y in zip(*(
-                each.split(work.micro_batch) for each in work.samples(0, 1)))]
+            losses = [
+                loss_of(model(x), y)
+                for x, y in zip(*(each.split(work.micro_batch) for each in work.samples(0, 1)))
+            ]
         return torch.stack(losses).mean().item()
 
     def build(self, contender: Contender) -> Counts | None:
@@ -95,9 +101,18 @@ class Worker:
             counter.at(None)
         *before, last = counter.entries
         peak = sum(entry.bytes for entry in before) + last.peak
-        return Counts(losses, peak, totals([
-            (made.axes[each.group], each.name, each.bytes) for each in last.collectives
-            if each.group in made.axes], contender.mesh))
+        return Counts(
+            losses,
+            peak,
+            totals(
+                [
+                    (made.axes[each.group], each.name, each.bytes)
+                    for each in last.collectives
+                    if each.group in made.axes
+                ],
+                contender.mesh,
+            ),
+        )
 
     def step(self, contender: Contender) -> Answer | None:
         """Take a step."""

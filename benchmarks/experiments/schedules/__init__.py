@@ -1,4 +1,5 @@
 """Equal cells on workers of the CPU: the time of each schedule."""
+
 import itertools
 import math
 import time
@@ -23,7 +24,7 @@ from torchgpipe.schedule import NAMES
 
 __all__ = ['COMMANDS', 'SECTION', 'measure']
 
-MEANING = '''Times and ratios are medians over rounds. The columns are:
+MEANING = """Times and ratios are medians over rounds. The columns are:
 
 - predicted: the time by torchgpipe.plan.simulate. It uses a profile of the layers in each round,
   one layer after the other in one thread.
@@ -36,7 +37,7 @@ MEANING = '''Times and ratios are medians over rounds. The columns are:
 - bubble: the share of time in which a device runs nothing, measured by torchgpipe.timeline, and
   then the predicted share.
 - activations: the peak memory of the tensors that forward creates, without gradients, summed over
-  devices.'''
+  devices."""
 
 #: Steps that are recorded for a timeline.
 RECORDED = 3
@@ -57,9 +58,11 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
     """Let all take steps in turn, and return the measurements of each."""
     cells, data = STACKS[stack].build(CELLS * n, depth), STACKS[stack].data(m)
     with ExitStack() as exit:
-        processes = exit.enter_context(Processes(
-            n, Stage, stack, CELLS * n, depth, m, [*OTHERS.values()]
-        )) if is_available() and m >= n else None
+        processes = (
+            exit.enter_context(Processes(n, Stage, stack, CELLS * n, depth, m, [*OTHERS.values()]))
+            if is_available() and m >= n
+            else None
+        )
         found = contenders(cells, data, n, m, processes)
         _check_losses({name: each.run() for name, each in found.items()})
         runs, predictions = [], []
@@ -67,14 +70,28 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
             runs.append({name: each.run().seconds for name, each in found.items()})
             torch.set_num_threads(1)
             predictions.append(predict(cells, STACKS[stack].data(1)[0], n, m))
-        bubbles = {name: [each.bubble() for _ in range(RECORDED)]
-                   for name, each in found.items() if isinstance(each, Pipeline)}
+        bubbles = {
+            name: [each.bubble() for _ in range(RECORDED)]
+            for name, each in found.items()
+            if isinstance(each, Pipeline)
+        }
         peaks = {name: each.peak() for name, each in found.items()}
     ideal = m * n / (m + n - 1)
-    return {'stack': stack, 'partitions': n, 'chunks': m, 'depth': CELLS * depth, 'ideal': ideal,
-            'rows': [{**_row(name, runs, peaks[name], ideal, n),
-                      'bubble': median(bubbles[name]) if name in bubbles else None,
-                      'predicted': _prediction(name, runs, predictions)} for name in found]}
+    return {
+        'stack': stack,
+        'partitions': n,
+        'chunks': m,
+        'depth': CELLS * depth,
+        'ideal': ideal,
+        'rows': [
+            {
+                **_row(name, runs, peaks[name], ideal, n),
+                'bubble': median(bubbles[name]) if name in bubbles else None,
+                'predicted': _prediction(name, runs, predictions),
+            }
+            for name in found
+        ],
+    }
 
 
 def _check_losses(runs: dict[str, Run]) -> None:
@@ -85,42 +102,89 @@ def _check_losses(runs: dict[str, Run]) -> None:
         raise RuntimeError(f'these losses should be the same: {losses}')
 
 
-def _row(name: str, runs: Sequence[dict[str, float]], peak: int, ideal: float, n: int
-         ) -> dict[str, Any]:
+def _row(
+    name: str, runs: Sequence[dict[str, float]], peak: int, ideal: float, n: int
+) -> dict[str, Any]:
     speed_up = median(run['in sequence'] / run[name] for run in runs)
     cores = 1 if 'one worker' in name or name == 'in sequence' else n
-    return {'name': name, 'seconds': median(run[name] for run in runs), 'speed_up': speed_up,
-            'share': speed_up / ideal if cores == n else None, 'idle': 1 - speed_up / cores,
-            'peak': peak}
+    return {
+        'name': name,
+        'seconds': median(run[name] for run in runs),
+        'speed_up': speed_up,
+        'share': speed_up / ideal if cores == n else None,
+        'idle': 1 - speed_up / cores,
+        'peak': peak,
+    }
 
 
-def _prediction(name: str, runs: Sequence[dict[str, float]],
-                predictions: Sequence[dict[str, Prediction]]) -> dict[str, float] | None:
+def _prediction(
+    name: str, runs: Sequence[dict[str, float]], predictions: Sequence[dict[str, Prediction]]
+) -> dict[str, float] | None:
     """Relate the prediction in each round to the measurement in it."""
     if name not in predictions[0]:
         return None
-    return {'seconds': median(found[name].seconds for found in predictions),
-            'bubble': median(found[name].bubble for found in predictions),
-            'ratio': median(run[name] / found[name].seconds
-                            for run, found in zip(runs, predictions))}
+    return {
+        'seconds': median(found[name].seconds for found in predictions),
+        'bubble': median(found[name].bubble for found in predictions),
+        'ratio': median(run[name] / found[name].seconds for run, found in zip(runs, predictions)),
+    }
 
 
 @click.command()
-@click.option('--stack', 'stacks', type=click.Choice([*STACKS]), multiple=True,
-              default=[*STACKS], show_default=True, help='May be given several times.')
-@click.option('--partitions', type=click.IntRange(2), multiple=True, default=(2,),
-              show_default=True, help='On cpu:0, cpu:1 and so on; may be given several times.')
-@click.option('--chunks', type=click.IntRange(1), multiple=True, default=(8, 16),
-              show_default=True, help='Micro-batches; may be given several times.')
-@click.option('--milliseconds', type=click.FloatRange(0, min_open=True), default=10.,
-              show_default=True, help='How long forward of a micro-batch takes at least in a '
-              'partition, in one thread.')
-@click.option('--rounds', type=click.IntRange(1), default=11, show_default=True,
-              help='Interleaved rounds, of which the medians count.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file and the picture go.')
-def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tuple[int, ...],
-              milliseconds: float, rounds: int, output: str) -> None:
+@click.option(
+    '--stack',
+    'stacks',
+    type=click.Choice([*STACKS]),
+    multiple=True,
+    default=[*STACKS],
+    show_default=True,
+    help='May be given several times.',
+)
+@click.option(
+    '--partitions',
+    type=click.IntRange(2),
+    multiple=True,
+    default=(2,),
+    show_default=True,
+    help='On cpu:0, cpu:1 and so on; may be given several times.',
+)
+@click.option(
+    '--chunks',
+    type=click.IntRange(1),
+    multiple=True,
+    default=(8, 16),
+    show_default=True,
+    help='Micro-batches; may be given several times.',
+)
+@click.option(
+    '--milliseconds',
+    type=click.FloatRange(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help='How long forward of a micro-batch takes at least in a partition, in one thread.',
+)
+@click.option(
+    '--rounds',
+    type=click.IntRange(1),
+    default=11,
+    show_default=True,
+    help='Interleaved rounds, of which the medians count.',
+)
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the JSON file and the picture go.',
+)
+def schedules(
+    stacks: tuple[str, ...],
+    partitions: tuple[int, ...],
+    chunks: tuple[int, ...],
+    milliseconds: float,
+    rounds: int,
+    output: str,
+) -> None:
     """Time a training step by each schedule, on one core per partition.
 
     The models are stacks of equal cells, without checkpoints and without optimizer. Schedules of
@@ -130,7 +194,7 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
     torch.distributed.pipelining are measured. Interleaved and zb-v cut each partition in two.
     """
     folder = output_folder(output)
-    click.echo(f"torch {machine()['torch']}, {machine()['cpu']}, {machine()['cores']} cores\n")
+    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
     threads = torch.get_num_threads()
     cases = []
     try:
@@ -144,25 +208,44 @@ def schedules(stacks: tuple[str, ...], partitions: tuple[int, ...], chunks: tupl
         torch.set_num_threads(threads)
     results = {'milliseconds': milliseconds, 'rounds': rounds, 'cases': cases}
     click.echo(table(*summary_rows(cases)) + f'\n\n{MEANING}\n')
-    files = [write_json(folder, 'schedules', results),
-             *draw_speed_ups(cases, folder / 'schedules')]
+    files = [
+        write_json(folder, 'schedules', results),
+        *draw_speed_ups(cases, folder / 'schedules'),
+    ]
     click.echo('\n'.join(map(str, files)))
 
 
 def schedule_rows(case: dict[str, Any]) -> Rows:
     """Return the header and the rows of one stack, partitions and micro-batches."""
-    header = [f"{case['stack']}, n = {case['partitions']}, m = {case['chunks']}", 'ms per step',
-              'predicted', 'ratio', 'speed-up', 'of ideal', 'idle, %', 'bubble, %', 'predicted, %',
-              'activations, MiB']
+    header = [
+        f'{case["stack"]}, n = {case["partitions"]}, m = {case["chunks"]}',
+        'ms per step',
+        'predicted',
+        'ratio',
+        'speed-up',
+        'of ideal',
+        'idle, %',
+        'bubble, %',
+        'predicted, %',
+        'activations, MiB',
+    ]
     return header, [_cells(row) for row in case['rows']]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     predicted: dict[str, Any] = row['predicted'] or dict.fromkeys(('seconds', 'ratio', 'bubble'))
-    return [row['name'], _number(row['seconds'], 1e3, 1), _number(predicted['seconds'], 1e3, 1),
-            _number(predicted['ratio']), _number(row['speed_up']), _number(row['share']),
-            _number(row['idle'], 100, 0), _number(row['bubble'], 100, 0),
-            _number(predicted['bubble'], 100, 0), _number(row['peak'], 2**-20, 1)]
+    return [
+        row['name'],
+        _number(row['seconds'], 1e3, 1),
+        _number(predicted['seconds'], 1e3, 1),
+        _number(predicted['ratio']),
+        _number(row['speed_up']),
+        _number(row['share']),
+        _number(row['idle'], 100, 0),
+        _number(row['bubble'], 100, 0),
+        _number(predicted['bubble'], 100, 0),
+        _number(row['peak'], 2**-20, 1),
+    ]
 
 
 def _number(value: float | None, scale: float = 1, digits: int = 2) -> str:
@@ -170,34 +253,49 @@ def _number(value: float | None, scale: float = 1, digits: int = 2) -> str:
 
 
 #: The ratios in the summary: a figure, and two rows of a case.
-RATIOS = {'1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'),
-          'in processes, 1f1b, times as fast as torch 1F1B': (
-              'speed_up', '1f1b, processes', 'torch 1F1B'),
-          '1f1b, times as fast as the plain call': ('speed_up', '1f1b', 'plain call'),
-          'zb-h1, times as fast as 1f1b': ('speed_up', 'zb-h1', '1f1b'),
-          'on one worker, 1f1b, times as fast as zb-h1': (
-              'speed_up', '1f1b, one worker', 'zb-h1, one worker'),
-          'activations, 1f1b to gpipe': ('peak', '1f1b', 'gpipe')}
+RATIOS = {
+    '1f1b, times as fast as torch 1F1B': ('speed_up', '1f1b', 'torch 1F1B'),
+    'in processes, 1f1b, times as fast as torch 1F1B': (
+        'speed_up',
+        '1f1b, processes',
+        'torch 1F1B',
+    ),
+    '1f1b, times as fast as the plain call': ('speed_up', '1f1b', 'plain call'),
+    'zb-h1, times as fast as 1f1b': ('speed_up', 'zb-h1', '1f1b'),
+    'on one worker, 1f1b, times as fast as zb-h1': (
+        'speed_up',
+        '1f1b, one worker',
+        'zb-h1, one worker',
+    ),
+    'activations, 1f1b to gpipe': ('peak', '1f1b', 'gpipe'),
+}
 
 
 def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
     """Return the main results, in medians over stacks."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        name = f"n = {case['partitions']}, m = {case['chunks']}"
+        name = f'n = {case["partitions"]}, m = {case["chunks"]}'
         groups.setdefault(name, []).append({row['name']: row for row in case['rows']})
-    shares = [f"{median(rows['1f1b']['share'] for rows in group):.2f}"
-              for group in groups.values()]
+    shares = [
+        f'{median(rows["1f1b"]["share"] for rows in group):.2f}' for group in groups.values()
+    ]
     worst = [f'{max(map(_deviation, group)):.0f}' for group in groups.values()]
-    return ['median over stacks', *groups], [['1f1b, of ideal', *shares], *(
-        [name, *(_ratio(group, *which) for group in groups.values())]
-        for name, which in RATIOS.items()), ['largest error of a prediction, %', *worst]]
+    return ['median over stacks', *groups], [
+        ['1f1b, of ideal', *shares],
+        *(
+            [name, *(_ratio(group, *which) for group in groups.values())]
+            for name, which in RATIOS.items()
+        ),
+        ['largest error of a prediction, %', *worst],
+    ]
 
 
 def _deviation(rows: dict[str, Any]) -> float:
     """Return the largest deviation of a schedule's time from the prediction, in percent."""
-    return max(abs(row['predicted']['ratio'] - 1) * 100 for name, row in rows.items()
-               if name in NAMES)
+    return max(
+        abs(row['predicted']['ratio'] - 1) * 100 for name, row in rows.items() if name in NAMES
+    )
 
 
 def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -> str:
@@ -209,9 +307,12 @@ def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -
 def _parts(results: dict[str, Any]) -> list[str | Rows]:
     """Return the page the summary, and a table for each case."""
     cases = results['cases']
-    return [f"The forward of a micro-batch takes at least {results['milliseconds']:g} ms in a "
-            f"partition, in one thread. There are {results['rounds']} rounds. {MEANING}",
-            summary_rows(cases), *map(schedule_rows, cases)]
+    return [
+        f'The forward of a micro-batch takes at least {results["milliseconds"]:g} ms in a '
+        f'partition, in one thread. There are {results["rounds"]} rounds. {MEANING}',
+        summary_rows(cases),
+        *map(schedule_rows, cases),
+    ]
 
 
 COMMANDS = [schedules]

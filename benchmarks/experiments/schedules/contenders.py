@@ -1,4 +1,5 @@
 """The contenders: the same cells, trained by each schedule and in other ways."""
+
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,8 +45,9 @@ class Contender(Protocol):
         """Take a step, and give the peak of its activations in bytes."""
 
 
-def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int,
-               processes: Processes | None) -> dict[str, Contender]:
+def contenders(
+    cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int, processes: Processes | None
+) -> dict[str, Contender]:
     """Return all of them by name, the baseline first.
 
     Args:
@@ -55,14 +57,23 @@ def contenders(cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int
         m: The number of micro-batches.
         processes: One for each device, if they can be had.
     """
-    def pipeline(name: str, devices: Sequence[str], step: Any = _by_schedule, threads: int = n
-                 ) -> Contender:
-        model = GPipe(cells, [len(cells) // len(devices)] * len(devices), devices=devices,
-                      chunks=m, checkpoint='never')
+
+    def pipeline(
+        name: str, devices: Sequence[str], step: Any = _by_schedule, threads: int = n
+    ) -> Contender:
+        model = GPipe(
+            cells,
+            [len(cells) // len(devices)] * len(devices),
+            devices=devices,
+            chunks=m,
+            checkpoint='never',
+        )
         return Pipeline(cells, data, partial(step, model, name), threads, model)
 
-    found = {'in sequence': _Here(cells, data, partial(_in_sequence, cells, m), threads=1),
-             'plain call': pipeline('', [f'cpu:{j}' for j in range(n)], _by_the_plain_call)}
+    found = {
+        'in sequence': _Here(cells, data, partial(_in_sequence, cells, m), threads=1),
+        'plain call': pipeline('', [f'cpu:{j}' for j in range(n)], _by_the_plain_call),
+    }
     for name in NAMES:
         stages = sum(map(len, make(name, n, 1).stages))
         found[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
@@ -104,8 +115,9 @@ class _Here:
         threads: The intra-op threads that workers share.
     """
 
-    def __init__(self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int
-                 ) -> None:
+    def __init__(
+        self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int
+    ) -> None:
         self._cells = cells
         self._call = partial(step, *data)
         self._threads = threads
@@ -133,8 +145,9 @@ class Pipeline(_Here):
         model: The pipeline.
     """
 
-    def __init__(self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int,
-                 model: GPipe) -> None:
+    def __init__(
+        self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int, model: GPipe
+    ) -> None:
         super().__init__(cells, data, step, threads)
         self._model = model
 

@@ -1,4 +1,5 @@
 """Predictions of the simulator for the same cells, from a profile of their layers."""
+
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -29,14 +30,14 @@ def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, P
     layers = nn.Sequential(*[layer for cell in cells.children() for layer in cell.children()])
     measured = profile(layers, sample, device='cpu', timeout=0)
     each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
-    found = {'in sequence': Prediction(each, 0.)}
+    found = {'in sequence': Prediction(each, 0.0)}
     overhead = measure_overhead([f'cpu:{j}' for j in range(n)])
     for name in (PLAIN_CALL, *NAMES):
-        schedule, pairs = plain_call(n, m, one_thread=True) if name == PLAIN_CALL else (
-            make(name, n, m), [])
+        schedule, pairs = (
+            plain_call(n, m, one_thread=True) if name == PLAIN_CALL else (make(name, n, m), [])
+        )
         stages = sum(map(len, schedule.stages))
-        costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never',
-                         overhead=overhead)
+        costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never', overhead=overhead)
         simulation = simulate(schedule, costs, pairs)
         found[name] = Prediction(simulation.seconds, simulation.bubble)
     return found

@@ -1,4 +1,5 @@
 """The ablation, and the measured timeline of each of its settings."""
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,13 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
-from benchmarks.harness.published import (AMOEBANETD_SPEED, MEMORY, RESNET_SPEED, UNET_TIMELINE,
-                                          UTILISATION)
+from benchmarks.harness.published import (
+    AMOEBANETD_SPEED,
+    MEMORY,
+    RESNET_SPEED,
+    UNET_TIMELINE,
+    UTILISATION,
+)
 from benchmarks.harness.simulated import NAME, is_simulated
 from torchgpipe import GPipe
 from torchgpipe.timeline import record
@@ -31,30 +37,43 @@ def experiment_for(model: str) -> Experiment:
         return UNET_TIMELINE
     source, name = OTHERS[model]
     like = source.setting(name)
-    return replace(UNET_TIMELINE, name=f'{model}-timeline', resolution=source.resolution,
-                   title=UNET_TIMELINE.title.replace('U-Net', model),
-                   settings=tuple(replace(setting, model=like.model, balance=like.balance,
-                                          published={}, details={})
-                                  for setting in UNET_TIMELINE.settings))
+    return replace(
+        UNET_TIMELINE,
+        name=f'{model}-timeline',
+        resolution=source.resolution,
+        title=UNET_TIMELINE.title.replace('U-Net', model),
+        settings=tuple(
+            replace(setting, model=like.model, balance=like.balance, published={}, details={})
+            for setting in UNET_TIMELINE.settings
+        ),
+    )
 
 
-def measure(experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
-            ) -> None:
+def measure(
+    experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
+) -> None:
     """Time epochs, then take the memory and the timeline of one step each."""
     with without(setting.off):
-        job = Job(experiment, setting, options,
-                  carry if 'portals' in setting.off else lambda model: model)
+        job = Job(
+            experiment,
+            setting,
+            options,
+            carry if 'portals' in setting.off else lambda model: model,
+        )
         time_epochs(job, result)
         assert isinstance(job.model, GPipe)
         with record(job.model) as timeline:
             job.forward().backward()
         job.clear()
-        kept = sum(sum(size_of_partition(partition, optimizer).values())
-                   for partition, optimizer in zip(job.partitions, job.optimizers))
+        kept = sum(
+            sum(size_of_partition(partition, optimizer).values())
+            for partition, optimizer in zip(job.partitions, job.optimizers)
+        )
         # Last, since PyTorch does not run compiled layers any more once it was watched.
         peak = peak_memory(job.step, job.devices)
-    result['details'].update({UTILISATION: 100 * timeline.utilisation,
-                              MEMORY: (kept + peak) / GIB})
+    result['details'].update(
+        {UTILISATION: 100 * timeline.utilisation, MEMORY: (kept + peak) / GIB}
+    )
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'
     title = f'{setting.model}: {_list(setting)}'
     if any(map(is_simulated, job.devices)):
@@ -70,13 +89,22 @@ def _list(setting: Setting) -> str:
     return 'without ' + ', '.join(setting.off) if setting.off else 'as it is'
 
 
-@click.command(UNET_TIMELINE.name, help=(
-    f'{UNET_TIMELINE.title}: each setting adds one to the settings before. Draws the measured '
-    'timeline of a step (PNG, SVG), with a lane for each device, and writes a trace for '
-    'Perfetto or chrome://tracing.'))
+@click.command(
+    UNET_TIMELINE.name,
+    help=(
+        f'{UNET_TIMELINE.title}: each setting adds one to the settings before. Draws the measured '
+        'timeline of a step (PNG, SVG), with a lane for each device, and writes a trace for '
+        'Perfetto or chrome://tracing.'
+    ),
+)
 @experiment_options(UNET_TIMELINE)
-@click.option('--model', type=click.Choice(['unet', 'resnet101', 'amoebanetd']), default='unet',
-              show_default=True, help='Which model; published figures are there for U-Net only.')
+@click.option(
+    '--model',
+    type=click.Choice(['unet', 'resnet101', 'amoebanetd']),
+    default='unet',
+    show_default=True,
+    help='Which model; published figures are there for U-Net only.',
+)
 def _command(model: str, **options: Any) -> None:
     experiment = experiment_for(model)
     campaign(experiment, take_options(experiment, **options), measure)

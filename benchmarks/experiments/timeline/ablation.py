@@ -11,6 +11,7 @@ off             instead
 
 The results of the model stay the same.
 """
+
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch

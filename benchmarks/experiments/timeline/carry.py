@@ -51,7 +51,7 @@ class _Carrying(nn.Module):
         skips: Tensors = ()
         if self.before:
             tensors = tuple(input)
-            input, skips = _unpack(tensors[:-len(self.before)]), tensors[-len(self.before):]
+            input, skips = _unpack(tensors[: -len(self.before)]), tensors[-len(self.before) :]
         carried = dict(zip(self.before, skips))
         output = self._call(input, carried) if self.has_skips else self.layer(input)
         if not self.after:
@@ -59,8 +59,7 @@ class _Carrying(nn.Module):
         tensors = (output,) if isinstance(output, Tensor) else output
         return (*tensors, *(carried[key] for key in self.after))
 
-    def _call(self, input: Value, carried: dict[Key, Tensor | None]
-              ) -> Value:
+    def _call(self, input: Value, carried: dict[Key, Tensor | None]) -> Value:
         """Let the layer pop and stash the carried skips."""
         tracker = SkipTracker()
         tracker.tensors = carried

@@ -1,4 +1,5 @@
 """Which models of libraries are converted to sequential ones, by one line, and trained?"""
+
 import json
 import multiprocessing
 import warnings
@@ -43,21 +44,45 @@ MEANING = (
     'micro-batches, in float64 and without dropout. The pipelines have 2 and 3 partitions, and '
     'run the plain call and 1F1B. Micro-batches have one to five samples (with batch '
     'normalization, two to five).\n'
-    '- with: the lines that errors named, one after the other.')
+    '- with: the lines that errors named, one after the other.'
+)
 
 
 @click.command()
-@click.option('--library', 'libraries', type=click.Choice([*LIBRARIES]), multiple=True,
-              default=[*LIBRARIES], show_default=True, help='Whose models.')
+@click.option(
+    '--library',
+    'libraries',
+    type=click.Choice([*LIBRARIES]),
+    multiple=True,
+    default=[*LIBRARIES],
+    show_default=True,
+    help='Whose models.',
+)
 @click.option('--model', 'models', multiple=True, help='Some of these only, by name.')
 @click.option('--missing', is_flag=True, help='Those only that the JSON file has no row of.')
 @click.option('--train', is_flag=True, help='Train them in pipelines as well.')
-@click.option('--patience', type=click.IntRange(1), default=PATIENCE, show_default=True,
-              help='Seconds that a model may take.')
-@click.option('--output', default='results', show_default=True, metavar='DIR',
-              help='Where the JSON file goes; what it has of other models stays.')
-def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, train: bool,
-        patience: int, output: str) -> None:
+@click.option(
+    '--patience',
+    type=click.IntRange(1),
+    default=PATIENCE,
+    show_default=True,
+    help='Seconds that a model may take.',
+)
+@click.option(
+    '--output',
+    default='results',
+    show_default=True,
+    metavar='DIR',
+    help='Where the JSON file goes; what it has of other models stays.',
+)
+def zoo(
+    libraries: tuple[str, ...],
+    models: tuple[str, ...],
+    missing: bool,
+    train: bool,
+    patience: int,
+    output: str,
+) -> None:
     """Convert models of libraries to sequential ones, each in a process of its own.
 
     Weights are random. If a conversion raises, the line that the error names is tried. Trainings
@@ -66,17 +91,27 @@ def zoo(libraries: tuple[str, ...], models: tuple[str, ...], missing: bool, trai
     """
     folder = output_folder(output)
     results = _kept(folder / 'zoo.json')
-    results['libraries'].update({library: {
-        'version': _version(library), 'models': len(LIBRARIES[library].names())}
-        for library in libraries})
+    results['libraries'].update(
+        {
+            library: {'version': _version(library), 'models': len(LIBRARIES[library].names())}
+            for library in libraries
+        }
+    )
     _check_names(models, [name for library in libraries for name in LIBRARIES[library].names()])
     multiprocessing.get_context(METHOD).set_forkserver_preload(
-        [__name__, *IMPORTED, *(module for library in libraries
-                                for module in LIBRARIES[library].modules)])
+        [
+            __name__,
+            *IMPORTED,
+            *(module for library in libraries for module in LIBRARIES[library].modules),
+        ]
+    )
     for library in libraries:
         rows = results['rows'][library] = results['rows'].get(library, {})
-        names = [name for name in LIBRARIES[library].names() if (name in models or not models)
-                 and not (missing and name in rows)]
+        names = [
+            name
+            for name in LIBRARIES[library].names()
+            if (name in models or not models) and not (missing and name in rows)
+        ]
         bar = tqdm(names, desc=library, unit='model', leave=False)
         for name in bar:
             bar.set_postfix_str(name)
@@ -93,8 +128,10 @@ def _check_names(models: Sequence[str], known: Sequence[str]) -> None:
         if name not in known:
             close = ' or '.join(map(repr, get_close_matches(name, known)))
             raise click.BadParameter(
-                f'{name!r} is not a model of these libraries' + (
-                    f'; did you mean {close}?' if close else ''), param_hint="'--model'")
+                f'{name!r} is not a model of these libraries'
+                + (f'; did you mean {close}?' if close else ''),
+                param_hint="'--model'",
+            )
 
 
 def _kept(path: Path) -> dict[str, Any]:
@@ -113,8 +150,9 @@ def _version(library: str) -> str:
         raise click.ClickException(f'--library {library} takes that package: {error}') from None
 
 
-def in_process(case: Callable[[str], Case], name: str, train: bool, patience: int
-               ) -> dict[str, Any]:
+def in_process(
+    case: Callable[[str], Case], name: str, train: bool, patience: int
+) -> dict[str, Any]:
     """Return the results of a model, run in another process, or the reason why there are none."""
     context = multiprocessing.get_context(METHOD)
     here, there = context.Pipe(duplex=False)
@@ -160,8 +198,11 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
     parts: list[str | Rows] = [MEANING]
     for library, rows in results['rows'].items():
         about = results['libraries'][library]
-        parts += [f"{library} {about['version']}, {len(rows)} of {about['models']} models: "
-                  f'{_summary([*rows.values()])}', _table(rows)]
+        parts += [
+            f'{library} {about["version"]}, {len(rows)} of {about["models"]} models: '
+            f'{_summary([*rows.values()])}',
+            _table(rows),
+        ]
     return parts
 
 
@@ -169,33 +210,45 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     by_itself = sum('layers' in row and not row['lines'] for row in rows)
     by_line = sum('layers' in row and bool(row['lines']) for row in rows)
     trained = [max(row['training'].values()) for row in rows if 'training' in row]
-    text = (f'{by_itself} ({by_itself / len(rows):.0%}) are converted as they are, '
-            f'{by_line} with the line that the error names, and '
-            f'{len(rows) - by_itself - by_line} are not.')
+    text = (
+        f'{by_itself} ({by_itself / len(rows):.0%}) are converted as they are, '
+        f'{by_line} with the line that the error names, and '
+        f'{len(rows) - by_itself - by_line} are not.'
+    )
     if trained:
-        text += (f' {len(trained)} were trained, and differ by at most {max(trained):.0e} of a '
-                 'typical tensor.')
+        text += (
+            f' {len(trained)} were trained, and differ by at most {max(trained):.0e} of a '
+            'typical tensor.'
+        )
     return text
 
 
 def _table(rows: dict[str, dict[str, Any]]) -> Rows:
     return ['model', 'layers', 'skips', 's', 'largest leaf', 'training differs by', 'with'], [
-        _row(name, rows[name]) for name in sorted(rows, key=str.lower)]
+        _row(name, rows[name]) for name in sorted(rows, key=str.lower)
+    ]
 
 
 def _row(name: str, row: dict[str, Any]) -> list[str]:
-    name += f" ({row['note']})" if row.get('note') else ''
+    name += f' ({row["note"]})' if row.get('note') else ''
     if 'layers' not in row:
-        return [name, *[''] * 5, shortened(f"not converted: {row['reason']}", 200)]
+        return [name, *[''] * 5, shortened(f'not converted: {row["reason"]}', 200)]
     largest = row['largest']
-    leaf = f"{largest['kind']}, {largest['share']:.0%}" if largest else '—'
-    return [name, str(row['layers']), str(row['skips']), f"{row['seconds']:.0f}", leaf,
-            _training(row), ', '.join(row['lines'])]
+    leaf = f'{largest["kind"]}, {largest["share"]:.0%}' if largest else '—'
+    return [
+        name,
+        str(row['layers']),
+        str(row['skips']),
+        f'{row["seconds"]:.0f}',
+        leaf,
+        _training(row),
+        ', '.join(row['lines']),
+    ]
 
 
 def _training(row: dict[str, Any]) -> str:
     if 'training' in row:
-        return f"{max(row['training'].values()):.0e}"
+        return f'{max(row["training"].values()):.0e}'
     return shortened(row.get('reason', ''), 80)
 
 

@@ -3,6 +3,7 @@
 The inputs of a model depend on the names of its arguments. They are ids with a tokenizer's mask,
 in rows padded to one length, images, sound, or the outputs of a processor.
 """
+
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +23,25 @@ SAMPLES = 8000
 #: Largest number of parameters of a default model. Larger ones get fewer blocks and words.
 MOST = 80_000_000
 BLOCKS, WORDS = 2, 1000
-_LEAST = {'vocab_size': WORDS, **dict.fromkeys((
-    'num_hidden_layers', 'num_layers', 'num_decoder_layers', 'encoder_layers', 'decoder_layers',
-    'n_layer', 'n_layers'), BLOCKS)}
+_LEAST = {
+    'vocab_size': WORDS,
+    **dict.fromkeys(
+        (
+            'num_hidden_layers',
+            'num_layers',
+            'num_decoder_layers',
+            'encoder_layers',
+            'decoder_layers',
+            'n_layer',
+            'n_layers',
+        ),
+        BLOCKS,
+    ),
+}
 
 #: Classes, and options that differ from the defaults of their configs.
-NAMES: dict[str, dict[str, Any]] = dict.fromkeys('''
+NAMES: dict[str, dict[str, Any]] = dict.fromkeys(
+    """
 AlbertForMaskedLM BertForMaskedLM BertForSequenceClassification BigBirdForMaskedLM
 CamembertForMaskedLM CanineForSequenceClassification ConvBertForMaskedLM Data2VecTextForMaskedLM
 DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM
@@ -45,7 +59,9 @@ T5ForConditionalGeneration BeitForImageClassification CLIPModel ConvNextForImage
 DeiTForImageClassification Dinov2ForImageClassification ResNetForImageClassification
 SegformerForImageClassification SwinForImageClassification ViTForImageClassification
 ViTMAEForPreTraining ASTForAudioClassification HubertForCTC Wav2Vec2ForCTC
-WhisperForConditionalGeneration'''.split(), {})
+WhisperForConditionalGeneration""".split(),
+    {},
+)
 # By default, one has no vocabulary, and some have a list for all of their blocks, or their padding
 # is the last of their words.
 NAMES['EsmForMaskedLM'] = {'vocab_size': 33, 'pad_token_id': 1, 'mask_token_id': 32}
@@ -64,15 +80,22 @@ def case(name: str) -> Case:
     with torch.device('meta'):
         number = sum(x.numel() for x in cls(config).parameters())
     if number > MOST:
-        changes = {**changes, **{key: least for key, least in _LEAST.items()
-                                 if vars(config).get(key)}}
+        changes = {
+            **changes,
+            **{key: least for key, least in _LEAST.items() if vars(config).get(key)},
+        }
         config = cls.config_class(**changes)
     model = cls(config)
     names = inspect.signature(model.forward).parameters
 
     def sample(size: int) -> Arguments:
-        return Arguments(**{key: make(config, size) for key, make in _INPUTS.items()
-                            if _is_called_with(key, model, names)})
+        return Arguments(
+            **{
+                key: make(config, size)
+                for key, make in _INPUTS.items()
+                if _is_called_with(key, model, names)
+            }
+        )
 
     note = ', '.join(f'{key}={value}' for key, value in changes.items())
     return Case(model, sample, sample, note)
@@ -112,6 +135,10 @@ def _sound(config: Any, size: int) -> Tensor:
 
 
 _INPUTS: dict[str, Callable[[Any, int], Tensor]] = {
-    'input_ids': _ids, 'attention_mask': _mask, 'pixel_values': _pixels,
+    'input_ids': _ids,
+    'attention_mask': _mask,
+    'pixel_values': _pixels,
     'input_values': _sound,
-    'input_features': _features, 'decoder_input_ids': _ids}
+    'input_features': _features,
+    'decoder_input_ids': _ids,
+}

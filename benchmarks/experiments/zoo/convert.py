@@ -1,4 +1,5 @@
 """Convert one model, if need be with the lines that errors name, and report the result."""
+
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,11 +51,21 @@ class Found(NamedTuple):
     def row(self) -> dict[str, Any]:
         """Return its row of the table."""
         wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
-        largest = next(({'kind': each.kind, 'share': each.share, 'why': in_short(each.why)}
-                        for each in wholes if each.share), None)
-        return {'lines': self.lines, 'seconds': self.seconds, 'layers': len(self.layers),
-                'skips': sum(len([*getattr(layer, 'stashable', tuple)()])
-                             for layer in self.layers), 'largest': largest}
+        largest = next(
+            (
+                {'kind': each.kind, 'share': each.share, 'why': in_short(each.why)}
+                for each in wholes
+                if each.share
+            ),
+            None,
+        )
+        return {
+            'lines': self.lines,
+            'seconds': self.seconds,
+            'layers': len(self.layers),
+            'skips': sum(len([*getattr(layer, 'stashable', tuple)()]) for layer in self.layers),
+            'largest': largest,
+        }
 
 
 def converted(case: Case, size: int = 2) -> Found:
@@ -113,8 +124,9 @@ def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
     elif off := re.fullmatch(TURN_OFF, line):
         setattr(model.config, off[1], False)
     elif line == NO_CACHE_IN_THE_CALL:
-        return case._replace(**{name: partial(_without_cache, getattr(case, name))
-                                for name in ('sample', 'small')})
+        return case._replace(
+            **{name: partial(_without_cache, getattr(case, name)) for name in ('sample', 'small')}
+        )
     elif line == NO_CHECKPOINTS:
         # Older versions of transformers have the second one only.
         names = 'activation_checkpointing_disable', 'gradient_checkpointing_disable'

@@ -1,4 +1,5 @@
 """Models of libraries, and their arguments."""
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ SEGMENTED = 224
 SMALL = 64
 
 #: The smallest model of each family, that is, of each of timm's modules.
-TIMM = '''
+TIMM = """
 beit_base_patch16_224 halonet_h1 mobileone_s1 cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32
 convnext_zepto_rms cpubone_nano crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny
 deepseek_vit_412m deit_tiny_patch16_224 densenet121 dla46x_c dpn48b edgenext_xx_small
@@ -51,7 +52,7 @@ swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m twins_svt_
 visformer_tiny vit_tiny_patch16_224 vit_tiny_r_s16_p8_224 vit_srelpos_small_patch16_224
 samvit_base_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet19b_slim_dw legacy_xception
 xception41p xcit_nano_12_p8_224
-'''.split()
+""".split()
 
 
 def _of_images(model: nn.Module, *shape: int) -> Case:
@@ -64,16 +65,20 @@ def _of_images(model: nn.Module, *shape: int) -> Case:
 def _torchvision_names() -> list[str]:
     from torchvision import models
 
-    return [name for module in (models, models.segmentation, models.video)
-            for name in models.list_models(module)]
+    return [
+        name
+        for module in (models, models.segmentation, models.video)
+        for name in models.list_models(module)
+    ]
 
 
 def _torchvision(name: str, **changes: Any) -> Case:
     from torchvision import models
 
     if name in models.list_models(models.segmentation):
-        return _of_images(models.get_model(name, weights=None, weights_backbone=None),
-                          3, SEGMENTED, SEGMENTED)
+        return _of_images(
+            models.get_model(name, weights=None, weights_backbone=None), 3, SEGMENTED, SEGMENTED
+        )
     # The smallest that one of its checkpoints is for, as the largest may be for another config.
     crop = min(each.transforms().crop_size for each in models.get_model_weights(name))
     height, width = (crop * 2)[:2]
@@ -92,5 +97,9 @@ def _timm(name: str) -> Case:
 LIBRARIES = {
     'torchvision': Library(['torchvision'], _torchvision_names, _torchvision),
     'timm': Library(['timm'], lambda: TIMM, _timm),
-    'transformers': Library(['transformers', 'transformers.modeling_utils'],
-                            lambda: [*architectures.NAMES], architectures.case)}
+    'transformers': Library(
+        ['transformers', 'transformers.modeling_utils'],
+        lambda: [*architectures.NAMES],
+        architectures.case,
+    ),
+}

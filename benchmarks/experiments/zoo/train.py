@@ -1,4 +1,5 @@
 """Train a converted model in pipelines, beside the model itself on the same micro-batches."""
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ def without_dropout(model: nn.Module) -> None:
         for owner in (module, *(x for x in vars(module).values() if hasattr(x, 'to_dict'))):
             for name, value in [*vars(owner).items()]:
                 if isinstance(value, float) and ('drop' in name or name == 'p'):
-                    setattr(owner, name, 0.)
+                    setattr(owner, name, 0.0)
 
 
 def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
@@ -41,8 +42,9 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     model = case.model.double().train()
     sample = _small_enough(case)
     start = _copied(model.state_dict())
-    by_statistics = any(isinstance(each, nn.modules.batchnorm._BatchNorm)
-                        for each in model.modules())
+    by_statistics = any(
+        isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()
+    )
     samples = [_double(sample(size)) for size in (STEPS_BY_STATISTICS if by_statistics else STEPS)]
     _steps(model, partial(_by_itself, model), samples)
     expected = _results(model, model.state_dict())
@@ -53,12 +55,17 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     for n in PARTITIONS:
         for schedule in SCHEDULES:
             _reset(model, start)
-            pipeline = GPipe(layers, _balance(len(layers), n), chunks=CHUNKS,
-                             devices=[f'cpu:{j}' for j in range(n)])
+            pipeline = GPipe(
+                layers,
+                _balance(len(layers), n),
+                chunks=CHUNKS,
+                devices=[f'cpu:{j}' for j in range(n)],
+            )
             _steps(model, partial(_by_pipeline, pipeline, schedule), samples)
             got = _results(model, original_names(pipeline.state_dict()))
             found[f'{n} partitions, {schedule}'] = max(
-                distance(got[name], x, typical) for name, x in expected.items())
+                distance(got[name], x, typical) for name, x in expected.items()
+            )
     return found
 
 
@@ -96,14 +103,25 @@ def _by_pipeline(pipeline: GPipe, schedule: str, sample: Any) -> None:
         _loss(call(pipeline, sample)).backward()
     else:
         size = sum(cut(sample, CHUNKS)[1])
-        pipeline.step(sample, torch.zeros(size), lambda output, target: _loss(output),
-                      schedule=schedule, normalizer=1)
+        pipeline.step(
+            sample,
+            torch.zeros(size),
+            lambda output, target: _loss(output),
+            schedule=schedule,
+            normalizer=1,
+        )
 
 
 def _results(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the state of a model after its steps. The pipeline shares its parameters."""
-    return {**_copied(state), **{f'gradient of {name}': x.grad.clone() for name, x
-                                 in model.named_parameters() if x.grad is not None}}
+    return {
+        **_copied(state),
+        **{
+            f'gradient of {name}': x.grad.clone()
+            for name, x in model.named_parameters()
+            if x.grad is not None
+        },
+    }
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -123,8 +141,14 @@ def _double(sample: Any) -> Any:
 
 def _loss(output: Any) -> Tensor:
     """Return a sum over samples, and so over micro-batches, of all real tensors in the output."""
-    return sum((_from_constants(leaf.value) for leaf in leaves_of(output)
-                if isinstance(leaf.value, Tensor) and leaf.value.requires_grad), torch.zeros(()))
+    return sum(
+        (
+            _from_constants(leaf.value)
+            for leaf in leaves_of(output)
+            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
+        ),
+        torch.zeros(()),
+    )
 
 
 def _from_constants(x: Tensor) -> Tensor:

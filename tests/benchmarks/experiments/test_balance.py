@@ -1,4 +1,5 @@
 """Balance: each model once, in two partitions, by a clock that the test moves."""
+
 import json
 
 import pytest
@@ -21,16 +22,20 @@ def test_balance(run, tmp_path, monkeypatch, clock):
     results = json.loads((tmp_path / 'balance.json').read_text())['results']
     assert len(results) == 3 and all(
         0 < result['ratio'] == result['measured_seconds'] / result['predicted_seconds']
-        for result in results)
+        for result in results
+    )
     code, _, err = run('balance', '--device', 'cuda:99')
     assert code == 1 and '--device cuda:99' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('mode', ['always', 'except_last', 'never'])
 def test_a_partition_takes_as_long_as_predicted_if_layers_do(mode, monkeypatch, clock):
-    layers = [Timed(clock, lambda number: 1 + number / 8, lambda number, k=k: 2 + k * number / 8)
-              for k in range(4)]
+    layers = [
+        Timed(clock, lambda number: 1 + number / 8, lambda number, k=k: 2 + k * number / 8)
+        for k in range(4)
+    ]
     monkeypatch.setattr(balance, 'time', clock)
-    monkeypatch.setitem(balance.MODELS, 'timed', lambda: (
-        nn.Sequential(*layers), torch.rand(32, 1)))
+    monkeypatch.setitem(
+        balance.MODELS, 'timed', lambda: (nn.Sequential(*layers), torch.rand(32, 1))
+    )
     assert balance.compare('timed', 2, mode, 'cpu')['ratio'] == 1

@@ -1,4 +1,5 @@
 """Classes behind a ResNet-18: the table once, and the sizes of its layers."""
+
 import json
 
 import pytest
@@ -19,8 +20,9 @@ def test_resnet18_has_the_published_parameters():
 @pytest.mark.distributed
 @pytest.mark.skipif(not is_available(), reason='needs gloo')
 def test_classes_resnet18(run, tmp_path):
-    code, out, err = run('classes-resnet18', '--classes', 1001, '--processes', 2, '--steps', 2,
-                         '--output', tmp_path)
+    code, out, err = run(
+        'classes-resnet18', '--classes', 1001, '--processes', 2, '--steps', 2, '--output', tmp_path
+    )
     assert code == 0, err
     results = json.loads((tmp_path / 'classes-resnet18.json').read_text())['results']
     (case,) = results['cases']

@@ -1,4 +1,5 @@
 """Concurrency: once, with few rows; shares by hand."""
+
 import pytest
 
 from benchmarks.experiments import concurrency
@@ -20,8 +21,13 @@ def test_shares_are_of_what_is_possible():
         assert each['speed_up'] == each['serial_ms'] / each['pipeline_ms']
         ideal = 2 if each['what'] == concurrency.THREADS else 1.5  # 2 · 3 / 4
         assert abs(each['share'] * ideal - each['speed_up']) < 1e-9
-    header, rows = concurrency.share_rows([
-        {'what': 'x', 'milliseconds': size, 'chunks': m, 'share': size / 10, 'speed_up': m}
-        for size in (1., 5.) for m in (2, 4)], 'x')
+    header, rows = concurrency.share_rows(
+        [
+            {'what': 'x', 'milliseconds': size, 'chunks': m, 'share': size / 10, 'speed_up': m}
+            for size in (1.0, 5.0)
+            for m in (2, 4)
+        ],
+        'x',
+    )
     assert header == ['x', 'm = 2', 'm = 4']
     assert rows[1] == ['cells of 5 ms', '0.50 (2.00 ×)', '0.50 (4.00 ×)']

@@ -1,4 +1,5 @@
 """Digits: GPipe learns the same as the model without it, also by a schedule."""
+
 import re
 
 import pytest
@@ -22,8 +23,19 @@ def test_digits(run, tmp_path, monkeypatch):
     numbers = []
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
     monkeypatch.setattr(torch, 'set_num_threads', numbers.append)
-    code, out, _ = run('digits', '--epochs', 2, '--chunks', 2, '--checkpoint', 'always',
-                       '--schedule', '1f1b', '--output', tmp_path)
+    code, out, _ = run(
+        'digits',
+        '--epochs',
+        2,
+        '--chunks',
+        2,
+        '--checkpoint',
+        'always',
+        '--schedule',
+        '1f1b',
+        '--output',
+        tmp_path,
+    )
     assert code == 0
     accuracies = re.findall(r'^(.+?)  +([\d.]+)%', out, re.M)
     assert [name for name, _ in accuracies] == [*alone, 'GPipe, plain call', 'GPipe, 1f1b']
@@ -35,19 +47,25 @@ def test_digits(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('schedule, balance', [
-    ('zb-v', '3,3,3,7'), ('plain call', '6,10')])
+@pytest.mark.parametrize('schedule, balance', [('zb-v', '3,3,3,7'), ('plain call', '6,10')])
 def test_digits_by_a_schedule(run, tmp_path, schedule, balance):
-    code, out, _ = run('digits', '--epochs', 2, '--schedule', schedule, '--balance', balance,
-                       '--output', tmp_path)
+    code, out, _ = run(
+        'digits', '--epochs', 2, '--schedule', schedule, '--balance', balance, '--output', tmp_path
+    )
     assert code == 0 and 'by a plan' not in out
     accuracy = re.search(rf'GPipe, {schedule} +([\d.]+)%', out)
     assert float(accuracy[1]) > 85
 
 
-@pytest.mark.parametrize('schedule, places', [
-    (None, [0, 1, 2, 3]), ('1f1b', [0, 1, 2, 3]), ('interleaved', [0, 1, 0, 1]),
-    ('zb-v', [0, 1, 1, 0])])
+@pytest.mark.parametrize(
+    'schedule, places',
+    [
+        (None, [0, 1, 2, 3]),
+        ('1f1b', [0, 1, 2, 3]),
+        ('interleaved', [0, 1, 0, 1]),
+        ('zb-v', [0, 1, 1, 0]),
+    ],
+)
 def test_partitions_are_where_a_schedule_has_them(schedule, places):
     found = choose_devices(4, schedule)
     one_of_each = choose_devices(4)

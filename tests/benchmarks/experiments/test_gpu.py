@@ -1,4 +1,5 @@
 """Measurements on one device: results that grow, failures, and the page."""
+
 import json
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ def measured(monkeypatch):
         def measure(device, scale):
             names.append(name)
             return act()
+
         return parts.Part(name, measure)
 
     def stop():
@@ -90,8 +92,13 @@ def test_nothing_is_started_after_the_minutes(run, tmp_path, measured):
     assert 'not started within 1e-09 minutes: part 0, part 1; run this again to go on' in out
 
 
-@pytest.mark.parametrize('change, message', [
-    ({'scale': .5}, 'scale 0.5 instead of 1.0'), ({'device': 'cuda:0'}, 'cuda:0 instead of cpu')])
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        ({'scale': 0.5}, 'scale 0.5 instead of 1.0'),
+        ({'device': 'cuda:0'}, 'cuda:0 instead of cpu'),
+    ],
+)
 def test_results_of_another_device_or_scale_are_refused(run, tmp_path, measured, change, message):
     measured('')
     assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
@@ -122,8 +129,12 @@ def test_a_file_without_results_is_kept(run, tmp_path, measured, text):
 
 def test_a_part_that_is_named_is_measured_again(run, tmp_path, monkeypatch):
     numbers = iter(range(9))
-    monkeypatch.setattr('benchmarks.experiments.gpu.all_parts', lambda: [
-        parts.Part('tests', lambda device, scale: {'status': f'not run {next(numbers)}'})])
+    monkeypatch.setattr(
+        'benchmarks.experiments.gpu.all_parts',
+        lambda: [
+            parts.Part('tests', lambda device, scale: {'status': f'not run {next(numbers)}'})
+        ],
+    )
     for words, expected in ((), 0), ((), 0), (('--part', 'tests'), 1):
         assert run('gpu', '--devices', 'cpu', '--output', tmp_path, *words)[0] == 0
         assert results_of(tmp_path) == {'tests': {'status': f'not run {expected}'}}
@@ -171,12 +182,20 @@ def test_a_schedule_without_memory_leaves_the_others(monkeypatch):
     assert all(row['seconds'] > 0 for row in rows.values())
 
 
-@pytest.mark.parametrize('output, expected', [
-    ('FAILED tests/a.py::test - x\n= 1 failed, 20 passed, 3 skipped in 2.00s =\nmore text',
-     {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}),
-    ('ERROR tests/b.py\n5 passed, 1 error in 0.10s',
-     {'passed': 5, 'failed': 1, 'skipped': 0, 'names': ['tests/b.py']}),
-    ('No module named pytest', {'passed': 0, 'failed': 0, 'skipped': 0, 'names': []})])
+@pytest.mark.parametrize(
+    'output, expected',
+    [
+        (
+            'FAILED tests/a.py::test - x\n= 1 failed, 20 passed, 3 skipped in 2.00s =\nmore text',
+            {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']},
+        ),
+        (
+            'ERROR tests/b.py\n5 passed, 1 error in 0.10s',
+            {'passed': 5, 'failed': 1, 'skipped': 0, 'names': ['tests/b.py']},
+        ),
+        ('No module named pytest', {'passed': 0, 'failed': 0, 'skipped': 0, 'names': []}),
+    ],
+)
 def test_outcomes_of_tests(output, expected):
     assert parts._outcomes(output) == expected
 
@@ -184,7 +203,7 @@ def test_outcomes_of_tests(output, expected):
 def test_tests_that_do_not_run_are_a_failure(monkeypatch):
     monkeypatch.setattr(parts, 'is_simulated', lambda device: False)
     monkeypatch.setattr(parts, 'TESTS', ['tests/none.py'])
-    result = parts._tests(torch.device('meta'), 1.)
+    result = parts._tests(torch.device('meta'), 1.0)
     assert 'pytest ran no test (exit code ' in result['failure']
 
 
@@ -197,17 +216,17 @@ def test_several_devices_are_refused(run, tmp_path):
 def test_memory_of_partitions_on_one_accelerator():
     device = current_device()
     setting = tiny.MEMORY.setting('pipeline-2')
-    result = parts._memory(tiny.MEMORY, setting)(device, .5)
+    result = parts._memory(tiny.MEMORY, setting)(device, 0.5)
     assert result['status'] == 'measured' and (result['batch'], result['chunks']) == (4, 4)
     # RMSprop: parameters, gradients and their squares. Norms have no gradients of buffers.
-    assert result['model'] == pytest.approx(12 * result['parameters'], rel=.01)
+    assert result['model'] == pytest.approx(12 * result['parameters'], rel=0.01)
     assert result['activations'] > 4 * 3 * result['resolution'] ** 2
 
 
 def test_a_model_that_is_larger_than_the_device_is_not_built(monkeypatch):
     monkeypatch.setattr(parts, '_room', lambda device: 1000)
     monkeypatch.setattr(parts, 'Job', None)
-    result = parts._memory(tiny.MEMORY, tiny.MEMORY.baseline)(torch.device('cpu'), 1.)
+    result = parts._memory(tiny.MEMORY, tiny.MEMORY.baseline)(torch.device('cpu'), 1.0)
     assert result['status'] == 'does not fit' and result['model'] == 12 * result['parameters']
 
 
@@ -216,8 +235,13 @@ def test_a_gpt_by_all_orders_has_one_loss():
     result = gpt.compare(sizes, torch.device('cpu'), 1)
     rows = result['rows']
     assert [name for name in rows if 'zb' in name or 'v-' in name] == [
-        'zb-h1, 1 partition', 'zb-h1, 4 partitions', 'zb-h1, 8 partitions', 'zb-v, 8 partitions',
-        'v-half, 8 partitions', 'v-min, 8 partitions']
+        'zb-h1, 1 partition',
+        'zb-h1, 4 partitions',
+        'zb-h1, 8 partitions',
+        'zb-v, 8 partitions',
+        'v-half, 8 partitions',
+        'v-min, 8 partitions',
+    ]
     losses = {row['loss'] for row in rows.values()}
     assert max(losses) - min(losses) < 1e-4
     assert all(row['seconds'] > 0 and row['peak'] > 0 for row in rows.values())
@@ -227,7 +251,7 @@ def test_a_gpt_by_all_orders_has_one_loss():
 
 
 def test_different_losses_are_no_comparison(monkeypatch):
-    monkeypatch.setattr(gpt, '_checkpointed', lambda *args: torch.tensor(0.))
+    monkeypatch.setattr(gpt, '_checkpointed', lambda *args: torch.tensor(0.0))
     sizes = Sizes(vocabulary=11, context=4, width=8, heads=2, depth=2)
     with pytest.raises(RuntimeError, match='the same loss'):
         gpt.compare(sizes, torch.device('cpu'), 1)
@@ -239,13 +263,19 @@ def test_the_whole_command_on_a_small_scale(run, tmp_path, monkeypatch):
     monkeypatch.setattr(page, 'AMOEBANETD_MEMORY', tiny.MEMORY)
     monkeypatch.setattr(parts, 'UNET_MEMORY', replace(tiny.MEMORY, name='other-memory'))
     monkeypatch.setattr(parts, 'ROUNDS', 1)
-    code, _, err = run('gpu', '--devices', 'cpu', '--scale', .01, '--output', tmp_path)
+    code, _, err = run('gpu', '--devices', 'cpu', '--scale', 0.01, '--output', tmp_path)
     assert code == 0, err
     results = results_of(tmp_path)
     assert 'failure' not in str(results) and len(results) == len(parts.all_parts())
     text = (tmp_path / 'gpu.md').read_text()
-    for title in ('Tests', 'Engine per cell', 'A GPT on one device', 'ResNet-101',
-                  'The machine for plans', tiny.MEMORY.title):
+    for title in (
+        'Tests',
+        'Engine per cell',
+        'A GPT on one device',
+        'ResNet-101',
+        'The machine for plans',
+        tiny.MEMORY.title,
+    ):
         assert title in text
     assert 'torchgpipe' in text and torch.__version__ in text
 
@@ -258,10 +288,12 @@ def test_predictions_of_the_schedules_on_an_h100():
     """Within 15 % of each, with splits after whole backwards, and more stages after these."""
     times = json.loads((page.RESULTS / 'h100.json').read_text())['less memory']['milliseconds']
     layers = times['1f1b 4'] / 1e3
-    predicted = {name: 1e3 * predicted_seconds(page.ORDERS[name], 16, layers, MACHINES['H100'])
-                 for name in times}
+    predicted = {
+        name: 1e3 * predicted_seconds(page.ORDERS[name], 16, layers, MACHINES['H100'])
+        for name in times
+    }
     for name, time in times.items():
-        assert predicted[name] == pytest.approx(time, rel=.15), name
+        assert predicted[name] == pytest.approx(time, rel=0.15), name
     order = ['1f1b 4', 'gpipe 4', 'zb-h1 4', 'v-min 8', 'zb-v 8', 'v-half 8', '1f1b 4 always']
     assert sorted(order, key=times.get) == order
     assert sorted(order, key=predicted.get) == order  # sorting keeps the order of equal times

@@ -1,4 +1,5 @@
 """The machine: measured with small sizes, and its file."""
+
 import json
 
 import pytest
@@ -8,8 +9,10 @@ from benchmarks.harness.processes import is_available
 from tests.devices import cpu_only
 from torchgpipe.plan import Machine
 
-pytestmark = [cpu_only('links of accelerators take several'),
-              pytest.mark.skipif(not is_available(), reason='this takes gloo')]
+pytestmark = [
+    cpu_only('links of accelerators take several'),
+    pytest.mark.skipif(not is_available(), reason='this takes gloo'),
+]
 
 
 @pytest.mark.slow

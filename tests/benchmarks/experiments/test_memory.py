@@ -1,5 +1,6 @@
 """Peaks of partitions in a shared memory: each counts the tensors that it would have on its own
 device."""
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from tests.devices import places
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
-MIB = 2 ** 20
+MIB = 2**20
 
 
 @skippable(stash=['large'])
@@ -42,6 +43,7 @@ def peaks(devices, mode, columns=MIB // 4):
 
     def step(turns=None):
         gpipe(x).sum().backward()
+
     step()
     return peaks_by_partition(list(gpipe.partitions), step)
 
@@ -58,8 +60,9 @@ def test_a_skip_counts_where_it_is():
 
 @pytest.mark.parametrize('letters', ['cc', pytest.param('aa', marks=pytest.mark.accelerator)])
 def test_what_a_partition_gives_counts_for_the_next(letters):
-    wide = nn.Sequential(nn.Linear(1, MIB // 4, bias=False), nn.Flatten(),
-                         nn.Linear(MIB // 4, 1, bias=False))
+    wide = nn.Sequential(
+        nn.Linear(1, MIB // 4, bias=False), nn.Flatten(), nn.Linear(MIB // 4, 1, bias=False)
+    )
     gpipe = GPipe(wide, [1, 2], devices=places(letters), chunks=2, checkpoint='always')
     x = torch.rand(8, 1).to(gpipe.devices[0])
     found = peaks_by_partition(list(gpipe.partitions), lambda turns: gpipe(x))
@@ -73,11 +76,13 @@ def test_peaks_on_workers_are_near_those_on_one_worker():
     found = []
     for devices in (['cpu'] * 3, ['cpu:0', 'cpu:1', 'cpu:2']):
         torch.manual_seed(0)
-        gpipe = GPipe(tiny.UNET.build(), [20, 20, 25], devices=devices, chunks=8,
-                      checkpoint='always')
+        gpipe = GPipe(
+            tiny.UNET.build(), [20, 20, 25], devices=devices, chunks=8, checkpoint='always'
+        )
         x = torch.rand(8, 3, 64, 64)
         gpipe(x).sum().backward()
-        found.append(peaks_by_partition(list(gpipe.partitions),
-                                        lambda turns: gpipe(x).sum().backward()))
+        found.append(
+            peaks_by_partition(list(gpipe.partitions), lambda turns: gpipe(x).sum().backward())
+        )
     alone, workers = found
-    assert all(.9 * alone[j] < workers[j] < 1.6 * alone[j] + 2 ** 15 for j in range(3))
+    assert all(0.9 * alone[j] < workers[j] < 1.6 * alone[j] + 2**15 for j in range(3))

@@ -1,4 +1,5 @@
 """The GPT: sharded, it has its part of the same values, and learns the same."""
+
 import json
 
 import pytest
@@ -12,8 +13,7 @@ from benchmarks.harness.processes import Processes, is_available
 from benchmarks.models.gpt import GPT, Sizes
 from benchmarks.models.sharded_gpt import sharded_gpt
 
-pytestmark = [pytest.mark.distributed,
-              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
 SIZES = Sizes(vocabulary=7, context=5, width=8, heads=2, depth=1, tied=False)
 
@@ -32,12 +32,14 @@ class Pair:
         expected = self.plain.state_dict()
         found = ts.collect_state_dict(self.sharded, self.sharded.state_dict())
         return [*found] == [*expected] and all(
-            torch.equal(found[name], value) for name, value in expected.items())
+            torch.equal(found[name], value) for name, value in expected.items()
+        )
 
     def scores_are_the_same(self):
         tokens = torch.tensor([[6, 0, 3], [1, 2, 5]])
-        return torch.allclose(ts.distributed.gather(self.sharded(tokens)), self.plain(tokens),
-                              rtol=1e-5, atol=1e-6)
+        return torch.allclose(
+            ts.distributed.gather(self.sharded(tokens)), self.plain(tokens), rtol=1e-5, atol=1e-6
+        )
 
     def a_tied_head_is_the_same(self):
         torch.manual_seed(0)
@@ -46,7 +48,8 @@ class Pair:
         sharded = sharded_gpt(SIZES._replace(tied=True))
         tokens = torch.tensor([[6, 0, 3]])
         return sharded.lm_head.weight is sharded.transformer.wte.weight and torch.allclose(
-            ts.distributed.gather(sharded(tokens)), plain(tokens), rtol=1e-5, atol=1e-6)
+            ts.distributed.gather(sharded(tokens)), plain(tokens), rtol=1e-5, atol=1e-6
+        )
 
     def parameters(self):
         return sum(parameter.numel() for parameter in self.sharded.parameters())
@@ -78,16 +81,31 @@ def test_pieces_of_a_text():
 
 @pytest.mark.slow
 def test_mingpt(run, tmp_path):
-    code, out, err = run('mingpt', '--processes', 2, '--steps', 20, '--width', 32, '--heads', 2,
-                         '--depth', 1, '--context', 8, '--output', tmp_path)
+    code, out, err = run(
+        'mingpt',
+        '--processes',
+        2,
+        '--steps',
+        20,
+        '--width',
+        32,
+        '--heads',
+        2,
+        '--depth',
+        1,
+        '--context',
+        8,
+        '--output',
+        tmp_path,
+    )
     assert code == 0, err
     results = json.loads((tmp_path / 'mingpt.json').read_text())['results']
     plain, sharded = results['rows']
     assert sharded['difference'] < 1e-12 and len(sharded['ranks']) == 2
-    assert plain['losses'][-1] < plain['losses'][0] - .1
+    assert plain['losses'][-1] < plain['losses'][0] - 0.1
     for rank in sharded['ranks']:
         assert all(rank[kind] < size for kind, size in plain['ranks'][0].items())
-    assert f"{results['vocabulary']} different ones" in out and 'sharded over 2' in out
+    assert f'{results["vocabulary"]} different ones' in out and 'sharded over 2' in out
     assert (tmp_path / 'mingpt.png').exists() and (tmp_path / 'mingpt.svg').exists()
 
 
@@ -97,8 +115,9 @@ def test_mingpt_sizes(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sizes, 'SIZES', {'10M': (2, 192, 4), '57M': (3, 192, 4)})
     few, many = (sizes.parameters_of(sizes.sizes_of(name)) for name in ('10M', '57M'))
     monkeypatch.setattr(sizes, 'free_memory', lambda: 20 * (few + many))
-    code, out, err = run('mingpt-sizes', '--processes', 2, '--size', '10M', '--size', '57M',
-                         '--output', tmp_path)
+    code, out, err = run(
+        'mingpt-sizes', '--processes', 2, '--size', '10M', '--size', '57M', '--output', tmp_path
+    )
     assert code == 0, err
     results = json.loads((tmp_path / 'mingpt-sizes.json').read_text())['results']
     trained, dry = results['cases']
@@ -107,6 +126,6 @@ def test_mingpt_sizes(run, tmp_path, monkeypatch):
     # Parameters, gradients and both moments are exact; a dry run gathers the scores as well.
     for row in trained['rows']:
         predicted = trained['dry'][row['name']]
-        assert max(rank['peak'] for rank in row['ranks']) == pytest.approx(predicted, rel=.25)
+        assert max(rank['peak'] for rank in row['ranks']) == pytest.approx(predicted, rel=0.25)
     lines = [line for line in out.splitlines() if line.startswith(f'{many:,}')]
     assert len(lines) == 2 and all('—' in line for line in lines)

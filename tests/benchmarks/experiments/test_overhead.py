@@ -1,4 +1,5 @@
 """Overhead: one size, and the ratios by hand."""
+
 import json
 
 import pytest
@@ -18,8 +19,15 @@ def test_overhead(run, tmp_path, monkeypatch):
 
 
 def test_ratios():
-    got = overhead.ratios({
-        'forward': (5., 15.), "forward + backward, 'never'": (20., 30.),
-        "forward + backward, 'always'": (100., 60.)})
-    assert got == {'forward': 2., "forward + backward, 'never'": .5,
-                   "forward + backward, 'always'": .5}
+    got = overhead.ratios(
+        {
+            'forward': (5.0, 15.0),
+            "forward + backward, 'never'": (20.0, 30.0),
+            "forward + backward, 'always'": (100.0, 60.0),
+        }
+    )
+    assert got == {
+        'forward': 2.0,
+        "forward + backward, 'never'": 0.5,
+        "forward + backward, 'always'": 0.5,
+    }

@@ -1,4 +1,5 @@
 """Plans against published trainings: the bounds that they keep, and the page."""
+
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ def column(rows, name, last=False):
 def test_seconds_of_korthikanti(known):
     """One constant, of the second row; the others within 10 %, 5 % on average."""
     errors = [off(x) for x in column(plans.korthikanti_rows(known), 'off')]
-    assert errors.pop(1) < .01
+    assert errors.pop(1) < 0.01
     assert max(errors) < 10 and sum(errors) / len(errors) < 5
 
 
@@ -44,9 +45,13 @@ def test_simumax(known):
 def test_megatron_core(known):
     rows = plans.tflops_rows(plans.MEGATRON_CORE, known, recomputed=False)
     assert max(off(x) for x in column(rows, 'off')) < 10
-    ranks = torch.stack([torch.tensor([float(x) for x in column(rows, name)]).argsort().argsort()
-                         for name in ('published', 'predicted')])
-    assert torch.corrcoef(ranks.double())[0, 1] >= .8  # Spearman's
+    ranks = torch.stack(
+        [
+            torch.tensor([float(x) for x in column(rows, name)]).argsort().argsort()
+            for name in ('published', 'predicted')
+        ]
+    )
+    assert torch.corrcoef(ranks.double())[0, 1] >= 0.8  # Spearman's
 
 
 def test_narayanan(known):
@@ -64,7 +69,8 @@ def test_others_say_why_they_are_off(known):
 
 def test_places(known):
     header, ((name, mesh, place, part, first, slower),) = plans.place_rows(
-        [plans.MEGATRON_CORE[0]], known)
+        [plans.MEGATRON_CORE[0]], known
+    )
     assert (mesh, place, slower) == ('48 × 1 × 1', '1 of 45', '0.0%')
     assert first == 'data 48 × pipe 1 × tensor 1'
 

@@ -1,4 +1,5 @@
 """Scaling: all train the same model; the command with a tiny model; rows and pages by hand."""
+
 import json
 from math import prod
 
@@ -6,8 +7,15 @@ import pytest
 import torch
 
 from benchmarks.experiments import scaling
-from benchmarks.experiments.scaling.meshes import (ALONE, MESHES, TORCHGPIPE, Contender, Mesh,
-                                                   Work, loss_of)
+from benchmarks.experiments.scaling.meshes import (
+    ALONE,
+    MESHES,
+    TORCHGPIPE,
+    Contender,
+    Mesh,
+    Work,
+    loss_of,
+)
 from benchmarks.experiments.scaling.tables import mesh_rows, panels, ratio_rows
 from benchmarks.experiments.scaling.traffic import sent, totals, traffic
 from benchmarks.experiments.scaling.worker import RATE, Worker
@@ -18,8 +26,24 @@ from tests.cases import cases
 SIZES = Sizes(16, 8, 16, 2, 2, False)
 WORK = Work(SIZES, 8, 4, 1)
 
-TINY = ('--layers', 2, '--width', 16, '--heads', 2, '--words', 16, '--context', 8, '--batch', 4,
-        '--chunks', 4, '--rounds', 1)
+TINY = (
+    '--layers',
+    2,
+    '--width',
+    16,
+    '--heads',
+    2,
+    '--words',
+    16,
+    '--context',
+    8,
+    '--batch',
+    4,
+    '--chunks',
+    4,
+    '--rounds',
+    1,
+)
 
 
 def contenders(*names):
@@ -49,10 +73,17 @@ def mean(answers):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
-@pytest.mark.parametrize('names', [
-    ['data2', 'data2-shard', 'pipe2'], pytest.param(['tensor2'], marks=pytest.mark.slow),
-    pytest.param(['data4', 'data4-shard', 'pipe4', 'data2-pipe2-shard'], marks=pytest.mark.slow),
-    pytest.param(['data2-pipe2-tensor2'], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'names',
+    [
+        ['data2', 'data2-shard', 'pipe2'],
+        pytest.param(['tensor2'], marks=pytest.mark.slow),
+        pytest.param(
+            ['data4', 'data4-shard', 'pipe4', 'data2-pipe2-shard'], marks=pytest.mark.slow
+        ),
+        pytest.param(['data2-pipe2-tensor2'], marks=pytest.mark.slow),
+    ],
+)
 def test_all_train_the_same_model(names):
     n = MESHES[names[0]].size
     expected = losses_of_one_process(WORK, 4)
@@ -61,30 +92,49 @@ def test_all_train_the_same_model(names):
         for each in contenders(*names):
             counts = found.call('build', each)
             recorded, stepped = found.call('record', each), found.call('step', each)
-            losses = [*(mean(rank.losses[k] for rank in counts) for k in range(2)),
-                      *(mean(rank.loss for rank in step) for step in (recorded, stepped))]
+            losses = [
+                *(mean(rank.losses[k] for rank in counts) for k in range(2)),
+                *(mean(rank.loss for rank in step) for step in (recorded, stepped)),
+            ]
             assert losses == pytest.approx(expected, rel=1e-5), each.name
-            assert all((0 <= rank.bubble < 1) if each.library == TORCHGPIPE
-                       else rank.bubble is None for rank in recorded)
+            assert all(
+                (0 <= rank.bubble < 1) if each.library == TORCHGPIPE else rank.bubble is None
+                for rank in recorded
+            )
             assert all(rank.peak > 0 for rank in counts)
             if each.library == TORCHGPIPE:  # A dry run knows the traffic of the real run.
-                most = {axis: max(rank.sent.get(axis, 0) for rank in counts)
-                        for rank in counts for axis in rank.sent}
+                most = {
+                    axis: max(rank.sent.get(axis, 0) for rank in counts)
+                    for rank in counts
+                    for axis in rank.sent
+                }
                 expected_bytes = traffic(WORK, each.mesh)
                 expected_bytes.pop('all', None)  # Facts about a step have a group of all ranks.
-                assert most == {axis: pytest.approx(size, rel=.05)
-                                for axis, size in expected_bytes.items()}
+                assert most == {
+                    axis: pytest.approx(size, rel=0.05) for axis, size in expected_bytes.items()
+                }
         alone = found.call('build', ALONE)
         assert alone[1:] == found.call('step', ALONE)[1:] == [None] * (n - 1)
         assert alone[0].losses == pytest.approx(
-            losses_of_one_process(WORK._replace(batch=WORK.alone), 2))
+            losses_of_one_process(WORK._replace(batch=WORK.alone), 2)
+        )
 
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 def test_scaling(run, tmp_path, monkeypatch):
-    code, out, _ = run('scaling', *TINY, '--mesh', 'data2', '--mesh', 'pipe2', '--kind', 'weak',
-                       '--output', tmp_path)
+    code, out, _ = run(
+        'scaling',
+        *TINY,
+        '--mesh',
+        'data2',
+        '--mesh',
+        'pipe2',
+        '--kind',
+        'weak',
+        '--output',
+        tmp_path,
+    )
     assert code == 0
     assert (tmp_path / 'scaling.png').exists() and (tmp_path / 'scaling.svg').exists()
     results = json.loads((tmp_path / 'scaling.json').read_text())['results']
@@ -115,11 +165,11 @@ def check_pages(monkeypatch, folder):
 
 def test_another_loss_is_found():
     data, ddp = contenders('data2')
-    scaling.check_losses({data: 2., ddp: 2.0001}, 2.)
+    scaling.check_losses({data: 2.0, ddp: 2.0001}, 2.0)
     with pytest.raises(RuntimeError, match="should be the same.*'DDP, data 2': 2.01"):
-        scaling.check_losses({data: 2., ddp: 2.01})
+        scaling.check_losses({data: 2.0, ddp: 2.01})
     with pytest.raises(RuntimeError, match='should be the same, 3.0'):
-        scaling.check_losses({data: 2., ddp: 2.}, 3.)
+        scaling.check_losses({data: 2.0, ddp: 2.0}, 3.0)
 
 
 @pytest.mark.distributed
@@ -142,27 +192,48 @@ class Wrong(Worker):
 
 def test_times_by_hand():
     own, ddp = contenders('data2')
-    times = [{ALONE: 6., own: 4., ddp: 2.}, {ALONE: 9., own: 5., ddp: 10.},
-             {ALONE: 5., own: 5., ddp: 5.}]
+    times = [
+        {ALONE: 6.0, own: 4.0, ddp: 2.0},
+        {ALONE: 9.0, own: 5.0, ddp: 10.0},
+        {ALONE: 5.0, own: 5.0, ddp: 5.0},
+    ]
     row = scaling._row(own, times, WORK)
-    assert (row['seconds'], row['speed_up'], row['share']) == (5., 3., 1.5)
+    assert (row['seconds'], row['speed_up'], row['share']) == (5.0, 3.0, 1.5)
     assert row['tokens_per_second'] == 64 / 5 and row['chunks'] == 4
     row = scaling._row(ALONE, times, WORK)
-    assert (row['speed_up'], row['tokens_per_second'], row['chunks']) == (1., 32 / 6, 4)
+    assert (row['speed_up'], row['tokens_per_second'], row['chunks']) == (1.0, 32 / 6, 4)
     against = scaling._against(own, times, {own: 30, ddp: 60})
-    assert against == {'library': 'DDP', 'memory': .5, 'times_as_fast': 1.}
+    assert against == {'library': 'DDP', 'memory': 0.5, 'times_as_fast': 1.0}
     assert scaling._against(ddp, times, {own: 30, ddp: 60}) is None
     assert scaling._against(own, times, {own: 30}) is None
 
 
 def test_names_and_peers():
     assert [str(mesh) for mesh in MESHES.values()] == [
-        'data 2', 'data 2, shard', 'pipe 2', 'tensor 2', 'data 4', 'data 4, shard', 'pipe 4',
-        'tensor 4', 'data 2 × pipe 2, shard', 'data 2 × pipe 2 × tensor 2']
+        'data 2',
+        'data 2, shard',
+        'pipe 2',
+        'tensor 2',
+        'data 4',
+        'data 4, shard',
+        'pipe 4',
+        'tensor 4',
+        'data 2 × pipe 2, shard',
+        'data 2 × pipe 2 × tensor 2',
+    ]
     peers = [Contender(TORCHGPIPE, mesh).peer for mesh in MESHES.values()]
     assert [each and each.name for each in peers] == [
-        'DDP, data 2', 'FSDP2, data 2', 'pipelining, pipe 2', None, 'DDP, data 4',
-        'FSDP2, data 4', 'pipelining, pipe 4', None, 'pipelining + FSDP2, data 2 × pipe 2', None]
+        'DDP, data 2',
+        'FSDP2, data 2',
+        'pipelining, pipe 2',
+        None,
+        'DDP, data 4',
+        'FSDP2, data 4',
+        'pipelining, pipe 4',
+        None,
+        'pipelining + FSDP2, data 2 × pipe 2',
+        None,
+    ]
     assert ALONE.name == str(Mesh()) == 'one process' and ALONE.peer is None
 
 
@@ -179,9 +250,16 @@ def test_replicas_share_the_samples():
 def test_bytes_of_rings():
     assert sent('_reduce_scatter_base', 100, 4) == sent('all_gather_into_tensor', 100, 4) == 75
     assert sent('all_reduce', 100, 2) == 100 and sent('recv_', 100, 2) == 0
-    assert totals([('data', 'allreduce', 8), ('pipe', 'send', 3), ('pipe', 'recv_', 3),
-                   ('data', 'allreduce', 2), ('tensor', 'recv_', 9)], Mesh(2, 2)) == {
-                       'data': 10, 'pipe': 3}
+    assert totals(
+        [
+            ('data', 'allreduce', 8),
+            ('pipe', 'send', 3),
+            ('pipe', 'recv_', 3),
+            ('data', 'allreduce', 2),
+            ('tensor', 'recv_', 9),
+        ],
+        Mesh(2, 2),
+    ) == {'data': 10, 'pipe': 3}
 
 
 @pytest.mark.parametrize('shard', [False, True])
@@ -190,39 +268,73 @@ def test_data_sends_gradients_and_shards(shard):
         parameters = sum(map(prod, (x.shape for x in WORK.model().parameters())))
     found = traffic(WORK, Mesh(4, shard=shard))
     # A reduction sends as much as a reduce-scatter and a gather.
-    assert found == {'data': pytest.approx(2 * .75 * 4 * parameters, rel=.05)}
+    assert found == {'data': pytest.approx(2 * 0.75 * 4 * parameters, rel=0.05)}
 
 
 def results_by_hand():
     """Return results of two meshes, one of which has no contender."""
+
     def row(kind, name, processes, **values):
         mesh = {'data': 1, 'pipe': 1, 'tensor': 1, 'shard': False}
-        return {'kind': kind, 'name': name, 'library': TORCHGPIPE, **mesh, 'processes': processes,
-                'cores_per_rank': min(1, 2 / processes), 'chunks': 4, 'seconds': .5,
-                'tokens_per_second': 100. * processes ** .5, 'speed_up': 1.5, 'share': .75,
-                'memory': 2 ** 20, 'sent': {}, 'bubble': None, 'against': None, **values}
+        return {
+            'kind': kind,
+            'name': name,
+            'library': TORCHGPIPE,
+            **mesh,
+            'processes': processes,
+            'cores_per_rank': min(1, 2 / processes),
+            'chunks': 4,
+            'seconds': 0.5,
+            'tokens_per_second': 100.0 * processes**0.5,
+            'speed_up': 1.5,
+            'share': 0.75,
+            'memory': 2**20,
+            'sent': {},
+            'bubble': None,
+            'against': None,
+            **values,
+        }
 
-    against = {'library': 'DDP', 'memory': .5, 'times_as_fast': 1.25}
-    rows = [row('strong', 'one process', 1, library='plain PyTorch'),
-            row('strong', 'data 2', 2, data=2, sent={'data': 2 ** 21}, bubble=0., against=against),
-            row('strong', 'one process', 1, library='plain PyTorch'),
-            row('strong', 'tensor 4', 4, tensor=4, sent={'tensor': 2 ** 22}, bubble=.25)]
-    return {'model': SIZES._asdict(), 'batch': 4, 'chunks': 4, 'rounds': 1, 'device': 'cpu',
-            'cores': 2, 'rows': rows}
+    against = {'library': 'DDP', 'memory': 0.5, 'times_as_fast': 1.25}
+    rows = [
+        row('strong', 'one process', 1, library='plain PyTorch'),
+        row('strong', 'data 2', 2, data=2, sent={'data': 2**21}, bubble=0.0, against=against),
+        row('strong', 'one process', 1, library='plain PyTorch'),
+        row('strong', 'tensor 4', 4, tensor=4, sent={'tensor': 2**22}, bubble=0.25),
+    ]
+    return {
+        'model': SIZES._asdict(),
+        'batch': 4,
+        'chunks': 4,
+        'rounds': 1,
+        'device': 'cpu',
+        'cores': 2,
+        'rows': rows,
+    }
 
 
 def test_tables_by_hand():
     header, rows = mesh_rows(results_by_hand(), 'strong')
     assert [row[0] for row in rows] == ['one process', 'data 2', 'tensor 4']
     assert dict(zip(header, rows[2])) == {
-        'strong scaling': 'tensor 4', 'processes': '4', 'cores per rank': '0.5',
-        'micro-batches': '4', 'ms per step': '500', 'tokens/s': '200', 'speed-up': '1.50',
-        'of n': '0.75', 'of cores': '0.75', 'memory, MiB': '1.0', 'sent, MiB': 'tensor 4.0',
-        'bubble, %': '25'}
+        'strong scaling': 'tensor 4',
+        'processes': '4',
+        'cores per rank': '0.5',
+        'micro-batches': '4',
+        'ms per step': '500',
+        'tokens/s': '200',
+        'speed-up': '1.50',
+        'of n': '0.75',
+        'of cores': '0.75',
+        'memory, MiB': '1.0',
+        'sent, MiB': 'tensor 4.0',
+        'bubble, %': '25',
+    }
     assert ratio_rows(results_by_hand()) == (
         ['torchgpipe', 'strong, times as fast', 'strong, memory'],
-        [['data 2, against DDP', '1.25', '0.50']])
-    panel, = panels(results_by_hand())
+        [['data 2, against DDP', '1.25', '0.50']],
+    )
+    (panel,) = panels(results_by_hand())
     assert panel.curves['ideal on 2 cores'] == ([1, 2, 4], [100, 200, 200])
     assert panel.curves['tensor'] == ((1, 4), (100, 200))
     assert panel.curves['pipe'] == ((1,), (100,))
@@ -234,13 +346,19 @@ def test_parts_by_hand():
     assert len(rows[1]) == 3 and len(ratios[1]) == 1
 
 
-@cases('args, reason', [
-    (['--heads', '5'], '--width 256 is not a multiple'), (['--chunks', '3'], '--batch 8'),
-    (['--chunks', '2', '--mesh', 'data4'], 'the 4 replicas of data4'),
-    (['--heads', '2', '--mesh', 'tensor4'], 'the 4 ranks of tensor4'),
-    (['--layers', '1', '--mesh', 'pipe4'], 'the stages of pipe4'),
-    (['--device', 'nothing'], 'no devices of type nothing'), (['--mesh', 'data3'], "'data3'"),
-    (['--output', '/proc/nothing'], '/proc/nothing')])
+@cases(
+    'args, reason',
+    [
+        (['--heads', '5'], '--width 256 is not a multiple'),
+        (['--chunks', '3'], '--batch 8'),
+        (['--chunks', '2', '--mesh', 'data4'], 'the 4 replicas of data4'),
+        (['--heads', '2', '--mesh', 'tensor4'], 'the 4 ranks of tensor4'),
+        (['--layers', '1', '--mesh', 'pipe4'], 'the stages of pipe4'),
+        (['--device', 'nothing'], 'no devices of type nothing'),
+        (['--mesh', 'data3'], "'data3'"),
+        (['--output', '/proc/nothing'], '/proc/nothing'),
+    ],
+)
 def test_a_wrong_option_gets_one_clear_line(run, args, reason):
     code, out, err = run('scaling', *args)
     assert code != 0 and not out

@@ -1,4 +1,5 @@
 """Schedules: all train the same cells; the table once, with the least there is; ratios by hand."""
+
 import json
 
 import pytest
@@ -64,8 +65,19 @@ def test_stages_of_torch_take_a_step():
 
 
 def run_tiny(run, folder):
-    code, out, _ = run('schedules', '--stack', 'mlp', '--chunks', 2, '--milliseconds', .001,
-                       '--rounds', 1, '--output', folder)
+    code, out, _ = run(
+        'schedules',
+        '--stack',
+        'mlp',
+        '--chunks',
+        2,
+        '--milliseconds',
+        0.001,
+        '--rounds',
+        1,
+        '--output',
+        folder,
+    )
     assert code == 0
     (case,) = json.loads((folder / 'schedules.json').read_text())['results']['cases']
     assert case['ideal'] == 4 / 3
@@ -96,25 +108,38 @@ def test_schedules_without_torch_distributed(run, tmp_path, monkeypatch):
 
 def test_others_that_train_something_else_are_found_out():
     with pytest.raises(RuntimeError, match='losses should be the same'):
-        schedules._check_losses({'in sequence': schedules.Run(1., 2.),
-                                 'other': schedules.Run(1., 2.01)})
+        schedules._check_losses(
+            {'in sequence': schedules.Run(1.0, 2.0), 'other': schedules.Run(1.0, 2.01)}
+        )
 
 
 def test_ratios_by_hand():
-    runs = [{'in sequence': 6., '1f1b': 4.}, {'in sequence': 9., '1f1b': 5.},
-            {'in sequence': 5., '1f1b': 5.}]
+    runs = [
+        {'in sequence': 6.0, '1f1b': 4.0},
+        {'in sequence': 9.0, '1f1b': 5.0},
+        {'in sequence': 5.0, '1f1b': 5.0},
+    ]
     row = schedules._row('1f1b', runs, peak=7, ideal=1.6, n=2)
-    assert row == {'name': '1f1b', 'seconds': 5., 'speed_up': 1.5, 'share': 1.5 / 1.6,
-                   'idle': .25, 'peak': 7}
+    assert row == {
+        'name': '1f1b',
+        'seconds': 5.0,
+        'speed_up': 1.5,
+        'share': 1.5 / 1.6,
+        'idle': 0.25,
+        'peak': 7,
+    }
     row = schedules._row('in sequence', runs, peak=7, ideal=1.6, n=2)
-    assert (row['speed_up'], row['share'], row['idle']) == (1., None, 0.)
+    assert (row['speed_up'], row['share'], row['idle']) == (1.0, None, 0.0)
 
 
 def test_predictions_by_hand():
-    runs = [{'1f1b': 4., 'plain call': 6.}, {'1f1b': 5., 'plain call': 6.}]
-    predictions = [{'1f1b': Prediction(4., .25)}, {'1f1b': Prediction(4., .75)}]
+    runs = [{'1f1b': 4.0, 'plain call': 6.0}, {'1f1b': 5.0, 'plain call': 6.0}]
+    predictions = [{'1f1b': Prediction(4.0, 0.25)}, {'1f1b': Prediction(4.0, 0.75)}]
     assert schedules._prediction('1f1b', runs, predictions) == {
-        'seconds': 4., 'bubble': .5, 'ratio': 1.125}
+        'seconds': 4.0,
+        'bubble': 0.5,
+        'ratio': 1.125,
+    }
     assert schedules._prediction('plain call', runs, predictions) is None
 
 
@@ -126,8 +151,9 @@ def test_a_prediction_does_all_the_work(monkeypatch):
     found = predict(cells, stack.data(1)[0], 2, 4)
     assert [*found] == ['in sequence', 'plain call', *NAMES]
     whole, _ = found.pop('in sequence')
-    monkeypatch.setitem(predict.__globals__, 'measure_overhead',
-                        lambda devices: {'F': 9., 'I': 9.})
+    monkeypatch.setitem(
+        predict.__globals__, 'measure_overhead', lambda devices: {'F': 9.0, 'I': 9.0}
+    )
     slow = predict(cells, stack.data(1)[0], 2, 4)
     assert all(slow[name].seconds > 36 for name in found)
     assert found['plain call'].seconds > found['gpipe'].seconds  # One thread for backward.
@@ -139,18 +165,42 @@ def test_a_prediction_does_all_the_work(monkeypatch):
 
 def test_the_summary_by_hand():
     def case(stack, **seconds):
-        names = {'gpipe': 4., 'plain call': 6., 'zb-h1, one worker': 5., '1f1b, one worker': 4.}
-        return {'stack': stack, 'partitions': 2, 'chunks': 8, 'rows': [
-            {'name': name, 'speed_up': 12 / time, 'peak': 10 * time, 'share': 2 / time,
-             'predicted': {'ratio': time / 4}} for name, time in {**names, **seconds}.items()]}
+        names = {
+            'gpipe': 4.0,
+            'plain call': 6.0,
+            'zb-h1, one worker': 5.0,
+            '1f1b, one worker': 4.0,
+        }
+        return {
+            'stack': stack,
+            'partitions': 2,
+            'chunks': 8,
+            'rows': [
+                {
+                    'name': name,
+                    'speed_up': 12 / time,
+                    'peak': 10 * time,
+                    'share': 2 / time,
+                    'predicted': {'ratio': time / 4},
+                }
+                for name, time in {**names, **seconds}.items()
+            ],
+        }
 
-    header, rows = schedules.summary_rows([
-        case(stack, **{'1f1b': time, 'zb-h1': 3.}) for stack, time in
-        (('a', 3.), ('b', 4.), ('c', 4.5))])
+    header, rows = schedules.summary_rows(
+        [
+            case(stack, **{'1f1b': time, 'zb-h1': 3.0})
+            for stack, time in (('a', 3.0), ('b', 4.0), ('c', 4.5))
+        ]
+    )
     assert header[1:] == ['n = 2, m = 8']
     assert dict(rows) == {
-        '1f1b, of ideal': '0.50', '1f1b, times as fast as torch 1F1B': '—',
+        '1f1b, of ideal': '0.50',
+        '1f1b, times as fast as torch 1F1B': '—',
         'in processes, 1f1b, times as fast as torch 1F1B': '—',
-        '1f1b, times as fast as the plain call': '1.50', 'zb-h1, times as fast as 1f1b': '1.33',
+        '1f1b, times as fast as the plain call': '1.50',
+        'zb-h1, times as fast as 1f1b': '1.33',
         'on one worker, 1f1b, times as fast as zb-h1': '1.25',
-        'activations, 1f1b to gpipe': '1.00', 'largest error of a prediction, %': '25'}
+        'activations, 1f1b to gpipe': '1.00',
+        'largest error of a prediction, %': '25',
+    }

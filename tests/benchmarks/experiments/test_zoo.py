@@ -1,4 +1,5 @@
 """The zoo: models of a library that is none, each with another end."""
+
 import json
 import os
 import time
@@ -48,8 +49,14 @@ class Ends(Gated):
 class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5),
-                                    nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.5),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, x):
         return {'x': self.layers(x), 'table': None}
@@ -73,8 +80,13 @@ def library(monkeypatch):
 @pytest.mark.slow
 def test_each_model_has_a_row(run, tmp_path, library, monkeypatch):
     in_process = zoo.in_process
-    monkeypatch.setattr(zoo, 'in_process', lambda case, name, train, patience: in_process(
-        case, name, train, 2 if name == 'Hangs' else patience))
+    monkeypatch.setattr(
+        zoo,
+        'in_process',
+        lambda case, name, train, patience: in_process(
+            case, name, train, 2 if name == 'Hangs' else patience
+        ),
+    )
     command = 'zoo', '--library', 'timm', '--patience', 60, '--train', '--output', tmp_path
     code, out, _ = run(*command)
     assert code == 0
@@ -86,8 +98,10 @@ def test_each_model_has_a_row(run, tmp_path, library, monkeypatch):
     assert 'the elements of a tensor' in rows['GoesByElements']['reason']
     assert rows['Hangs']['reason'] == 'it takes more than 2 s'
     assert rows['Ends']['reason'] == 'its process ended by 3'
-    assert f'timm {torch.__version__}, 5 of 5 models: 1 (20%) are converted as they are, ' \
+    assert (
+        f'timm {torch.__version__}, 5 of 5 models: 1 (20%) are converted as they are, '
         '1 with the line that the error names, and 3 are not. 2 were trained' in out
+    )
     assert 'Normalized (of a test)' in out and "leaves=['gate']" in out
     monkeypatch.setattr(zoo, 'in_process', None)  # There is nothing left to do.
     assert run(*command, '--missing')[:2] == (0, out)
@@ -98,8 +112,12 @@ def test_training_sees_random_numbers_that_a_pipeline_draws_in_another_order():
     assert max(differences(case, []).values()) > 1e-6
     without_dropout(case.model)
     found = differences(case, [])
-    assert [*found] == ['2 partitions, plain call', '2 partitions, 1f1b',
-                        '3 partitions, plain call', '3 partitions, 1f1b']
+    assert [*found] == [
+        '2 partitions, plain call',
+        '2 partitions, 1f1b',
+        '3 partitions, plain call',
+        '3 partitions, 1f1b',
+    ]
     assert max(found.values()) < 1e-10
 
 
@@ -162,13 +180,19 @@ def test_lines_of_errors_are_tried_one_after_the_other(monkeypatch):
     found = converted(cached())
     assert found.lines == [*ways_out(CACHE + LEAF, Cached()), ONCE] and len(found.lines) == 4
     no_cache = {'use_cache': False}
-    assert steps.told == [[0, True, {}], [0, False, {}], [0, False, no_cache],
-                          ['a', 'b.c', 0, False, no_cache], ['a', 'b.c', 1, False, no_cache]]
+    assert steps.told == [
+        [0, True, {}],
+        [0, False, {}],
+        [0, False, no_cache],
+        ['a', 'b.c', 0, False, no_cache],
+        ['a', 'b.c', 1, False, no_cache],
+    ]
     assert found.leaves == ['a', 'b.c'] and found.case.small(2).kwargs == no_cache
 
 
-@pytest.mark.parametrize('name', ['activation_checkpointing_disable',
-                                  'gradient_checkpointing_disable'])
+@pytest.mark.parametrize(
+    'name', ['activation_checkpointing_disable', 'gradient_checkpointing_disable']
+)
 def test_checkpoints_are_turned_off_in_any_version_of_transformers(monkeypatch, name):
     Steps(monkeypatch, ['with model.activation_checkpointing_disable() for'])
     case, calls = cached(), []
@@ -206,11 +230,13 @@ def test_a_library_that_is_not_there(run, tmp_path, monkeypatch):
     assert code and 'no_such_library' in err and err.count('\n') == 1 and not out
 
 
-@pytest.mark.parametrize('name, end', [('Gate', "; did you mean 'Gated'?\n"),
-                                       ('xyz', 'libraries\n')])
+@pytest.mark.parametrize(
+    'name, end', [('Gate', "; did you mean 'Gated'?\n"), ('xyz', 'libraries\n')]
+)
 def test_a_model_of_no_library(run, tmp_path, library, name, end):
-    code, out, err = run('zoo', '--library', 'timm', '--model', 'Gated', '--model', name,
-                         '--output', tmp_path)
+    code, out, err = run(
+        'zoo', '--library', 'timm', '--model', 'Gated', '--model', name, '--output', tmp_path
+    )
     assert code == 2 and not out
     assert f"'--model': '{name}' is not a model" in err and err.endswith(end)
     assert err.count('\n') == 1 and not [*tmp_path.iterdir()]

@@ -1,4 +1,5 @@
 """Campaigns: whatever was measured is kept, with the published figures beside it."""
+
 import json
 import shutil
 
@@ -32,11 +33,15 @@ def results(folder, experiment):
 def test_speed(tmp_path, capsys):
     campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), speed.measure)
     base, two, three = results(tmp_path, tiny.SPEED)
-    assert all(result['status'] == 'measured' and result['figure'] > 0 and
-               len(result['epochs']) == 1 for result in (base, two, three))
+    assert all(
+        result['status'] == 'measured' and result['figure'] > 0 and len(result['epochs']) == 1
+        for result in (base, two, three)
+    )
     assert base['ratio'] == 1 and two['ratio'] == two['figure'] / base['figure']
-    assert two['published'] == {'torchgpipe 0.0.7': {'figure': 3., 'ratio': 1.5},
-                                'a paper': {'figure': 1.5, 'ratio': 1.5}}
+    assert two['published'] == {
+        'torchgpipe 0.0.7': {'figure': 3.0, 'ratio': 1.5},
+        'a paper': {'figure': 1.5, 'ratio': 1.5},
+    }
     assert (two['batch'], two['chunks'], two['devices']) == (4, 4, ['cpu:0', 'cpu:1'])
     assert not (tmp_path / 'tiny-speed.png').exists()  # It is small, and on the CPU.
     out = capsys.readouterr().out
@@ -46,7 +51,7 @@ def test_speed(tmp_path, capsys):
 
 
 def test_a_picture_of_full_scale(tmp_path):
-    options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[:1], scale=1.)
+    options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[:1], scale=1.0)
     campaign(tiny.SPEED, options, speed.measure)
     assert (tmp_path / 'tiny-speed.png').read_bytes().startswith(b'\x89PNG')
     assert '<svg' in (tmp_path / 'tiny-speed.svg').read_text()
@@ -56,8 +61,11 @@ def test_a_picture_of_full_scale(tmp_path):
 def test_speed_of_steps_by_a_schedule(tmp_path, capsys, monkeypatch):
     steps = []
     step = GPipe.step
-    monkeypatch.setattr(GPipe, 'step', lambda *args, **kwargs: (
-        steps.append(kwargs['schedule']), step(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        GPipe,
+        'step',
+        lambda *args, **kwargs: (steps.append(kwargs['schedule']), step(*args, **kwargs))[1],
+    )
     options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[:2], schedule='1f1b')
     campaign(tiny.SPEED, options, speed.measure)
     assert {*steps} == {'1f1b'}
@@ -69,18 +77,26 @@ def test_speed_of_steps_by_a_schedule(tmp_path, capsys, monkeypatch):
 def test_a_step_by_a_schedule_is_that_of_the_plain_call(tmp_path):
     losses = []
     for schedule in (None, 'gpipe'):
-        job = Job(tiny.SPEED, tiny.SETTINGS[1], tiny.options(
-            tiny.SPEED, tmp_path, dtype=torch.float64, schedule=schedule))
+        job = Job(
+            tiny.SPEED,
+            tiny.SETTINGS[1],
+            tiny.options(tiny.SPEED, tmp_path, dtype=torch.float64, schedule=schedule),
+        )
         job.step()
         losses.append(job.forward().item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
 
 
 def test_only_what_was_asked_for(tmp_path, capsys):
-    options = tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[1:2],
-                           devices=(torch.device('cpu'),), dtype=torch.float64)
+    options = tiny.options(
+        tiny.SPEED,
+        tmp_path,
+        settings=tiny.SETTINGS[1:2],
+        devices=(torch.device('cpu'),),
+        dtype=torch.float64,
+    )
     campaign(tiny.SPEED, options, speed.measure)
-    result, = results(tmp_path, tiny.SPEED)
+    (result,) = results(tmp_path, tiny.SPEED)
     assert result['ratio'] is None and result['devices'] == ['cpu', 'cpu']
     assert not (tmp_path / 'tiny-speed.png').exists()
     assert 'no speed-ups' in capsys.readouterr().out
@@ -91,17 +107,21 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path, capsys):
     def measure(experiment, setting, options, result):
         if setting.name == 'pipeline-3':
             raise KeyboardInterrupt
-        result['figure'] = 2.
+        result['figure'] = 2.0
         if setting.name == 'pipeline-2':
             raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), measure)
     assert [(result['setting'], result['status']) for result in results(tmp_path, tiny.SPEED)] == [
-        ('baseline', 'measured'), ('pipeline-2', 'interrupted')]
+        ('baseline', 'measured'),
+        ('pipeline-2', 'interrupted'),
+    ]
     assert 'pipeline-2' in capsys.readouterr().out
     with pytest.raises(KeyboardInterrupt):
-        campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[2:]),
-                 measure)
+        campaign(
+            tiny.SPEED, tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[2:]), measure
+        )
     assert not capsys.readouterr().out
 
 
@@ -109,14 +129,17 @@ def test_out_of_memory_is_a_result(tmp_path, capsys, monkeypatch):
     model = sum(p.numel() for p in tiny.UNET.build().parameters()) * 4 * 2
     monkeypatch.setattr(exhaustion, 'free_memory', lambda: model - 1)
     campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), speed.measure)
-    assert {(result['status'], result['figure'], result['ratio'])
-            for result in results(tmp_path, tiny.SPEED)} == {('out of memory', None, None)}
+    assert {
+        (result['status'], result['figure'], result['ratio'])
+        for result in results(tmp_path, tiny.SPEED)
+    } == {('out of memory', None, None)}
     assert 'of the host' in capsys.readouterr().out
 
 
 def test_an_allocator_that_gives_up_is_out_of_memory(tmp_path):
     def measure(experiment, setting, options, result):
-        torch.empty(free_memory() + 2 ** 31, dtype=torch.uint8)
+        torch.empty(free_memory() + 2**31, dtype=torch.uint8)
+
     campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), measure)
     assert results(tmp_path, tiny.SPEED)[0]['status'] == 'out of memory'
 
@@ -124,6 +147,7 @@ def test_an_allocator_that_gives_up_is_out_of_memory(tmp_path):
 def test_an_error_of_memory_that_says_nothing(tmp_path):
     def measure(experiment, setting, options, result):
         raise MemoryError
+
     campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), measure)
     assert results(tmp_path, tiny.SPEED)[0]['reason'] == 'an allocation failed'
 
@@ -132,6 +156,7 @@ def test_a_folder_that_vanishes_leaves_the_table_and_one_clear_error(tmp_path, c
     def measure(experiment, setting, options, result):
         result['figure'] = 2.5
         shutil.rmtree(tmp_path / 'gone')
+
     with pytest.raises(click.ClickException, match='cannot write .*tiny-speed.json'):
         campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path / 'gone'), measure)
     assert '2.50' in capsys.readouterr().out
@@ -150,6 +175,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
 def test_other_errors_are_errors(tmp_path):
     def measure(experiment, setting, options, result):
         raise RuntimeError('a bug')
+
     with pytest.raises(RuntimeError, match='a bug'):
         campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), measure)
 
@@ -157,13 +183,13 @@ def test_other_errors_are_errors(tmp_path):
 def test_the_memory_limit_ends_with_its_context():
     with memory_limit():
         with pytest.raises(RuntimeError) as error:
-            torch.empty(free_memory() + 2 ** 31, dtype=torch.uint8)
+            torch.empty(free_memory() + 2**31, dtype=torch.uint8)
         assert is_exhaustion(error.value)
     with memory_limit():
-        torch.empty(2 ** 20)
+        torch.empty(2**20)
     require(1, 'a byte')
     with pytest.raises(MemoryError, match='needs .* GiB'):
-        require(2 ** 60, 'too much')
+        require(2**60, 'too much')
     assert not is_exhaustion(RuntimeError('shapes'))
 
 
@@ -180,9 +206,9 @@ def test_memory_by_its_definition(tmp_path, epochs, skip_epochs):
         # RMSprop has a number and one count of 4 bytes for each parameter tensor.
         assert 0 <= sum(part['optimizer'] for part in parts) - 4 * parameters < 400
         total = sum(sum(v for v in part.values() if isinstance(v, int)) for part in parts)
-        assert result['figure'] == pytest.approx(total / 2 ** 30)
+        assert result['figure'] == pytest.approx(total / 2**30)
         assert result['measured_by'] == 'live tensors'
-        assert all(part['activations'] > 2 ** 16 for part in parts)
+        assert all(part['activations'] > 2**16 for part in parts)
         assert sum(result['details'].values()) == pytest.approx(result['figure'])
 
 
@@ -204,8 +230,9 @@ def test_data_types(tmp_path, dtype):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:The .grad attribute')  # torch.compile looks at it
-@pytest.mark.parametrize('setting', [tiny.SETTINGS[0], *tiny.TIMELINE.settings[::3]],
-                         ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    'setting', [tiny.SETTINGS[0], *tiny.TIMELINE.settings[::3]], ids=lambda setting: setting.name
+)
 def test_compiled_partitions_give_the_same_numbers(tmp_path, monkeypatch, setting):
     # A backend that compiles nothing needs no compiler; all that comes before it is the same.
     compiled, calls = [], []
@@ -217,7 +244,9 @@ def test_compiled_partitions_give_the_same_numbers(tmp_path, monkeypatch, settin
         def count(*args):
             calls.append(graph)
             return run(*args)
+
         return count
+
     torch_compile = torch.compile
     monkeypatch.setattr(torch, 'compile', lambda run: torch_compile(run, backend=backend))
     losses = []
@@ -237,6 +266,10 @@ def test_compiled_partitions_give_the_same_numbers(tmp_path, monkeypatch, settin
 
 
 def test_a_seed_makes_the_same_job(tmp_path):
-    losses = [Job(tiny.SPEED, tiny.SETTINGS[0], tiny.options(tiny.SPEED, tmp_path, seed=seed)
-                  ).forward().item() for seed in (1, 1, 2)]
+    losses = [
+        Job(tiny.SPEED, tiny.SETTINGS[0], tiny.options(tiny.SPEED, tmp_path, seed=seed))
+        .forward()
+        .item()
+        for seed in (1, 1, 2)
+    ]
     assert losses[0] == losses[1] != losses[2]

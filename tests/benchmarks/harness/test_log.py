@@ -1,4 +1,5 @@
 """Logs: lines are added, and only those of a lost attempt are cut."""
+
 import json
 import os
 import subprocess
@@ -30,7 +31,7 @@ def test_lines_after_the_checkpoint_are_cut(tmp_path):
     log = written(path, 'a', [4], last=3)
     assert steps_of(path) == [('a', 1), ('a', 2), ('a', 3), ('a', 4)]
     assert [line['step'] for line in log.lines] == [1, 2, 3, 4]
-    assert log.lines[0] == {'step': 1, 'loss': .5} and log.has(4) and not log.has(5)
+    assert log.lines[0] == {'step': 1, 'loss': 0.5} and log.has(4) and not log.has(5)
 
 
 @pytest.mark.parametrize('size', range(1, 40))
@@ -68,8 +69,10 @@ def test_lines_of_another_training_are_never_cut(tmp_path):
     assert steps_of(path)[-2:] == [('b', 2), ('a', 4)]
 
 
-@pytest.mark.parametrize('text', ['a text\n', '[1]\n', '{"a": 1}\n', '{"step": "x"}\n',
-                                  '{"step": 1}', '\n', '\xff\xfe\n'])
+@pytest.mark.parametrize(
+    'text',
+    ['a text\n', '[1]\n', '{"a": 1}\n', '{"step": "x"}\n', '{"step": 1}', '\n', '\xff\xfe\n'],
+)
 def test_a_file_that_is_no_log_is_refused_and_kept(tmp_path, text):
     path = tmp_path / 'log'
     path.write_bytes(text.encode('latin-1'))
@@ -117,7 +120,7 @@ def test_lines_arrive_in_a_pipe_until_its_reader_ends(tmp_path, capsys):
         except click.UsageError as error:
             assert 'no process reads this pipe' in str(error)
     log.add({'step': 1})
-    log.add({'step': 2, 'text': 'x' * 2 ** 21})  # much more than a pipe holds
+    log.add({'step': 2, 'text': 'x' * 2**21})  # much more than a pipe holds
     reader.join()
     log.add({'step': 3})
     log.add({'step': 4})
@@ -140,8 +143,11 @@ print('done')
 def test_lines_arrive_in_the_output_of_the_process(tmp_path, is_file):
     """Also in output that is a file, which has other text as well."""
     with open(tmp_path / 'out', 'wb') as file:
-        process = subprocess.run([sys.executable, '-c', PRINT], cwd=Path(__file__).parents[3],
-                                 stdout=file if is_file else subprocess.PIPE)
+        process = subprocess.run(
+            [sys.executable, '-c', PRINT],
+            cwd=Path(__file__).parents[3],
+            stdout=file if is_file else subprocess.PIPE,
+        )
     out = process.stdout or (tmp_path / 'out').read_bytes()
     assert process.returncode == 0
     assert out.splitlines() == [b'a plan', b'{"training": "a", "step": 1}', b'done']
@@ -161,5 +167,6 @@ def test_the_folder_of_a_log_is_made(tmp_path):
 def test_logs_of_samples_have_numbers(tmp_path):
     for name in ('log', 'log.0', 'log.12', 'log.x', 'log.1.old', 'other.1', 'xlog.1', 'logs0'):
         (tmp_path / name).touch()
-    assert sample_logs(str(tmp_path / 'log')) == [str(tmp_path / name)
-                                                  for name in ('log.0', 'log.12')]
+    assert sample_logs(str(tmp_path / 'log')) == [
+        str(tmp_path / name) for name in ('log.0', 'log.12')
+    ]

@@ -1,4 +1,5 @@
 """Peaks count tensors that are alive."""
+
 import torch
 
 from benchmarks.harness.live import LiveTensors

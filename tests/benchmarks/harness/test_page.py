@@ -1,4 +1,5 @@
 """The page of the results, and its tables."""
+
 from benchmarks.commands import MODULES
 from benchmarks.harness import page
 from benchmarks.harness.costs import COSTS
@@ -13,8 +14,15 @@ def test_the_page_is_made_of_the_results_that_are_kept():
 
 def test_an_experiment_has_no_pictures_of_one_with_a_longer_name(tmp_path, monkeypatch):
     monkeypatch.setattr(page, 'RESULTS', tmp_path)
-    for file in ('gpt.json', 'gpt-predicted.json', 'gpt-sizes.json', 'gpt.svg',
-                 'gpt-predicted.svg', 'gpt-sizes.svg', 'gpt-sizes-large.svg'):
+    for file in (
+        'gpt.json',
+        'gpt-predicted.json',
+        'gpt-sizes.json',
+        'gpt.svg',
+        'gpt-predicted.svg',
+        'gpt-sizes.svg',
+        'gpt-sizes-large.svg',
+    ):
         (tmp_path / file).touch()
     assert page._pictures('gpt') == ['gpt-predicted.svg', 'gpt.svg']
     assert page._pictures('gpt-sizes') == ['gpt-sizes-large.svg', 'gpt-sizes.svg']
@@ -22,4 +30,8 @@ def test_an_experiment_has_no_pictures_of_one_with_a_longer_name(tmp_path, monke
 
 def test_tables_are_aligned():
     assert table(['', 'x'], [['ab', 1], ['c', 10]]).splitlines() == [
-        '     x', '──  ──', 'ab   1', 'c   10']
+        '     x',
+        '──  ──',
+        'ab   1',
+        'c   10',
+    ]

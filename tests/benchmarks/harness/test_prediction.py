@@ -1,4 +1,5 @@
 """Predictions of the published speeds: by hand, from layers that cost the same."""
+
 import json
 from dataclasses import replace
 
@@ -12,9 +13,9 @@ from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.schedule import NAMES
 
 
-def profile(number, overhead=0.):
+def profile(number, overhead=0.0):
     """Return a profile of 8 samples, with layers of 1 second forward and 2 seconds backward."""
-    layer = LayerProfile('', 1., 2., 4, 0, 0, 0, 4, None, overhead, overhead)
+    layer = LayerProfile('', 1.0, 2.0, 4, 0, 0, 0, 4, None, overhead, overhead)
     return Profile((layer,) * number, (), batch_size=8, input_bytes=4, device='cpu')
 
 
@@ -23,9 +24,9 @@ def setting(chunks, balance, checkpoint='never'):
 
 
 def test_the_model_by_itself():
-    assert step_seconds(profile(4), setting(2, ())) == {'plain call': 24.}
+    assert step_seconds(profile(4), setting(2, ())) == {'plain call': 24.0}
     # A second of each is the same for any batch.
-    assert step_seconds(profile(4, 1.), setting(2, ())) == {'plain call': 4 * (1 + 3)}
+    assert step_seconds(profile(4, 1.0), setting(2, ())) == {'plain call': 4 * (1 + 3)}
     assert step_seconds(profile(4, 1.5), setting(2, ())) == {'plain call': 4 * (1 + 2.5)}
 
 
@@ -46,7 +47,7 @@ def test_recomputations_come_before_gradients():
 
 
 def test_overheads_are_those_of_each_micro_batch():
-    found = step_seconds(profile(4, 1.), replace(setting(4, (2, 2)), batch=4))
+    found = step_seconds(profile(4, 1.0), replace(setting(4, (2, 2)), batch=4))
     # A layer takes 1 + 0 and 1 + 1 / 8 seconds for a sample.
     assert found['1f1b'] == pytest.approx(5 * 2 * 2.125)
 
@@ -60,7 +61,7 @@ def test_a_published_table(tmp_path, capsys, monkeypatch):
     assert (tmp_path / 'tiny-speed-predicted.png').read_bytes().startswith(b'\x89PNG')
     kept = json.loads((tmp_path / 'tiny-speed-predicted.json').read_text())['results']
     base, two = kept['settings']
-    assert base['ratios'] == {'plain call': 1.} and base['published']['a paper'] == 1.
+    assert base['ratios'] == {'plain call': 1.0} and base['published']['a paper'] == 1.0
     assert {*two['ratios']} == {'plain call', *NAMES} and min(two['ratios'].values()) > 0
     assert two['published'] == {'torchgpipe 0.0.7': 1.5, 'a paper': 1.5}
     monkeypatch.setattr(page, 'RESULTS', tmp_path)
@@ -71,11 +72,12 @@ def test_a_published_table(tmp_path, capsys, monkeypatch):
 
 def test_ratios_are_medians_over_profiles_of_the_baseline(tmp_path, monkeypatch):
     samples = []
-    overheads = iter([9., 0., .5, 1., 0.])
+    overheads = iter([9.0, 0.0, 0.5, 1.0, 0.0])
 
     def count(model, sample, **options):
         samples.append((len(model), *sample.shape))
         return profile(len(model), next(overheads))
+
     monkeypatch.setattr(prediction, 'profile', count)
     predict(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[1:]))
     assert samples == [(65, prediction.BATCH, 3, 64, 64)] * prediction.PROFILES
@@ -84,7 +86,7 @@ def test_ratios_are_medians_over_profiles_of_the_baseline(tmp_path, monkeypatch)
     result = results['settings'][0]
     setting, base = tiny.SETTINGS[1], tiny.SPEED.baseline
     ratios = []
-    for overhead in [9., 0., .5, 1., 0.]:
+    for overhead in [9.0, 0.0, 0.5, 1.0, 0.0]:
         measured = profile(65, overhead)
         seconds = step_seconds(measured, setting)['1f1b']
         plain = step_seconds(measured, base)['plain call']

@@ -1,4 +1,5 @@
 """Processes with a worker each: they answer, or are heard of; none is left."""
+
 import os
 import signal
 import subprocess
@@ -13,15 +14,14 @@ from benchmarks.harness import processes
 from benchmarks.harness.page import PAGE
 from benchmarks.harness.processes import Processes, Span, is_available, seconds
 
-pytestmark = [pytest.mark.distributed,
-              pytest.mark.skipif(not is_available(), reason='needs gloo')]
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
 
 class Adder:
     """A worker that adds up the terms of all workers."""
 
     def __init__(self, term):
-        self.term = torch.tensor(term * (distributed.get_rank() + 1.))
+        self.term = torch.tensor(term * (distributed.get_rank() + 1.0))
 
     def add(self, times=1):
         distributed.all_reduce(self.term)
@@ -39,16 +39,18 @@ def started():
     """Two processes, and the process objects of these."""
     before = {*processes.multiprocessing.active_children()}
     with Processes(2, Adder, 5) as found:
-        children = sorted({*processes.multiprocessing.active_children()} - before,
-                          key=lambda process: process.pid)
+        children = sorted(
+            {*processes.multiprocessing.active_children()} - before,
+            key=lambda process: process.pid,
+        )
         yield found, children
     assert not any(process.is_alive() for process in children)
 
 
 @pytest.mark.slow
 def test_they_do_as_told(started):
-    assert started[0].call('add') == [(0, 1, 15.), (1, 1, 15.)]
-    assert started[0].call('add', 2) == [(0, 1, 60.), (1, 1, 60.)]
+    assert started[0].call('add') == [(0, 1, 15.0), (1, 1, 15.0)]
+    assert started[0].call('add', 2) == [(0, 1, 60.0), (1, 1, 60.0)]
 
 
 @pytest.mark.skipif(not hasattr(os, 'sched_getaffinity'), reason='needs affinities of Linux')
@@ -61,8 +63,8 @@ def test_each_is_on_a_core_if_it_is_pinned():
 
 
 def test_a_span_is_from_the_first_to_the_last():
-    spans = [Span(3., 5.), Span(2., 4.)]
-    assert seconds(spans) == 3.
+    spans = [Span(3.0, 5.0), Span(2.0, 4.0)]
+    assert seconds(spans) == 3.0
     ran = []
     span = Span.of(lambda: ran.append(True))
     assert ran and span.begin <= span.end
@@ -101,7 +103,7 @@ def test_one_that_was_killed_before_it_read_is_missed(started):
 
 def test_one_that_hangs_is_not_waited_for_without_end(started, monkeypatch):
     found, children = started
-    monkeypatch.setattr(processes, 'PATIENCE', .05)
+    monkeypatch.setattr(processes, 'PATIENCE', 0.05)
     os.kill(children[1].pid, signal.SIGSTOP)
     with pytest.raises(click.ClickException, match='no process has answered for 0.1 seconds'):
         found.call('add')
@@ -120,15 +122,35 @@ if __name__ == '__main__':
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number, code, last', [
-    (signal.SIGINT, 130, 'Stopped.\n'), (signal.SIGKILL, -signal.SIGKILL, '')])
+@pytest.mark.parametrize(
+    'number, code, last',
+    [(signal.SIGINT, 130, 'Stopped.\n'), (signal.SIGKILL, -signal.SIGKILL, '')],
+)
 def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
     process = subprocess.Popen(
-        [sys.executable, '-c', TELLING, 'schedules', '--stack', 'mlp', '--chunks', '2',
-         '--rounds', '1000', '--milliseconds', '.001', '--output', str(tmp_path)],
-        cwd=PAGE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            '-c',
+            TELLING,
+            'schedules',
+            '--stack',
+            'mlp',
+            '--chunks',
+            '2',
+            '--rounds',
+            '1000',
+            '--milliseconds',
+            '.001',
+            '--output',
+            str(tmp_path),
+        ],
+        cwd=PAGE.parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     while process.stdout.readline() != 'step\n':
         assert process.poll() is None
     if number == signal.SIGINT:
@@ -160,6 +182,11 @@ if __name__ == '__main__':
 
 @pytest.mark.slow
 def test_none_is_left_after_an_interrupt_at_the_start():
-    process = subprocess.run([sys.executable, '-c', INTERRUPTED], cwd=PAGE.parents[1],
-                             capture_output=True, text=True, timeout=100)
+    process = subprocess.run(
+        [sys.executable, '-c', INTERRUPTED],
+        cwd=PAGE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert process.returncode and 'KeyboardInterrupt' in process.stderr

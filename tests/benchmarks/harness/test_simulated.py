@@ -1,4 +1,5 @@
 """`--devices sim`: four simulated accelerators, named as such wherever a figure is."""
+
 import json
 import sys
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ SIM = [f'sim:{j}' for j in range(4)]
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize('value, names', [('sim', SIM), ('sim,cpu', [*SIM, 'cpu']),
-                                          ('cpu:1, sim:2', ['cpu:1', 'sim:2'])])
+@pytest.mark.parametrize(
+    'value, names',
+    [('sim', SIM), ('sim,cpu', [*SIM, 'cpu']), ('cpu:1, sim:2', ['cpu:1', 'sim:2'])],
+)
 def test_devices(value, names):
     assert [str(device) for device in parse_devices(None, None, value)] == names
 
@@ -34,20 +37,30 @@ def no_sources(monkeypatch):
 
 def no_compiler(monkeypatch):
     """Take the compiler away."""
+
     def fail():
         raise RuntimeError('it needs a C++ compiler\nand more')
+
     monkeypatch.setattr(accelerator, 'load', fail)
 
 
 def other_accelerator(monkeypatch):
     """Put another accelerator there."""
-    monkeypatch.setattr(torch.accelerator, 'current_accelerator',
-                        lambda check_available=False: torch.device('cuda'))
+    monkeypatch.setattr(
+        torch.accelerator,
+        'current_accelerator',
+        lambda check_available=False: torch.device('cuda'),
+    )
 
 
-@pytest.mark.parametrize('change, reason', [
-    (no_sources, 'a checkout of the sources'), (no_compiler, 'it needs a C++ compiler'),
-    (other_accelerator, "one accelerator in a process, here 'cuda'")])
+@pytest.mark.parametrize(
+    'change, reason',
+    [
+        (no_sources, 'a checkout of the sources'),
+        (no_compiler, 'it needs a C++ compiler'),
+        (other_accelerator, "one accelerator in a process, here 'cuda'"),
+    ],
+)
 def test_why_there_are_none(run, monkeypatch, change, reason):
     change(monkeypatch)
     code, out, err = run('unet-timeline', '--devices', 'sim')
@@ -66,7 +79,7 @@ def measure(experiment, function, folder, monkeypatch, **changes):
 @pytest.mark.slow
 @pytest.mark.sim
 def test_a_timeline(tmp_path, monkeypatch, capsys):
-    summary, machine = measure(tiny.TIMELINE, timeline.measure, tmp_path, monkeypatch, scale=1.)
+    summary, machine = measure(tiny.TIMELINE, timeline.measure, tmp_path, monkeypatch, scale=1.0)
     for result in summary['settings']:
         assert result['ratio'] > 0 and 0 < result['details']['utilisation, %'] <= 100
         assert result['details']['memory, GiB'] > 0
@@ -74,23 +87,32 @@ def test_a_timeline(tmp_path, monkeypatch, capsys):
         assert 'on a simulated accelerator' in svg.read_text()
         events = json.loads(trace.read_text())['traceEvents']
         assert {event['cat'] for event in events if event['ph'] == 'X'} == {
-            'forward', 'recomputation', 'backward', 'copy'}
+            'forward',
+            'recomputation',
+            'backward',
+            'copy',
+        }
     assert 'on a simulated accelerator' in (tmp_path / 'tiny-timeline.svg').read_text()
     out = capsys.readouterr().out
     assert '4 × simulated accelerator on ' in out and 'The accelerator is simulated' in out
     here = describe(machine, accelerated=True)
-    assert here.count('simulated') == 1 and f"{machine['cores']} cores" in here
+    assert here.count('simulated') == 1 and f'{machine["cores"]} cores' in here
     assert _command('unet-timeline', summary).endswith(' --devices sim')
 
 
 @pytest.mark.sim
 def test_throughput_is_that_of_the_devices(tmp_path):
     options = tiny.options(tiny.SPEED, tmp_path)
-    job = SimpleNamespace(setting=tiny.SETTINGS[0], options=options, devices=load(), batch=8,
-                          step=lambda: accelerator.sleep(2000))
+    job = SimpleNamespace(
+        setting=tiny.SETTINGS[0],
+        options=options,
+        devices=load(),
+        batch=8,
+        step=lambda: accelerator.sleep(2000),
+    )
     result = {}
     epochs.time_epochs(job, result)
-    assert result['figure'] == pytest.approx(8 / .002, rel=.01)
+    assert result['figure'] == pytest.approx(8 / 0.002, rel=0.01)
 
 
 @pytest.mark.sim
@@ -98,7 +120,7 @@ def test_memory_is_told_by_the_allocators(tmp_path, monkeypatch):
     summary, _ = measure(tiny.MEMORY, memory.measure, tmp_path, monkeypatch)
     for result in summary['settings']:
         assert result['measured_by'] == 'the allocator'
-        assert all(part['activations'] > 2 ** 16 for part in result['partitions'])
+        assert all(part['activations'] > 2**16 for part in result['partitions'])
 
 
 @contextmanager
@@ -109,8 +131,10 @@ def nothing_is_free():
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize('name, value', [('exhaustion.free_memory', lambda: 2 ** 16),
-                                         ('campaign.memory_limit', nothing_is_free)])
+@pytest.mark.parametrize(
+    'name, value',
+    [('exhaustion.free_memory', lambda: 2**16), ('campaign.memory_limit', nothing_is_free)],
+)
 def test_their_memory_is_that_of_the_host(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr(f'benchmarks.harness.{name}', value)
     summary, _ = measure(tiny.SPEED, speed.measure, tmp_path, monkeypatch)

@@ -1,4 +1,5 @@
 """The folder of a training: whose it is, and which files in it a training deletes."""
+
 import json
 import os
 import subprocess
@@ -42,16 +43,25 @@ def names(folder):
 
 def test_only_old_checkpoints_of_the_training_are_deleted(folder, tmp_path):
     kept = ['step-300-best', 'step-0100', 'step-', 'step-x', 'step-1e3', 'step-100.old']
-    for name in [*kept, 'step-100', 'step-100.saving', 'step-200', 'step-200.before', 'step-300',
-                 'step-400', 'step-500.saving']:
+    for name in [
+        *kept,
+        'step-100',
+        'step-100.saving',
+        'step-200',
+        'step-200.before',
+        'step-300',
+        'step-400',
+        'step-500.saving',
+    ]:
         checkpoint(folder, name)
     mine = checkpoint(folder, 'step-7')
     (mine / 'notes.txt').touch()
     (folder.path / 'step-8').write_text('a file')
     (folder.path / 'step-9').symlink_to(tmp_path)
     folder.delete_old(2, 500)
-    assert names(folder) == sorted([*kept, 'step-300', 'step-400', 'step-500.saving', 'step-7',
-                                    'step-8', 'step-9'])
+    assert names(folder) == sorted(
+        [*kept, 'step-300', 'step-400', 'step-500.saving', 'step-7', 'step-8', 'step-9']
+    )
     assert tmp_path.exists()
 
 
@@ -68,8 +78,12 @@ def test_a_checkpoint_that_is_set_aside_keeps_its_files(folder):
         assert folder.set_aside(9).joinpath('.metadata').exists()
     checkpoint(folder, 'step-10.before')
     folder.set_aside(10)
-    assert names(folder) == ['step-10.damaged', 'step-9.damaged', 'step-9.damaged1',
-                             'step-9.damaged2']
+    assert names(folder) == [
+        'step-10.damaged',
+        'step-9.damaged',
+        'step-9.damaged1',
+        'step-9.damaged2',
+    ]
     assert folder.steps() == []
 
 
@@ -86,9 +100,14 @@ def test_a_training_begins_in_an_empty_folder_and_continues_in_its_own(folder):
         folder.check(OPTIONS, True, 9)
 
 
-@pytest.mark.parametrize('change, reason', [
-    ({'depth': 5}, 'depth 4 there, 5 here'), ({'dtype': 'float64'}, 'dtype float32 there'),
-    ({'experts': 2}, 'experts None there, 2 here')])
+@pytest.mark.parametrize(
+    'change, reason',
+    [
+        ({'depth': 5}, 'depth 4 there, 5 here'),
+        ({'dtype': 'float64'}, 'dtype float32 there'),
+        ({'experts': 2}, 'experts None there, 2 here'),
+    ],
+)
 def test_a_folder_of_another_training_is_refused(folder, change, reason):
     folder.describe({**OPTIONS, 'name': 'x'})
     with pytest.raises(click.UsageError, match=reason):
@@ -97,7 +116,7 @@ def test_a_folder_of_another_training_is_refused(folder, change, reason):
 
 def test_a_training_of_an_earlier_version_continues(folder):
     folder.describe({'depth': 4, 'tokens': 100})
-    assert folder.check({**OPTIONS, 'weight_decay': .1, 'digest': 7}, True, 10) == ''
+    assert folder.check({**OPTIONS, 'weight_decay': 0.1, 'digest': 7}, True, 10) == ''
 
 
 @pytest.mark.parametrize('text', ['[]', '3', '"x"', '{"voc', ''])
@@ -117,9 +136,12 @@ def test_checkpoints_without_a_description_are_refused(folder, name, resume):
 
 
 def hold(folder):
-    process = subprocess.Popen([sys.executable, '-c', HOLD, str(folder.path)],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               cwd=Path(__file__).parents[3])
+    process = subprocess.Popen(
+        [sys.executable, '-c', HOLD, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+    )
     assert process.stdout.readline() == b'locked\n'
     return process
 

@@ -1,4 +1,5 @@
 """The models of the benchmarks: sizes to the digit, and the numbers of independent references."""
+
 import copy
 
 import pytest
@@ -12,18 +13,34 @@ from torchgpipe.balance import balance_by_size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('make, layers, parameters', [
-    (resnet101, 370, 44_549_160),
-    *((lambda a=a, b=b: amoebanetd(num_layers=a, num_filters=b), layers, parameters)
-      for a, b, layers, parameters in [
-          (18, 208, 24, 81_505_540), (18, 256, 24, 122_470_120), (18, 416, 24, 319_024_120),
-          (18, 544, 24, 542_734_840), (36, 544, 42, 1_055_832_376),
-          (72, 512, 78, 1_844_858_344)]),
-    *((lambda a=a, b=b: unet(num_convs=a, base_channels=b), layers, parameters)
-      for a, b, layers, parameters in [
-          (5, 64, 241, 232_687_328), (6, 72, 285, 362_157_516), (11, 128, 505, 2_213_834_176),
-          (24, 128, 1_077, 4_993_859_008), (24, 160, 1_077, 7_802_903_600),
-          (48, 160, 2_133, 15_822_206_000)])])
+@pytest.mark.parametrize(
+    'make, layers, parameters',
+    [
+        (resnet101, 370, 44_549_160),
+        *(
+            (lambda a=a, b=b: amoebanetd(num_layers=a, num_filters=b), layers, parameters)
+            for a, b, layers, parameters in [
+                (18, 208, 24, 81_505_540),
+                (18, 256, 24, 122_470_120),
+                (18, 416, 24, 319_024_120),
+                (18, 544, 24, 542_734_840),
+                (36, 544, 42, 1_055_832_376),
+                (72, 512, 78, 1_844_858_344),
+            ]
+        ),
+        *(
+            (lambda a=a, b=b: unet(num_convs=a, base_channels=b), layers, parameters)
+            for a, b, layers, parameters in [
+                (5, 64, 241, 232_687_328),
+                (6, 72, 285, 362_157_516),
+                (11, 128, 505, 2_213_834_176),
+                (24, 128, 1_077, 4_993_859_008),
+                (24, 160, 1_077, 7_802_903_600),
+                (48, 160, 2_133, 15_822_206_000),
+            ]
+        ),
+    ],
+)
 def test_sizes(make, layers, parameters):
     with torch.device('meta'):
         model = make()
@@ -42,8 +59,9 @@ class Bottleneck(nn.Module):
         self.bn3 = nn.BatchNorm2d(planes * 4)
         self.shortcut = None
         if stride > 1 or channels != planes * 4:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, planes * 4, 1, stride, bias=False),
-                                          nn.BatchNorm2d(planes * 4))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, planes * 4, 1, stride, bias=False), nn.BatchNorm2d(planes * 4)
+            )
 
     def forward(self, x):
         """Add the shortcut to three convolutions."""

@@ -1,4 +1,5 @@
 """Transformers of the benchmarks: published sizes, and one model in each of its forms."""
+
 import copy
 import math
 from fnmatch import fnmatchcase
@@ -21,14 +22,18 @@ pytestmark = cpu_only('processes meet by gloo')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('make, parameters', [
-    (lambda: gpt.GPT(gpt.GPT2['gpt2']), 124_439_808),
-    (lambda: gpt.GPT(gpt.GPT2['gpt2-medium']), 354_823_168),
-    (lambda: gpt.GPT(gpt.GPT2['gpt2-large']), 774_030_080),
-    (lambda: gpt.GPT(gpt.GPT2['gpt2-xl']), 1_557_611_200),
-    (lambda: vit.ViT(vit.VIT['ViT-B/16']), 86_567_656),
-    (lambda: vit.ViT(vit.VIT['ViT-L/16']), 304_326_632),
-    (gptj.GPTJ, 6_050_882_784)])
+@pytest.mark.parametrize(
+    'make, parameters',
+    [
+        (lambda: gpt.GPT(gpt.GPT2['gpt2']), 124_439_808),
+        (lambda: gpt.GPT(gpt.GPT2['gpt2-medium']), 354_823_168),
+        (lambda: gpt.GPT(gpt.GPT2['gpt2-large']), 774_030_080),
+        (lambda: gpt.GPT(gpt.GPT2['gpt2-xl']), 1_557_611_200),
+        (lambda: vit.ViT(vit.VIT['ViT-B/16']), 86_567_656),
+        (lambda: vit.ViT(vit.VIT['ViT-L/16']), 304_326_632),
+        (gptj.GPTJ, 6_050_882_784),
+    ],
+)
 def test_sizes(make, parameters):
     with torch.device('meta'):
         model = make()
@@ -44,9 +49,10 @@ def test_sizes_of_mingpt(name):
     with torch.device('meta'):
         model = gpt.GPT(sizes)
     width = sizes.width
-    block = 12 * width ** 2 + 13 * width
+    block = 12 * width**2 + 13 * width
     assert sum(p.numel() for p in model.parameters()) == (
-        sizes.depth * block + (2 * sizes.vocabulary + sizes.context + 2) * width)
+        sizes.depth * block + (2 * sizes.vocabulary + sizes.context + 2) * width
+    )
     assert width % sizes.heads == 0
 
 
@@ -55,11 +61,16 @@ GPTJ = gptj.Sizes(vocabulary=13, width=24, heads=2, depth=3, rotary=8)
 VIT = vit.Sizes(width=8, heads=2, depth=3, classes=5, image=12, patch=4)
 
 #: Each with its module, and functions that make its model and an input of some samples.
-KINDS = {'GPT-2': (gpt, lambda: gpt.GPT(GPT), lambda n: torch.randint(13, (n, 6))),
-         'minGPT': (gpt, lambda: gpt.GPT(GPT._replace(tied=False)),
-                    lambda n: torch.randint(13, (n, 5))),
-         'GPT-J': (gptj, lambda: gptj.GPTJ(GPTJ), lambda n: torch.randint(13, (n, 6))),
-         'ViT': (vit, lambda: vit.ViT(VIT), lambda n: torch.randn(n, 3, 12, 12).double())}
+KINDS = {
+    'GPT-2': (gpt, lambda: gpt.GPT(GPT), lambda n: torch.randint(13, (n, 6))),
+    'minGPT': (
+        gpt,
+        lambda: gpt.GPT(GPT._replace(tied=False)),
+        lambda n: torch.randint(13, (n, 5)),
+    ),
+    'GPT-J': (gptj, lambda: gptj.GPTJ(GPTJ), lambda n: torch.randint(13, (n, 6))),
+    'ViT': (vit, lambda: vit.ViT(VIT), lambda n: torch.randn(n, 3, 12, 12).double()),
+}
 
 kinds = pytest.mark.parametrize('kind', KINDS)
 
@@ -104,8 +115,10 @@ def test_layers_in_a_pipeline(kind, balance, by):
             actual = pipe.step(x, target, loss_of, schedule=by)
         names = dict(zip([name for name, _ in model.named_parameters()], gradients(model)))
         found = original_names({name: p.grad for name, p in pipe.named_parameters()})
-        assert_same([actual.detach(), *(found[name] for name in names)],
-                    [expected.detach(), *names.values()])
+        assert_same(
+            [actual.detach(), *(found[name] for name in names)],
+            [expected.detach(), *names.values()],
+        )
         for step in steps:
             step.step()
             step.zero_grad()
@@ -140,16 +153,23 @@ def split(kind, axes):
     module, model, samples = made(kind)
     shape = model(samples(1)).shape[1:]
     balance = [3, 2] if 'pipe' in axes else [5]
-    pipe = DistributedGPipe(module.layers(model), balance, mesh=init_mesh(**axes), chunks=2,
-                            tensor_plan=module.tensor_plan())
+    pipe = DistributedGPipe(
+        module.layers(model),
+        balance,
+        mesh=init_mesh(**axes),
+        chunks=2,
+        tensor_plan=module.tensor_plan(),
+    )
     optimizer = torch.optim.SGD(pipe.parameters(), 0.05)
     found = []
     for x, target in batches(samples, shape):
         found += [pipe.step(x, target, loss_of).item(), pipe.clip_grad_norm_(0.5).item()]
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {name: x.full_tensor() if hasattr(x, 'full_tensor') else x
-                  for name, x in pipe.named_parameters(remove_duplicate=False)}
+    parameters = {
+        name: x.full_tensor() if hasattr(x, 'full_tensor') else x
+        for name, x in pipe.named_parameters(remove_duplicate=False)
+    }
     return found, {name: x.detach() for name, x in original_names(parameters).items()}
 
 
@@ -169,8 +189,9 @@ def whole(kind):
 
 @pytest.mark.slow
 @kinds
-@pytest.mark.parametrize('axes', [
-    {'tensor': 2}, pytest.param({'tensor': 2, 'pipe': 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    'axes', [{'tensor': 2}, pytest.param({'tensor': 2, 'pipe': 2}, marks=pytest.mark.slow)]
+)
 def test_plan(kind, axes):
     """A vocabulary and classes that 2 does not divide, and tied weights, are split as well."""
     expected, parameters = whole(kind)
@@ -186,8 +207,12 @@ def test_plan(kind, axes):
 def test_plan_is_about_all_that_is_large(kind):
     module, model, _ = made(kind)
     plan = module.tensor_plan()
-    left = [name for name, each in model.named_modules() if isinstance(
-        each, (nn.Linear, nn.Embedding)) and not any(fnmatchcase(name, x) for x in plan)]
+    left = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, (nn.Linear, nn.Embedding))
+        and not any(fnmatchcase(name, x) for x in plan)
+    ]
     assert left == (['transformer.wpe'] if module is gpt else [])
 
 
@@ -206,7 +231,7 @@ def piped(module, make, weights):
 
 def test_gpt_against_one_with_weights_the_other_way_round():
     torch.manual_seed(0)
-    reference = randomly(written.GPT(written.GPTConfig(13, 6, 8, 3, 2, dropout=0.)))
+    reference = randomly(written.GPT(written.GPTConfig(13, 6, 8, 3, 2, dropout=0.0)))
     tokens = torch.randint(13, (4, 5))
     pipe = piped(gpt, KINDS['GPT-2'][1], gpt.from_hugging_face(reference.state_dict(), 2))
     assert_same([pipe(tokens)], [reference(tokens).logits])
@@ -224,8 +249,11 @@ def test_vit_against_one_with_weights_in_another_order():
 def test_gpt_against_transformers():
     transformers = pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
     torch.manual_seed(0)
-    reference = randomly(transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=2))).eval()
+    reference = randomly(
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=2)
+        )
+    ).eval()
     tokens = torch.randint(13, (4, 6))
     pipe = piped(gpt, KINDS['GPT-2'][1], gpt.from_hugging_face(reference.state_dict(), 2))
     assert_same([pipe(tokens)], [reference(tokens).logits])
@@ -236,8 +264,13 @@ def test_gptj_against_transformers():
     """That computes scores of attention in float32, always."""
     transformers = pytest.importorskip('transformers', reason="pip install -e '.[tools]'")
     torch.manual_seed(0)
-    reference = randomly(transformers.GPTJForCausalLM(transformers.GPTJConfig(
-        vocab_size=13, n_positions=6, n_embd=24, n_layer=3, n_head=2, rotary_dim=8))).eval()
+    reference = randomly(
+        transformers.GPTJForCausalLM(
+            transformers.GPTJConfig(
+                vocab_size=13, n_positions=6, n_embd=24, n_layer=3, n_head=2, rotary_dim=8
+            )
+        )
+    ).eval()
     tokens = torch.randint(13, (4, 6))
     pipe = piped(gptj, KINDS['GPT-J'][1], reference.state_dict())
     assert_same([pipe(tokens)], [reference(tokens).logits], 1e-5)
@@ -246,7 +279,7 @@ def test_gptj_against_transformers():
 def test_positions_turn_pairs_of_features():
     """As complex numbers, of which those behind the first eight features stay as they are."""
     x = torch.randn(2, 5, 3, 12).double()
-    angles = torch.arange(5.).double()[:, None, None] * 10000 ** (-torch.arange(4.).double() / 4)
+    angles = torch.arange(5.0).double()[:, None, None] * 10000 ** (-torch.arange(4.0).double() / 4)
     pairs = torch.view_as_complex(x[..., :8].unflatten(-1, (-1, 2)))
     expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
     assert_same([gptj.turned(x, 8)], [torch.cat([expected.flatten(-2), x[..., 8:]], -1)])

@@ -1,4 +1,5 @@
 """The real run that a dry run is compared with: sizes, messages, collectives and allocations."""
+
 import gc
 
 import torch
@@ -30,8 +31,15 @@ def blocks(number):
 
 def skips():
     """Return layers with skips over several stages."""
-    return [Down(WIDTH), *blocks(3), Middle(WIDTH), *blocks(8), Up(WIDTH), Block(WIDTH),
-            Out(WIDTH)]
+    return [
+        Down(WIDTH),
+        *blocks(3),
+        Middle(WIDTH),
+        *blocks(8),
+        Up(WIDTH),
+        Block(WIDTH),
+        Out(WIDTH),
+    ]
 
 
 def tied():
@@ -45,8 +53,12 @@ def dictionaries():
     return [Block(WIDTH), Fork(WIDTH), *(Pass(WIDTH) for _ in range(11)), Join(WIDTH), *blocks(2)]
 
 
-MODELS = {'equal': lambda: blocks(LAYERS), 'skips': skips, 'tied': tied,
-          'dictionaries': dictionaries}
+MODELS = {
+    'equal': lambda: blocks(LAYERS),
+    'skips': skips,
+    'tied': tied,
+    'dictionaries': dictionaries,
+}
 
 
 def arguments(model, mesh, schedule, data, checkpoint='except_last'):
@@ -84,9 +96,11 @@ class Sends:
 
     def recorded(self, function):
         """Return a function that records its calls."""
+
         def send(x, to, *args, **options):
             self.seen.append((to, x.numel() * x.element_size()))
             return function(x, to, *args, **options)
+
         return send
 
     def __exit__(self, *args):
@@ -95,8 +109,11 @@ class Sends:
 
 def peak_of(profiler):
     """Return the most memory that was in use at a time, above the memory at the start."""
-    events = sorted((event.start_ns(), k, event.nbytes()) for k, event in enumerate(
-        profiler.profiler.kineto_results.events()) if event.name() == '[memory]')
+    events = sorted(
+        (event.start_ns(), k, event.nbytes())
+        for k, event in enumerate(profiler.profiler.kineto_results.events())
+        if event.name() == '[memory]'
+    )
     now = peak = 0
     for _, _, size in events:
         now += size
@@ -124,21 +141,32 @@ def real(model, mesh, schedule, data, checkpoint='except_last'):
     with Sends() as sends, calls_seen(), counter:
         step()
     counter.at(None)
-    groups = {group.group_name: axis for axis, group in (
-        ('all', rank.everyone), ('data', rank.data.group), ('pipe', rank.pipe.group),
-        ('tensor', rank.tensor.group)) if group}
-    collectives = [(each.name.strip('_'), groups[each.group], each.bytes)
-                   for each in counter.entries[0].collectives
-                   if each.name not in ('send', 'recv_')]
+    groups = {
+        group.group_name: axis
+        for axis, group in (
+            ('all', rank.everyone),
+            ('data', rank.data.group),
+            ('pipe', rank.pipe.group),
+            ('tensor', rank.tensor.group),
+        )
+        if group
+    }
+    collectives = [
+        (each.name.strip('_'), groups[each.group], each.bytes)
+        for each in counter.entries[0].collectives
+        if each.name not in ('send', 'recv_')
+    ]
     sizes = {
         'parameters': bytes_of(parameters),
         'gradients': bytes_of(x.grad for x in parameters if x.grad is not None),
         'optimizer': bytes_of(each for state in made.state.values() for each in state.values()),
-        'buffers': bytes_of(model.buffers())}
+        'buffers': bytes_of(model.buffers()),
+    }
     allocated = None
     if mesh['data'] == mesh['tensor'] == 1:  # Otherwise Gloo's threads allocate memory as well.
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True,
-                     acc_events=True) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
             step()
         allocated = peak_of(profiler)
     shapes = {name: tuple(local(x).shape) for name, x in model.named_parameters()}

@@ -1,4 +1,5 @@
 """Counters: memory until it is freed, FLOPs, collectives, and values that do not exist."""
+
 import pytest
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ def test_sizes_that_change_count_only_where_they_are_seen():
 
     with calls_seen():
         first, second = entries(run)
-        entry, = entries(lambda counter: before.untyped_storage().resize_(800))
+        (entry,) = entries(lambda counter: before.untyped_storage().resize_(800))
     assert entry.bytes == 0
     assert (first.bytes, first.peak, second.bytes) == (0, 400, 800)
     first, second = entries(run)
@@ -66,13 +67,13 @@ def test_sizes_that_change_count_only_where_they_are_seen():
 def test_flops_of_forward_and_backward():
     linear = nn.Linear(4, 8, bias=False)
     x = torch.zeros(2, 4, requires_grad=True)
-    entry, = entries(lambda counter: linear(x).sum().backward())
+    (entry,) = entries(lambda counter: linear(x).sum().backward())
     assert entry.flops == 3 * 2 * 2 * 4 * 8
 
 
 def test_flops_of_attention_on_the_cpu():
     q = torch.zeros(1, 2, 16, 8)
-    entry, = entries(lambda counter: nn.functional.scaled_dot_product_attention(q, q, q))
+    (entry,) = entries(lambda counter: nn.functional.scaled_dot_product_attention(q, q, q))
     assert entry.flops == 2 * 2 * 2 * 16 * 16 * 8
 
 
@@ -89,5 +90,5 @@ def test_tensors_of_another_fake_mode_do_not_count():
         with FakeTensorMode():
             torch.zeros(100)
 
-    entry, = entries(run)
+    (entry,) = entries(run)
     assert entry.peak == 0

@@ -1,4 +1,5 @@
 """A dry run has the sizes, messages, collectives and memory of the real run."""
+
 import sys
 import threading
 from functools import partial
@@ -32,16 +33,31 @@ pytestmark = cpu_only('fake tensors are on the CPU')
 
 SCHEDULES = ['gpipe', '1f1b', 'interleaved', 'zb-h1', *V_SHAPED]
 
-MESHES = [(data, pipe, world // data // pipe) for world in (2, 4, 8) for pipe in (2, 1, 4, 8)
-          for data in (1, 2, 4, 8) if world % (data * pipe) == 0]
+MESHES = [
+    (data, pipe, world // data // pipe)
+    for world in (2, 4, 8)
+    for pipe in (2, 1, 4, 8)
+    for data in (1, 2, 4, 8)
+    if world % (data * pipe) == 0
+]
 
 
 def dry(model, mesh, schedule, data, checkpoint='except_last', **more):
     """Return the report of a case."""
     module, balance, options = arguments(model, mesh, schedule, data, checkpoint)
     x = torch.empty(SIZE, WIDTH, dtype=torch.float64, device='meta')
-    return dry_run(module, balance, x, x, F.mse_loss, mesh=mesh, schedule=schedule,
-                   optimizer=torch.optim.AdamW, **options, **more)
+    return dry_run(
+        module,
+        balance,
+        x,
+        x,
+        F.mse_loss,
+        mesh=mesh,
+        schedule=schedule,
+        optimizer=torch.optim.AdamW,
+        **options,
+        **more,
+    )
 
 
 def all_cases():
@@ -49,9 +65,12 @@ def all_cases():
     models, found = cycle(MODELS), []
     for k, (data, pipe, tensor) in enumerate(MESHES):
         mesh = {'data': data, 'pipe': pipe, 'tensor': tensor}
-        cases = [(next(models), mesh, schedule, use)
-                 for use in ('replicate', 'shard')[:1 + (data > 1)] for schedule in SCHEDULES]
-        found += cases if data * pipe * tensor == 2 else cases[k % 5::5]
+        cases = [
+            (next(models), mesh, schedule, use)
+            for use in ('replicate', 'shard')[: 1 + (data > 1)]
+            for schedule in SCHEDULES
+        ]
+        found += cases if data * pipe * tensor == 2 else cases[k % 5 :: 5]
     return found
 
 
@@ -61,8 +80,9 @@ CASES = all_cases()
 FAST = [CASES[k] for k in (0, 5, 15)]
 
 
-@pytest.mark.parametrize('model, mesh, schedule, data', first(3, sorted(
-    CASES, key=lambda case: case not in FAST)))
+@pytest.mark.parametrize(
+    'model, mesh, schedule, data', first(3, sorted(CASES, key=lambda case: case not in FAST))
+)
 def test_sizes_messages_collectives_and_peaks_are_the_real_ones(model, mesh, schedule, data):
     case = model, mesh, schedule, data
     report = dry(*case)
@@ -73,8 +93,8 @@ def test_sizes_messages_collectives_and_peaks_are_the_real_ones(model, mesh, sch
         assert report.messages(rank.rank) == sends
         assert report.collectives(rank.rank) == collectives
         peak = rank.total - rank.parameters - rank.optimizer - rank.buffers
-        assert peak == pytest.approx(counted, rel=.05)
-        assert allocated is None or peak == pytest.approx(allocated, rel=.1)
+        assert peak == pytest.approx(counted, rel=0.05)
+        assert allocated is None or peak == pytest.approx(allocated, rel=0.1)
 
 
 def linear(number=4, width=8):
@@ -86,8 +106,15 @@ def linear(number=4, width=8):
 def small(module=None, balance=(2, 2), mesh=None, size=8, loss=F.mse_loss, width=8, **options):
     """Make a dry run of a small model."""
     x = torch.empty(size, width)
-    return dry_run(linear() if module is None else module, balance, x, x, loss,
-                   mesh={'pipe': 2} if mesh is None else mesh, **options)
+    return dry_run(
+        linear() if module is None else module,
+        balance,
+        x,
+        x,
+        loss,
+        mesh={'pipe': 2} if mesh is None else mesh,
+        **options,
+    )
 
 
 @pytest.mark.parametrize('checkpoint', ['always', 'never'])
@@ -95,38 +122,61 @@ def small(module=None, balance=(2, 2), mesh=None, size=8, loss=F.mse_loss, width
 def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule, monkeypatch):
     """With many micro-batches, a part of them runs; of equal stages, one."""
     pipe, stages = 8, 8 * (1 + (schedule in ('interleaved', *V_SHAPED)))
-    options = {'mesh': {'pipe': pipe, 'data': 2}, 'schedule': schedule, 'size': 25, 'chunks': 12,
-               'checkpoint': checkpoint, 'optimizer': torch.optim.AdamW, 'width': 16}
+    options = {
+        'mesh': {'pipe': pipe, 'data': 2},
+        'schedule': schedule,
+        'size': 25,
+        'chunks': 12,
+        'checkpoint': checkpoint,
+        'optimizer': torch.optim.AdamW,
+        'width': 16,
+    }
     if schedule in V_SHAPED:
         options['places'] = [*range(pipe), *reversed(range(pipe))]
     report = small(linear(16, 16), [16 // stages] * stages, **options)
     monkeypatch.setattr('torchgpipe.distributed.dry_runs.virtual.REPEATS', 30)
-    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run._like',
-                        lambda model, skeleton, plan: [*range(pipe)])
+    monkeypatch.setattr(
+        'torchgpipe.distributed.dry_runs.dry_run._like',
+        lambda model, skeleton, plan: [*range(pipe)],
+    )
     whole = small(linear(16, 16), [16 // stages] * stages, **options)
     for one, other in zip(report.ranks, whole.ranks, strict=True):
         assert report.messages(one.rank) == whole.messages(one.rank)
         assert report.collectives(one.rank) == whole.collectives(one.rank)
         assert report.shapes(one.rank) == whole.shapes(one.rank)
-        assert one.total == pytest.approx(other.total, rel=.01)
+        assert one.total == pytest.approx(other.total, rel=0.01)
     assert report.stages == whole.stages and report.traffic == whole.traffic
 
 
 def test_equal_stages_that_recompute_other_micro_batches_are_not_alike():
     """As a schedule has it for one of four: it needs less, and the others as much as without."""
+
     def totals(recomputed):
         schedule = make('gpipe', 4, 3).recomputing(recomputed)
-        report = small(linear(16), [4] * 4, {'pipe': 4}, size=48, chunks=3, checkpoint='never',
-                       schedule=schedule)
+        report = small(
+            linear(16),
+            [4] * 4,
+            {'pipe': 4},
+            size=48,
+            chunks=3,
+            checkpoint='never',
+            schedule=schedule,
+        )
         return [rank.total for rank in report.ranks]
 
     without, own = totals([0] * 4), totals([0, 0, {0, 1}, 0])
     assert own[2] < without[2] and [*own[:2], own[3]] == [*without[:2], without[3]]
 
 
-@pytest.mark.parametrize('function, ran', [
-    (lambda k: lambda model, x: call(k, model, x), 6), (lambda k: partial(call, k), 6),
-    (lambda k: Callee(f'{k}'), 3), (lambda k: f'{k}', 3)])
+@pytest.mark.parametrize(
+    'function, ran',
+    [
+        (lambda k: lambda model, x: call(k, model, x), 6),
+        (lambda k: partial(call, k), 6),
+        (lambda k: Callee(f'{k}'), 3),
+        (lambda k: f'{k}', 3),
+    ],
+)
 def test_stages_of_a_model_are_alike_if_their_functions_are(function, ran, monkeypatch):
     """A function is compared by its state, in which a name of a module means its place."""
     made, make = [], VirtualRank.__init__
@@ -138,7 +188,8 @@ def test_stages_of_a_model_are_alike_if_their_functions_are(function, ran, monke
     report = small(module, [1] * 6, {'pipe': 6}, chunks=2)
     assert len(made) == ran
     assert [[*report.shapes(rank)] for rank in range(6)] == [
-        [f'{k}.{k}.weight', f'{k}.{k}.bias'] for k in range(6)]
+        [f'{k}.{k}.weight', f'{k}.{k}.bias'] for k in range(6)
+    ]
 
 
 class Shared:
@@ -160,9 +211,16 @@ def nested(depth, times, cyclic=False):
     return found
 
 
-@pytest.mark.parametrize('value, ran', [
-    (lambda: nested(2, 2), 3), (lambda: nested(2, 2, True), 3), (lambda: nested(60, 2), 3),
-    (lambda: nested(9999, 1), 6)], ids=['short', 'cyclic', 'shared', 'deep'])
+@pytest.mark.parametrize(
+    'value, ran',
+    [
+        (lambda: nested(2, 2), 3),
+        (lambda: nested(2, 2, True), 3),
+        (lambda: nested(60, 2), 3),
+        (lambda: nested(9999, 1), 6),
+    ],
+    ids=['short', 'cyclic', 'shared', 'deep'],
+)
 def test_attributes_of_any_form_are_compared(value, ran, monkeypatch):
     made, make = [], VirtualRank.__init__
     monkeypatch.setattr(VirtualRank, '__init__', lambda *args: made.append(0) or make(*args))
@@ -190,6 +248,7 @@ def call(k, model, x):
 
 def test_layers_that_get_other_inputs_are_not_alike():
     """The second place gets a wider input than the third, although their layers are equal."""
+
     class Wide(nn.Linear):
         def forward(self, x):
             return super().forward(x).repeat(2, 1) if len(x) == 2 else super().forward(x)[:2]
@@ -202,8 +261,13 @@ def test_layers_that_get_other_inputs_are_not_alike():
 
 
 def test_stages_with_other_checkpoints_are_not_alike():
-    report = small(linear(5), [1] * 5, {'pipe': 5}, chunks=2,
-                   checkpoint=['never', 'never', 'always', 'never', 'never'])
+    report = small(
+        linear(5),
+        [1] * 5,
+        {'pipe': 5},
+        chunks=2,
+        checkpoint=['never', 'never', 'always', 'never', 'never'],
+    )
     assert [each.backward_flops for each in report.stages] == [1024, 2048, 3072, 2048, 2048]
 
 
@@ -234,9 +298,14 @@ class Twice(nn.Linear):
         return super().forward(super().forward(x))
 
 
-@pytest.mark.parametrize('one, other', [
-    (lambda: nn.Linear(8, 8), lambda: Twice(8, 8)),
-    (lambda: WithPart('once'), lambda: WithPart('twice'))], ids=['types', 'names'])
+@pytest.mark.parametrize(
+    'one, other',
+    [
+        (lambda: nn.Linear(8, 8), lambda: Twice(8, 8)),
+        (lambda: WithPart('once'), lambda: WithPart('twice')),
+    ],
+    ids=['types', 'names'],
+)
 def test_stages_with_other_types_or_names_are_not_alike(one, other):
     with torch.device('meta'):
         module = nn.Sequential(one(), one(), other(), one(), other(), one())
@@ -248,14 +317,27 @@ def test_stages_with_other_parts_along_the_tensor_axis_are_not_alike():
     plan = {'2': ColwiseParallel(output_layouts=Replicate())}
     report = small(linear(6), [1] * 6, {'pipe': 6, 'tensor': 2}, chunks=2, tensor_plan=plan)
     assert [report.shapes(2 * k)[f'{k}.weight'] for k in range(6)] == [
-        (8, 8), (8, 8), (4, 8), (8, 8), (8, 8), (8, 8)]
+        (8, 8),
+        (8, 8),
+        (4, 8),
+        (8, 8),
+        (8, 8),
+        (8, 8),
+    ]
 
 
 def skips():
     """Return equal stages that send skips over different distances."""
     near, far = Namespace(), Namespace()
-    return [nn.Linear(8, 8), StashLinear(8).isolate(far), StashLinear(8).isolate(near),
-            Pop().isolate(near), nn.Linear(8, 8), Pop().isolate(far), nn.Linear(8, 8)]
+    return [
+        nn.Linear(8, 8),
+        StashLinear(8).isolate(far),
+        StashLinear(8).isolate(near),
+        Pop().isolate(near),
+        nn.Linear(8, 8),
+        Pop().isolate(far),
+        nn.Linear(8, 8),
+    ]
 
 
 def ties():
@@ -274,8 +356,9 @@ def test_stages_with_skips_and_ties_are_not_alike(layers, monkeypatch):
         return [(report.messages(rank), each.total) for rank, each in enumerate(report.ranks)]
 
     few = found()
-    monkeypatch.setattr('torchgpipe.distributed.dry_runs.dry_run._like',
-                        lambda model, skeleton, plan: [*range(7)])
+    monkeypatch.setattr(
+        'torchgpipe.distributed.dry_runs.dry_run._like', lambda model, skeleton, plan: [*range(7)]
+    )
     assert few == found()
 
 
@@ -310,8 +393,9 @@ class Named(WithPart):
 def test_stages_with_other_names_and_layers_of_all_kinds(checkpoint):
     names = ('once', 'once', 'twice', 'once', 'twice', 'once')
     functions = [partial(Named, name) for name in names]
-    report = small(functions, [1] * 6, {'pipe': 6}, chunks=2, checkpoint=checkpoint,
-                   deferred_batch_norm=True)
+    report = small(
+        functions, [1] * 6, {'pipe': 6}, chunks=2, checkpoint=checkpoint, deferred_batch_norm=True
+    )
     assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
 
 
@@ -324,14 +408,23 @@ def test_frozen_parameters_and_shared_inputs():
         module = nn.Sequential(Add(8, 8), Add(8, 8))
     module[1].bias.requires_grad_(False)
     pair = torch.empty(8, 8), NoChunk(torch.empty(8))
-    report = dry_run(module, [1, 1], pair, torch.empty(8, 8), lambda y, t: F.mse_loss(y[0], t),
-                     mesh={'pipe': 2}, chunks=4, compare_every=5)
+    report = dry_run(
+        module,
+        [1, 1],
+        pair,
+        torch.empty(8, 8),
+        lambda y, t: F.mse_loss(y[0], t),
+        mesh={'pipe': 2},
+        chunks=4,
+        compare_every=5,
+    )
     assert [each.gradients for each in report.ranks] == [288, 256]
     assert report.messages(0)[0] == (1, 64) and report.messages(0)[1] == (1, 32)
 
 
 def test_a_loss_that_counts_has_no_values_to_compare():
     """The divisors of a loss in a function are not compared. Micro-batches have two sizes."""
+
     def loss(y, target):
         return F.nll_loss(y, torch.zeros(len(y), dtype=torch.long))
 
@@ -340,24 +433,38 @@ def test_a_loss_that_counts_has_no_values_to_compare():
 
 def test_flops_are_those_of_the_unwrapped_model():
     from torch.utils.flop_counter import FlopCounterMode
+
     report = small(checkpoint='never', chunks=4)
     with FlopCounterMode(display=False) as counter:
-        F.mse_loss(linear()(torch.empty(8, 8, device='meta')),
-                   torch.empty(8, 8, device='meta')).backward()
-    assert sum(each.forward_flops + each.backward_flops
-               for each in report.stages) == counter.get_total_flops()
-    assert sum(each.forward_flops for each in report.stages) == 4 * 2 * 8 ** 3
+        F.mse_loss(
+            linear()(torch.empty(8, 8, device='meta')), torch.empty(8, 8, device='meta')
+        ).backward()
+    assert (
+        sum(each.forward_flops + each.backward_flops for each in report.stages)
+        == counter.get_total_flops()
+    )
+    assert sum(each.forward_flops for each in report.stages) == 4 * 2 * 8**3
 
 
 def test_outputs_of_the_last_stage_are_not_kept():
     """In v0.17.0, the last rank kept the outputs of all micro-batches until the end of a step."""
+
     class Wide(nn.Linear):
         def forward(self, x):
             return super().forward(x).repeat(1, 1000)
 
     def memory(chunks):
-        return small(nn.Sequential(nn.Linear(8, 8), Wide(8, 8)), [1, 1], size=2 * chunks,
-                     loss=lambda y, t: y.sum(), chunks=chunks).ranks[1].activations
+        return (
+            small(
+                nn.Sequential(nn.Linear(8, 8), Wide(8, 8)),
+                [1, 1],
+                size=2 * chunks,
+                loss=lambda y, t: y.sum(),
+                chunks=chunks,
+            )
+            .ranks[1]
+            .activations
+        )
 
     with torch.device('meta'):
         assert memory(20) < memory(4) + 2 * 8000 * 4
@@ -380,26 +487,38 @@ class Heads(nn.Linear):
         return super().forward(x).view(len(x), 3, -1).flatten(1)
 
 
-@pytest.mark.parametrize('options, error, text', [
-    ({'mesh': {'pipe': 2}, 'processes': 3}, ValueError, 'takes 2 processes, but there are 3'),
-    ({'mesh': {'pip': 2}}, ValueError, r"this one has \['pip'\]"),
-    ({'mesh': {'pipe': 0}}, ValueError, 'pipe=0'),
-    ({'balance': [2, 3]}, ValueError, 'balance'),
-    ({'places': [0, 0]}, ValueError, 'takes at least one of 2 stages'),
-    ({'mesh': {'pipe': 2, 'tensor': 2}, 'tensor_plan': {'*.c_fc': ColwiseParallel()}}, ValueError,
-     "tensor_plan names '\\*.c_fc', but no module"),
-    ({'mesh': {'pipe': 2, 'tensor': 2}}, ValueError, 'tensor_plan says of no layer'),
-    ({'schedule': 'interleaved', 'balance': [1] * 5, 'module': linear(5)}, ValueError,
-     "'interleaved' takes 2 partitions on each device, but there are 5"),
-    ({'schedule': 'zb-v'}, ValueError, r'put them in this order: places=\[0, 0\]'),
-    ({'size': 0}, ValueError, 'the batch is empty'),
-    ({'loss': lambda y, t: F.mse_loss(y, t) * (1 if y.sum() > 0 else 2)}, RuntimeError,
-     'reads values of a tensor'),
-    ({'loss': lambda y, t: y[y > 0].mean()}, RuntimeError, 'reads values of a tensor'),
-    ({'data': 'sharded'}, ValueError, "data must be one of"),
-    ({'devices_per_host': 0}, ValueError, 'devices_per_host must be a number above zero'),
-    ({'memory_limit': '80GiB'}, ValueError, "above zero, but is '80GiB'"),
-])
+@pytest.mark.parametrize(
+    'options, error, text',
+    [
+        ({'mesh': {'pipe': 2}, 'processes': 3}, ValueError, 'takes 2 processes, but there are 3'),
+        ({'mesh': {'pip': 2}}, ValueError, r"this one has \['pip'\]"),
+        ({'mesh': {'pipe': 0}}, ValueError, 'pipe=0'),
+        ({'balance': [2, 3]}, ValueError, 'balance'),
+        ({'places': [0, 0]}, ValueError, 'takes at least one of 2 stages'),
+        (
+            {'mesh': {'pipe': 2, 'tensor': 2}, 'tensor_plan': {'*.c_fc': ColwiseParallel()}},
+            ValueError,
+            "tensor_plan names '\\*.c_fc', but no module",
+        ),
+        ({'mesh': {'pipe': 2, 'tensor': 2}}, ValueError, 'tensor_plan says of no layer'),
+        (
+            {'schedule': 'interleaved', 'balance': [1] * 5, 'module': linear(5)},
+            ValueError,
+            "'interleaved' takes 2 partitions on each device, but there are 5",
+        ),
+        ({'schedule': 'zb-v'}, ValueError, r'put them in this order: places=\[0, 0\]'),
+        ({'size': 0}, ValueError, 'the batch is empty'),
+        (
+            {'loss': lambda y, t: F.mse_loss(y, t) * (1 if y.sum() > 0 else 2)},
+            RuntimeError,
+            'reads values of a tensor',
+        ),
+        ({'loss': lambda y, t: y[y > 0].mean()}, RuntimeError, 'reads values of a tensor'),
+        ({'data': 'sharded'}, ValueError, 'data must be one of'),
+        ({'devices_per_host': 0}, ValueError, 'devices_per_host must be a number above zero'),
+        ({'memory_limit': '80GiB'}, ValueError, "above zero, but is '80GiB'"),
+    ],
+)
 def test_wrong_configurations_raise_the_errors_of_a_real_run(options, error, text):
     with pytest.raises(error, match=text):
         small(**options)
@@ -417,18 +536,28 @@ class Reads(nn.Module):
         return x * float(self.read(x.detach()))
 
 
-@pytest.mark.parametrize('read', [
-    lambda x: x.numpy().sum(), lambda x: numpy.asarray(x).sum(), lambda x: x.tolist()[0][0],
-    lambda x: x.numpy(force=True).sum()])
+@pytest.mark.parametrize(
+    'read',
+    [
+        lambda x: x.numpy().sum(),
+        lambda x: numpy.asarray(x).sum(),
+        lambda x: x.tolist()[0][0],
+        lambda x: x.numpy(force=True).sum(),
+    ],
+)
 def test_a_layer_that_reads_values_is_told_so(read):
     with pytest.raises(RuntimeError, match='reads values of a tensor'):
         small(nn.Sequential(*linear(2), Reads(read)), [2, 1])
     assert numpy.asarray(torch.ones(2)).sum() == 2
 
 
-@pytest.mark.parametrize('mesh, plan', [
-    ({'data': 2, 'pipe': 2}, None),
-    ({'tensor': 2, 'pipe': 2}, {'0': ColwiseParallel(output_layouts=Replicate())})])
+@pytest.mark.parametrize(
+    'mesh, plan',
+    [
+        ({'data': 2, 'pipe': 2}, None),
+        ({'tensor': 2, 'pipe': 2}, {'0': ColwiseParallel(output_layouts=Replicate())}),
+    ],
+)
 def test_a_module_that_has_values_needs_as_much_as_one_without(mesh, plan):
     def module():
         layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU())
@@ -437,8 +566,10 @@ def test_a_module_that_has_values_needs_as_much_as_one_without(mesh, plan):
 
     with torch.device('meta'):
         empty = module()
-    reports = [small(layers, mesh=mesh, tensor_plan=plan, optimizer=torch.optim.AdamW)
-               for layers in (module(), empty)]
+    reports = [
+        small(layers, mesh=mesh, tensor_plan=plan, optimizer=torch.optim.AdamW)
+        for layers in (module(), empty)
+    ]
     assert reports[0].to_dict() == reports[1].to_dict()
 
 
@@ -465,8 +596,10 @@ def real_run_first():
     model = DistributedGPipe(linear(), [4], mesh=init_mesh(tensor=2), tensor_plan=plan)
     model.step(torch.ones(4, 8), torch.ones(4, 8), F.mse_loss)
     dist.destroy_process_group()
-    return [small(balance=[4], mesh={'tensor': 2, 'data': data}, tensor_plan=plan
-                  ).ranks[0].parameters for data in (1, 2)]
+    return [
+        small(balance=[4], mesh={'tensor': 2, 'data': data}, tensor_plan=plan).ranks[0].parameters
+        for data in (1, 2)
+    ]
 
 
 @pytest.mark.slow
@@ -478,13 +611,14 @@ def test_a_dry_run_after_a_real_run_of_the_same_mesh():
 def test_heads_that_ranks_cannot_share_raise_the_error_of_the_layer():
     with torch.device('meta'):
         module = nn.Sequential(nn.Linear(8, 8), Heads(8, 12))
-    with pytest.raises(RuntimeError, match=r"shape .*\n.*partition 1|view") as caught:
+    with pytest.raises(RuntimeError, match=r'shape .*\n.*partition 1|view') as caught:
         small(module, [1, 1], {'pipe': 2, 'tensor': 2}, tensor_plan={'1': ColwiseParallel()})
     assert "in layer '1'" in str(caught.value) or caught.value.__notes__
 
 
 def test_a_skip_to_an_earlier_stage_is_an_error():
     from tests.distributed.models import Down, Out
+
     with pytest.raises(TypeError, match='pop'):
         small(nn.Sequential(Out(8), Down(8)), [1, 1])
 

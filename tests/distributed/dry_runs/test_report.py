@@ -1,4 +1,5 @@
 """The report: parts of ranks, equal places in one line, links, uneven ranks, data and picture."""
+
 import json
 
 import pytest
@@ -14,8 +15,10 @@ from torchgpipe.distributed.dry_runs.report import Kept
 pytestmark = cpu_only('fake tensors are on the CPU')
 
 
-@pytest.mark.parametrize('at, part', [
-    ((0, 0), (2, 3)), ((1, 0), (1, 3)), ((0, 1), (2, 3)), ((0, 2), (2, 3)), ((1, 3), (0, 3))])
+@pytest.mark.parametrize(
+    'at, part',
+    [((0, 0), (2, 3)), ((1, 0), (1, 3)), ((0, 1), (2, 3)), ((0, 2), (2, 3)), ((1, 3), (0, 3))],
+)
 def test_the_part_of_a_rank(at, part):
     """The tensor axis splits 9 rows into 3, 3, 3 and 0, and the data axis 3 into 2 and 1."""
     kept = Kept('parameters', 'weight', (9, 3), 4, (('tensor', 0), ('data', 0)))
@@ -24,8 +27,9 @@ def test_the_part_of_a_rank(at, part):
 
 
 def test_equal_places_have_one_line():
-    report = small(linear(8), [1] * 8, {'data': 2, 'pipe': 8}, chunks=2, schedule='gpipe',
-                   checkpoint='never')
+    report = small(
+        linear(8), [1] * 8, {'data': 2, 'pipe': 8}, chunks=2, schedule='gpipe', checkpoint='never'
+    )
     lines = str(report).splitlines()
     assert lines[0] == '16 ranks: data 2 × pipe 8 × tensor 1; 2 micro-batches'
     assert any(line.startswith('1–6') and '1 … 6' in line for line in lines)
@@ -35,10 +39,19 @@ def test_equal_places_have_one_line():
 
 def test_links_within_hosts_and_between():
     report = small(linear(4), [1] * 4, {'data': 2, 'pipe': 4}, chunks=4, devices_per_host=2)
-    sends = {(each.source, each.target): each.link for each in report.traffic
-             if each.operation == 'send'}
-    assert sends == {(0, 1): 'host', (1, 0): 'host', (1, 2): 'network', (2, 1): 'network',
-                     (2, 3): 'host', (3, 2): 'host'}
+    sends = {
+        (each.source, each.target): each.link
+        for each in report.traffic
+        if each.operation == 'send'
+    }
+    assert sends == {
+        (0, 1): 'host',
+        (1, 0): 'host',
+        (1, 2): 'network',
+        (2, 1): 'network',
+        (2, 3): 'host',
+        (3, 2): 'host',
+    }
     assert {each.link for each in report.traffic if each.axis == 'data'} == {'network'}
     assert {each.link for each in small().traffic} == {''}
 
@@ -46,9 +59,16 @@ def test_links_within_hosts_and_between():
 def test_links_of_hosts_that_ranks_do_not_divide():
     """Of two replicas, the second one has its ranks on two hosts of three devices."""
     for mesh, axis in ({'data': 2, 'pipe': 2}, 'pipe'), ({'data': 2, 'tensor': 2}, 'tensor'):
-        report = small(linear(4), [4 // mesh.get('pipe', 1)] * mesh.get('pipe', 1), mesh,
-                       chunks=2, devices_per_host=3, tensor_plan={'0': ColwiseParallel(
-                           output_layouts=Replicate())} if axis == 'tensor' else None)
+        report = small(
+            linear(4),
+            [4 // mesh.get('pipe', 1)] * mesh.get('pipe', 1),
+            mesh,
+            chunks=2,
+            devices_per_host=3,
+            tensor_plan={'0': ColwiseParallel(output_layouts=Replicate())}
+            if axis == 'tensor'
+            else None,
+        )
         links = {each.link for each in report.traffic if each.axis == axis}
         assert links == {'network'}, axis
     alone = small(linear(4), [2, 2], {'pipe': 2}, chunks=2, devices_per_host=3)
@@ -71,11 +91,23 @@ def test_the_report_as_data_and_as_a_picture(tmp_path):
 
 def test_a_total_is_the_sum_of_its_parts():
     for data in ('replicate', 'shard'):
-        report = small(mesh={'data': 2, 'pipe': 2}, chunks=4, optimizer=torch.optim.Adam,
-                       data=data, loss=F.l1_loss)
+        report = small(
+            mesh={'data': 2, 'pipe': 2},
+            chunks=4,
+            optimizer=torch.optim.Adam,
+            data=data,
+            loss=F.l1_loss,
+        )
         for rank in report.ranks:
-            assert rank.total == (rank.parameters + rank.gradients + rank.optimizer + rank.buffers
-                                  + rank.activations + rank.messages + rank.gathered)
+            assert rank.total == (
+                rank.parameters
+                + rank.gradients
+                + rank.optimizer
+                + rank.buffers
+                + rank.activations
+                + rank.messages
+                + rank.gathered
+            )
             assert (rank.gathered > 0) == (data == 'shard') and rank.activations > 0
         assert report.totals['total'] == sum(rank.total for rank in report.ranks)
         copies = 2 if data == 'replicate' else 1

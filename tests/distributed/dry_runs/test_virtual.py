@@ -1,4 +1,5 @@
 """Virtual ranks: threads that take turns."""
+
 import threading
 
 import pytest
@@ -26,6 +27,7 @@ def test_one_function_runs_at_a_time_in_a_repeatable_order():
 
 def test_an_error_ends_all():
     """Later errors of the others are not reported, and keep none of them from its end."""
+
     def fail():
         raise ValueError('no')
 
@@ -51,6 +53,7 @@ def test_functions_that_wait_for_each_other_raise():
 def test_the_state_of_the_caller_holds_in_all():
     seen, turns = [], Turns()
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
-        turns.run([lambda: seen.append((torch.is_grad_enabled(),
-                                        torch.is_autocast_enabled('cpu')))] * 2)
+        turns.run(
+            [lambda: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled('cpu')))] * 2
+        )
     assert seen == [(False, True)] * 2

@@ -1,4 +1,5 @@
 """Layers with state that several test files share, and a comparison of modes."""
+
 import pytest
 import torch
 from torch import nn
@@ -96,37 +97,59 @@ def write_behind(layer, x):
 def observe(layer, x):
     """Move statistics of quantization by a fused kernel, which does not count versions."""
     return torch.fused_moving_avg_obs_fake_quant(
-        x.float(), layer.on, layer.on, layer.low, layer.high, layer.scale, layer.zero, 0.01, 0,
-        255, -1).double()
+        x.float(),
+        layer.on,
+        layer.on,
+        layer.low,
+        layer.high,
+        layer.scale,
+        layer.zero,
+        0.01,
+        0,
+        255,
+        -1,
+    ).double()
 
 
 ODD = {
     'own batch norm': lambda: Layer(own_batch_norm, {'mean': 0 * doubles(4), 'var': doubles(4)}),
-    'frozen statistics': lambda: Layer(own_batch_norm, parameters={
-        'mean': (0 * doubles(4), False), 'var': (doubles(4), False)}),
+    'frozen statistics': lambda: Layer(
+        own_batch_norm, parameters={'mean': (0 * doubles(4), False), 'var': (doubles(4), False)}
+    ),
     'behind the version': lambda: Layer(
-        lambda layer, x: (layer.ema.data.mul_(0.9), x * layer.ema.clone())[1],
-        {'ema': doubles(1)}),
+        lambda layer, x: (layer.ema.data.mul_(0.9), x * layer.ema.clone())[1], {'ema': doubles(1)}
+    ),
     'count': lambda: Layer(count, calls=0),
     'registered late': lambda: Layer(register),
     'attribute': lambda: Layer(follow, last=doubles(1)),
     'attribute in place': lambda: Layer(
-        lambda layer, x: (layer.ema.mul_(0.9), x * layer.ema.clone())[1], ema=doubles(1)),
+        lambda layer, x: (layer.ema.mul_(0.9), x * layer.ema.clone())[1], ema=doubles(1)
+    ),
     'frozen parameter': lambda: Layer(write, parameters={'weight': (doubles(4), False)}),
     'trainable parameter': lambda: Layer(write, parameters={'weight': (doubles(4), True)}),
-    'trainable behind the version': lambda: Layer(write_behind,
-                                                  parameters={'weight': (doubles(4), True)}),
+    'trainable behind the version': lambda: Layer(
+        write_behind, parameters={'weight': (doubles(4), True)}
+    ),
     'view': lambda: (lambda whole: Layer(share, {'whole': whole, 'part': whole[1:3]}))(doubles(4)),
-    'view as an attribute': lambda: (lambda whole: Layer(
-        share, {'whole': whole}, part=whole[1:3]))(doubles(4)),
-    'fake quantization': lambda: Layer(observe, {
-        'on': torch.ones(1, dtype=torch.long), 'low': torch.tensor(float('inf')),
-        'high': torch.tensor(float('-inf')), 'scale': torch.ones(1),
-        'zero': torch.zeros(1, dtype=torch.int)}),
-    'sparse': lambda: Layer(lambda layer, x: (setattr(layer, 'eye', layer.eye * 0.9),
-                                              (layer.eye @ x.T).T)[1],
-                            {'eye': torch.eye(4).double().to_sparse()}),
-    'dropout': lambda: nn.Dropout(0.4)}
+    'view as an attribute': lambda: (
+        lambda whole: Layer(share, {'whole': whole}, part=whole[1:3])
+    )(doubles(4)),
+    'fake quantization': lambda: Layer(
+        observe,
+        {
+            'on': torch.ones(1, dtype=torch.long),
+            'low': torch.tensor(float('inf')),
+            'high': torch.tensor(float('-inf')),
+            'scale': torch.ones(1),
+            'zero': torch.zeros(1, dtype=torch.int),
+        },
+    ),
+    'sparse': lambda: Layer(
+        lambda layer, x: (setattr(layer, 'eye', layer.eye * 0.9), (layer.eye @ x.T).T)[1],
+        {'eye': torch.eye(4).double().to_sparse()},
+    ),
+    'dropout': lambda: nn.Dropout(0.4),
+}
 
 
 def skip_unless_movable(name, devices):
@@ -151,8 +174,9 @@ def compare_modes(make, devices, chunks=3, size=9, steps=3):
     for mode in ('never', 'always'):
         torch.manual_seed(0)
         model = make()
-        gpipe = GPipe(model, [1, len(model) - 1], devices=devices(2), chunks=chunks,
-                      checkpoint=mode)
+        gpipe = GPipe(
+            model, [1, len(model) - 1], devices=devices(2), chunks=chunks, checkpoint=mode
+        )
         move_attributes(gpipe)
         torch.manual_seed(1)
         for _ in range(steps):

@@ -1,4 +1,5 @@
 """The observed behaviour of layers, tested on its own."""
+
 import pytest
 import torch
 from torch import nn

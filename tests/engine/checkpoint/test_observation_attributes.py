@@ -1,12 +1,17 @@
 """Attributes of modules: the detected changes, and the objects that a copy shares."""
+
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import torch
 from torch import nn
 
 from tests.cases import cases
-from torchgpipe.engine.checkpoint.observation import (LayerRecorder, Observed, copy_of_value,
-                                                      tensors_in)
+from torchgpipe.engine.checkpoint.observation import (
+    LayerRecorder,
+    Observed,
+    copy_of_value,
+    tensors_in,
+)
 
 
 class Module(nn.Module):
@@ -26,23 +31,25 @@ def changes(value, change):
     return bool(observed.mutated or observed.changes_containers or recorder.copies)
 
 
-CHANGES = [(0, lambda module: setattr(module, 'value', 1)),
-           ([1], lambda module: module.value.append(2)),
-           ([1, 2], lambda module: module.value.reverse()),
-           ({1}, lambda module: module.value.add(2)),
-           (deque([1], 3), lambda module: module.value.append(1)),
-           ({'a': 1}, lambda module: module.value.update(a=2)),
-           (OrderedDict(a=1), lambda module: module.value.pop('a')),
-           (Counter('a'), lambda module: module.value.update('a')),
-           (defaultdict(list), lambda module: module.value['a']),
-           ({'a': {'b': [1]}}, lambda module: module.value['a']['b'].append(2)),
-           ([[[0]]], lambda module: module.value[0][0].__setitem__(0, 1)),
-           ([torch.zeros(2)], lambda module: module.value.__setitem__(0, torch.zeros(2))),
-           (None, lambda module: setattr(module, 'other', 1)),
-           ([{'a': torch.zeros(2)}], lambda module: module.value[0]['a'].add_(1)),
-           ((1, [2]), lambda module: module.value[1].append(3)),
-           ((torch.zeros(1),), lambda module: module.value[0].data.add_(1)),
-           (torch.zeros(1), lambda module: module.value.add_(1))]
+CHANGES = [
+    (0, lambda module: setattr(module, 'value', 1)),
+    ([1], lambda module: module.value.append(2)),
+    ([1, 2], lambda module: module.value.reverse()),
+    ({1}, lambda module: module.value.add(2)),
+    (deque([1], 3), lambda module: module.value.append(1)),
+    ({'a': 1}, lambda module: module.value.update(a=2)),
+    (OrderedDict(a=1), lambda module: module.value.pop('a')),
+    (Counter('a'), lambda module: module.value.update('a')),
+    (defaultdict(list), lambda module: module.value['a']),
+    ({'a': {'b': [1]}}, lambda module: module.value['a']['b'].append(2)),
+    ([[[0]]], lambda module: module.value[0][0].__setitem__(0, 1)),
+    ([torch.zeros(2)], lambda module: module.value.__setitem__(0, torch.zeros(2))),
+    (None, lambda module: setattr(module, 'other', 1)),
+    ([{'a': torch.zeros(2)}], lambda module: module.value[0]['a'].add_(1)),
+    ((1, [2]), lambda module: module.value[1].append(3)),
+    ((torch.zeros(1),), lambda module: module.value[0].data.add_(1)),
+    (torch.zeros(1), lambda module: module.value.add_(1)),
+]
 
 
 @cases('value, change', CHANGES)

@@ -1,4 +1,5 @@
 """Random numbers: exact in recomputation, the same from run to run, or an error."""
+
 import copy
 import itertools
 import subprocess
@@ -15,8 +16,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, workers
-from tests.helpers import (MODES, Call, assert_same, call, compare_all_pending, gradients,
-                           micro_batches, modes, nothing, on_first)
+from tests.helpers import (
+    MODES,
+    Call,
+    assert_same,
+    call,
+    compare_all_pending,
+    gradients,
+    micro_batches,
+    modes,
+    nothing,
+    on_first,
+)
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.context import generator_lock
 from torchgpipe.engine.streams import use_device
@@ -41,15 +52,21 @@ class Dropouts(nn.Dropout):
 def noise(x):
     """Multiply by random numbers from many functions, both known and unknown ones."""
     device = x.device
-    for factor in (torch.rand_like(x), torch.randn(x.shape, device=device),
-                   torch.empty_like(x).exponential_(),
-                   F.dropout(torch.ones_like(x)), torch.bernoulli(x.detach().sigmoid()),
-                   torch.native_dropout(torch.ones_like(x), 0.5, True)[0],
-                   torch.rand(x.shape, device=device).gather(
-                       1, torch.randperm(x.size(1), device=device).expand_as(x)),
-                   torch.normal(0., torch.ones_like(x)), F.gumbel_softmax(torch.ones_like(x)),
-                   torch.distributions.Gamma(torch.ones_like(x), 2.).sample(),
-                   torch.multinomial(torch.ones_like(x[0]), len(x), True)[:, None].to(x.dtype)):
+    for factor in (
+        torch.rand_like(x),
+        torch.randn(x.shape, device=device),
+        torch.empty_like(x).exponential_(),
+        F.dropout(torch.ones_like(x)),
+        torch.bernoulli(x.detach().sigmoid()),
+        torch.native_dropout(torch.ones_like(x), 0.5, True)[0],
+        torch.rand(x.shape, device=device).gather(
+            1, torch.randperm(x.size(1), device=device).expand_as(x)
+        ),
+        torch.normal(0.0, torch.ones_like(x)),
+        F.gumbel_softmax(torch.ones_like(x)),
+        torch.distributions.Gamma(torch.ones_like(x), 2.0).sample(),
+        torch.multinomial(torch.ones_like(x[0]), len(x), True)[:, None].to(x.dtype),
+    ):
         x = x * (factor + 0.1)
     return x
 
@@ -78,15 +95,24 @@ def by_partitions(gpipe, x, chunks=1):
 @pytest.mark.parametrize('mode', [*MODES, ['always', 'never', 'except_last']])
 @pytest.mark.parametrize('make', [Dropouts, lambda: Call(noise)], ids=['dropout', 'noise'])
 def test_recomputation_draws_what_the_first_pass_drew(devices, mode, make):
-    gpipe = GPipe(nn.Sequential(make(), make(), make()), [1] * 3, devices=devices(3), chunks=5,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(make(), make(), make()),
+        [1] * 3,
+        devices=devices(3),
+        chunks=5,
+        checkpoint=mode,
+    )
     for _ in range(3):
         assert_output_and_gradient_agree(gpipe, torch.rand(10, 20, dtype=torch.double) + 0.5)
 
 
-@pytest.mark.parametrize('kinds', [
-    ['one worker', 'a worker each'],
-    pytest.param(['accelerators'], marks=pytest.mark.accelerator)])
+@pytest.mark.parametrize(
+    'kinds',
+    [
+        ['one worker', 'a worker each'],
+        pytest.param(['accelerators'], marks=pytest.mark.accelerator),
+    ],
+)
 @modes
 def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode, kinds):
     results = []
@@ -161,15 +187,19 @@ def layer_drop(x, y):
 
 #: Layers that are not known to draw until they do, and one that does not draw.
 DRAWING = {
-    'attention': Attention, 'encoder': Encoder, 'none': lambda: nn.Linear(8, 8),
+    'attention': Attention,
+    'encoder': Encoder,
+    'none': lambda: nn.Linear(8, 8),
     'dropout': lambda: Functional(lambda x, y: F.dropout(y, 0.3)),
     'noise': lambda: Functional(lambda x, y: y + torch.randn_like(y)),
     'stochastic depth': lambda: Functional(stochastic_depth),
-    'layer drop': lambda: Functional(layer_drop)}
+    'layer drop': lambda: Functional(layer_drop),
+}
 
 
-def assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(layers, balance, places, chunks,
-                                                               mode):
+def assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(
+    layers, balance, places, chunks, mode
+):
     """Train from the first step on, and compare all that comes of it, and the generator."""
     torch.manual_seed(len(layers))
     model = nn.Sequential(*[DRAWING[layer]() for layer in layers]).double()
@@ -201,7 +231,7 @@ def assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(layers, balance, 
 def split(model, balance):
     """Cut a sequential module."""
     ends = torch.tensor(balance).cumsum(0).tolist()
-    return [model[end - size:end] for end, size in zip(ends, balance)]
+    return [model[end - size : end] for end, size in zip(ends, balance)]
 
 
 @devices
@@ -209,7 +239,8 @@ def split(model, balance):
 @pytest.mark.parametrize('layer', [layer for layer in DRAWING if layer != 'none'])
 def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(layer, mode, devices):
     assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(
-        [layer] * 3, [1] * 3, devices(3), 4, mode)
+        [layer] * 3, [1] * 3, devices(3), 4, mode
+    )
 
 
 @pytest.mark.slow
@@ -219,18 +250,22 @@ def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(layer, mode, de
 def test_it_does_so_whatever_the_balance_and_the_devices(data):
     n = data.draw(st.integers(2, 4))
     balance = data.draw(st.lists(st.integers(1, 2), min_size=n, max_size=n))
-    layers = data.draw(st.lists(st.sampled_from(list(DRAWING)), min_size=sum(balance),
-                                max_size=sum(balance)))
-    places = data.draw(st.lists(st.sampled_from(['cpu:0', 'cpu:1', 'cpu:2']), min_size=n,
-                                max_size=n))
+    layers = data.draw(
+        st.lists(st.sampled_from(list(DRAWING)), min_size=sum(balance), max_size=sum(balance))
+    )
+    places = data.draw(
+        st.lists(st.sampled_from(['cpu:0', 'cpu:1', 'cpu:2']), min_size=n, max_size=n)
+    )
     assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(
-        layers, balance, places, data.draw(st.integers(1, 8)), data.draw(st.sampled_from(MODES)))
+        layers, balance, places, data.draw(st.integers(1, 8)), data.draw(st.sampled_from(MODES))
+    )
 
 
 @devices
 @modes
 def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
     """In v0.3.0, draws of such layers were not detected, so others also drew from their seed."""
+
     def seeded(x):
         # Not by torch.manual_seed, which is for all devices, so for other partitions' as well.
         generators = torch.get_device_module(x.device) if devices.are_accelerators else torch
@@ -260,9 +295,11 @@ def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
 @modes
 def test_a_checkpoint_of_pytorch_within_a_layer(devices, mode):
     """It saves the state of the generator, to draw the same in a recomputation of its own."""
+
     def layer(reentrant):
         def draw(x):
             return F.dropout(x, 0.3) * torch.rand_like(x)
+
         return Call(lambda x: torch_checkpoint(draw, x, use_reentrant=reentrant))
 
     model = nn.Sequential(layer(False), layer(mode == 'never'), layer(False))
@@ -276,20 +313,29 @@ def test_a_checkpoint_of_pytorch_within_a_layer(devices, mode):
 @pytest.mark.parametrize('dtype', [torch.double, torch.complex128])
 def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
     """In v0.3.0 it was not put back; on complex numbers, not even the difference was noticed."""
+
     class Own(nn.Module):
         def __init__(self, device):
             super().__init__()
             self.generator = torch.Generator(device).manual_seed(1)
 
         def forward(self, x):
-            y = x * torch.randn(x.shape, generator=self.generator, dtype=torch.double,
-                                device=x.device)
+            y = x * torch.randn(
+                x.shape, generator=self.generator, dtype=torch.double, device=x.device
+            )
             noise = torch.empty(x.shape, dtype=torch.double, device=x.device)
             return y * noise.uniform_(1, 2, generator=self.generator)
 
     gpipe, unwrapped = (
-        GPipe(nn.Sequential(*map(Own, devices(2))), [1, 1], devices=devices(2), chunks=3,
-              checkpoint=mode) for _ in range(2))
+        GPipe(
+            nn.Sequential(*map(Own, devices(2))),
+            [1, 1],
+            devices=devices(2),
+            chunks=3,
+            checkpoint=mode,
+        )
+        for _ in range(2)
+    )
     for _ in range(3):
         x = torch.rand(6, 4, dtype=dtype, requires_grad=True, device=devices.first)
         output = gpipe(x)
@@ -313,8 +359,13 @@ def test_a_generator_of_a_layer_s_own_that_is_used_first_in_a_later_cell(devices
         def noise(self):
             return torch.rand(4, generator=self.generator, device=self.generator.device)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Second()), [2], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Second()),
+        [2],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     gpipe(torch.rand(3, 4, device=devices.first)).sum().backward()
     assert_same(gpipe[0].bias.grad, 2 + Second().noise())
 
@@ -322,13 +373,23 @@ def test_a_generator_of_a_layer_s_own_that_is_used_first_in_a_later_cell(devices
 @devices
 def test_recomputation_leaves_all_generators_where_they_were(devices):
     own = torch.Generator(devices(2)[1])
-    gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Call(
-        lambda x: x * torch.rand(x.shape, generator=own, device=x.device))), [1, 1],
-        devices=devices(2), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(
+            nn.Dropout(0.5),
+            Call(lambda x: x * torch.rand(x.shape, generator=own, device=x.device)),
+        ),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='always',
+    )
 
     def states():
-        of_devices = [torch.get_device_module(device).get_rng_state(device)
-                      for device in gpipe.devices if devices.are_accelerators]
+        of_devices = [
+            torch.get_device_module(device).get_rng_state(device)
+            for device in gpipe.devices
+            if devices.are_accelerators
+        ]
         return [torch.get_rng_state(), own.get_state(), *of_devices]
 
     for _ in range(3):
@@ -340,8 +401,13 @@ def test_recomputation_leaves_all_generators_where_they_were(devices):
 
 def train_with_dropout(mode, steps, draw):
     """Train a model whose input is drawn from a generator of its own."""
-    gpipe = GPipe(nn.Sequential(nn.Dropout(0.3), Dropouts(), nn.Dropout(0.3)), [1] * 3,
-                  devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Dropout(0.3), Dropouts(), nn.Dropout(0.3)),
+        [1] * 3,
+        devices=['cpu:0', 'cpu:1', 'cpu:2'],
+        chunks=4,
+        checkpoint=mode,
+    )
     for _ in range(steps):
         assert_output_and_gradient_agree(gpipe, draw(8, 16) + 0.5)
 
@@ -359,8 +425,13 @@ def test_a_thread_that_draws_in_the_middle_of_a_cell_is_named(mode):
             thread.join()
         return x
 
-    gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Call(draw_elsewhere)), [2], devices=['cpu'],
-                  chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Dropout(0.5), Call(draw_elsewhere)),
+        [2],
+        devices=['cpu'],
+        chunks=3,
+        checkpoint=mode,
+    )
     with pytest.raises(RuntimeError, match='another thread drew .* torch.Generator of its own'):
         gpipe(torch.rand(6, 4, requires_grad=True)).sum().backward()
 
@@ -393,12 +464,25 @@ def test_cells_that_draw_hold_the_lock_of_the_generator(mode):
         held.append(generator_lock._is_owned())
         return x
 
-    inner = GPipe(nn.Sequential(nn.Dropout(0.5), Call(note)), [1, 1], devices=['cpu:2', 'cpu:3'],
-                  chunks=2, checkpoint='always')
-    for layers, expected in ([nn.Dropout(0.5), Call(note)], True), ([Call(note), inner], False), (
-            [nn.Linear(4, 4), Call(note)], False):
-        gpipe = GPipe(nn.Sequential(nn.Sequential(*layers), nn.Identity()), [1, 1],
-                      devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint=mode)
+    inner = GPipe(
+        nn.Sequential(nn.Dropout(0.5), Call(note)),
+        [1, 1],
+        devices=['cpu:2', 'cpu:3'],
+        chunks=2,
+        checkpoint='always',
+    )
+    for layers, expected in (
+        ([nn.Dropout(0.5), Call(note)], True),
+        ([Call(note), inner], False),
+        ([nn.Linear(4, 4), Call(note)], False),
+    ):
+        gpipe = GPipe(
+            nn.Sequential(nn.Sequential(*layers), nn.Identity()),
+            [1, 1],
+            devices=['cpu:0', 'cpu:1'],
+            chunks=2,
+            checkpoint=mode,
+        )
         for _ in range(2):
             held.clear()
             gpipe(torch.rand(4, 4, requires_grad=True)).sum().backward()
@@ -415,8 +499,9 @@ def test_two_models_with_dropout_in_threads_of_their_own(mode, threads):
 
     def train():
         try:
-            train_with_dropout(mode, 40 // threads,
-                               partial(torch.rand, generator=torch.Generator()))
+            train_with_dropout(
+                mode, 40 // threads, partial(torch.rand, generator=torch.Generator())
+            )
         except BaseException as error:
             problems.append(error)
 
@@ -441,14 +526,18 @@ class Maybe(nn.Module):
 @devices
 @pytest.mark.parametrize('first', [Maybe, Dropouts])
 def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, first, monkeypatch):
-    gpipe = GPipe(nn.Sequential(first(), Maybe()), [1, 1], devices=devices(2), chunks=3,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(first(), Maybe()), [1, 1], devices=devices(2), chunks=3, checkpoint='always'
+    )
     x = torch.rand(3, 1, device=devices.first)
     assert_output_and_gradient_agree(gpipe, x)
     monkeypatch.setattr(Maybe, 'on', True)
     # Accelerators have generators of their own, which are put back in any case.
-    with nothing() if devices.are_accelerators else \
-            pytest.raises(RuntimeError, match='it drew random numbers where the first'):
+    with (
+        nothing()
+        if devices.are_accelerators
+        else pytest.raises(RuntimeError, match='it drew random numbers where the first')
+    ):
         assert_output_and_gradient_agree(gpipe, x)
     for _ in range(3):
         assert_output_and_gradient_agree(gpipe, x)
@@ -465,9 +554,14 @@ def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypa
             # The third micro-batch has a seven.
             return super().forward(x) if x.detach().eq(7).any() else x * 2
 
-    gpipe = GPipe(nn.Sequential(Call(lambda x: x + 0 * torch.rand(1)), Later()), [1, 1],
-                  devices=['cpu', 'cpu'], chunks=3, checkpoint='always')
-    x = torch.tensor([[1.], [2.], [7.]], requires_grad=True)
+    gpipe = GPipe(
+        nn.Sequential(Call(lambda x: x + 0 * torch.rand(1)), Later()),
+        [1, 1],
+        devices=['cpu', 'cpu'],
+        chunks=3,
+        checkpoint='always',
+    )
+    x = torch.tensor([[1.0], [2.0], [7.0]], requires_grad=True)
     gpipe(x)
     monkeypatch.setattr(Maybe, 'on', True)
     with pytest.raises(RuntimeError, match='it drew random numbers where the first pass was not'):
@@ -476,8 +570,13 @@ def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypa
 
 @cpu_only(APART)
 def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
-    gpipe = GPipe(nn.Sequential(Maybe(), Maybe(), Maybe()), [1] * 3,
-                  devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(Maybe(), Maybe(), Maybe()),
+        [1] * 3,
+        devices=['cpu:0', 'cpu:1', 'cpu:2'],
+        chunks=4,
+        checkpoint='never',
+    )
     x = torch.rand(4, 1)
     gpipe(x)
     monkeypatch.setattr(Maybe, 'on', True)
@@ -491,28 +590,42 @@ def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
 
 @cpu_only(APART)
 def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(monkeypatch):
-    gpipe = GPipe(nn.Sequential(nn.Dropout(0.5), Maybe(), Maybe()), [1] * 3,
-                  devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=4, checkpoint='never')
+    gpipe = GPipe(
+        nn.Sequential(nn.Dropout(0.5), Maybe(), Maybe()),
+        [1] * 3,
+        devices=['cpu:0', 'cpu:1', 'cpu:2'],
+        chunks=4,
+        checkpoint='never',
+    )
     x = torch.rand(4, 1)
     for on, known in (False, [False, False]), (True, [True, True]):
         monkeypatch.setattr(Maybe, 'on', on)
         gpipe(x)
-        assert [observed.draws for partition in gpipe._engine.partitions[1:]
-                for observed in partition.observed.values()] == known
+        assert [
+            observed.draws
+            for partition in gpipe._engine.partitions[1:]
+            for observed in partition.observed.values()
+        ] == known
 
 
 @devices
 @modes
 def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
     """In v0.3.0 it was taken for the model, which raised and ran in turn from then on."""
+
     def draw_elsewhere(x):
         thread = threading.Thread(target=torch.rand, args=(1,))
         thread.start()
         thread.join()
         return x * 2
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Call(draw_elsewhere)), [1, 1],
-                  devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Call(draw_elsewhere)),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        checkpoint=mode,
+    )
     for _ in range(10):
         call(gpipe, torch.rand(6, 4)).sum().backward()
     for observed in gpipe._engine.partitions[0].observed.values():
@@ -522,8 +635,13 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
 
 @workers
 def test_dropout_in_evaluation_does_not_keep_training_from_being_exact(devices):
-    gpipe = GPipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], devices=devices(2), chunks=4,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Dropouts(), Dropouts()),
+        [1, 1],
+        devices=devices(2),
+        chunks=4,
+        checkpoint='always',
+    )
     call(gpipe.eval(), torch.rand(8, 4))
     gpipe.train()
     assert_output_and_gradient_agree(gpipe, torch.rand(8, 4) + 0.5)
@@ -568,8 +686,13 @@ def test_an_operation_that_draws_and_does_not_say_so():
         def backward(ctx, grad):
             return grad * ctx.saved_tensors[0]
 
-    gpipe = GPipe(nn.Sequential(Call(Hidden.apply), nn.Dropout(0.5)), [2], devices=['cpu'],
-                  chunks=3, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Call(Hidden.apply), nn.Dropout(0.5)),
+        [2],
+        devices=['cpu'],
+        chunks=3,
+        checkpoint='always',
+    )
     for _ in range(3):
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
 
@@ -590,8 +713,13 @@ def test_a_layer_that_draws_in_its_first_pass_only(devices):
 @pytest.mark.accelerator
 @modes
 def test_dropout_on_an_accelerator(mode):
-    gpipe = GPipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], devices=[ACCELERATOR, 'cpu'],
-                  chunks=4, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(Dropouts(), Dropouts()),
+        [1, 1],
+        devices=[ACCELERATOR, 'cpu'],
+        chunks=4,
+        checkpoint=mode,
+    )
     x = torch.rand(8, 16, device=ACCELERATOR, requires_grad=True)
     output = gpipe(x)
     output.sum().backward()

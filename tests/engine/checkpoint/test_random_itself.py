@@ -1,4 +1,5 @@
 """Random numbers of a cell by themselves, beside threads that draw too."""
+
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ cpu = torch.device('cpu')
 
 FUNCTIONS = {
     'new tensors': lambda: F.dropout(torch.ones(100)) + torch.rand(100),
-    'a change in place': lambda: F.rrelu(-torch.ones(100), training=True, inplace=True)}
+    'a change in place': lambda: F.rrelu(-torch.ones(100), training=True, inplace=True),
+}
 
 
 def known():
@@ -108,16 +110,23 @@ def test_a_recorder_is_let_go_of_when_it_has_recorded():
 
 
 @cpu_only('it is about a generator that devices share')
-@pytest.mark.parametrize('before, after, expected', [
-    ([False, False], None, [('at once', 0, 3)]),
-    ([None, False], [False, False], [('at once', 0, 1), ('at once', 1, 3)]),
-    ([None, None], [False, True], [('at once', 0, 1), ('in order', 1, 3)]),
-    ([True, False], None, [('in order', 0, 3)]), ([False, True], None, [('in order', 0, 3)])])
+@pytest.mark.parametrize(
+    'before, after, expected',
+    [
+        ([False, False], None, [('at once', 0, 3)]),
+        ([None, False], [False, False], [('at once', 0, 1), ('at once', 1, 3)]),
+        ([None, None], [False, True], [('at once', 0, 1), ('in order', 1, 3)]),
+        ([True, False], None, [('in order', 0, 3)]),
+        ([False, True], None, [('in order', 0, 3)]),
+    ],
+)
 def test_no_cell_runs_beside_one_that_draws(before, after, expected, monkeypatch):
     """It could begin to draw, and the generator would not tell."""
     partitions = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
-    pipeline, log = PlainCall(Engine(partitions, [cpu, torch.device('cpu:1')]),
-                              cut(torch.ones(3, 2), 3)[0]), []
+    pipeline, log = (
+        PlainCall(Engine(partitions, [cpu, torch.device('cpu:1')]), cut(torch.ones(3, 2), 3)[0]),
+        [],
+    )
 
     def note(how, *which):
         log.append((how, *which))
@@ -177,10 +186,13 @@ def test_layers_that_are_compiled_stay_compiled():
 
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.skipif(not hasattr(TorchDispatchMode, 'supports_higher_order_operators'),
-                    reason='this PyTorch takes no operators of higher order in any mode')
+@pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, 'supports_higher_order_operators'),
+    reason='this PyTorch takes no operators of higher order in any mode',
+)
 def test_operators_of_higher_order():
     recorder = Recorder()
-    output = recorder.run(lambda: torch.cond(
-        torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),)))
+    output = recorder.run(
+        lambda: torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),))
+    )
     assert output.tolist() == [2, 2]

@@ -1,4 +1,5 @@
 """A recomputation on its own: the state that layers see, and the objects that it releases."""
+
 import gc
 
 import pytest
@@ -22,8 +23,13 @@ def test_layers_are_told_in_which_pass_they_are(devices):
             log.append((is_checkpointing(), is_recomputing()))
             return super().forward(x)
 
-    gpipe = GPipe(nn.Sequential(Ask(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices(2), chunks=3,
-                  checkpoint='except_last')
+    gpipe = GPipe(
+        nn.Sequential(Ask(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        devices=devices(2),
+        chunks=3,
+        checkpoint='except_last',
+    )
     for _ in range(2):
         gpipe(on_first(gpipe, torch.rand(3, 4))).sum().backward()
         assert log == [(True, False), (True, False), (False, False), (False, True), (False, True)]
@@ -58,8 +64,13 @@ def test_backward_frees_inputs_also_while_the_loss_is_there(devices, mode):
             given.append(memory_of(x))
             return super().forward(x)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Seen(4, 4)), [1, 1], devices=devices(2), chunks=2,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Seen(4, 4)),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint=mode,
+    )
     loss = gpipe(on_first(gpipe, torch.rand(4, 4))).sum()
     assert not any(memory.expired() for memory in given)
     loss.backward()
@@ -81,8 +92,13 @@ def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
                 kept.append(aside)
             return y
 
-    gpipe = GPipe(nn.Sequential(Aside(4, 4), nn.Linear(4, 4)), [1, 1],
-                  devices=devices.distinct(2), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Aside(4, 4), nn.Linear(4, 4)),
+        [1, 1],
+        devices=devices.distinct(2),
+        chunks=2,
+        checkpoint='always',
+    )
     x = on_first(gpipe, torch.rand(4, 4))
     gpipe.step(x, x.to(gpipe.devices[-1]), loss_of)
     assert len(made) == len(kept) == 2 and all(memory.expired() for memory in made)
@@ -100,8 +116,13 @@ def test_what_a_step_kept_to_run_again_goes_also_where_a_part_of_the_graph_stays
                 kept.append(aside)
             return y
 
-    gpipe = GPipe(nn.Sequential(no_recompute(nn.Linear(4, 4)), Aside(4, 4)), [2],
-                  devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(no_recompute(nn.Linear(4, 4)), Aside(4, 4)),
+        [2],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     x = on_first(gpipe, torch.rand(4, 4))
     for call in (lambda: gpipe.step(x, x, loss_of), lambda: gpipe(x).sum().backward()):
         call()
@@ -125,8 +146,13 @@ def test_a_cell_whose_output_gets_no_gradient_is_not_run_again():
         def forward(self, x):
             return super().forward(x.detach())
 
-    gpipe = GPipe(nn.Sequential(Count(4, 4), Detach(4, 4)), [1, 1], devices=['cpu', 'cpu'],
-                  chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Count(4, 4), Detach(4, 4)),
+        [1, 1],
+        devices=['cpu', 'cpu'],
+        chunks=2,
+        checkpoint='always',
+    )
     x = torch.rand(4, 4)
     gpipe.step(x, x, loss_of)
     assert calls == [False, False]
@@ -134,8 +160,9 @@ def test_a_cell_whose_output_gets_no_gradient_is_not_run_again():
 
 @cpu_only('an error of autograd, the same anywhere')
 def test_an_error_of_a_second_backward_says_that_outputs_have_one_recomputation():
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [2], devices=['cpu'],
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [2], devices=['cpu'], checkpoint='always'
+    )
     output = gpipe(torch.rand(4, 4))
     output[:2].sum().backward()
     with pytest.raises(RuntimeError, match='second time') as error:
@@ -178,7 +205,11 @@ def test_a_skip_that_is_the_batch_is_so_again():
             same.append(x is skip)
             return super().forward(x + skip)
 
-    gpipe = GPipe(nn.Sequential(Stash(4, 4), Pop(4, 4)), [1, 1], devices=['cpu', 'cpu'],
-                  checkpoint=['never', 'always'])
+    gpipe = GPipe(
+        nn.Sequential(Stash(4, 4), Pop(4, 4)),
+        [1, 1],
+        devices=['cpu', 'cpu'],
+        checkpoint=['never', 'always'],
+    )
     gpipe(torch.rand(4, 4)).sum().backward()
     assert same == [True, True]

@@ -1,4 +1,5 @@
 """Changes between forward and backward: the recomputation finds the earlier state."""
+
 import copy
 import gc
 
@@ -53,6 +54,7 @@ def test_hooks(devices, mode, kind, added):
     """They are added or removed before backward. Only gradients show their effect."""
     results = []
     for net in (make(), wrap(devices, mode)):
+
         def hook(module, *values):
             return values[-1][0] * 2 if kind.endswith('pre_hook') else values[-1] * 2
 
@@ -82,8 +84,10 @@ def test_hooks_that_a_forward_registers(devices, mode):
     """In v0.7.0, a recomputation raised that there is no weak reference to a dict."""
     results = []
     model = nn.Sequential(Hooked(4, 4), nn.Tanh(), Hooked(4, 4), nn.Sigmoid()).double()
-    for net in (copy.deepcopy(model),
-                GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint=mode)):
+    for net in (
+        copy.deepcopy(model),
+        GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint=mode),
+    ):
         output = call(net, inputs()[0])
         output.square().sum().backward()
         results.append([output, *gradients(net)])
@@ -119,8 +123,9 @@ def drop(layer, x):
 @pytest.mark.parametrize('what', [set_attribute, drop])
 def test_a_layer_that_begins_to_do_something_new(devices, what):
     """A draw is refused once, and watched from then on. Attributes are kept at any time."""
-    gpipe = GPipe(nn.Sequential(Begins(what)), [1], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Begins(what)), [1], devices=devices(1), chunks=2, checkpoint='always'
+    )
     x = torch.rand(4, 4, dtype=torch.double, requires_grad=True, device=devices.first)
     for _ in range(2):
         gpipe(x).sum().backward()
@@ -157,6 +162,7 @@ def test_grad_mode_that_a_layer_leaves_changed(devices):
 @one_worker
 def test_conjugate_views_between_partitions(devices):
     """And negative ones, as the imaginary parts of conjugate ones are."""
+
     class Conjugate(nn.Module):
         def forward(self, x):
             y = torch.complex(x, x.sin()).conj()
@@ -178,8 +184,13 @@ def test_conjugate_views_between_partitions(devices):
 @one_worker
 @pytest.mark.parametrize('layer', [nn.Dropout(), nn.RReLU(), nn.Tanh()])
 def test_no_cycle_is_left_for_the_garbage_collector(devices, layer):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [2], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), layer),
+        [2],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
 """The user's saved-tensor hooks: they use one stream for the input of a cell."""
+
 import copy
 
 import pytest
@@ -13,11 +14,13 @@ from torchgpipe import GPipe
 
 def slowly(function):
     """Compute a tensor on the stream that is current, behind a slow kernel."""
+
     def compute(x):
         if not x.is_cpu:
             with torch.accelerator.device_index(x.device.index):
                 sleep(1)
         return function(x)
+
     return compute
 
 
@@ -66,8 +69,9 @@ def test_hooks_pack_without_grad_as_those_of_autograd_do(devices):
         modes.append(torch.is_grad_enabled())
         return x
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2)), [1], devices=devices(1), chunks=2, checkpoint='always'
+    )
     with saved_tensors_hooks(pack, lambda x: x):
         output = gpipe(torch.rand(4, 2, device=devices.first))
     assert modes and not any(modes)

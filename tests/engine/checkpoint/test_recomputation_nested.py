@@ -1,4 +1,5 @@
 """Nested tensors between layers: as without checkpoints, or refused with a way out."""
+
 import copy
 
 import pytest
@@ -9,8 +10,10 @@ from tests.devices import cpu_only, cpus
 from tests.helpers import modes, train_both
 from torchgpipe import GPipe, is_recomputing, no_recompute
 
-pytestmark = [cpu_only('the simulated accelerator has no nested tensors'),
-              pytest.mark.filterwarnings('ignore:The PyTorch API of nested tensors')]
+pytestmark = [
+    cpu_only('the simulated accelerator has no nested tensors'),
+    pytest.mark.filterwarnings('ignore:The PyTorch API of nested tensors'),
+]
 
 SIZES = 1, 3, 2
 
@@ -25,7 +28,7 @@ class Nest(nn.Module):
 
     def forward(self, x):
         """Take the first rows of each."""
-        rows = [sample[:SIZES[k % 3]] for k, sample in enumerate(self.linear(x))]
+        rows = [sample[: SIZES[k % 3]] for k, sample in enumerate(self.linear(x))]
         return torch.nested.as_nested_tensor(rows, layout=self.layout)
 
 
@@ -44,8 +47,9 @@ def layers(first):
 
 def train(model, balance, devices, mode):
     """Train both."""
-    gpipe = GPipe(copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=2,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=2, checkpoint=mode
+    )
     train_both(model, gpipe, torch.rand(6, 3, 4, dtype=torch.double))
 
 
@@ -75,11 +79,18 @@ def test_a_partition_that_only_makes_them(devices):
 
 
 @cpus
-@pytest.mark.parametrize('balance, mode, layer', [
-    ([5], 'always', Nest(torch.jagged)), ([2, 3], 'always', Nest(torch.jagged)),
-    ([1, 4], 'always', Nest(torch.strided)), ([2, 3], 'always', Nest(torch.strided)),
-    ([5], 'always', Nest(torch.strided)), ([1, 4], ['never', 'always'], Nest(torch.strided)),
-    ([5], 'always', no_recompute(Nest(torch.strided)))])
+@pytest.mark.parametrize(
+    'balance, mode, layer',
+    [
+        ([5], 'always', Nest(torch.jagged)),
+        ([2, 3], 'always', Nest(torch.jagged)),
+        ([1, 4], 'always', Nest(torch.strided)),
+        ([2, 3], 'always', Nest(torch.strided)),
+        ([5], 'always', Nest(torch.strided)),
+        ([1, 4], ['never', 'always'], Nest(torch.strided)),
+        ([5], 'always', no_recompute(Nest(torch.strided))),
+    ],
+)
 def test_others_are_refused_with_a_way_out(balance, mode, layer, devices):
     """In v0.4.0 it was "Internal error: NestedTensorImpl doesn't support sizes", or worse."""
     with pytest.raises(RuntimeError, match="no_recompute.*jagged; or use checkpoint='never'"):

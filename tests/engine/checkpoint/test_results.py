@@ -1,4 +1,5 @@
 """Layers that are kept out of recomputation: run once, with all numbers as they would be."""
+
 import copy
 import dataclasses
 import itertools
@@ -15,8 +16,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import DEVICES, cpu_only, devices, one_worker
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, skip_unless_movable
-from tests.helpers import (STEPS, Call, WeakLog, assert_same, call, compare_all_pending, gradients,
-                           nodes, to, train_both)
+from tests.helpers import (
+    STEPS,
+    Call,
+    WeakLog,
+    assert_same,
+    call,
+    compare_all_pending,
+    gradients,
+    nodes,
+    to,
+    train_both,
+)
 from tests.skip.layers import Stash
 from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.base.structure import leaves_of
@@ -95,45 +106,72 @@ CASES = {
     'in place within': (lambda self, y: self.linear(y).relu_(), use()),
     'in place afterwards': (lambda self, y: self.linear(y), use(lambda y: y.relu_())),
     'in place twice': (lambda self, y: self.linear(y), use(lambda y: y.mul_(2).sigmoid_() * y)),
-    'a view, in place afterwards': (lambda self, y: self.linear(y).T, use(
-        lambda y: y.add_(1).relu_().T)),
-    'in place behind the version': (lambda self, y: self.linear(y), use(
-        lambda y: (y.data.add_(1), y)[1])),
-    'tuple': (lambda self, y: (self.linear(y), y.detach().argmax(1)), use(
-        lambda ys: ys[0] * ys[1][:, None])),
-    'one in place': (lambda self, y: (self.linear(y), y * 2), use(
-        lambda ys: ys[0].tanh_() * ys[1])),
-    'chunks of one memory': (lambda self, y: self.linear(y).chunk(2, 1), use(
-        lambda ys: torch.cat([ys[1].tanh(), ys[0]], 1))),
+    'a view, in place afterwards': (
+        lambda self, y: self.linear(y).T,
+        use(lambda y: y.add_(1).relu_().T),
+    ),
+    'in place behind the version': (
+        lambda self, y: self.linear(y),
+        use(lambda y: (y.data.add_(1), y)[1]),
+    ),
+    'tuple': (
+        lambda self, y: (self.linear(y), y.detach().argmax(1)),
+        use(lambda ys: ys[0] * ys[1][:, None]),
+    ),
+    'one in place': (
+        lambda self, y: (self.linear(y), y * 2),
+        use(lambda ys: ys[0].tanh_() * ys[1]),
+    ),
+    'chunks of one memory': (
+        lambda self, y: self.linear(y).chunk(2, 1),
+        use(lambda ys: torch.cat([ys[1].tanh(), ys[0]], 1)),
+    ),
     'the same twice': (lambda self, y: [self.linear(y)] * 2, use(lambda ys: ys[0] * ys[1])),
-    'dict': (lambda self, y: {'a': self.linear(y), 'b': [None, y.detach()], 'n': 3}, use(
-        lambda ys: ys['a'] * ys['n'] + ys['b'][1])),
+    'dict': (
+        lambda self, y: {'a': self.linear(y), 'b': [None, y.detach()], 'n': 3},
+        use(lambda ys: ys['a'] * ys['n'] + ys['b'][1]),
+    ),
     'named': (lambda self, y: Named(self.linear(y), 2, None), use(lambda ys: ys.y * ys.n)),
-    'dataclass': (lambda self, y: Data(self.linear(y), {'k': y * 2}), use(
-        lambda ys: ys.y * ys.more['k'])),
+    'dataclass': (
+        lambda self, y: Data(self.linear(y), {'k': y * 2}),
+        use(lambda ys: ys.y * ys.more['k']),
+    ),
     'its input': (lambda self, y: y, use()),
     'a view of its input': (lambda self, y: y[:, :2], use(lambda y: torch.cat([y, y], 1))),
     'nothing': (lambda self, y: None, lambda inner, y: y if inner(y) is None else None),
     'integers': (lambda self, y: y.detach().argmax(1), lambda inner, y: y * inner(y)[:, None]),
     'needs no gradient': (lambda self, y: self.linear(y.detach()).detach(), use()),
-    'keywords': (lambda self, y, *, scale, more: self.linear(y) * scale['s'] + more[0],
-                 lambda inner, y: inner(y, scale={'s': 2}, more=(y,))),
+    'keywords': (
+        lambda self, y, *, scale, more: self.linear(y) * scale['s'] + more[0],
+        lambda inner, y: inner(y, scale={'s': 2}, more=(y,)),
+    ),
     'dataclass as input': (lambda self, y: self.linear(y.y), lambda inner, y: inner(Data(y, {}))),
     'called twice': (lambda self, y: self.linear(y), lambda inner, y: inner(inner(y).tanh())),
     'called in one that is called': (lambda self, y: self.linear(y), lambda inner, y: inner(y)),
     'without grad': (lambda self, y: self.linear(y), lambda inner, y: y * no_grad(inner, y)),
     'asks for gradients': (lambda self, y: own_gradient(self, y), use()),
-    'transforms': (lambda self, y: self.linear(y) * torch.func.grad(
-        lambda y: y.square().sum())(y.detach()), use()),
-    'checkpoint of PyTorch around': (lambda self, y: self.linear(y).tanh(), lambda inner, y: (
-        torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=False))),
-    'reentrant one': (lambda self, y: self.linear(y).tanh(), lambda inner, y: (
-        torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=True))),
-    'checkpoint of PyTorch within': (lambda self, y: torch_checkpoint(
-        lambda y: self.linear(y).tanh(), y, use_reentrant=False), use()),
+    'transforms': (
+        lambda self, y: self.linear(y) * torch.func.grad(lambda y: y.square().sum())(y.detach()),
+        use(),
+    ),
+    'checkpoint of PyTorch around': (
+        lambda self, y: self.linear(y).tanh(),
+        lambda inner, y: torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=False),
+    ),
+    'reentrant one': (
+        lambda self, y: self.linear(y).tanh(),
+        lambda inner, y: torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=True),
+    ),
+    'checkpoint of PyTorch within': (
+        lambda self, y: torch_checkpoint(lambda y: self.linear(y).tanh(), y, use_reentrant=False),
+        use(),
+    ),
     'hooks around': (lambda self, y: self.linear(y).tanh(), lambda inner, y: offloaded(inner, y)),
-    'later layers change its input': (lambda self, y: y + 1, lambda inner, y: (
-        lambda x: (lambda z: x.mul_(0.5).add_(z))(inner(x)))(y * 1))}
+    'later layers change its input': (
+        lambda self, y: y + 1,
+        lambda inner, y: (lambda x: (lambda z: x.mul_(0.5).add_(z))(inner(x)))(y * 1),
+    ),
+}
 
 
 def no_grad(inner, y):
@@ -212,8 +250,13 @@ def test_layers_with_state(devices, name, which):
 @pytest.mark.parametrize('mode', ['always', 'except_last', 'never', ['always', 'never']])
 def test_a_marked_layer_runs_once(devices, mode):
     layer, other = no_recompute(Counted()), Counted()
-    gpipe = GPipe(nn.Sequential(nn.Sequential(other, nn.Tanh(), layer), nn.Linear(4, 4)), [1, 1],
-                  devices=devices(2), chunks=4, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Sequential(other, nn.Tanh(), layer), nn.Linear(4, 4)),
+        [1, 1],
+        devices=devices(2),
+        chunks=4,
+        checkpoint=mode,
+    )
     for k in range(1, 3):
         call(gpipe, torch.randn(8, 4)).sum().backward()
         assert layer.calls == [False] * 4 * k
@@ -222,28 +265,38 @@ def test_a_marked_layer_runs_once(devices, mode):
 
 @one_worker
 def test_a_marked_layer_in_a_marked_one(devices):
-    outer = no_recompute(nn.Sequential(no_recompute(Counted()), nn.Tanh(), no_recompute(
-        Counted())))
+    outer = no_recompute(
+        nn.Sequential(no_recompute(Counted()), nn.Tanh(), no_recompute(Counted()))
+    )
     compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(outer)).double(), devices)
 
 
 @one_worker
 def test_all_layers_marked(devices):
-    compare_modes(lambda: nn.Sequential(*[no_recompute(Counted()) for _ in range(3)]).double(),
-                  devices)
+    compare_modes(
+        lambda: nn.Sequential(*[no_recompute(Counted()) for _ in range(3)]).double(), devices
+    )
 
 
 @devices
 @pytest.mark.parametrize('place', range(5))
 def test_draws_of_other_layers(devices, place):
     """Dropouts before, in and after the marked one, and an own generator in the middle."""
+
     def make():
         generator = torch.Generator().manual_seed(3)
-        layers = [nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)),
-                  Layer(lambda layer, x: x * torch.rand(
-                      x.shape, dtype=x.dtype, generator=generator).to(x.device)
-                      + torch.rand_like(x)),
-                  nn.RReLU(), nn.Dropout(0.3)]
+        layers = [
+            nn.Dropout(0.5),
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)),
+            Layer(
+                lambda layer, x: (
+                    x * torch.rand(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+                    + torch.rand_like(x)
+                )
+            ),
+            nn.RReLU(),
+            nn.Dropout(0.3),
+        ]
         no_recompute(layers[place])
         return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*layers), nn.Dropout(0.1)).double()
 
@@ -258,8 +311,13 @@ def test_draws_on_an_accelerator(place):
     module = torch.get_device_module(device)
     layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.4), nn.Dropout(0.3))
     no_recompute(layers[place])
-    gpipe = GPipe(nn.Sequential(layers, nn.Dropout(0.2)), [2], devices=[device], chunks=4,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(layers, nn.Dropout(0.2)),
+        [2],
+        devices=[device],
+        chunks=4,
+        checkpoint='always',
+    )
     for _ in range(2):
         x = torch.rand(8, 16, device=device, requires_grad=True)
         output = gpipe(x)
@@ -275,8 +333,13 @@ def test_draws_after_a_marked_layer_in_each_of_two_recomputations(devices):
     for mode in ('never', 'always'):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Dropout(0.3), no_recompute(nn.Dropout(0.4)), nn.Dropout(0.5))
-        gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layers, nn.Linear(4, 4)).double(), [3],
-                      devices=devices(1), chunks=2, checkpoint=mode)
+        gpipe = GPipe(
+            nn.Sequential(nn.Linear(4, 4), layers, nn.Linear(4, 4)).double(),
+            [3],
+            devices=devices(1),
+            chunks=2,
+            checkpoint=mode,
+        )
         torch.manual_seed(1)
         loss = call(gpipe, torch.randn(6, 4, dtype=torch.double)).square().sum()
         loss.backward(retain_graph=True)
@@ -296,8 +359,8 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
         output = call(net, x).square().sum()
         output.backward(retain_graph=True)
         output.backward(retain_graph=True)
-        first, = torch.autograd.grad(output, x, create_graph=True)
-        second, = torch.autograd.grad(first.square().sum(), x)
+        (first,) = torch.autograd.grad(output, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
         got.append([first, second, x.grad, *gradients(net)])
     assert_same(got[1], got[0], 1e-10)
 
@@ -307,8 +370,9 @@ def test_autocast(devices):
     results = []
     for mode in ('never', 'always'):
         torch.manual_seed(0)
-        gpipe = GPipe(model_of('tuple').float(), [2, 1], devices=devices(2), chunks=2,
-                      checkpoint=mode)
+        gpipe = GPipe(
+            model_of('tuple').float(), [2, 1], devices=devices(2), chunks=2, checkpoint=mode
+        )
         with torch.autocast(devices.first.type, torch.bfloat16):
             output = call(gpipe, torch.randn(6, 4))
         output.float().sum().backward()
@@ -321,8 +385,13 @@ def test_what_lives_between_forward_and_backward(devices):
     """The marked layer's saved tensors and its result stay alive, but not the tensors around
     it."""
     middle = no_recompute(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), middle, nn.Tanh(), nn.Sigmoid()),
-                  [5], devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), middle, nn.Tanh(), nn.Sigmoid()),
+        [5],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     around = WeakLog(gpipe[1], gpipe[4])  # input and output of each
     tanh = WeakLog(middle[0])
     output = call(gpipe, torch.rand(4, 4))
@@ -334,8 +403,13 @@ def test_what_lives_between_forward_and_backward(devices):
 
 @one_worker
 def test_a_result_in_the_memory_of_the_input_does_not_keep_it(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), no_recompute(nn.Flatten()), nn.Tanh()), [3],
-                  devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), no_recompute(nn.Flatten()), nn.Tanh()),
+        [3],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     log = WeakLog(gpipe[1])
     output = call(gpipe, torch.rand(4, 4))
     assert log.alive() == 0
@@ -367,8 +441,11 @@ def test_the_result_is_not_kept_when_the_graph_is_freed(devices):
     """Also where a node of the graph is still referred to."""
     gpipe = GPipe(model_of('tensor'), [3], devices=devices(1), checkpoint='always')
     output = call(gpipe, torch.rand(6, 4).double())
-    recomputation, = {node.recomputation for node in nodes(output) if hasattr(
-        node, 'recomputation') and node.name() == 'CheckpointBackward'}
+    (recomputation,) = {
+        node.recomputation
+        for node in nodes(output)
+        if hasattr(node, 'recomputation') and node.name() == 'CheckpointBackward'
+    }
     output.sum().backward()
     assert not hasattr(recomputation, '_results')
 
@@ -378,8 +455,9 @@ def test_hooks_run_in_both_passes(devices):
     seen = []
     model = model_of('tensor')
     model[0].inner.register_forward_hook(lambda *args: seen.append('after') or args[2] * 2)
-    model[0].inner.register_forward_pre_hook(lambda module, args: seen.append('before') or (
-        args[0] * 3,))
+    model[0].inner.register_forward_pre_hook(
+        lambda module, args: seen.append('before') or (args[0] * 3,)
+    )
     model[0].inner.register_full_backward_hook(lambda *args: seen.append('backward'))
     model.eval()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), checkpoint='always')
@@ -401,8 +479,10 @@ def test_hooks_of_the_user_s_around_the_model(devices):
 
     model = model_of('in place afterwards')
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='always')
-    for context in (lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-                    torch.autograd.graph.save_on_cpu):
+    for context in (
+        lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.autograd.graph.save_on_cpu,
+    ):
         gpipe.zero_grad()
         train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double), context=context)
     assert packed
@@ -424,10 +504,20 @@ def test_a_checkpoint_of_pytorch_around_the_model(devices):
 def test_a_pipeline_in_a_pipeline(devices, outer, inner):
     model = model_of('in place afterwards')
     first, second = devices(2)
-    within = GPipe(copy.deepcopy(model)[1:], [1, 1], chunks=2, checkpoint=inner,
-                   devices=['cpu:2', 'cpu:3'] if second == 'cpu:1' else [second] * 2)
-    gpipe = GPipe(nn.Sequential(copy.deepcopy(model)[0], within), [1, 1], devices=[first, second],
-                  chunks=2, checkpoint=outer)
+    within = GPipe(
+        copy.deepcopy(model)[1:],
+        [1, 1],
+        chunks=2,
+        checkpoint=inner,
+        devices=['cpu:2', 'cpu:3'] if second == 'cpu:1' else [second] * 2,
+    )
+    gpipe = GPipe(
+        nn.Sequential(copy.deepcopy(model)[0], within),
+        [1, 1],
+        devices=[first, second],
+        chunks=2,
+        checkpoint=outer,
+    )
     train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
 
 
@@ -465,8 +555,12 @@ def test_compiled(compile):
 def test_a_module_of_its_own_forward_gets_it_back(devices):
     layer = no_recompute(nn.Linear(4, 4))
     own = layer.forward = lambda x: nn.functional.linear(x, layer.weight)
-    gpipe = GPipe(nn.Sequential(layer, no_recompute(nn.Linear(4, 4))), [1, 1], devices=devices(2),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(layer, no_recompute(nn.Linear(4, 4))),
+        [1, 1],
+        devices=devices(2),
+        checkpoint='always',
+    )
     call(gpipe, torch.rand(2, 4)).sum().backward()
     assert layer.forward is own and 'forward' not in vars(gpipe[1])
     layer.forward = lambda x: 1 / 0
@@ -486,8 +580,9 @@ def test_layers_that_know_the_pass_keep_what_they_set(devices):
             self.passes += 1 + is_recomputing()
             return self.inner(x)
 
-    gpipe = GPipe(nn.Sequential(Aware(), nn.Linear(4, 4)), [1, 1], devices=devices(2),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Aware(), nn.Linear(4, 4)), [1, 1], devices=devices(2), checkpoint='always'
+    )
     for _ in range(2):
         call(gpipe, torch.rand(2, 4)).sum().backward()
     assert gpipe[0].passes == 6 and 'forward' not in vars(gpipe[0].inner)
@@ -497,8 +592,9 @@ def test_layers_that_know_the_pass_keep_what_they_set(devices):
 def test_the_mark_travels_with_the_module_and_not_with_its_values(devices):
     layer = no_recompute(Counted())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(other)).double(),
-                      devices)
+        compare_modes(
+            lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(other)).double(), devices
+        )
         gpipe = GPipe(nn.Sequential(other), [1], devices=devices(1), checkpoint='always')
         call(gpipe, torch.rand(2, 4)).sum().backward()
         assert other.calls == [False]
@@ -508,8 +604,12 @@ def test_the_mark_travels_with_the_module_and_not_with_its_values(devices):
 def train_between(devices, function, after=lambda y: y):
     """Train a marked layer that is a function, between others."""
     inner = no_recompute(Layer(lambda layer, x: function(x)))
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), inner, Layer(lambda layer, y: after(y)),
-                                nn.Linear(4, 4)), [4], devices=devices(1), checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), inner, Layer(lambda layer, y: after(y)), nn.Linear(4, 4)),
+        [4],
+        devices=devices(1),
+        checkpoint='always',
+    )
     call(gpipe, torch.rand(2, 4)).sum().backward()
 
 
@@ -526,8 +626,12 @@ def test_modes_of_the_user_s_see_what_layers_do(devices):
 
     seen = []
     for mark in (no_recompute, lambda layer: layer):
-        gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), mark(nn.Linear(4, 4)), nn.Tanh()), [3],
-                      devices=devices(1), checkpoint='always')
+        gpipe = GPipe(
+            nn.Sequential(nn.Linear(4, 4), mark(nn.Linear(4, 4)), nn.Tanh()),
+            [3],
+            devices=devices(1),
+            checkpoint='always',
+        )
         for _ in range(2):
             with Log() as log:
                 call(gpipe, torch.rand(2, 4)).sum().backward()
@@ -538,8 +642,9 @@ def test_modes_of_the_user_s_see_what_layers_do(devices):
 @one_worker
 def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
     layer = no_recompute(nn.Linear(4, 4))
-    gpipe = GPipe(nn.Sequential(layer, nn.Linear(4, 4)), [2], devices=devices(1),
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(layer, nn.Linear(4, 4)), [2], devices=devices(1), checkpoint='always'
+    )
     real, interrupts = swaps._call_all, [KeyboardInterrupt]
 
     def interrupt(functions):
@@ -553,24 +658,37 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
 
 
 @one_worker
-@pytest.mark.parametrize('function, after, text', [
-    (lambda x: x.relu_(), lambda y: y, 'changed its input in place'),
-    (lambda x: x, lambda y: y.relu_(), 'a later layer changed it in place'),
-    (lambda x: x.view(2, 4), lambda y: y.relu_(), 'a later layer changed it in place'),
-    (lambda x: (lambda y: (y, y.T))(x * 2), lambda ys: ys[0].add_(1) + ys[1].T,
-     'a later layer changed it in place')])
+@pytest.mark.parametrize(
+    'function, after, text',
+    [
+        (lambda x: x.relu_(), lambda y: y, 'changed its input in place'),
+        (lambda x: x, lambda y: y.relu_(), 'a later layer changed it in place'),
+        (lambda x: x.view(2, 4), lambda y: y.relu_(), 'a later layer changed it in place'),
+        (
+            lambda x: (lambda y: (y, y.T))(x * 2),
+            lambda ys: ys[0].add_(1) + ys[1].T,
+            'a later layer changed it in place',
+        ),
+    ],
+)
 def test_what_a_recomputation_would_not_see_is_refused(devices, function, after, text):
     with pytest.raises(RuntimeError, match=rf"layer '1' \(Layer\) cannot be kept .*{text}"):
         train_between(devices, function, after)
 
 
 @one_worker
-@pytest.mark.parametrize('use', [
-    lambda layer, x: layer(other=x), lambda layer, x: layer({'x': [x]}),
-    lambda layer, x: layer(Data(None, {'x': x}))])
+@pytest.mark.parametrize(
+    'use',
+    [
+        lambda layer, x: layer(other=x),
+        lambda layer, x: layer({'x': [x]}),
+        lambda layer, x: layer(Data(None, {'x': x})),
+    ],
+)
 def test_an_input_of_any_nesting_that_is_changed_is_refused(devices, use):
-    inner = no_recompute(Inner(lambda self, *args, **kwargs: leaves_of(
-        (args, kwargs))[-1].value.add_(1) * 2))
+    inner = no_recompute(
+        Inner(lambda self, *args, **kwargs: leaves_of((args, kwargs))[-1].value.add_(1) * 2)
+    )
     layer = Layer(lambda layer, x: use(layer.inner, x * 2))
     layer.inner = inner
     gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
@@ -586,10 +704,14 @@ def test_a_result_that_is_no_value(devices):
 
 
 @one_worker
-@pytest.mark.parametrize('text, forward', [
-    ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(b(x))),
-    ('called 1 layers', lambda a, b, x: a(x) if is_recomputing() else b(a(x))),
-    ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(x))])
+@pytest.mark.parametrize(
+    'text, forward',
+    [
+        ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(b(x))),
+        ('called 1 layers', lambda a, b, x: a(x) if is_recomputing() else b(a(x))),
+        ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(x)),
+    ],
+)
 def test_another_path(devices, text, forward):
     a, b = (no_recompute(nn.Linear(4, 4)) for _ in range(2))
     layer = Layer(lambda layer, x: forward(a, b, x))
@@ -624,14 +746,14 @@ def test_what_can_not_be_marked():
 @devices
 def test_a_marked_part_of_a_layer_that_pops(devices):
     model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(copy.deepcopy(model), [1, 2], devices=devices(2), chunks=2, checkpoint='always')
     train_both(model, gpipe, torch.randn(5, 4, dtype=torch.double))
 
 
 @one_worker
 def test_a_result_that_is_the_input_or_one_tensor_twice(devices):
     """It is one tensor in the first pass, and a copy of each when it is given again."""
+
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
@@ -667,8 +789,13 @@ def test_a_thread_that_draws_before_a_marked_layer_is_named():
             thread.join()
         return x * torch.rand_like(x)
 
-    gpipe = GPipe(nn.Sequential(Call(noise), no_recompute(nn.Identity())), [2], devices=['cpu'],
-                  chunks=3, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Call(noise), no_recompute(nn.Identity())),
+        [2],
+        devices=['cpu'],
+        chunks=3,
+        checkpoint='always',
+    )
     x = torch.ones(6, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match='another thread drew'):
         gpipe(x).sum().backward()

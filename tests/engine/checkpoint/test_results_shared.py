@@ -1,4 +1,5 @@
 """Layers that are kept out of recomputation, in several partitions."""
+
 import threading
 
 import pytest

@@ -1,4 +1,5 @@
 """Samples of outputs: compared at once on the CPU, and later where a look would be a wait."""
+
 import itertools
 
 import pytest
@@ -13,9 +14,11 @@ from torchgpipe.engine.checkpoint import samples
 
 
 @one_worker
-@pytest.mark.parametrize('forward', [
-    lambda self, x: x * next(self.random), lambda self, x: (x.data.mul_(2), x * 1)[1]],
-    ids=['a state of its own', 'input behind the version'])
+@pytest.mark.parametrize(
+    'forward',
+    [lambda self, x: x * next(self.random), lambda self, x: (x.data.mul_(2), x * 1)[1]],
+    ids=['a state of its own', 'input behind the version'],
+)
 def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
     class Layer(nn.Module):
         def __init__(self):
@@ -26,8 +29,13 @@ def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
         def forward(self, x):
             return forward(self, x)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer()), [1, 1], devices=devices(2),
-                  chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Layer()),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='always',
+    )
     output = gpipe(torch.rand(4, 4, device=devices.first))
     with pytest.raises(RuntimeError, match='its output has other values'):
         output.sum().backward()
@@ -42,8 +50,13 @@ def test_rounding_and_values_that_are_no_numbers_are_no_other_result(devices, dt
             y = x * (1e6 if not is_recomputing() else 1e6 * (1 + 4 * torch.finfo(dtype).eps))
             return torch.cat([y, x * float('nan'), x * float('inf')], 1)
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Noise()).to(dtype), [1, 1],
-                  devices=devices(2), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Noise()).to(dtype),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='always',
+    )
     gpipe(torch.rand(4, 4, dtype=dtype, device=devices.first)).sum().backward()
     compare_all_pending(gpipe)
 
@@ -134,8 +147,9 @@ def test_samples_are_copies(elsewhere):
 
 @pytest.mark.accelerator
 def test_on_an_accelerator():
-    gpipe = GPipe(nn.Sequential(Layer()), [1], devices=[ACCELERATOR], chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Layer()), [1], devices=[ACCELERATOR], chunks=2, checkpoint='always'
+    )
     gpipe(torch.rand(4, 4, device=ACCELERATOR)).sum().backward()
     torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match='other values, in partition 0 and an earlier backward'):

@@ -1,4 +1,5 @@
 """Recomputation sees the buffers of the first pass, and moves none of them again."""
+
 import copy
 
 import pytest
@@ -7,16 +8,28 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.devices import cpu_only, devices, one_worker
-from tests.engine.checkpoint.layers import (ODD, Decay, Layer, compare_modes, doubles,
-                                            skip_unless_movable)
+from tests.engine.checkpoint.layers import (
+    ODD,
+    Decay,
+    Layer,
+    compare_modes,
+    doubles,
+    skip_unless_movable,
+)
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
 
 
 @devices
-@pytest.mark.parametrize('layer', [
-    lambda: Decay(False), lambda: Decay(True), lambda: nn.BatchNorm1d(4),
-    lambda: spectral_norm(nn.Linear(4, 4))])
+@pytest.mark.parametrize(
+    'layer',
+    [
+        lambda: Decay(False),
+        lambda: Decay(True),
+        lambda: nn.BatchNorm1d(4),
+        lambda: spectral_norm(nn.Linear(4, 4)),
+    ],
+)
 def test_buffers_move_once_and_gradients_are_those_without_checkpoints(layer, devices):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 4), layer()).double()
@@ -32,8 +45,13 @@ def test_buffers_move_once_and_gradients_are_those_without_checkpoints(layer, de
 
 @one_worker
 def test_buffers_move_once_in_a_graph_that_is_retained(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2).double(), Decay(False)), [2], devices=devices(1),
-                  chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2).double(), Decay(False)),
+        [2],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     output = gpipe(torch.rand(4, 2, dtype=torch.double, device=devices.first)).sum()
     output.backward(retain_graph=True)
     first = gradients(gpipe)
@@ -48,19 +66,31 @@ def test_buffers_move_once_in_a_graph_that_is_retained(devices):
 def test_in_v030_some_state_moved_twice(name, devices):
     """Each layer stands in both partitions, and once more within a layer."""
     skip_unless_movable(name, devices)
-    compare_modes(lambda: nn.Sequential(
-        nn.Sequential(nn.Linear(4, 4).double(), ODD[name]()), nn.Linear(4, 4).double(),
-        nn.Sequential(nn.Sequential(ODD[name]()))), devices=devices)
+    compare_modes(
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4).double(), ODD[name]()),
+            nn.Linear(4, 4).double(),
+            nn.Sequential(nn.Sequential(ODD[name]())),
+        ),
+        devices=devices,
+    )
 
 
 @one_worker
 def test_one_buffer_in_two_layers(devices):
     """In v0.3.0: "took another path"."""
+
     def make():
         shared = doubles(4)
-        return nn.Sequential(nn.Linear(4, 4).double(), Layer(
-            lambda layer, x: (layer.mine.mul_(0.9), x * layer.mine.clone())[1], {'mine': shared}),
-            Layer(lambda layer, x: x + layer.mine.clone(), {'mine': shared}))
+        return nn.Sequential(
+            nn.Linear(4, 4).double(),
+            Layer(
+                lambda layer, x: (layer.mine.mul_(0.9), x * layer.mine.clone())[1],
+                {'mine': shared},
+            ),
+            Layer(lambda layer, x: x + layer.mine.clone(), {'mine': shared}),
+        )
+
     compare_modes(make, devices)
 
 
@@ -106,6 +136,7 @@ def test_a_buffer_that_another_cell_changes_is_put_back_too(devices, change):
 @pytest.mark.parametrize('where', [lambda gpipe: gpipe, lambda gpipe: gpipe[1]])
 def test_a_mode_that_changes_between_forward_and_backward(devices, where):
     """In v0.3.0, an error that did not say so; unwrapped, backward does not care."""
+
     def run(net, model):
         net.train()
         torch.manual_seed(2)

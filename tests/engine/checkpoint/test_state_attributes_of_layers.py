@@ -1,4 +1,5 @@
 """Attributes of layers come from the first pass, also after Ctrl-C in a recomputation."""
+
 import itertools
 from unittest import mock
 
@@ -28,12 +29,18 @@ def test_python_attributes_are_those_of_one_pass(devices):
 @one_worker
 def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass(devices):
     """An example is an auxiliary loss. The recomputation's would keep a useless graph alive."""
+
     def keep(layer, x):
         layer.aux = x.sum()
         return x * 2
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(keep)), [1, 1], devices=devices(2),
-                  chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Layer(keep)),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='always',
+    )
     output = gpipe(torch.rand(4, 4, device=devices.first))
     kept = gpipe[1].aux
     output.sum().backward()
@@ -53,8 +60,13 @@ def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(
         return x * 2
 
     layer = Layer(see, recomputations=0, kept=0)
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=devices(2), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), layer),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='always',
+    )
     for step in (1, 2):
         gpipe(torch.rand(5, 4, device=devices.first)).sum().backward()
         assert layer.recomputations == 2 * step

@@ -1,4 +1,5 @@
 """The state of layers kept for a recomputation: copies of small tensors and of written ones."""
+
 import gc
 import os
 from pathlib import Path
@@ -25,6 +26,7 @@ def resident():
 @one_worker
 def test_constant_buffers_cost_nothing(devices):
     """In v0.3.0, 90 MB of frozen weights in buffers took 96 MB more until backward."""
+
     class Frozen(nn.Linear):
         def __init__(self):
             super().__init__(8, 8)
@@ -69,9 +71,14 @@ def test_memory_that_can_not_be_copied_on_write(devices, memory):
         else:
             buffer = torch.frombuffer(bytearray(bytes(32)), dtype=torch.double)
             buffer += 1
-        return nn.Sequential(nn.Linear(4, 4).double(), Layer(
-            lambda layer, x: (layer.scale.mul_(0.9), x * layer.scale.clone())[1],
-            {'scale': buffer}))
+        return nn.Sequential(
+            nn.Linear(4, 4).double(),
+            Layer(
+                lambda layer, x: (layer.scale.mul_(0.9), x * layer.scale.clone())[1],
+                {'scale': buffer},
+            ),
+        )
+
     compare_modes(make, devices)
 
 
@@ -83,8 +90,9 @@ def test_odd_layers_of_any_size(devices, name, large, monkeypatch):
     skip_unless_movable(name, devices)
     if large:
         monkeypatch.setattr(state, 'SMALL', 0)
-    compare_modes(lambda: nn.Sequential(
-        nn.Linear(4, 4).double(), ODD[name](), ODD[name]()), devices)
+    compare_modes(
+        lambda: nn.Sequential(nn.Linear(4, 4).double(), ODD[name](), ODD[name]()), devices
+    )
 
 
 class Replaced(nn.Module):
@@ -126,9 +134,10 @@ def test_a_buffer_that_is_registered_in_a_later_cell(devices):
     results = []
     for mode in ('never', 'always'):
         torch.manual_seed(0)
-        gpipe = GPipe(nn.Sequential(Late(2, 2).double()), [1], devices=devices(1), chunks=4,
-                      checkpoint=mode)
-        x = torch.tensor([[1., 2.], [7., 1.], [3., 4.], [5., 6.]], dtype=torch.double)
+        gpipe = GPipe(
+            nn.Sequential(Late(2, 2).double()), [1], devices=devices(1), chunks=4, checkpoint=mode
+        )
+        x = torch.tensor([[1.0, 2.0], [7.0, 1.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.double)
         for _ in range(2):
             gpipe(x.to(devices.first)).square().sum().backward()
         results.append([gpipe[0].weight.grad, gpipe[0].late])
@@ -137,8 +146,9 @@ def test_a_buffer_that_is_registered_in_a_later_cell(devices):
 
 @one_worker
 def test_an_input_that_is_changed_before_backward(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4)), [1], devices=devices(1), chunks=2, checkpoint='always'
+    )
     x = torch.rand(4, 4, device=devices.first)
     output = gpipe(x)
     x.add_(1)
@@ -166,9 +176,14 @@ def test_a_large_buffer_that_is_replaced_in_a_later_cell(devices):
     results = []
     for mode in ('never', 'always'):
         torch.manual_seed(0)
-        gpipe = GPipe(nn.Sequential(ReplacedLater().double()), [1], devices=devices(1), chunks=3,
-                      checkpoint=mode)
-        x = torch.tensor([[1., 2.], [7., 1.], [3., 4.]], dtype=torch.double)
+        gpipe = GPipe(
+            nn.Sequential(ReplacedLater().double()),
+            [1],
+            devices=devices(1),
+            chunks=3,
+            checkpoint=mode,
+        )
+        x = torch.tensor([[1.0, 2.0], [7.0, 1.0], [3.0, 4.0]], dtype=torch.double)
         gpipe(x.to(devices.first)).square().sum().backward()
         results.append([gpipe[0].weight.grad, gpipe[0].table])
     assert_same(*results)
@@ -184,8 +199,13 @@ def test_a_mode_of_the_user_s_does_not_see_copies(devices):
             seen.add(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4)), [2],
-                  devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4)),
+        [2],
+        devices=devices(1),
+        chunks=2,
+        checkpoint='always',
+    )
     for _ in range(2):
         with See():
             output = gpipe(torch.rand(6, 4, device=devices.first))

@@ -1,4 +1,5 @@
 """Tensors of layers that are written to in odd ways: loaded, resized, and put back."""
+
 import io
 
 import pytest
@@ -42,8 +43,10 @@ def test_what_was_loaded_from_a_file(devices, how):
         expected, actual = torch.cat([plain(c) for c in x.chunk(2)]), call(gpipe, x)
         expected.square().sum().backward()
         actual.square().sum().backward()
-        assert_same([actual, *gradients(gpipe), *gpipe.buffers()],
-                    [expected, *gradients(plain), *plain.buffers()])
+        assert_same(
+            [actual, *gradients(gpipe), *gpipe.buffers()],
+            [expected, *gradients(plain), *plain.buffers()],
+        )
 
 
 class Grows(nn.Module):
@@ -65,8 +68,9 @@ class Grows(nn.Module):
 @pytest.mark.parametrize('size', [0, 1])
 def test_a_buffer_that_is_resized(devices, size):
     plain = Grows(size)
-    gpipe = GPipe(nn.Sequential(Grows(size)), [1], devices=devices(1), chunks=2,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Grows(size)), [1], devices=devices(1), chunks=2, checkpoint='always'
+    )
     for _ in range(2):
         a, b = (torch.ones(4, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
         torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()

@@ -2,6 +2,7 @@
 
 Every case has a seed, which names it when it fails: ``run_case(seed, devices)`` runs it by itself.
 """
+
 import copy
 import random
 import re
@@ -17,8 +18,10 @@ from tests.helpers import MODES, assert_same, call, compare_all_pending, gradien
 from torchgpipe import GPipe
 
 #: Allowed errors, by kind of layer. Nothing else is an error, and nothing is wrong.
-REFUSED = {'InPlace': 'changed the input of the partition in place|in-place operation|'
-                      'modified inplace|modified by an inplace operation'}
+REFUSED = {
+    'InPlace': 'changed the input of the partition in place|in-place operation|'
+    'modified inplace|modified by an inplace operation'
+}
 
 
 class Odd(nn.Module):
@@ -216,16 +219,40 @@ class Spectral(Odd):
         return self.linear(x) * self.weight
 
 
-KINDS = [HandNorm, MovesFirst, Counts, CountsInPlace, CountsAnew, Late, Frozen, Shared, Viewed,
-         Skips, OwnGenerator, Drops, History, Caches, InPlace, Spectral, lambda: nn.Linear(4, 4),
-         lambda: nn.BatchNorm1d(3), lambda: nn.Sequential(nn.Tanh(), nn.Linear(4, 4))]
+KINDS = [
+    HandNorm,
+    MovesFirst,
+    Counts,
+    CountsInPlace,
+    CountsAnew,
+    Late,
+    Frozen,
+    Shared,
+    Viewed,
+    Skips,
+    OwnGenerator,
+    Drops,
+    History,
+    Caches,
+    InPlace,
+    Spectral,
+    lambda: nn.Linear(4, 4),
+    lambda: nn.BatchNorm1d(3),
+    lambda: nn.Sequential(nn.Tanh(), nn.Linear(4, 4)),
+]
 
 
 def state_of(net):
     """Return all tensors of a model, and the numbers among its attributes."""
-    return [*gradients(net), *net.state_dict().values(),
-            *(torch.tensor(module.calls) for module in net.modules()
-              if isinstance(getattr(module, 'calls', None), int))]
+    return [
+        *gradients(net),
+        *net.state_dict().values(),
+        *(
+            torch.tensor(module.calls)
+            for module in net.modules()
+            if isinstance(getattr(module, 'calls', None), int)
+        ),
+    ]
 
 
 class Case:
@@ -234,8 +261,9 @@ class Case:
     def __init__(self, seed, devices):
         choose = random.Random(seed)
         torch.manual_seed(seed)
-        self.plain = nn.Sequential(*(choose.choice(KINDS)()
-                                     for _ in range(choose.randint(2, 6)))).double()
+        self.plain = nn.Sequential(
+            *(choose.choice(KINDS)() for _ in range(choose.randint(2, 6)))
+        ).double()
         layers = len(self.plain)
         cuts = sorted(choose.sample(range(1, layers), choose.randint(0, min(3, layers - 1))))
         balance = [b - a for a, b in zip([0, *cuts], [*cuts, layers])]
@@ -244,18 +272,26 @@ class Case:
         self.two_forwards = choose.random() < 0.3
         self.input_grad = choose.random() < 0.3
         self.sizes = [choose.randint(1, 7) for _ in range(3)]
-        self.gpipe = GPipe(copy.deepcopy(self.plain), balance, devices=devices(len(balance)),
-                           chunks=self.chunks, checkpoint=self.mode)
+        self.gpipe = GPipe(
+            copy.deepcopy(self.plain),
+            balance,
+            devices=devices(len(balance)),
+            chunks=self.chunks,
+            checkpoint=self.mode,
+        )
         # A module that was moved has no buffers any more that share a memory.
         self.plain.to(devices.first).cpu()
-        self.optimizers = [torch.optim.SGD(net.parameters(), 0.01)
-                           for net in (self.plain, self.gpipe)]
+        self.optimizers = [
+            torch.optim.SGD(net.parameters(), 0.01) for net in (self.plain, self.gpipe)
+        ]
 
     def run(self):
         """Train both for some steps, and compare all after each."""
         for size in self.sizes:
-            inputs = [torch.rand(size, 3, 4, dtype=torch.double) + 0.1
-                      for _ in range(1 + self.two_forwards)]
+            inputs = [
+                torch.rand(size, 3, 4, dtype=torch.double) + 0.1
+                for _ in range(1 + self.two_forwards)
+            ]
             actual = self.step(self.gpipe, inputs)
             expected = self.step(self.plain, inputs)
             assert_same(actual, expected, 1e-9)
@@ -268,8 +304,10 @@ class Case:
         inputs = [x.clone().requires_grad_(self.input_grad) for x in inputs]
         if net is self.plain:
             self.give_masks()
-            outputs = [torch.cat([net(chunk) for chunk in x.tensor_split(
-                min(self.chunks, len(x)))]) for x in inputs]
+            outputs = [
+                torch.cat([net(chunk) for chunk in x.tensor_split(min(self.chunks, len(x)))])
+                for x in inputs
+            ]
         else:
             outputs = [call(net, x) for x in inputs]
             self.masks = [list(layer.masks) for layer in net if isinstance(layer, Drops)]
@@ -309,10 +347,21 @@ def run_case(seed, devices):
     return False
 
 
-@pytest.mark.parametrize('block, devices', [
-    pytest.param(block, DEVICES[kind], id=f'{block}-{kind}', marks=[
-        *[pytest.mark.slow] * (block > 1), *[pytest.mark.accelerator] * (kind == 'accelerators')])
-    for block, kind in enumerate([*DEVICES] * 7)])
+@pytest.mark.parametrize(
+    'block, devices',
+    [
+        pytest.param(
+            block,
+            DEVICES[kind],
+            id=f'{block}-{kind}',
+            marks=[
+                *[pytest.mark.slow] * (block > 1),
+                *[pytest.mark.accelerator] * (kind == 'accelerators'),
+            ],
+        )
+        for block, kind in enumerate([*DEVICES] * 7)
+    ],
+)
 def test_odd_state(devices, block):
     """525 cases."""
     refused = [run_case(seed, devices) for seed in range(25 * block, 25 * block + 25)]

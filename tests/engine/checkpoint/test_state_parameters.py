@@ -1,4 +1,5 @@
 """Who may write to parameters between forward and backward, and who gets an error."""
+
 import copy
 
 import pytest
@@ -15,8 +16,13 @@ from torchgpipe import GPipe
 @pytest.mark.parametrize('mode', ['always', 'never'])
 @pytest.mark.parametrize('passes', [0, 1])
 def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devices, mode, passes):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=devices(2),
-                  chunks=1 + passes, checkpoint=mode)
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        [1, 1],
+        devices=devices(2),
+        chunks=1 + passes,
+        checkpoint=mode,
+    )
     optimizer = torch.optim.SGD(gpipe.parameters(), 0.1)
     for parameter in gpipe.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -31,23 +37,27 @@ def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devic
 @devices
 def test_a_step_in_a_hook_of_backward_is_fine(devices):
     """The optimizer in backward: each parameter moves when its gradient is complete."""
+
     def train(make):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
         net = make(model)
         for parameter in model.parameters():
+
             def step(p):
                 with torch.no_grad():
                     p.sub_(p.grad * 0.1)
                 p.grad = None
+
             parameter.register_post_accumulate_grad_hook(step)
         for _ in range(3):
             call(net, torch.rand(5, 2, dtype=torch.double)).square().sum().backward()
         return list(model.parameters())
 
     expected = train(lambda model: model)
-    actual = train(lambda model: GPipe(model, [1, 2], devices=devices(2), chunks=3,
-                                       checkpoint='always'))
+    actual = train(
+        lambda model: GPipe(model, [1, 2], devices=devices(2), chunks=3, checkpoint='always')
+    )
     assert_same(actual, expected)
 
 
@@ -75,8 +85,9 @@ class Clipped(nn.Embedding):
 
 
 @one_worker
-@pytest.mark.parametrize('make', [lambda: nn.Embedding(10, 4, max_norm=1.0),
-                                  lambda: Clipped(10, 4)])
+@pytest.mark.parametrize(
+    'make', [lambda: nn.Embedding(10, 4, max_norm=1.0), lambda: Clipped(10, 4)]
+)
 def test_two_forwards_then_backward_with_a_layer_that_writes_to_its_weight(devices, make):
     """In v0.3.0: "modified between forward and backward, before the optimizer's step"."""
     model = nn.Sequential(make(), nn.Linear(4, 2)).double()
@@ -87,8 +98,10 @@ def test_two_forwards_then_backward_with_a_layer_that_writes_to_its_weight(devic
         for net in (reference, gpipe):
             net.zero_grad()
             (call(net, x).square().sum() + call(net, y).square().sum()).backward()
-        assert_same([*gradients(gpipe), *gpipe.parameters()],
-                    [*gradients(reference), *reference.parameters()])
+        assert_same(
+            [*gradients(gpipe), *gpipe.parameters()],
+            [*gradients(reference), *reference.parameters()],
+        )
 
 
 @one_worker

@@ -1,4 +1,5 @@
 """State is kept by the use that layers make of it: as references, or copies if they change it."""
+
 import copy
 import datetime
 from decimal import Decimal
@@ -101,9 +102,11 @@ class Scale(torch.autograd.Function):
 
 def scale_by(number):
     """Return the function of a layer that scales its gradient by a number of its state."""
+
     def forward(layer, x):
         factor = torch.as_tensor(float(number(layer)), dtype=x.dtype, device=x.device)
         return Scale.apply(x * 2, factor)
+
     return forward
 
 
@@ -131,8 +134,9 @@ def next_nested(layer):
     layer.history[0].add_(2)
     layer.pair[0].mul_(1.5)
     layer.pair[1].append(3)
-    return (layer.tracker['load']['values'] + layer.history[0] * layer.pair[0]).sum() \
-        + len(layer.pair[1])
+    return (layer.tracker['load']['values'] + layer.history[0] * layer.pair[0]).sum() + len(
+        layer.pair[1]
+    )
 
 
 def next_lazy(layer):
@@ -149,8 +153,12 @@ COUNTING = {
     'tuple': lambda: Layer(scale_by(next_tuple), count=(1,)),
     'decimal': lambda: Layer(scale_by(next_decimal), count=Decimal(1)),
     'date': lambda: Layer(scale_by(next_day), count=datetime.date(2026, 1, 1)),
-    'nested': lambda: Layer(scale_by(next_nested), tracker={'load': {'values': doubles(3)}},
-                            history=[doubles(1)], pair=(doubles(1), [])),
+    'nested': lambda: Layer(
+        scale_by(next_nested),
+        tracker={'load': {'values': doubles(3)}},
+        history=[doubles(1)],
+        pair=(doubles(1), []),
+    ),
     'lazy': lambda: Layer(scale_by(next_lazy), count=None),
 }
 
@@ -159,9 +167,12 @@ COUNTING = {
 @pytest.mark.parametrize('name', COUNTING)
 def test_state_on_which_only_the_gradient_depends(devices, name):
     """In v0.21, some of it was silently wrong."""
-    compare_modes(lambda: nn.Sequential(
-        nn.Linear(4, 4).double(), COUNTING[name](), nn.Linear(4, 4).double(), COUNTING[name]()),
-        devices)
+    compare_modes(
+        lambda: nn.Sequential(
+            nn.Linear(4, 4).double(), COUNTING[name](), nn.Linear(4, 4).double(), COUNTING[name]()
+        ),
+        devices,
+    )
 
 
 @devices
@@ -204,8 +215,11 @@ class Recurrent(nn.Module):
 def test_a_recurrent_state_in_a_tuple(devices):
     """In v0.21, "took another path", also for one micro-batch."""
     for chunks in (1, 3):
-        compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), Recurrent(), Recurrent()).double(),
-                      devices, chunks=chunks)
+        compare_modes(
+            lambda: nn.Sequential(nn.Linear(4, 4), Recurrent(), Recurrent()).double(),
+            devices,
+            chunks=chunks,
+        )
 
 
 class Masked(nn.Linear):
@@ -219,7 +233,7 @@ class Masked(nn.Linear):
     def forward(self, x):
         """Apply the mask."""
         if self.changes:
-            self.mask.mul_(.5)
+            self.mask.mul_(0.5)
         return super().forward(x) * self.mask[:4].to(x).clone()
 
 
@@ -242,7 +256,7 @@ def test_a_large_attribute_is_copied_only_if_it_is_written_to(devices):
         gpipe[0].mask.fill_(1)
         gpipe.zero_grad()
         gpipe(x).sum().backward()
-        expected = (x.t() @ (.5 ** torch.arange(1, 9, device=x.device))[:, None]).expand(4, 4)
+        expected = (x.t() @ (0.5 ** torch.arange(1, 9, device=x.device))[:, None]).expand(4, 4)
         assert_same([gpipe[0].weight.grad], [expected.t()], 1e-6)
 
 
@@ -260,6 +274,7 @@ def test_a_large_attribute_that_the_user_writes_to_before_backward(devices):
 @one_worker
 def test_large_buffers_are_not_copied_in_the_first_pass(devices):
     """In v0.21, they were, such as the integer weights of a quantized model."""
+
     class Quantized(nn.Linear):
         def __init__(self):
             super().__init__(4, 4)
@@ -268,8 +283,9 @@ def test_large_buffers_are_not_copied_in_the_first_pass(devices):
         def forward(self, x):
             return super().forward(x) * self.codes[:4].to(x.dtype)
 
-    gpipe = GPipe(nn.Sequential(Quantized()), [1], devices=devices(1), chunks=4,
-                  checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(Quantized()), [1], devices=devices(1), chunks=4, checkpoint='always'
+    )
     with LiveTensors().watched() as live:
         output = gpipe(torch.rand(8, 4, device=devices.first))
     assert live.peak < gpipe[0].codes.nbytes
@@ -286,21 +302,36 @@ def count(layer, x):
 def test_cells_copy_no_value_that_is_not_written_to(devices, monkeypatch):
     """In v0.21, a layer that set an attribute had all of its containers and tensors copied."""
     words = {str(k): [k] for k in range(100)}
-    layer = Layer(count, {'running': doubles(4), 'constant': doubles(4)}, calls=0, words=words,
-                  table=doubles(4), log=[])
+    layer = Layer(
+        count,
+        {'running': doubles(4), 'constant': doubles(4)},
+        calls=0,
+        words=words,
+        table=doubles(4),
+        log=[],
+    )
     norm = nn.BatchNorm1d(4).double()
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4).double(), layer, norm), [3], devices=devices(1),
-                  chunks=4, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4).double(), layer, norm),
+        [3],
+        devices=devices(1),
+        chunks=4,
+        checkpoint='always',
+    )
     move_attributes(gpipe)
     x = torch.rand(8, 4, dtype=torch.double, device=devices.first)
     gpipe(x).sum().backward()
 
     tensors, containers = [], []
     copy_of, copy_of_value = state.copy_of, state.copy_of_value
-    monkeypatch.setattr(state, 'copy_of', lambda x, memories: (
-        tensors.append(x), copy_of(x, memories))[1])
-    monkeypatch.setattr(state, 'copy_of_value', lambda value, *args: (
-        containers.append(value), copy_of_value(value, *args))[1])
+    monkeypatch.setattr(
+        state, 'copy_of', lambda x, memories: (tensors.append(x), copy_of(x, memories))[1]
+    )
+    monkeypatch.setattr(
+        state,
+        'copy_of_value',
+        lambda value, *args: (containers.append(value), copy_of_value(value, *args))[1],
+    )
     output = gpipe(x)
     # The small ones once in a pass, and the statistics in each cell.
     assert [x.numel() for x in tensors] == [4] * 2 + [1] + [4] * 3 + ([4] * 2 + [1]) * 3
@@ -321,16 +352,20 @@ def count_in_a_new_list(layer, x):
 @devices
 def test_a_container_that_a_layer_makes_and_changes(devices):
     """In v0.21, gradients were silently computed with the list as it was by then."""
-    compare_modes(lambda: nn.Sequential(
-        nn.Linear(4, 4).double(), Layer(count_in_a_new_list, made=None)), devices)
+    compare_modes(
+        lambda: nn.Sequential(nn.Linear(4, 4).double(), Layer(count_in_a_new_list, made=None)),
+        devices,
+    )
 
 
 def make_table(size):
     """Return the function of a layer that makes a dictionary in the first call, and reads it."""
+
     def forward(layer, x):
         if layer.table is None:
             layer.table = {str(k): k for k in range(size)}
         return x * layer.table['2']
+
     return forward
 
 
@@ -338,13 +373,21 @@ def make_table(size):
 @pytest.mark.parametrize('size, times', [(10, 1), (1000, 0)])
 def test_a_small_container_is_copied_once_and_a_large_one_never(devices, monkeypatch, size, times):
     """As long as no layer is seen to change it."""
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer(make_table(size), table=None)), [2],
-                  devices=devices(1), chunks=4, checkpoint='always')
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Layer(make_table(size), table=None)),
+        [2],
+        devices=devices(1),
+        chunks=4,
+        checkpoint='always',
+    )
     x = torch.rand(8, 4, device=devices.first)
     containers = []
     copy_of_value = state.copy_of_value
-    monkeypatch.setattr(state, 'copy_of_value', lambda value, *args: (
-        containers.append(value), copy_of_value(value, *args))[1])
+    monkeypatch.setattr(
+        state,
+        'copy_of_value',
+        lambda value, *args: (containers.append(value), copy_of_value(value, *args))[1],
+    )
     for _ in range(2):
         gpipe(x).sum().backward()
     assert sum(value is gpipe[1].table for value in containers) == times
@@ -415,12 +458,12 @@ def test_a_container_is_the_only_state_that_changes(devices, mode):
     model = nn.Sequential(Marked(), nn.Linear(4, 4)).double()
     gpipe = GPipe(copy.deepcopy(model), [2], devices=devices(1), chunks=5, checkpoint=mode)
     x = torch.rand(5, 4, dtype=torch.double)
-    x[:, 0] = torch.tensor([-1., -1., 2., 3., -1.])
+    x[:, 0] = torch.tensor([-1.0, -1.0, 2.0, 3.0, -1.0])
     for part in x.chunk(5):
         model(part).sum().backward()
     gpipe(x.to(gpipe.devices[0])).sum().backward()
     assert_same(gradients(gpipe), gradients(model))
-    assert gpipe[0].log == model[0].log == [2., 3.]
+    assert gpipe[0].log == model[0].log == [2.0, 3.0]
 
 
 class Sharing(nn.Module):
@@ -439,9 +482,11 @@ class Sharing(nn.Module):
 @devices
 def test_a_container_of_two_layers(devices):
     """In v0.21, a recomputation gave each of them a copy of its own."""
+
     def make():
         log = []
         return nn.Sequential(nn.Linear(4, 4), Sharing(log), Sharing(log)).double()
+
     compare_modes(make, devices)
 
 
@@ -449,14 +494,18 @@ def later(layer, x):
     """Write to a small buffer from the fifth call on."""
     layer.calls += 1
     if layer.calls >= 5:
-        layer.scale.mul_(.9)
+        layer.scale.mul_(0.9)
     return x.sin() * layer.scale.clone()
 
 
 @one_worker
 def test_a_small_buffer_that_a_layer_begins_to_write_to(devices):
-    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4).double(), Layer(
-        later, {'scale': doubles(1)}, calls=0)), devices)
+    compare_modes(
+        lambda: nn.Sequential(
+            nn.Linear(4, 4).double(), Layer(later, {'scale': doubles(1)}, calls=0)
+        ),
+        devices,
+    )
 
 
 def double_gradient(parameter):
@@ -490,8 +539,13 @@ class Registering(nn.Linear):
 def test_a_hook_that_a_layer_registers_on_its_weight(devices, mode, schedule, kind):
     """In v0.21, the recomputation registered it again, and the gradient was doubled twice."""
     model = nn.Sequential(*[Registering(kind) for _ in range(4)]).double()
-    gpipe = GPipe(copy.deepcopy(model), [1] * 4, devices=devices(2) + devices(2)[::-1], chunks=3,
-                  checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model),
+        [1] * 4,
+        devices=devices(2) + devices(2)[::-1],
+        chunks=3,
+        checkpoint=mode,
+    )
     for _ in range(2):
         x = torch.randn(7, 4, dtype=torch.double)
         model.zero_grad()
@@ -548,7 +602,7 @@ def swap(layer, x):
 
 def derive(layer, x):
     """Make a child from the previous one."""
-    layer.a = Factor(layer.a.value * .5)
+    layer.a = Factor(layer.a.value * 0.5)
 
 
 def rotate(layer, x):
@@ -566,5 +620,10 @@ def make_on_demand(layer, x):
 @pytest.mark.parametrize('replace', [swap, derive, rotate, make_on_demand])
 def test_children_that_forward_replaces(devices, replace):
     """In v0.21, recomputations found those of the last cell, and gradients were silently wrong."""
-    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), Replacing(replace), nn.Linear(4, 4),
-                                        Replacing(replace)).double(), devices, size=8)
+    compare_modes(
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), Replacing(replace), nn.Linear(4, 4), Replacing(replace)
+        ).double(),
+        devices,
+        size=8,
+    )

@@ -1,4 +1,5 @@
 """Substitutes take the places of other objects for a while, which are then restored."""
+
 import pytest
 import torch
 from torch import nn
@@ -36,8 +37,10 @@ def test_an_interrupt_waits_until_all_is_back():
         if interrupts:
             raise interrupts.pop()
 
-    with pytest.raises(KeyboardInterrupt), substituted([
-            entry(holder, 'a', 2), Swap(bool, interrupted), entry(holder, 'b', 2)]):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        substituted([entry(holder, 'a', 2), Swap(bool, interrupted), entry(holder, 'b', 2)]),
+    ):
         assert holder == {'a': 2, 'b': 2}
     assert holder == {'a': 1, 'b': 1}
 

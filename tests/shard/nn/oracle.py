@@ -1,4 +1,5 @@
 """References for sharded layers: the plain layers, in one process."""
+
 import itertools
 
 import torch
@@ -6,8 +7,16 @@ import torch
 import torchgpipe.shard as ts
 from torchgpipe.shard.parameter import global_shape, storage_dim
 
-__all__ = ['close', 'cut', 'double', 'over_groups', 'same_gradients', 'same_parameters',
-           'same_start', 'seeded']
+__all__ = [
+    'close',
+    'cut',
+    'double',
+    'over_groups',
+    'same_gradients',
+    'same_parameters',
+    'same_start',
+    'seeded',
+]
 
 
 def over_groups(groups, check, *grid):

@@ -1,4 +1,5 @@
 """Mixtures of experts, compared with a loop over tokens, and on several ranks with one process."""
+
 import copy
 from fractions import Fraction
 from math import ceil
@@ -24,8 +25,13 @@ WEIGHTS = ('router', 'up', 'up_bias', 'down', 'down_bias')
 def made(experts, k, capacity, **options):
     """Return experts of which some are chosen more than others."""
     torch.manual_seed(1)
-    layer = ts.nn.Experts(6, 5, experts, k, **{
-        'capacity': capacity, 'balance': .3, 'z': .2, 'dtype': DOUBLE, **options})
+    layer = ts.nn.Experts(
+        6,
+        5,
+        experts,
+        k,
+        **{'capacity': capacity, 'balance': 0.3, 'z': 0.2, 'dtype': DOUBLE, **options},
+    )
     with torch.no_grad():
         layer.router.mul_(3)
     return layer
@@ -40,9 +46,12 @@ def one_by_one(layer, x):
     """Compute the output and the auxiliary losses token by token, and count dropped tokens."""
     scores = x @ layer.router.t()
     chances = scores.softmax(-1)
-    chosen = scores.detach().argsort(dim=-1, descending=True, stable=True)[:, :layer.k]
-    left = [float('inf') if layer.capacity is None else ceil(
-        Fraction(str(layer.capacity)) * layer.k * len(x) / layer.experts)] * layer.experts
+    chosen = scores.detach().argsort(dim=-1, descending=True, stable=True)[:, : layer.k]
+    left = [
+        float('inf')
+        if layer.capacity is None
+        else ceil(Fraction(str(layer.capacity)) * layer.k * len(x) / layer.experts)
+    ] * layer.experts
     y, shares, dropped = [torch.zeros_like(each) for each in x], [0] * layer.experts, 0
     for choice in range(layer.k):
         for t, token in enumerate(x):
@@ -56,14 +65,14 @@ def one_by_one(layer, x):
             hidden = F.gelu(layer.up[e] @ token + layer.up_bias[e])
             y[t] = y[t] + gate * (layer.down[e] @ hidden + layer.down_bias[e])
     balance = layer.experts * (chances * torch.tensor(shares, dtype=DOUBLE)).sum(-1)
-    return torch.stack(y), .3 * balance + .2 * scores.exp().sum(-1).log() ** 2, dropped
+    return torch.stack(y), 0.3 * balance + 0.2 * scores.exp().sum(-1).log() ** 2, dropped
 
 
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('capacity', [None, .5, 1.1, 8.])
+@pytest.mark.parametrize('capacity', [None, 0.5, 1.1, 8.0])
 @pytest.mark.parametrize('experts, k', [(4, 1), (5, 2), (3, 3)])
 def test_it_is_what_a_loop_over_tokens_gives(experts, k, capacity):
     layer = made(experts, k, capacity)
@@ -71,7 +80,7 @@ def test_it_is_what_a_loop_over_tokens_gives(experts, k, capacity):
     x, expected_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, aux = layer(x.view(4, 5, 6))
     *expected, dropped = one_by_one(plain, expected_x)
-    assert bool(dropped) == (capacity in (.5, 1.1) and not (k == experts and capacity > 1))
+    assert bool(dropped) == (capacity in (0.5, 1.1) and not (k == experts and capacity > 1))
     assert y.shape == (4, 5, 6) and aux.shape == (4, 5)
     close(y.view(20, 6), expected[0])
     close(aux.view(20), expected[1])
@@ -135,9 +144,15 @@ def several(*cases):
 
 @pytest.mark.parametrize('sizes', [[12], [7, 5], [0, 12], [3, 0, 8, 1]])
 def test_numbers_on_several_ranks_are_those_of_one_process(sizes):
-    run(len(sizes), several, *(
-        (sizes, experts, k, capacity) for experts, k in ((4, 1), (5, 2), (3, 2))
-        for capacity in (None, .6)))
+    run(
+        len(sizes),
+        several,
+        *(
+            (sizes, experts, k, capacity)
+            for experts, k in ((4, 1), (5, 2), (3, 2))
+            for capacity in (None, 0.6)
+        ),
+    )
 
 
 def test_experts_without_tokens_have_gradients_of_zeros():
@@ -172,10 +187,10 @@ def no_tokens():
 def averaged():
     """Give gradients of means over the tokens of a rank, averaged over ranks."""
     ts.distributed.init_process_group(1)
-    plain, (x, weights) = made(5, 2, 1.), batch(8)
+    plain, (x, weights) = made(5, 2, 1.0), batch(8)
     y, aux = plain(x)
     ((y * weights).mean() + aux.mean()).backward()
-    layer = made(5, 2, 1.).spread(ts.distributed.get_mesh()['data'])
+    layer = made(5, 2, 1.0).spread(ts.distributed.get_mesh()['data'])
     y, aux = layer(part(x, [4, 4]))
     ((y * part(weights, [4, 4])).mean() + aux.mean()).backward()
     ts.average_gradients(layer)
@@ -191,7 +206,7 @@ def test_the_mean_over_replicas_takes_a_gradient_that_is_complete_as_a_sum():
 class Mixture(nn.Module):
     """A block with a layer of experts, each a perceptron."""
 
-    def __init__(self, capacity=.8):
+    def __init__(self, capacity=0.8):
         super().__init__()
         self.norm = nn.Linear(6, 6, dtype=DOUBLE)
         self.experts = made(5, 2, capacity)
@@ -211,16 +226,17 @@ def pipelined(checkpoint):
         layer.experts.spread(mesh_of_all())
     sizes = [4, 4, 3, 3]  # A micro-batch of both ranks is one of one process.
     x, weights = batch(14)
-    own = [torch.cat(each.split(sizes)[dist.get_rank()::2]) for each in (x, weights)]
+    own = [torch.cat(each.split(sizes)[dist.get_rank() :: 2]) for each in (x, weights)]
     pipe = GPipe(layers, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint=checkpoint)
     alone = GPipe(plain, [1, 1], devices=['cpu', 'cpu'], chunks=1)
     expected = [alone((each, torch.zeros(len(each), dtype=DOUBLE))) for each in x.split([8, 6])]
     y, aux = pipe((own[0], torch.zeros(7, dtype=DOUBLE)))
     for found, whole in zip((y, aux), map(torch.cat, zip(*expected))):
-        close(found, torch.cat(whole.split(sizes)[dist.get_rank()::2]))
+        close(found, torch.cat(whole.split(sizes)[dist.get_rank() :: 2]))
     ((y * own[1]).sum() + aux.sum()).backward()
-    (sum((y * w).sum() + aux.sum() for (y, aux), w in zip(expected, weights.split([8, 6])))
-     ).backward()
+    (
+        sum((y * w).sum() + aux.sum() for (y, aux), w in zip(expected, weights.split([8, 6])))
+    ).backward()
     for (name, p), q in zip(layers.named_parameters(), plain.parameters()):
         grad = p.grad
         if hasattr(grad, 'full_tensor'):
@@ -260,11 +276,18 @@ def test_scores_that_are_not_finite_are_refused_on_all_ranks():
         assert r'NaN or infinite on ranks [1]' in each.text
 
 
-@pytest.mark.parametrize('options, message', [
-    ({'k': 5}, r'k=5, and there are 4: take a k from 1 to 4'), ({'k': 0}, 'k=0'),
-    ({'experts': 0}, 'there are 0'),
-    ({'capacity': 0}, 'not 0: 1.25'), ({'capacity': -1.}, r'not -1\.0'),
-    ({'capacity': float('nan')}, 'not nan'), ({'capacity': float('inf')}, 'not inf')])
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        ({'k': 5}, r'k=5, and there are 4: take a k from 1 to 4'),
+        ({'k': 0}, 'k=0'),
+        ({'experts': 0}, 'there are 0'),
+        ({'capacity': 0}, 'not 0: 1.25'),
+        ({'capacity': -1.0}, r'not -1\.0'),
+        ({'capacity': float('nan')}, 'not nan'),
+        ({'capacity': float('inf')}, 'not inf'),
+    ],
+)
 def test_what_can_not_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ts.nn.Experts(**{'width': 2, 'hidden': 3, 'experts': 4, **options})

@@ -1,4 +1,5 @@
 """Functions of sharded layers: shards by a tag or by an argument, against one process."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,10 @@ def shard(x, dim):
 def without_tags():
     """Split the weights by an argument."""
     generator = torch.Generator().manual_seed(1)
-    x, weight, bias = (torch.rand(*shape, generator=generator, dtype=torch.double)
-                       for shape in ((2, 3), (5, 3), (5,)))
+    x, weight, bias = (
+        torch.rand(*shape, generator=generator, dtype=torch.double)
+        for shape in ((2, 3), (5, 3), (5,))
+    )
     expected = F.linear(x, weight, bias)
     y = functional.parallel_linear(x, shard(weight, 0), shard(bias, 0), dim=-1)
     assert ts.get_parallel_dim(y) == -1 and y.equal(shard(expected, 1))

@@ -1,4 +1,5 @@
 """Initial values and the next random number equal those in one process, bit by bit."""
+
 import warnings
 
 import pytest
@@ -12,13 +13,12 @@ from tests.shard.processes import run
 from torchgpipe.shard.nn import init
 from torchgpipe.shard.parameter import storage_dim
 
-SHAPES = [(5, 7), (31, 7), (5, 1), (1, 40), (64, 64), (2, 8), (40,), (0, 5), (5, 0),
-          (0,)]
+SHAPES = [(5, 7), (31, 7), (5, 1), (1, 40), (64, 64), (2, 8), (40,), (0, 5), (5, 0), (0,)]
 
 
 def own(tensor):
     """Set values as nn.init does not."""
-    tensor.data.normal_().mul_(2).clamp_(-.1, .1)
+    tensor.data.normal_().mul_(2).clamp_(-0.1, 0.1)
 
 
 def reads(tensor):
@@ -43,12 +43,22 @@ def adds_up(tensor):
 
 
 #: Methods, their keyword arguments, and whether they never hold the whole tensor.
-METHODS = [(nn.init.uniform_, {'a': -2}, True), (nn.init.normal_, {'std': 2.}, True),
-           (nn.init.constant_, {'val': 3}, True), (nn.init.zeros_, {}, True), (own, {}, True),
-           (nn.init.kaiming_uniform_, {'a': 2.}, True), (nn.init.xavier_normal_, {}, True),
-           (nn.init.orthogonal_, {}, False), (nn.init.eye_, {}, False),
-           (nn.init.trunc_normal_, {}, None), (reads, {}, False), (adds, {}, False),
-           (unused, {}, False), (adds_up, {}, False)]
+METHODS = [
+    (nn.init.uniform_, {'a': -2}, True),
+    (nn.init.normal_, {'std': 2.0}, True),
+    (nn.init.constant_, {'val': 3}, True),
+    (nn.init.zeros_, {}, True),
+    (own, {}, True),
+    (nn.init.kaiming_uniform_, {'a': 2.0}, True),
+    (nn.init.xavier_normal_, {}, True),
+    (nn.init.orthogonal_, {}, False),
+    (nn.init.eye_, {}, False),
+    (nn.init.trunc_normal_, {}, None),
+    (reads, {}, False),
+    (adds, {}, False),
+    (unused, {}, False),
+    (adds_up, {}, False),
+]
 
 ONLY_2D = {nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.orthogonal_, nn.init.eye_}
 
@@ -89,7 +99,7 @@ def values():
                     warnings.simplefilter('ignore')  # where there are no elements
                     method(whole, **kwargs)
                 after = torch.rand(1)
-                for dim in (None, 0, 1)[:1 + len(shape)]:
+                for dim in (None, 0, 1)[: 1 + len(shape)]:
                     weight = Part(shape, dim, dtype).weight
                     torch.manual_seed(3)
                     assert ts.nn.init.shard_init_helper_(method, weight, **kwargs) is weight

@@ -1,4 +1,5 @@
 """Linear layers, compared with one process."""
+
 import copy
 import io
 import itertools
@@ -11,8 +12,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
-from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradients,
-                                   same_parameters, same_start, seeded)
+from tests.shard.nn.oracle import (
+    close,
+    cut,
+    double,
+    over_groups,
+    same_gradients,
+    same_parameters,
+    same_start,
+    seeded,
+)
 from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe.shard.parameter import global_shape, is_tagged, storage_dim
@@ -24,8 +33,9 @@ def same_as_plain(in_features, out_features, dim, bias):
     """Compare initial values, outputs and gradients."""
     plain, layer = same_start(
         lambda: nn.Linear(in_features, out_features, bias, dtype=torch.double),
-        lambda: ts.nn.ParallelLinear(in_features, out_features, bias, dim, dtype=torch.double))
-    for scattered in ((False, True) if dim == 0 else (False,)):
+        lambda: ts.nn.ParallelLinear(in_features, out_features, bias, dim, dtype=torch.double),
+    )
+    for scattered in (False, True) if dim == 0 else (False,):
         plain.zero_grad()
         layer.zero_grad()
         expected_x = double(2, 3, in_features).requires_grad_()
@@ -69,20 +79,22 @@ def called_with(dim):
     torch.testing.assert_close(y, cut(plain(x), -1) if dim in (1, -1) else plain(x))
     assert not is_tagged(weight)
 
-    table = nn.Embedding(7, 5, padding_idx=6, max_norm=1.)
+    table = nn.Embedding(7, 5, padding_idx=6, max_norm=1.0)
     ids = torch.tensor([[0, 6], [3, 3]])
-    options = {'padding_idx': 6, 'max_norm': 1., 'num_embeddings': 7, 'dim': dim}
+    options = {'padding_idx': 6, 'max_norm': 1.0, 'num_embeddings': 7, 'dim': dim}
     rows = cut(table.weight.detach(), None if dim is None else abs(dim)).clone()
-    torch.testing.assert_close(ts.nn.functional.parallel_embedding(ids, rows, **options),
-                               table(ids))
+    torch.testing.assert_close(
+        ts.nn.functional.parallel_embedding(ids, rows, **options), table(ids)
+    )
     torch.testing.assert_close(rows, cut(table.weight, None if dim is None else abs(dim)))
 
     # Tags without a layer.
     ts.nn.functional.set_attribute(rows, dim, 1)
     ts.nn.functional.set_attribute(weight, dim)
     assert ts.nn.functional.parallel_linear(x, weight, bias).equal(y)
-    torch.testing.assert_close(ts.nn.functional.parallel_embedding(
-        ids, rows, num_embeddings=7), table(ids))
+    torch.testing.assert_close(
+        ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=7), table(ids)
+    )
     for wrong in {0, 1} - {dim, dim and abs(dim)}:
         with pytest.raises(ValueError, match=f'parallel_linear is called with dim={wrong}, .*tag'):
             ts.nn.functional.parallel_linear(x, weight, bias, wrong)
@@ -182,11 +194,11 @@ def operations(function, *args):
 
 def alone(dim):
     """Compare a group of one with the plain layers."""
-    x, ids, options = torch.randn(2, 7), torch.tensor([1, 2]), {'max_norm': .1}
+    x, ids, options = torch.randn(2, 7), torch.tensor([1, 2]), {'max_norm': 0.1}
     for plain, sharded, value in [
-            (nn.Linear(7, 5), ts.nn.ParallelLinear(7, 5, dim=dim), x),
-            (nn.Embedding(7, 5, **options),
-             ts.nn.ParallelEmbedding(7, 5, **options, dim=dim), ids)]:
+        (nn.Linear(7, 5), ts.nn.ParallelLinear(7, 5, dim=dim), x),
+        (nn.Embedding(7, 5, **options), ts.nn.ParallelEmbedding(7, 5, **options, dim=dim), ids),
+    ]:
         assert operations(sharded, value) == operations(plain, value)
         assert 'copy_' not in operations(sharded.reset_parameters)
 
@@ -200,8 +212,9 @@ def no_inputs(dim):
     for sizes in ((0, 5), (5, 0)):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # nn.Linear has no weights to draw
-            plain, layer = same_start(lambda: nn.Linear(*sizes),
-                                      lambda: ts.nn.ParallelLinear(*sizes, dim=dim))
+            plain, layer = same_start(
+                lambda: nn.Linear(*sizes), lambda: ts.nn.ParallelLinear(*sizes, dim=dim)
+            )
         x = torch.randn(2, sizes[0])
         y = layer(x)
         assert y.equal(cut(plain(x), -1) if dim == 1 else plain(x))
@@ -213,10 +226,13 @@ def test_no_inputs_or_no_outputs():
 
 
 def test_groups_come_before_what_is_split():
-    for make in (lambda: ts.nn.ParallelLinear(2, 2, dim=1), lambda: ts.draws(-1).__enter__(),
-                 lambda: ts.nn.ParallelEmbedding(2, 2, dim=0),
-                 lambda: ts.nn.ParallelLinear.convert_parallel_linear(nn.Linear(2, 2), 1),
-                 lambda: ts.nn.functional.parallel_linear(torch.ones(2), torch.ones(2, 2), dim=0)):
+    for make in (
+        lambda: ts.nn.ParallelLinear(2, 2, dim=1),
+        lambda: ts.draws(-1).__enter__(),
+        lambda: ts.nn.ParallelEmbedding(2, 2, dim=0),
+        lambda: ts.nn.ParallelLinear.convert_parallel_linear(nn.Linear(2, 2), 1),
+        lambda: ts.nn.functional.parallel_linear(torch.ones(2), torch.ones(2, 2), dim=0),
+    ):
         with pytest.raises(RuntimeError, match='ts.distributed.init_process_group'):
             make()
 
@@ -225,15 +241,26 @@ def test_what_is_not_split_needs_no_groups():
     """In v0.8.0, it needed them, though not in TorchShard."""
     make = nn.Sequential
     plain, model = same_start(
-        lambda: make(nn.Embedding(7, 5, 2), nn.Linear(5, 3), nn.Dropout(0.5), nn.Identity(),
-                     nn.Linear(3, 4)),
-        lambda: make(ts.nn.ParallelEmbedding(7, 5, 2), ts.nn.ParallelLinear(5, 3),
-                     ts.nn.ParallelDropout(0.5), ts.nn.RegisterParallelDim(),
-                     ts.nn.ParallelLinear(3, 4)))
+        lambda: make(
+            nn.Embedding(7, 5, 2), nn.Linear(5, 3), nn.Dropout(0.5), nn.Identity(), nn.Linear(3, 4)
+        ),
+        lambda: make(
+            ts.nn.ParallelEmbedding(7, 5, 2),
+            ts.nn.ParallelLinear(5, 3),
+            ts.nn.ParallelDropout(0.5),
+            ts.nn.RegisterParallelDim(),
+            ts.nn.ParallelLinear(3, 4),
+        ),
+    )
     model = ts.nn.ParallelLinear.convert_parallel_linear(model)
     x, y = torch.tensor([0, 2, 6]), torch.tensor([1, 3, 0])
-    (expected, _), (loss, _) = (seeded(lambda: function(module(x), y)) for module, function in (
-        (plain, nn.CrossEntropyLoss()), (model, ts.nn.ParallelCrossEntropyLoss())))
+    (expected, _), (loss, _) = (
+        seeded(lambda: function(module(x), y))
+        for module, function in (
+            (plain, nn.CrossEntropyLoss()),
+            (model, ts.nn.ParallelCrossEntropyLoss()),
+        )
+    )
     expected.backward()
     loss.backward()
     assert loss.equal(expected)
@@ -253,8 +280,10 @@ def test_what_is_not_split_needs_no_groups():
 
 def knows(layer):
     """Return attributes of a layer's parameters."""
-    return [(storage_dim(each), global_shape(each), getattr(each, ts._ORDER_ATTR))
-            for each in layer.parameters()]
+    return [
+        (storage_dim(each), global_shape(each), getattr(each, ts._ORDER_ATTR))
+        for each in layer.parameters()
+    ]
 
 
 def goes_places(dim):
@@ -266,9 +295,13 @@ def goes_places(dim):
     saved = io.BytesIO()
     torch.save(layer, saved)
     saved.seek(0)
-    others = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)),
-              torch.load(saved, weights_only=False), copy.deepcopy(layer).half(),
-              copy.deepcopy(layer).to('meta').to_empty(device='cpu')]
+    others = [
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(saved, weights_only=False),
+        copy.deepcopy(layer).half(),
+        copy.deepcopy(layer).to('meta').to_empty(device='cpu'),
+    ]
     for swap, assign in itertools.product((False, True), (False, True)):
         torch.__future__.set_swap_module_params_on_conversion(swap)
         try:
@@ -299,8 +332,9 @@ def meta(dim):
     for layer in made:
         assert layer is made[3] or layer.weight.is_meta
         layer.to_empty(device='cpu')
-        plain, _ = same_start(lambda: nn.Linear(7, 5), lambda: [
-            layer.reset_parameters(), layer][1])
+        plain, _ = same_start(
+            lambda: nn.Linear(7, 5), lambda: [layer.reset_parameters(), layer][1]
+        )
 
 
 def test_the_meta_device():
@@ -347,8 +381,10 @@ def converts(dim, kind, bias):
     same_parameters(plain, layer)
     assert layer.weight.is_contiguous()
     assert not layer.training and layer.note == 'mine' and layer.dim == dim
-    assert all(each.data_ptr() != other.data_ptr() or not each.numel()
-               for each, other in zip(layer.parameters(), plain.parameters()))
+    assert all(
+        each.data_ptr() != other.data_ptr() or not each.numel()
+        for each, other in zip(layer.parameters(), plain.parameters())
+    )
     x = torch.randn(3, 7, dtype=kind)
     y = layer(x)
     assert seen == [1]
@@ -360,29 +396,45 @@ def converts(dim, kind, bias):
 
 
 def test_conversion_keeps_values_type_mode_hooks_and_options():
-    run(2, over_groups, [1, 2], converts, [None, 0, 1], [torch.float, torch.double],
-        [True, False])
+    run(2, over_groups, [1, 2], converts, [None, 0, 1], [torch.float, torch.double], [True, False])
 
 
 def within():
     """Convert layers within a model."""
+
     class Mine(nn.Linear):
         pass
 
     shared = nn.Linear(5, 5)
-    model = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.ModuleDict({'a': shared, 'b': shared}),
-                          Mine(5, 5), nn.Embedding(3, 3))
+    model = nn.Sequential(
+        nn.Linear(7, 5),
+        nn.ReLU(),
+        nn.ModuleDict({'a': shared, 'b': shared}),
+        Mine(5, 5),
+        nn.Embedding(3, 3),
+    )
     assert ts.nn.ParallelLinear.convert_parallel_linear(model, 1) is model
     assert type(model[0]) is type(model[2]['a']) is ts.nn.ParallelLinear
     assert model[2]['a'] is model[2]['b'] and type(model[3]) is Mine
-    assert list(model.state_dict()) == ['0.weight', '0.bias', '2.a.weight', '2.a.bias',
-                                        '2.b.weight', '2.b.bias', '3.weight', '3.bias', '4.weight']
+    assert list(model.state_dict()) == [
+        '0.weight',
+        '0.bias',
+        '2.a.weight',
+        '2.a.bias',
+        '2.b.weight',
+        '2.b.bias',
+        '3.weight',
+        '3.bias',
+        '4.weight',
+    ]
     ts.nn.ParallelLinear.convert_parallel_linear(model, 0)  # there is nothing left to convert
     assert model[0].dim == 1
     tied = nn.Sequential(nn.Embedding(5, 7), nn.Linear(7, 5))
     tied[1].weight = tied[0].weight
-    for convert in (ts.nn.ParallelLinear.convert_parallel_linear,
-                    ts.nn.ParallelEmbedding.convert_parallel_embedding):
+    for convert in (
+        ts.nn.ParallelLinear.convert_parallel_linear,
+        ts.nn.ParallelEmbedding.convert_parallel_embedding,
+    ):
         with pytest.raises(ValueError, match='weight of .* is that of another layer'):
             convert(tied, 1)
     tied[1].weight = nn.Parameter(tied[1].weight.detach().clone())

@@ -1,4 +1,5 @@
 """Embeddings, compared with one process."""
+
 import copy
 
 import pytest
@@ -6,18 +7,34 @@ import torch
 from torch import nn
 
 import torchgpipe.shard as ts
-from tests.shard.nn.oracle import (close, cut, double, over_groups, same_gradients,
-                                   same_parameters, same_start)
+from tests.shard.nn.oracle import (
+    close,
+    cut,
+    double,
+    over_groups,
+    same_gradients,
+    same_parameters,
+    same_start,
+)
 from tests.shard.processes import run
 from tests.whole import first
 from torchgpipe.shard.parameter import is_tagged
 
-OPTIONS = [{}, {'padding_idx': 0}, {'padding_idx': 3}, {'padding_idx': -1},
-           {'max_norm': .8}, {'max_norm': .8, 'norm_type': 1.}, {'max_norm': .3, 'norm_type': 0.},
-           {'max_norm': .8, 'norm_type': float('inf'), 'padding_idx': 4},
-           {'scale_grad_by_freq': True}, {'scale_grad_by_freq': True, 'padding_idx': -2},
-           {'sparse': True}, {'sparse': True, 'padding_idx': 1},
-           {'max_norm': .5, 'scale_grad_by_freq': True}]
+OPTIONS = [
+    {},
+    {'padding_idx': 0},
+    {'padding_idx': 3},
+    {'padding_idx': -1},
+    {'max_norm': 0.8},
+    {'max_norm': 0.8, 'norm_type': 1.0},
+    {'max_norm': 0.3, 'norm_type': 0.0},
+    {'max_norm': 0.8, 'norm_type': float('inf'), 'padding_idx': 4},
+    {'scale_grad_by_freq': True},
+    {'scale_grad_by_freq': True, 'padding_idx': -2},
+    {'sparse': True},
+    {'sparse': True, 'padding_idx': 1},
+    {'max_norm': 0.5, 'scale_grad_by_freq': True},
+]
 
 
 def ids_of(number):
@@ -29,13 +46,18 @@ def same_as_plain(number, features, dim, options):
     """Compare initial values, outputs, changes of the table, and gradients."""
     plain, table = same_start(
         lambda: nn.Embedding(number, features, **options, dtype=torch.double),
-        lambda: ts.nn.ParallelEmbedding(number, features, **options, dim=dim,
-                                        dtype=torch.double))
+        lambda: ts.nn.ParallelEmbedding(number, features, **options, dim=dim, dtype=torch.double),
+    )
     assert table.padding_idx == plain.padding_idx
     ids = ids_of(number)
     function = copy.deepcopy(table)
-    for forward, module in [(table, table), (lambda ids: ts.nn.functional.parallel_embedding(
-            ids, function.weight, **options), function)]:
+    for forward, module in [
+        (table, table),
+        (
+            lambda ids: ts.nn.functional.parallel_embedding(ids, function.weight, **options),
+            function,
+        ),
+    ]:
         expected_table = copy.deepcopy(plain)
         for each in (ids, ids[0], ids[:, :0], ids[0, 0]):
             expected, found = expected_table(each), forward(each)
@@ -47,14 +69,23 @@ def same_as_plain(number, features, dim, options):
             expected.backward(grad)
             found.backward(grad)
         same_gradients(expected_table, module)
-        torch.testing.assert_close(module.weight, cut(expected_table.weight, {
-            0: 0, 1: 1, None: None}[dim]), rtol=1e-12, atol=1e-12, check_stride=False)
+        torch.testing.assert_close(
+            module.weight,
+            cut(expected_table.weight, {0: 0, 1: 1, None: None}[dim]),
+            rtol=1e-12,
+            atol=1e-12,
+            check_stride=False,
+        )
     assert not is_tagged(ids)
 
 
-@pytest.mark.parametrize('world, groups, sizes', [
-    (2, [2], [(31, 5)]),
-    *first(0, [(2, [1], [(31, 5)]), (4, [2, 4], [(7, 3)]), (4, [4], [(5, 7)])])])
+@pytest.mark.parametrize(
+    'world, groups, sizes',
+    [
+        (2, [2], [(31, 5)]),
+        *first(0, [(2, [1], [(31, 5)]), (4, [2, 4], [(7, 3)]), (4, [4], [(5, 7)])]),
+    ],
+)
 def test_numbers_are_those_of_one_process(world, groups, sizes):
     run(world, over_sizes, groups, sizes)
 
@@ -73,7 +104,8 @@ def converts(dim, options):
     same_parameters(plain, table)
     assert not table.training and table.dim == dim and not is_tagged(plain.weight)
     assert str(table) == str(plain).replace('Embedding(', 'ParallelEmbedding(').replace(
-        ')', f', dim={dim})')
+        ')', f', dim={dim})'
+    )
     ids = ids_of(7)
     close(table(ids), plain(ids))
 

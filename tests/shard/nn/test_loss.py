@@ -1,4 +1,5 @@
 """The cross entropy of sharded logits equals one process's in values, gradients and memory."""
+
 import itertools
 import re
 from functools import partial
@@ -24,7 +25,7 @@ SIZES = (5, 7, 31, 32)
 def sharded(x, tag=-1):
     """Give this rank's part of whole logits, as the output of a layer has it: tagged."""
     begin, length = own(x.size(-1))
-    part = x.detach()[..., begin:begin + length].clone()
+    part = x.detach()[..., begin : begin + length].clone()
     ts.register_parallel_dim(part, tag)
     return part
 
@@ -38,8 +39,9 @@ def check(logits, target, shard_target=False, tag=-1, **options):
     """Compare loss and gradient with one process's."""
     whole = logits.detach().requires_grad_()
     probable = target.is_floating_point()
-    expected = F.cross_entropy(as_in_pytorch(whole), as_in_pytorch(target) if probable else target,
-                               **options)
+    expected = F.cross_entropy(
+        as_in_pytorch(whole), as_in_pytorch(target) if probable else target, **options
+    )
     # Each loss has a gradient of its own where there are several.
     seed = torch.linspace(1, 2, expected.numel(), dtype=expected.dtype).view_as(expected)
     expected.backward(seed)
@@ -50,8 +52,12 @@ def check(logits, target, shard_target=False, tag=-1, **options):
     assert loss.shape == expected.shape and loss.dtype == expected.dtype
     loss.backward(seed)
     # A group of one gives PyTorch's results.
-    same = partial(torch.testing.assert_close, rtol=0, equal_nan=True,
-                   atol=1e-12 if ts.distributed.get_group_size() > 1 else 0)
+    same = partial(
+        torch.testing.assert_close,
+        rtol=0,
+        equal_nan=True,
+        atol=1e-12 if ts.distributed.get_group_size() > 1 else 0,
+    )
     same(loss, expected)
     same(part.grad, sharded(whole.grad))
 
@@ -66,32 +72,48 @@ def draw(classes, shape, kind, seed=0):
     if kind == 'ignored':
         target[...] = -100
     elif kind == 'some ignored':
-        target[torch.rand(shape, generator=generator) < .4] = 2
+        target[torch.rand(shape, generator=generator) < 0.4] = 2
     return logits, target
 
 
 def weights(classes):
     """Give each class a weight."""
-    return torch.linspace(.5, 2, classes, dtype=torch.double)
+    return torch.linspace(0.5, 2, classes, dtype=torch.double)
 
 
 def grid(all_sizes, shapes):
     """Try all combinations of options."""
     for number, (classes, shape, reduction, smoothing, weighted, kind) in enumerate(
-            itertools.product(all_sizes, shapes, ('mean', 'sum', 'none'), (0., .3), (False, True),
-                              ('numbers', 'some ignored', 'ignored', 'probabilities'))):
+        itertools.product(
+            all_sizes,
+            shapes,
+            ('mean', 'sum', 'none'),
+            (0.0, 0.3),
+            (False, True),
+            ('numbers', 'some ignored', 'ignored', 'probabilities'),
+        )
+    ):
         logits, target = draw(classes, shape, kind, number)
-        check(logits, target, shard_target=kind == 'probabilities' and number % 5 < 2,
-              tag=(-1, 1)[number % 2], reduction=reduction, label_smoothing=smoothing,
-              weight=weights(classes) if weighted else None,
-              ignore_index=2 if kind == 'some ignored' else -100)
+        check(
+            logits,
+            target,
+            shard_target=kind == 'probabilities' and number % 5 < 2,
+            tag=(-1, 1)[number % 2],
+            reduction=reduction,
+            label_smoothing=smoothing,
+            weight=weights(classes) if weighted else None,
+            ignore_index=2 if kind == 'some ignored' else -100,
+        )
 
 
-@pytest.mark.parametrize('world, group, shapes', [
-    (2, 1, [(2, 3)]),
-    (2, 2, [(6,), (2, 3)]),
-    *first(0, [(4, 2, [(2, 3)]), (4, 4, [(2, 3)])]),
-])
+@pytest.mark.parametrize(
+    'world, group, shapes',
+    [
+        (2, 1, [(2, 3)]),
+        (2, 2, [(6,), (2, 3)]),
+        *first(0, [(4, 2, [(2, 3)]), (4, 4, [(2, 3)])]),
+    ],
+)
 def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):
     run(world, grid, SIZES, shapes, group=group)
 
@@ -127,9 +149,9 @@ def ignored():
         for weight in (None, weights(7)):
             check(logits, given, ignore_index=index, weight=weight)
     # The values of targets that ranks compare have to be exact in float32.
-    given[1:3] = 3 ** 36
+    given[1:3] = 3**36
     part = sharded(logits.float())
-    assert parallel_cross_entropy(part, given, ignore_index=3 ** 36).isfinite()
+    assert parallel_cross_entropy(part, given, ignore_index=3**36).isfinite()
 
 
 def test_ignore_index_does_not_crash():
@@ -153,7 +175,7 @@ def test_logits_may_have_any_number_of_dimensions_and_no_reduction_keeps_their_s
 def smoothed():
     """Smooth by up to all."""
     logits, target = draw(7, (6,), 'numbers')
-    for smoothing in (.1, .9, 1.):
+    for smoothing in (0.1, 0.9, 1.0):
         check(logits, target, label_smoothing=smoothing)
         check(logits, target, label_smoothing=smoothing, weight=weights(7))
 
@@ -166,7 +188,7 @@ def probable():
     """Give probabilities: whole, or a shard of them."""
     logits, target = draw(7, (2, 3), 'probabilities')
     for shard_target in (False, True):
-        check(logits, target, shard_target, weight=weights(7), label_smoothing=.1)
+        check(logits, target, shard_target, weight=weights(7), label_smoothing=0.1)
         check(logits, target / target.sum(-1, keepdim=True), shard_target)
 
 
@@ -220,12 +242,12 @@ def coarse(dtype, autocast):
     """Compare with one process in float64."""
     logits, target = draw(31, (40,), 'numbers')
     whole, weight = (10 * logits).to(dtype).requires_grad_(), weights(31).to(dtype)
-    expected = F.cross_entropy(whole.double(), target, weight.double(), label_smoothing=.1)
+    expected = F.cross_entropy(whole.double(), target, weight.double(), label_smoothing=0.1)
     expected.backward()
     part = sharded(whole).requires_grad_()
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
-        loss = parallel_cross_entropy(part, target, weight, label_smoothing=.1)
-        whole_loss = F.cross_entropy(whole, target, label_smoothing=.1)
+        loss = parallel_cross_entropy(part, target, weight, label_smoothing=0.1)
+        whole_loss = F.cross_entropy(whole, target, label_smoothing=0.1)
     assert loss.dtype == whole_loss.dtype == (torch.float32 if autocast else dtype)
     loss.backward()
     assert part.grad.dtype == dtype
@@ -252,12 +274,14 @@ def fine_targets():
     assert part.grad.dtype == torch.float32
     coarse_target = target.half()
     loss = parallel_cross_entropy(sharded(logits), coarse_target)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, coarse_target.double()),
-                               rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits, coarse_target.double()), rtol=0, atol=1e-12
+    )
     logits, target = draw(7, (6,), 'numbers')
     for given in (logits, sharded(logits)):
-        assert parallel_cross_entropy(given, target.byte()) == \
-            parallel_cross_entropy(given, target)
+        assert parallel_cross_entropy(given, target.byte()) == parallel_cross_entropy(
+            given, target
+        )
 
 
 def test_targets_of_other_types():
@@ -269,10 +293,10 @@ def other_weights():
     logits, target = draw(301, (6,), 'numbers')
     for dtype in (torch.half, torch.double):
         weight, whole = weights(301).to(dtype), logits.float().double().requires_grad_()
-        expected = F.cross_entropy(whole, target, weight.double(), label_smoothing=.9)
+        expected = F.cross_entropy(whole, target, weight.double(), label_smoothing=0.9)
         expected.backward()
         part = sharded(logits.float()).requires_grad_()
-        loss = parallel_cross_entropy(part, target, weight, label_smoothing=.9)
+        loss = parallel_cross_entropy(part, target, weight, label_smoothing=0.9)
         loss.backward()
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
@@ -292,8 +316,8 @@ def autograd():
     logits, target = draw(7, (6,), 'numbers')
     part = sharded(logits).requires_grad_()
     loss = parallel_cross_entropy(part, target)
-    first, = torch.autograd.grad(loss, part, retain_graph=True)
-    second, = torch.autograd.grad(2 * loss, part)
+    (first,) = torch.autograd.grad(loss, part, retain_graph=True)
+    (second,) = torch.autograd.grad(2 * loss, part)
     assert second.equal(2 * first)
 
     scaled = part * 1
@@ -305,7 +329,7 @@ def autograd():
         loss.backward()
 
     # The gradient of the loss does not require one; the logits' gradient depends on them anyway.
-    first, = torch.autograd.grad(parallel_cross_entropy(part, target), part, create_graph=True)
+    (first,) = torch.autograd.grad(parallel_cross_entropy(part, target), part, create_graph=True)
     with pytest.raises(RuntimeError, match='cannot be differentiated again: gather the logits'):
         (part.sum() + first.square().sum()).backward()
 
@@ -341,10 +365,11 @@ def test_infinite_logits():
 def blocks():
     """Work on more than one block of rows, with a rest."""
     from torchgpipe.shard.nn import loss
+
     loss.FEW = 8
     for kind in ('numbers', 'probabilities'):
         for rows in (3, 8, 19):
-            check(*draw(7, (rows,), kind), label_smoothing=.1, weight=weights(7))
+            check(*draw(7, (rows,), kind), label_smoothing=0.1, weight=weights(7))
     coarse(torch.bfloat16, False)
 
 
@@ -358,7 +383,7 @@ def untouched():
     part = sharded(logits).requires_grad_()
     weight = weights(7)
     before = [x.clone() for x in (part, target, weight)]
-    parallel_cross_entropy(part, target, weight, label_smoothing=.1).backward()
+    parallel_cross_entropy(part, target, weight, label_smoothing=0.1).backward()
     for x, was in zip((part, target, weight), before):
         assert x.equal(was)
     assert ts.get_parallel_dim(part) == -1
@@ -373,10 +398,11 @@ def as_module():
     """Call the module, with old options and new ones."""
     logits, target = draw(7, (6,), 'numbers')
     target[0] = 3
-    options = {'ignore_index': 3, 'reduction': 'sum', 'label_smoothing': .1}
+    options = {'ignore_index': 3, 'reduction': 'sum', 'label_smoothing': 0.1}
     module = ParallelCrossEntropyLoss(weights(7), **options)
     assert module(sharded(logits), target) == parallel_cross_entropy(
-        sharded(logits), target, weights(7), **options)
+        sharded(logits), target, weights(7), **options
+    )
     assert module.state_dict()['weight'].equal(weights(7))
     with pytest.warns(UserWarning, match="use reduction='sum'"):
         loss = parallel_cross_entropy(sharded(logits), target, size_average=False)
@@ -384,8 +410,10 @@ def as_module():
     # Logits without a tag are whole, and so are PyTorch's.
     for given, dim in ((logits, None), (logits[None], None)):
         # Kernels of PyTorch's may add up in another order, depending on the CPU.
-        torch.testing.assert_close(module(given, target.expand(given.shape[:-1])), F.cross_entropy(
-            logits, target, weights(7), **options))
+        torch.testing.assert_close(
+            module(given, target.expand(given.shape[:-1])),
+            F.cross_entropy(logits, target, weights(7), **options),
+        )
 
 
 def test_the_module_and_whole_logits():
@@ -410,7 +438,7 @@ def refused(name):
     elif name == 'lost tag':
         part, target = part + 0, target.clamp(max=2)  # These are classes of each rank.
     elif name == 'lost tag of shards of one size':
-        part, target = logits[..., 3 * rank:][..., :3].clone(), target.clamp(max=2)
+        part, target = logits[..., 3 * rank :][..., :3].clone(), target.clamp(max=2)
     elif name == 'lost tag, probabilities':
         part, target = part + 0, logits.softmax(-1)
     elif name == 'lost tag, weights':
@@ -439,12 +467,12 @@ def refused(name):
     elif name == 'ignored probabilities':
         target, more = logits.softmax(-1), {'ignore_index': 1}
     elif name == 'probabilities of a shard without a tag':
-        target = logits.softmax(-1)[..., :part.size(-1)]
+        target = logits.softmax(-1)[..., : part.size(-1)]
     elif name == 'a shard of probabilities of another size':
         target = logits.softmax(-1)[..., :2]
         ts.register_parallel_dim(target, 1)
     elif name == 'weights of a shard':
-        more = {'weight': weights(7)[:part.size(-1)]}
+        more = {'weight': weights(7)[: part.size(-1)]}
     elif name == 'targets with a gradient':
         target = logits.softmax(-1).requires_grad_()
     elif name == 'weights with a gradient':
@@ -456,7 +484,7 @@ def refused(name):
     elif name == 'integers for logits':
         part = part.long()
     elif name == 'no dimension':
-        part = torch.tensor(1.)
+        part = torch.tensor(1.0)
     elif name == 'parallel dimension 0':
         ts.register_parallel_dim(part, 0)
     elif name == 'reduction':
@@ -482,15 +510,19 @@ def refusals(names):
     return [refused(name) for name in names]
 
 
-LOST = (r'RuntimeError: .*different logits without a tag.*put ts.nn.RegisterParallelDim\(-1\) '
-        r'before the loss. .*say so by ts.nn.RegisterParallelDim\(None\)')
+LOST = (
+    r'RuntimeError: .*different logits without a tag.*put ts.nn.RegisterParallelDim\(-1\) '
+    r'before the loss. .*say so by ts.nn.RegisterParallelDim\(None\)'
+)
 
 REFUSALS = {
     'too high': r'IndexError: target\[1, 2\] is 7, but there are 7 classes, from 0 to 6, and '
-                'ignore_index is -100$',
+    'ignore_index is -100$',
     'negative': r'IndexError: target\[0, 1\] is -1, but there are 7 classes',
     'a single one': 'IndexError: target is -3, but there are 7 classes',
-    'lost tag': LOST, 'lost tag of shards of one size': LOST, 'lost tag, probabilities': LOST,
+    'lost tag': LOST,
+    'lost tag of shards of one size': LOST,
+    'lost tag, probabilities': LOST,
     'lost tag, weights': LOST,
     'whole logits, probabilities': r'ValueError: probabilities of .*\(2, 3, 5\) do not fit 7 cl',
     'whole logits, weights': r'ValueError: weights of shape \(6,\) do not fit 7 classes',
@@ -534,12 +566,17 @@ def whole_logits():
     """Compute the loss of logits that are the same on all ranks, about so, or said to be whole."""
     logits, target = draw(7, (2, 3), 'numbers')
     rank = ts.distributed.get_rank()
-    for tag, x in (('none', logits + 0), ('none', logits + 1e-9 * rank),
-                   ('none', logits + 0 / torch.zeros(1)), (None, logits + rank)):
+    for tag, x in (
+        ('none', logits + 0),
+        ('none', logits + 1e-9 * rank),
+        ('none', logits + 0 / torch.zeros(1)),
+        (None, logits + rank),
+    ):
         x = x if tag == 'none' else ts.nn.RegisterParallelDim(tag)(x)
         expected = as_in_pytorch(x)
-        torch.testing.assert_close(parallel_cross_entropy(x, target),
-                                   F.cross_entropy(expected, target), equal_nan=True)
+        torch.testing.assert_close(
+            parallel_cross_entropy(x, target), F.cross_entropy(expected, target), equal_nan=True
+        )
 
 
 def test_logits_without_a_tag_are_whole_if_all_ranks_have_the_same():
@@ -562,19 +599,35 @@ def equal_shards():
     losses = {
         'from data': lambda: parallel_cross_entropy(head(x).float() + 0, target),
         'from activations': lambda: parallel_cross_entropy(
-            head(x.clone().requires_grad_()).relu() * 2, target),
+            head(x.clone().requires_grad_()).relu() * 2, target
+        ),
         'in a checkpoint': lambda: parallel_cross_entropy(
-            checkpoint(lambda x: head(x) + 0, x, use_reentrant=False), target)}
+            checkpoint(lambda x: head(x) + 0, x, use_reentrant=False), target
+        ),
+    }
     for loss in losses.values():
-        with pytest.raises(RuntimeError, match="logits without a tag follow from this rank's .*"
-                                               r'put ts.nn.RegisterParallelDim\(-1\) before'):
+        with pytest.raises(
+            RuntimeError,
+            match="logits without a tag follow from this rank's .*"
+            r'put ts.nn.RegisterParallelDim\(-1\) before',
+        ):
             loss()
-    with torch.no_grad(), pytest.raises(IndexError, match=r'is 4, but there are 4 .* no tag, .*'
-                                                          r'RegisterParallelDim\(-1\)'):
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            IndexError,
+            match=r'is 4, but there are 4 .* no tag, .*'
+            r'RegisterParallelDim\(-1\)',
+        ),
+    ):
         parallel_cross_entropy(head(x) + 0, target + 1)
-    for whole in (other(head(x)) + 0, ts.distributed.gather(head(x)) + 0,
-                  ts.distributed.reduce(head(x)) + 0, Ended.apply(head(x)) + 0,
-                  nn.Linear(4, 4)(other(head(x)))):
+    for whole in (
+        other(head(x)) + 0,
+        ts.distributed.gather(head(x)) + 0,
+        ts.distributed.reduce(head(x)) + 0,
+        Ended.apply(head(x)) + 0,
+        nn.Linear(4, 4)(other(head(x))),
+    ):
         assert parallel_cross_entropy(whole, target) == F.cross_entropy(whole, target)
     head.requires_grad_(False)
     with pytest.raises(RuntimeError, match='logits without a tag follow'):
@@ -586,7 +639,7 @@ def test_shards_that_are_the_same_on_all_ranks_are_not_taken_for_whole():
 
 
 def test_a_group_of_one_has_lost_no_tag():
-    for error, in run(2, refusals, ['too high'], group=1):
+    for (error,) in run(2, refusals, ['too high'], group=1):
         assert re.match(REFUSALS['too high'], error)
 
 
@@ -606,6 +659,7 @@ class Unread(TorchDispatchMode):
 def exchanged():
     """Count collectives of a step, and let the host read nothing, as on an accelerator."""
     from torchgpipe.shard.nn import loss
+
     logits, target = draw(7, (2, 3), 'numbers')
     probabilities = logits.softmax(-1)
     counts = []
@@ -623,9 +677,10 @@ def exchanged():
 
     with pytest.MonkeyPatch.context() as patch:
         all_reduce = dist.all_reduce
-        patch.setattr(dist, 'all_reduce', lambda *args, **more: counts.append(1)
-                      or all_reduce(*args, **more))
-        for options in ({}, {'weight': weights(7), 'label_smoothing': .1, 'reduction': 'none'}):
+        patch.setattr(
+            dist, 'all_reduce', lambda *args, **more: counts.append(1) or all_reduce(*args, **more)
+        )
+        for options in ({}, {'weight': weights(7), 'label_smoothing': 0.1, 'reduction': 'none'}):
             expected = list(steps(**options))
             with pytest.MonkeyPatch.context() as inner, Unread():
                 inner.setattr(loss, 'is_read', lambda x: False)
@@ -644,13 +699,19 @@ def test_a_step_has_two_collectives_and_the_host_waits_for_none():
 def wrong_unread():
     """Pass mismatched arguments, where the host reads nothing."""
     from torchgpipe.shard.nn import loss
+
     logits, target = draw(7, (2, 3), 'numbers')
     rank = ts.distributed.get_rank()
     others, high, low = target.clone(), target.clone(), target.clone()
     others[0, 0] = (others[0, 0] + rank) % 7
     high[1, 2], low[0, 1] = 7, -1
-    cases = [(others, {}, ...), (high, {}, 5), (low, {}, 1), (target, {'weight': weights(8)}, ...),
-             (target.flatten().roll(rank).view(2, 3), {}, ...)]
+    cases = [
+        (others, {}, ...),
+        (high, {}, 5),
+        (low, {}, 1),
+        (target, {'weight': weights(8)}, ...),
+        (target.flatten().roll(rank).view(2, 3), {}, ...),
+    ]
     for given, options, rows in cases:
         x = sharded(logits).requires_grad_()
         with pytest.MonkeyPatch.context() as patch, Unread():

@@ -1,4 +1,5 @@
 """Dropout: one mask where activations are whole, others where they are not; and again the same."""
+
 import pytest
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def masks(seed):
     after = torch.rand(1)
     assert [ts.get_parallel_dim(x) for x in (*whole, *parts)] == [None, None, -1, -1]
     for x in whole:
-        assert each(x).std(0).max() == 0 and x.unique().equal(torch.tensor([0, 1 / .75]))
+        assert each(x).std(0).max() == 0 and x.unique().equal(torch.tensor([0, 1 / 0.75]))
     assert not whole[0].equal(whole[1])
     assert differ([x for part in parts for x in each(part[:, :50])])
     # After the first rank's seed, they equal one process's masks.
@@ -44,10 +45,11 @@ def masks(seed):
     # After the same seed, they are the same again, and so is the next number.
     torch.manual_seed(seed)
     again = [layer(tagged(None, 8, 50)) for _ in range(2)] + [
-        layer(tagged(-1, 8, 50 + rank)) for _ in range(2)]
+        layer(tagged(-1, 8, 50 + rank)) for _ in range(2)
+    ]
     assert all(map(torch.equal, again, [*whole, *parts])) and torch.rand(1).equal(after)
     if not seed:
-        assert (each(after).std(0) == 0 or n == 1)  # ranks stay together
+        assert each(after).std(0) == 0 or n == 1  # ranks stay together
 
 
 @pytest.mark.parametrize('seed', [0, 5])
@@ -81,7 +83,7 @@ def test_a_recomputation_draws_the_same():
 
 def like_plain():
     """Compare a group of one, evaluation, and the ends of the range with the plain layer."""
-    for p in (0., .3, 1.):
+    for p in (0.0, 0.3, 1.0):
         for dim in (None, -1):
             for training in (True, False):
                 x = torch.randn(5, 5)
@@ -101,8 +103,11 @@ def test_a_group_of_one_has_the_plain_layer():
 def no_communication():
     """Call it on one rank alone, where nothing is drawn."""
     if ts.distributed.get_rank() == 0:
-        for layer in (ts.nn.ParallelDropout(0.), ts.nn.ParallelDropout().eval(),
-                      ts.nn.ParallelDropout(1.)):
+        for layer in (
+            ts.nn.ParallelDropout(0.0),
+            ts.nn.ParallelDropout().eval(),
+            ts.nn.ParallelDropout(1.0),
+        ):
             layer(tagged(None, 2))
 
 
@@ -114,8 +119,9 @@ def attention():
     """Let each rank drop out other weights of its own heads."""
     q = torch.ones(1, 2, 16, 4)
     with ts.draws(-1):
-        y = nn.functional.scaled_dot_product_attention(q, q, torch.randn(1, 2, 16, 4),
-                                                       dropout_p=.5)
+        y = nn.functional.scaled_dot_product_attention(
+            q, q, torch.randn(1, 2, 16, 4), dropout_p=0.5
+        )
     assert differ(each(y))
     with torch.device('meta'), ts.draws(-1):  # the seed is drawn on the CPU
         pass
@@ -128,7 +134,7 @@ def attention():
     torch.randint(2, ())
     after = torch.get_rng_state()
     torch.set_rng_state(before)
-    torch.randint(2 ** 62, ()), torch.randint(2, ())
+    torch.randint(2**62, ()), torch.randint(2, ())
     assert torch.get_rng_state().equal(after)
     for wrong in (2, -2):
         with pytest.raises(ValueError, match='None, 0, 1 or -1'), ts.draws(wrong):

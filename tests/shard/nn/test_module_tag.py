@@ -1,4 +1,5 @@
 """A layer that tags."""
+
 from collections import namedtuple
 
 import pytest

@@ -8,6 +8,7 @@ item and starts the next one::
     ├── Entry ──┼── Entry ──┼── Entry ──┤       ├── Entry ──┼── Entry ──┼── Entry ──┤
     input       bytes, peak, FLOPs, collectives, messages                 reduction, end
 """
+
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -21,8 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe.base.context import context
-from torchgpipe.base.private import (DISPATCH_MODES, NO_VALUES, DispatchMode, FakeTensor,
-                                     active_fake_mode, schema_of, tree_leaves)
+from torchgpipe.base.private import (
+    DISPATCH_MODES,
+    NO_VALUES,
+    DispatchMode,
+    FakeTensor,
+    active_fake_mode,
+    schema_of,
+    tree_leaves,
+)
 from torchgpipe.base.structure import is_plain, size_of
 from torchgpipe.schedule.messages import Item
 
@@ -31,9 +39,10 @@ __all__ = ['Collective', 'Counter', 'Entry', 'calls_seen']
 no_context: AbstractContextManager[Any] = nullcontext()
 
 #: Operations whose FLOPs are the FLOPs of another one.
-_LIKE = {'_scaled_dot_product_flash_attention_for_cpu': '_scaled_dot_product_flash_attention',
-         '_scaled_dot_product_flash_attention_for_cpu_backward':
-             '_scaled_dot_product_flash_attention_backward'}
+_LIKE = {
+    '_scaled_dot_product_flash_attention_for_cpu': '_scaled_dot_product_flash_attention',
+    '_scaled_dot_product_flash_attention_for_cpu_backward': '_scaled_dot_product_flash_attention_backward',
+}
 
 
 class Collective(NamedTuple):
@@ -107,9 +116,18 @@ class Counter(DispatchMode):
         """End the account of the current item, and start the account of another one."""
         bytes, messages, gathered = self._before
         now = self.gathered()
-        self.entries.append(Entry(
-            self._item, self._bytes - bytes, self._peak - bytes, self.messages - messages,
-            now - gathered, self._flops, (*self._collectives,), (*self.sent,)))
+        self.entries.append(
+            Entry(
+                self._item,
+                self._bytes - bytes,
+                self._peak - bytes,
+                self.messages - messages,
+                now - gathered,
+                self._flops,
+                (*self._collectives,),
+                (*self.sent,),
+            )
+        )
         self._item, self._peak, self._flops = item, self._bytes, 0
         self._collectives, self.sent = [], []
         self._before = self._bytes, self.messages, now
@@ -134,8 +152,9 @@ class Counter(DispatchMode):
         if space in ('c10d', '_c10d_functional', '_dtensor'):
             group = _group_of(args)
             if group is not None:
-                self._collectives.append(Collective(
-                    operation, group, max(_bytes_in(each) for each in (*args, result))))
+                self._collectives.append(
+                    Collective(operation, group, max(_bytes_in(each) for each in (*args, result)))
+                )
         for x in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if is_plain(x):  # Tensors that wrap others have no memory.
                 self._see(x)
@@ -175,8 +194,12 @@ def _known(func: Any) -> tuple[str, str, bool, Any]:
     space, _, operation = str(schema.name).partition('::')
     makes = not any('Tensor' in str(each.type) for each in schema.arguments)
     name = _LIKE.get(operation, operation)
-    return space, operation, makes, (
-        flop_registry.get(getattr(torch.ops.aten, name)) if space == 'aten' else None)
+    return (
+        space,
+        operation,
+        makes,
+        (flop_registry.get(getattr(torch.ops.aten, name)) if space == 'aten' else None),
+    )
 
 
 @contextmanager
@@ -220,9 +243,11 @@ def _read() -> Any:
 
 
 def _no_values(operation: str) -> RuntimeError:
-    return RuntimeError(f'a layer or loss_fn reads values of a tensor ({operation}), such as by '
-                        '.item() or an if, but a dry run has no values. Compute with tensors '
-                        'whose shapes depend on shapes only, such as by torch.where')
+    return RuntimeError(
+        f'a layer or loss_fn reads values of a tensor ({operation}), such as by '
+        '.item() or an if, but a dry run has no values. Compute with tensors '
+        'whose shapes depend on shapes only, such as by torch.where'
+    )
 
 
 def _bytes_in(value: Any) -> int:

@@ -11,6 +11,7 @@ along the pipe axis, and for one of several places with equal layers. It runs a 
 of each kind. The change of memory, the FLOPs, messages and collectives of each action are recorded
 then. The replay adds them up over the whole row of each place.
 """
+
 import re
 import sys
 from collections import Counter as Counted
@@ -33,8 +34,12 @@ from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.dry_runs.counters import Entry, calls_seen
 from torchgpipe.distributed.dry_runs.report import Account, DryRun, Kept
-from torchgpipe.distributed.dry_runs.virtual import (Rendezvous, VirtualModel, VirtualRank,
-                                                     micro_batch_of)
+from torchgpipe.distributed.dry_runs.virtual import (
+    Rendezvous,
+    VirtualModel,
+    VirtualRank,
+    micro_batch_of,
+)
 from torchgpipe.distributed.layers import skeleton_of, style_of
 from torchgpipe.distributed.mesh import AXES, check_sizes
 from torchgpipe.engine.gradients import FakeWeights
@@ -45,12 +50,23 @@ from torchgpipe.shard.sums import local
 __all__ = ['dry_run']
 
 
-def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: Any, input: Any,
-            target: Any, loss_fn: Callable[[Any, Any], Tensor], *, mesh: Mapping[str, int],
-            schedule: ScheduleLike = '1f1b', target_dim: Any = None, normalizer: Any = None,
-            optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-            processes: int | None = None, devices_per_host: int | None = None,
-            memory_limit: float | None = None, **options: Any) -> DryRun:
+def dry_run(
+    module: nn.Sequential | Sequence[Callable[[], nn.Module]],
+    balance: Any,
+    input: Any,
+    target: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    mesh: Mapping[str, int],
+    schedule: ScheduleLike = '1f1b',
+    target_dim: Any = None,
+    normalizer: Any = None,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    processes: int | None = None,
+    devices_per_host: int | None = None,
+    memory_limit: float | None = None,
+    **options: Any,
+) -> DryRun:
     """Run a step on each rank of a mesh that does not exist, and report the needs of each rank.
 
     The model and the step are the ones of :class:`~torchgpipe.distributed.DistributedGPipe`, with
@@ -96,12 +112,22 @@ def dry_run(module: nn.Sequential | Sequence[Callable[[], nn.Module]], balance: 
             ``devices_per_host`` or ``memory_limit`` is no number above zero.
         RuntimeError: ``torch.distributed`` is initialized, or a layer reads a value of a tensor.
     """
-    for name, number, kinds in (('devices_per_host', devices_per_host, int),
-                                ('memory_limit', memory_limit, (int, float))):
+    for name, number, kinds in (
+        ('devices_per_host', devices_per_host, int),
+        ('memory_limit', memory_limit, (int, float)),
+    ):
         if number is not None and not (isinstance(number, kinds) and number > 0):
             raise ValueError(f'{name} must be a number above zero, but is {number!r}')
-    step = partial(_step, input, target, loss_fn, optimizer, schedule=schedule,
-                   target_dim=target_dim, normalizer=normalizer)
+    step = partial(
+        _step,
+        input,
+        target,
+        loss_fn,
+        optimizer,
+        schedule=schedule,
+        target_dim=target_dim,
+        normalizer=normalizer,
+    )
     skeleton = skeleton_of(module)
     # The caller may make the model and call this on the meta device.
     with torch.device('cpu'), _fake_mesh(mesh, processes) as found:
@@ -123,8 +149,10 @@ def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]
     product = data * pipe * tensor
     check_sizes(data, pipe, tensor, product if processes is None else processes)
     if dist.is_initialized():
-        raise RuntimeError('a dry run has a fake group of processes, but torch.distributed is '
-                           'initialized already: run it in a process of its own')
+        raise RuntimeError(
+            'a dry run has a fake group of processes, but torch.distributed is '
+            'initialized already: run it in a process of its own'
+        )
     forget_meshes()  # A mesh of real processes may equal this one as well.
     hook = sys.excepthook  # PyTorch would print the number of the rank before each line.
     dist.init_process_group('fake', rank=0, world_size=product, store=fake_store())
@@ -141,8 +169,12 @@ def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]
 Models = dict[int, VirtualModel]
 
 
-def _run(make: Callable[..., VirtualModel], skeleton: nn.Sequential, step: Callable[..., Any],
-         plan: Mapping[str, Any] | None) -> tuple[Rendezvous, Models, dict[int, tuple[Kept, ...]]]:
+def _run(
+    make: Callable[..., VirtualModel],
+    skeleton: nn.Sequential,
+    step: Callable[..., Any],
+    plan: Mapping[str, Any] | None,
+) -> tuple[Rendezvous, Models, dict[int, tuple[Kept, ...]]]:
     """Run a step of the virtual ranks; return their models, and the memory that they keep.
 
     Args:
@@ -167,9 +199,14 @@ def _run(make: Callable[..., VirtualModel], skeleton: nn.Sequential, step: Calla
     return meeting, models, kept
 
 
-def _step(input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor],
-          optimizer: Callable[[list[nn.Parameter]], Optimizer] | None, model: VirtualModel,
-          **options: Any) -> tuple[Kept, ...]:
+def _step(
+    input: Any,
+    target: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
+    model: VirtualModel,
+    **options: Any,
+) -> tuple[Kept, ...]:
     """Take a step of a model and of its optimizer; return the tensors that stay afterwards."""
     rank = model._rank
     meeting, counter = rank.meeting, rank.counter
@@ -184,10 +221,12 @@ def _step(input: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor],
             made = optimizer(parameters)
             made.step()
             states = made.state
-    return (*(_kept('parameters', x, name) for name, x in model.named_parameters()),
-            *(_kept('gradients', x.grad) for x in parameters if x.grad is not None),
-            *(_kept('optimizer', each) for x in states for each in _tensors_in(states[x])),
-            *(_kept('buffers', x) for x in model.buffers()))
+    return (
+        *(_kept('parameters', x, name) for name, x in model.named_parameters()),
+        *(_kept('gradients', x.grad) for x in parameters if x.grad is not None),
+        *(_kept('optimizer', each) for x in states for each in _tensors_in(states[x])),
+        *(_kept('buffers', x) for x in model.buffers()),
+    )
 
 
 def _fake(meeting: Rendezvous, value: Any) -> Any:
@@ -197,8 +236,11 @@ def _fake(meeting: Rendezvous, value: Any) -> Any:
 
 
 def _tensors_in(state: Any) -> Iterable[Tensor]:
-    return [x for x in (state.values() if isinstance(state, dict) else [state])
-            if isinstance(x, Tensor)]
+    return [
+        x
+        for x in (state.values() if isinstance(state, dict) else [state])
+        if isinstance(x, Tensor)
+    ]
 
 
 def _kept(kind: str, x: Tensor, name: str = '') -> Kept:
@@ -207,8 +249,14 @@ def _kept(kind: str, x: Tensor, name: str = '') -> Kept:
     if isinstance(x, DTensor):
         names = x.device_mesh.mesh_dim_names or ()
         # The tensor axis splits first, and the data axis splits the resulting part.
-        axes = sorted([(name, placement.dim) for name, placement in zip(names, x.placements)
-                       if hasattr(placement, 'dim')], reverse=True)
+        axes = sorted(
+            [
+                (name, placement.dim)
+                for name, placement in zip(names, x.placements)
+                if hasattr(placement, 'dim')
+            ],
+            reverse=True,
+        )
     return Kept(kind, name, tuple(x.shape), x.element_size(), tuple(axes))
 
 
@@ -224,9 +272,15 @@ def _like(model: VirtualModel, skeleton: nn.Sequential, plan: Mapping[str, Any])
     found = []
     for place in range(rank.pipe.size):
         stages = rank.stages_of(place)
-        forms = [(modes[j], rank.places[j + 1] == place, *(
-            _form(name, skeleton.get_submodule(name), plan) for name in rank.stages[j]))
-            for j in stages if not alone & {*stages}]
+        forms = [
+            (
+                modes[j],
+                rank.places[j + 1] == place,
+                *(_form(name, skeleton.get_submodule(name), plan) for name in rank.stages[j]),
+            )
+            for j in stages
+            if not alone & {*stages}
+        ]
         found.append(first.setdefault(tuple(forms) or place, place))
     return found
 
@@ -245,14 +299,35 @@ def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
     names = {path.removeprefix(f'{name}.'): k for k, path in enumerate(modules)}
     seen: dict[int, Any] = {}
     try:
-        return tuple([(
-            re.sub(r'\d+', '', path), style_of(path, plan), type(module),
-            tuple([(name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
-                   for tensors in (module._parameters, module._buffers)
-                   for name, x in tensors.items()]),
-            tuple([(name, _plain(value, names, seen)) for name, value in vars(module).items()
-                   if name not in ('_parameters', '_buffers', '_modules')]))
-            for path, module in modules.items()])
+        return tuple(
+            [
+                (
+                    re.sub(r'\d+', '', path),
+                    style_of(path, plan),
+                    type(module),
+                    tuple(
+                        [
+                            (
+                                name,
+                                None
+                                if x is None
+                                else (x.shape, x.stride(), x.dtype, x.requires_grad),
+                            )
+                            for tensors in (module._parameters, module._buffers)
+                            for name, x in tensors.items()
+                        ]
+                    ),
+                    tuple(
+                        [
+                            (name, _plain(value, names, seen))
+                            for name, value in vars(module).items()
+                            if name not in ('_parameters', '_buffers', '_modules')
+                        ]
+                    ),
+                )
+                for path, module in modules.items()
+            ]
+        )
     except RecursionError:  # Such as for a long linked list.
         return id(layer)
 
@@ -289,8 +364,7 @@ def _plain(value: Any, names: Mapping[str, int], seen: dict[int, Any]) -> Any:
 
 
 def _are_alike(meeting: Rendezvous, models: Models) -> bool:
-    """Return whether places that are alike recompute alike, and have equal headers of messages.
-    """
+    """Return whether places that are alike recompute alike, and have equal headers of messages."""
     rank = models[0]._rank
     for place, like in enumerate(meeting.like):
         for j, k in zip(rank.stages_of(place), rank.stages_of(like)) if like != place else ():
@@ -308,34 +382,65 @@ def _are_alike(meeting: Rendezvous, models: Models) -> bool:
 # The replay.
 
 
-def _report(meeting: Rendezvous, models: Models, kept: Mapping[int, tuple[Kept, ...]],
-            skeleton: nn.Sequential, devices_per_host: int | None, memory_limit: float | None
-            ) -> DryRun:
+def _report(
+    meeting: Rendezvous,
+    models: Models,
+    kept: Mapping[int, tuple[Kept, ...]],
+    skeleton: nn.Sequential,
+    devices_per_host: int | None,
+    memory_limit: float | None,
+) -> DryRun:
     model, rank = models[0], models[0]._rank
     assert meeting.schedule is not None
-    rows = [*map(receiving_early, with_messages(
-        meeting.schedule, sorted(rank.skips), rank.places))]
+    rows = [
+        *map(receiving_early, with_messages(meeting.schedule, sorted(rank.skips), rank.places))
+    ]
     sizes = {axis: getattr(rank, axis).size for axis in AXES}
-    groups = {each.group_name: name for name, each in (('all', rank.everyone), *(
-        (axis, getattr(rank, axis).group) for axis in AXES)) if each is not None}
+    groups = {
+        each.group_name: name
+        for name, each in (
+            ('all', rank.everyone),
+            *((axis, getattr(rank, axis).group) for axis in AXES),
+        )
+        if each is not None
+    }
     accounts = []
     for place, row in enumerate(rows):
         like = meeting.like[place]
-        accounts.append(Account(tuple(rank.stages_of(place)), tuple(_replayed(
-            meeting, place, row, models[like]._rank)), kept[like], groups,
-            dict(zip(_names(rank, skeleton, like), _names(rank, skeleton, place)))))
-    return DryRun(sizes, tuple(model.balance), tuple(rank.places), len(meeting.kinds),
-                  tuple(accounts), rank.replicas.offloads, devices_per_host, memory_limit)
+        accounts.append(
+            Account(
+                tuple(rank.stages_of(place)),
+                tuple(_replayed(meeting, place, row, models[like]._rank)),
+                kept[like],
+                groups,
+                dict(zip(_names(rank, skeleton, like), _names(rank, skeleton, place))),
+            )
+        )
+    return DryRun(
+        sizes,
+        tuple(model.balance),
+        tuple(rank.places),
+        len(meeting.kinds),
+        tuple(accounts),
+        rank.replicas.offloads,
+        devices_per_host,
+        memory_limit,
+    )
 
 
 def _names(rank: VirtualRank, skeleton: nn.Sequential, place: int) -> list[str]:
     """Return the names of the parameters of a place."""
-    return [f'{layer}.{name}' for j in rank.stages_of(place) for layer in rank.stages[j]
-            for name, _ in skeleton.get_submodule(layer).named_parameters()]
+    return [
+        f'{layer}.{name}'
+        for j in rank.stages_of(place)
+        for layer in rank.stages[j]
+        for name, _ in skeleton.get_submodule(layer).named_parameters()
+    ]
 
 
-def _replayed(meeting: Rendezvous, place: int, row: Row, like: VirtualRank
-              ) -> Iterator[tuple[Any, Entry]]:
+def _replayed(
+    meeting: Rendezvous, place: int, row: Row, like: VirtualRank
+) -> Iterator[tuple[Any, Entry]]:
     """Yield each item in the row of a place, with its entry.
 
     The first items of a kind have the entries of the first such items that have run. All later

@@ -5,6 +5,7 @@ The memory of a rank::
     parameters   buffers   optimizer │ gradients   activations   messages   gathered
     ───────── all the time ───────── │ ─────────── at the peak of a step ───────────
 """
+
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -85,8 +86,11 @@ class Account(NamedTuple):
         for _, entry in self.row:
             if now + entry.peak >= most:
                 most = now + entry.peak
-                found = {'step': most, 'messages': messages + max(0, entry.messages),
-                         'gathered': gathered + max(0, entry.gathered)}
+                found = {
+                    'step': most,
+                    'messages': messages + max(0, entry.messages),
+                    'gathered': gathered + max(0, entry.gathered),
+                }
             now, messages = now + entry.bytes, messages + entry.messages
             gathered += entry.gathered
         return found
@@ -204,8 +208,9 @@ class DryRun:
     @cached_property
     def totals(self) -> dict[str, int]:
         """The memory of all ranks together, in bytes, by kind."""
-        return {kind: sum(getattr(each, kind) for each in self.ranks)
-                for kind in (*KINDS, 'total')}
+        return {
+            kind: sum(getattr(each, kind) for each in self.ranks) for kind in (*KINDS, 'total')
+        }
 
     def _position(self, rank: int) -> dict[str, int]:
         """Return the position of a rank along each axis."""
@@ -223,14 +228,21 @@ class DryRun:
             found[each.kind] += prod(each.part(self.mesh, at)) * each.itemsize
         return found
 
-    def _memory(self, rank: int, at: Mapping[str, int], kept: Mapping[str, int],
-                peak: Mapping[str, int]) -> RankMemory:
+    def _memory(
+        self, rank: int, at: Mapping[str, int], kept: Mapping[str, int], peak: Mapping[str, int]
+    ) -> RankMemory:
         on_device = 0 if self.offloads else kept['gradients']
         rest = peak['step'] - peak['messages'] - peak['gathered'] - on_device
-        always = kept['buffers'] + (
-            0 if self.offloads else kept['parameters'] + kept['optimizer'])
-        return RankMemory(rank, **at, **kept, activations=max(0, rest), messages=peak['messages'],
-                          gathered=peak['gathered'], total=always + peak['step'])
+        always = kept['buffers'] + (0 if self.offloads else kept['parameters'] + kept['optimizer'])
+        return RankMemory(
+            rank,
+            **at,
+            **kept,
+            activations=max(0, rest),
+            messages=peak['messages'],
+            gathered=peak['gathered'],
+            total=always + peak['step'],
+        )
 
     @cached_property
     def stages(self) -> tuple[StageWork, ...]:
@@ -240,15 +252,20 @@ class DryRun:
             for item, entry in account.row:
                 if isinstance(item, Action):
                     flops[item.stage, item.kind == 'F'] += entry.flops
-        return tuple(StageWork(j, pipe, self.balance[j], flops[j, True], flops[j, False])
-                     for j, pipe in enumerate(self.places))
+        return tuple(
+            StageWork(j, pipe, self.balance[j], flops[j, True], flops[j, False])
+            for j, pipe in enumerate(self.places)
+        )
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a rank's parameters, or of its parts of them, by name."""
         at = self._position(rank)
         account = self.accounts[at['pipe']]
-        return {account.names.get(each.name, each.name): each.part(self.mesh, at)
-                for each in account.kept if each.kind == 'parameters'}
+        return {
+            account.names.get(each.name, each.name): each.part(self.mesh, at)
+            for each in account.kept
+            if each.kind == 'parameters'
+        }
 
     def messages(self, rank: int) -> list[tuple[int, int]]:
         """Return the messages that a rank sends in a step, in order: receiver and bytes."""
@@ -259,16 +276,25 @@ class DryRun:
         at = self._position(rank)
         for item, entry in self.accounts[at['pipe']].row:
             for to, bytes in entry.sent:  # The rank that has run may stand for another place.
-                place = (self.places[item.stage] if isinstance(item, Send)
-                         else self._position(to)['pipe'])
-                yield ('send' if item else 'send of a tied parameter',
-                       self._rank_at(at['data'], place, at['tensor']), bytes)
+                place = (
+                    self.places[item.stage]
+                    if isinstance(item, Send)
+                    else self._position(to)['pipe']
+                )
+                yield (
+                    'send' if item else 'send of a tied parameter',
+                    self._rank_at(at['data'], place, at['tensor']),
+                    bytes,
+                )
 
     def collectives(self, rank: int) -> list[tuple[str, str, int]]:
         """Return the collectives of a rank in a step, in order: operation, axis and bytes."""
         account = self.accounts[self._position(rank)['pipe']]
-        return [(each.name.strip('_'), account.groups[each.group], each.bytes)
-                for _, entry in account.row for each in entry.collectives]
+        return [
+            (each.name.strip('_'), account.groups[each.group], each.bytes)
+            for _, entry in account.row
+            for each in entry.collectives
+        ]
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -281,13 +307,18 @@ class DryRun:
             rank = self._rank_at(0, pipe, 0)
             for (kind, to, bytes), count in Counter(self._sends(rank)).items():
                 target = self._position(to)['pipe']
-                pairs = [[self._rank_at(data, pipe, tensor), self._rank_at(data, target, tensor)]
-                         for data in range(self.mesh['data'])
-                         for tensor in range(self.mesh['tensor'])]
+                pairs = [
+                    [self._rank_at(data, pipe, tensor), self._rank_at(data, target, tensor)]
+                    for data in range(self.mesh['data'])
+                    for tensor in range(self.mesh['tensor'])
+                ]
                 found.append(Traffic('pipe', kind, pipe, target, bytes, count, self._link(pairs)))
             for (name, axis, bytes), count in Counter(self.collectives(rank)).items():
-                found.append(Traffic(axis, name, pipe, None, bytes, count,
-                                     self._link(self._along(axis, pipe))))
+                found.append(
+                    Traffic(
+                        axis, name, pipe, None, bytes, count, self._link(self._along(axis, pipe))
+                    )
+                )
         return tuple(found)
 
     def _along(self, axis: str, pipe: int) -> Iterator[Sequence[int]]:
@@ -324,7 +355,8 @@ class DryRun:
                 + (f', and {len(ranks) - 1} others there' if len(ranks) > 1 else '')
                 + f') needs {format_bytes(worst.total)}, {format_bytes(worst.total - limit)} more '
                 f'than the limit of {format_bytes(limit)}: {largest} take the most, '
-                f'{format_bytes(getattr(worst, largest))}')
+                f'{format_bytes(getattr(worst, largest))}'
+            )
         return tuple(found)
 
     @cached_property
@@ -337,38 +369,53 @@ class DryRun:
         most, least = max(flops, key=lambda k: flops[k]), min(flops, key=lambda k: flops[k])
         if flops[most] > 1.05 * flops[least]:
             mean = sum(flops.values()) / len(flops)
-            found.append(f'pipe {most} has {flops[most] / max(1, flops[least]):.2f} times the '
-                         f'FLOPs of pipe {least}, and {flops[most] / mean:.2f} times the mean')
+            found.append(
+                f'pipe {most} has {flops[most] / max(1, flops[least]):.2f} times the '
+                f'FLOPs of pipe {least}, and {flops[most] / mean:.2f} times the mean'
+            )
         large, small = max(self.ranks, key=_total), min(self.ranks, key=_total)
         if large.total > 1.05 * small.total:
-            found.append(f'rank {large.rank} (pipe {large.pipe}) needs '
-                         f'{large.total / max(1, small.total):.2f} times the memory of rank '
-                         f'{small.rank} (pipe {small.pipe})')
+            found.append(
+                f'rank {large.rank} (pipe {large.pipe}) needs '
+                f'{large.total / max(1, small.total):.2f} times the memory of rank '
+                f'{small.rank} (pipe {small.pipe})'
+            )
         for pipe in range(self.mesh['pipe']):
             ranks = [rank for rank in self.ranks if rank.pipe == pipe]
             sizes = {rank.parameters for rank in ranks}
             if len(sizes) > 1:
-                found.append(f'ranks at pipe {pipe} have {format_bytes(min(sizes))} to '
-                             f'{format_bytes(max(sizes))} of parameters, as a dimension is no '
-                             'multiple of an axis')
+                found.append(
+                    f'ranks at pipe {pipe} have {format_bytes(min(sizes))} to '
+                    f'{format_bytes(max(sizes))} of parameters, as a dimension is no '
+                    'multiple of an axis'
+                )
         return tuple(found)
 
     # Text, data and picture.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
-        return {'mesh': dict(self.mesh), 'balance': [*self.balance], 'places': [*self.places],
-                'micro_batches': self.micro_batches,
-                'ranks': [each._asdict() for each in self.ranks], 'totals': self.totals,
-                'stages': [each._asdict() for each in self.stages],
-                'traffic': [each._asdict() for each in self.traffic],
-                'uneven': [*self.uneven], 'problems': [*self.problems]}
+        return {
+            'mesh': dict(self.mesh),
+            'balance': [*self.balance],
+            'places': [*self.places],
+            'micro_batches': self.micro_batches,
+            'ranks': [each._asdict() for each in self.ranks],
+            'totals': self.totals,
+            'stages': [each._asdict() for each in self.stages],
+            'traffic': [each._asdict() for each in self.traffic],
+            'uneven': [*self.uneven],
+            'problems': [*self.problems],
+        }
 
     def __str__(self) -> str:
         size = prod(self.mesh.values())
         axes = ' × '.join(f'{name} {number}' for name, number in self.mesh.items())
-        parts = [f'{size:,} ranks: {axes}; {self.micro_batches} micro-batches',
-                 '\n'.join(self._memory_table()), '\n'.join(self._traffic_table())]
+        parts = [
+            f'{size:,} ranks: {axes}; {self.micro_batches} micro-batches',
+            '\n'.join(self._memory_table()),
+            '\n'.join(self._traffic_table()),
+        ]
         for title, lines in (('uneven', self.uneven), ('problems', self.problems)):
             if lines:
                 parts.append('\n'.join([f'{title}:', *(f'  {line}' for line in lines)]))
@@ -384,13 +431,21 @@ class DryRun:
         flops = Counter[int]()
         for stage in self.stages:
             flops[stage.pipe] += stage.forward_flops + stage.backward_flops
-        cells = [[','.join(map(str, [j for j, at in enumerate(self.places) if at == pipe])),
-                  *(format_bytes(getattr(each, kind)) for kind in (*kinds, 'total')),
-                  f'{flops[pipe] / 1e12:,.3g}'] for pipe, each in sorted(largest.items())]
-        rows = [[*_span(pipes, [cells[pipe][0] for pipe in pipes]), *values]
-                for pipes, values in _runs([each[1:] for each in cells])]
-        rows.append(['all ranks', '', *(format_bytes(self.totals[kind])
-                                        for kind in (*kinds, 'total')), ''])
+        cells = [
+            [
+                ','.join(map(str, [j for j, at in enumerate(self.places) if at == pipe])),
+                *(format_bytes(getattr(each, kind)) for kind in (*kinds, 'total')),
+                f'{flops[pipe] / 1e12:,.3g}',
+            ]
+            for pipe, each in sorted(largest.items())
+        ]
+        rows = [
+            [*_span(pipes, [cells[pipe][0] for pipe in pipes]), *values]
+            for pipes, values in _runs([each[1:] for each in cells])
+        ]
+        rows.append(
+            ['all ranks', '', *(format_bytes(self.totals[kind]) for kind in (*kinds, 'total')), '']
+        )
         return table(['pipe', 'stages', *kinds, 'total', 'TFLOP'], rows).split('\n')
 
     def _traffic_table(self) -> list[str]:
@@ -398,16 +453,27 @@ class DryRun:
         places: dict[Any, list[int]] = {}
         for each in self.traffic:
             step = None if each.target is None else each.target - each.source
-            places.setdefault((each.axis, each.operation, step, each.bytes, each.times, each.link),
-                              []).append(each.source)
+            places.setdefault(
+                (each.axis, each.operation, step, each.bytes, each.times, each.link), []
+            ).append(each.source)
         rows = []
         for (axis, operation, step, bytes, count, link), pipes in sorted(
-                places.items(), key=lambda item: (item[0][0], -item[0][3] * item[0][4])):
+            places.items(), key=lambda item: (item[0][0], -item[0][3] * item[0][4])
+        ):
             where = _numbers(pipes) + ('' if step is None else f' to pipe {step:+}')
-            rows.append([f'{axis} {operation}', where, f'{count:,}', format_bytes(bytes),
-                         format_bytes(bytes * count), link])
-        return table(['traffic of a rank', 'pipe', 'times', 'each', 'a step', 'link'],
-                     rows).split('\n')
+            rows.append(
+                [
+                    f'{axis} {operation}',
+                    where,
+                    f'{count:,}',
+                    format_bytes(bytes),
+                    format_bytes(bytes * count),
+                    link,
+                ]
+            )
+        return table(['traffic of a rank', 'pipe', 'times', 'each', 'a step', 'link'], rows).split(
+            '\n'
+        )
 
     def _repr_html_(self) -> str:
         return text_as_html(str(self)) + figure_as_html(self.draw)
@@ -419,25 +485,28 @@ class DryRun:
             ImportError: There is no matplotlib, which the extra ``pictures`` brings.
         """
         from matplotlib.figure import Figure
+
         figure = Figure(figsize=(11, 4.5), layout='constrained')
         memory, sends = figure.subplots(1, 2, width_ratios=[3, 2])
-        worst = [max((each for each in self.ranks if each.pipe == pipe), key=_total)
-                 for pipe in range(self.mesh['pipe'])]
-        below = [0.] * len(worst)
+        worst = [
+            max((each for each in self.ranks if each.pipe == pipe), key=_total)
+            for pipe in range(self.mesh['pipe'])
+        ]
+        below = [0.0] * len(worst)
         for kind in KINDS:
-            values = [getattr(each, kind) / 2 ** 30 for each in worst]
+            values = [getattr(each, kind) / 2**30 for each in worst]
             if any(values):
                 memory.bar(range(len(worst)), values, bottom=below, label=kind)
             below = [one + other for one, other in zip(below, values)]
         if self.memory_limit is not None:
-            memory.axhline(self.memory_limit / 2 ** 30, color='black', label='limit')
+            memory.axhline(self.memory_limit / 2**30, color='black', label='limit')
         memory.set(xlabel='place along the pipe axis', ylabel='memory of a rank, GiB')
         memory.legend(fontsize='small')
         size = self.mesh['pipe']
-        bytes = [[0.] * size for _ in range(size)]
+        bytes = [[0.0] * size for _ in range(size)]
         for each in self.traffic:
             if each.target is not None:
-                bytes[each.source][each.target] += each.bytes * each.times / 2 ** 30
+                bytes[each.source][each.target] += each.bytes * each.times / 2**30
         image = sends.imshow(bytes, cmap='Blues')
         sends.set(xlabel='to place', ylabel='from place', title='messages in a step, GiB')
         figure.colorbar(image, ax=sends)

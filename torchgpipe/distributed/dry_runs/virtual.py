@@ -8,6 +8,7 @@ tensors, groups of processes are fake, and messages are handed over in memory::
 
 A rank runs until it waits for a message or for the facts of the others. Then another one runs.
 """
+
 import pickle
 from collections import Counter as Collected
 from collections import defaultdict
@@ -92,8 +93,9 @@ class Turns:
         """
         state = ThreadState.capture()
         self._turns = [_Turn(function) for function in functions]
-        threads = [Thread(target=self._serve, args=[turn, state], daemon=True)
-                   for turn in self._turns]
+        threads = [
+            Thread(target=self._serve, args=[turn, state], daemon=True) for turn in self._turns
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -162,8 +164,11 @@ class Rendezvous:
         """Return a fake tensor on the CPU in place of a tensor."""
         with self.mode:
             new = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
-        new = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else \
-            new.requires_grad_(x.requires_grad)
+        new = (
+            nn.Parameter(new, x.requires_grad)
+            if isinstance(x, nn.Parameter)
+            else new.requires_grad_(x.requires_grad)
+        )
         new.__dict__.update(x.__dict__)
         return new
 
@@ -175,11 +180,15 @@ class Rendezvous:
             recomputed: By stage, the recomputed micro-batches.
         """
         self.recomputed = recomputed
-        self.kinds = [(size, *(i in again for again in recomputed))
-                      for i, size in enumerate(sizes)]
+        self.kinds = [
+            (size, *(i in again for again in recomputed)) for i, size in enumerate(sizes)
+        ]
         seen: Collected[Any] = Collected()
-        self.micro_batches = [i for i, kind in enumerate(self.kinds)
-                              if not seen.update([kind]) and seen[kind] <= REPEATS]
+        self.micro_batches = [
+            i
+            for i, kind in enumerate(self.kinds)
+            if not seen.update([kind]) and seen[kind] <= REPEATS
+        ]
 
     def meet(self, place: int, facts: Facts) -> list[Facts]:
         """Return the facts of all places."""
@@ -326,8 +335,11 @@ class VirtualRank(Rank):
         layers = {name: skeleton.get_submodule(name) for name in own}
         memo: dict[int, Any] = {}
         for module in nn.ModuleList(layers.values()).modules():
-            for x in (*module._parameters.values(), *module._buffers.values(),
-                      *vars(module).values()):
+            for x in (
+                *module._parameters.values(),
+                *module._buffers.values(),
+                *vars(module).values(),
+            ):
                 if isinstance(x, Tensor) and id(x) not in memo:
                     memo[id(x)] = self.meeting.fake(x)
                 elif not isinstance(x, Tensor):
@@ -344,7 +356,8 @@ class VirtualRank(Rank):
         super()._assemble()
         self.ties.counter = self.counter  # type: ignore[attr-defined]
         self.counter.gathered = lambda: sum(
-            local(x).untyped_storage().nbytes() for x in self.replicas.seen.values())
+            local(x).untyped_storage().nbytes() for x in self.replicas.seen.values()
+        )
 
     def together(self, task: str, function: Callable[[], Facts | None]) -> dict[int, Facts]:
         """Call a function, and return the facts of all ranks; replicas have the same ones."""
@@ -370,8 +383,9 @@ class VirtualSteps(Steps):
 
     _rank: VirtualRank
 
-    def __init__(self, rank: VirtualRank, model: DistributedGPipe, at: Any, compare_every: int
-                 ) -> None:
+    def __init__(
+        self, rank: VirtualRank, model: DistributedGPipe, at: Any, compare_every: int
+    ) -> None:
         super().__init__(rank, model, rank.counter.at, compare_every)
 
     def _given(self, batches: Sequence[Chunk]) -> int:
@@ -389,8 +403,13 @@ class VirtualSteps(Steps):
 
     def _row(self, schedule: Schedule) -> Row:
         self._rank.meeting.schedule = schedule
-        return tuple([each for each in super()._row(schedule)
-                      if micro_batch_of(each) in self._rank.meeting.micro_batches])
+        return tuple(
+            [
+                each
+                for each in super()._row(schedule)
+                if micro_batch_of(each) in self._rank.meeting.micro_batches
+            ]
+        )
 
     def _messages(self, known: dict[Message, Header]) -> Messages:
         return VirtualMessages(self._rank)
@@ -412,8 +431,7 @@ class VirtualModel(DistributedGPipe):
 
     _rank: VirtualRank
     _steps_type = VirtualSteps
-    _watch_type = staticmethod(
-        lambda mesh, timeout: Watch(None, timeout))
+    _watch_type = staticmethod(lambda mesh, timeout: Watch(None, timeout))
 
     def __init__(self, rank: Callable[..., VirtualRank], *args: Any, **options: Any) -> None:
         self.__dict__['_rank_type'] = rank

@@ -5,6 +5,7 @@ A module does not show which tensors its forward will write to. So a dispatch mo
 keeps the results. Later cells only save the generators that these layers use, and copy the values
 that they change in place.
 """
+
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -104,8 +105,9 @@ def tensors_in(value: Any) -> list[tuple[Path, Tensor]]:
     return tensors
 
 
-def copy_of_value(value: Any, replace: Callable[[Path, Tensor], Tensor],
-                  copies: dict[int, Any] | None = None) -> Any:
+def copy_of_value(
+    value: Any, replace: Callable[[Path, Tensor], Tensor], copies: dict[int, Any] | None = None
+) -> Any:
     """Copy a value: its containers and the containers in it, but not their other items.
 
     Args:
@@ -117,8 +119,9 @@ def copy_of_value(value: Any, replace: Callable[[Path, Tensor], Tensor],
     return _copy(value, (), replace, {} if copies is None else copies)
 
 
-def _copy(value: Any, path: Path, replace: Callable[[Path, Tensor], Tensor],
-          copies: dict[int, Any]) -> Any:
+def _copy(
+    value: Any, path: Path, replace: Callable[[Path, Tensor], Tensor], copies: dict[int, Any]
+) -> Any:
     if isinstance(value, Tensor):
         return replace(path, value)
     if id(value) in copies:
@@ -130,7 +133,8 @@ def _copy(value: Any, path: Path, replace: Callable[[Path, Tensor], Tensor],
             value = type(value)(*items) if hasattr(value, '_fields') else type(value)(items)
     elif type(value) is set:
         copy = copies[id(value)] = {
-            _copy(item, (*path, k), replace, copies) for k, item in enumerate(value)}
+            _copy(item, (*path, k), replace, copies) for k, item in enumerate(value)
+        }
         return copy
     elif type(value) in _CONTAINERS:
         # It may contain itself.

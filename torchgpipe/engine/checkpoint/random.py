@@ -22,6 +22,7 @@ It costs about 10 µs per operation, so later cells run without it. If layers be
 the state of the generator differs after the pass (:class:`DrawMonitor`). Their recomputation then
 runs in the mode, and raises if it draws.
 """
+
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -32,8 +33,14 @@ from torch import Tensor
 from torchgpipe.base.context import generator_lock, new_lock
 from torchgpipe.base.devices import has_own_state
 from torchgpipe.base.errors import other_path
-from torchgpipe.base.private import (DISPATCH_MODES, DispatchMode, generator_key, schema_of,
-                                     tree_leaves, unseen)
+from torchgpipe.base.private import (
+    DISPATCH_MODES,
+    DispatchMode,
+    generator_key,
+    schema_of,
+    tree_leaves,
+    unseen,
+)
 from torchgpipe.engine.streams import no_context
 
 __all__ = ['DrawMonitor', 'Draws', 'Generator', 'Recorder', 'generators_of', 'operation_of']
@@ -103,8 +110,12 @@ class Draws:
 
     __slots__ = ('_before', '_generators', '_last', '_recorder', 'monitor', 'states')
 
-    def __init__(self, generators: Iterable[Generator], recorder: 'Recorder | None' = None,
-                 monitor: 'DrawMonitor | None' = None) -> None:
+    def __init__(
+        self,
+        generators: Iterable[Generator],
+        recorder: 'Recorder | None' = None,
+        monitor: 'DrawMonitor | None' = None,
+    ) -> None:
         self._generators = (*generators, _cpu) if recorder else tuple(generators)
         self._recorder = recorder
         self.monitor = monitor
@@ -129,8 +140,11 @@ class Draws:
             if not recorder.draws:
                 del before[_cpu]  # If its state changed, another thread has drawn.
         after = {each: state_of(each) for each in before}
-        self.states = {each: (before[each], after[each]) for each in before
-                       if not same(before[each], after[each])}
+        self.states = {
+            each: (before[each], after[each])
+            for each in before
+            if not same(before[each], after[each])
+        }
         return output
 
     def replay(self, function: Callable[[], T]) -> T:
@@ -157,8 +171,10 @@ class Draws:
             for each, state in now.items():
                 each.set_state(state)
         # Layers may well draw in their first pass only.
-        if not all(same(end[each], after) or same(end[each], self._last[each])
-                   for each, (_, after) in self.states.items()):
+        if not all(
+            same(end[each], after) or same(end[each], self._last[each])
+            for each, (_, after) in self.states.items()
+        ):
             raise disturbed()
         return output
 
@@ -180,8 +196,9 @@ class Draws:
         for each in self.states.keys() & end.keys():
             now = state_of(each)
             # Layers may well draw in their first pass only.
-            if not (same(now, start.get(each, self.states[each][0]))
-                    or same(now, self._last[each])):
+            if not (
+                same(now, start.get(each, self.states[each][0])) or same(now, self._last[each])
+            ):
                 raise disturbed()
             each.set_state(end[each])
             self._last[each] = end[each]
@@ -199,7 +216,8 @@ def disturbed() -> RuntimeError:
     return RuntimeError(
         'another thread drew from the random generator of a checkpointed micro-batch while it '
         'ran, so its random numbers cannot be repeated. Give that thread a torch.Generator of its '
-        "own, or use checkpoint='never'.")
+        "own, or use checkpoint='never'."
+    )
 
 
 class DrawMonitor:
@@ -239,7 +257,8 @@ class Operation(NamedTuple):
         if self.generator is None:
             return None
         given: torch.Generator | None = (
-            args[self.generator] if self.generator < len(args) else kwargs.get('generator'))
+            args[self.generator] if self.generator < len(args) else kwargs.get('generator')
+        )
         return given
 
     def written_by(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -259,15 +278,21 @@ def operation_of(func: Any) -> Operation:
         return Operation(False, None, ())
     names = [argument.name for argument in schema.arguments]
     generator = names.index('generator') if 'generator' in names else None
-    written = tuple((k, argument.name) for k, argument in enumerate(schema.arguments)
-                    if argument.alias_info and argument.alias_info.is_write)
+    written = tuple(
+        (k, argument.name)
+        for k, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    )
     training = None
     if names.count('running_mean') and names.count('training'):
         # Normalization functions do not declare that they write to their running statistics.
         training = names.index('training')
         written += tuple((names.index(name), name) for name in ('running_mean', 'running_var'))
-    may_draw = generator is not None or func.namespace not in ('aten', 'prims') \
+    may_draw = (
+        generator is not None
+        or func.namespace not in ('aten', 'prims')
         or torch.Tag.nondeterministic_seeded in func.tags
+    )
     return Operation(may_draw, generator, written, training)
 
 

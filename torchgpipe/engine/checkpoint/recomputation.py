@@ -27,6 +27,7 @@ So a recomputation may run a code that did not exist in the first pass, such as 
 micro-batches. The compiler decides which tensors a code saves, and in which order. But the
 backward of the first pass's code uses them. Only the values show whether they are the same.
 """
+
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,14 +41,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input, nested, other_path
-from torchgpipe.base.private import (APPLY, Hooks, PythonNode, at_end_of_backward, backward_pass,
-                                     compiled_code, current_node, retains_graph, uncompiled,
-                                     versions)
+from torchgpipe.base.private import (
+    APPLY,
+    Hooks,
+    PythonNode,
+    at_end_of_backward,
+    backward_pass,
+    compiled_code,
+    current_node,
+    retains_graph,
+    uncompiled,
+    versions,
+)
 from torchgpipe.base.structure import Kind, Tensors, check_nested, once
 from torchgpipe.engine.checkpoint.random import Draws
 from torchgpipe.engine.checkpoint.results import Results
-from torchgpipe.engine.checkpoint.samples import (PendingComparison, agree, compare, elements_of,
-                                                  keep)
+from torchgpipe.engine.checkpoint.samples import (
+    PendingComparison,
+    agree,
+    compare,
+    elements_of,
+    keep,
+)
 from torchgpipe.engine.checkpoint.state import CellState, run_on
 from torchgpipe.engine.streams import AbstractStream, Checkpoint, Offload, use_stream
 
@@ -97,8 +112,10 @@ class RecomputedTensors:
         if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
             if tensor.is_nested:
                 raise nested()
-            raise other_path(f'saved tensor {k} is now {tensor.dtype} of shape '
-                             f'{tuple(tensor.shape)}, which it was not')
+            raise other_path(
+                f'saved tensor {k} is now {tensor.dtype} of shape '
+                f'{tuple(tensor.shape)}, which it was not'
+            )
         frame = _getframe(1)
         code = compiled_code(frame) if APPLY is None or frame.f_code is APPLY else None
         if code is not None or k in self._compiled:
@@ -132,7 +149,8 @@ class RecomputedTensors:
             raise RuntimeError(
                 'one of the variables needed for gradient computation has been modified by an '
                 f'inplace operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version '
-                f'{tensor._version}; expected version {version} instead')
+                f'{tensor._version}; expected version {version} instead'
+            )
         if release and isinstance(node, PythonNode):
             self._holder = weakref.ref(node)
             self._held[k] = tensor
@@ -156,7 +174,8 @@ def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor
         raise other_path(
             f'saved tensor {k} is another one, saved by other compiled code, which torch.compile '
             'has made since, or has chosen for another reason. Call the model again, with all its '
-            'code compiled by now')
+            'code compiled by now'
+        )
 
 
 # The call, and its repetition.
@@ -165,9 +184,11 @@ def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor
 #: The checkpointed function, which is called again.
 Call = Callable[[list[Tensor]], list[Tensor]]
 
-AGAIN = ('All outputs of a checkpointed micro-batch come of one recomputation, which has ended. '
-         'Add up the losses and go back once, or say backward(retain_graph=True) for all but the '
-         "last; in a layer of a step, use checkpoint='never'.")
+AGAIN = (
+    'All outputs of a checkpointed micro-batch come of one recomputation, which has ended. '
+    'Add up the losses and go back once, or say backward(retain_graph=True) for all but the '
+    "last; in a layer of a step, use checkpoint='never'."
+)
 
 
 class Recomputation:
@@ -185,16 +206,42 @@ class Recomputation:
         offload: Keeps the input in host memory, if given.
     """
 
-    __slots__ = ('_ahead', '_blame', '_changed', '_compiled', '_draws', '_fills', '_function',
-                 '_input', '_num_threads', '_offload', '_open', '_pending', '_requires_grad',
-                 '_results', '_samples', '_saved', '_spread', '_state', '_stream', '_versions',
-                 'layers')
+    __slots__ = (
+        '_ahead',
+        '_blame',
+        '_changed',
+        '_compiled',
+        '_draws',
+        '_fills',
+        '_function',
+        '_input',
+        '_num_threads',
+        '_offload',
+        '_open',
+        '_pending',
+        '_requires_grad',
+        '_results',
+        '_samples',
+        '_saved',
+        '_spread',
+        '_state',
+        '_stream',
+        '_versions',
+        'layers',
+    )
 
-    def __init__(self, function: Call, state: ThreadState, draws: Draws,
-                 layers: CellState | None, stream: AbstractStream,
-                 blame: Callable[[Any], str] = changed_input,
-                 pending: deque[PendingComparison] | None = None,
-                 results: Results | None = None, offload: Offload | None = None) -> None:
+    def __init__(
+        self,
+        function: Call,
+        state: ThreadState,
+        draws: Draws,
+        layers: CellState | None,
+        stream: AbstractStream,
+        blame: Callable[[Any], str] = changed_input,
+        pending: deque[PendingComparison] | None = None,
+        results: Results | None = None,
+        offload: Offload | None = None,
+    ) -> None:
         self._function: Call | None = function
         self._results = results
         self._offload = offload
@@ -260,8 +307,9 @@ class Recomputation:
         elif self._offload is not None:
             self._input = self._offload.store(input, self._stream)
 
-    def mark(self, output: list[Tensor], before: Sequence[Tensor] = (), always: bool = False
-             ) -> Tensor | None:
+    def mark(
+        self, output: list[Tensor], before: Sequence[Tensor] = (), always: bool = False
+    ) -> Tensor | None:
         """Add a ``Checkpoint`` node to the output, in place.
 
         Args:
@@ -279,7 +327,8 @@ class Recomputation:
         if not where:
             return None
         *marked, phony = Checkpoint.apply(  # type: ignore[no-untyped-call]
-            self, len(before), *before, *[output[k] for k in where])
+            self, len(before), *before, *[output[k] for k in where]
+        )
         for k, y in zip(where, marked):
             output[k] = y
         return phony  # type: ignore[no-any-return]
@@ -340,17 +389,23 @@ class Recomputation:
         if self._function is None:
             _raise_again()
         fill = RecomputedTensors(
-            self._saved, self._compiled,
-            None if self._state.hooks is None else self._state.hooks_of_recomputation())
+            self._saved,
+            self._compiled,
+            None if self._state.hooks is None else self._state.hooks_of_recomputation(),
+        )
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
-                leaves = [x.detach().requires_grad_(requires_grad) for x, requires_grad
-                          in zip(self._take_input(), self._requires_grad)]
+                leaves = [
+                    x.detach().requires_grad_(requires_grad)
+                    for x, requires_grad in zip(self._take_input(), self._requires_grad)
+                ]
                 output = self._recompute(leaves, fill)
                 if fill.number != len(self._saved):
-                    raise other_path(f'it saved {fill.number} tensors for backward, the first '
-                                     f'pass {len(self._saved)}')
+                    raise other_path(
+                        f'it saved {fill.number} tensors for backward, the first '
+                        f'pass {len(self._saved)}'
+                    )
                 self._pending.extend(compare(output, self._samples))
         except Exception as error:
             if self.layers is not None:  # the watch may have missed a change
@@ -370,7 +425,8 @@ class Recomputation:
             raise RuntimeError(
                 'the input of a checkpointed micro-batch has been modified by an inplace '
                 f'operation between forward and backward (it is at versions {now}; expected '
-                f'versions {self._versions}). Change a copy instead')
+                f'versions {self._versions}). Change a copy instead'
+            )
         if self._offload is not None:
             return self._offload.fetch(tuple(self._input), self._stream)
         return self._input
@@ -444,4 +500,5 @@ def _raise_again(node: Any = None) -> None:
 def _own_gradient(k: int) -> Tensor:
     raise RuntimeError(
         'a layer asked for gradients within its own forward, from which checkpointing has taken '
-        "the tensors; use checkpoint='never' for such a model")
+        "the tensors; use checkpoint='never' for such a model"
+    )

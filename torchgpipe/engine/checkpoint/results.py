@@ -13,6 +13,7 @@ The layer's buffers and attributes are restored as for all layers.
 Side effects of the layer are not repeated. A side effect that another layer could see raises: a
 change of the layer's input, or of tensors that share memory with its result.
 """
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -23,8 +24,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.errors import add_note, other_path
 from torchgpipe.base.private import innermost_hooks, name_of_call, unseen, untraced, versions
-from torchgpipe.base.structure import (PLAIN, Kind, Memories, annotated, check_nested, copy_of,
-                                       flatten, leaves_of, share_memory)
+from torchgpipe.base.structure import (
+    PLAIN,
+    Kind,
+    Memories,
+    annotated,
+    check_nested,
+    copy_of,
+    flatten,
+    leaves_of,
+    share_memory,
+)
 from torchgpipe.engine.checkpoint.random import Draws, Generator
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.streams import get_phony
@@ -59,11 +69,15 @@ def no_recompute(module: TModule) -> TModule:
         TypeError: It is not a module, or it stashes or pops skip tensors.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError('a layer that is kept out of recomputation is an nn.Module, but this is '
-                        f'{type(module).__name__}; mark a module that calls it')
+        raise TypeError(
+            'a layer that is kept out of recomputation is an nn.Module, but this is '
+            f'{type(module).__name__}; mark a module that calls it'
+        )
     if any(hasattr(part, 'stashable_names') for part in module.modules()):
-        raise TypeError('a layer that stashes or pops cannot be kept out of recomputation, as '
-                        'that is done in each pass; mark modules within it')
+        raise TypeError(
+            'a layer that stashes or pops cannot be kept out of recomputation, as '
+            'that is done in each pass; mark modules within it'
+        )
     module.__dict__[MARK] = True  # `torch.compile(module)` would set it on the wrapped module
     return module
 
@@ -89,8 +103,9 @@ class Results:
         draws: The random numbers of the cell.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], marked: Sequence[nn.Module], draws: Draws
-                 ) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], marked: Sequence[nn.Module], draws: Draws
+    ) -> None:
         self._partition = modules[0]
         self._marked = marked
         self._draws = draws
@@ -111,8 +126,10 @@ class Results:
         for module, tensor, before in self._shared:
             if versions([tensor]) != before:
                 raise self._refuse(
-                    module, 'its result lies in one memory with its input, or with another part '
-                    'of the result, and a later layer changed it in place')
+                    module,
+                    'its result lies in one memory with its input, or with another part '
+                    'of the result, and a later layer changed it in place',
+                )
         self._shared.clear()
         return output
 
@@ -121,8 +138,10 @@ class Results:
         self._next = 0
         output = self._with(self._give, function)
         if self._next != len(self._results):
-            raise other_path(f'it called {self._next} layers that are kept out of recomputation, '
-                             f'the first pass {len(self._results)}')
+            raise other_path(
+                f'it called {self._next} layers that are kept out of recomputation, '
+                f'the first pass {len(self._results)}'
+            )
         return output
 
     def _with(self, call: Callable[..., Any], function: Callable[[], T]) -> T:
@@ -132,12 +151,24 @@ class Results:
         compiled stays compiled.
         """
         names = [(module, name_of_call(module)) for module in self._marked]
-        with substituted([entry(module.__dict__, name, untraced(
-                partial(call, module, getattr(module, name)))) for module, name in names]):
+        with substituted(
+            [
+                entry(
+                    module.__dict__, name, untraced(partial(call, module, getattr(module, name)))
+                )
+                for module, name in names
+            ]
+        ):
             return function()
 
-    def _keep(self, hooks: saved_tensors_hooks, module: nn.Module, forward: Callable[..., Any],
-              *args: Any, **kwargs: Any) -> Any:
+    def _keep(
+        self,
+        hooks: saved_tensors_hooks,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call a layer, and keep its result."""
         if self._inside:
             return forward(*args, **kwargs)
@@ -158,19 +189,29 @@ class Results:
         memories: Memories = {}
         with unseen():
             copies = [copy_of(x, memories) for x in tensors]
-        self._results.append(_Result(module, copies, [x.requires_grad for x in tensors], kind,
-                                     start, self._draws.position()))
+        self._results.append(
+            _Result(
+                module,
+                copies,
+                [x.requires_grad for x in tensors],
+                kind,
+                start,
+                self._draws.position(),
+            )
+        )
         for k, x in enumerate(tensors):
-            if share_memory([x], [*input, *tensors[:k], *tensors[k + 1:]]):
+            if share_memory([x], [*input, *tensors[:k], *tensors[k + 1 :]]):
                 self._shared.append((module, x.detach(), versions([x])))
         return output
 
-    def _give(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-              ) -> Any:
+    def _give(
+        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Return the result of a layer again, in place of a call."""
         if self._next == len(self._results) or self._results[self._next].module is not module:
-            raise other_path('it called a layer that is kept out of recomputation in another '
-                             'order')
+            raise other_path(
+                'it called a layer that is kept out of recomputation in another order'
+            )
         result = self._results[self._next]
         self._next += 1
         self._draws.go_to(result.start, result.end)
@@ -181,16 +222,19 @@ class Results:
         if where:
             phony = get_phony(tensors[where[0]].device, requires_grad=True)
             again = _Again.apply(  # type: ignore[no-untyped-call]
-                phony, *[tensors[k] for k in where])
+                phony, *[tensors[k] for k in where]
+            )
             for k, x in zip(where, again):
                 tensors[k] = x
         return result.kind(tensors)
 
     def _refuse(self, layer: nn.Module, why: str) -> RuntimeError:
         name = next(name for name, module in self._partition.named_modules() if module is layer)
-        return RuntimeError(f"layer '{name}' ({type(layer).__name__}) cannot be kept out of "
-                            f'recomputation: {why}, which a recomputation would not do. Let it '
-                            'give a new tensor (tensor.clone()), or do not mark it')
+        return RuntimeError(
+            f"layer '{name}' ({type(layer).__name__}) cannot be kept out of "
+            f'recomputation: {why}, which a recomputation would not do. Let it '
+            'give a new tensor (tensor.clone()), or do not mark it'
+        )
 
 
 class _Again(torch.autograd.Function):

@@ -8,6 +8,7 @@ the copies are complete, and then they are compared. The next forward pass raise
     recomputation    sample ── copy ──▶ b, then an event
     next forward     if the event has happened: compare a and b
 """
+
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -50,8 +51,17 @@ def keep(output: Sequence[Tensor]) -> list[Sample]:
             if x.is_nested:
                 x = _values(x)
             elements = elements_of(x)
-            found.append(Sample(x.dtype, x.shape, elements if elements is None else
-                                elements.clone() if _is_here(x) else _to_host(elements)))
+            found.append(
+                Sample(
+                    x.dtype,
+                    x.shape,
+                    elements
+                    if elements is None
+                    else elements.clone()
+                    if _is_here(x)
+                    else _to_host(elements),
+                )
+            )
         return found
 
 
@@ -116,8 +126,10 @@ def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingCompa
             if x.is_nested:
                 x = _values(x)
             if (x.dtype, x.shape) != (old.dtype, old.shape):
-                raise other_path(f'its output {k} is {x.dtype} of shape {tuple(x.shape)}, that of '
-                                 f'the first pass {old.dtype} of shape {tuple(old.shape)}')
+                raise other_path(
+                    f'its output {k} is {x.dtype} of shape {tuple(x.shape)}, that of '
+                    f'the first pass {old.dtype} of shape {tuple(old.shape)}'
+                )
             elements = elements_of(x)
             if elements is None or old.elements is None:
                 continue

@@ -30,6 +30,7 @@ dictionary of attributes::
     a tensor that changes      start ─────▶ end           …         a copy of start     as it was
     hooks of a parameter       start ─────▶ end           …         end                 as it was
 """
+
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -43,12 +44,32 @@ from torch.utils.hooks import RemovableHandle
 
 from torchgpipe.base.context import context
 from torchgpipe.base.private import HOOKS, FakeTensor, remove_hooks, unseen, versions
-from torchgpipe.base.structure import (Memories, Path, Slot, copy_of, is_plain, path_name, size_of,
-                                       storage_id, view_of)
-from torchgpipe.engine.checkpoint.observation import (OWN, Attributes, Container, LayerRecorder,
-                                                      Observed, Place, are_rebound, are_same,
-                                                      attributes_of, candidates_of, contents_of,
-                                                      copy_of_value, tensors_in)
+from torchgpipe.base.structure import (
+    Memories,
+    Path,
+    Slot,
+    copy_of,
+    is_plain,
+    path_name,
+    size_of,
+    storage_id,
+    view_of,
+)
+from torchgpipe.engine.checkpoint.observation import (
+    OWN,
+    Attributes,
+    Container,
+    LayerRecorder,
+    Observed,
+    Place,
+    are_rebound,
+    are_same,
+    attributes_of,
+    candidates_of,
+    contents_of,
+    copy_of_value,
+    tensors_in,
+)
 from torchgpipe.engine.checkpoint.samples import elements_of
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.streams import no_context
@@ -76,28 +97,40 @@ class Layers:
         lock: Held while the modules have other attributes.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], observed: Observed,
-                 lock: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], observed: Observed, lock: AbstractContextManager[Any]
+    ) -> None:
         self.modules = modules
         self.observed = observed
         self.lock = lock
         #: The attributes of each module, and the children, at the start of the first cell.
         self.attributes = {module: module.__dict__.copy() for module in modules}
         # These layers set no attributes. If another one does, the watch detects it.
-        self._may_change = [module for module in modules
-                            if not type(module).__module__.startswith(_CONSTANT)]
-        self.children = {module: module._modules.copy() for module in modules
-                         if module._modules or module in self._may_change
-                         or isinstance(module, (nn.ModuleDict, nn.ModuleList))}
+        self._may_change = [
+            module for module in modules if not type(module).__module__.startswith(_CONSTANT)
+        ]
+        self.children = {
+            module: module._modules.copy()
+            for module in modules
+            if module._modules
+            or module in self._may_change
+            or isinstance(module, (nn.ModuleDict, nn.ModuleList))
+        }
         #: The parameters of each module in this forward pass, and whether they require grad.
         #: Later, `torch.func.functional_call` removes its parameters, and others may be frozen.
-        self.own = {module: {name: (parameter, parameter.requires_grad)
-                             for name, parameter in module._parameters.items()
-                             if parameter is not None}
-                    for module in modules}
+        self.own = {
+            module: {
+                name: (parameter, parameter.requires_grad)
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            }
+            for module in modules
+        }
         self.parameters: list[tuple[Place, Tensor]] = [
-            ((module, name, ()), parameter) for module, own in self.own.items()
-            for name, (parameter, _) in own.items()]
+            ((module, name, ()), parameter)
+            for module, own in self.own.items()
+            for name, (parameter, _) in own.items()
+        ]
         #: The small tensors of the last state, their versions and copies.
         self.small: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
         #: The common state of cells without changes, as long as any of them has it.
@@ -119,8 +152,9 @@ class Layers:
     @property
     def is_stale(self) -> bool:
         """Whether forward has replaced a child of a module since the first cell."""
-        return any([are_rebound(children, module._modules)
-                    for module, children in self.children.items()])
+        return any(
+            [are_rebound(children, module._modules) for module, children in self.children.items()]
+        )
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
         """Return the present state of the layers, at the start of a cell.
@@ -154,8 +188,11 @@ class Layers:
             before = self.attributes[module]
             if module not in observed.mutated and are_rebound(before, module.__dict__):
                 observed.learn_attributes(module, before)
-        return {module: module.__dict__.copy() for module in observed.mutated
-                if module in self.attributes}
+        return {
+            module: module.__dict__.copy()
+            for module in observed.mutated
+            if module in self.attributes
+        }
 
     def _find_containers(self, attributes: dict[nn.Module, Attributes]) -> None:
         """Copy the small containers among attributes that are new since the last look."""
@@ -200,10 +237,14 @@ class Layers:
         """Complete the state at the end of its first pass."""
         if not self.hooks:  # at this time, because a hook may remove itself
             # Not as a dict, because the handle of a hook has a weak reference to its dictionary.
-            self.hooks = {module: {name: module.__dict__[name].copy() for name in HOOKS}
-                          for module in self.modules}
-            self.with_hooks = {module: {**attributes, **self.hooks[module]}
-                               for module, attributes in self.attributes.items()}
+            self.hooks = {
+                module: {name: module.__dict__[name].copy() for name in HOOKS}
+                for module in self.modules
+            }
+            self.with_hooks = {
+                module: {**attributes, **self.hooks[module]}
+                for module, attributes in self.attributes.items()
+            }
         if watch is not None:
             state.learn(watch)
         elif versions(state.tensors) != state.versions:
@@ -225,12 +266,29 @@ class CellState:
         watch: The watch of this cell, if it is the first one in its mode.
     """
 
-    __slots__ = ('__weakref__', '_is_first', '_samples', '_small', 'attributes', 'buffers',
-                 'changes', 'copies', 'layers', 'lost', 'places', 'tensors', 'values',
-                 'versions')
+    __slots__ = (
+        '__weakref__',
+        '_is_first',
+        '_samples',
+        '_small',
+        'attributes',
+        'buffers',
+        'changes',
+        'copies',
+        'layers',
+        'lost',
+        'places',
+        'tensors',
+        'values',
+        'versions',
+    )
 
-    def __init__(self, layers: Layers, attributes: dict[nn.Module, Attributes],
-                 watch: LayerRecorder | None = None) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        attributes: dict[nn.Module, Attributes],
+        watch: LayerRecorder | None = None,
+    ) -> None:
         self.layers = layers
         self.attributes = attributes
         #: Tensors compared by version, their places and versions.
@@ -253,8 +311,9 @@ class CellState:
             else:
                 self.places.append(place)
                 self.tensors.append(x)
-        self.buffers = {module: module._buffers.copy() for module in layers.modules
-                        if module._buffers}
+        self.buffers = {
+            module: module._buffers.copy() for module in layers.modules if module._buffers
+        }
         for module, buffers in self.buffers.items():
             for name, buffer in buffers.items():
                 if buffer is not None:
@@ -267,7 +326,9 @@ class CellState:
             now = self.attributes_of(module)
             self.values[module] = {
                 name: copy_of_value(now[name], partial(self._keep_item, module, name), copies)
-                for name in names if name in now}
+                for name in names
+                if name in now
+            }
         for (module, name), container in layers.containers.items():
             self.values.setdefault(module, {}).setdefault(name, container.copy)
 
@@ -315,10 +376,17 @@ class CellState:
         """Return whether all tensors are as they were when the cell started."""
         tensors, small_versions, _ = self.layers.small
         buffers = self.buffers
-        return (versions(self.tensors) == self.versions and versions(tensors) == small_versions
-                and not any([are_rebound(buffers.get(module, {}), module._buffers)
-                             for module in self.layers.modules
-                             if module._buffers or module in buffers]))
+        return (
+            versions(self.tensors) == self.versions
+            and versions(tensors) == small_versions
+            and not any(
+                [
+                    are_rebound(buffers.get(module, {}), module._buffers)
+                    for module in self.layers.modules
+                    if module._buffers or module in buffers
+                ]
+            )
+        )
 
     def learn(self, watch: LayerRecorder) -> None:
         """Add the observations of the first pass, and drop values that it did not change."""
@@ -336,20 +404,30 @@ class CellState:
             self.layers.containers.clear()
         else:
             watch.report(observed)
-        self.attributes = {module: attributes for module, attributes in self.attributes.items()
-                           if module in observed.mutated}
-        self.values = {module: {name: value for name, value in values.items()
-                                if name in observed.kept[module]
-                                or (module, name) in self.layers.containers}
-                       for module, values in self.values.items()}
+        self.attributes = {
+            module: attributes
+            for module, attributes in self.attributes.items()
+            if module in observed.mutated
+        }
+        self.values = {
+            module: {
+                name: value
+                for name, value in values.items()
+                if name in observed.kept[module] or (module, name) in self.layers.containers
+            }
+            for module, values in self.values.items()
+        }
 
     def _find_small_written(self, copies: Memories) -> None:
         """Record the small tensors that the first pass has written to."""
         now = versions([*self._small.values()])
         for version, (place, x), before in zip(now, self._small.items(), self.layers.small[1]):
             copy = self.copies[place]
-            if version != before or is_plain(x) and (
-                    storage_id(x) in copies or not _same_elements(copy, x)):
+            if (
+                version != before
+                or is_plain(x)
+                and (storage_id(x) in copies or not _same_elements(copy, x))
+            ):
                 self.layers.observed.written.add(place)
 
     def _made(self) -> Iterator[Place]:
@@ -393,16 +471,19 @@ class CellState:
         """Return the modules and their attributes for a recomputation."""
         memories: Memories = {}
         copies: dict[int, Any] = {}
-        restored = {module: self._restored_attributes(module, memories, copies)
-                    for module in self.layers.modules}
+        restored = {
+            module: self._restored_attributes(module, memories, copies)
+            for module in self.layers.modules
+        }
         for (module, name, path), copy in self.copies.items():
             for tensors in (restored[module]['_parameters'], restored[module]['_buffers']):
                 if not path and name in tensors:
                     tensors[name] = _restored_tensor(tensors[name], copy, memories)
         return [*restored.items()]
 
-    def _restored_attributes(self, module: nn.Module, memories: Memories,
-                             copies: dict[int, Any]) -> Attributes:
+    def _restored_attributes(
+        self, module: nn.Module, memories: Memories, copies: dict[int, Any]
+    ) -> Attributes:
         layers = self.layers
         if module in self.attributes:
             attributes = {**self.attributes[module], **layers.hooks[module]}
@@ -413,7 +494,8 @@ class CellState:
             attributes = {**module.__dict__, **layers.hooks[module], 'training': training}
         for name, value in self.values.get(module, {}).items():
             attributes[name] = copy_of_value(
-                value, partial(self._restored_item, memories, module, name), copies)
+                value, partial(self._restored_item, memories, module, name), copies
+            )
         if module in layers.children:
             attributes['_modules'] = layers.children[module].copy()
 
@@ -426,8 +508,9 @@ class CellState:
         attributes['_buffers'] = {**self.buffers.get(module, {})}
         return attributes
 
-    def _restored_item(self, memories: Memories, module: nn.Module, name: str, path: Path,
-                       x: Tensor) -> Tensor:
+    def _restored_item(
+        self, memories: Memories, module: nn.Module, name: str, path: Path, x: Tensor
+    ) -> Tensor:
         copy = self.copies.get((module, name, path))
         return x if copy is None else _restored_tensor(x, copy, memories)
 
@@ -449,8 +532,11 @@ def _sample(x: Tensor) -> Tensor | None:
 def _same_elements(before: Tensor | None, now: Tensor | None) -> bool:
     if before is None or now is None or isinstance(now, FakeTensor):
         return True  # It has no values.
-    return before.shape == now.shape and before.dtype == now.dtype and torch.equal(
-        before.detach(), now.detach())
+    return (
+        before.shape == now.shape
+        and before.dtype == now.dtype
+        and torch.equal(before.detach(), now.detach())
+    )
 
 
 def _restored_tensor(x: Tensor, copy: Tensor, memories: Memories) -> Tensor:
@@ -492,11 +578,16 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
         if state.lost is not None or versions(state.tensors) != state.versions:
             _raise_changed(state)
         with unseen() if state.copies else no_context:
-            restored = [(module.__dict__, module, attributes)
-                        for module, attributes in state.restored()]
-        swaps = [Swap(partial(assign, module, '__dict__', attributes),
-                      partial(assign, module, '__dict__', own))
-                 for own, module, attributes in restored]
+            restored = [
+                (module.__dict__, module, attributes) for module, attributes in state.restored()
+            ]
+        swaps = [
+            Swap(
+                partial(assign, module, '__dict__', attributes),
+                partial(assign, module, '__dict__', own),
+            )
+            for own, module, attributes in restored
+        ]
         next_hook = RemovableHandle.next_id
         with substituted(swaps):
             try:
@@ -508,8 +599,9 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
                 if layers.observed.asks_phase:
                     # Layers that ask for the pass keep the attributes that they set.
                     for own, _, attributes in restored:
-                        own.update((name, value) for name, value in attributes.items()
-                                   if name not in OWN)
+                        own.update(
+                            (name, value) for name, value in attributes.items() if name not in OWN
+                        )
 
 
 def _raise_changed(state: CellState) -> None:
@@ -517,15 +609,19 @@ def _raise_changed(state: CellState) -> None:
         raise RuntimeError(
             f'{_name(state.layers, state.lost)} was written to by its layer in a checkpointed '
             'micro-batch, as was never seen before in this mode, so its value from before is '
-            'not there for the recomputation. Call the model again: from now on it is kept.')
+            'not there for the recomputation. Call the model again: from now on it is kept.'
+        )
     place, expected, version = next(
-        (place, before, after) for place, before, after
-        in zip(state.places, state.versions, versions(state.tensors)) if before != after)
+        (place, before, after)
+        for place, before, after in zip(state.places, state.versions, versions(state.tensors))
+        if before != after
+    )
     raise RuntimeError(
         f'{_name(state.layers, place)} has been modified by an inplace operation between forward '
         f'and backward (it is at version {version}; expected version {expected}), so a '
         'checkpointed micro-batch cannot be recomputed. Call backward before the '
-        "optimizer's step, or use checkpoint='never'.")
+        "optimizer's step, or use checkpoint='never'."
+    )
 
 
 def _name(layers: Layers, place: Place) -> str:

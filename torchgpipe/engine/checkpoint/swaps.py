@@ -6,6 +6,7 @@ module (``lock_alone`` of a partition)::
     with substituted(swaps):      put  ──▶ a copy, a leaf, a kept value, another forward
                                   back ──▶ the previous value, also after an error or Ctrl-C
 """
+
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import setitem
@@ -24,8 +25,9 @@ class Swap(NamedTuple):
 def entry(holder: Any, name: str, value: Any) -> Swap:
     """Return the swap that sets an entry of a dictionary to another value."""
     own = holder[name] if name in holder else _MISSING
-    back = partial(holder.pop, name, None) if own is _MISSING else partial(
-        setitem, holder, name, own)
+    back = (
+        partial(holder.pop, name, None) if own is _MISSING else partial(setitem, holder, name, own)
+    )
     return Swap(partial(setitem, holder, name, value), back)
 
 

@@ -18,6 +18,7 @@ own tokens. This takes experts × k numbers of each rank, in one collective.
 Each expert gets its tokens from all ranks. So its gradient is the sum over all of their losses,
 and no other rank has a term to add.
 """
+
 from collections.abc import Callable
 from fractions import Fraction
 from math import ceil, sqrt
@@ -56,8 +57,13 @@ def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[:, :k], places[:, :k]
 
 
-def routes(chosen: Tensor, experts: int, capacity: float | None, is_wrong: Tensor,
-           group: ProcessGroup | None) -> Routes:
+def routes(
+    chosen: Tensor,
+    experts: int,
+    capacity: float | None,
+    is_wrong: Tensor,
+    group: ProcessGroup | None,
+) -> Routes:
     """Return the routes of tokens, after an exchange of numbers between ranks.
 
     Args:
@@ -105,7 +111,8 @@ def _not_finite(ranks: list[int]) -> ValueError:
     return ValueError(
         'tokens go to the experts with the largest scores, but scores are NaN or infinite on '
         f'ranks {ranks} along the data axis: look for what made the input or the router so, as a '
-        'learning rate that is too large, or float16 where bfloat16 has the range')
+        'learning rate that is too large, or float16 where bfloat16 has the range'
+    )
 
 
 #: The parameters with experts in their first dimension, except the router.
@@ -152,17 +159,31 @@ class Experts(nn.Module):
         ValueError: ``k`` is not from 1 to ``experts``, or ``capacity`` is not positive and finite.
     """
 
-    def __init__(self, width: int, hidden: int, experts: int, k: int = 2, *,
-                 capacity: float | None = None, balance: float = .01, z: float = .001,
-                 activation: Callable[[Tensor], Tensor] = F.gelu, device: Any = None,
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        k: int = 2,
+        *,
+        capacity: float | None = None,
+        balance: float = 0.01,
+        z: float = 0.001,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if not 1 <= k <= experts:
-            raise ValueError(f'a token goes to at least one and at most all experts, but k={k}, '
-                             f'and there are {experts}: take a k from 1 to {max(experts, 1)}')
+            raise ValueError(
+                f'a token goes to at least one and at most all experts, but k={k}, '
+                f'and there are {experts}: take a k from 1 to {max(experts, 1)}'
+            )
         if capacity is not None and not 0 < capacity < float('inf'):
-            raise ValueError(f'capacity is a number above 0, how many times its even share an '
-                             f'expert takes, not {capacity}: 1.25, say, or None to drop nothing')
+            raise ValueError(
+                f'capacity is a number above 0, how many times its even share an '
+                f'expert takes, not {capacity}: 1.25, say, or None to drop nothing'
+            )
         self.width, self.hidden, self.experts, self.k = width, hidden, experts, k
         self.capacity, self.balance, self.z = capacity, balance, z
         self.activation = activation
@@ -188,9 +209,13 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set initial values, as ``nn.Linear`` does, for each expert and the router."""
-        for x, inputs in ((self.router, self.width), (self.up, self.width),
-                          (self.up_bias, self.width), (self.down, self.hidden),
-                          (self.down_bias, self.hidden)):
+        for x, inputs in (
+            (self.router, self.width),
+            (self.up, self.width),
+            (self.up_bias, self.width),
+            (self.down, self.hidden),
+            (self.down_bias, self.hidden),
+        ):
             nn.init.uniform_(x, -1 / sqrt(inputs), 1 / sqrt(inputs))
 
     def spread(self, mesh: DeviceMesh) -> 'Experts':
@@ -214,12 +239,18 @@ class Experts(nn.Module):
             raise ValueError(
                 'experts that have values are spread once, over one axis of a mesh, as '
                 f'mesh["data"]; here are axes {mesh.mesh_dim_names}, and experts that are '
-                f'{"spread already" if self.communicates else f"on {self.up.device}"}')
+                f'{"spread already" if self.communicates else f"on {self.up.device}"}'
+            )
         broadcast(self.router.detach(), mesh.get_group())
         for name in _OF_EXPERTS:
             full = getattr(self, name)
-            setattr(self, name, nn.Parameter(
-                distribute_tensor(full.detach(), mesh, [Shard(0)]), full.requires_grad))
+            setattr(
+                self,
+                name,
+                nn.Parameter(
+                    distribute_tensor(full.detach(), mesh, [Shard(0)]), full.requires_grad
+                ),
+            )
         return self
 
     def spread_parameters(self) -> list[nn.Parameter]:
@@ -233,8 +264,10 @@ class Experts(nn.Module):
             ValueError: The input has another width, or scores of a rank are not finite.
         """
         if x.size(-1) != self.width:
-            raise ValueError(f'these experts take tokens of {self.width} features, in the last '
-                             f'dimension, but the input is of shape {tuple(x.shape)}')
+            raise ValueError(
+                f'these experts take tokens of {self.width} features, in the last '
+                f'dimension, but the input is of shape {tuple(x.shape)}'
+            )
         tokens, group = x.reshape(-1, self.width), self._group
         scores = _scores(tokens, self.router)
         chances = scores.softmax(-1)
@@ -262,7 +295,8 @@ class Experts(nn.Module):
         # Rows are received by rank, then by expert, and are needed by expert, then by rank.
         numbers = torch.arange(len(own), device=rows.device).repeat(group.size())
         order = numbers.repeat_interleave(
-            own.t().reshape(-1).to(rows.device), output_size=len(there)).argsort(stable=True)
+            own.t().reshape(-1).to(rows.device), output_size=len(there)
+        ).argsort(stable=True)
         y = self._run(there[order], own.sum(1).tolist())
         return _exchange(y[order.argsort()], receive, send, group)
 
@@ -271,15 +305,21 @@ class Experts(nn.Module):
         weights = [_local(x) for x in self.spread_parameters()]
         if not numbers:  # Weights without elements also need a gradient.
             return rows + sum(x.sum() for x in weights)
-        return torch.cat([
-            F.linear(self.activation(F.linear(x, up, up_bias)), down, down_bias)
-            for x, up, up_bias, down, down_bias in zip(
-                rows.split(numbers), *(x.unbind() for x in weights))])
+        return torch.cat(
+            [
+                F.linear(self.activation(F.linear(x, up, up_bias)), down, down_bias)
+                for x, up, up_bias, down, down_bias in zip(
+                    rows.split(numbers), *(x.unbind() for x in weights)
+                )
+            ]
+        )
 
     def extra_repr(self) -> str:
         """Return its sizes."""
-        return (f'{self.width}, hidden={self.hidden}, experts={self.experts}, k={self.k}, '
-                f'capacity={self.capacity}')
+        return (
+            f'{self.width}, hidden={self.hidden}, experts={self.experts}, k={self.k}, '
+            f'capacity={self.capacity}'
+        )
 
 
 def _scores(tokens: Tensor, router: Tensor) -> Tensor:
@@ -306,7 +346,8 @@ def _local(x: Tensor) -> Tensor:
 def _exchange(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
     """Send rows to all ranks of a group, and return the received rows, in order."""
     received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        x, send, receive, group)
+        x, send, receive, group
+    )
     return received
 
 
@@ -314,8 +355,9 @@ class _Exchange(torch.autograd.Function):
     """Exchange rows; backward exchanges gradients in the other direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup
-                ) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup
+    ) -> Tensor:
         """Send rows."""
         ctx.back = receive, send, group
         return all_to_all(x, send, receive, group)

@@ -1,4 +1,5 @@
 """Functions of sharded layers, on this rank's shards of their weights."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -6,16 +7,29 @@ from torch import Tensor
 from torchgpipe.shard.collectives import all_gather, all_sizes
 from torchgpipe.shard.distributed import copy, gather, reduce_, scatter
 from torchgpipe.shard.nn.loss import parallel_cross_entropy
-from torchgpipe.shard.parameter import (check_dim, find, global_shape, is_split, is_tagged,
-                                        knows_shape, lengths, own, register_parallel_dim,
-                                        set_attribute, storage_dim, tagged_full, to_storage)
+from torchgpipe.shard.parameter import (
+    check_dim,
+    find,
+    global_shape,
+    is_split,
+    is_tagged,
+    knows_shape,
+    lengths,
+    own,
+    register_parallel_dim,
+    set_attribute,
+    storage_dim,
+    tagged_full,
+    to_storage,
+)
 from torchgpipe.shard.world import World, current
 
 __all__ = ['parallel_cross_entropy', 'parallel_embedding', 'parallel_linear', 'set_attribute']
 
 
-def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None,
-                    dim: int | None = None) -> Tensor:
+def parallel_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, dim: int | None = None
+) -> Tensor:
     """Apply a linear map split over ranks, by the tag of its weight or by ``dim``.
 
     Args:
@@ -34,8 +48,9 @@ def parallel_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None,
         ValueError: The input does not fit the weight, or the weight has another ``dim``.
     """
     storage = _storage(weight, dim, 0, 'parallel_linear')
-    return linear(input, weight, bias, None if storage is None else 1 - storage, None,
-                  'parallel_linear')
+    return linear(
+        input, weight, bias, None if storage is None else 1 - storage, None, 'parallel_linear'
+    )
 
 
 def _storage(weight: Tensor, dim: int | None, order: int, name: str) -> int | None:
@@ -47,12 +62,19 @@ def _storage(weight: Tensor, dim: int | None, order: int, name: str) -> int | No
         raise ValueError(
             f'{name} is called with dim={dim}, which splits dimension {given} of a weight in '
             f'memory, and this weight is tagged as split along {storage_dim(weight)}: leave dim '
-            'out, or tag the weight as it is split by ts.set_attribute')
+            'out, or tag the weight as it is split by ts.set_attribute'
+        )
     return storage_dim(weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
-           in_features: int | None, name: object) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dim: int | None,
+    in_features: int | None,
+    name: object,
+) -> Tensor:
     """Apply a linear map, as :func:`parallel_linear` does; errors name the layer."""
     if dim == 0:
         world = current()
@@ -62,8 +84,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
             return y if bias is None else tagged_full(y.add_(bias))
         return tagged_full(F.linear(x, weight, bias))
     if is_split(x):
-        raise ValueError(f'{name} takes a full input, and this one is tagged as a shard: '
-                         'put it together by ts.distributed.gather')
+        raise ValueError(
+            f'{name} takes a full input, and this one is tagged as a shard: '
+            'put it together by ts.distributed.gather'
+        )
     if x.size(-1) != weight.size(1):
         raise _misfit(x, name, f'a full one has {weight.size(1)}')
     if dim is None:
@@ -73,14 +97,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int | None,
     return y
 
 
-def _shard_of_input(x: Tensor, weight: Tensor, in_features: int | None, world: World,
-                    name: object) -> Tensor:
+def _shard_of_input(
+    x: Tensor, weight: Tensor, in_features: int | None, world: World, name: object
+) -> Tensor:
     """Return this rank's shard of an input that is full, or that is the shard already."""
     length = weight.size(1)
     if is_split(x):
         if x.size(-1) != length:
-            raise ValueError(f'{name}: the input is tagged as a shard, and has {x.size(-1)} '
-                             f'features; the shard of rank {world.tensor_rank} has {length}')
+            raise ValueError(
+                f'{name}: the input is tagged as a shard, and has {x.size(-1)} '
+                f'features; the shard of rank {world.tensor_rank} has {length}'
+            )
         return x
     if in_features not in (None, x.size(-1)):
         raise _misfit(x, name, f'a full one has {in_features}')
@@ -93,13 +120,21 @@ def _misfit(x: Tensor, name: object, other: str) -> ValueError:
     return ValueError(
         f'{name}: the input has {x.size(-1)} features, and no tag says that it is a shard; '
         f"{other}. If it is this rank's shard, an operation has lost its tag: put "
-        'ts.nn.RegisterParallelDim(-1) after that operation')
+        'ts.nn.RegisterParallelDim(-1) after that operation'
+    )
 
 
-def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None,
-                       max_norm: float | None = None, norm_type: float = 2.,
-                       scale_grad_by_freq: bool = False, sparse: bool = False,
-                       num_embeddings: int | None = None, dim: int | None = None) -> Tensor:
+def parallel_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    num_embeddings: int | None = None,
+    dim: int | None = None,
+) -> Tensor:
     """Look up rows of a table split over ranks, by the tag of its weight or by ``dim``.
 
     Args:
@@ -124,8 +159,17 @@ def parallel_embedding(input: Tensor, weight: Tensor, padding_idx: int | None = 
         ValueError: The weight has another ``dim``, or does not fit ``num_embeddings`` rows.
     """
     storage = _storage(weight, dim, 1, 'parallel_embedding')
-    return embedding(input, weight, _table(weight, storage, num_embeddings), storage, padding_idx,
-                     max_norm, norm_type, scale_grad_by_freq, sparse)
+    return embedding(
+        input,
+        weight,
+        _table(weight, storage, num_embeddings),
+        storage,
+        padding_idx,
+        max_norm,
+        norm_type,
+        scale_grad_by_freq,
+        sparse,
+    )
 
 
 def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, int]:
@@ -136,9 +180,11 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
     elif dim == 1:
         columns = sum(all_sizes(weight, current().tensor_group, 1))
     elif number is None:
-        raise ValueError('parallel_embedding takes num_embeddings, the number of rows of the '
-                         f'full table, as a weight of shape {tuple(weight.shape)} does not know '
-                         'it')
+        raise ValueError(
+            'parallel_embedding takes num_embeddings, the number of rows of the '
+            f'full table, as a weight of shape {tuple(weight.shape)} does not know '
+            'it'
+        )
     else:
         world = current()
         length = own(number)[1]
@@ -146,17 +192,28 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
             raise ValueError(
                 f'parallel_embedding: of num_embeddings={number} rows, the shard of rank '
                 f'{world.tensor_rank} of {world.tensor_size} is {length}, and this weight has '
-                f'{rows}')
+                f'{rows}'
+            )
         rows = number
     if number not in (None, rows):
-        raise ValueError(f'parallel_embedding is called with num_embeddings={number}, and the '
-                         f'full table has {rows} rows: leave it out')
+        raise ValueError(
+            f'parallel_embedding is called with num_embeddings={number}, and the '
+            f'full table has {rows} rows: leave it out'
+        )
     return rows, columns
 
 
-def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | None,
-              padding_idx: int | None, max_norm: float | None, norm_type: float,
-              scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    shape: tuple[int, ...],
+    dim: int | None,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
     """Look up rows, as :func:`parallel_embedding` does; ``dim`` is a dimension in memory."""
     rows, columns = shape
     if padding_idx is not None and padding_idx < 0:
@@ -171,9 +228,16 @@ def embedding(ids: Tensor, weight: Tensor, shape: tuple[int, ...], dim: int | No
     return tagged_full(F.embedding(ids, weight, padding_idx, max_norm, *rest))
 
 
-def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | None,
-                  max_norm: float | None, norm_type: float, scale_grad_by_freq: bool,
-                  sparse: bool) -> Tensor:
+def _of_some_rows(
+    ids: Tensor,
+    weight: Tensor,
+    number: int,
+    padding_idx: int | None,
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+) -> Tensor:
     """Look up in a table with rows split over ranks; each rank uses zeros for other rows."""
     wrong = ids[(ids < 0) | (ids >= number)]
     if len(wrong):
@@ -183,15 +247,17 @@ def _of_some_rows(ids: Tensor, weight: Tensor, number: int, padding_idx: int | N
     flat = ids.reshape(-1)
     here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
     padding = None if padding_idx is None else find(padding_idx, number)
-    found = F.embedding(flat[here] - begin, weight, padding, max_norm, norm_type,
-                        scale_grad_by_freq, sparse)
+    found = F.embedding(
+        flat[here] - begin, weight, padding, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
     term = found.new_zeros(len(flat), weight.size(1)).index_copy(0, here, found)
     return tagged_full(reduce_(term).view(*ids.shape, weight.size(1)))
 
 
 @torch.no_grad()
-def _scale_rows(ids: Tensor, weight: Tensor, columns: int, max_norm: float,
-                norm_type: float) -> None:
+def _scale_rows(
+    ids: Tensor, weight: Tensor, columns: int, max_norm: float, norm_type: float
+) -> None:
     """Scale looked-up rows to at most a norm, over all columns."""
     group = current().tensor_group
     rows = ids.unique()

@@ -4,6 +4,7 @@ A random number depends on all numbers drawn before it. So each rank draws the n
 tensor, a block at a time, and keeps its own. A run of the ``torch.nn.init`` method on a tensor of
 the full shape, without memory, records the operations that it calls in place, and their order.
 """
+
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -70,8 +71,13 @@ def shard_init_helper_(init_method: Callable[..., Any], tensor: Tensor, **kwargs
     return tensor
 
 
-def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], dim: int | None,
-         kwargs: dict[str, Any]) -> None:
+def _set(
+    shard: Tensor,
+    init_method: Callable[..., Any],
+    shape: Sequence[int],
+    dim: int | None,
+    kwargs: dict[str, Any],
+) -> None:
     """Set this rank's shard of the values that a method sets in a tensor of some shape."""
     size = 1 if dim is None else shape[dim]
     begin, length = (0, 1) if dim is None else own(size)
@@ -82,7 +88,7 @@ def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], d
         shard.copy_(full if dim is None else full.narrow(dim, begin, length))
         return
     # In memory, the full tensor consists of rows, and this rank has the same elements of each.
-    row = prod(shape[dim or 0:])
+    row = prod(shape[dim or 0 :])
     element = row // size
     mine = range(begin * element, (begin + length) * element)
     for operation, args, rest in calls:
@@ -92,8 +98,9 @@ def _set(shard: Tensor, init_method: Callable[..., Any], shape: Sequence[int], d
             operation(shard, *args, **rest)
 
 
-def _draw(shard: Tensor, number: int, row: int, mine: range,
-          draw: Callable[[Tensor], Any]) -> None:
+def _draw(
+    shard: Tensor, number: int, row: int, mine: range, draw: Callable[[Tensor], Any]
+) -> None:
     """Draw all numbers, block by block, and keep the ones within a range of each row."""
     kept = shard.view(-1)
     starts = [k * BLOCK for k in range(max(number // BLOCK, 1))]
@@ -101,8 +108,8 @@ def _draw(shard: Tensor, number: int, row: int, mine: range,
         block = torch.empty(stop - start, dtype=shard.dtype, device='cpu')
         draw(block)
         for found in _within(block, start % row, row, mine):
-            kept[:found.numel()].view(found.shape).copy_(found)
-            kept = kept[found.numel():]
+            kept[: found.numel()].view(found.shape).copy_(found)
+            kept = kept[found.numel() :]
 
 
 def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor]:
@@ -111,18 +118,22 @@ def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor
     The block begins with a part of a row, continues with whole rows, and ends with a part of one.
     """
     head, rest = block.tensor_split([row - first])
-    yield head[max(mine.start - first, 0):max(mine.stop - first, 0)]
+    yield head[max(mine.start - first, 0) : max(mine.stop - first, 0)]
     rows, tail = rest.tensor_split([len(rest) // row * row])
-    yield rows.view(-1, row)[:, mine.start:mine.stop]
-    yield tail[mine.start:mine.stop]
+    yield rows.view(-1, row)[:, mine.start : mine.stop]
+    yield tail[mine.start : mine.stop]
 
 
 # --- the operations of a method
 # -----------------------------------------------------------------------------
 
 
-def _calls(init_method: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype,
-           kwargs: dict[str, Any]) -> list[_Call] | None:
+def _calls(
+    init_method: Callable[..., Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    kwargs: dict[str, Any],
+) -> list[_Call] | None:
     """Return the in-place operations of a method, if all of them work on shards; or None.
 
     Such operations draw the same numbers in blocks as in one call, or change each value by itself.
@@ -149,8 +160,13 @@ class _OperationRecorder(DispatchMode):
         """Return that tensor. It is not on the meta device, where methods do nothing."""
         return on_cpu_without_memory(_Full, self.shape, self.dtype)
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        operation: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         first, *rest = *args, *kwargs.values()  # This also raises if there is no argument.
         if not isinstance(first, _Full) or any(isinstance(each, Tensor) for each in rest):
@@ -180,5 +196,7 @@ def _is_by_value(operation: Any) -> bool:
     """Return whether an operation sets each value by itself, in place."""
     name = _name(operation)
     return name in (*_DRAWING, 'fill_', 'zero_') or (
-        name.endswith('_') and torch.Tag.pointwise in operation.tags
-        and torch.Tag.nondeterministic_seeded not in operation.tags)
+        name.endswith('_')
+        and torch.Tag.pointwise in operation.tags
+        and torch.Tag.nondeterministic_seeded not in operation.tags
+    )

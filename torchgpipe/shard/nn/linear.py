@@ -1,4 +1,5 @@
 """Linear layers and embeddings, whose weight is split over the parallel group."""
+
 from math import sqrt
 from typing import Any
 
@@ -42,9 +43,16 @@ class ParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True,
-                 dim: int | None = None, *, device: Any = None,
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dim: int | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.dim = check_dim(dim)
@@ -68,8 +76,10 @@ class ParallelLinear(ParallelModule):
 
     def extra_repr(self) -> str:
         """Return its sizes."""
-        return (f'in_features={self.in_features}, out_features={self.out_features}, '
-                f'bias={self.bias is not None}, dim={self.dim}')
+        return (
+            f'in_features={self.in_features}, out_features={self.out_features}, '
+            f'bias={self.bias is not None}, dim={self.dim}'
+        )
 
     @classmethod
     def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
@@ -126,11 +136,21 @@ class ParallelEmbedding(ParallelModule):
 
     weight: nn.Parameter
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None,
-                 max_norm: float | None = None, norm_type: float = 2.,
-                 scale_grad_by_freq: bool = False, sparse: bool = False,
-                 _weight: Tensor | None = None, dim: int | None = None, *, device: Any = None,
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        dim: int | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = _checked(padding_idx, num_embeddings)
@@ -144,8 +164,9 @@ class ParallelEmbedding(ParallelModule):
         elif tuple(_weight.shape) == shape:
             self._put_shard('weight', nn.Parameter(_weight), Layout(shape, dim, 1))
         else:
-            raise ValueError(f'_weight is the full table, of shape {shape}, '
-                             f'and not of {tuple(_weight.shape)}')
+            raise ValueError(
+                f'_weight is the full table, of shape {shape}, and not of {tuple(_weight.shape)}'
+            )
 
     def reset_parameters(self) -> None:
         """Set initial values: this rank's shard of the values of ``nn.Embedding``."""
@@ -160,17 +181,35 @@ class ParallelEmbedding(ParallelModule):
     def forward(self, input: Tensor) -> Tensor:
         """Look up: see :func:`ts.nn.functional.parallel_embedding`."""
         layout = self._layouts['weight']
-        return embedding(input, self.weight, layout.shape, layout.storage, self.padding_idx,
-                         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        return embedding(
+            input,
+            self.weight,
+            layout.shape,
+            layout.storage,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
 
     def extra_repr(self) -> str:
         """Return its sizes, and its options if they differ from the defaults."""
-        usual = {'padding_idx': None, 'max_norm': None, 'norm_type': 2.,
-                 'scale_grad_by_freq': False, 'sparse': False}
-        options = [f'{name}={getattr(self, name)}' for name, value in usual.items()
-                   if getattr(self, name) != value]
-        return ', '.join([str(self.num_embeddings), str(self.embedding_dim), *options,
-                          f'dim={self.dim}'])
+        usual = {
+            'padding_idx': None,
+            'max_norm': None,
+            'norm_type': 2.0,
+            'scale_grad_by_freq': False,
+            'sparse': False,
+        }
+        options = [
+            f'{name}={getattr(self, name)}'
+            for name, value in usual.items()
+            if getattr(self, name) != value
+        ]
+        return ', '.join(
+            [str(self.num_embeddings), str(self.embedding_dim), *options, f'dim={self.dim}']
+        )
 
     @classmethod
     def convert_parallel_embedding(cls, module: nn.Module, dim: int | None = None) -> nn.Module:
@@ -202,6 +241,7 @@ def _checked(padding_idx: int | None, number: int) -> int | None:
     if padding_idx is None:
         return None
     if not -number <= padding_idx < number:
-        raise ValueError(f'padding_idx is the number of a row, less than {number}, '
-                         f'not {padding_idx}')
+        raise ValueError(
+            f'padding_idx is the number of a row, less than {number}, not {padding_idx}'
+        )
     return padding_idx % number

@@ -22,6 +22,7 @@ first one is the exchange of the largest logits, described above::
 
 Backward needs no data of other ranks: `g`, the gradient of the loss, is the same on each.
 """
+
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,8 +36,16 @@ from torchgpipe.shard.collectives import all_reduce, compare, differences, is_re
 from torchgpipe.shard.parameter import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
 
-__all__ = ['Classes', 'ParallelCrossEntropyLoss', 'RowLosses', 'Shares', 'exchange', 'misfit',
-           'parallel_cross_entropy', 'raise_or_nan']
+__all__ = [
+    'Classes',
+    'ParallelCrossEntropyLoss',
+    'RowLosses',
+    'Shares',
+    'exchange',
+    'misfit',
+    'parallel_cross_entropy',
+    'raise_or_nan',
+]
 
 #: A number is sent as two, of so many bits each, which float32 represents exactly.
 BITS = 24
@@ -58,8 +67,11 @@ class Classes(NamedTuple):
 
     def check_length(self, what: str, x: Tensor, hint: str) -> None:
         """Check that the last dimension has an element for each class."""
-        raise_or_nan(self.number != x.size(-1), self.largest, lambda: misfit(
-            what, x, int(self.number), hint))
+        raise_or_nan(
+            self.number != x.size(-1),
+            self.largest,
+            lambda: misfit(what, x, int(self.number), hint),
+        )
 
     def places(self, target: Tensor) -> Tensor:
         """Return the place of each target among this rank's classes, -1 if elsewhere: (N, 1)."""
@@ -89,10 +101,15 @@ def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessG
     high, low = table.long().view(-1, 2, 2).unbind(-1)
     lengths, checksums = ((high << BITS) + low).unbind(-1)
     largest = sent[:rows, None]
-    raise_or_nan(checksums.ne(checksum).any(), largest, lambda: RuntimeError(
-        'the ranks of a group have different targets, by their checksums: '
-        f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
-        'let all ranks of a group read the same batch'))
+    raise_or_nan(
+        checksums.ne(checksum).any(),
+        largest,
+        lambda: RuntimeError(
+            'the ranks of a group have different targets, by their checksums: '
+            f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
+            'let all ranks of a group read the same batch'
+        ),
+    )
     return Classes(largest, lengths.sum(), lengths[:rank].sum(), length)
 
 
@@ -148,8 +165,7 @@ class Shares(NamedTuple):
 
     def weights(self, like: Tensor) -> Tensor:
         """Return the weight of each row's class, shape (N, 1); 0 if the class is elsewhere."""
-        found = (torch.ones_like(like[:, :1]) if self.weight is None
-                 else self.weight[self.places])
+        found = torch.ones_like(like[:, :1]) if self.weight is None else self.weight[self.places]
         return found.masked_fill(self.target < 0, 0)
 
     @property
@@ -162,8 +178,16 @@ class RowLosses(torch.autograd.Function):
     """The cross entropy of each row: shape (N,), in the type that sums are computed in."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, largest: Tensor, group: ProcessGroup, target: Tensor,
-                weight: Tensor | None, kept: float, even: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        largest: Tensor,
+        group: ProcessGroup,
+        target: Tensor,
+        weight: Tensor | None,
+        kept: float,
+        even: Tensor | None,
+    ) -> Tensor:
         """Take logits of shape (N, this rank's classes), `m`, and the fields of `Shares`."""
         shares = Shares(target, weight, kept, even)
         sums = largest.new_empty(3, len(logits))
@@ -213,7 +237,8 @@ class _Once(torch.autograd.Function):
         """Raise an error, because there is no second derivative."""
         raise RuntimeError(
             'the gradient of parallel_cross_entropy cannot be differentiated again: gather the '
-            'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy')
+            'logits, ts.distributed.gather(logits), and use torch.nn.functional.cross_entropy'
+        )
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -259,9 +284,11 @@ def _subtract(block: Tensor, shares: Shares, g: Tensor) -> None:
             block.addr_((shares.even * g).view(-1), shares.weight, alpha=-1)
 
 
-_LOST = ('If they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
-         'before the loss. If they are full, or each rank has samples of its own, say so by '
-         'ts.nn.RegisterParallelDim(None)')
+_LOST = (
+    'If they are shards, an operation has lost their tag: put ts.nn.RegisterParallelDim(-1) '
+    'before the loss. If they are full, or each rank has samples of its own, say so by '
+    'ts.nn.RegisterParallelDim(None)'
+)
 
 
 class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
@@ -284,14 +311,28 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of logits of shape (…, C), or of this rank's shard of them."""
-        return parallel_cross_entropy(input, target, self.weight, None, self.ignore_index, None,
-                                      self.reduction, self.label_smoothing)
+        return parallel_cross_entropy(
+            input,
+            target,
+            self.weight,
+            None,
+            self.ignore_index,
+            None,
+            self.reduction,
+            self.label_smoothing,
+        )
 
 
-def parallel_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None,
-                           size_average: bool | None = None, ignore_index: int = -100,
-                           reduce: bool | None = None, reduction: str = 'mean',
-                           label_smoothing: float = 0.0) -> Tensor:
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = 'mean',
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Compute the cross entropy between logits, full or a shard of them, and targets.
 
     Classes are the last dimension of logits: (C,), (N, C), (N, d, C) and so on. For logits of
@@ -360,29 +401,42 @@ def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
     """Check types and shapes, as far as this rank knows them."""
     rows, shapes = input.shape[:-1], f'{tuple(target.shape)} for logits of {tuple(input.shape)}'
     if not input.is_floating_point() or not input.dim():
-        raise TypeError('logits are floating point numbers of shape (…, classes), not '
-                        f'{input.dtype} of shape {tuple(input.shape)}')
+        raise TypeError(
+            'logits are floating point numbers of shape (…, classes), not '
+            f'{input.dtype} of shape {tuple(input.shape)}'
+        )
     if get_parallel_dim(input) == 0:
-        raise ValueError('logits are full or split in their last dimension, but these have the '
-                         'parallel dimension 0: register 1, -1 or None')
+        raise ValueError(
+            'logits are full or split in their last dimension, but these have the '
+            'parallel dimension 0: register 1, -1 or None'
+        )
     if target.is_floating_point():
         if target.dim() != input.dim() or target.shape[:-1] != rows:
-            raise ValueError('targets in floating point are probabilities, of shape (…, C) for '
-                             f'logits of shape (…, C), not {shapes}; class numbers are integers: '
-                             'target.long()')
+            raise ValueError(
+                'targets in floating point are probabilities, of shape (…, C) for '
+                f'logits of shape (…, C), not {shapes}; class numbers are integers: '
+                'target.long()'
+            )
         if ignore_index >= 0:
-            raise ValueError(f'ignore_index={ignore_index} is a class number, and the targets are '
-                             'probabilities: give rows that do not count probabilities of 0')
+            raise ValueError(
+                f'ignore_index={ignore_index} is a class number, and the targets are '
+                'probabilities: give rows that do not count probabilities of 0'
+            )
     elif target.dtype not in (torch.long, torch.uint8):
-        raise TypeError('targets are class numbers of torch.int64 or torch.uint8, or '
-                        f'probabilities, not {target.dtype}: target.long()')
+        raise TypeError(
+            'targets are class numbers of torch.int64 or torch.uint8, or '
+            f'probabilities, not {target.dtype}: target.long()'
+        )
     elif target.shape != rows:
-        raise ValueError(f'class numbers have shape (…) for logits of shape (…, C), not {shapes}; '
-                         'logits of shape (N, C, …) go in as logits.movedim(1, -1)')
+        raise ValueError(
+            f'class numbers have shape (…) for logits of shape (…, C), not {shapes}; '
+            'logits of shape (N, C, …) go in as logits.movedim(1, -1)'
+        )
 
 
-def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, numbers: Tensor,
-                   hint: str = '') -> None:
+def _check_numbers(
+    target: Tensor, classes: int | Tensor, ignore_index: int, numbers: Tensor, hint: str = ''
+) -> None:
     """Check that class numbers are in range: name the first wrong one, or make its row NaN."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
 
@@ -390,7 +444,8 @@ def _check_numbers(target: Tensor, classes: int | Tensor, ignore_index: int, num
         place, number = wrong.nonzero()[0].tolist(), int(classes)
         return IndexError(
             f'target{place or ""} is {target[tuple(place)].item()}, but there are {number} '
-            f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}{hint}')
+            f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}{hint}'
+        )
 
     raise_or_nan(wrong.reshape(-1, 1), numbers, error)
 
@@ -405,8 +460,15 @@ def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
 # ----------------------------------------------------------------------------------
 
 
-def _of_full(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
-             reduction: str, label_smoothing: float, world: World | None) -> Tensor:
+def _of_full(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    world: World | None,
+) -> Tensor:
     """Compute the loss of logits of all classes."""
     factor = None
     if world is not None and world.tensor_size > 1 and not is_tagged(input):
@@ -419,12 +481,24 @@ def _of_full(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index:
         target = target.movedim(-1, 1) if target.dim() > 1 else target
     else:
         if is_read(target):  # Otherwise PyTorch checks them on the device.
-            _check_numbers(target, classes, ignore_index, target, '' if factor is None else
-                           f'; these logits have no tag, and count as full. {_LOST}')
+            _check_numbers(
+                target,
+                classes,
+                ignore_index,
+                target,
+                ''
+                if factor is None
+                else f'; these logits have no tag, and count as full. {_LOST}',
+            )
         target = target.long()
-    loss = F.cross_entropy(input.movedim(-1, 1) if input.dim() > 1 else input, target, weight,
-                           ignore_index=ignore_index, reduction=reduction,
-                           label_smoothing=label_smoothing)
+    loss = F.cross_entropy(
+        input.movedim(-1, 1) if input.dim() > 1 else input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
     return loss if factor is None else loss * factor
 
 
@@ -435,16 +509,23 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
     Return a factor for the loss: 1, or NaN for an error on a device that the host does not read.
     """
     if is_made_of_shards(input):
-        raise RuntimeError("logits without a tag follow from this rank's shard of a layer, and no "
-                           f'gather or reduce has put them together. {_LOST}')
+        raise RuntimeError(
+            "logits without a tag follow from this rank's shard of a layer, and no "
+            f'gather or reduce has put them together. {_LOST}'
+        )
     x = input.detach()
     total = x.sum(dtype=torch.float64)
     found = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
     largest, other, norm = all_reduce(found, group, dist.ReduceOp.MAX)
     factor = torch.ones_like(largest)
-    raise_or_nan(largest + other > 1e-3 * norm, factor, lambda: RuntimeError(
-        'the ranks of a group have different logits without a tag, so these are not full. '
-        f'{_LOST}'))
+    raise_or_nan(
+        largest + other > 1e-3 * norm,
+        factor,
+        lambda: RuntimeError(
+            'the ranks of a group have different logits without a tag, so these are not full. '
+            f'{_LOST}'
+        ),
+    )
     return factor.to(input.dtype)
 
 
@@ -452,8 +533,15 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
 # ----------------------------------------------------------------------------------
 
 
-def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
-               reduction: str, label_smoothing: float, world: World) -> Tensor:
+def _of_shards(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    world: World,
+) -> Tensor:
     """Compute the loss of logits with classes split over ranks."""
     _check_gradients(target, weight)
     group, logits = world.tensor_group, _as_rows(input)
@@ -462,8 +550,11 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
     sums = torch.promote_types(dtype, torch.float32)
     rows = ', '.join([*map(str, input.shape[:-1]), 'classes'])
     # The sums that ranks exchange have another type, so this compares the types of the inputs.
-    compare(f'parallel_cross_entropy: logits of {input.dtype} and shape ({rows}), targets of '
-            f'{target.dtype}', group)
+    compare(
+        f'parallel_cross_entropy: logits of {input.dtype} and shape ({rows}), targets of '
+        f'{target.dtype}',
+        group,
+    )
     classes = exchange(logits.detach(), sums, target, group)
     if weight is not None:
         classes.check_length('weights', weight, ': each rank needs those of all classes')
@@ -473,19 +564,27 @@ def _of_shards(input: Tensor, target: Tensor, weight: Tensor | None, ignore_inde
         _check_numbers(target, classes.number, ignore_index, classes.largest)
         own = classes.places(target)
     losses: Tensor = RowLosses.apply(  # type: ignore[no-untyped-call]
-        logits, classes.largest, group, own,
-        None if weight is None else classes.own(weight).to(sums), 1 - label_smoothing,
-        label_smoothing / classes.number.to(sums) if label_smoothing else None)
+        logits,
+        classes.largest,
+        group,
+        own,
+        None if weight is None else classes.own(weight).to(sums),
+        1 - label_smoothing,
+        label_smoothing / classes.number.to(sums) if label_smoothing else None,
+    )
     loss = _reduce(losses.view(input.shape[:-1]), target, weight, ignore_index, reduction)
     return loss.to(sums if torch.is_autocast_enabled(input.device.type) else dtype)
 
 
 def _check_gradients(target: Tensor, weight: Tensor | None) -> None:
     """Raise if targets or weights need a gradient."""
-    if torch.is_grad_enabled() and (target.requires_grad
-                                    or weight is not None and weight.requires_grad):
-        raise ValueError('sharded logits get a gradient, but not their targets or weights: '
-                         'detach() these, or gather the logits, ts.distributed.gather(logits)')
+    if torch.is_grad_enabled() and (
+        target.requires_grad or weight is not None and weight.requires_grad
+    ):
+        raise ValueError(
+            'sharded logits get a gradient, but not their targets or weights: '
+            'detach() these, or gather the logits, ts.distributed.gather(logits)'
+        )
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -498,13 +597,17 @@ def _probabilities(target: Tensor, classes: Classes) -> Tensor:
     if is_split(target):
         _check_length('shards of probabilities', target, classes.length, ' of this rank')
         return _as_rows(target)
-    classes.check_length('probabilities', target, '; if they are a shard, they need the tag of '
-                         'one: ts.register_parallel_dim(target, -1)')
+    classes.check_length(
+        'probabilities',
+        target,
+        '; if they are a shard, they need the tag of one: ts.register_parallel_dim(target, -1)',
+    )
     return classes.own(_as_rows(target))
 
 
-def _reduce(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
-            reduction: str) -> Tensor:
+def _reduce(
+    losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str
+) -> Tensor:
     """Leave out ignored rows, and reduce."""
     counts = torch.ones_like(losses)
     if not target.is_floating_point():

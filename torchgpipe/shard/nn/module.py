@@ -3,6 +3,7 @@
 A copy, another device or a checkpoint may replace a shard by another parameter. So the module
 that has it tags it again.
 """
+
 from collections import Counter
 from typing import Any
 
@@ -12,8 +13,14 @@ from torch import Tensor, nn
 
 from torchgpipe.shard.collectives import draws, from_first
 from torchgpipe.shard.ddp import check_wrapped
-from torchgpipe.shard.parameter import (Layout, check_dim, get_parallel_dim, is_tagged,
-                                        register_parallel_dim, slice)
+from torchgpipe.shard.parameter import (
+    Layout,
+    check_dim,
+    get_parallel_dim,
+    is_tagged,
+    register_parallel_dim,
+    slice,
+)
 from torchgpipe.shard.world import needed_by
 
 __all__ = ['ParallelDropout', 'ParallelModule', 'RegisterParallelDim', 'convert']
@@ -44,8 +51,15 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._layouts: dict[str, Layout] = {}
 
-    def register_part(self, name: str, shape: tuple[int, ...], dim: int | None, order: int = 0,
-                      device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def register_part(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int | None,
+        order: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Add a parameter of which each rank has a shard, without initial values.
 
         Args:
@@ -58,14 +72,16 @@ class ParallelModule(nn.Module):
             dtype: Its type.
         """
         self._layouts[name] = layout = Layout(shape, dim, order)
-        self.register_parameter(name, nn.Parameter(
-            torch.empty(layout.local_shape(), device=device, dtype=dtype)))
+        self.register_parameter(
+            name, nn.Parameter(torch.empty(layout.local_shape(), device=device, dtype=dtype))
+        )
 
     def _put_shard(self, name: str, full: Tensor, layout: Layout) -> None:
         """Add a parameter with this rank's shard of the first rank's full tensor."""
         self._layouts[name] = layout
-        self.register_parameter(name, nn.Parameter(_shard_of_first(full, layout),
-                                                   full.requires_grad))
+        self.register_parameter(
+            name, nn.Parameter(_shard_of_first(full, layout), full.requires_grad)
+        )
 
     def _layouts_of(self, plain: Any, dim: int | None) -> dict[str, Layout]:
         """Return how the parameters of a plain layer are split, for :func:`convert`."""
@@ -98,14 +114,16 @@ class ParallelModule(nn.Module):
                     f'{what} is computed, as by weight_norm, a parametrization or pruning, and '
                     'these take it for a full tensor: norms and sums would be those of the shard '
                     'that this rank has. Write a layer of your own, derived from '
-                    'ts.nn.ParallelModule')
+                    'ts.nn.ParallelModule'
+                )
             parameter = self._parameters[name]
             if isinstance(parameter, nn.Parameter) and not is_tagged(parameter):
                 raise ValueError(
                     f'{what} is another parameter than the layer was given, put there as '
                     'fully_shard does, which takes shards for copies of one tensor. Use '
                     'DistributedDataParallel or ZeroRedundancyOptimizer over '
-                    f'ts.distributed.get_data_group(); or set it by layer.{name} = parameter')
+                    f'ts.distributed.get_data_group(); or set it by layer.{name} = parameter'
+                )
 
     def _tag(self) -> None:
         for name, layout in self._layouts.items():
@@ -132,8 +150,10 @@ class ParallelModule(nn.Module):
         for name, layout in self._layouts.items():
             found = getattr(state_dict.get(prefix + name), 'shape', None)
             if found == layout.shape and [*found] != layout.local_shape():
-                errors.append(f"{prefix}{name} is full, and the layer takes this rank's shard: "
-                              'load ts.relocate_state_dict(model, state_dict)')
+                errors.append(
+                    f"{prefix}{name} is full, and the layer takes this rank's shard: "
+                    'load ts.relocate_state_dict(model, state_dict)'
+                )
 
 
 def _shard_of_first(full: Tensor, layout: Layout) -> Tensor:
@@ -146,8 +166,7 @@ def _shard_of_first(full: Tensor, layout: Layout) -> Tensor:
         return full.detach().clone()
     pieces = (full,) if dim is None else slice(full, world.tensor_size, dim)
     for rank, piece in enumerate(pieces):
-        sent = piece.to(world.mesh.device_type).clone(
-            memory_format=torch.contiguous_format)
+        sent = piece.to(world.mesh.device_type).clone(memory_format=torch.contiguous_format)
         from_first(sent, world)
         if dim is None or rank == world.tensor_rank:
             mine = sent.to(full.device)
@@ -158,8 +177,9 @@ def _shard_of_first(full: Tensor, layout: Layout) -> Tensor:
 # ----------------------------------------------------------------------------------
 
 
-def convert(module: nn.Module, kind: type[nn.Module], new: type[ParallelModule],
-            dim: int | None) -> nn.Module:
+def convert(
+    module: nn.Module, kind: type[nn.Module], new: type[ParallelModule], dim: int | None
+) -> nn.Module:
     """Replace all layers of a kind within a module, or the module if it is one itself.
 
     A layer in several places stays one layer; a parameter of several layers raises an error.
@@ -178,8 +198,9 @@ def convert(module: nn.Module, kind: type[nn.Module], new: type[ParallelModule],
 
 
 def _refuse_shared(module: nn.Module, plain: list[nn.Module]) -> None:
-    uses = Counter(id(parameter) for each in module.modules()
-                   for parameter in each._parameters.values())
+    uses = Counter(
+        id(parameter) for each in module.modules() for parameter in each._parameters.values()
+    )
     for each in plain:
         for name, parameter in each.named_parameters(recurse=False):
             if uses[id(parameter)] > 1:
@@ -187,7 +208,8 @@ def _refuse_shared(module: nn.Module, plain: list[nn.Module]) -> None:
                     f'the {name} of {each} is that of another layer, too, and would not be '
                     'after conversion. Give each a copy, convert, and let both have one parameter '
                     'again, as in head.weight = embedding.weight, if both are split along the '
-                    'same dimension in memory')
+                    'same dimension in memory'
+                )
 
 
 def _like(plain: nn.Module, kind: type[ParallelModule], dim: int | None) -> ParallelModule:
@@ -203,8 +225,10 @@ def _like(plain: nn.Module, kind: type[ParallelModule], dim: int | None) -> Para
             new._put_shard(name, parameter, layouts[name])
     missing = layouts.keys() - new._parameters.keys()
     if missing:
-        raise ValueError(f'{plain} has no parameter {missing.pop()}: something computes it, '
-                         'such as weight_norm. Convert before that is put on')
+        raise ValueError(
+            f'{plain} has no parameter {missing.pop()}: something computes it, '
+            'such as weight_norm. Convert before that is put on'
+        )
     return new
 
 
@@ -260,8 +284,9 @@ class ParallelDropout(nn.Module):
     #: For pipelines: see :mod:`torchgpipe.base.context`.
     communicates = True
 
-    def __init__(self, p: float = 0.5, inplace: bool = False,
-                 dim: int | str | None = 'tag') -> None:
+    def __init__(
+        self, p: float = 0.5, inplace: bool = False, dim: int | str | None = 'tag'
+    ) -> None:
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f'p is a probability, from 0 to 1, not {p}')
@@ -288,7 +313,8 @@ class ParallelDropout(nn.Module):
             raise ValueError(
                 f"{self}: no tag says whether the input is full or this rank's shard. Put "
                 'ts.nn.RegisterParallelDim(None) or (-1) after the operation that has lost it, or '
-                'give the layer dim')
+                'give the layer dim'
+            )
         return get_parallel_dim(input)
 
     def extra_repr(self) -> str:

@@ -1,11 +1,18 @@
 """Folders of images: layout, crops, colours, and errors that name the culprit."""
+
 import click
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks.experiments.accuracy.images import (ImageFolder, UnreadableImage, centre_crop,
-                                                    normalise, open_folders, random_crop)
+from benchmarks.experiments.accuracy.images import (
+    ImageFolder,
+    UnreadableImage,
+    centre_crop,
+    normalise,
+    open_folders,
+    random_crop,
+)
 from benchmarks.experiments.accuracy.pictures import write_pictures
 
 
@@ -24,7 +31,10 @@ def test_classes_and_samples(tmp_path):
     train, val = open_folders(tmp_path, 32, seed=0)
     assert train.classes == val.classes == ['a', 'b']
     assert [(path.name, k) for path, k in train.samples] == [
-        ('1.jpeg', 0), ('2.JPG', 0), ('1.png', 1)]
+        ('1.jpeg', 0),
+        ('2.JPG', 0),
+        ('1.png', 1),
+    ]
     image, label = val[0]
     assert image.shape == (3, 32, 32) and image.dtype == torch.uint8 and label == 1
     assert image[:, 5, 5].tolist() == [0, 255, 0]
@@ -60,8 +70,8 @@ def test_random_crops_are_within_the_image_and_vary():
             sides = [(right - left, bottom - top) for left, top, right, bottom in boxes]
             areas = [w * h / width / height for w, h in sides]
             ratios = [w / h for w, h in sides]
-            assert len(boxes) > 190 and min(areas) < .15 and max(areas) > .8
-            assert .74 < min(ratios) < .8 and 1.2 < max(ratios) < 1.35
+            assert len(boxes) > 190 and min(areas) < 0.15 and max(areas) > 0.8
+            assert 0.74 < min(ratios) < 0.8 and 1.2 < max(ratios) < 1.35
 
 
 def test_the_centre():
@@ -78,12 +88,12 @@ def test_a_mirrored_image_is_mirrored(tmp_path):
     for folder.epoch in range(30):
         pixels = folder[0][0].float()
         brighter_left.add((pixels[:, :, 0].mean() - pixels[:, :, -1].mean()).sign().item())
-    assert brighter_left >= {1., -1.}
+    assert brighter_left >= {1.0, -1.0}
 
 
 def test_colours_are_normalised():
     image = torch.tensor([123.675, 116.28, 103.53]).round().view(1, 3, 1, 1)
-    assert normalise(image.byte(), torch.double).abs().max() < .02
+    assert normalise(image.byte(), torch.double).abs().max() < 0.02
     white = normalise(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8), torch.float)
     assert white.flatten().tolist() == pytest.approx([2.2489, 2.4286, 2.64], abs=1e-4)
 

@@ -1,4 +1,5 @@
 """Ablations change speed and memory, but no results."""
+
 import copy
 
 import pytest
@@ -19,7 +20,7 @@ def unet():
     model = tiny.UNET.build().double()
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
-            module.p = 0.
+            module.p = 0.0
     return model
 
 
@@ -27,8 +28,9 @@ def train(model, setting, x):
     """Return output and gradients of the model under a setting of the ablation."""
     with without(setting.off):
         layers = carry(model) if 'portals' in setting.off else model
-        gpipe = GPipe(layers, setting.balance, devices=['cpu:0', 'cpu:1', 'cpu:2'],
-                      chunks=setting.chunks)
+        gpipe = GPipe(
+            layers, setting.balance, devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=setting.chunks
+        )
         output = gpipe(x)
         output.square().sum().backward()
     return [output, *gradients(gpipe)]
@@ -45,11 +47,13 @@ def test_the_numbers_are_those_of_the_model(setting):
 
 def test_carried_skips_cross_every_boundary():
     model = tiny.UNET.build()
-    parts = [nn.Sequential(*list(model)[k:k + 13]) for k in range(0, 65, 13)]
+    parts = [nn.Sequential(*list(model)[k : k + 13]) for k in range(0, 65, 13)]
     assert sum(len(inspect_skip_layout(parts).outgoing(j)) for j in range(5)) > 2
     carried = carry(model)
-    assert not any(inspect_skip_layout([nn.Sequential(layer) for layer in carried]).outgoing(j)
-                   for j in range(65))
+    assert not any(
+        inspect_skip_layout([nn.Sequential(layer) for layer in carried]).outgoing(j)
+        for j in range(65)
+    )
     x = torch.rand(2, 3, 64, 64)
     widths = []
     for layer in carried:
@@ -68,6 +72,7 @@ def test_layers_that_give_tuples_can_be_carried():
         def forward(self, input):
             """Take two."""
             return input[0] * input[1]
+
     x = torch.rand(3)
     assert torch.equal(carry(nn.Sequential(Two(), One()))(x), x * (x + 1))
 
@@ -83,8 +88,9 @@ def order_of_backward(off):
             x = x * 1
             x.register_hook(lambda _: seen.append(number))
             return x
+
     model = nn.Sequential(nn.Identity(), Look())
-    x = torch.arange(4.)[:, None].requires_grad_()
+    x = torch.arange(4.0)[:, None].requires_grad_()
     with without(off):
         gpipe = GPipe(model, [1, 1], devices=['cpu', 'cpu'], chunks=4, checkpoint='never')
         output = gpipe(x)
@@ -101,8 +107,9 @@ def test_without_dependency_there_is_no_edge_between_micro_batches():
 
 
 def test_without_streams_copies_use_the_stream_of_the_computation(monkeypatch):
-    monkeypatch.setattr('benchmarks.experiments.timeline.ablation.current_stream',
-                        lambda device: device)
+    monkeypatch.setattr(
+        'benchmarks.experiments.timeline.ablation.current_stream', lambda device: device
+    )
     with without(['streams']):
         assert Workers().copy_streams(torch.device('cpu', 1), 2) == [torch.device('cpu', 1)] * 2
     with without([]):

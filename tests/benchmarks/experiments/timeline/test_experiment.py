@@ -1,4 +1,5 @@
 """The ablation with its timelines: pictures, traces and numbers of each setting."""
+
 import json
 from dataclasses import replace
 
@@ -18,8 +19,9 @@ from torchgpipe.timeline import record
 @pytest.mark.parametrize('checkpoint', ['always', 'never'])
 def test_cells_that_take_turns_in_backward_do_not_overlap(checkpoint):
     model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())])
-    gpipe = GPipe(model, [8, 8, 8], devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=8,
-                  checkpoint=checkpoint)
+    gpipe = GPipe(
+        model, [8, 8, 8], devices=['cpu:0', 'cpu:1', 'cpu:2'], chunks=8, checkpoint=checkpoint
+    )
     x = torch.rand(64, 32)
     with record(gpipe) as recorded:
         gpipe(x).sum().backward()
@@ -32,11 +34,15 @@ def test_cells_that_take_turns_in_backward_do_not_overlap(checkpoint):
 @pytest.mark.slow
 def test_the_experiment(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(epochs, 'SAMPLES', 4)
-    options = tiny.options(tiny.TIMELINE, tmp_path, scale=1.)
+    options = tiny.options(tiny.TIMELINE, tmp_path, scale=1.0)
     campaign(tiny.TIMELINE, options, timeline.measure)
     written = json.loads((tmp_path / 'tiny-timeline.json').read_text())['results']['settings']
     assert [result['setting'] for result in written] == [
-        'nothing', 'dependency', 'streams', 'portals']
+        'nothing',
+        'dependency',
+        'streams',
+        'portals',
+    ]
     for result in written:
         assert result['ratio'] > 0 and 0 < result['details']['utilisation, %'] <= 100
         assert result['details']['memory, GiB'] > 0
@@ -44,19 +50,34 @@ def test_the_experiment(tmp_path, monkeypatch, capsys):
         assert png.read_bytes().startswith(b'\x89PNG') and '<svg' in svg.read_text()
         events = json.loads(trace.read_text())['traceEvents']
         assert {event['cat'] for event in events if event['ph'] == 'X'} == {
-            'forward', 'recomputation', 'backward'}
+            'forward',
+            'recomputation',
+            'backward',
+        }
         for kind, number in (('forward', 12), ('recomputation', 9), ('backward', 12)):
-            assert len({event['name'] + str(event['tid']) for event in events
-                        if event.get('cat') == kind}) == number
+            assert (
+                len(
+                    {
+                        event['name'] + str(event['tid'])
+                        for event in events
+                        if event.get('cat') == kind
+                    }
+                )
+                == number
+            )
         assert [event['args']['name'] for event in events if event['ph'] == 'M'][0] == 'cpu:0'
     assert 'utilisation, %' in capsys.readouterr().out
 
 
 def test_without_published_figures_there_is_no_column_for_them(tmp_path, capsys):
-    experiment = replace(tiny.TIMELINE, settings=(
-        replace(tiny.TIMELINE.settings[3], published={}, details={}),))
-    campaign(experiment, tiny.options(experiment, tmp_path, settings=experiment.settings),
-             lambda experiment, setting, options, result: result.update(figure=1.))
+    experiment = replace(
+        tiny.TIMELINE, settings=(replace(tiny.TIMELINE.settings[3], published={}, details={}),)
+    )
+    campaign(
+        experiment,
+        tiny.options(experiment, tmp_path, settings=experiment.settings),
+        lambda experiment, setting, options, result: result.update(figure=1.0),
+    )
     header = capsys.readouterr().out.splitlines()[2]
     assert header.split() == ['setting', 'batch', 'chunks', 'throughput,', 'samples/s', 'ratio']
 
