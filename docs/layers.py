@@ -6,7 +6,7 @@ imports: ``python docs/layers.py``.
 
 import ast
 import re
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / 'torchgpipe'
@@ -23,7 +23,7 @@ def module(path: Path) -> str:
 FILES = {module(path): path for path in sorted(PACKAGE.glob('**/*.py'))}
 
 
-@lru_cache(maxsize=None)
+@cache
 def imports(path: Path) -> set[str]:
     """Return the modules of the package that a file imports, anywhere in it."""
     found = set()
@@ -52,7 +52,7 @@ def layers(graph: dict[str, set[str]]) -> dict[str, int]:
     ValueError: a cycle of imports: a, b, a
     """
 
-    @lru_cache(maxsize=None)
+    @cache
     def layer(name: str) -> int:
         return max((climb(name, below) + 1 for below in graph[name]), default=0)
 

@@ -29,7 +29,9 @@ ATTRIBUTES = {
     'torch._ops:OpOverload._schema': "'_schema'",
     'torch.nn:Module._compiled_call_impl': "'_compiled_call_impl'",
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': "'_ddp_params_and_buffers_to_ignore'",
-    'torch._functorch._aot_autograd.runtime_wrappers': "'torch._functorch._aot_autograd.runtime_wrappers'",
+    'torch._functorch._aot_autograd.runtime_wrappers': (
+        "'torch._functorch._aot_autograd.runtime_wrappers'"
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from torchgpipe.base.structure import Arguments, NoChunk
 from torchgpipe.engine.checkpoint.results import no_recompute
 from torchgpipe.gpipe import GPipe
 
-import torchgpipe.legacy  # noqa: F401,I100,I202  isort: skip  # the old paths
+import torchgpipe.legacy  # noqa: F401  isort: skip  # the old paths
 
 __all__ = [
     'Arguments',

@@ -57,8 +57,10 @@ def classes_resnet18(
     """
 
     def measure() -> dict[str, Any]:
-        from benchmarks.experiments.classes.train import ImageOptions  # has torch.distributed
-        from benchmarks.experiments.classes.train import make_resnet
+        from benchmarks.experiments.classes.train import (
+            ImageOptions,  # has torch.distributed
+            make_resnet,
+        )
 
         cases = []
         for size in sorted({*sizes}):

@@ -162,7 +162,7 @@ def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
 
 
 def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Draw the shares as a map: a row for each size of cells, a column for each number of chunks."""
+    """Draw the shares as a map: a row per size of cells, a column per number of chunks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.2), layout='constrained')

@@ -15,9 +15,16 @@ from torch.nn import functional as F
 
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes
-from benchmarks.harness.report import Rows, cores, describe
+from benchmarks.harness.report import (
+    Rows,
+    cores,
+    describe,
+    output_folder,
+    peak_tflops,
+    table,
+    write_json,
+)
 from benchmarks.harness.report import machine as here
-from benchmarks.harness.report import output_folder, peak_tflops, table, write_json
 from benchmarks.models.gpt import Block, Sizes
 from torchgpipe import GPipe
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize

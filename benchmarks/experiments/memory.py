@@ -161,9 +161,9 @@ def _command(experiment: Experiment) -> click.Command:
     @click.command(
         experiment.name,
         help=(
-            f'{experiment.title}: what parameters, gradients, optimizer state and activations of each '
-            'partition take. Model memory is all of these but activations; activation memory is the '
-            'peak of all memory, less the model memory.'
+            f'{experiment.title}: what parameters, gradients, optimizer state and activations of '
+            'each partition take. Model memory is all of these but activations; activation memory '
+            'is the peak of all memory, less the model memory.'
         ),
     )
     @experiment_options(experiment, 2, 1, 'a step each, at least one of which comes first')

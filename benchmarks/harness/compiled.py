@@ -28,7 +28,11 @@ def compile_partition(partition: nn.Sequential) -> None:
     """Let a partition run its layers in compiled runs, in place."""
     steps: list[Step] = []
     for alone, layers in groupby(partition, key=_is_left_alone):
-        steps += layers if alone else [torch.compile(_run(list(layers), len(steps)))]
+        run = list(layers)
+        if alone:
+            steps += run
+        else:
+            steps.append(torch.compile(_run(run, len(steps))))
 
     def forward(input: Value) -> Value:
         for step in steps:

@@ -62,7 +62,7 @@ def check_log(path: str, training: str, last: int, regular: bool = False) -> Non
 
 
 def sample_logs(path: str) -> list[str]:
-    """Return the logs of samples beside a log: its name with ``.0``, ``.1``, …"""
+    """Return the logs of samples beside a log: its name with ``.0``, ``.1`` and so on."""
     beside = Path(path)
     name = re.compile(re.escape(beside.name) + r'\.\d+')
     return sorted(str(file) for file in beside.parent.glob('*') if name.fullmatch(file.name))

@@ -318,7 +318,7 @@ def layers_make_tensors():
 
 
 def layers_are_profiled():
-    """Let layers find the device current on which they are profiled, and the caller's be current."""
+    """Let layers find the device current on which they are profiled, and restore the caller's."""
     profile(nn.Sequential(Shift(WIDTH, WIDTH)), torch.rand(4, WIDTH), device='sim:2', timeout=0)
     assert torch.accelerator.current_device_index() == 0
 

@@ -52,7 +52,7 @@ def pipeline(model, schedule, workers, mode):
 
 
 def outcome(model, schedule, workers, mode, steps=2):
-    """Return whether the pipeline trains as the model does: ``'equal'``, or the error it raises."""
+    """Return whether the pipeline trains as the model does: ``'equal'``, or its error."""
     gpipe, model = pipeline(model, schedule, workers, mode), copy.deepcopy(model)
     optimizers = [torch.optim.SGD(net.parameters(), 0.05) for net in (model, gpipe)]
     for _ in range(steps):

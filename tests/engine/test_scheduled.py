@@ -172,7 +172,7 @@ def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
 @pytest.mark.parametrize('ordered', [{2}, {2, 3}, {0, 2, 3}, {0, 1, 2, 3}])
 @pytest.mark.parametrize('name', ['looped-bfs', 'interleaved', 'zb-v', '1f1b'])
 def test_in_v080_the_order_of_forwards_hung_on_who_else_was_ordered(name, ordered):
-    """Which stages are, depends on other threads for a while: one that draws makes them suspect."""
+    """The ordered stages depend on other threads for a while: a draw there makes them suspect."""
     rows = make(name, 2, 4, 2).rows if name != '1f1b' else make(name, 4, 4).rows
     every = [one for one, _ in _in_order(rows, frozenset(range(4)))[0]]
     pairs, grid, in_order = _in_order(rows, frozenset(ordered))
@@ -419,7 +419,7 @@ def test_what_the_call_refuses_a_step_refuses(number, monkeypatch):
         return torch.zeros((), requires_grad=True)
 
     monkeypatch.setattr(GPipe, 'forward', call)
-    with pytest.raises(Exception) as refused:  # noqa: B017 - each has its own
+    with pytest.raises(Exception) as refused:
         REFUSALS[number]()
     if not calls or any(text in str(refused.value) for text in OF_THE_CALL):
         return

@@ -10,9 +10,8 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine import plain_call, run
+from torchgpipe.engine import plain_call, run, workers
 from torchgpipe.engine import streams as streams_module
-from torchgpipe.engine import workers
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
 

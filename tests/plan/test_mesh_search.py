@@ -385,7 +385,8 @@ def test_a_plan_for_a_mesh_is_not_for_one_process():
         (
             {'mesh': {'pipe': 9}, 'schedules': ['zb-v']},
             ValueError,
-            r"none of .*'zb-v'.* runs on 9 ranks, with \[1, 2, 3, 4\] stages on each and 16 at most",
+            r"none of .*'zb-v'.* runs on 9 ranks, "
+            r'with \[1, 2, 3, 4\] stages on each and 16 at most',
         ),
         ({'mesh': {'pipe': 2}, 'balance': [8, 7]}, ValueError, r'16 layers, but is \[8, 7\]'),
         ({'mesh': {'pipe': 2}, 'balance': [16, 0]}, ValueError, 'must divide 16 layers'),

@@ -74,7 +74,7 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize('causal, backwards', [(False, False), (True, False), (True, True)])
 def test_steps_in_time_that_are_taken_for_samples(causal, backwards):
-    """In v0.8.0, they were cut. One half of them is right where steps see those on one side only."""
+    """In v0.8.0, they were cut. One half is right where steps see the others on one side only."""
     model, x = Steps(causal, backwards), torch.rand(8, 5, 6)
     with pytest.raises(ConversionError, match=r'batch_dim=0.*: output by .*batch_dim=1'):
         to_sequential(model, x)

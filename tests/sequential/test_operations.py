@@ -295,7 +295,7 @@ class Placed(nn.Module):
 
 
 @devices
-def test_tensors_are_made_on_the_device_of_the_layer_that_makes_them(devices):  # noqa: F811
+def test_tensors_are_made_on_the_device_of_the_layer_that_makes_them(devices):
     model = Placed()
     x = sample()
     expected = model(x)

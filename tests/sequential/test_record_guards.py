@@ -69,7 +69,7 @@ def in_a_condition(m, x):
 
 def in_the_same_line(m, x):
     if f'{len(x)}' == '4':
-        print(end=f'{len(x)}')  # noqa: E701
+        print(end=f'{len(x)}')
     return x
 
 

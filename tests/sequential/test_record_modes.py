@@ -133,7 +133,7 @@ def normalized(norm=nn.BatchNorm1d):
 
 @pytest.mark.parametrize('check_sample', [True, False])
 def test_a_train_of_its_own_that_layers_would_not_run(check_sample):
-    """In v0.8.2, batch normalization went on in training, without a word if nothing was compared."""
+    """In v0.8.2, batch normalization continued in training, unnoticed if nothing was compared."""
     x, root = sample(), Freezes(normalized())
     with pytest.raises(
         ConversionError,

@@ -15,7 +15,7 @@ from tests.shard.processes import run
 
 
 def trained(features, classes):
-    """Compare the loss and gradients of a split embedding and two linear layers with one process."""
+    """Compare the loss and gradients of a split embedding and two linear layers to one process."""
     double = {'dtype': torch.double}
     torch.manual_seed(1)
     plain = nn.Sequential(
@@ -69,7 +69,7 @@ def test_the_tag_is_lost_by_any_operation():
 
 
 def rows():
-    """Look up rows of a table with a padding that is not in the first shard, and a largest norm."""
+    """Look up rows of a table whose padding is not in the first shard, with a largest norm."""
     torch.manual_seed(1)
     plain = nn.Embedding(7, 4, padding_idx=6, max_norm=1.0, dtype=torch.double)
     model = ts.nn.ParallelEmbedding.convert_parallel_embedding(plain, dim=0)

@@ -34,7 +34,7 @@ __all__ = [
 # torchgpipe 0.0.7 had a module with the name of the function. Importing it would replace the
 # function here, if the module were not in `sys.modules` already.
 sys.modules[f'{__name__}.profile'] = sys.modules[layerwise_sandbox.__module__]
-setattr(profile, 'layerwise_sandbox', layerwise_sandbox)
+profile.layerwise_sandbox = layerwise_sandbox  # type: ignore[attr-defined]
 
 
 def balance_by_time(

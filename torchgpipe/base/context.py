@@ -404,7 +404,7 @@ class ThreadState(NamedTuple):
         if not (
             self.function_modes
             or self.dispatch_modes
-            or any([enabled for enabled, _ in self.autocast.devices])
+            or any(enabled for enabled, _ in self.autocast.devices)
         ):
             return self.variables.copy().run(function)
         autocast = _Autocast.capture()

@@ -1,6 +1,7 @@
 """Errors and text: notes, messages that several files share, tables, sizes and durations."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 __all__ = [
@@ -18,10 +19,9 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a line that a traceback shows below the error (PEP 678)."""
     # `add_note` came with Python 3.11. Before, only the attribute is set.
     notes: list[str] = getattr(error, '__notes__', [])
-    try:
+    # The exception is more important than its note, if its attributes cannot be set.
+    with suppress(Exception):
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
-    except Exception:
-        pass  # Attributes of this exception cannot be set. It is more important than the note.
 
 
 def other_path(difference: str) -> RuntimeError:

@@ -99,6 +99,7 @@ def find(name: str, use: str = '', otherwise: Any = None) -> Any:
 
 
 def raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:
+    """Raise the error about a private name that this release of PyTorch does not have."""
     raise NotImplementedError(
         f"{use} needs PyTorch's private {name.replace(':', '.')}, which torch {torch.__version__} "
         f'does not have; torchgpipe was tested with torch {TESTED[0]} to {TESTED[1]}. Install one '

@@ -313,7 +313,7 @@ PLAIN = (
 
 
 class _TENSOR:
-    """The mark of a tensor's place in a structure. A class, so that pickling keeps its identity."""
+    """The mark of a tensor's place in a structure: a class, whose identity pickling keeps."""
 
 
 @dataclass(init=False, eq=False)

@@ -309,7 +309,7 @@ def extra_entries(
             f'{[sorted(each) for _, each in everywhere]}'
         )
     found = {}
-    first = {number: each for number, each in reversed(everywhere)}
+    first = dict(reversed(everywhere))
     for key in first[replica]:
         values = {number: _read(each[key]) for number, each in first.items()}
         for number, each in everywhere:

@@ -332,8 +332,7 @@ class DistributedGPipe(PipelineModule):
         """
         if self._rank.pipe.size > 1 and sys._getframe(1).f_code is _clip_code:
             raise _only_own_norm()
-        for x in super().parameters(recurse):
-            yield x
+        yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, also the ones that steps within :meth:`no_sync` have left."""

@@ -385,7 +385,7 @@ class Replicas(nn.Module):
         self._there += zip(shards, there) if self.syncs else ()
 
     def _for_all(self, own: Sequence[Tensor], kept: dict[int, Tensor]) -> Gradients:
-        """Return the gradients of a unit, the same ones on all replicas; take them out of a dict."""
+        """Return the gradients of a unit, equal on all replicas, and take them out of ``kept``."""
         found = []
         for x in own:
             grad = kept.pop(id(x), None)

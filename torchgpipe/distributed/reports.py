@@ -228,8 +228,8 @@ class Board:
         while isinstance(base, dist.PrefixStore):  # type: ignore[attr-defined]
             base = base.underlying_store
         self.goes_with_us = (
-            isinstance(base, dist.TCPStore)
-            and self._rank == 0  # type: ignore[attr-defined]
+            isinstance(base, dist.TCPStore)  # type: ignore[attr-defined]
+            and self._rank == 0
             and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
         )
         made = _made.setdefault(world, Counter())

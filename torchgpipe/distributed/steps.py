@@ -358,11 +358,10 @@ class Steps:
         """Return a number for the samples of this rank, if other ranks share them; 0 otherwise."""
         if self._rank.tensor.group is None or not batches:
             return 0
+        samples = [x for batch in batches for x in batch.tensors]
         first = batches[0]
-        return digest(
-            digests([x for batch in batches for x in batch.tensors]),
-            first.kind([None] * len(first.tensors)),
-        )  # type: ignore[list-item]
+        structure = first.kind([None] * len(first.tensors))  # type: ignore[list-item]
+        return digest(digests(samples), structure)
 
     def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, an empty one."""

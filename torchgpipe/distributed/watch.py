@@ -284,7 +284,7 @@ class WatchThread:
         self._attempt(self._leave)
 
     def _attempt(self, task: Callable[[float], None]) -> None:
-        """Run a task now. An error is reported, but never ends the loop: no rank would be watched."""
+        """Run a task now. An error is reported, but the loop continues to watch the ranks."""
         try:
             task(time.monotonic())
         except Exception as error:

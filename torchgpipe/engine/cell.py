@@ -60,7 +60,7 @@ class Sequential(nn.Sequential):
     """The layers of a partition. The first layer may take several arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the first layer with the arguments, and each other layer with the previous result."""
+        """Call the first layer with the arguments, and each other layer with the result before."""
         first = True
         value: Any = None
         for module in self:
@@ -278,7 +278,7 @@ class Cells:
         if (
             observed is not None
             and i in self._recomputed
-            and (self._trainable or any([x.requires_grad for x in tensors]))
+            and (self._trainable or any(x.requires_grad for x in tensors))
         ):
             return self._checkpoint(cell, tensors, observed)
         if observed is None or observed.draws is not None:

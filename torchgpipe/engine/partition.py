@@ -77,7 +77,7 @@ def holder_of(slot: Slot) -> Any:
 def tensor_of(slot: Slot) -> Any:
     """Return the parameter or the buffer at a slot; ``None`` if it does not exist."""
     holder, name = holder_of(slot), slot[1]
-    return holder[name] if name in holder else None
+    return holder.get(name, None)
 
 
 def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot, Tensor]]:

@@ -181,7 +181,7 @@ class PlainCall(Run):
                     self._check_monitor(monitor, [j])
 
     def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
-        """Run a function as workers do, which may wait for a lock that the calling thread holds."""
+        """Run a function as workers do: they may wait for a lock that the calling thread holds."""
         before = context.workers
         context.workers = before | {id(self._engine.workers)}
         try:

@@ -157,7 +157,7 @@ class Aliasing:
         ]
 
     def is_common(self, i: int, x: Tensor) -> bool:
-        """Return whether a tensor of a micro-batch is shared by all, or a copy of such a tensor."""
+        """Return whether all micro-batches share a tensor, or it is a copy of such a tensor."""
         return bool(self._shared) and is_among(x, self.common(i))
 
     def arrive(self, i: int, aliased: list[Tensor], common: list[Tensor], skips: set[Key]) -> None:
@@ -264,18 +264,18 @@ class Aliasing:
             yield (
                 [*self._shared, *common],
                 (
-                    f'partition {j} changed a tensor in place that all micro-batches share (a scalar, '
-                    'or in NoChunk). Without a pipeline it would change once. Use an operation that '
-                    'is not in place.'
+                    f'partition {j} changed a tensor in place that all micro-batches share (a '
+                    'scalar, or in NoChunk). Without a pipeline it would change once. Use an '
+                    'operation that is not in place.'
                 ),
             )
         yield (
             self._once_shared.get(i, []),
             (
-                f'a tensor of the input of partition {j} was changed in place, and another one lay in '
-                'its memory before both came from the partition before. Without a pipeline, both '
-                'would change. Use an operation that is not in place, or let the partition before '
-                'return a copy: tensor.clone().'
+                f'a tensor of the input of partition {j} was changed in place, and another one '
+                'lay in its memory before both came from the partition before. Without a '
+                'pipeline, both would change. Use an operation that is not in place, or let the '
+                'partition before return a copy: tensor.clone().'
             ),
         )
         if self._with_batch[i]:

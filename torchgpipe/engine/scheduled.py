@@ -369,7 +369,7 @@ class Step(Run):
     def _send(
         self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
     ) -> None:
-        """Keep the output of a cell as leaves, and the edges where its gradients enter its graph."""
+        """Keep the output of a cell as leaves, and the edges for gradients into its graph."""
         if self._engine.partitions[j].departs:
             stream, departure = self._streams[j], self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]

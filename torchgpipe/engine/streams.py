@@ -328,7 +328,7 @@ def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
         Without grad, nothing is added to the graph.
     """
     if torch.is_grad_enabled() and (
-        input.requires_grad or any([phony.requires_grad for phony in phonies])
+        input.requires_grad or any(phony.requires_grad for phony in phonies)
     ):
         return Tie.apply(input, *phonies)  # type: ignore[no-any-return,no-untyped-call]
     return input, get_phony(input.device, requires_grad=False)

@@ -88,9 +88,11 @@ def check_numbers(record: Any, unlimited: str = '') -> None:
             value is None and field.type in (int | None, float | None)
         ):
             continue
-        fits = isinstance(value, Real) and (
-            0 < value if field.name == unlimited else 0 <= value < inf
-        )  # type: ignore[operator]
+        fits = isinstance(value, Real)
+        if fits and field.name == unlimited:
+            fits = value > 0
+        elif fits:
+            fits = 0 <= value < inf
         if not fits:
             what = (
                 'number above zero'

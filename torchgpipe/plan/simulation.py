@@ -163,10 +163,10 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: Costs, pairs: Iterable[tuple[Action, Action]] = ()
 ) -> Simulation:
-    """Predict when each action of a schedule starts and ends.
+    r"""Predict when each action of a schedule starts and ends.
 
     >>> from torchgpipe.plan import StageCosts
-    >>> schedule = Schedule.parse('0F0,0B0\\n1F0,1B0')
+    >>> schedule = Schedule.parse('0F0,0B0\n1F0,1B0')
     >>> simulation = simulate(schedule, Costs([StageCosts(1.0, 2.0), StageCosts(2.0, 3.0)]))
     >>> [f'{x.action} {x.start:.0f}-{x.end:.0f}' for x in simulation.actions]
     ['0F0 0-1', '0B0 6-8', '1F0 1-3', '1B0 3-6']

@@ -567,7 +567,7 @@ class Transformer:
         return n / t if self.sequence_parallel else n
 
     def _attention(self, n: float, t: int, batch: int) -> _Work:
-        """Return scores, softmax, dropout and the weighted sum of values, for the heads of a rank."""
+        """Return scores, softmax, dropout and the weighted sum of values for a rank's heads."""
         w, s, d = self.size, self.length, self.width / self.heads
         heads = batch * self.heads / t
         if self.fused:

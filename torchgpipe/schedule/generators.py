@@ -98,21 +98,24 @@ def _gpipe(n: int, m: int, v: int) -> Rows:
 
 
 def _1f1b(n: int, m: int, v: int) -> Rows:
-    """One forward, one backward: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
-    Training" (2021), there PipeDream-Flush. At most ``n - s`` micro-batches are in flight.
+    """One forward, one backward. At most ``n - s`` micro-batches are in flight.
+
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021), there
+    PipeDream-Flush.
     """
     return [_alternate(s, m, warm_up=n - s) for s in range(n)]
 
 
 def _zb_h1(n: int, m: int, v: int) -> Rows:
-    """Zero bubble, handcrafted, in the memory of 1F1B: Qi et al., "Zero Bubble Pipeline
-    Parallelism" (2023). Stage ``s`` defers its W by ``s`` micro-batches.
+    """Zero bubble in the memory of 1F1B. Stage ``s`` defers its W by ``s`` micro-batches.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), there the handcrafted schedule ZB-H1.
     """
     return [_alternate(s, m, warm_up=n - s, delay=s) for s in range(n)]
 
 
 def _zb_h2(n: int, m: int, v: int) -> Rows:
-    """Zero bubble, handcrafted, in about twice the memory: the same paper. Its warm-up is longer."""
+    """Zero bubble with a longer warm-up, in about twice the memory: ZB-H2 of the same paper."""
     return [_alternate(s, m, warm_up=2 * (n - s) - 1, delay=2 * s) for s in range(n)]
 
 
@@ -138,9 +141,9 @@ def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> li
 
 
 def _interleaved(n: int, m: int, v: int) -> Rows:
-    """1F1B over several stages per device: Narayanan et al., "Efficient Large-Scale Language Model
-    Training on GPU Clusters" (2021). Groups of ``n`` micro-batches go through a device's stages.
+    """1F1B over several stages per device, which groups of ``n`` micro-batches pass in turn.
 
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021).
     The paper needs ``n`` to divide ``m``. Otherwise, the result is the schedule for the next
     larger multiple, without the surplus micro-batches. No other action waits for these.
     """
@@ -161,8 +164,9 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
 
 
 def _looped_bfs(n: int, m: int, v: int) -> Rows:
-    """Breadth-first: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022). All micro-batches
-    go through a device's stage before the next one.
+    """Breadth-first: all micro-batches go through a device's stage before the next one.
+
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
     """
     return [
         [
@@ -174,9 +178,9 @@ def _looped_bfs(n: int, m: int, v: int) -> Rows:
 
 
 def _zb_v(n: int, m: int, v: int) -> Rows:
-    """Zero bubble in the memory of 1F1B: Qi et al., "Pipeline Parallelism with Controllable
-    Memory" (2024), there ZB-V. Device ``d`` has stages ``d`` and ``2n - 1 - d``, there and back.
+    """Zero bubble in the memory of 1F1B. Device ``d`` has stages ``d`` and ``2n - 1 - d``.
 
+    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there ZB-V.
     It takes ``2n - 1`` micro-batches to fill the pipeline. With fewer, the result is the schedule
     for ``2n - 1``, without the surplus micro-batches.
     """
@@ -213,15 +217,17 @@ def _there_and_back(d: int, n: int, m: int) -> list[Action]:
 
 
 def _v_half(n: int, m: int, v: int) -> Rows:
-    """Half of the activations of 1F1B: Qi et al., "Pipeline Parallelism with Controllable Memory"
-    (2024), there V-Half. The stages have the places of ``zb-v``.
+    """Half of the activations of 1F1B. The stages have the places of ``zb-v``.
+
+    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there V-Half.
     """
     return _blocks(n, m, max(2, n))
 
 
 def _v_min(n: int, m: int, v: int) -> Rows:
-    """At most two fifths of the activations of 1F1B: the same paper, there V-Min. With less than
-    five devices, a whole number of activations is further from it.
+    """At most two fifths of the activations of 1F1B: V-Min of the same paper.
+
+    With less than five devices, a whole number of activations is further from it.
     """
     return _blocks(n, m, max(2, 4 * n // 5))
 

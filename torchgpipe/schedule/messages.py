@@ -233,9 +233,9 @@ def _coming(row: Row, units: Mapping[int, int]) -> list[list[int]]:
 
 
 def receiving_early(row: Row) -> Row:
-    """Return a row in which each receive is before the action that was before it.
+    r"""Return a row in which each receive is before the action that was before it.
 
-    >>> rows = with_messages(Schedule.parse('0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1'))
+    >>> rows = with_messages(Schedule.parse('0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1'))
     >>> print(*rows[0])
     0F0 0F0>1 0F1 0F1>1 1B0>0 0B0 1B1>0 0B1
     >>> print(*receiving_early(rows[0]))

@@ -143,9 +143,9 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each device, in order.
+    r"""The actions of each device, in order.
 
-    >>> schedule = Schedule.parse('0F0,0B0\\n1F0,1B0')
+    >>> schedule = Schedule.parse('0F0,0B0\n1F0,1B0')
     >>> schedule.stages, schedule.micro_batches
     (((0,), (1,)), 1)
     >>> schedule.validate()
@@ -202,22 +202,22 @@ class Schedule:
         return cls(tuple(rows))
 
     def to_csv(self) -> str:
-        """Write a row for each device, as PyTorch's pipelining reads it.
+        r"""Write a row for each device, as PyTorch's pipelining reads it.
 
         >>> Schedule.parse('0F0,,0B0').to_csv()
-        '0F0,0B0\\n'
+        '0F0,0B0\n'
         """
         return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
 
     def recomputing(self, stops: Sequence[int | Collection[int]]) -> 'Schedule':
-        """Return the schedule with recomputations, each directly before its backward.
+        r"""Return the schedule with recomputations, each directly before its backward.
 
         At that place, a recomputation starts while the gradient is still on its way. Its
         activations exist no earlier than on a device that had waited for the gradient.
         Recomputations that the schedule already has keep their places.
 
         >>> Schedule.parse('0F0,0F1,0B0,0B1').recomputing([1]).to_csv()
-        '0F0,0F1,0R0,0B0,0B1\\n'
+        '0F0,0F1,0R0,0B0,0B1\n'
 
         Args:
             stops: By stage, the micro-batches to recompute, or their number from the first one on.
@@ -431,9 +431,9 @@ def by_step(grid: Grid) -> Iterator[Action]:
 
 
 def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
-    """Return for each stage the most micro-batches that are in flight at a time.
+    r"""Return for each stage the most micro-batches that are in flight at a time.
 
-    >>> in_flight(Schedule.parse('0F0,0F1,0B0,0F2,0B1,0B2\\n1F0,1B0,1F1,1B1,1F2,1B2'))
+    >>> in_flight(Schedule.parse('0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2'))
     {0: 2, 1: 1}
 
     Args:

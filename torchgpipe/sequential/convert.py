@@ -340,7 +340,7 @@ def _values(
 
 
 def _signature_of(module: nn.Module) -> inspect.Signature:
-    """Return the signature of a module's forward, without annotations, which may not be pickled."""
+    """Return the signature of a module's forward without annotations: pickle may refuse them."""
     found = inspect.signature(module.forward)
     return found.replace(
         parameters=[

@@ -282,7 +282,7 @@ class _Across:
         return not self._objects[k] and self._tensors[k] > 0
 
     def may_always_cut(self, k: int) -> bool:
-        """Return whether a cut is possible, and no tensor that crosses is changed in place later."""
+        """Return whether a cut is possible, and no crossing tensor is changed in place later."""
         return self.may_cut(k) and not self._changes[k]
 
     def is_in_block(self, k: int) -> bool:

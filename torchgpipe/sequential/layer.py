@@ -66,7 +66,7 @@ class Code:
         self._title = title
         self._has_loss = has_loss
         scope = dict(names)
-        exec(compile(source, title, 'exec'), scope)  # noqa: S102
+        exec(compile(source, title, 'exec'), scope)
         self.function: Callable[..., Any] = (
             watches(scope['forward']) if has_loss else scope['forward']
         )

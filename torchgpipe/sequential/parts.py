@@ -262,7 +262,7 @@ class Converted(Sequential):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict with names of the original or of layers; shared tensors stay shared."""
+        """Load a state dict with names of the original or of layers. Tied tensors stay tied."""
         with still_shared(self):
             return super().load_state_dict(state_dict, strict, assign)
 

@@ -129,7 +129,7 @@ class ForwardTracer(StepTracer):
                 self.check_modes()
                 self.draws.check(self.refuse)
             except Exception as error:
-                raise self._stopped or error
+                raise self._stopped or error  # noqa: B904 - it has its own cause
             finally:
                 self.runs, self.over = False, True
         if self._stopped is not None:  # The forward has caught it.
@@ -195,7 +195,7 @@ class ForwardTracer(StepTracer):
         self.refuse("it draws random numbers of Python's")
 
     def applied(self, function: type) -> None:
-        """Refuse it: the graph would have the function's forward without its backward, or nothing."""
+        """Refuse it: the graph would have only the function's forward, or nothing."""
         name = function.__name__
         self.refuse(
             f'it calls {name}.apply by a name that was bound before, which a recording '
@@ -484,11 +484,15 @@ class _Ways:
     def _may_be_left_out(self, node: fx.Node, behind: Sequence[fx.Node]) -> bool:
         before: Any = node.args[0] if node.args else None
         # A layer may have effects besides its result.
-        if before in self._twins and node.op != 'call_module' and not node.meta['writes']:
-            if is_same(self._found.get(before), self._found.get(node)):
-                self._twins[node] = self._twins[before]
-                self.same.append(node)
-                return True
+        has_effects = node.op == 'call_module' or node.meta['writes']
+        if (
+            before in self._twins
+            and not has_effects
+            and is_same(self._found.get(before), self._found.get(node))
+        ):
+            self._twins[node] = self._twins[before]
+            self.same.append(node)
+            return True
         if node.meta['kind'] != 'plain':
             return node.target is guard
         for twin in behind:  # The other graph may have the same node earlier.

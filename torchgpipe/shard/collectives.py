@@ -28,9 +28,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
+from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
-    ProcessGroup,  # type: ignore[attr-defined]
+    ProcessGroup,
     get_debug_level,
 )
 

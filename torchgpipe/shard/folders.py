@@ -329,14 +329,10 @@ class Writer(FileSystemWriter):
     def _fail(self, state: str, error: BaseException) -> RuntimeError:
         """Replace this rank's state in the folder by an error, for the other ranks."""
         text, mark = f'{type(error).__name__}: {error}', self._mark(self._own, state)
-        try:
+        with suppress(OSError):  # A full disk can still rename files.
             mark.write_text(text)
-        except OSError:
-            pass  # A full disk can still rename files.
-        try:
+        with suppress(OSError):
             mark.rename(self._mark(self._own, _FAILED))
-        except OSError:
-            pass
         return _failed([self._own], text)
 
 

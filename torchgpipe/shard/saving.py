@@ -82,15 +82,12 @@ def save_checkpoint(
             state['optimizer'] = {'param_groups': named.groups(), 'state': named.states()}
         if writer is not None and not rank:
             writer.make_way()
+    if writer is None:
+        options = {'checkpoint_id': path, **options}
+    else:
+        options = {'storage_writer': writer}
     with as_errors(task):
-        dcp.save(
-            state,
-            **(  # type: ignore[attr-defined]
-                {'checkpoint_id': path, **options}
-                if writer is None
-                else {'storage_writer': writer}
-            ),
-        )
+        dcp.save(state, **options)  # type: ignore[attr-defined]
     if writer is not None:
         with raise_on_all_ranks(task, dist.group.WORLD):
             writer.write()

@@ -130,6 +130,7 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def gathered_over(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
+    """Return the tensor of each rank of a group."""
     found = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(found, x, group)
     return found
@@ -146,6 +147,7 @@ def like(x: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def check_dense(x: Tensor, grad: Tensor) -> None:
+    """Raise if the gradient of a parameter is sparse."""
     if grad.layout is not torch.strided:
         raise RuntimeError(
             f'the gradient of a parameter of shape {tuple(x.shape)} is sparse, but '

@@ -50,7 +50,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, order=True)
-class Namespace(metaclass=ABCMeta):
+class Namespace(metaclass=ABCMeta):  # noqa: B024 - None registers as one
     """A scope for skip names; each new one is unlike all others.
 
     It is hashable and ordered, and a copy or a pickle of it equals it, so the pairs of a copied

@@ -335,8 +335,8 @@ class Forms(NamedTuple):
             []
             if self.agree(self.expected, {})
             else [
-                'the unwrapped model has other numbers each time that it runs from the same state and '
-                'seed: it draws from something that torch.manual_seed does not set, or keeps '
+                'the unwrapped model has other numbers each time that it runs from the same state '
+                'and seed: it draws from something that torch.manual_seed does not set, or keeps '
                 'something outside of itself. Nothing can be said until it repeats itself'
             ]
         )
@@ -440,8 +440,8 @@ def _shared(paths: Sequence[Path], several: bool) -> Iterator[WayOut]:
         yield (
             {'batch_dim': _rule([part[several:] for part in some])},
             (
-                f'{names} was split, and is the same for all samples: with NoChunk(…) around it the '
-                'numbers are those of the unwrapped model'
+                f'{names} was split, and is the same for all samples: with NoChunk(…) around it '
+                'the numbers are those of the unwrapped model'
             ),
         )
 
@@ -458,8 +458,9 @@ def _rule(paths: Sequence[Path]) -> dict[Any, Any]:
 
 
 def _less_machinery(setup: Setup) -> Iterator[WayOut]:
-    """Yield options with a simpler schedule, without recomputation, without threads, or by the
-    plain call.
+    """Yield options without parts of the engine.
+
+    These are a simpler schedule, no recomputation, no threads, and the plain call.
     """
     schedule = setup.options.get('schedule')
     if schedule not in (None, '1f1b'):
@@ -492,17 +493,18 @@ def _less_machinery(setup: Setup) -> Iterator[WayOut]:
     yield (
         {**never, **one_thread},
         (
-            "recomputation and threads: with checkpoint='never' and all partitions on one device the "
-            'numbers are right. A layer looks at something outside of its attributes and buffers'
+            "recomputation and threads: with checkpoint='never' and all partitions on one device "
+            'the numbers are right. A layer looks at something outside of its attributes and '
+            'buffers'
         ),
     )
     if schedule is not None:
         yield (
             {'schedule': None},
             (
-                'the step: with the plain call, and so with the loss of the mini-batch, the numbers '
-                'are right. A step combines the losses of micro-batches, so the loss has to be a mean '
-                'over samples'
+                'the step: with the plain call, and so with the loss of the mini-batch, the '
+                'numbers are right. A step combines the losses of micro-batches, so the loss has '
+                'to be a mean over samples'
             ),
         )
 

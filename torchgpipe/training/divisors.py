@@ -296,6 +296,7 @@ def _weight_of_l1_loss() -> Any:
 
 
 def no_mean_over_samples(name: str) -> ValueError:
+    """Return the error about a loss that divides by something else than samples."""
     return ValueError(
         f'{name} divides by what it counts in a target (ignore_index, class weights), not by the '
         'number of samples; say what that is: normalizer=lambda target: (target != ignore_index)'

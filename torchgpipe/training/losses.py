@@ -242,7 +242,7 @@ class Losses:
 
     @property
     def divisors(self) -> tuple[float, float]:
-        """The divisors of the loss in this process, as :meth:`LossMonitor.summary` returns them."""
+        """The divisors of the loss in this process: see :meth:`LossMonitor.summary`."""
         return self.monitor.summary() if self.monitor else (0.0, 0.0)
 
     def count_in(self, whole: float, trains: bool = True) -> None:

@@ -22,9 +22,9 @@ __all__ = ['COMMANDS']
 @click.command(
     RESNET_ACCURACY.name,
     help=(
-        f'{RESNET_ACCURACY.title}, or on any images: the recipe of Goyal et al., with a validation '
-        'after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To try it without '
-        'ImageNet, make a folder with the command `pictures`.'
+        f'{RESNET_ACCURACY.title}, or on any images: the recipe of Goyal et al., with a '
+        'validation after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To '
+        'try it without ImageNet, make a folder with the command `pictures`.'
     ),
 )
 @experiment_options(RESNET_ACCURACY, EPOCHS, 0, 'all images')

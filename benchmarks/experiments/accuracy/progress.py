@@ -71,11 +71,10 @@ class Progress:
     def add(self, row: dict[str, Any], **state: Any) -> None:
         """Keep an epoch; an interruption leaves either the old files or the new ones."""
         self.rows.append(row)
-        with replacing(self.folder / 'log.csv') as path:
-            with path.open('w', newline='') as file:
-                writer = csv.DictWriter(file, list(row))
-                writer.writeheader()
-                writer.writerows(self.rows)
+        with replacing(self.folder / 'log.csv') as path, path.open('w', newline='') as file:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerows(self.rows)
         with replacing(self.checkpoint) as path:
             torch.save(
                 {

@@ -57,7 +57,7 @@ class Classifier(Trainer):
         return loss
 
     def figures(self) -> dict[str, Any]:
-        """Add the peak of the loss in forward and backward, its logits included, and their size."""
+        """Add the peak of the loss in forward and backward with its logits, and their size."""
         x, target = self._draw()
         logits = self.model(x)
         size = logits.untyped_storage().nbytes()

@@ -240,9 +240,9 @@ def _tests(device: torch.device, scale: float) -> dict[str, Any]:
 
 
 def _outcomes(output: str) -> dict[str, Any]:
-    """Return the numbers of passed, failed and skipped tests, and the names of failed ones.
+    r"""Return the numbers of passed, failed and skipped tests, and the names of failed ones.
 
-    >>> _outcomes('FAILED tests/a.py::test - x\\n= 1 failed, 20 passed, 3 skipped in 2.00s =')
+    >>> _outcomes('FAILED tests/a.py::test - x\n= 1 failed, 20 passed, 3 skipped in 2.00s =')
     {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}
     """
     summaries = [

@@ -10,7 +10,7 @@ __all__ = ['draw_speed_ups']
 
 
 def draw_speed_ups(cases: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Draw a panel for each stack and number of partitions, with a line at each ideal; PNG, SVG."""
+    """Draw a panel per stack and number of partitions, with a line at each ideal; PNG, SVG."""
     from matplotlib.figure import Figure
 
     panels: dict[str, list[dict[str, Any]]] = {}

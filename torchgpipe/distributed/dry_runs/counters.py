@@ -41,7 +41,9 @@ no_context: AbstractContextManager[Any] = nullcontext()
 #: Operations whose FLOPs are the FLOPs of another one.
 _LIKE = {
     '_scaled_dot_product_flash_attention_for_cpu': '_scaled_dot_product_flash_attention',
-    '_scaled_dot_product_flash_attention_for_cpu_backward': '_scaled_dot_product_flash_attention_backward',
+    '_scaled_dot_product_flash_attention_for_cpu_backward': (
+        '_scaled_dot_product_flash_attention_backward'
+    ),
 }
 
 

@@ -24,7 +24,7 @@ runs in the mode, and raises if it draws.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -73,7 +73,7 @@ class _DeviceGenerator:
         self._module.set_rng_state(state, self._device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def generators_of(device: torch.device) -> tuple[Generator, ...]:
     """Return the default generator of a device, except the CPU's, which threads share."""
     return (_DeviceGenerator(device),) if has_own_state(device) else ()
@@ -270,7 +270,7 @@ class Operation(NamedTuple):
             yield from (x for x in tree_leaves(given) if isinstance(x, Tensor))
 
 
-@lru_cache(maxsize=None)
+@cache
 def operation_of(func: Any) -> Operation:
     """Return the properties of an operation."""
     schema = schema_of(func)

@@ -450,7 +450,7 @@ class Recomputation:
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …", which shows the line.
             if self._changed:
-                raise RuntimeError(self._blame(self._spread(leaves)))
+                raise RuntimeError(self._blame(self._spread(leaves)))  # noqa: B904
             raise
         finally:
             context.checkpointing, context.recomputing = outside

@@ -153,7 +153,7 @@ class Layers:
     def is_stale(self) -> bool:
         """Whether forward has replaced a child of a module since the first cell."""
         return any(
-            [are_rebound(children, module._modules) for module, children in self.children.items()]
+            are_rebound(children, module._modules) for module, children in self.children.items()
         )
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
@@ -380,11 +380,9 @@ class CellState:
             versions(self.tensors) == self.versions
             and versions(tensors) == small_versions
             and not any(
-                [
-                    are_rebound(buffers.get(module, {}), module._buffers)
-                    for module in self.layers.modules
-                    if module._buffers or module in buffers
-                ]
+                are_rebound(buffers.get(module, {}), module._buffers)
+                for module in self.layers.modules
+                if module._buffers or module in buffers
             )
         )
 

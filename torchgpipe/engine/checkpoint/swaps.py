@@ -24,7 +24,7 @@ class Swap(NamedTuple):
 
 def entry(holder: Any, name: str, value: Any) -> Swap:
     """Return the swap that sets an entry of a dictionary to another value."""
-    own = holder[name] if name in holder else _MISSING
+    own = holder.get(name, _MISSING)
     back = (
         partial(holder.pop, name, None) if own is _MISSING else partial(setitem, holder, name, own)
     )

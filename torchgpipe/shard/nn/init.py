@@ -91,22 +91,22 @@ def _set(
     row = prod(shape[dim or 0 :])
     element = row // size
     mine = range(begin * element, (begin + length) * element)
-    for operation, args, rest in calls:
+    for call in calls:
+        operation, args, rest = call
         if _name(operation) in _DRAWING:
-            _draw(shard, prod(shape), row, mine, lambda x: operation(x, *args, **rest))
+            _draw(shard, prod(shape), row, mine, call)
         else:
             operation(shard, *args, **rest)
 
 
-def _draw(
-    shard: Tensor, number: int, row: int, mine: range, draw: Callable[[Tensor], Any]
-) -> None:
+def _draw(shard: Tensor, number: int, row: int, mine: range, call: _Call) -> None:
     """Draw all numbers, block by block, and keep the ones within a range of each row."""
+    operation, args, rest = call
     kept = shard.view(-1)
     starts = [k * BLOCK for k in range(max(number // BLOCK, 1))]
     for start, stop in zip(starts, [*starts[1:], number]):
         block = torch.empty(stop - start, dtype=shard.dtype, device='cpu')
-        draw(block)
+        operation(block, *args, **rest)
         for found in _within(block, start % row, row, mine):
             kept[: found.numel()].view(found.shape).copy_(found)
             kept = kept[found.numel() :]

@@ -106,8 +106,8 @@ def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessG
         largest,
         lambda: RuntimeError(
             'the ranks of a group have different targets, by their checksums: '
-            f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same samples: '
-            'let all ranks of a group read the same batch'
+            f'{differences(checksums.tolist(), group)}. Shards of logits belong to the same '
+            'samples: let all ranks of a group read the same batch'
         ),
     )
     return Classes(largest, lengths.sum(), lengths[:rank].sum(), length)
