@@ -26,8 +26,6 @@ from benchmarks.experiments import (
     zoo,
 )
 
-__all__ = ['MODULES']
-
 #: In the order in which they are listed.
 MODULES = (
     digits,

@@ -43,7 +43,7 @@ from benchmarks.harness.curves import Panel, draw_curves, draw_if_possible
 from benchmarks.harness.gpt_options import DTYPES, add_options, check_files, checked, require
 from benchmarks.harness.launch import launch
 from benchmarks.harness.log import Log, line_of, sample_logs
-from benchmarks.harness.report import output_folder, peak_tflops, replacing, table
+from benchmarks.harness.report import output_folder, peak_tflops, replacing
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.harness.training_folder import TrainingFolder
 from benchmarks.models.gpt import (
@@ -57,7 +57,7 @@ from benchmarks.models.gpt import (
     tensor_plan,
 )
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
-from torchgpipe.base.errors import format_bytes
+from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.distributed.agreement import NotBegun

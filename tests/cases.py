@@ -8,8 +8,6 @@ import inspect
 
 from torchgpipe.base.errors import add_note
 
-__all__ = ['cases']
-
 
 def cases(names, values):
     """Run a test for each of some values; a failure says for which one.

@@ -3,17 +3,6 @@
 import pytest
 import torch
 
-__all__ = [
-    'ACCELERATOR',
-    'DEVICES',
-    'cpu_only',
-    'cpus',
-    'devices',
-    'one_worker',
-    'places',
-    'workers',
-]
-
 #: The type of device that tests marked `accelerator` run on: a real one, or the simulated one.
 ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or 'sim')
 

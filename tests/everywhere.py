@@ -14,8 +14,6 @@ from torchgpipe.engine.streams import Copy, Tie, Wait
 from torchgpipe.engine.workers import Workers
 from torchgpipe.plan.profile import Flow
 
-__all__ = ['Everywhere']
-
 #: Functions that take a device.
 TOLD = [
     (Engine, '__init__'),

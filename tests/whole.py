@@ -18,8 +18,6 @@ import pytest
 
 from tests.devices import Devices
 
-__all__ = ['first', 'short']
-
 #: Modes of checkpointing.
 MODES = {'always', 'except_last', 'never'}
 

@@ -60,8 +60,6 @@ from torchgpipe.schedule import Schedule, ScheduleLike
 from torchgpipe.schedule.generators import PLAIN_CALL
 from torchgpipe.skip.skippable import verify_skippables
 
-__all__ = ['GPipe', 'PipelineModule', 'verify', 'verify_module']
-
 
 class PipelineModule(LayerSequence):
     """A pipeline as a module; a subclass moves micro-batches through it.

@@ -19,8 +19,6 @@ from benchmarks.harness.sharding import (
 from benchmarks.harness.side_by_side import side_by_side
 from benchmarks.models.resnet18 import FEATURES
 
-__all__ = ['COMMANDS', 'SECTION']
-
 NAME = 'classes-resnet18'
 
 #: Largest relative difference of losses. Steps enlarge rounding of bfloat16: a change of the plain

@@ -15,11 +15,10 @@ from tqdm import tqdm
 
 from benchmarks.harness.chart import NEUTRAL, neutral, save
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
+from benchmarks.harness.report import Rows, machine, output_folder, write_json
 from benchmarks.models.stacks import Stack, perceptron
 from torchgpipe import GPipe
-
-__all__ = ['COMMANDS', 'SECTION', 'measure']
+from torchgpipe.base.errors import table
 
 ROWS = 256
 

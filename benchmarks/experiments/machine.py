@@ -15,24 +15,15 @@ from torch.nn import functional as F
 
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes
-from benchmarks.harness.report import (
-    Rows,
-    cores,
-    describe,
-    output_folder,
-    peak_tflops,
-    table,
-    write_json,
-)
+from benchmarks.harness.report import Rows, cores, describe, output_folder, peak_tflops, write_json
 from benchmarks.harness.report import machine as here
 from benchmarks.models.gpt import Block, Sizes
 from torchgpipe import GPipe
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu, synchronize
+from torchgpipe.base.errors import table
 from torchgpipe.plan import Link, Machine, Transformer
 from torchgpipe.plan.transformers import MACHINES
 from torchgpipe.schedule import make
-
-__all__ = ['COMMANDS', 'machine_parts', 'measure_machine']
 
 #: Sizes of products, on accelerators and on the CPU.
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192), (32, 64, 128, 256, 512, 1024)

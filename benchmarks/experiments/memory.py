@@ -31,8 +31,6 @@ from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.run import Skip
 
-__all__ = ['COMMANDS', 'measure', 'peaks_by_partition', 'train_keeping_gradients']
-
 
 def measure(
     experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]

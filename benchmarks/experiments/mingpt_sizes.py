@@ -30,8 +30,6 @@ from benchmarks.harness.sharding import (
 from benchmarks.harness.side_by_side import PLAIN, side_by_side
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 
-__all__ = ['COMMANDS', 'SECTION', 'dry_bytes']
-
 NAME = 'mingpt-sizes'
 
 #: Depth, width and heads by the name of the size.

@@ -13,8 +13,6 @@ from torchgpipe.base.errors import format_bytes
 from torchgpipe.plan import MACHINES, Machine, MeshPlan, Transformer, plan
 from torchgpipe.plan.transformers import shares_of
 
-__all__ = ['COMMANDS', 'KORTHIKANTI', 'MEGATRON_CORE', 'NARAYANAN', 'SIMUMAX', 'machines']
-
 PAGE = Path(__file__).parents[2] / 'docs/plans.md'
 
 LLAMA_8B, LLAMA_70B, LLAMA_405B = (

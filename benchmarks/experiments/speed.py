@@ -13,8 +13,6 @@ from benchmarks.harness.prediction import predict
 from benchmarks.harness.published import AMOEBANETD_SPEED, RESNET_SPEED, UNET_SPEED
 from torchgpipe.schedule import NAMES, make
 
-__all__ = ['COMMANDS', 'measure']
-
 #: Those for partitions that have a device each, as the published ones have.
 SCHEDULES = [name for name in NAMES if len(make(name, 1, 1).stages[0]) == 1]
 

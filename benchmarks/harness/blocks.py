@@ -33,8 +33,6 @@ from torchgpipe.plan import (
 from torchgpipe.plan.balance import solve
 from torchgpipe.schedule import NAMES
 
-__all__ = ['LARGE', 'balance_of', 'plan_blocks', 'profiles_of']
-
 #: Bytes of a parameter, its gradient and the state of Adam, relative to the parameter.
 ADAM = 4
 

@@ -10,8 +10,6 @@ from benchmarks.harness.simulated import NAME
 from benchmarks.harness.tables import is_simulated
 from torchgpipe.schedule.generators import PLAIN_CALL
 
-__all__ = ['COLORS', 'NEUTRAL', 'draw_predictions', 'draw_ratios', 'neutral', 'save']
-
 #: The schedule predicted beside the plain call, and the sources of figures: as many as colors.
 SHOWN, SOURCES = '1f1b', (OURS, PAPER)
 

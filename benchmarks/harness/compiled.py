@@ -19,8 +19,6 @@ from torchgpipe.base.structure import Value
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.skip.layout import DeclaresSkips
 
-__all__ = ['compile_partition']
-
 Step = Callable[[Value], Value]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from benchmarks.harness.report import Rows, describe, markdown
 from torchgpipe.plan import MACHINES
 
-__all__ = ['COSTS', 'costs_page']
-
 COSTS = Path(__file__).parents[2] / 'docs/costs.md'
 
 START = """# Costs and gains

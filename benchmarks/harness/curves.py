@@ -8,8 +8,6 @@ import click
 
 from benchmarks.harness.chart import COLORS, NEUTRAL, neutral, save
 
-__all__ = ['Panel', 'draw_curves', 'draw_if_possible']
-
 #: Curves that are the same lie on each other: the first one is broad, so that it is seen.
 WIDTHS, SIZES, MARKS = (5.0, 1.6), (9.0, 4.5), ('o', 'o', 's', '^')
 

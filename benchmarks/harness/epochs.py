@@ -11,8 +11,6 @@ from torchgpipe.base.devices import synchronize
 from torchgpipe.engine.streams import current_stream
 from torchgpipe.timeline.recorder import Stamp, seconds, stamp
 
-__all__ = ['steps_of_an_epoch', 'time_epochs']
-
 #: Samples of an epoch at full scale.
 SAMPLES = 10_000
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['first_line', 'free_memory', 'is_exhaustion', 'memory_limit', 'require']
-
 #: Phrases in errors of allocators, and of libraries without memory for their workspace.
 _PHRASES = (
     "can't allocate memory",

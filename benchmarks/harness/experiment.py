@@ -7,8 +7,6 @@ from torch import nn
 
 from benchmarks.models import amoebanetd, resnet101, unet
 
-__all__ = ['Experiment', 'Model', 'OURS', 'Setting']
-
 #: The source of the figures that an experiment reproduces; others are there to compare.
 OURS = 'torchgpipe 0.0.7'
 

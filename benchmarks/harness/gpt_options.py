@@ -21,8 +21,6 @@ from torchgpipe.plan import MACHINES
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 
-__all__ = ['DTYPES', 'OPTIONS', 'add_options', 'check_files', 'checked', 'require']
-
 #: The default text is the repository's license: English, 11 thousand bytes.
 LICENSE = Path(__file__).parents[2] / 'LICENSE'
 MODELS = {**GPT2, **MINGPT}

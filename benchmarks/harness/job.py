@@ -16,8 +16,6 @@ from benchmarks.harness.simulated import is_on_host
 from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of
 
-__all__ = ['Job', 'autocast', 'wrap']
-
 #: Tensors as large as the parameters: weights, gradients and the optimizer's state.
 COPIES = {'SGD': 2, 'RMSprop': 3}
 

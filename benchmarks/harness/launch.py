@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from benchmarks.harness.report import accept_any_text, cores
 
-__all__ = ['launch', 'start_server']
-
 
 def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) -> None:
     """Run a function in a process for each rank.

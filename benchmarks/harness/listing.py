@@ -10,8 +10,6 @@ from benchmarks.harness.experiment import OURS, Experiment, Setting
 from benchmarks.harness.published import ACTIVATIONS, EXPERIMENTS, MODEL
 from benchmarks.harness.tables import number, published
 
-__all__ = ['listing']
-
 #: Memory was published in two parts; their sum is ours.
 PARTS = (MODEL, ACTIVATIONS)
 

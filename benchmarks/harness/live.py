@@ -18,8 +18,6 @@ from torch import Tensor
 from torchgpipe.base.private import DispatchMode, tree_leaves
 from torchgpipe.base.structure import storage_id
 
-__all__ = ['LiveTensors', 'Storage']
-
 
 class LiveTensors:
     """Bytes in tensors that were made while :meth:`watched`, now and at the peak."""

@@ -25,8 +25,6 @@ import click
 
 from torchgpipe.base.errors import format_bytes
 
-__all__ = ['Log', 'check_log', 'line_of', 'sample_logs']
-
 
 class _Own(NamedTuple):
     """The lines of one training in a log."""

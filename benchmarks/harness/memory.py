@@ -13,8 +13,6 @@ from benchmarks.harness.live import LiveTensors, Storage
 from torchgpipe import is_checkpointing, is_recomputing
 from torchgpipe.base.private import backward_pass
 
-__all__ = ['GIB', 'OwnedTensors', 'peak_memory', 'peak_of_activations', 'size_of_partition']
-
 GIB = 2**30
 
 

@@ -12,8 +12,6 @@ from benchmarks.harness.simulated import SIMULATED, is_simulated, load
 from torchgpipe.base.devices import accelerator, accelerators, current_device
 from torchgpipe.schedule import make
 
-__all__ = ['Options', 'choose_devices', 'experiment_options', 'places', 'take_options']
-
 DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat16', 'float16')}
 
 

@@ -22,8 +22,6 @@ from benchmarks.harness.tables import (
     prediction_rows,
 )
 
-__all__ = ['Section', 'make_costs', 'make_page', 'page']
-
 RESULTS = Path(__file__).parents[1] / 'results'
 PAGE = RESULTS.parents[1] / 'docs/benchmarks.md'
 

@@ -15,16 +15,15 @@ import torch
 from benchmarks.harness.chart import draw_predictions
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
-from benchmarks.harness.report import describe, machine, output_folder, table, write_json
+from benchmarks.harness.report import describe, machine, output_folder, write_json
 from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.devices import memory_of
+from torchgpipe.base.errors import table
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import PLAIN_CALL
-
-__all__ = ['predict', 'step_seconds']
 
 #: Samples of a profile.
 BATCH = 8

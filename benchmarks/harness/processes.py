@@ -31,8 +31,6 @@ from torch import distributed
 from benchmarks.harness.launch import start_server
 from benchmarks.harness.report import cores
 
-__all__ = ['Processes', 'Span', 'is_available', 'seconds']
-
 #: Seconds.
 PATIENCE = 120
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from benchmarks.harness.experiment import OURS, Experiment, Model, Setting
 
-__all__ = ['ACTIVATIONS', 'EXPERIMENTS', 'MEMORY', 'MODEL', 'PAPER', 'UTILISATION']
-
 PAPER = 'GPipe paper'
 FIRST = 'first README'
 GOYAL = 'Goyal et al.'

@@ -17,21 +17,6 @@ import torch
 import torchgpipe
 from benchmarks.harness.simulated import NAME
 from torchgpipe.base.devices import accelerator, accelerators, is_cpu
-from torchgpipe.base.errors import table
-
-__all__ = [
-    'Rows',
-    'accept_any_text',
-    'cores',
-    'describe',
-    'machine',
-    'markdown',
-    'output_folder',
-    'peak_tflops',
-    'replacing',
-    'table',
-    'write_json',
-]
 
 #: Peak TFLOP/s of dense bfloat16 products, from data sheets, by a part of the device's name.
 PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'B200': 2250, 'MI300X': 1307}

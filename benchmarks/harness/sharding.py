@@ -8,18 +8,8 @@ from typing import Any
 import click
 
 from benchmarks.harness.curves import Panel, draw_curves
-from benchmarks.harness.report import Rows, describe, machine, output_folder, table, write_json
-
-__all__ = [
-    'MEMORY',
-    'difference_cell',
-    'meaning',
-    'memory_cells',
-    'peak',
-    'sharding_options',
-    'training',
-    'training_rows',
-]
+from benchmarks.harness.report import Rows, describe, machine, output_folder, write_json
+from torchgpipe.base.errors import table
 
 #: Titles of the columns of `memory_cells`.
 MEMORY = ['model, MiB', 'peak, MiB']

@@ -18,8 +18,6 @@ from tqdm import tqdm
 from benchmarks.harness.processes import Processes, seconds
 from benchmarks.harness.trainer import Step, Trainer
 
-__all__ = ['PLAIN', 'side_by_side']
-
 #: The name of the model in one process.
 PLAIN = 'plain'
 

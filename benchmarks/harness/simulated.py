@@ -3,8 +3,6 @@
 import click
 import torch
 
-__all__ = ['NAME', 'SIMULATED', 'is_on_host', 'is_simulated', 'load']
-
 #: The type of its devices.
 SIMULATED = 'sim'
 

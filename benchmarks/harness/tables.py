@@ -6,18 +6,6 @@ from benchmarks.harness import simulated
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.report import Rows
 
-__all__ = [
-    'experiment_rows',
-    'is_accelerated',
-    'is_simulated',
-    'notes',
-    'number',
-    'partition_rows',
-    'prediction_notes',
-    'prediction_rows',
-    'published',
-]
-
 
 def number(value: float | None, missing: str = '') -> str:
     """Write a figure with four digits.

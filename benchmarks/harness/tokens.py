@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ['digest_of', 'read', 'samples_at', 'starts_of']
-
 #: The number of tokens whose values are looked at before a training begins.
 _LOOKED_AT = 2**22
 

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 from benchmarks.harness.memory import peak_memory, size_of_partition
 from benchmarks.harness.processes import Span
 
-__all__ = ['Step', 'Trainer']
-
 
 class Step(NamedTuple):
     """When a step was, and its loss."""

@@ -32,8 +32,6 @@ import click
 
 from benchmarks.harness.report import output_folder, replacing
 
-__all__ = ['Lock', 'TrainingFolder', 'new_name']
-
 #: The names of checkpoints, and of folders that a save leaves when it is interrupted.
 _CHECKPOINT = re.compile(r'step-([1-9]\d*)(|\.before|\.saving)')
 

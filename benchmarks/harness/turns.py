@@ -21,8 +21,6 @@ from torchgpipe import is_recomputing
 from torchgpipe.base.context import context
 from torchgpipe.timeline.recorder import nodes_between, producers
 
-__all__ = ['Turns']
-
 
 class Turns:
     """Follow the work of partitions through forward, recomputation and backward.

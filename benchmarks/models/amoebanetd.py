@@ -30,8 +30,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ['amoebanetd']
-
 States = tuple[Tensor, Tensor]
 Operation = Callable[[int, int], nn.Module]
 

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 import torchgpipe.shard as ts
 
-__all__ = ['ArcFace', 'ShardedArcFace']
-
 SCALE, MARGIN = 64.0, 0.5
 
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ['attend', 'by_heads', 'heads_of']
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Return the output of attention, (N, T, heads · size), from queries, keys and values.

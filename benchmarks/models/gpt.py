@@ -16,22 +16,6 @@ from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.sequential import from_stages
 from torchgpipe.shard.nn import Experts
 
-__all__ = [
-    'GPT',
-    'GPT2',
-    'MINGPT',
-    'Block',
-    'Embedding',
-    'Mixture',
-    'Sizes',
-    'from_hugging_face',
-    'init_gpt2',
-    'layers',
-    'layers_with_experts',
-    'score',
-    'tensor_plan',
-]
-
 
 class Sizes(NamedTuple):
     """How large a GPT is.

@@ -16,8 +16,6 @@ from benchmarks.models.attention import attend, heads_of
 from benchmarks.models.gpt import Embedding, score
 from torchgpipe.sequential import from_stages
 
-__all__ = ['GPTJ', 'Sizes', 'layers', 'tensor_plan']
-
 
 class Sizes(NamedTuple):
     """How large a GPT-J is.

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
-__all__ = ['resnet101']
-
 STAGES = (3, 4, 23, 3)
 EXPANSION = 4
 WIDTH = 64

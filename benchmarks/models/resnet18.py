@@ -10,8 +10,6 @@ parameters            11,176,512; 11,689,512 with 1,000 classes
 
 from torch import Tensor, nn
 
-__all__ = ['FEATURES', 'resnet18']
-
 #: The features of an image.
 FEATURES = 512
 

@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import torchgpipe.shard as ts
 from benchmarks.models.gpt import GPT, Sizes, tensor_plan
 
-__all__ = ['sharded_gpt']
-
 
 def sharded_gpt(sizes: Sizes) -> GPT:
     """Return a GPT that gives the scores of this rank's tokens: (N, T, vocabulary / n).

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ['STACKS', 'Stack', 'perceptron']
-
 
 class Stack(NamedTuple):
     """A stack of equal layers.

@@ -28,8 +28,6 @@ from torch.nn import functional as F
 
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 
-__all__ = ['unet']
-
 
 @skippable(stash=['skip'])
 class Stash(Skippable):

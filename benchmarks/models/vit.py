@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.sequential import from_stages
 
-__all__ = ['VIT', 'Sizes', 'ViT', 'from_timm', 'layers', 'tensor_plan']
-
 
 class Sizes(NamedTuple):
     """How large a vision transformer is.

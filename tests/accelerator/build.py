@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['extension', 'reason']
-
 NAME = 'torchgpipe_sim'
 SOURCES = Path(__file__).parent / 'csrc'
 FLAGS = ['-O1', '-DAT_PER_OPERATOR_HEADERS']

@@ -5,8 +5,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-__all__ = ['make', 'on']
-
 
 @contextmanager
 def on(stream):

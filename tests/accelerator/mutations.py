@@ -14,8 +14,6 @@ from torchgpipe.engine import plain_call, run, scheduled, shared, streams, worke
 from torchgpipe.engine.checkpoint import recomputation, samples
 from torchgpipe.engine.streams import default_stream, no_context
 
-__all__ = ['MUTATIONS', 'Mutation']
-
 
 def source_of(function):
     """Return the source of a function with one line per statement, however it is formatted."""

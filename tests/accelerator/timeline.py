@@ -9,8 +9,6 @@ from torch import nn
 from tests import accelerator
 from torchgpipe import GPipe, is_recomputing
 
-__all__ = ['Timeline']
-
 WIDTH = 3
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from benchmarks import train_gpt
 from torchgpipe.distributed import DistributedGPipe
 
-__all__ = ['killed_at_a_step', 'killed_in_a_save', 'once']
-
 
 def once(config):
     """Return whether this is the first call with a folder."""

@@ -17,8 +17,6 @@ from torch import nn
 
 from tests.shard.processes import _context
 
-__all__ = ['FAULTS', 'Fault', 'endings']
-
 
 def endings(world, function, *args, tcp=False, stays=(), timeout=100, group_timeout=100):
     """Call a function on each rank; return the exit status of each, and its standard error.

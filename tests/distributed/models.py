@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 from torchgpipe.skip import pop, skippable, stash
 
-__all__ = ['MODELS', 'batch', 'train']
-
 DOUBLE = torch.float64
 
 

@@ -32,8 +32,6 @@ from torchgpipe.schedule.messages import Send
 from torchgpipe.shard.nn import Experts
 from torchgpipe.shard.sums import like
 
-__all__ = ['REFUSALS']
-
 CPU = torch.device('cpu')
 WEIGHT = torch.ones(2, 2)
 

@@ -13,19 +13,6 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
 from torchgpipe.distributed.layers import fill
 
-__all__ = [
-    'LAYOUTS',
-    'OFFLOAD',
-    'PLAN',
-    'World',
-    'adam',
-    'fresh',
-    'made',
-    'same',
-    'steps',
-    'values',
-]
-
 OFFLOAD = {'data': 'shard', 'offload_policy': CPUOffloadPolicy()}
 
 PLAN = {'*.up': ColwiseParallel(), '*.down': RowwiseParallel()}

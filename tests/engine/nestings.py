@@ -9,8 +9,6 @@ from torch.utils import _pytree
 
 from torchgpipe import Arguments
 
-__all__ = ['Bare', 'Color', 'Nest', 'Several']
-
 
 class Color(enum.Enum):
     """A plain value."""

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.engine.test_gradients_nested import Clipped, Equilibrium, Inner, Probed, Renormed
 
-__all__ = ['PARTS', 'RandomLayer']
-
 PARTS = {}
 
 

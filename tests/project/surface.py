@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.base.settings import Settings
 
-__all__ = ['ERRORS', 'PROMISES', 'REFUSED', 'SETTINGS', 'Setting']
-
 #: Each setting and its number of processes.
 SETTINGS = {'gpipe': 1, 'one rank': 1, 'pipe': 2, 'data': 2}
 

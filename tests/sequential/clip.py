@@ -6,8 +6,6 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-__all__ = ['CLIP']
-
 
 class QuickGELU(nn.Module):
     def forward(self, x):

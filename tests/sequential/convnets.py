@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ['VGG', 'DenseNet', 'MobileNetV3', 'ResNet', 'UNet']
-
 
 class Bottleneck(nn.Module):
     expansion = 4

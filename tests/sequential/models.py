@@ -8,8 +8,6 @@ from tests.sequential.t5 import T5, T5Config
 from tests.sequential.transformers import GPT, GPTConfig, VisionTransformer
 from torchgpipe import Arguments
 
-__all__ = ['BATCH', 'FULL', 'MODELS', 'PARAMETERS']
-
 #: The samples of small models. It is no other size in them, and three chunks do not divide it.
 BATCH = 7
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ['T5', 'Seq2SeqOutput', 'T5Config']
-
 
 @dataclass
 class T5Config:

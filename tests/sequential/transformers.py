@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ['GPT', 'GPTConfig', 'GPTOutput', 'VisionTransformer']
-
 
 class DropPath(nn.Module):
     """Stochastic depth: drop a whole branch for some of the samples."""

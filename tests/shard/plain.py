@@ -5,8 +5,6 @@ from torch import nn
 
 import torchgpipe.shard as ts
 
-__all__ = ['close', 'give_gradients', 'gradients', 'pair', 'whole', 'whole_gradients']
-
 
 def pair(make):
     """Return a plain model and a sharded one with its values.

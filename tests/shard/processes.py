@@ -33,8 +33,6 @@ from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ['Failure', 'end_idle', 'outcomes', 'run']
-
 _context = multiprocessing.get_context('forkserver')
 #: Modules that the server imports. Optimizers and DistributedDataParallel import Dynamo when first
 #: made.

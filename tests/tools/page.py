@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-__all__ = ['HUGGING_FACE', 'MODEL', 'PAGE', 'RECIPES', 'VISION']
-
 _GUIDE = Path(__file__).parents[2] / 'docs/guide'
 
 PAGE = (_GUIDE / 'tools.md').read_text()

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ['FILES', 'table', 'works']
-
 #: Rows by the files of their tests.
 ROWS = {}
 

@@ -67,24 +67,6 @@ from torchgpipe.base.private import (
     tree_map_only,
 )
 
-__all__ = [
-    'MicroBatch',
-    'MiniBatch',
-    'ThreadState',
-    'check_order',
-    'context',
-    'generator_lock',
-    'is_checkpointing',
-    'is_held',
-    'is_recomputing',
-    'layer_lock',
-    'new_lock',
-    'released_generator',
-    'step_lock',
-    'together',
-    'uncollected',
-]
-
 T = TypeVar('T')
 
 

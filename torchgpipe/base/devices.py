@@ -12,26 +12,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = [
-    'CPU',
-    'Device',
-    'accelerator',
-    'accelerators',
-    'autocast_types',
-    'current_device',
-    'forked_rng',
-    'has_data',
-    'has_own_state',
-    'has_streams',
-    'is_cpu',
-    'memory_key',
-    'memory_of',
-    'parse_device',
-    'rng_states',
-    'set_rng_states',
-    'synchronize',
-]
-
 #: A device, or the name or index of one.
 Device = torch.device | int | str
 

@@ -9,19 +9,6 @@ from torch import Tensor
 
 from torchgpipe.base.structure import leaves_of
 
-__all__ = [
-    'apart',
-    'arbitrary_loss',
-    'close',
-    'default_tolerance',
-    'distance',
-    'is_real',
-    'rounding',
-    'split_dim',
-    'together',
-    'typical_size',
-]
-
 Name = TypeVar('Name', bound=Hashable)
 
 

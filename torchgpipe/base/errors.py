@@ -4,16 +4,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = [
-    'add_note',
-    'changed_input',
-    'duration',
-    'format_bytes',
-    'nested',
-    'other_path',
-    'table',
-]
-
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a line that a traceback shows below the error (PEP 678)."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ['Box', 'NEUTRAL', 'figure_as_html', 'rows_as_html', 'text_as_html']
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

@@ -21,57 +21,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks
 
-__all__ = [
-    'APPLY',
-    'BatchNorm',
-    'DISPATCH_MODES',
-    'DeviceContext',
-    'DispatchMode',
-    'FUNCTION_MODES',
-    'HOOKS',
-    'Hooks',
-    'ModeStack',
-    'PythonNode',
-    'RESETS',
-    'Scaler',
-    'TESTED',
-    'active_ddp',
-    'allows_mutation',
-    'at_end_of_backward',
-    'backward_from',
-    'backward_pass',
-    'compiled_code',
-    'compiled_codes',
-    'current_node',
-    'find',
-    'generator_key',
-    'hooks_of',
-    'ignore_in_ddp',
-    'innermost_hooks',
-    'is_compiled',
-    'is_compiled_module',
-    'is_full_backward_hook',
-    'is_profiled',
-    'is_transformed',
-    'name_of_call',
-    'on_cpu_without_memory',
-    'own_context',
-    'proxy_mode',
-    'raise_missing',
-    'remove_hooks',
-    'retains_graph',
-    'schema_of',
-    'tree_flatten',
-    'tree_flatten_with_path',
-    'tree_leaves',
-    'tree_map_only',
-    'tree_unflatten',
-    'uncompiled',
-    'unseen',
-    'untraced',
-    'versions',
-]
-
 #: The oldest and the newest release of PyTorch with which the whole test suite has passed.
 TESTED = '2.11', '2.15'
 
@@ -319,7 +268,7 @@ class _NoMode:
 # modes: with a user's mode, cells run one after the other. `TorchDispatchMode` is the way to see
 # all operations. PyTorch's documentation names it, but not its module.
 if TYPE_CHECKING:
-    from torch.utils._device import DeviceContext
+    from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
     DeviceContext = find('torch.utils._device:DeviceContext', otherwise=_NoMode)
@@ -545,7 +494,9 @@ RESETS = ('reset_parameters', '_reset_parameters')
 
 # The common base class of `nn.BatchNorm1d`, `2d` and `3d`.
 if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNorm = _BatchNorm
 else:
     BatchNorm = torch.nn.BatchNorm1d.__base__
 

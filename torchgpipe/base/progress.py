@@ -5,8 +5,6 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
-__all__ = ['progress']
-
 T = TypeVar('T')
 
 

@@ -5,16 +5,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-__all__ = [
-    'AXES',
-    'Checkpoint',
-    'Settings',
-    'checkpoint_stops',
-    'name_of',
-    'parse_checkpoint',
-    'stops_of_mode',
-]
-
 #: The axes of a mesh, by name, from the outermost one; one that a mesh lacks has size 1.
 AXES = ('data', 'pipe', 'tensor')
 

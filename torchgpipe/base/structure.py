@@ -35,37 +35,6 @@ from torchgpipe.base.private import (
     tree_unflatten,
 )
 
-__all__ = [
-    'Annotated',
-    'Arguments',
-    'Kind',
-    'Leaf',
-    'Memories',
-    'NoChunk',
-    'Path',
-    'Repeated',
-    'Structure',
-    'annotated',
-    'attributes',
-    'bare',
-    'call',
-    'check_nested',
-    'copy_of',
-    'flatten',
-    'flatten_nested',
-    'is_among',
-    'is_leaf',
-    'is_object',
-    'is_plain',
-    'leaves_of',
-    'once',
-    'path_name',
-    'share_memory',
-    'size_of',
-    'storage_id',
-    'view_of',
-]
-
 # Memory: identity, versions, sizes and copies.
 
 #: Copies of memories, by the :func:`storage_id` of their sources.

@@ -34,21 +34,6 @@ from torch.nn import functional as F
 from torchgpipe.schedule import Timed
 from torchgpipe.shard.collectives import gathered
 
-__all__ = [
-    'Detail',
-    'Facts',
-    'NotBegun',
-    'Shared',
-    'details',
-    'differ',
-    'differences',
-    'digest',
-    'digests',
-    'merge',
-    'numbers_of',
-    'together',
-]
-
 
 class NotBegun(RuntimeError):
     """Another rank could not begin."""

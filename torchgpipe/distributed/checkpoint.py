@@ -27,36 +27,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from torchgpipe.base.devices import rng_states, set_rng_states
+from torchgpipe.base.settings import AXES
 from torchgpipe.distributed.agreement import Facts, digest
-from torchgpipe.distributed.mesh import AXES, Axis
+from torchgpipe.distributed.mesh import Axis
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
 from torchgpipe.shard.state_dict import Named, by_names, check_names, is_tensor, some, under
-
-__all__ = [
-    'Saving',
-    'check_model',
-    'check_optimizer',
-    'check_scheduler',
-    'extra_bytes',
-    'extra_entries',
-    'extra_forms',
-    'groups_of',
-    'load',
-    'load_checkpoint',
-    'load_extra',
-    'named',
-    'optimizer_entries',
-    'options_of',
-    'random_entries',
-    'restore_random',
-    'save',
-    'save_checkpoint',
-    'saved_options',
-    'saved_shapes',
-    'shapes',
-]
 
 #: Shapes by name; ``None`` for values that are not tensors.
 Shapes = dict[str, tuple[int, ...] | None]

@@ -40,22 +40,6 @@ from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.parameter import sharded_parameters
 from torchgpipe.shard.sums import Gradients, like, local
 
-__all__ = [
-    'Tie',
-    'Ties',
-    'check_plan',
-    'check_whole',
-    'fill',
-    'layout_of',
-    'shared_in',
-    'skeleton_of',
-    'split_apart',
-    'split_layer',
-    'style_of',
-    'tie_again',
-    'ties_of',
-]
-
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:
     """Check that each line of a plan matches a module, and that a tensor axis has a plan.

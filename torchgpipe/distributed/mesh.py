@@ -29,21 +29,6 @@ from torchgpipe.engine.partition import named_slots
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.world import parse_timeout, wait_at_exit
 
-__all__ = [
-    'AXES',
-    'Axis',
-    'Edges',
-    'alike',
-    'axis_of',
-    'check_sizes',
-    'device_of',
-    'groups_of_edges',
-    'init_mesh',
-    'lines_of',
-    'take_first',
-    'whole_group',
-]
-
 
 class Axis(NamedTuple):
     """An axis of a mesh, as one rank sees it: the ranks that differ from it along that axis only.

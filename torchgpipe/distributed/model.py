@@ -35,9 +35,8 @@ from torchgpipe.engine.split import parse_seed
 from torchgpipe.gpipe import PipelineModule
 from torchgpipe.model.weights import Weights
 from torchgpipe.schedule import ScheduleLike, Timed
+from torchgpipe.shard.folders import Saving
 from torchgpipe.shard.sums import clip
-
-__all__ = ['DistributedGPipe']
 
 
 class DistributedGPipe(PipelineModule):
@@ -374,7 +373,7 @@ class DistributedGPipe(PipelineModule):
         *,
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
-    ) -> checkpoints.Saving | None:
+    ) -> Saving | None:
         """Save the model, its optimizer and the states of generators, for any mesh.
 
         All ranks call it. A previous checkpoint in the folder stays until all ranks have written

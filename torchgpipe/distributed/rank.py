@@ -48,8 +48,6 @@ from torchgpipe.shard.sums import Gradients, local, split_axes
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
 
-__all__ = ['Rank']
-
 #: Attributes that all modules have.
 _OF_MODULES = {*vars(nn.Module())}
 

@@ -67,8 +67,6 @@ from torchgpipe.shard.sums import (
     started,
 )
 
-__all__ = ['DATA', 'Replicas', 'Unit', 'check_shardable', 'grouped']
-
 
 def check_shardable(stages: nn.ModuleList, ignored: Container[nn.Parameter]) -> None:
     """Check that FSDP2 can gather the parameters of some stages at once.

@@ -22,8 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Message, Receive
 
-__all__ = ['Board', 'Record', 'blame', 'doing', 'names_of', 'text_of']
-
 _KINDS = {
     'F': 'forward',
     'R': 'recomputation',

@@ -44,8 +44,6 @@ from torchgpipe.training.losses import (
 )
 from torchgpipe.training.step import find_schedule, read_schedule, recomputing
 
-__all__ = ['Steps', 'check_alike', 'check_counts', 'check_losses', 'check_same_losses']
-
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

@@ -54,8 +54,6 @@ from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Message, Receive, Row, Send, UnitAction
 from torchgpipe.skip.transfer import Skip
 
-__all__ = ['Evaluation', 'Header', 'Messages', 'Outline', 'Training', 'Way', 'drive', 'outline']
-
 #: How many messages to one rank may be in flight at a time.
 AHEAD = 4
 

@@ -39,18 +39,6 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.schedule.messages import Item
 from torchgpipe.shard.world import parse_timeout
 
-__all__ = [
-    'EXIT',
-    'GRACE',
-    'Own',
-    'Watch',
-    'WatchThread',
-    'Whereabouts',
-    'is_from_others',
-    'watched',
-    'whereabouts',
-]
-
 #: Modules that wait for other ranks if they have the innermost frame, and modules in these that
 #: compute on shards.
 _WAITING = ('torch.distributed.', 'torchgpipe.distributed.', 'torchgpipe.shard.')

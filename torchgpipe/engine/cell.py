@@ -53,8 +53,6 @@ from torchgpipe.engine.partition import Partition, compiled
 from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload
 from torchgpipe.skip.transfer import Key, SkipTracker, arrive, leave, use_skip_tracker
 
-__all__ = ['Cell', 'Cells', 'Sequential', 'compare_earlier', 'result_of']
-
 
 class Sequential(nn.Sequential):
     """The layers of a partition. The first layer may take several arguments."""

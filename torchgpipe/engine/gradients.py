@@ -63,18 +63,6 @@ from torchgpipe.base.private import (
 from torchgpipe.base.structure import PLAIN_TYPES, Slot
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 
-__all__ = [
-    'DeferredWork',
-    'FakeWeights',
-    'Give',
-    'Leaves',
-    'Weight',
-    'edge_of',
-    'give',
-    'leaf_of',
-    'within',
-]
-
 #: Functions that compute some gradients of weights and accumulate them.
 Work = list[Callable[[], None]]
 

@@ -39,22 +39,6 @@ from torchgpipe.base.structure import (
     path_name,
 )
 
-__all__ = [
-    'Chunk',
-    'DEFAULT',
-    'MICRO_BATCH_MEAN',
-    'REDUCTIONS',
-    'SKIP',
-    'check_arguments',
-    'check_rule',
-    'check_rules',
-    'cut',
-    'fit_rule',
-    'gather',
-    'look_up',
-    'value_of',
-]
-
 #: The way out for a mini-batch without samples in one process.
 SKIP = 'skip empty batches'
 

@@ -30,22 +30,6 @@ from torchgpipe.engine.streams import Observer, no_context, observers
 from torchgpipe.engine.workers import Workers, device_key
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
-__all__ = [
-    'Engine',
-    'Partition',
-    'compiled',
-    'has_compiled',
-    'holder_of',
-    'is_pipeline',
-    'modules_of',
-    'named_slots',
-    'only_computes',
-    'part_contexts',
-    'shared_modules',
-    'shared_slots',
-    'tensor_of',
-]
-
 
 def is_pipeline(module: nn.Module) -> bool:
     """Return whether a module runs its layers itself, with its own workers and locks."""

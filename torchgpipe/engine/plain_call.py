@@ -97,8 +97,6 @@ from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
 
-__all__ = ['PlainCall']
-
 
 class PlainCall(Run):
     """A forward pass, whose graph defines the backward pass.

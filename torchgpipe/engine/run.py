@@ -62,9 +62,6 @@ from torchgpipe.engine.streams import AbstractStream, CPUStream, current_stream,
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Key, Skip, changed_in_place, keep, take
 
-__all__ = ['Aliasing', 'Run']
-
-
 # Aliasing: changes in place of tensors with a common memory.
 
 

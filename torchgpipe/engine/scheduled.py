@@ -48,8 +48,6 @@ from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
 
-__all__ = ['Loss', 'Step', 'Unordered', 'beside']
-
 
 def beside(j: int) -> str:
     """Return an error message for a collective in partition ``j``."""

@@ -36,8 +36,6 @@ from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.partition import Engine, Partition, holder_of, tensor_of
 from torchgpipe.engine.streams import AbstractStream, Copy, Wait, current_stream, fork, wait_stream
 
-__all__ = ['SharedTensors']
-
 PutLast = Callable[[int, Tensor], None]
 
 

@@ -24,21 +24,6 @@ from torchgpipe.base.structure import Slot, size_of
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import holder_of, is_pipeline, modules_of, named_slots, tensor_of
 
-__all__ = [
-    'Sequential',
-    'split',
-    'parse_balance',
-    'parse_chunks',
-    'parse_devices',
-    'parse_seed',
-    'still_shared',
-    'verify_counts',
-    'verify_layers',
-    'verify_module',
-    'verify_shared',
-    'verify_source',
-]
-
 _RECOMMENDATION = """
 
 Let torchgpipe.balance find a balance that fits:

@@ -62,43 +62,6 @@ from torchgpipe.base.private import unseen
 from torchgpipe.base.structure import Tensors, Value, is_plain
 from torchgpipe.schedule.schedule import Action
 
-__all__ = [
-    'AbstractStream',
-    'CPUStream',
-    'CPUStreamType',
-    'Checkpoint',
-    'Copy',
-    'Fork',
-    'Join',
-    'Observer',
-    'Offload',
-    'Recompute',
-    'Tie',
-    'Wait',
-    'as_accelerator',
-    'as_cuda',
-    'copy_tensor',
-    'current_stream',
-    'default_stream',
-    'find_grad',
-    'fork',
-    'get_device',
-    'get_phony',
-    'graph_leaves',
-    'is_accelerator',
-    'is_cuda',
-    'join',
-    'new_stream',
-    'no_context',
-    'observers',
-    'record_stream',
-    'tie',
-    'use_device',
-    'use_stream',
-    'wait_stream',
-]
-
-
 # Streams of devices.
 
 

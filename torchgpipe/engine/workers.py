@@ -33,8 +33,6 @@ from torchgpipe.engine.streams import AbstractStream, get_device, new_stream
 from torchgpipe.schedule.generators import forward_order
 from torchgpipe.schedule.schedule import Action, Grid, by_step, steps, waits_for
 
-__all__ = ['Future', 'WorkerPlan', 'Workers', 'device_key', 'interpret']
-
 T = TypeVar('T')
 
 # Workers: threads and their queues.

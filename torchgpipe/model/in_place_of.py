@@ -23,8 +23,6 @@ from torchgpipe.base.structure import flatten_nested
 from torchgpipe.engine.partition import holder_of, named_slots
 from torchgpipe.sequential.parts import NamedLayer
 
-__all__ = ['run_by']
-
 #: The attribute of a model with its pipeline. It is in no state dict, and copies have a copy.
 _PIPELINE = '_run_by_pipeline'
 

@@ -49,8 +49,6 @@ from torchgpipe.engine.streams import no_context
 from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import NamedLayer, to_own_names, with_part
 
-__all__ = ['materialize', 'seeded']
-
 
 class Slot(NamedTuple):
     """The place of a parameter or a buffer, and the tensor there."""

@@ -13,8 +13,6 @@ from torchgpipe.base.devices import is_cpu, memory_of
 from torchgpipe.base.settings import Checkpoint
 from torchgpipe.engine.split import still_shared
 
-__all__ = ['LayerSequence']
-
 TSequence = TypeVar('TSequence', bound='LayerSequence')
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ['Weights', 'open_weights']
-
 #: Tensors by their names, or the file that has them.
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 

@@ -54,21 +54,6 @@ from torchgpipe.plan.costs import (
 from torchgpipe.plan.simulation import simulate
 from torchgpipe.schedule.generators import plain_call
 
-__all__ = [
-    'Balance',
-    'Profile',
-    'bounded_cuts',
-    'check_partitions',
-    'edges_for',
-    'even_cuts',
-    'fastest',
-    'integers',
-    'neighbours',
-    'positive',
-    'reachable',
-    'solve',
-]
-
 Number = int | float
 TCost = TypeVar('TCost', int, float)
 

@@ -50,25 +50,6 @@ from torchgpipe.schedule.schedule import KINDS, Schedule, in_flight
 from torchgpipe.training.losses import Losses
 from torchgpipe.training.step import run_step
 
-__all__ = [
-    'Blocks',
-    'Costs',
-    'LayerProfile',
-    'Link',
-    'Links',
-    'MemoryLimit',
-    'Peak',
-    'SkipProfile',
-    'StageCosts',
-    'TieProfile',
-    'check_kinds',
-    'check_numbers',
-    'measure_links',
-    'measure_overhead',
-    'memory_limits',
-    'peaks',
-]
-
 MemoryLimit = None | float | Sequence[float | None]
 
 

@@ -56,8 +56,6 @@ from torchgpipe.plan.transformers import (
 )
 from torchgpipe.schedule.generators import NAMES, SPLIT, V_SHAPED, places, stages_per_device
 
-__all__ = ['MeshSearch', 'plan', 'plan_mesh']
-
 #: Schedules that a search tries by default: no other is faster in less memory.
 SCHEDULES = ('1f1b', 'interleaved', *SPLIT)
 

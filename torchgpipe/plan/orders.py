@@ -40,8 +40,6 @@ from torchgpipe.schedule.generators import places as places_of
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.schedule.schedule import KINDS
 
-__all__ = ['FoundSchedule', 'search_schedule']
-
 
 class _Problem:
     """The step as list scheduling sees it: seconds and bytes by stage, and stages by device."""

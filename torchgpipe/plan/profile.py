@@ -66,8 +66,6 @@ from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
 
-__all__ = ['Flow', 'Measurement', 'as_a_worker', 'layerwise_sandbox', 'profile', 'profile_bytes']
-
 
 @dataclass
 class ResultMemory:

@@ -68,8 +68,6 @@ from torchgpipe.schedule.schedule import action_boxes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ['MeshPlan', 'Plan', 'fit', 'plan_devices', 'schedule_of']
-
 
 @lru_cache(maxsize=16)
 def schedule_of(

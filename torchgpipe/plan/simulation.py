@@ -44,17 +44,6 @@ from torchgpipe.plan.costs import Costs
 from torchgpipe.schedule.messages import ACTIVE, UnitAction, with_unit_actions
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
-__all__ = [
-    'MEMORY',
-    'Collected',
-    'Limits',
-    'Simulation',
-    'bytes_over_time',
-    'excess',
-    'few',
-    'simulate',
-]
-
 #: By device, bytes or no limit.
 Limits = Sequence[float | None]
 

@@ -31,8 +31,6 @@ from torchgpipe.plan.balance import Profile, positive
 from torchgpipe.plan.costs import LayerProfile, Link, TieProfile, check_kinds, check_numbers
 from torchgpipe.schedule.schedule import KINDS
 
-__all__ = ['MACHINES', 'Machine', 'ParameterBytes', 'Product', 'RECOMPUTATIONS', 'Transformer']
-
 
 class Product(NamedTuple):
     """Equal matrix products, each of ``(m, k)`` by ``(k, n)``.

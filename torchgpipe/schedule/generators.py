@@ -23,18 +23,6 @@ from itertools import count
 
 from torchgpipe.schedule.schedule import Action, Schedule, waits_for
 
-__all__ = [
-    'NAMES',
-    'PLAIN_CALL',
-    'SPLIT',
-    'forward_order',
-    'make',
-    'one_by_one',
-    'places',
-    'plain_call',
-    'stages_per_device',
-]
-
 Rows = list[list[Action]]
 
 

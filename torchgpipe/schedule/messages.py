@@ -42,22 +42,6 @@ from typing import NamedTuple
 
 from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
 
-__all__ = [
-    'ACTIVE',
-    'Item',
-    'Message',
-    'Receive',
-    'Row',
-    'Send',
-    'UnitAction',
-    'edges',
-    'receiving_early',
-    'times_in_queues',
-    'with_messages',
-    'with_unit_actions',
-]
-
-
 #: How many units are whole at a time by default, as in PyTorch's pipelining.
 ACTIVE = 3
 

@@ -23,22 +23,6 @@ from typing import NamedTuple
 
 from torchgpipe.base.html import Box, rows_as_html
 
-__all__ = [
-    'Action',
-    'Grid',
-    'KINDS',
-    'LEGEND',
-    'Schedule',
-    'ScheduleLike',
-    'Timed',
-    'WAITS',
-    'action_boxes',
-    'by_step',
-    'in_flight',
-    'steps',
-    'waits_for',
-]
-
 #: The kinds of actions. A backward is ``B``, or it is split into ``I`` and ``W``.
 KINDS = {
     'F': 'forward',

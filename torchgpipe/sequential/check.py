@@ -62,19 +62,6 @@ from torchgpipe.sequential.parts import Converted, original_names
 from torchgpipe.sequential.patches import one_at_a_time
 from torchgpipe.sequential.refusals import ConversionError
 
-__all__ = [
-    'Evaluated',
-    'NamedTensors',
-    'check_conversion',
-    'check_mixing',
-    'coarsest_tolerance',
-    'compare_parts',
-    'differences',
-    'evaluated',
-    'first_of',
-    'tensors_of',
-]
-
 #: Tensors that result from a call, by description.
 NamedTensors = dict[str, Tensor]
 

@@ -40,8 +40,6 @@ from torchgpipe.sequential.refusals import (
     refused,
 )
 
-__all__ = ['convert', 'is_on_meta', 'not_sequential']
-
 
 def not_sequential(module: object) -> TypeError:
     """Return the error that a module is not sequential, and whether it can be converted."""

@@ -53,8 +53,6 @@ from torch.nn import functional as F
 from torchgpipe.base.structure import size_of
 from torchgpipe.sequential.leaf_modules import LeafModules
 
-__all__ = ['Call', 'GRAINS', 'Route', 'blocks_among', 'cut_graph', 'routes']
-
 _CONTAINERS = nn.ModuleDict, nn.ModuleList, nn.Sequential
 
 

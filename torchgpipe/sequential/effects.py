@@ -39,23 +39,6 @@ from torchgpipe.base.structure import flatten_nested, is_plain, storage_id, view
 from torchgpipe.engine.checkpoint.observation import LayerRecorder
 from torchgpipe.sequential.refusals import ConversionError, makes_a_message
 
-__all__ = [
-    'GeneratorStates',
-    'TracedValue',
-    'UNKNOWN',
-    'UnknownValue',
-    'copied',
-    'copied_value',
-    'has_values',
-    'held_beyond',
-    'ids_within',
-    'modes_now',
-    'name_of_holder',
-    'release',
-    'same_random_numbers',
-    'without_grad',
-]
-
 #: The example of a value if there is no sample.
 UNKNOWN: Any = object()
 

@@ -40,17 +40,6 @@ from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
 from torchgpipe.training.divisors import LOSSES
 from torchgpipe.training.losses import watches
 
-__all__ = [
-    'Code',
-    'FirstLayer',
-    'Inputs',
-    'Layer',
-    'SkipLayer',
-    'arguments_of',
-    'build',
-    'called_with',
-]
-
 
 class Code:
     """A function that was made from a graph: its source, and the objects that it refers to.

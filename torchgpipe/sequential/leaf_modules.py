@@ -10,16 +10,6 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-__all__ = [
-    'LeafLike',
-    'LeafModules',
-    'Whole',
-    'holds_most',
-    'is_about_names',
-    'leaf_names',
-    'modules_within',
-]
-
 #: A name in the model (``*`` matches anything), a class, or the module itself.
 LeafLike = str | type[nn.Module] | nn.Module
 

@@ -51,29 +51,6 @@ from torchgpipe.sequential.effects import (
 )
 from torchgpipe.sequential.refusals import NO_CACHE, OF_HOOKS, in_one_line, line_of
 
-__all__ = [
-    'Constant',
-    'StepTracer',
-    'apply',
-    'calls_in',
-    'compute',
-    'first_difference',
-    'form_of',
-    'gives_no_tensor',
-    'guard',
-    'guard_ways',
-    'is_about',
-    'is_in_place',
-    'is_same',
-    'learning',
-    'mapped',
-    'put_together',
-    'runs_python',
-    'same_constants',
-    'take_apart',
-    'words',
-]
-
 #: A method in Python or, from PyTorch 2.14 on, in C++.
 _apply: Any = vars(Function)['apply']
 

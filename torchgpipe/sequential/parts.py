@@ -40,22 +40,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchgpipe.engine.split import Sequential, still_shared
+from torchgpipe.engine.cell import Sequential
+from torchgpipe.engine.split import still_shared
 from torchgpipe.sequential.leaf_modules import Whole, is_about_names
-
-__all__ = [
-    'Converted',
-    'NamedLayer',
-    'Part',
-    'all_names',
-    'converted',
-    'optimizer_state',
-    'original_names',
-    'put',
-    'to_own_names',
-    'with_all_names',
-    'with_part',
-]
 
 
 class Part(nn.Module):

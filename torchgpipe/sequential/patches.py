@@ -47,8 +47,6 @@ from torch.overrides import is_tensor_method_or_property
 from torchgpipe.sequential.operations import apply
 from torchgpipe.sequential.refusals import is_of_others
 
-__all__ = ['followed', 'one_at_a_time', 'watched']
-
 # Functions that take numbers, and would not accept values instead.
 _MAKERS = (
     'arange',

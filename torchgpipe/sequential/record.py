@@ -72,8 +72,6 @@ from torchgpipe.sequential.refusals import (
     refused,
 )
 
-__all__ = ['ForwardTracer', 'asks_for_all', 'widen']
-
 _LEN = len  # which is replaced while a forward runs
 
 

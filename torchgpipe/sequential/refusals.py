@@ -17,24 +17,6 @@ from torch.utils import checkpoint
 import torchgpipe
 from torchgpipe.sequential.leaf_modules import holds_most
 
-__all__ = [
-    'NO_CACHE',
-    'OF_HOOKS',
-    'OF_MASKS',
-    'ConversionError',
-    'NeedsLeaf',
-    'in_one_line',
-    'is_from_checkpoint',
-    'is_of_others',
-    'is_of_torch',
-    'is_within',
-    'line_of',
-    'line_of_error',
-    'makes_a_message',
-    'only_raises',
-    'refused',
-]
-
 _OTHERS = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
     for package in (torch, torchgpipe)

@@ -32,8 +32,6 @@ from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.parameter import storage_dim
 from torchgpipe.shard.world import current, device_type, is_initialized
 
-__all__ = ['GradScaler', 'average_gradients', 'clip_grad_norm_']
-
 #: Modules whose replicas have been compared.
 _compared: WeakSet[nn.Module] = WeakSet()
 

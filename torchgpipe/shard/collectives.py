@@ -39,23 +39,6 @@ from torchgpipe.base.devices import is_cpu
 from torchgpipe.shard.parameter import check_dim
 from torchgpipe.shard.world import World, current, needed_by
 
-__all__ = [
-    'all_gather',
-    'all_reduce',
-    'all_sizes',
-    'all_to_all',
-    'broadcast',
-    'compare',
-    'complete',
-    'differences',
-    'draws',
-    'from_first',
-    'gathered',
-    'is_read',
-    'raise_on_all_ranks',
-    'same_draws',
-]
-
 #: How long a rank waits for the others before it looks for their notes.
 LOOK = timedelta(seconds=0.5)
 

@@ -35,14 +35,6 @@ from torchgpipe.shard.collectives import broadcast
 from torchgpipe.shard.parameter import sharded_parameters, storage_dim
 from torchgpipe.shard.world import current
 
-__all__ = [
-    'check_wrapped',
-    'counted',
-    'of_own_rows',
-    'register_ddp_gathered_features',
-    'register_ddp_parameters_to_ignore',
-]
-
 _checked: WeakSet[nn.Module] = WeakSet()
 
 #: Modules in a forward pass with gradients, and whether rows were gathered in it.

@@ -32,8 +32,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-__all__ = ['Folder', 'Saving', 'Writer', 'as_errors', 'opened']
-
 #: Where a checkpoint is.
 Folder = str | os.PathLike[str]
 

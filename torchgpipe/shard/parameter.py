@@ -21,32 +21,6 @@ from torch.autograd.function import BackwardCFunction
 
 from torchgpipe.shard.world import current
 
-__all__ = [
-    'Layout',
-    'check_dim',
-    'dtensor',
-    'find',
-    'get_parallel_dim',
-    'global_shape',
-    'is_made_of_shards',
-    'is_split',
-    'is_tagged',
-    'knows_shape',
-    'lengths',
-    'own',
-    'place',
-    'register_parallel_attribute',
-    'register_parallel_dim',
-    'set_attribute',
-    'shard',
-    'shard_shape',
-    'sharded_parameters',
-    'slice',
-    'storage_dim',
-    'tagged_full',
-    'to_storage',
-]
-
 #: The attribute that holds the parallel dimension: None for a full tensor, or 0, 1, -1.
 _PARALLEL_DIM = 'parallel_dim'
 

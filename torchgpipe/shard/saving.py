@@ -30,7 +30,6 @@ from torchgpipe.shard.state_dict import (
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-__all__ = ['load_checkpoint', 'save_checkpoint']
 
 #: Where a checkpoint is.
 Path = str | os.PathLike[str]

@@ -42,27 +42,6 @@ from torchgpipe.shard.parameter import (
 )
 from torchgpipe.shard.world import current
 
-__all__ = [
-    'Entries',
-    'Named',
-    'Sharded',
-    'by_names',
-    'check_names',
-    'check_shapes',
-    'collect_optimizer_state_dict',
-    'collect_state_dict',
-    'is_tensor',
-    'local',
-    'name_of',
-    'nested',
-    'optimizer_entries',
-    'relocate_optimizer_state_dict',
-    'relocate_state_dict',
-    'some',
-    'under',
-    'views',
-]
-
 #: The values of a state dict by their keys. For an optimizer, keys are pairs: the number of the
 #: parameter, and the name of the state.
 Entries = Mapping[Any, Any]

@@ -19,21 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = [
-    'Gradients',
-    'Sum',
-    'added',
-    'check_dense',
-    'clip',
-    'ended',
-    'gathered_over',
-    'is_counted',
-    'like',
-    'local',
-    'split_axes',
-    'started',
-]
-
 #: Pairs of a tensor and its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
 

@@ -33,24 +33,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    'World',
-    'current',
-    'destroy_process_group',
-    'device_type',
-    'get_data_group',
-    'get_data_rank',
-    'get_group',
-    'get_group_size',
-    'get_mesh',
-    'get_rank',
-    'get_world_size',
-    'init_process_group',
-    'is_initialized',
-    'needed_by',
-    'parse_timeout',
-]
-
 #: The directory of the threads of this process. Some systems do not have it.
 THREADS = Path('/proc/self/task')
 

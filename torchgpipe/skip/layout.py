@@ -16,8 +16,6 @@ from torch import nn
 
 from torchgpipe.skip.transfer import Key, Namespace
 
-__all__ = ['DeclaresSkips', 'SkipLayout', 'inspect_skip_layout']
-
 
 @runtime_checkable
 class DeclaresSkips(Protocol):

@@ -29,17 +29,6 @@ from torchgpipe.base.private import uncompiled
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
 
-__all__ = [
-    'SkipGenerator',
-    'Skippable',
-    'pop',
-    'run_generator',
-    'skippable',
-    'stash',
-    'verify_skippables',
-]
-
-
 # --- a forward that is a generator
 # ----------------------------------------------------------------------------------
 

@@ -34,20 +34,6 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Kind, bare
 
-__all__ = [
-    'Key',
-    'Namespace',
-    'Skip',
-    'SkipTracker',
-    'arrive',
-    'changed_in_place',
-    'current_skip_tracker',
-    'keep',
-    'leave',
-    'take',
-    'use_skip_tracker',
-]
-
 
 @dataclass(frozen=True, order=True)
 class Namespace(metaclass=ABCMeta):  # noqa: B024 - None registers as one

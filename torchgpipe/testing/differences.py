@@ -18,20 +18,6 @@ from torchgpipe.base.structure import Arguments, Path, leaves_of, path_name
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.testing.runs import RESULTS, InParts, Record, Setup, Unwrapped, Wrapped
 
-__all__ = [
-    'Difference',
-    'Differences',
-    'compare',
-    'culprit',
-    'quiet',
-    'recorded_calls',
-    'ways_out',
-    'where_in_backward',
-    'where_in_the_pipeline',
-    'why_of_micro_batches',
-    'why_of_the_pipeline',
-]
-
 
 class Difference(NamedTuple):
     """The distance of a tensor from its expected value.

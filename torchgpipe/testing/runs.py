@@ -22,12 +22,10 @@ from torchgpipe.base.distance import default_tolerance, is_real
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, flatten, flatten_nested, is_among, leaves_of, path_name
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.microbatches import Chunk, cut, gather
-from torchgpipe.engine.split import Sequential
 from torchgpipe.gpipe import GPipe
 from torchgpipe.skip.transfer import Namespace, SkipTracker, use_skip_tracker
-
-__all__ = ['InParts', 'RESULTS', 'Record', 'Setup', 'Unwrapped', 'Wrapped']
 
 #: The kinds of tensors that a step results in.
 RESULTS = ('outputs', 'gradients', 'buffers', 'parameters')

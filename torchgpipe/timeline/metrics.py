@@ -15,8 +15,6 @@ from torchgpipe.base.errors import duration, format_bytes
 from torchgpipe.gpipe import GPipe
 from torchgpipe.timeline.recorder import Ranks, record
 
-__all__ = ['StepMetrics', 'gathered_mean', 'measure']
-
 
 @dataclass
 class StepMetrics:

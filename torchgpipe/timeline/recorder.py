@@ -44,19 +44,6 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule.schedule import Action, Timed
 from torchgpipe.timeline.timeline import Copied, Timeline
 
-__all__ = [
-    'CellBackward',
-    'CpuBackward',
-    'Mark',
-    'Stamp',
-    'last_nodes',
-    'nodes_between',
-    'producers',
-    'record',
-    'seconds',
-    'stamp',
-]
-
 #: A device, and seconds or an event in a stream of that device.
 Stamp = tuple[torch.device, Any]
 

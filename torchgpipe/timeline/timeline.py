@@ -13,8 +13,6 @@ from torchgpipe.base.html import NEUTRAL, Box, rows_as_html
 from torchgpipe.schedule.schedule import LEGEND as ACTIONS
 from torchgpipe.schedule.schedule import Action, Timed, action_boxes
 
-__all__ = ['Comparison', 'Copied', 'LEGEND', 'Lanes', 'Timeline', 'compare', 'draw', 'save']
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

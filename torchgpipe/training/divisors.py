@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe.base.private import is_transformed
 
-__all__ = ['LossMonitor', 'counted_labels', 'no_mean_over_samples', 'reduction_of']
-
 #: PyTorch's losses, each with its signature.
 LOSSES = {
     function: signature

@@ -37,21 +37,6 @@ from torchgpipe.training.divisors import (
     reduction_of,
 )
 
-__all__ = [
-    'Known',
-    'Losses',
-    'count_functions',
-    'counts_of',
-    'error_of',
-    'itself',
-    'no_mean_by_normalizer',
-    'no_mean_in_the_model',
-    'normalizer_of',
-    'seen_means',
-    'watches',
-    'with_counts',
-]
-
 #: The settings that are read from a loss, if it has them.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
 

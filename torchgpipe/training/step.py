@@ -13,8 +13,6 @@ from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.training.losses import Losses
 
-__all__ = ['find_schedule', 'read_schedule', 'recomputing', 'run_step']
-
 
 def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
     """Return a schedule whose stages are the partitions.

@@ -16,8 +16,6 @@ from benchmarks.harness.options import experiment_options, take_options
 from benchmarks.harness.published import RESNET_ACCURACY
 from benchmarks.harness.report import cores, output_folder
 
-__all__ = ['COMMANDS']
-
 
 @click.command(
     RESNET_ACCURACY.name,

@@ -15,8 +15,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ['ImageFolder', 'UnreadableImage', 'normalise', 'open_folders']
-
 EXTENSIONS = {'.bmp', '.jpeg', '.jpg', '.png', '.ppm', '.tif', '.tiff', '.webp'}
 
 #: Mean and standard deviation of the colours of ImageNet.

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy
 from PIL import Image
 
-__all__ = ['write_pictures']
-
 SIZE = 96
 DIGITS = (0, 1, 7)
 

@@ -12,8 +12,6 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
 from benchmarks.harness.report import replacing
 
-__all__ = ['Progress', 'refuse_to_overwrite']
-
 
 def _folder(experiment: Experiment, setting: Setting, options: Options) -> Path:
     return Path(options.output) / f'{experiment.name}-{setting.name}'

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-__all__ = ['EPOCHS', 'learning_rate', 'make_optimizer']
-
 EPOCHS = 90
 WARM_UP = 5 / 90
 MILESTONES = (30 / 90, 60 / 90, 80 / 90)

@@ -27,8 +27,6 @@ from benchmarks.harness.options import Options
 from benchmarks.models import resnet101
 from torchgpipe.base.devices import memory_of
 
-__all__ = ['measure']
-
 
 class Errors(NamedTuple):
     """Shares in percent."""

@@ -10,8 +10,6 @@ from benchmarks.harness.report import Rows
 from benchmarks.harness.sharding import meaning, sharding_options, training, training_rows
 from benchmarks.harness.side_by_side import side_by_side
 
-__all__ = ['COMMANDS', 'SECTION']
-
 #: Largest relative difference of losses: rounding of float64, which steps make larger.
 TOLERANCE = 1e-9
 

@@ -12,8 +12,6 @@ from benchmarks.harness.trainer import Trainer
 from benchmarks.models.arcface import ArcFace, ShardedArcFace
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
-__all__ = ['make']
-
 BATCH, FEATURES, CLASSES = 64, 16, 10
 
 

@@ -18,8 +18,6 @@ from benchmarks.harness.sharding import (
 )
 from benchmarks.harness.side_by_side import side_by_side
 
-__all__ = ['COMMANDS', 'SECTION', 'classes_option', 'size_panels']
-
 #: Largest relative difference of losses: rounding of float32.
 TOLERANCE = 1e-5
 

@@ -12,8 +12,6 @@ from benchmarks.harness.trainer import Trainer
 from benchmarks.models.resnet18 import FEATURES, resnet18
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
-__all__ = ['ImageOptions', 'Options', 'make', 'make_resnet']
-
 
 class Options(NamedTuple):
     """The options of each process."""

@@ -16,8 +16,6 @@ from benchmarks.harness.options import parse_devices
 from benchmarks.harness.report import machine, output_folder, replacing
 from torchgpipe.base.devices import accelerator, current_device
 
-__all__ = ['COMMANDS', 'PAGES']
-
 
 @click.command()
 @click.option(

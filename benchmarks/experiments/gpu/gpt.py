@@ -30,8 +30,6 @@ from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.schedule import make
 
-__all__ = ['MICRO_BATCHES', 'compare']
-
 MICRO_BATCHES = 8
 
 #: Sequences of a micro-batch.

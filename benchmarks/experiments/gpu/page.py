@@ -15,8 +15,6 @@ from benchmarks.harness.report import Rows, describe, markdown
 from benchmarks.harness.tables import number, published
 from torchgpipe.plan import MACHINES
 
-__all__ = ['GPU_PAGE', 'gpu_page', 'make_gpu_page']
-
 ROOT = Path(__file__).parents[3]
 GPU_PAGE = ROOT / 'docs/gpu.md'
 RESULTS = ROOT / 'benchmarks/results'

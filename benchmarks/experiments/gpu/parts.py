@@ -25,8 +25,6 @@ from benchmarks.harness.simulated import is_on_host, is_simulated
 from benchmarks.models.gpt import GPT2, Sizes
 from torchgpipe.base.devices import CPU, synchronize
 
-__all__ = ['Part', 'all_parts']
-
 ROOT = Path(__file__).parents[3]
 
 #: Tests for accelerators: streams, skips, split backwards, schedules, equality of results.

@@ -10,8 +10,6 @@ from torchgpipe.plan import Costs, Machine, StageCosts, search_schedule, simulat
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.schedule import by_step, steps
 
-__all__ = ['Order', 'predicted_seconds']
-
 #: Two thirds of a step without recomputation are backward, half of it for gradients of weights.
 FORWARD, BACKWARD, WEIGHTS = 1 / 3, 2 / 3, 1 / 3
 

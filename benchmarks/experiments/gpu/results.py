@@ -10,8 +10,6 @@ import torch
 
 from benchmarks.harness.report import machine, write_json
 
-__all__ = ['NAME', 'Results']
-
 #: The name of the file.
 NAME = 'gpu'
 

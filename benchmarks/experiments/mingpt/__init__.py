@@ -11,8 +11,6 @@ from benchmarks.harness.sharding import meaning, sharding_options, training, tra
 from benchmarks.harness.side_by_side import side_by_side
 from benchmarks.models.gpt import Sizes
 
-__all__ = ['COMMANDS', 'SECTION']
-
 #: English, of 11 thousand characters.
 TEXT = Path(__file__).parents[3] / 'LICENSE'
 

@@ -12,8 +12,6 @@ from benchmarks.models.gpt import GPT, Sizes
 from benchmarks.models.sharded_gpt import sharded_gpt
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
-__all__ = ['Options', 'TokenOptions', 'make', 'make_of_tokens']
-
 BATCH, MAX_NORM = 16, 1.0
 
 

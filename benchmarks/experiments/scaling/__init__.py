@@ -24,11 +24,10 @@ from benchmarks.harness.curves import draw_curves
 from benchmarks.harness.gpt_options import require
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes, seconds
-from benchmarks.harness.report import cores, machine, output_folder, table, write_json
+from benchmarks.harness.report import cores, machine, output_folder, write_json
 from benchmarks.models.gpt import Sizes
 from torchgpipe.base.devices import accelerator, accelerators
-
-__all__ = ['COMMANDS', 'SECTION', 'check_losses', 'measure']
+from torchgpipe.base.errors import table
 
 #: Steps that are recorded for a bubble. They are the last steps before the rounds. The ranks of a
 #: DistributedGPipe compare their parameters in steps 0, 1, 2, 4, 8, …, so mostly before them.

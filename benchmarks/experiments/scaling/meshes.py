@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from benchmarks.models.gpt import GPT, Sizes, init_gpt2, layers, tensor_plan
 
-__all__ = ['ALONE', 'Contender', 'MESHES', 'Mesh', 'PEERS', 'TORCHGPIPE', 'Work', 'loss_of']
-
 #: The library of the contenders that are compared with the others.
 TORCHGPIPE = 'torchgpipe'
 

@@ -8,8 +8,6 @@ from benchmarks.experiments.scaling.meshes import TORCHGPIPE
 from benchmarks.harness.curves import Panel
 from benchmarks.harness.report import Rows
 
-__all__ = ['KINDS', 'MEANING', 'describe_model', 'mesh_rows', 'panels', 'parts', 'ratio_rows']
-
 #: The kinds of scaling, with an explanation of each.
 KINDS = {
     'strong': 'all meshes have the same mini-batch',

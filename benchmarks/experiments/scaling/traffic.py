@@ -8,8 +8,6 @@ from benchmarks.experiments.scaling.meshes import Mesh, Work, loss_of
 from benchmarks.models.gpt import GPT, layers
 from torchgpipe.distributed import dry_run
 
-__all__ = ['sent', 'totals', 'traffic']
-
 #: The axis of an operation, its name, and its bytes.
 Operation = tuple[str, str, int]
 

@@ -13,8 +13,6 @@ from benchmarks.experiments.scaling.meshes import ALONE, TORCHGPIPE, Contender, 
 from benchmarks.models.gpt import Block
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
-__all__ = ['Trainer', 'trainer']
-
 #: Returns the context of a micro-batch, which may be the last one.
 Context = Callable[[bool], AbstractContextManager[object]]
 

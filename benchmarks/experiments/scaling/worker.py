@@ -16,8 +16,6 @@ from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
 from torchgpipe.timeline import record
 
-__all__ = ['Answer', 'COUNTED', 'Counts', 'RATE', 'Worker']
-
 #: Steps after which all buffers of a library exist: DDP makes its buckets again in the second one.
 COUNTED = 2
 

@@ -18,11 +18,10 @@ from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.experiments.schedules.stages import Stage
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes, is_available
-from benchmarks.harness.report import Rows, machine, output_folder, table, write_json
+from benchmarks.harness.report import Rows, machine, output_folder, write_json
 from benchmarks.models.stacks import STACKS, Stack
+from torchgpipe.base.errors import table
 from torchgpipe.schedule import NAMES
-
-__all__ = ['COMMANDS', 'SECTION', 'measure']
 
 MEANING = """Times and ratios are medians over rounds. The columns are:
 

@@ -16,8 +16,6 @@ from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.timeline import record
 
-__all__ = ['CELLS', 'Contender', 'OTHERS', 'Pipeline', 'Run', 'contenders']
-
 #: Cells for each device, so that a schedule may have two stages there.
 CELLS = 2
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from benchmarks.harness.chart import COLORS, NEUTRAL, neutral, save
 
-__all__ = ['draw_speed_ups']
-
 
 def draw_speed_ups(cases: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
     """Draw a panel per stack and number of partitions, with a line at each ideal; PNG, SVG."""

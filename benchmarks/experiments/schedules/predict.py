@@ -9,8 +9,6 @@ from torchgpipe.plan import Costs, measure_overhead, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call
 
-__all__ = ['Prediction', 'predict']
-
 
 class Prediction(NamedTuple):
     """The time of a step in seconds, and the part of it in which devices wait."""

@@ -13,8 +13,6 @@ from benchmarks.harness.processes import Span
 from benchmarks.models.stacks import STACKS
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
-__all__ = ['Answer', 'Stage']
-
 
 class Answer(NamedTuple):
     """A process's measurements of a step.

@@ -25,8 +25,6 @@ from benchmarks.harness.simulated import NAME, is_simulated
 from torchgpipe import GPipe
 from torchgpipe.timeline import record
 
-__all__ = ['COMMANDS', 'experiment_for', 'measure']
-
 #: Where the other models' balances for four devices come from.
 OTHERS = {'resnet101': (RESNET_SPEED, 'pipeline-4'), 'amoebanetd': (AMOEBANETD_SPEED, 'n4m4')}
 

@@ -19,8 +19,6 @@ from unittest.mock import patch
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.streams import current_stream
 
-__all__ = ['without']
-
 
 @contextmanager
 def without(off: Collection[str]) -> Iterator[None]:

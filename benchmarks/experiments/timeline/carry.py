@@ -13,8 +13,6 @@ from torchgpipe.base.structure import Tensors, Value
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
 
-__all__ = ['carry']
-
 
 def carry(model: nn.Sequential) -> nn.Sequential:
     """Wrap each layer into one that takes ``(x, *skips)`` and gives ``(x, *skips)``.

@@ -20,9 +20,8 @@ from benchmarks.experiments.zoo.libraries import LIBRARIES
 from benchmarks.experiments.zoo.train import differences, without_dropout
 from benchmarks.harness.exhaustion import memory_limit
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, output_folder, table, write_json
-
-__all__ = ['COMMANDS', 'SECTION']
+from benchmarks.harness.report import Rows, output_folder, write_json
+from torchgpipe.base.errors import table
 
 #: How processes start: forked from one that has imported the libraries, which takes seconds.
 METHOD = 'forkserver'

@@ -14,8 +14,6 @@ from torch import Tensor
 from benchmarks.experiments.zoo.convert import Case
 from torchgpipe import Arguments
 
-__all__ = ['NAMES', 'case']
-
 #: Of texts.
 LENGTH = 16
 #: Of a sound: half a second.

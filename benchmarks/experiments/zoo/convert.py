@@ -13,8 +13,6 @@ from torchgpipe import Arguments
 from torchgpipe.base.structure import call
 from torchgpipe.sequential import ConversionError, to_sequential
 
-__all__ = ['Case', 'converted', 'reason']
-
 #: An error names one way out, or several for several causes.
 MOST_LINES = 4
 

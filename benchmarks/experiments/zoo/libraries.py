@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from benchmarks.experiments.zoo import architectures
 from benchmarks.experiments.zoo.convert import Case
 
-__all__ = ['LIBRARIES', 'Library']
-
 
 class Library(NamedTuple):
     """Models of a library.

@@ -15,8 +15,6 @@ from torchgpipe.engine.microbatches import cut, fit_rule
 from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.sequential.effects import copied, without_grad
 
-__all__ = ['differences', 'without_dropout']
-
 #: Samples of each step, which are two micro-batches: of 2 and 1, then of 5 and 4. Batch
 #: normalization takes 3 and 2 first, as it may not have a single value per channel.
 STEPS, STEPS_BY_STATISTICS = (3, 9), (5, 9)

@@ -4,7 +4,7 @@ from benchmarks.commands import MODULES
 from benchmarks.harness import page
 from benchmarks.harness.costs import COSTS
 from benchmarks.harness.page import PAGE, make_costs, make_page
-from benchmarks.harness.report import table
+from torchgpipe.base.errors import table
 
 
 def test_the_page_is_made_of_the_results_that_are_kept():

@@ -16,8 +16,6 @@ from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
 from torchgpipe.schedule.generators import V_SHAPED
 
-__all__ = ['LAYERS', 'MODELS', 'PLAN', 'SIZE', 'WIDTH', 'arguments', 'real']
-
 #: Activations take more memory than parameters, and micro-batches have two sizes.
 WIDTH, SIZE, LAYERS = 32, 250, 16
 

@@ -7,17 +7,6 @@ import torch
 import torchgpipe.shard as ts
 from torchgpipe.shard.parameter import global_shape, storage_dim
 
-__all__ = [
-    'close',
-    'cut',
-    'double',
-    'over_groups',
-    'same_gradients',
-    'same_parameters',
-    'same_start',
-    'seeded',
-]
-
 
 def over_groups(groups, check, *grid):
     """Check for groups of several sizes, and all that a grid has."""

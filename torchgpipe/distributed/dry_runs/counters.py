@@ -34,8 +34,6 @@ from torchgpipe.base.private import (
 from torchgpipe.base.structure import is_plain, size_of
 from torchgpipe.schedule.messages import Item
 
-__all__ = ['Collective', 'Counter', 'Entry', 'calls_seen']
-
 no_context: AbstractContextManager[Any] = nullcontext()
 
 #: Operations whose FLOPs are the FLOPs of another one.

@@ -24,7 +24,6 @@ from torchgpipe.schedule.messages import Item, Send
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ['Account', 'DryRun', 'Kept', 'RankMemory', 'StageWork', 'Traffic']
 
 #: The kinds of memory of a rank, in the order of the report.
 KINDS = ('parameters', 'gradients', 'optimizer', 'buffers', 'activations', 'messages', 'gathered')

@@ -39,9 +39,6 @@ from torchgpipe.schedule.messages import Message, Row
 from torchgpipe.shard.sums import local
 from torchgpipe.training.losses import Losses
 
-__all__ = ['Turns', 'VirtualModel', 'VirtualRank', 'Rendezvous', 'micro_batch_of']
-
-
 #: How many micro-batches of each kind run. The last send frees as much memory as it takes.
 REPEATS = AHEAD + 1
 

@@ -43,8 +43,6 @@ from torchgpipe.base.private import (
 )
 from torchgpipe.engine.streams import no_context
 
-__all__ = ['DrawMonitor', 'Draws', 'Generator', 'Recorder', 'generators_of', 'operation_of']
-
 T = TypeVar('T')
 
 _cpu = torch.default_generator
@@ -213,6 +211,7 @@ def _without_draws(function: Callable[[], T]) -> T:
 
 
 def disturbed() -> RuntimeError:
+    """Return the error about a cell whose random numbers cannot be repeated."""
     return RuntimeError(
         'another thread drew from the random generator of a checkpointed micro-batch while it '
         'ran, so its random numbers cannot be repeated. Give that thread a torch.Generator of its '

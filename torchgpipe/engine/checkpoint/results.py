@@ -39,8 +39,6 @@ from torchgpipe.engine.checkpoint.random import Draws, Generator
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.streams import get_phony
 
-__all__ = ['MARK', 'Results', 'no_recompute']
-
 T = TypeVar('T')
 
 TModule = TypeVar('TModule', bound=nn.Module)

@@ -33,8 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchgpipe.shard.collectives import all_gather, all_to_all, broadcast
 from torchgpipe.shard.parameter import lengths
 
-__all__ = ['Experts', 'Routes', 'routes', 'top']
-
 
 class Routes(NamedTuple):
     """The experts of this rank's tokens, and the numbers of other ranks' tokens.

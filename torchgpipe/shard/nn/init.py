@@ -17,8 +17,6 @@ from torchgpipe.shard.collectives import same_draws
 from torchgpipe.shard.parameter import global_shape, own, storage_dim
 from torchgpipe.shard.world import needed_by
 
-__all__ = ['shard_init_helper_']
-
 #: How many random numbers are drawn at a time; the last block has up to twice as many.
 BLOCK = 1 << 16
 

@@ -11,8 +11,6 @@ from torchgpipe.shard.nn.init import shard_init_helper_
 from torchgpipe.shard.nn.module import ParallelModule, convert
 from torchgpipe.shard.parameter import Layout, check_dim, find
 
-__all__ = ['ParallelEmbedding', 'ParallelLinear']
-
 
 class ParallelLinear(ParallelModule):
     """``nn.Linear``, split over the ranks of the parallel group.

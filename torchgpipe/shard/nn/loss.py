@@ -36,17 +36,6 @@ from torchgpipe.shard.collectives import all_reduce, compare, differences, is_re
 from torchgpipe.shard.parameter import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
 
-__all__ = [
-    'Classes',
-    'ParallelCrossEntropyLoss',
-    'RowLosses',
-    'Shares',
-    'exchange',
-    'misfit',
-    'parallel_cross_entropy',
-    'raise_or_nan',
-]
-
 #: A number is sent as two, of so many bits each, which float32 represents exactly.
 BITS = 24
 

@@ -23,8 +23,6 @@ from torchgpipe.shard.parameter import (
 )
 from torchgpipe.shard.world import needed_by
 
-__all__ = ['ParallelDropout', 'ParallelModule', 'RegisterParallelDim', 'convert']
-
 
 class ParallelModule(nn.Module):
     """A module that has a shard of some parameters, such as the layers of this package.
