@@ -5,13 +5,14 @@ import random
 import pytest
 
 from tests.plan.exhaustive import Orders
+from tests.schedule.queues import times_in_queues
 from tests.schedule.test_messages import stuck
 from tests.whole import first
 from torchgpipe.plan import Costs, Link, StageCosts, search_schedule, simulate
 from torchgpipe.plan.orders import _Listing
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import places, stages_per_device
-from torchgpipe.schedule.messages import receiving_early, times_in_queues, with_messages
+from torchgpipe.schedule.messages import receiving_early, with_messages
 
 
 def random_costs(chance, stages):

@@ -37,7 +37,6 @@ def test_by_hand():
     }
     assert simulation.seconds == 14 and simulation.busy == (6, 10)
     assert simulation.bubble == pytest.approx(12 / 28)
-    assert simulation.bubble_rate == pytest.approx(4 / 14)  # device 0 from 0 to 14, device 1 busy
 
 
 def test_halves_of_backward_by_hand():
@@ -83,12 +82,25 @@ def test_a_recomputation_of_its_own_goes_beside_the_backward_of_others():
     assert times(simulate(schedule, costs))['0B0'] == (3, 4)
 
 
+def bubble_rate(simulation):
+    """Return one minus the largest work of a device, relative to the longest span of a device.
+
+    A device's span is the time from its first start to its last end.
+    """
+    starts, ends = {}, {}
+    for timed in simulation.actions:
+        starts.setdefault(timed.device, timed.start)
+        ends[timed.device] = timed.end
+    span = max(ends[device] - starts[device] for device in ends)
+    return 1 - max(simulation.busy) / span
+
+
 @pytest.mark.parametrize('name, rate', [('1f1b', 0.2431), ('zb-h1', 0.1585), ('zb-h2', 0.1083)])
 def test_bubbles_of_the_literature(name, rate):
     """Qi et al., "Zero Bubble Pipeline Parallelism" (2023), tables 5 and 9; in ms."""
     stage = StageCosts(18.522, 18.086 + 9.337, weight_backward=9.337)
     simulation = simulate(make(name, 8, 24), Costs([stage] * 8, links=Link(0.601)))
-    assert round(simulation.bubble_rate, 4) == rate
+    assert round(bubble_rate(simulation), 4) == rate
 
 
 @pytest.mark.parametrize('n, m', [(1, 1), (2, 3), (4, 8), (5, 7)])
@@ -281,7 +293,7 @@ def test_what_holds_for_all(step):
     stages = costs.stages
     way = sum(x.forward for x in stages)
     assert simulation.seconds >= max(way, *simulation.busy)
-    assert 0 <= simulation.bubble <= 1 and 0 <= simulation.bubble_rate <= 1
+    assert 0 <= simulation.bubble <= 1
     lines = zip(simulation.bytes, simulation.peak_bytes, schedule.stages)
     for line, peak, own in lines:
         seconds = [second for second, _ in line]

@@ -4,15 +4,10 @@ import random
 
 import pytest
 
+from tests.schedule.queues import times_in_queues
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import V_SHAPED
-from torchgpipe.schedule.messages import (
-    Receive,
-    edges,
-    receiving_early,
-    times_in_queues,
-    with_messages,
-)
+from torchgpipe.schedule.messages import Receive, edges, receiving_early, with_messages
 
 STAGES = {'interleaved': (2, 3), 'looped-bfs': (2,), **dict.fromkeys(V_SHAPED, (2,))}
 

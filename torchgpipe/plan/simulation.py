@@ -111,20 +111,6 @@ class Simulation:
         """The part of the devices' time in which they are idle, from 0 to 1."""
         return 1 - sum(self.busy) / (self.devices * self.seconds) if self.seconds else 0.0
 
-    @property
-    def bubble_rate(self) -> float:
-        """The bubble as Qi et al., "Zero Bubble Pipeline Parallelism" (2023), count it.
-
-        A device's span is the time from its first start to its last end. The rate is one minus the
-        work of the device with the most work, relative to the longest span of a device.
-        """
-        spans: dict[int, tuple[float, float]] = {}
-        for timed in self.actions:
-            start, _ = spans.get(timed.device, (timed.start, 0.0))
-            spans[timed.device] = start, timed.end
-        cost = max(end - start for start, end in spans.values())
-        return 1 - max(self.busy) / cost if cost else 0.0
-
     @cached_property
     def bytes(self) -> tuple[Line, ...]:
         """The memory of each device over time, as pairs of a second and bytes from then on."""

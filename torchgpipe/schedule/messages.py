@@ -19,7 +19,7 @@ message at that time.
 A process group of NCCL has one queue for the messages of two ranks. A receive at its head blocks
 all messages behind it until its content is there. With a queue for each direction, no message
 blocks another one, because all messages of a queue are computed by one rank in the order of the
-queue. :func:`times_in_queues` simulates both::
+queue. ``tests/schedule/queues.py`` simulates both::
 
     one queue for each pair         0F1>1 ◀─ waits for 0F1     1B0>0 (ready, but blocked)
     one for each direction          0F1>1 ◀─ waits for 0F1
@@ -36,8 +36,7 @@ current one runs::
 The gradients of a unit are reduced after its last action and the messages behind it.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
@@ -235,91 +234,3 @@ def receiving_early(row: Row) -> Row:
             early = len(found) if isinstance(each, Action) else early
             found.append(each)
     return tuple(found)
-
-
-def times_in_queues(
-    rows: Sequence[Row],
-    seconds: Callable[[Action], float],
-    transfer: float = 0.0,
-    queue: Callable[[int, int], Hashable] | None = None,
-) -> dict[Action, float]:
-    """Return the time at which each action ends, if messages wait in queues.
-
-    A message starts when sender and receiver have reached it in their rows, and when all earlier
-    messages in its queue have arrived on both ranks.
-
-    Args:
-        rows: The rows, as :func:`with_messages` returns them.
-        seconds: Returns the seconds of an action.
-        transfer: The seconds of a message.
-        queue: Returns the queue of the messages from one rank to another one; by default, each
-            message has a queue of its own.
-
-    Raises:
-        ValueError: The ranks wait for each other.
-    """
-    owners = {
-        each.stage: rank
-        for rank, row in enumerate(rows)
-        for each in row
-        if isinstance(each, Action)
-    }
-    #: By cell, the messages that it waits for.
-    needs: defaultdict[tuple[int, bool, int], list[Message]] = defaultdict(list)
-    for each in (each for row in rows for each in row if isinstance(each, Receive)):
-        needs[each.stage, each.action.kind == 'F', each.action.micro_batch].append(each)
-    ends: dict[Action, float] = {}
-    arrived: dict[Message, float] = {}
-    now, rest = [0.0] * len(rows), [deque(row) for row in rows]
-    #: By queue and rank, the messages that wait, and the time at which the last one has arrived.
-    lines: defaultdict[tuple[Hashable, int], deque[tuple[Message, float]]] = defaultdict(deque)
-    free: defaultdict[tuple[Hashable, int], float] = defaultdict(float)
-
-    def go_on(rank: int) -> None:
-        """Let a rank run until an action waits."""
-        while rest[rank]:
-            each = rest[rank][0]
-            if isinstance(each, Message):
-                lines[name_of(each), rank].append((each, now[rank]))
-            elif isinstance(each, Action):
-                waits = (
-                    needs[each.stage, each.kind == 'F', each.micro_batch]
-                    if each.kind in 'FBI'
-                    else []
-                )
-                if any(message not in arrived for message in waits):
-                    return
-                now[rank] = max([now[rank], *(arrived[message] for message in waits)])
-                now[rank] = ends[each] = now[rank] + seconds(each)
-            rest[rank].popleft()
-
-    def name_of(message: Message) -> Hashable:
-        ranks = owners[message.action.stage], owners[message.stage]
-        return message if queue is None else queue(*ranks)
-
-    def meet(name: Hashable, rank: int) -> None:
-        """Let the messages arrive that a rank sends, as long as they are first on both ranks."""
-        own = lines[name, rank]
-        while own and owners[own[0][0].action.stage] == rank:
-            message, posted = own[0]
-            there = name, owners[message.stage]
-            if not lines[there] or lines[there][0][0] != message:
-                return
-            own.popleft()
-            arrived[message] = free[name, rank] = free[there] = transfer + max(
-                posted, lines[there].popleft()[1], free[name, rank], free[there]
-            )
-
-    before = -1
-    while before < len(ends) + len(arrived):
-        before = len(ends) + len(arrived)
-        for rank in range(len(rows)):
-            go_on(rank)
-        for key in [*lines]:
-            meet(*key)
-    if any(rest):
-        raise ValueError(
-            'ranks wait for each other: '
-            + '; '.join(f'rank {rank} at {line[0]}' for rank, line in enumerate(rest) if line)
-        )
-    return ends
