@@ -178,7 +178,8 @@ class DeferredBatchNorm(BatchNorm):
 
     def _begin(self) -> _Statistics:
         """Begin a mini-batch of a pipeline."""
-        here, statistics = context.micro_batch, _Statistics()
+        here = context.micro_batch
+        statistics = _Statistics()
         assert here is not None
         gather = here.mini_batch.gather
         here.mini_batch.at_end(lambda: self._commit(statistics, gather), here.lock)

@@ -94,7 +94,9 @@ class PipelineModule(LayerSequence):
     ) -> Any:
         """Check the settings and keep them; return the devices, which a plan may name."""
         check_rules(batch_dim, gather)
-        self.batch_dim, self.gather, self.offload = batch_dim, gather, bool(offload)
+        self.batch_dim = batch_dim
+        self.gather = gather
+        self.offload = bool(offload)
         self._schedule = None
         verify(module)
         verify_source(balance, module)
@@ -106,7 +108,9 @@ class PipelineModule(LayerSequence):
                 )
             self._schedule = Schedule.parse(balance.order) if balance.order else balance.schedule
             devices = balance.devices
-            chunks, checkpoint, balance = balance.chunks, balance.checkpoint, balance.balance
+            chunks = balance.chunks
+            checkpoint = balance.checkpoint
+            balance = balance.balance
         self.chunks = parse_chunks(chunks)
         if self.chunks > 1:
             verify_counts(module)

@@ -264,7 +264,8 @@ class ThreadState(NamedTuple):
         """Take a snapshot of the calling thread's state."""
         inference = torch.is_inference_mode_enabled()
         hooks = innermost_hooks()
-        function, dispatch = FUNCTION_MODES.read(), DISPATCH_MODES.read()
+        function = FUNCTION_MODES.read()
+        dispatch = DISPATCH_MODES.read()
         has_modes = bool(dispatch) or not all(isinstance(mode, DeviceContext) for mode in function)
         here = context.checkpointing, context.recomputing, context.workers
         return ThreadState(
@@ -338,7 +339,8 @@ class ThreadState(NamedTuple):
         ):
             if stack.read() != modes:
                 stack.write(modes)
-        context.checkpointing, context.recomputing = self.checkpointing, self.recomputing
+        context.checkpointing = self.checkpointing
+        context.recomputing = self.recomputing
         # This thread has the number already. But threads that are new to PyTorch begin with the
         # number that was set last, which was a worker's.
         torch.set_num_threads(self.num_threads)

@@ -233,7 +233,8 @@ DISPATCH_MODES = ModeStack(
 )
 
 
-_len_of_function_modes, _len_of_dispatch_modes = FUNCTION_MODES.len, DISPATCH_MODES.len
+_len_of_function_modes = FUNCTION_MODES.len
+_len_of_dispatch_modes = DISPATCH_MODES.len
 
 
 class unseen:

@@ -101,7 +101,8 @@ def copy_of(x: Tensor, memories: Memories) -> Tensor:
     x = x.detach()
     if not is_plain(x):
         return x.clone()
-    memory, key = x.untyped_storage(), storage_id(x)
+    memory = x.untyped_storage()
+    key = storage_id(x)
     copy = memories.get(key)
     if copy is None:
         # A tensor that fills its memory keeps its strides in a clone, and so the same layout.

@@ -119,7 +119,8 @@ def check_optimizer(
         'the checkpoint is of an optimizer of other parameters', 'optimizer', here, saved, _MOST
     )
     there = {key for each in saved.values() for key in each}
-    missing, others = options - there - _SCHEDULERS, there - options - _SCHEDULERS
+    missing = options - there - _SCHEDULERS
+    others = there - options - _SCHEDULERS
     # Releases of PyTorch differ in one of them only.
     if missing and others:
         raise ValueError(
@@ -407,9 +408,11 @@ def save(
     Args:
         patience: Returns how long a rank waits for others, in seconds.
     """
-    task, (number, ranks) = 'saving a checkpoint', _place(rank)
+    task = 'saving a checkpoint'
+    number, ranks = _place(rank)
     writer = Writer(folder, number, ranks, patience)
-    state, own = dict[str, Any](), dict[str, bytes]()
+    state = dict[str, Any]()
+    own = dict[str, bytes]()
 
     def read() -> Facts:
         _settle(rank)
@@ -462,7 +465,9 @@ def load(
 
     Options and further state are read before any tensor.
     """
-    task, loading, found = 'loading a checkpoint', list[_Loading](), dict[str, Any]()
+    task = 'loading a checkpoint'
+    loading = list[_Loading]()
+    found = dict[str, Any]()
 
     def prepare() -> Facts:
         _settle(rank)
@@ -537,7 +542,9 @@ class _Loading:
         metadata: Metadata,
         optimizer: Optimizer | None,
     ) -> None:
-        self._model, self._rank, self._reader = model, rank, reader
+        self._model = model
+        self._rank = rank
+        self._reader = reader
         self.saved = metadata.state_dict_metadata
         self._optimizer = None if optimizer is None else named(model, optimizer, rank.ties.names)
         own = self._optimizer
@@ -552,7 +559,8 @@ class _Loading:
         Raises:
             ValueError: Parameters of one group had different options, or a state is missing.
         """
-        data, own = self._rank.data, self._optimizer
+        data = self._rank.data
+        own = self._optimizer
         self._extra = extra_forms(self.saved, data.size, data.rank, asked)
         options = own.forms(saved_options(self.saved)) if own else {}
         self._read({'optimizer': {'param_groups': options}, 'extra': self._extra})
@@ -565,7 +573,8 @@ class _Loading:
 
     def read_tensors(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Load the values of the model, its optimizer, generators and objects."""
-        own, place = self._optimizer, _name(self._rank)
+        own = self._optimizer
+        place = _name(self._rank)
         states = own.forms(by_names(under(self.saved, 'optimizer.state.'))) if own else {}
         state = {
             'model': self._model.state_dict(),
@@ -666,6 +675,8 @@ def _settle(rank: Rank) -> None:
 
 def _name(rank: Rank) -> str:
     """Return the sizes of a mesh, and the place of a rank in it."""
-    data, pipe, tensor = rank.data, rank.pipe, rank.tensor
+    data = rank.data
+    pipe = rank.pipe
+    tensor = rank.tensor
     number = (data.rank * pipe.size + pipe.rank) * tensor.size + tensor.rank
     return f'{data.size}x{pipe.size}x{tensor.size}.{number}'

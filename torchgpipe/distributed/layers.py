@@ -280,7 +280,8 @@ def _part(
     """Return the weights of some layers, with the weights that belong to no layer at all."""
     if weights is None:
         return None
-    source, others = open_weights(weights), {*skeleton._modules} - {*own}
+    source = open_weights(weights)
+    others = {*skeleton._modules} - {*own}
     names = {key: key for key in source}
     to_own_names(names, '', skeleton._modules)
     # A tensor with several names needs only one of them, which may be on another rank.
@@ -374,7 +375,8 @@ class Ties:
             names = [name for j, name in tie if ranks[j] == own]
             owners = [*dict.fromkeys(ranks[j] for j, _ in tie)]
             if names and len(owners) > 1:
-                (module, name), first = _place_of(names[0], layers), tie[0][1]
+                module, name = _place_of(names[0], layers)
+                first = tie[0][1]
                 x = getattr(module, name)
                 others = len(owners) - 1 if owners[0] == own else -1
                 self._slots.append((module, name, first, others))
@@ -470,7 +472,8 @@ class Ties:
         """
         result = like(x, grad).clone()
         said = local(result).new_tensor([grad is not None, x.requires_grad])
-        total, (first, *others) = torch.cat([local(result).reshape(-1), said]), ranks
+        total = torch.cat([local(result).reshape(-1), said])
+        first, *others = ranks
         if self._own == first:
             for rank in others:
                 part = torch.empty_like(total)

@@ -221,7 +221,8 @@ def _group_of(kind: Any, ranks: set[int], **options: Any) -> ProcessGroup:
 
 def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
     """Return the ranks along each axis, a list for each place along the others."""
-    names, ranks = mesh.mesh_dim_names or (), mesh.mesh
+    names = mesh.mesh_dim_names or ()
+    ranks = mesh.mesh
     return {
         axis: ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
         if axis in names and ranks.dim() > 1
@@ -234,7 +235,8 @@ def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
 
 def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
     """Return the ranks at this rank's place along an axis, or at the given place."""
-    names, own = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    names = mesh.mesh_dim_names or ()
+    own = mesh.get_coordinate()
     if name not in names or own is None:
         return {*mesh.mesh.flatten().tolist()}
     number = names.index(name)

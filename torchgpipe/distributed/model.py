@@ -157,17 +157,15 @@ class DistributedGPipe(PipelineModule):
             rank = self._rank_type(
                 mesh, places, [[next(names) for _ in range(n)] for n in self.balance]
             )
-            plan, policies = (
-                dict(tensor_plan or {}),
-                {
-                    name: policy
-                    for name, policy in (
-                        ('mp_policy', mp_policy),
-                        ('offload_policy', offload_policy),
-                    )
-                    if policy
-                },
-            )
+            plan = dict(tensor_plan or {})
+            policies = {
+                name: policy
+                for name, policy in (
+                    ('mp_policy', mp_policy),
+                    ('offload_policy', offload_policy),
+                )
+                if policy
+            }
             if max_active_stages is not None and (data != 'shard' or max_active_stages < 1):
                 raise ValueError(
                     "max_active_stages is a positive number, with data='shard' only, "
@@ -206,13 +204,15 @@ class DistributedGPipe(PipelineModule):
             rank.make(
                 module, skeleton, seed, weights, init, plan, data, policies, max_active_stages
             )
-            self._seed, self._compare_every = seed, compare_every
+            self._seed = seed
+            self._compare_every = compare_every
             self._take(rank, skeleton._modules, skeleton.training)
 
     def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
         """Use the layers of a rank."""
         self.devices = [rank.device] * len(self.balance)
-        self._rank, self._engine = rank, rank.engine
+        self._rank = rank
+        self._engine = rank.engine
         self._steps = self._steps_type(rank, self, self._watch.at, self._compare_every)
         self._place(names, rank.made, nn.ModuleList(rank.partitions), training)
 
@@ -288,7 +288,8 @@ class DistributedGPipe(PipelineModule):
 
         Gradients of several steps are added up and reduced once, as for one mini-batch of all.
         """
-        before, self._rank.replicas.syncs = self._rank.replicas.syncs, False
+        before = self._rank.replicas.syncs
+        self._rank.replicas.syncs = False
         try:
             yield
         finally:
@@ -357,7 +358,8 @@ class DistributedGPipe(PipelineModule):
         self, largest: Sequence[float], total: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """Return maxima and sums over all ranks, for :func:`torchgpipe.timeline.measure`."""
-        rank, results = self._rank, []
+        rank = self._rank
+        results = []
         for numbers, operation in ((largest, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):
             tensor = torch.tensor(numbers, dtype=torch.float64, device=rank.device)
             if rank.everyone is not None:

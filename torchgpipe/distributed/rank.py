@@ -103,7 +103,8 @@ class Rank:
         self.data, self.pipe, self.tensor = (
             axis_of(mesh, name) for name in ('data', 'pipe', 'tensor')
         )
-        self.everyone, self.alike = whole_group(mesh), alike(mesh, 'tensor')
+        self.everyone = whole_group(mesh)
+        self.alike = alike(mesh, 'tensor')
         self.device = device_of(mesh)
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
@@ -165,7 +166,8 @@ class Rank:
             policies: The policies of FSDP2.
             most: How many units are whole at a time; ``None`` for the default.
         """
-        stages, own = self.stages, self.own
+        stages = self.stages
+        own = self.own
         self.exchanges = self.data.size > 1 and any(
             isinstance(module, Experts) for module in skeleton.modules()
         )
@@ -221,7 +223,8 @@ class Rank:
         if offloads and is_cpu(self.device):
             # Pinned memory is of no use if the device is the host.
             self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
-        self._units, self.partitions = dict[int, Unit](), [Sequential() for _ in stages]
+        self._units = dict[int, Unit]()
+        self.partitions = [Sequential() for _ in stages]
         late = self._stages_of_ties(skeleton)
         modules = {j: nn.ModuleList(map(skeleton.get_submodule, stages[j])) for j in own}
         groups = grouped(modules, late)
@@ -396,7 +399,9 @@ class Rank:
                 'copied with their model: save(folder), and load it into another one'
             )
         new = copy(self)
-        new.made, new.replaced, new.saving = made, [*self.replaced], None
+        new.made = made
+        new.replaced = [*self.replaced]
+        new.saving = None
         new.partitions = [Sequential() for _ in new.partitions]
         new._assemble()
         pending = self.replicas.pending
@@ -431,9 +436,11 @@ class Rank:
                     'replace it in the module, and make the model of that'
                 )
             self.made[name] = layer.to(self.device)
-        syncs, pending = self.replicas.syncs, self.replicas.pending
+        syncs = self.replicas.syncs
+        pending = self.replicas.pending
         self._assemble()
-        self.replicas.syncs, self.replicas.pending = syncs, pending
+        self.replicas.syncs = syncs
+        self.replicas.pending = pending
         self.replaced += layers
 
     def outline(self, *more: object) -> int:

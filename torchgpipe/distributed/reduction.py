@@ -370,7 +370,8 @@ class Replicas(nn.Module):
         if not self.shards:
             self._sums += started(own, kept, self._axis.group)
             return
-        unit, learns = self._units[j], [x.requires_grad for x in self._units[j].own]
+        unit = self._units[j]
+        learns = [x.requires_grad for x in self._units[j].own]
         self._check_versions(unit)
         del self._whole[unit]
         there = [id(x) in kept for x in own]
@@ -542,10 +543,14 @@ class Replicas(nn.Module):
     def _all_or_nothing(self) -> Iterator[None]:
         """Restore all gradients if a step fails, even if some were reduced already."""
         shards = [x for x in self.parameters() if self._is_shard(x)]
-        before, pending = [(x, x.grad) for x in shards], {**self.pending}
+        before = [(x, x.grad) for x in shards]
+        pending = {**self.pending}
         for x, _ in before:
             x.grad = None
-        self.seen, self._reduced, self._sums, self._there = {}, {}, [], []
+        self.seen = {}
+        self._reduced = {}
+        self._sums = []
+        self._there = []
         self.again = False
         try:
             yield

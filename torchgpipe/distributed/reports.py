@@ -102,7 +102,8 @@ def doing(now: Item | None) -> str:
     'forward of stage 1, micro-batch 0'
     """
     if isinstance(now, Message):
-        (stage, kind, i), verb = now.action, 'receive' if isinstance(now, Receive) else 'send'
+        stage, kind, i = now.action
+        verb = 'receive' if isinstance(now, Receive) else 'send'
         return (
             f'{verb} of what {_KINDS[kind]} of stage {stage} has for stage {now.stage}, '
             f'micro-batch {i}'

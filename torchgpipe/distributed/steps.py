@@ -99,7 +99,8 @@ class Steps:
         self._failed = ''
         self._compare_every = compare_every
         #: The number of tensors, and the number of steps, calls and evaluations with so many.
-        self._tensors, self._since = 0, dict[str, int]()
+        self._tensors = 0
+        self._since = dict[str, int]()
         #: Whether ranks compare now, and whether this is the first time.
         self._due = self._is_first = False
         #: Whether ranks have gradients to compare, because they have not given any yet.
@@ -116,7 +117,8 @@ class Steps:
             loss: The function, the target, its batch dimension, the normalizer, and the scale.
             return_output: Whether to return the output as well.
         """
-        rank, model = self._rank, self._model
+        rank = self._rank
+        model = self._model
         start = self._begin(input, 'step', ready, return_output)
         found, recomputed = self._scheduled(start)
         losses = self._losses(start.sizes, loss)
@@ -130,7 +132,8 @@ class Steps:
             common=start.common,
             offload=model.offload,
         )
-        training.losses, training.keeps_output = losses.in_layers, return_output
+        training.losses = losses.in_layers
+        training.keeps_output = return_output
         self._cast_output(training)
         whole: list[Tensor] = []
         others = [x for module in losses.modules[:1] for x in parameters_by_name(module)]
@@ -168,7 +171,8 @@ class Steps:
 
     def _scheduled(self, start: _Start) -> tuple[Schedule, Sequence[Collection[int]]]:
         """Return the schedule with recomputations, and by stage their micro-batches."""
-        model, m = self._model, len(start.batches)
+        model = self._model
+        m = len(start.batches)
         workers = [('rank', place) for place in self._rank.places]
         stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
         return recomputing(find_schedule(start.schedule, workers, m), tuple(map(range, stops)))
@@ -251,7 +255,8 @@ class Steps:
                 'earlier step, where others wait for its messages: start again '
                 f'from a checkpoint. It had raised {self._failed}'
             )
-        rank, model = self._rank, self._model
+        rank = self._rank
+        model = self._model
         rank.draw_alike()
         cuts: list[tuple[list[Chunk], list[int], list[int]]] = []
         counts: list[Any] = []
@@ -342,7 +347,8 @@ class Steps:
             len(module._parameters) + len(module._buffers) for module in self._model.modules()
         )
         if tensors != self._tensors:
-            self._tensors, self._since = tensors, {}
+            self._tensors = tensors
+            self._since = {}
         since = self._since[what] = self._since.get(what, -1) + 1
         # Compare often at first: gradients may be added up for some steps, or learning rates be 0.
         self._due = self._compare_every > 0 and (
@@ -363,7 +369,8 @@ class Steps:
 
     def _losses(self, sizes: list[int], loss: Sequence[Any], trains: bool = True) -> Losses:
         """Return the losses of micro-batches; on ranks without the last stage, an empty one."""
-        rank, (loss_fn, target, target_dim, normalizer, scale) = self._rank, loss
+        rank = self._rank
+        loss_fn, target, target_dim, normalizer, scale = loss
         found: list[Losses] = []
         tensors: dict[str, Tensor] = {}
 
@@ -460,7 +467,8 @@ class Steps:
             start: The state at the start of the step.
             trains: Whether gradients are reduced.
         """
-        rank, key = self._rank, (start.kind, schedule)
+        rank = self._rank
+        key = (start.kind, schedule)
         if key not in self._known and len(self._known) >= _KINDS:
             self._known.popitem(last=False)
         known, rows = self._known.setdefault(key, ({}, {}))
@@ -486,7 +494,9 @@ class Steps:
 
     def _gathered(self, start: _Start, run: Run) -> Any:
         """Return the output on ranks that have it."""
-        rank, model, counts = self._rank, self._model, [start.counts]
+        rank = self._rank
+        model = self._model
+        counts = [start.counts]
         if count_functions(model.gather) and rank.places[0] != rank.places[-1]:
             # Functions count samples in the input, which is on another rank.
             dist.broadcast_object_list(counts, rank.ranks[0], rank.pipe.group, rank.device)
@@ -585,7 +595,8 @@ def check_losses(said: dict[int, Facts]) -> float:
 
 def check_same_losses(losses: dict[int, float]) -> None:
     """Raise if losses of ranks along the tensor axis differ by more than rounding."""
-    most, least = max(losses.values()), min(losses.values())
+    most = max(losses.values())
+    least = min(losses.values())
     if most - least > 0.01 * max(abs(most), abs(least)):
         raise RuntimeError(
             'ranks along the tensor axis compute one loss, but have, by rank, '

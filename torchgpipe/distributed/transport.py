@@ -165,7 +165,8 @@ class Messages:
         Raises:
             RuntimeError: The header differs from earlier steps.
         """
-        rank, known = self._ranks[message.stage], self._known.get(message)
+        rank = self._ranks[message.stage]
+        known = self._known.get(message)
         self._make_room(self._sent[rank])
         self._sent[rank].append([])
         if known is None or known.varies:
@@ -190,7 +191,8 @@ class Messages:
 
     def receive(self, message: Message) -> None:
         """Start to receive a message."""
-        rank, header = self._ranks[message.action.stage], self._known.get(message)
+        rank = self._ranks[message.action.stage]
+        header = self._known.get(message)
         if header is None or header.varies:
             size = torch.zeros(1, dtype=torch.long, device=self._device)
             self._get(size, rank).wait()
@@ -359,10 +361,13 @@ class _OnRanks(Run):
 
     def _forward(self, message: Message) -> tuple[Header, list[Tensor]]:
         """Return the batch and the skips that a cell has for another stage."""
-        (j, _, i), next_j = message.action, message.stage
-        batch, waiting = self._batches[i], self._skips[i]
+        j, _, i = message.action
+        next_j = message.stage
+        batch = self._batches[i]
+        waiting = self._skips[i]
         tensors: list[Tensor] = [*batch.tensors] if next_j == j + 1 else []
-        numbers, size = [*range(len(tensors))], len(tensors)
+        numbers = [*range(len(tensors))]
+        size = len(tensors)
         skips: list[int | None] = []
         skip_kinds: list[tuple[int, Kind]] = []
         for key in self._keys(j, next_j):
@@ -373,7 +378,8 @@ class _OnRanks(Run):
                     skip_kinds.append((len(tensors), skip.kind))
                 tensors.append(skip.tensor)
                 numbers.append(skip.k)
-        kind, varies = None, bool(skip_kinds)
+        kind = None
+        varies = bool(skip_kinds)
         if size:
             kind = None if batch.kind is bare else batch.kind
             varies |= kind is not None and _has_numbers(batch.value)
@@ -390,7 +396,8 @@ class _OnRanks(Run):
     def _arrive(self, message: Message) -> Header:
         """Put the result of another stage where a cell finds it."""
         header, tensors = self._way.messages.wait(message)
-        (prev_j, _, i), j = message.action, message.stage
+        prev_j, _, i = message.action
+        j = message.stage
         for x, each in zip(tensors, header.outlines):
             x.requires_grad_(each.requires_grad)
         keys = self._keys(prev_j, j)
@@ -488,7 +495,8 @@ class Training(_OnRanks, Step):
         if self.looks:
             graph = self._graphs[i, j]
             own = self._leaves.numbers | {id(x) for _, _, x in graph.leaves}
-            nodes, where = [edge.node for _, edge in graph.roots], f'stage {j}'
+            nodes = [edge.node for _, edge in graph.roots]
+            where = f'stage {j}'
             if j == len(self._cells) - 1:
                 where += ' or loss_fn'
                 # A loss that depends on no parameter is a leaf itself.

@@ -95,7 +95,9 @@ def _whereabouts(thread: int, layer: bool) -> Whereabouts:
     if not frames:
         return Whereabouts(False, 'no line, as its thread has ended')
 
-    waits, line, name = False, '', ''
+    waits = False
+    line = ''
+    name = ''
     decided = False
     for frame in frames:
         module = str(frame.f_globals.get('__name__', ''))
@@ -135,7 +137,8 @@ def _line(frame: FrameType) -> str:
 def _layer(frame: FrameType) -> str:
     with uncollected():  # As in `_frames`.
         variables = frame.f_locals
-    partition, layer = variables.get('self'), variables.get('module')
+    partition = variables.get('self')
+    layer = variables.get('module')
     names = (
         []
         if partition is None or layer is None
@@ -198,14 +201,18 @@ class Own:
 
     def begin(self, what: str) -> None:
         """Begin a run."""
-        self.what, self.now, self.error, self.found = what, None, None, ''
+        self.what = what
+        self.now = None
+        self.error = None
+        self.found = ''
         self.thread = threading.get_ident()
         self.run += 1
         self.inside = True
 
     def end(self) -> None:
         """End the run."""
-        self.inside, self.now = False, None
+        self.inside = False
+        self.now = None
 
 
 class WatchThread:
@@ -218,12 +225,14 @@ class WatchThread:
     """
 
     def __init__(self, own: Own, mesh: DeviceMesh, limit: float) -> None:
-        self._own, self._limit = own, limit
+        self._own = own
+        self._limit = limit
         self._names = names_of(mesh)
         self.name = self._names[dist.get_rank()]
         self._period = min(1.0, limit / 10)
         self._board = Board(self._names)
-        self._wake, self._answered = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._answered = threading.Event()
         self._stops = False
         self._beat = self._cleared = 0
         #: The last seen position of the main thread, without and with its line; and the times
@@ -237,7 +246,8 @@ class WatchThread:
         #: By rank, its last beat, and the time when that was first seen.
         self._beats: dict[int, tuple[int, float]] = {}
         #: The failed ranks, and since when the main thread has been stuck because of them.
-        self._found, self._found_at = '', 0.0
+        self._found = ''
+        self._found_at = 0.0
         #: The errors of turns that were reported.
         self._reported: set[str] = set()
 
@@ -308,13 +318,16 @@ class WatchThread:
         own = self._own
         mark = own.run, own.count, own.inside
         if mark != self._mark:
-            self._mark, self._since, self._found = mark, now, ''
+            self._mark = mark
+            self._since = now
+            self._found = ''
             if own.error is None:
                 own.found = ''
         self._where = whereabouts(own.thread, own.inside and now - self._since > self._period)
         line = mark, self._where
         if line != self._line:
-            self._line, self._line_since = line, now
+            self._line = line
+            self._line_since = now
 
     def _say(self, now: float, news: bool = False) -> int:
         """Publish the state of the rank, and return the number of news so far.
@@ -375,9 +388,12 @@ class WatchThread:
             return
         found, is_sure = self._blame(now, waited >= self._limit + SILENCE)
         if not found:
-            self._cleared, self._found, self._own.found = news, '', ''
+            self._cleared = news
+            self._found = ''
+            self._own.found = ''
         elif not self._found:
-            self._found, self._found_at = found, now
+            self._found = found
+            self._found_at = now
             if is_sure:  # The rank that is stuck may not look itself.
                 self._own.found = found
                 self._say(now, True)
@@ -495,7 +511,8 @@ class Watch:
         self._failed = True
         if self._watcher is None:
             return
-        own, name = self._own, self._watcher.name
+        own = self._own
+        name = self._watcher.name
         at = own.what + ''.join(f': {each}' for each in [doing(own.now)] if each)
         add_note(error, f'on {name}, in {at}')
         if not is_from_others(error):

@@ -145,7 +145,8 @@ class Cell:
                 [] if tracker is None else [*tracker.tensors.values()],
             )
         )
-        outside, context.skips = context.skips, tracker
+        outside = context.skips
+        context.skips = tracker
         grad = torch.is_grad_enabled()
         try:
             # Inlined, not by `call`: each Python call counts here.

@@ -167,7 +167,9 @@ class _Split(torch.autograd.Function):
         weight: Weight,
         bias: Weight | None,
     ) -> Tensor:
-        ctx.function, ctx.deferred, ctx.work = function, weight.deferred, weight.deferred.work
+        ctx.function = function
+        ctx.deferred = weight.deferred
+        ctx.work = weight.deferred.work
         ctx.set_materialize_grads(False)  # An unused output has no gradient, not one of zeros.
         ctx.leaves = weight, bias  # An unpack hook may return another tensor.
         ctx.hooked = False

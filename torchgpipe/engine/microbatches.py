@@ -326,7 +326,8 @@ def _names_of_arguments(layer: nn.Module) -> list[str] | None:
     return None if kinds & {_ANY, _ANY_NAMED} else list(parameters)
 
 
-_ANY, _ANY_NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_ANY = inspect.Parameter.VAR_POSITIONAL
+_ANY_NAMED = inspect.Parameter.VAR_KEYWORD
 
 
 def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:

@@ -42,7 +42,8 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
     >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.ReLU()))]
     ['Sequential', 'ReLU']
     """
-    seen, queue = {module}, [module]
+    seen = {module}
+    queue = [module]
     while queue:
         found = queue.pop()
         yield found
@@ -60,7 +61,8 @@ def holder_of(slot: Slot) -> Any:
 
 def tensor_of(slot: Slot) -> Any:
     """Return the parameter or the buffer at a slot; ``None`` if it does not exist."""
-    holder, name = holder_of(slot), slot[1]
+    holder = holder_of(slot)
+    name = slot[1]
     return holder.get(name, None)
 
 

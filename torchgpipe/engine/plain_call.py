@@ -126,7 +126,8 @@ class PlainCall(Run):
 
     def _run_cells(self) -> None:
         """Run all cells: concurrently, or one after the other where their order matters."""
-        m, known = len(self._batches), 0
+        m = len(self._batches)
+        known = 0
         # No two cells could run concurrently, or user code may see when a cell runs.
         in_order = (
             self._engine.one_worker
@@ -159,7 +160,8 @@ class PlainCall(Run):
         self._state.run(partial(self._act_here, action), self._share)
 
     def _act_here(self, action: Action) -> None:
-        before, context.no_order = context.no_order, partial(_undeclared, action.stage)
+        before = context.no_order
+        context.no_order = partial(_undeclared, action.stage)
         try:
             with use_stream(self._streams[action.stage]):
                 self._run_cell(action.micro_batch, action.stage)
@@ -195,7 +197,8 @@ class PlainCall(Run):
     # ------------------------------------------------------------------------------------
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        partition, tensors = self._engine.partitions[j], [*self._batches[i].tensors]
+        partition = self._engine.partitions[j]
+        tensors = [*self._batches[i].tensors]
         # Skips first: they are ready. Behind the batch, they would wait for its computation.
         skips = [
             self._copy(i, skip.j, j, [skip.tensor])[0]

@@ -169,7 +169,8 @@ class Aliasing:
         if aliased:
             self._once_shared[i] = [*self._once_shared.get(i, []), *aliased]
         if common:
-            self._common[i], self._shared = common, self._shared or common
+            self._common[i] = common
+            self._shared = self._shared or common
         self._common_skips[i] |= skips
         if aliased or common:
             self.watched.add(i)
@@ -177,9 +178,11 @@ class Aliasing:
     def before(self, i: int, j: int, cell: Cell, tensors: list[Tensor]) -> '_Before':
         """Record the input of a cell in partition ``j``."""
         number = len(tensors) - len(cell.popped)
-        batch, common_skips = tensors[:number], self._common_skips[i]
+        batch = tensors[:number]
+        common_skips = self._common_skips[i]
         with_others = self._with_batch[i] | self._with_skips[i].keys()
-        common, aliased = self.common(i), {}
+        common = self.common(i)
+        aliased = {}
         # Other skips are not kept, because they live no longer than the layers need them.
         for key, x in zip(cell.popped, tensors[number:]):
             if key in common_skips:
@@ -210,7 +213,8 @@ class Aliasing:
             if versions(tensors) != version:
                 raise RuntimeError(error)
         number = len(output) - len(cell.stashed)
-        given, stashed = output[:number], dict(zip(cell.stashed, output[number:]))
+        given = output[:number]
+        stashed = dict(zip(cell.stashed, output[number:]))
         if self._shared:
             self._common[i] = [y for y in given if is_among(y, common)]
             self._common_skips[i] |= {key for key, x in stashed.items() if is_among(x, common)}
@@ -236,7 +240,8 @@ class Aliasing:
                 or x.is_inference()
             ):
                 continue
-            storage, now = x.untyped_storage(), x._version
+            storage = x.untyped_storage()
+            now = x._version
             place = id(storage), x.storage_offset()
             # Another memory may have the same `id` after this one is freed.
             found, version = handed_on.get(place, (_gone, now))
@@ -302,7 +307,8 @@ class Aliasing:
         stashed: dict[Key, Tensor],
     ) -> None:
         """Record the skips that share memory with the output of a cell or with other skips."""
-        with_batch, with_skips = self._with_batch[i], self._with_skips[i]
+        with_batch = self._with_batch[i]
+        with_skips = self._with_skips[i]
         with_batch -= popped if share_memory(batch, output) else {*with_batch}
         for key, x in aliased.items():
             if share_memory([x], output):
@@ -503,7 +509,9 @@ class Run:
 
     def _run_cell(self, i: int, j: int) -> None:
         """Run micro-batch ``i`` in partition ``j``."""
-        partition, m, outside = self._engine.partitions[j], len(self._batches), context.micro_batch
+        partition = self._engine.partitions[j]
+        m = len(self._batches)
+        outside = context.micro_batch
         cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
         context.micro_batch = MicroBatch(
             i, m, j, next(_serial), self.mini_batch, partition.lock, self.losses

@@ -305,7 +305,8 @@ class Step(Run):
     def _act(self, action: Action) -> None:
         """Run an action."""
         j, kind, i = action
-        deferred, before = self._deferred.get(j), context.no_order
+        deferred = self._deferred.get(j)
+        before = context.no_order
         if deferred is not None:
             # The list to which layers defer gradients of weights, for `W`.
             deferred.work = self._work.setdefault((i, j), [])
@@ -360,7 +361,8 @@ class Step(Run):
     def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
         if not self._engine.apart(prev_j, j):
             return x
-        prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
+        prev_stream = self._copy_streams[prev_j][i]
+        next_stream = self._copy_streams[j][i]
         copy = copy_tensor(x.detach(), prev_stream, next_stream, self._streams[j])
         return copy.requires_grad_(x.requires_grad)
 
@@ -369,7 +371,8 @@ class Step(Run):
     ) -> None:
         """Keep the output of a cell as leaves, and the edges for gradients into its graph."""
         if self._engine.partitions[j].departs:
-            stream, departure = self._streams[j], self._copy_streams[j][i]
+            stream = self._streams[j]
+            departure = self._copy_streams[j][i]
             output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
         if recomputation is not None:
             self._recomputations[i, j] = recomputation
@@ -456,6 +459,7 @@ class Step(Run):
         """Copy a gradient to the source partition of its tensor."""
         if not self._engine.apart(prev_j, j):
             return grad
-        prev_stream, next_stream = self._copy_streams[prev_j][i], self._copy_streams[j][i]
+        prev_stream = self._copy_streams[prev_j][i]
+        next_stream = self._copy_streams[j][i]
         wait_stream(next_stream, self._streams[j])  # rule 12
         return copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])

@@ -129,8 +129,10 @@ class SharedTensors:
         return self._copies[key][1]
 
     def _copy(self, tensor: Tensor, device: torch.device, put_last: PutLast) -> Tensor:
-        home, there = current_stream(tensor.device), current_stream(device)
-        leaving, arriving = self._copy_stream(tensor.device), self._copy_stream(device)
+        home = current_stream(tensor.device)
+        there = current_stream(device)
+        leaving = self._copy_stream(tensor.device)
+        arriving = self._copy_stream(device)
         copy, phony = fork(_apply(Wait, home, leaving, tensor))
         if phony.requires_grad:
             self._return_late(tensor.device, phony, put_last)

@@ -206,7 +206,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
 
 
 #: The names in torchgpipe 0.0.7.
-is_cuda, as_cuda = is_accelerator, as_accelerator
+is_cuda = is_accelerator
+as_cuda = as_accelerator
 
 
 class Observer(Protocol):
@@ -488,7 +489,8 @@ class Wait(torch.autograd.Function):
 
 def graph_leaves(nodes: list[Any]) -> list[Tensor]:
     """Return the tensors that receive gradients from a graph."""
-    found, seen = [], {*nodes}
+    found = []
+    seen = {*nodes}
     while nodes:
         node = nodes.pop()
         # Phonies only tie nodes to each other.

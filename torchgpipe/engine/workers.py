@@ -289,7 +289,8 @@ def _plan(
     owners: dict[Action, Hashable] = {}
     order: dict[Action, int] = {}
     for k, action in enumerate(by_step(grid)):
-        order[action], device = k, devices[action.stage]
+        order[action] = k
+        device = devices[action.stage]
         owners[action] = key = device_key(device)
         merged.setdefault(key, (device, []))[1].append(action)
     waits = {action: {*waits_for(action, owners.keys())} for action in owners}

@@ -39,7 +39,8 @@ __all__ = [
 @contextmanager
 def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
     before = context.checkpointing, context.recomputing
-    context.checkpointing, context.recomputing = checkpointing, recomputing
+    context.checkpointing = checkpointing
+    context.recomputing = recomputing
     try:
         yield
     finally:
@@ -123,7 +124,8 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             with enable_checkpointing():
                 return self._batch.call(self._function)
-        device, call = self._batch.device, _FunctionCall(self._function, self._batch.kind)
+        device = self._batch.device
+        call = _FunctionCall(self._function, self._batch.kind)
         self._recomputation = Recomputation(
             call,
             ThreadState.capture(),

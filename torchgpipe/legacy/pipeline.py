@@ -52,7 +52,8 @@ class Batch:
     def of(cls, tensors: Tensors, kind: Kind = tuple) -> 'Batch':
         """Make a batch of some kind from its tensors; by default a tuple."""
         batch = cls.__new__(cls)
-        batch._tensors, batch.kind = tensors, kind
+        batch._tensors = tensors
+        batch.kind = kind
         return batch
 
     @property

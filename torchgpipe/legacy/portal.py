@@ -115,7 +115,8 @@ class Portal:
         """Return the gradient and release it."""
         if self.grad is None:
             raise RuntimeError('grad in portal has been removed or never set')
-        grad, self.grad = self.grad, None
+        grad = self.grad
+        self.grad = None
         return grad
 
 

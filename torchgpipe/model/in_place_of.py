@@ -119,7 +119,8 @@ def _share(pipeline: Any, model: nn.Module, layers: dict[str, str]) -> None:
     Most are the same objects. The exceptions are moved buffers, parameters that cannot be moved in
     place, and tensors of a model on the meta device.
     """
-    own, slots = _own(pipeline, layers), [*named_slots(model)]
+    own = _own(pipeline, layers)
+    slots = [*named_slots(model)]
     foreign = [
         name
         for name, _, x in slots

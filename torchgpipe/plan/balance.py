@@ -128,7 +128,8 @@ def bounded_cuts(
         middle = (low + high) // 2
         found = reachable(prefix, furthest, middle)
         if found[-1]:
-            ends, high = found, middle
+            ends = found
+            high = middle
         else:
             low = middle + 1
     cuts = [edges[k] for k in _most_even(prefix, furthest, high, ends)]
@@ -184,7 +185,8 @@ def reachable(prefix: Sequence[int], furthest: Furthest, bound: int) -> Ends:
         reached = bisect_left(prefix, prefix[-1] - left * bound) - 1 if left else last - 1
         for a in rows[-1]:
             if a < last:
-                stop, limit = stops[a], limits[a]
+                stop = stops[a]
+                limit = limits[a]
                 if limit < stop:
                     stop = limit
                 if stop > reached:
@@ -248,7 +250,8 @@ def _choose(
         b = ends[middle]
         first = bisect_left(points, (bisect_left(prefix, prefix[b] - bound),))
         last = bisect_left(points, (b,))
-        factor, twice = 2 * weight * prefix[b], 2 * b
+        factor = 2 * weight * prefix[b]
+        twice = 2 * b
         # The best start lies between the best starts of the ends on both sides. If no start there
         # is possible, it may be anywhere.
         for one, other in ((max(first, low), min(last, high)), (first, last)):
@@ -514,7 +517,8 @@ class Profile:
         Raises:
             ValueError: An argument is wrong, or no balance keeps the limits.
         """
-        partitions, chunks = positive(partitions, 'partitions'), positive(chunks, 'chunks')
+        partitions = positive(partitions, 'partitions')
+        chunks = positive(chunks, 'chunks')
         limits = memory_limits(memory_limit, partitions, 'partitions')
         blocks = self.blocks(chunks, param_scale)
         costs = blocks.seconds(checkpoint)
@@ -533,7 +537,8 @@ class Profile:
     def _predicted(self, lengths: list[int], blocks: Blocks, checkpoint: str) -> Balance:
         """Return a balance with predictions, for devices that do not slow each other down."""
         parts = [(end - length, end) for end, length in zip(accumulate(lengths), lengths)]
-        seconds, peak = blocks.seconds(checkpoint), _peak(blocks, len(parts), checkpoint)
+        seconds = blocks.seconds(checkpoint)
+        peak = _peak(blocks, len(parts), checkpoint)
         costs = Costs.of(self, lengths, blocks.m, checkpoint)
         schedule, pairs = plain_call(len(parts), blocks.m, costs.stops)
         simulation = simulate(schedule, costs, pairs)
@@ -582,7 +587,8 @@ def edges_for(profile: Profile, partitions: int, checkpoint: str) -> list[int]:
     Raises:
         ValueError: The edges are too few, and partitions are checkpointed.
     """
-    edges, number = profile.edges(), len(profile.layers)
+    edges = profile.edges()
+    number = len(profile.layers)
     if len(edges) > partitions:
         return edges
     if checkpoint == 'never':

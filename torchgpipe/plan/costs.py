@@ -621,7 +621,8 @@ def _between(
 # Measurements: copies between devices, and the overhead of an action.
 
 #: Bytes of the copies that are timed. The time of a small copy is all latency.
-SMALL, LARGE = 4, 2**24
+SMALL = 4
+LARGE = 2**24
 
 #: The number of times that each copy is timed; the median counts.
 COPIES = 5
@@ -668,7 +669,8 @@ def _seconds(tensor: torch.Tensor, target: torch.device) -> float:
 
 
 #: Micro-batches in the steps that are timed.
-FEW, MANY = 2, 10
+FEW = 2
+MANY = 10
 
 #: The number of times that each step is timed. The fastest counts, because other work on the
 #: machine can only make it longer.

@@ -182,7 +182,8 @@ def _ends(simulation: Simulation) -> tuple[float, float]:
     before: dict[tuple[int, float], float] = {}
     ends: dict[int, float] = {}
     for device, _, start, end in simulation.actions:
-        before[device, start], ends[device] = ends.get(device, 0.0), end
+        before[device, start] = ends.get(device, 0.0)
+        ends[device] = end
     data = update = 0.0
     for device, _, kind, start, end in simulation.collected:
         if kind == 'update':
@@ -216,8 +217,12 @@ class MeshSearch:
         overlap: Collection[str] | None,
         balance: Sequence[int] | None = None,
     ) -> None:
-        self._model, self._machine, self._batch = model, machine, batch
-        self._state, self._overlap, self._balance = state, overlap or (), balance
+        self._model = model
+        self._machine = machine
+        self._batch = batch
+        self._state = state
+        self._overlap = overlap or ()
+        self._balance = balance
         #: See :class:`~torchgpipe.plan.Costs`.
         self._overlaps = None if overlap is None else 'data' in overlap
         self._profile = cache(self._measure)
@@ -255,7 +260,8 @@ class MeshSearch:
             least=self._machine.actions,
             split=self._machine.split,
         )
-        trainable, frozen = [], []
+        trainable = []
+        frozen = []
         cuts = [0, *accumulate(balance)]
         for start, end in zip(cuts, cuts[1:]):
             layers = profile.layers[start:end]
@@ -299,7 +305,8 @@ class MeshSearch:
 
     def costs(self, case: _Case, linked: bool = True) -> Costs:
         """Return the costs of a case; without links, no message or collective takes time."""
-        (_, pipe, tensor), m = case.mesh, self.chunks(case)
+        _, pipe, tensor = case.mesh
+        m = self.chunks(case)
         machine = self._machine if linked else self._machine.without_links()
         stages: list[StageCosts] = []
         # The first stage has the input of all micro-batches from the start.
@@ -337,10 +344,12 @@ class MeshSearch:
         where: tuple[int, ...],
         sharding: str,
     ) -> tuple[_Replicated, ...]:
-        (data, pipe, tensor), state = mesh, self._state
+        data, pipe, tensor = mesh
+        state = self._state
         machine = self._machine if linked else self._machine.without_links()
         stages = self._stages(linked, tensor, 1, recomputation, where)
-        shards, frees = sharding == 'shard', self._frees(sharding, data)
+        shards = sharding == 'shard'
+        frees = self._frees(sharding, data)
         kept = state.on_a_rank(sharding, data, freed=frees)
         costs = []
         for trainable, frozen in zip(stages.trainable, stages.frozen):
@@ -395,7 +404,9 @@ class MeshSearch:
 
     def bound(self, case: _Case) -> tuple[float, float]:
         """Return bounds on the seconds and the bytes of a case: [Note: Bounds of a mesh]."""
-        (data, _, tensor), m, splits = case.mesh, self.chunks(case), case.schedule in SPLIT
+        data, _, tensor = case.mesh
+        m = self.chunks(case)
+        splits = case.schedule in SPLIT
         where = places(case.schedule, case.mesh[1], case.virtual)
         ranks = self._chains(tensor, case.micro_batch, case.recomputation, where, splits)
         parameters = self._replicated(case)
@@ -454,7 +465,8 @@ class MeshSearch:
 
     def in_flight(self, case: _Case) -> tuple[int, ...]:
         """Return by rank the most activations of stages that it holds at a time."""
-        pipe, m = case.mesh[1], self.chunks(case)
+        pipe = case.mesh[1]
+        m = self.chunks(case)
         return _most_in_flight(
             case.schedule, pipe, min(m, few(case.schedule, pipe, m)[1]), case.virtual
         )
@@ -468,8 +480,11 @@ class MeshSearch:
 
     def plan(self, found: _Found, best: 'MeshPlan | None' = None) -> 'MeshPlan':
         """Return the plan of a case, with the reason why it is slower than the best plan."""
-        case, seconds = found.case, found.seconds
-        costs, m, (data, pipe, tensor) = self.costs(case), self.chunks(case), case.mesh
+        case = found.case
+        seconds = found.seconds
+        costs = self.costs(case)
+        m = self.chunks(case)
+        data, pipe, tensor = case.mesh
         messages = 0.0
         if pipe > 1 and (best is None or seconds < HOPELESS * best.seconds):
             messages = seconds - self.simulate(case, replace(costs, links=Link())).seconds
@@ -501,7 +516,8 @@ class MeshSearch:
 
     def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""
-        case, m = found.case, self.chunks(found.case)
+        case = found.case
+        m = self.chunks(found.case)
         splits = case.schedule in SPLIT
 
         def mean(kinds: str, of: Costs) -> float:
@@ -823,7 +839,8 @@ def _best(
     """Simulate the candidates of each mesh, the lowest bound first; yield the best of each."""
     fastest_of_all = inf
     for cases in progress(meshes, 'plan: simulations of meshes'):
-        best, least = None, inf
+        best = None
+        least = inf
         for bound, bytes, case in cases:
             if best and bound >= min(best.seconds, HOPELESS * fastest_of_all):
                 break

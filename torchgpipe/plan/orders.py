@@ -45,8 +45,10 @@ class _Problem:
     """The step as list scheduling sees it: seconds and bytes by stage, and stages by device."""
 
     def __init__(self, costs: Costs, places: Sequence[int], m: int, limits: Limits) -> None:
-        stages, last = costs.stages, len(places) - 1
-        self.places, self.m = places, m
+        stages = costs.stages
+        last = len(places) - 1
+        self.places = places
+        self.m = m
         self.own = [
             [j for j, place in enumerate(places) if place == device]
             for device in range(1 + max(places))
@@ -54,7 +56,8 @@ class _Problem:
         self.seconds = {kind: [each.seconds(kind) for each in stages] for kind in KINDS}
 
         def delay(j: int, to: int) -> float:
-            one, other = places[j], places[to]
+            one = places[j]
+            other = places[to]
             return (
                 0.0
                 if one == other
@@ -151,7 +154,8 @@ class _Places:
         self._split = {(j, i) for j, kind, i in self._time if kind == 'I'}
         for changed, chance in ((self._again, 0.5 * recomputes), (self._split, 0.2)):
             if random.random() < chance:
-                j, some = random.randrange(len(simulation.costs.stages)), random.choice((0.1, 0.5))
+                j = random.randrange(len(simulation.costs.stages))
+                some = random.choice((0.1, 0.5))
                 changed ^= {(j, i) for i in range(m) if random.random() < some}
         self.most = [m] * len(simulation.costs.stages)
         # Without, more orders are possible, and more of them end in a deadlock.
@@ -193,10 +197,13 @@ class _Listing:
     def __init__(
         self, problem: _Problem, choose: '_Rules | _Places', less: Sequence[float]
     ) -> None:
-        number, devices = len(problem.places), len(problem.own)
-        self._problem, self._choose = problem, choose
+        number = len(problem.places)
+        devices = len(problem.own)
+        self._problem = problem
+        self._choose = choose
         self._room = [room - own for room, own in zip(problem.room, less)]
-        self._now, self._used = [0.0] * devices, [0.0] * devices
+        self._now = [0.0] * devices
+        self._used = [0.0] * devices
         #: By stage, ends of forwards and of backwards, micro-batches without activations, the ones
         #: whose gradients of weights come later, and the number of micro-batches that have ended.
         self._forward: list[list[float]] = [[] for _ in range(number)]
@@ -204,7 +211,8 @@ class _Listing:
         self._again: list[list[int]] = [[] for _ in range(number)]
         self._open: list[list[int]] = [[] for _ in range(number)]
         self._done = [0] * number
-        seconds, m = problem.seconds['F'], problem.m
+        seconds = problem.seconds['F']
+        m = problem.m
         #: By device, seconds of forwards and backwards to come, and of gradients of weights.
         self._coming = [
             m * sum(seconds[j] + problem.passes[j] for j in own) for own in problem.own
@@ -237,7 +245,8 @@ class _Listing:
                 ]
             )
             self._act(device, chosen)
-            j, places = chosen.stage, self._problem.places
+            j = chosen.stage
+            places = self._problem.places
             # Others may have got their input.
             changed = (
                 {device, *places[j + 1 : j + 2]}
@@ -255,8 +264,10 @@ class _Listing:
 
     def _after(self, device: int, choice: _Choice) -> float:
         """Return a lower bound on the end of the step after a choice."""
-        problem, (_, end, kind, j, _) = self._problem, choice
-        coming, weights = self._coming[device], self._weights[device]
+        problem = self._problem
+        _, end, kind, j, _ = choice
+        coming = self._coming[device]
+        weights = self._weights[device]
         if kind == 'F':
             coming -= problem.seconds['F'][j]
         elif kind != 'W':
@@ -279,7 +290,8 @@ class _Listing:
         return found
 
     def _forwards(self, device: int, j: int, later: Sequence[int]) -> Iterator[_Choice]:
-        problem, i = self._problem, len(self._forward[j])
+        problem = self._problem
+        i = len(self._forward[j])
         flying = i - self._done[j]
         if (
             i == problem.m
@@ -312,7 +324,8 @@ class _Listing:
             yield _Choice(start, end, 'F', j, False)
 
     def _backwards(self, device: int, j: int) -> Iterator[_Choice]:
-        problem, i = self._problem, len(self._backward[j])
+        problem = self._problem
+        i = len(self._backward[j])
         if i == len(self._forward[j]):
             return
         arrives = self._forward[j][i]
@@ -331,8 +344,11 @@ class _Listing:
         yield _Choice(start, end + problem.seconds[kind][j], kind, j)
 
     def _act(self, device: int, choice: _Choice) -> None:
-        problem, (_, end, kind, j, keeps) = self._problem, choice
-        i, row, size = self._number(choice), self.rows[device], problem.activations[j]
+        problem = self._problem
+        _, end, kind, j, keeps = choice
+        i = self._number(choice)
+        row = self.rows[device]
+        size = problem.activations[j]
         self._now[device] = end
         if kind == 'F':
             self._forward[j].append(end)
@@ -365,7 +381,8 @@ EFFORT = 120_000
 ROUNDS = 4
 
 #: The most schedules that are changed beside each other, and the least changes of each.
-POOL, CHANGES = 8, 40
+POOL = 8
+CHANGES = 40
 
 
 class _OrderSearch:
@@ -380,7 +397,10 @@ class _OrderSearch:
 
     def __init__(self, costs: Costs, places: Sequence[int], m: int, limits: Limits) -> None:
         self._problem = _Problem(costs, places, m, limits)
-        self._costs, self._limits, self._m, self._number = costs, limits, m, len(places)
+        self._costs = costs
+        self._limits = limits
+        self._m = m
+        self._number = len(places)
         self.places = tuple(places)
         #: Whether memory is limited. Otherwise nothing is recomputed.
         self._limited = any(limit is not None for limit in limits)
@@ -409,7 +429,9 @@ class _OrderSearch:
 
     def _start(self, effort: int) -> None:
         """Try the named schedules and some rules."""
-        n, number, m = len(self._problem.own), self._number, self._m
+        n = len(self._problem.own)
+        number = self._number
+        m = self._m
         for name in NAMES:
             v = number // n
             least, most = stages_per_device(name)
@@ -563,7 +585,8 @@ def search_schedule(
         TypeError: A number is not an integer.
         ValueError: An argument is wrong, or no schedule was found that keeps the limits.
     """
-    n, m = positive(devices, 'devices'), positive(micro_batches, 'micro_batches')
+    n = positive(devices, 'devices')
+    m = positive(micro_batches, 'micro_batches')
     limits = memory_limits(memory_limit, n, 'devices')
     costs.check_links(n)
     number = len(costs.stages)

@@ -124,7 +124,8 @@ class Measurement:
     """One layer under measurement, with one flow."""
 
     def __init__(self, flow: Flow, index: int) -> None:
-        self.flow, self.index = flow, index
+        self.flow = flow
+        self.index = index
         self.seconds: list[tuple[float, float]] = []
         self.split_seconds: list[tuple[float, float]] = []
         self.memories: list[ResultMemory] = []
@@ -132,7 +133,8 @@ class Measurement:
     def start(self, module: nn.Module) -> None:
         """Take the results of the previous layers as inputs."""
         self.module: Any = module
-        self.inputs, self.kind = self.flow.values, self.flow.kind
+        self.inputs = self.flow.values
+        self.kind = self.flow.kind
         declared = module if isinstance(module, DeclaresSkips) else None
         self.stashes: list[Key] = [*declared.stashable()] if declared else []
         poppable: list[Key] = [*declared.poppable()] if declared else []
@@ -535,8 +537,10 @@ def as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profi
         devices: The devices of the workers.
         measure: Measures copies of layers, on the first device.
     """
-    threads, number = torch.get_num_threads(), sum(map(is_cpu, devices))
-    share, others = max(1, threads // max(1, number)), number - 1
+    threads = torch.get_num_threads()
+    number = sum(map(is_cpu, devices))
+    share = max(1, threads // max(1, number))
+    others = number - 1
     with _random_states(CPU), ThreadPoolExecutor(max(1, others)) as pool:
         torch.set_num_threads(share)  # also of threads that begin later
         try:
@@ -623,6 +627,7 @@ def _line(layers: list[Measurement], seconds: list[float]) -> tuple[float, float
     """Return the time of the whole sample, and the time at size zero by a linear fit."""
     if len(layers) == 1:
         return seconds[0], 0.0
-    (full, quarter), (size, quarter_size) = seconds, [layer.flow.size for layer in layers]
+    full, quarter = seconds
+    size, quarter_size = [layer.flow.size for layer in layers]
     slope = (full - quarter) / (size - quarter_size)
     return full, min(max(0.0, quarter - slope * quarter_size), quarter)

@@ -111,7 +111,8 @@ class Plan(Settings):
     @cached_property
     def simulation(self) -> Simulation:
         """The predicted step, with each action and with memory over time."""
-        m, n = min(self.chunks, self.batch_size), len({*self.devices})
+        m = min(self.chunks, self.batch_size)
+        n = len({*self.devices})
         if self.schedule == PLAIN_CALL and all(map(is_cpu, self.devices)):
             schedule, pairs = plain_call(n, m, one_thread=True)
             return simulate(schedule, self.costs, pairs)
@@ -361,7 +362,8 @@ class MeshPlan(Plan):
         figure = Figure((10, 6), layout='constrained')
         above, below = figure.subplots(2)
         plans = [self, *self.runners_up[:9]][::-1]
-        ranks, lefts = self.simulation.peak_parts, [0.0] * len(plans)
+        ranks = self.simulation.peak_parts
+        lefts = [0.0] * len(plans)
         for cause in self.parts:
             seconds = [each.parts[cause] for each in plans]
             above.barh([each.name for each in plans], seconds, left=lefts, label=cause)
@@ -464,7 +466,8 @@ def fit(
 
 
 #: The most chunks that are tried: the larger of a total number and a number for each device.
-MOST_CHUNKS, MOST_CHUNKS_PER_DEVICE = 64, 8
+MOST_CHUNKS = 64
+MOST_CHUNKS_PER_DEVICE = 8
 
 #: The number of balances that are tried near the closest ones, if no other keeps the limits.
 TRIES = 100
@@ -534,7 +537,8 @@ def plan_devices(
             memory limits. The message then has the missing bytes.
     """
     names = _names(devices)
-    schedules, measured = [*schedules], not isinstance(module, Profile)
+    schedules = [*schedules]
+    measured = not isinstance(module, Profile)
     measure: Callable[..., Profile] = partial(
         profile, sample=sample, device=memory_of(names[0]), timeout=timeout, batch_dim=batch_dim
     )
@@ -544,7 +548,8 @@ def plan_devices(
     if measured and PLAIN_CALL in schedules and len(names) > 1 and all(map(is_cpu, names)):
         plain = _with_backward(costs, measure(module))
     size = costs.batch_size if batch is None else positive(batch, 'batch')
-    costs, plain = costs.scaled(size), plain.scaled(size)
+    costs = costs.scaled(size)
+    plain = plain.scaled(size)
     check_partitions(costs.layers, len(names))
     if links is None:
         links = measure_links(names) if measured else Link()
@@ -593,9 +598,13 @@ class _Search:
         links: Links,
         overhead: Mapping[str, float],
     ) -> None:
-        self._profile, self._plain = costs, plain
-        self._devices, self._limits, self._param_scale = devices, limits, param_scale
-        self._links, self._overhead = links, overhead
+        self._profile = costs
+        self._plain = plain
+        self._devices = devices
+        self._limits = limits
+        self._param_scale = param_scale
+        self._links = links
+        self._overhead = overhead
         self._seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
         self._balances: dict[tuple[int, int, str], list[int]] = {}
         #: By schedule, the plan closest to the limits, and the bytes by which it exceeds one.
@@ -641,7 +650,8 @@ class _Search:
         self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
     ) -> Iterator[Plan]:
         """Yield all plans of a schedule whose stages are equally fast."""
-        n, (_, most) = len(self._devices), stages_per_device(name)
+        n = len(self._devices)
+        _, most = stages_per_device(name)
         least = min(2, most)  # One of several would be another schedule.
         for v in range(least, min(most, virtual) + 1) if n > 1 or least == 1 else ():
             for checkpoint in checkpoints:
@@ -728,7 +738,8 @@ class _Search:
             *(plan for _, plan in sorted(self._closest.values(), key=itemgetter(0))),
         )
         for plan in [each for each in plans if each.schedule != PLAIN_CALL][:1]:
-            at, m = [self._devices.index(device) for device in plan.devices], plan.chunks
+            at = [self._devices.index(device) for device in plan.devices]
+            m = plan.chunks
             for balance in {plan.balance, (*self._even(len(at), m, 'never'),)}:
                 plan = self._plan(plan.schedule, balance, m, 'never')
                 with suppress(ValueError):  # None keeps the limits.
@@ -741,7 +752,8 @@ class _Search:
         for _, plan in sorted(self._closest.values(), key=lambda each: each[0]):
             better: Plan | None = plan
             while better is not None:
-                plan, better = better, None
+                plan = better
+                better = None
                 if self._fits(plan):
                     return plan
                 least = sum(self._missing(plan))
@@ -761,7 +773,8 @@ class _Search:
             return self._error
         missing, plan = min(self._closest.values(), key=lambda each: each[0])
         j = max(range(len(self._devices)), key=self._missing(plan).__getitem__)
-        device, limit = self._devices[j], format_bytes(self._limits[j] or 0)
+        device = self._devices[j]
+        limit = format_bytes(self._limits[j] or 0)
         return ValueError(
             f'no plan keeps the memory limit. The closest one that was found takes '
             f'{format_bytes(plan.bytes[device])} on {device}, {format_bytes(missing)} more than '

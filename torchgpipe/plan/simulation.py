@@ -191,7 +191,8 @@ class _Collectives:
         )
         #: By device, the seconds for which gathers keep it from its first action.
         self.start = [sum(_gathers(row, costs).values()) for row in schedule.rows]
-        self._free, self._ready = [0.0] * len(schedule.rows), defaultdict[int, float](float)
+        self._free = [0.0] * len(schedule.rows)
+        self._ready = defaultdict[int, float](float)
         self._found: list[list[Collected]] = [[] for _ in schedule.rows]
 
     def before(self, device: int, action: Action, now: float) -> float:
@@ -214,13 +215,16 @@ class _Collectives:
 
     def collected(self, rows: Sequence[Sequence[Timed]]) -> Iterator[Collected]:
         """Yield the collectives, and the updates after them."""
-        stages, overlap = self._costs.stages, self._costs.overlap
+        stages = self._costs.stages
+        overlap = self._costs.overlap
         for device, row in enumerate(rows):
             yield from self._found[device]
             last = {x.action.stage: (x.start, x.end) for x in row}
             free = max(self._free[device], *(end for _, end in last.values()))
             if not self.exchanges:
-                now, end, free = 0.0, free, 0.0
+                now = 0.0
+                end = free
+                free = 0.0
                 for stage, seconds in _gathers((x.action for x in row), self._costs).items():
                     yield Collected(device, stage, 'gather', now, now + seconds)
                     now += seconds
@@ -404,7 +408,8 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
     starts: list[float] = []
     ends: list[float] = []
     before = zip(order.before, order.over)
-    past, now = 0, [*lanes.start]
+    past = 0
+    now = [*lanes.start]
     for action, device, stop, length in zip(order.actions, order.devices, order.stops, seconds):
         start = now[device]
         if lanes.exchanges:
@@ -527,7 +532,8 @@ def _of_forward(
     times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int, i: int
 ) -> Iterator[_Hold]:
     """Yield the memory that is held from a forward on, and the gradients of its inputs."""
-    each, forward = costs.stages[stage], times[stage, 'F', i]
+    each = costs.stages[stage]
+    forward = times[stage, 'F', i]
     backward = _backward(times, stage, i)
     last = times.get((stage, 'W', i), backward) or forward
     first = forward
@@ -535,7 +541,8 @@ def _of_forward(
         first = times.get((stage, 'R', i), backward) or forward
     yield _Hold(forward.device, first.start, last.end, each.activation_bytes, 'activations')
     for source, bytes, waits in edges:
-        before, gets = times[source, 'F', i], _backward(times, source, i)
+        before = times[source, 'F', i]
+        gets = _backward(times, source, i)
         recomputed = _is_recomputed(times, costs, source, i)
         if waits and recomputed:
             yield _Hold(before.device, before.end, forward.start, bytes, 'inputs')

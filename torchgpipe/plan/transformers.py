@@ -255,7 +255,8 @@ def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, floa
 
 #: The least seconds of an action, and the part of a backward by which a split takes longer: from
 #: steps with all partitions on an H100, on the page "On a GPU". Assumed for other machines.
-_ACTION, _SPLIT = 0.73e-3, 0.055
+_ACTION = 0.73e-3
+_SPLIT = 0.055
 
 
 def _machine(
@@ -453,7 +454,8 @@ class Transformer:
 
     def block_parameters(self, tensor: int = 1) -> int:
         """Return the number of parameters of a block on each of the ranks that share it."""
-        h, f = self.width, self._hidden
+        h = self.width
+        f = self._hidden
         qkv = h + 2 * self._keys * h // self.heads
         shared = h * qkv + h * h + (3 if self.gated else 2) * h * f
         if not self.biases:
@@ -475,7 +477,8 @@ class Transformer:
 
         Matrix products only, attention to all tokens, backward twice as much as forward.
         """
-        tokens, h = sequences * self.length, self.width
+        tokens = sequences * self.length
+        h = self.width
         qkv = h + 2 * self._keys * h // self.heads
         block = h * qkv + h * h + (3 if self.gated else 2) * h * self._hidden + 2 * self.length * h
         return 6 * tokens * (self.layers * block + self.vocabulary * h)
@@ -517,10 +520,14 @@ class Transformer:
             raise ValueError(
                 f'recomputation must be one of {RECOMPUTATIONS}, but is {recomputation!r}'
             )
-        n, h, t, w = micro_batch * self.length, self.width, tensor, self.size
+        n = micro_batch * self.length
+        h = self.width
+        t = tensor
+        w = self.size
         output = n * h * w // (t if self.sequence_parallel else 1)
         exchange = machine.all_reduce(n * h * w, t) / (t if overlap else 1)
-        attention, others = self._attention(n, t, micro_batch), self._others(n, t)
+        attention = self._attention(n, t, micro_batch)
+        others = self._others(n, t)
         parts = [*others, attention]
         forward, backward, weights = self._seconds(machine, parts)
         split = machine.split * backward  # The halves repeat no collective and no recomputation.
@@ -566,7 +573,9 @@ class Transformer:
 
     def _attention(self, n: float, t: int, batch: int) -> _Work:
         """Return scores, softmax, dropout and the weighted sum of values for a rank's heads."""
-        w, s, d = self.size, self.length, self.width / self.heads
+        w = self.size
+        s = self.length
+        d = self.width / self.heads
         heads = batch * self.heads / t
         if self.fused:
             own = w * n * d * (self.heads + self._keys) / t
@@ -589,7 +598,10 @@ class Transformer:
 
     def _others(self, n: float, t: int) -> Iterator[_Work]:
         """Yield the parts of a block but for attention."""
-        w, h, f, own = self.size, self.width, self._hidden, self._tokens(n, t)
+        w = self.size
+        h = self.width
+        f = self._hidden
+        own = self._tokens(n, t)
         qkv = (h + 2 * self._keys * h / self.heads) / t
         mask = self.dropout
         for _ in range(2):  # normalization, and the sum with its input
@@ -611,7 +623,9 @@ class Transformer:
         )
 
     def _embedding(self, machine: Machine, n: float, t: int, output: int) -> LayerProfile:
-        w, h, own = self.size, self.width, self._tokens(n, t)
+        w = self.size
+        h = self.width
+        own = self._tokens(n, t)
         seconds = machine.latency + 3 * w * n * h / machine.bandwidth
         parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
         return LayerProfile(
@@ -628,7 +642,10 @@ class Transformer:
 
     def _head(self, machine: Machine, n: float, t: int) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
-        w, h, v, own = self.size, self.width, self.vocabulary / t, self._tokens(n, t)
+        w = self.size
+        h = self.width
+        v = self.vocabulary / t
+        own = self._tokens(n, t)
         # The loss reads and writes scores several times. Its softmax, in float32, is the output,
         # which is not recomputed. Backward has two gradients of that size at once.
         part = _Work(

@@ -181,7 +181,8 @@ def _zb_v(n: int, m: int, v: int) -> Rows:
 
 def _there_and_back(d: int, n: int, m: int) -> list[Action]:
     """Return the actions of device ``d``: there stage ``a``, back stage ``b``."""
-    a, b = d, 2 * n - 1 - d
+    a = d
+    b = 2 * n - 1 - d
     row: list[Action] = []
     count: Counter[tuple[int, str]] = Counter()
 
@@ -250,7 +251,8 @@ def _blocks(n: int, m: int, most: int) -> Rows:
 
 def _one_by_one(device: int, n: int, m: int, interval: int) -> list[Action]:
     """Return F and I of a device in the order of blocks at an interval."""
-    there, back = device, 2 * n - 1 - device
+    there = device
+    back = 2 * n - 1 - device
     turn = 2 * n + 2 * (2 * n % interval == 0)  # I there is never at the same time as F there.
     block = (
         (there, there, 'F'),
@@ -273,9 +275,11 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
         orders: F and I of each device.
         most: The most activations of stages that a device holds.
     """
-    actions, done = {action for order in orders for action in order}, set[Action]()
+    actions = {action for order in orders for action in order}
+    done = set[Action]()
     rows: Rows = [[] for _ in orders]
-    queues, weights = [*map(deque, orders)], [deque[Action]() for _ in orders]
+    queues = [*map(deque, orders)]
+    weights = [deque[Action]() for _ in orders]
     held = [0] * len(orders)
     while any(queues) or any(weights):
         now = []

@@ -214,7 +214,8 @@ class Schedule:
             raise ValueError(
                 f'a number of micro-batches to recompute is zero or more, but is {negative[0]}'
             )
-        there, m = self._all(), self.micro_batches
+        there = self._all()
+        m = self.micro_batches
         wanted = [range(min(m, each)) if isinstance(each, int) else each for each in stops]
         if len(wanted) != len({action.stage for action in there}):
             raise ValueError(

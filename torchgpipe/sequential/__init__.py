@@ -257,7 +257,8 @@ def _check(
         return  # There are no values to compare.
     tensors, structure = flatten_nested(sample)
     batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
-    whole, halves = structure(tensors), [batch.value for batch in batches]
+    whole = structure(tensors)
+    halves = [batch.value for batch in batches]
     known = check_conversion(module, converted, halves, sizes[0], whole, advice)
     if len(halves) > 1:
         rule = with_counts(gather, iter(counts_of(gather, batches)))
@@ -306,7 +307,8 @@ def _make_stages(module: nn.Module, stages: Iterable[StageLike], sample: Any) ->
             if isinstance(stage, nn.Module) and not isinstance(function, _CallOf)
             else Stage(module, function, with_all_names(module, uses, names))
         )
-        args, kwargs = (value,), {}
+        args = (value,)
+        kwargs = {}
     return converted(layers, module, attributes=True)
 
 

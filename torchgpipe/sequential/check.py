@@ -402,7 +402,8 @@ def _check_plain_values(given: Sequence[dict[Path, Any]]) -> None:
         found = [value, *(outputs.get(path, value) for outputs in given[1:])]
         # Texts are compared, because NaN does not equal itself.
         if len({*map(repr, found)}) > 1 and not any(isinstance(x, Tensor) for x in found):
-            name, (whole, *parts) = path_name(path), found
+            name = path_name(path)
+            whole, *parts = found
             raise ConversionError(
                 'a plain value that the model returns depends on the samples, or on their number, '
                 f'and a pipeline cannot combine the values of micro-batches: output{name} is '
@@ -448,7 +449,8 @@ def compare_parts(
         Descriptions of the outputs for halves that are not halves of the output. The names and
         values of scalars that are neither the mean nor the sum of the halves' scalars.
     """
-    found, unsure = [], {}
+    found = []
+    unsure = {}
     joined: NamedTensors = {}
     for name in {name: None for outputs in (whole, *halves) for name in outputs}:
         if not all(name in outputs for outputs in (whole, *halves)):
@@ -499,7 +501,8 @@ def _grows_unevenly(
 
 def _repeated(half: Any, sample: Any, times: int) -> Any:
     """Return a half of a sample, repeated along the dimension that was cut."""
-    (tensors, kind), (wholes, _) = flatten_nested(half), flatten_nested(sample)
+    tensors, kind = flatten_nested(half)
+    wholes, _ = flatten_nested(sample)
     dims = [
         [k for k, size in enumerate(x.shape) if size != whole.shape[k]]
         for x, whole in zip(tensors, wholes)

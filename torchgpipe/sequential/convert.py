@@ -250,10 +250,12 @@ def _recorded(
     args, kwargs, inputs = _values(tracer, module, sample)
     try:
         untouched(root, partial(tracer.record, args, kwargs))
-        args, kwargs = (), {}
+        args = ()
+        kwargs = {}
         tracer.end()
     except Exception as error:
-        args, kwargs = (), {}
+        args = ()
+        kwargs = {}
         clear_frames(error.__traceback__)  # which hold values
         _raise_again(error, root, tracer)
     finally:

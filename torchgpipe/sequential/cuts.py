@@ -247,7 +247,8 @@ class _Across:
         for block in blocks:
             own = {step for step in block if step in index}
             within = [index[step] for step in own if step.meta['kind'] != 'plain']
-            first, last = min(within, default=0), max(within, default=0)
+            first = min(within, default=0)
+            last = max(within, default=0)
             while first and steps[first - 1] in own:  # steps that return its input's shape
                 first -= 1
             for k in range(first + 1, last + 1):

@@ -337,7 +337,8 @@ def held_beyond(where: str = _SOMEWHERE) -> ConversionError:
 
 def name_of_holder(values: list[Any]) -> str:
     """Return the name of the nearest named object that leads to values."""
-    inner, seen = values, {id(values)}
+    inner = values
+    seen = {id(values)}
     for _ in range(5):
         seen |= {id(inner), *map(id, inner)}
         outer = [thing for thing in gc.get_referrers(*inner) if id(thing) not in seen]

@@ -135,9 +135,11 @@ class Inputs:
 
     def _unlike(self, found: Structure, number_found: int) -> ValueError:
         assert self._structure is not None
-        structure, number = self._structure, self._number
+        structure = self._structure
+        number = self._number
         place: list[Any] = ['tensor']
-        expected, now = structure(place * number), found(place * number_found)
+        expected = structure(place * number)
+        now = found(place * number_found)
         texts = form_of(structure, number), form_of(found, number_found)
         way = self._way(self._named(expected), self._named(now))
         if expected == now and sorted(texts[0]) == sorted(texts[1]):  # Dicts are, in any order.

@@ -487,13 +487,15 @@ class StepTracer(fx.Tracer):
 
     def wrap(self, node: fx.Node, example: Any) -> Any:
         """Return a value for the result of a node, or a structure of values."""
-        meta, inputs = node.meta, node.all_input_nodes
+        meta = node.meta
+        inputs = node.all_input_nodes
         meta.update(_OBJECT, data=False, mode=False, grad=False)
         for name, default in (('input', False), ('where', ''), ('writes', [])):
             meta.setdefault(name, default)
         if isinstance(example, Tensor):
             example = example.detach() if example.requires_grad else example
-            meta['kind'], meta['bytes'] = 'tensor', size_of(example)
+            meta['kind'] = 'tensor'
+            meta['bytes'] = size_of(example)
             meta['memory'] = storage_id(example) if example.layout is torch.strided else None
         elif example is UNKNOWN:
             meta['kind'], meta['bytes'] = ('plain', 0) if gives_no_tensor(node) else ('tensor', 1)
@@ -506,7 +508,8 @@ class StepTracer(fx.Tracer):
         elif not isinstance(example, PLAIN):
             return self._taken_apart(node, example)
         else:
-            meta['kind'], meta['device'] = 'plain', isinstance(example, torch.device)
+            meta['kind'] = 'plain'
+            meta['device'] = isinstance(example, torch.device)
             meta['mode'] = node.op == 'get_attr' or any(each.meta['mode'] for each in inputs)
             meta['grad'] = any(each.meta['grad'] for each in inputs) or (
                 node.target is getattr and node.args[1] in ('requires_grad', 'is_leaf')

@@ -123,7 +123,8 @@ def put(part: nn.Module, root: nn.Module, names: Iterable[str], attributes: bool
     """
     for name in names:
         path, _, last = name.rpartition('.')
-        source, target = root, part
+        source = root
+        target = part
         for atom in filter(None, path.split('.')):
             source = source._modules[atom]  # type: ignore[assignment]
             if target._modules.get(atom) is source:

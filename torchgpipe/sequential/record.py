@@ -129,7 +129,8 @@ class ForwardTracer(StepTracer):
             except Exception as error:
                 raise self._stopped or error  # noqa: B904 - it has its own cause
             finally:
-                self.runs, self.over = False, True
+                self.runs = False
+                self.over = True
         if self._stopped is not None:  # The forward has caught it.
             raise self._stopped
         for module, old in zip(self._looked_into, before):
@@ -212,7 +213,8 @@ class ForwardTracer(StepTracer):
 
     def concretize(self, value: Any, how: Callable[[Any], Any]) -> Any:
         """Return the number or boolean that the path of a program depends on, and guard it."""
-        node, example = value.node, value._example
+        node = value.node
+        example = value._example
         if (isinstance(example, Tensor) and how is not _LEN) or node.meta['data']:
             if how is bool and only_raises(sys._getframe(2)):
                 self.add_guard(self.add_step(bool, node), bool(example), words(node))
@@ -232,7 +234,9 @@ class ForwardTracer(StepTracer):
             self._guarded.add((node, how.__name__))
             what = words(node)
             if how in (_LEN, bool) and result is not example:
-                node, example, what = self.add_step(how, node), result, f'{how.__name__}({what})'
+                node = self.add_step(how, node)
+                example = result
+                what = f'{how.__name__}({what})'
             self.add_guard(node, example, what, _CUTS if how is operator.index else '')
         return result
 
@@ -433,7 +437,9 @@ class _Ways:
     def __init__(self, one: StepTracer, other: StepTracer, found: dict[Any, Any]) -> None:
         self.others: dict[fx.Node, Any] = {}
         self.same: list[fx.Node] = []
-        self._one, self._other, self._found = one, other, found
+        self._one = one
+        self._other = other
+        self._found = found
         inputs = ([x for x in each.graph.nodes if x.op == 'placeholder'] for each in (one, other))
         self._twins: dict[Any, fx.Node] = dict(zip(*inputs))
         named = {str(b.target): b for b in other.graph.nodes if b.op == 'get_attr'}
@@ -457,7 +463,8 @@ class _Ways:
 
     def are_one(self) -> bool:
         """Return whether all nodes are the same, except nodes that return their inputs."""
-        ahead, behind = [x for x in calls_in(self._other.graph) if x.op != 'placeholder'], []
+        ahead = [x for x in calls_in(self._other.graph) if x.op != 'placeholder']
+        behind = []
         for node in calls_in(self._one.graph):
             if node.op == 'placeholder':
                 continue

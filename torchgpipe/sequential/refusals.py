@@ -104,7 +104,8 @@ def refused(
 
 def _of_its_kind(root: nn.Module, name: str) -> str:
     """Return the name of a submodule, or a pattern for all of its class with other numbers."""
-    parts, kind = name.split('.'), type(root.get_submodule(name))
+    parts = name.split('.')
+    kind = type(root.get_submodule(name))
     others = [other.split('.') for other, module in root.named_modules() if type(module) is kind]
     alike = [
         other

@@ -128,7 +128,8 @@ def _note(group: ProcessGroup) -> str:
 
 def _message(group: ProcessGroup) -> str:
     """Leave a note, wait for the notes of others, and return a message about ranks without one."""
-    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+    store = group.get_group_store()
+    ranks = dist.get_process_group_ranks(group)
     note = _note(group)
     store.set(f'{note}/{group.rank()}', '')
     store.set(note, '')
@@ -265,7 +266,8 @@ class _OfDevice:
 
     def __init__(self, kind: str) -> None:
         module = torch.get_device_module(kind)
-        self.get_state, self.set_state = module.get_rng_state, module.set_rng_state
+        self.get_state = module.get_rng_state
+        self.set_state = module.set_rng_state
         self.manual_seed = module.manual_seed
 
 
@@ -305,7 +307,8 @@ def draws(parallel_dim: int | None, device: torch.device | None = None) -> Itera
             or 1, for this rank's shard, each rank draws its own numbers.
         device: The device that draws; by default the accelerator, if there is one.
     """
-    split, world = check_dim(parallel_dim) is not None, needed_by(parallel_dim)
+    split = check_dim(parallel_dim) is not None
+    world = needed_by(parallel_dim)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True)
     on_cpu = device is None or is_cpu(device)

@@ -182,7 +182,8 @@ class _Paired(torch.autograd.Function):
         makes_shards: bool,
     ) -> Tensor:
         """Apply the first one."""
-        ctx.pair, ctx.makes_shards = (backward, forward), makes_shards
+        ctx.pair = (backward, forward)
+        ctx.makes_shards = makes_shards
         if in_place:
             ctx.mark_dirty(x)
         return forward(x)

@@ -42,7 +42,9 @@ _METADATA = '.metadata'
 _SUM = b'\ncrc32 '
 
 #: The states of a rank, as suffixes of a file.
-_WRITING, _WRITTEN, _FAILED = 'writing', 'written', 'failed'
+_WRITING = 'writing'
+_WRITTEN = 'written'
+_FAILED = 'failed'
 
 #: Marks a checkpoint that another one is replacing.
 _REPLACED = f'{_METADATA}.replaced'
@@ -155,7 +157,8 @@ def _sum(file: Path) -> tuple[int, int]:
     size = crc = 0
     with file.open('rb') as stream:
         while data := stream.read(1 << 20):
-            size, crc = size + len(data), zlib.crc32(data, crc)
+            size += len(data)
+            crc = zlib.crc32(data, crc)
     return size, crc
 
 
@@ -182,7 +185,9 @@ class Writer(FileSystemWriter):
         self.folder = _resolved(folder)
         self._saving = _beside(self.folder, 'saving')
         super().__init__(self._saving)
-        self._own, self._ranks, self._patience = rank, range(ranks), patience
+        self._own = rank
+        self._ranks = range(ranks)
+        self._patience = patience
         self._plan: Any = None
         self._whole: Metadata | None = None
 
@@ -270,7 +275,8 @@ class Writer(FileSystemWriter):
         Raises:
             RuntimeError: A rank failed, or does not respond.
         """
-        states, since = self._states(), time.monotonic()
+        states = self._states()
+        since = time.monotonic()
         while states is not None and (self._own or len(states[_WRITTEN]) < len(self._ranks)):
             if states[_FAILED]:
                 first = self._mark(states[_FAILED][0], _FAILED)
@@ -326,7 +332,8 @@ class Writer(FileSystemWriter):
 
     def _fail(self, state: str, error: BaseException) -> RuntimeError:
         """Replace this rank's state in the folder by an error, for the other ranks."""
-        text, mark = f'{type(error).__name__}: {error}', self._mark(self._own, state)
+        text = f'{type(error).__name__}: {error}'
+        mark = self._mark(self._own, state)
         with suppress(OSError):  # A full disk can still rename files.
             mark.write_text(text)
         with suppress(OSError):

@@ -291,7 +291,8 @@ def dtensor(parameter: Tensor, local: Tensor | None = None) -> Any:
     """
     from torch.distributed.tensor import DTensor, Placement, Replicate, Shard  # takes long
 
-    shape, dim = global_shape(parameter), storage_dim(parameter)
+    shape = global_shape(parameter)
+    dim = storage_dim(parameter)
     placement: Placement = Replicate() if dim is None else Shard(dim)
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(

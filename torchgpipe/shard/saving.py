@@ -70,7 +70,8 @@ def save_checkpoint(
 
     from torchgpipe.shard.folders import Writer, as_errors
 
-    task, rank = 'saving a checkpoint', dist.get_rank()
+    task = 'saving a checkpoint'
+    rank = dist.get_rank()
     plain = not options and '://' not in str(path)
     writer = Writer(path, rank, dist.get_world_size(), lambda: _PATIENCE) if plain else None
     with raise_on_all_ranks(task, dist.group.WORLD):

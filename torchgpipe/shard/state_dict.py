@@ -132,7 +132,8 @@ def check_names(
         found = get_close_matches(name, others[:1000], 1) if most else ()
         return repr(name) + ''.join(f' (like {each!r})' for each in found)
 
-    known, there = {*here}, {*saved}
+    known = {*here}
+    there = {*saved}
     missing = [name for name in here if name not in there]
     foreign = [name for name in saved if name not in known]
     found = [
@@ -210,7 +211,8 @@ def _form(saved: Any, parameter: Tensor) -> Any:
     """Return a tensor to read a state into; other values are read as they are."""
     if not is_tensor(saved):
         return None
-    size, dtype = saved.size, saved.properties.dtype
+    size = saved.size
+    dtype = saved.properties.dtype
     if not size:
         return torch.empty((), dtype=dtype)  # The optimizer moves it to the right device.
     if storage_dim(parameter) is not None:
@@ -483,7 +485,9 @@ def _full(
     each backend, and takes the memory of one shard. The same memory is reused for all tensors,
     because gloo's threads may hold sent tensors for a while.
     """
-    here, shard, dim = current(), view.to_local(), view.placements[-1].dim
+    here = current()
+    shard = view.to_local()
+    dim = view.placements[-1].dim
     numbers = lengths(view.size(dim), here.tensor_size)
     shapes = [[*view.shape[:dim], length, *view.shape[dim + 1 :]] for length in numbers]
     with raise_on_all_ranks(f'collecting {name}'):
@@ -506,7 +510,8 @@ def _full(
 
 def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
     """Return memory on the device of communication, reused from an earlier tensor if possible."""
-    kind, size = current().mesh.device_type, length * shard.element_size()
+    kind = current().mesh.device_type
+    size = length * shard.element_size()
     where = shard.device if shard.device.type == kind else torch.device(kind)
     if where not in buffers or buffers[where].numel() < size:
         buffers[where] = torch.empty(size, dtype=torch.uint8, device=where)
@@ -520,7 +525,8 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
     for key in entries:
         value = entries[key]
         if key in sharded:
-            dim, shape = storage_dim(sharded[key]), global_shape(sharded[key])
+            dim = storage_dim(sharded[key])
+            shape = global_shape(sharded[key])
             if value.shape != shape:
                 wrong[key] = value
             elif dim is not None:  # A copy, so that the full tensor can be freed.

@@ -104,13 +104,15 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         return str(x.dtype)
 
     for _, same in groupby(sorted(parameters, key=kind), kind):
-        bucket, size = [], 0
+        bucket = []
+        size = 0
         for x in same:
             bucket.append(x)
             size += local(x).nbytes
             if size >= BUCKET:
                 yield bucket
-                bucket, size = [], 0
+                bucket = []
+                size = 0
         yield from [bucket] if bucket else []
 
 

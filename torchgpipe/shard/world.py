@@ -52,7 +52,8 @@ def let_threads_finish() -> None:
     One that waits for the interpreter's lock does not run either, and gets it in the pause between
     two looks.
     """
-    quiet, end = 0, time.monotonic() + LIMIT
+    quiet = 0
+    end = time.monotonic() + LIMIT
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.001)
         quiet = 0 if any(_runs(thread) for thread in THREADS.glob('*/stat')) else quiet + 1
@@ -76,8 +77,10 @@ class World:
 
     def __init__(self, mesh: DeviceMesh, own: tuple[ProcessGroup, ...] = ()) -> None:
         self.mesh = mesh
-        self.tensor_group, self.data_group = mesh.get_group('tensor'), mesh.get_group('data')
-        self.tensor_rank, self.tensor_size = self.tensor_group.rank(), self.tensor_group.size()
+        self.tensor_group = mesh.get_group('tensor')
+        self.data_group = mesh.get_group('data')
+        self.tensor_rank = self.tensor_group.rank()
+        self.tensor_size = self.tensor_group.size()
         self.data_size = self.data_group.size()
         #: The group of all processes for which the mesh was made.
         self.everyone = dist.group.WORLD
@@ -189,7 +192,8 @@ def destroy_process_group() -> None:
         RuntimeError: There are no parallel groups.
     """
     global _world
-    before, own = current().fastpath, current().own
+    before = current().fastpath
+    own = current().own
     _world = None
     torch.backends.mha.set_fastpath_enabled(before)
     for group in own:

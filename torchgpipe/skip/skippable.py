@@ -104,7 +104,8 @@ def run_generator(
     Returns:
         The return value of the generator.
     """
-    to_stash, to_pop = set(stashable), set(poppable)
+    to_stash = set(stashable)
+    to_pop = set(poppable)
     output = generator
     if isinstance(generator, GeneratorType):
         # A list, from which a step is taken before it runs, so that no error is in a cycle with
@@ -358,7 +359,8 @@ def skippable(
             'stash and pop are iterables of names, not a name: '
             f'skippable(stash=[{(stash or pop)!r}])'
         )
-    stashable, poppable = frozenset(stash), frozenset(pop)
+    stashable = frozenset(stash)
+    poppable = frozenset(pop)
 
     def decorate(module_cls: type[TModule]) -> type[TModule]:
         if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):

@@ -101,7 +101,8 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
     Args:
         skip_tracker: The tracker.
     """
-    outside, context.skips = context.skips, skip_tracker
+    outside = context.skips
+    context.skips = skip_tracker
     try:
         yield
     finally:

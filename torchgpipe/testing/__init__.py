@@ -219,7 +219,8 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
     if _draws_in_any_order(setup):
         setup = still
     parts = compare(InParts(setup), Wrapped(setup), steps, tolerance)
-    whole, reasons = None, []
+    whole = None
+    reasons = []
     if not loud:
         whole = compare(Unwrapped(still), Wrapped(still), steps, tolerance)
     if still.quiet:

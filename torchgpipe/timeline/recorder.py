@@ -112,7 +112,8 @@ class CpuBackward:
     def run(self, action: Action) -> None:
         """Begin a span of an action, if it is another one: one of its nodes is about to run."""
         if backward_pass() != self._pass:
-            self._pass, self._span = backward_pass(), None
+            self._pass = backward_pass()
+            self._span = None
             at_end_of_backward(self.end)
         if self._span is None or self._span[0] != action:
             self.end()
@@ -141,7 +142,9 @@ def producers(tensors: Iterable[Tensor]) -> set[Any]:
 
 def nodes_between(before: set[Any], last: set[Any]) -> list[Any]:
     """Return the nodes that backward runs, from the last ones up to the nodes before a call."""
-    found, stack, seen = [], [*last], {*before}
+    found = []
+    stack = [*last]
+    seen = {*before}
     while stack:
         node = stack.pop()
         if node not in seen and node.name() != EXIT:
@@ -204,7 +207,8 @@ def record(model: 'GPipe | Ranks', *, merge: bool = True) -> Iterator[Timeline]:
         recorder.unhook()
     actions, copies = recorder.finish()
     if ranks is not None:
-        actions, copies = ranks.merged(actions, recorder.began), []
+        actions = ranks.merged(actions, recorder.began)
+        copies = []
     zero = min((timed.start for timed in actions), default=0.0)
     timeline.fill(
         [timed._replace(start=timed.start - zero, end=timed.end - zero) for timed in actions],

@@ -97,7 +97,8 @@ class Lanes:
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
     """Return the total time in any of the spans, which are sorted by their starts."""
-    total, until = 0.0, float('-inf')
+    total = 0.0
+    until = float('-inf')
     for start, end in spans:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
@@ -108,7 +109,8 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 LEGEND = {**ACTIONS, 'C': ('copy', '#4f9d69')}
 
 #: Lower edge and height of boxes, from the middle of a lane; copies lie below actions.
-ACTION, COPY = (-0.32, 0.74), (-0.48, 0.14)
+ACTION = (-0.32, 0.74)
+COPY = (-0.48, 0.14)
 
 
 def draw(timelines: Mapping[str, Lanes], title: str | None = None) -> 'Figure':
@@ -362,7 +364,8 @@ def _row(boxes: Iterable[tuple[str, float, float]], width: int) -> str:
     """
     line = [' '] * width
     for label, start, end in boxes:
-        low, high = round(start), min(width, round(end))
+        low = round(start)
+        high = min(width, round(end))
         # A label that is cut would name another micro-batch.
         short = label if len(label) <= high - low else label.lstrip('0123456789')[:1]
         line[low:high] = short.ljust(high - low, '─')[: max(0, high - low)]

@@ -50,7 +50,8 @@ PRODUCTS = {
 }
 
 #: Functions that add up the elements of a tensor, and that take their mean.
-SUMS, MEANS = {torch.sum, Tensor.sum}, {torch.mean, Tensor.mean}
+SUMS = {torch.sum, Tensor.sum}
+MEANS = {torch.mean, Tensor.mean}
 
 
 def reduction_of(settings: Mapping[str, Any]) -> Any:
@@ -131,14 +132,18 @@ class LossMonitor(TorchFunctionMode):
 
     def call(self, i: int, function: Callable[..., Any], *given: Any) -> tuple[Any, bool]:
         """Call a function for micro-batch ``i``; return its loss, and whether that is a sum."""
-        self._i, self._learns = i, torch.is_grad_enabled()
+        self._i = i
+        self._learns = torch.is_grad_enabled()
         try:
             with self:
                 loss = function(*given)
             is_sum = any(loss is x and x._version == version for x, version, _ in self._sums)
             return loss, is_sum
         finally:
-            self._sums, self._unreduced, self._means = [], [], []  # They hold graphs.
+            # They hold graphs.
+            self._sums = []
+            self._unreduced = []
+            self._means = []
 
     def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
         """Call a layer's function for micro-batch ``i``, and record the divisors of losses."""
@@ -167,7 +172,8 @@ class LossMonitor(TorchFunctionMode):
     def _see_loss(self, func: Any, given: Mapping[str, Any], result: Tensor) -> None:
         if self._learns and not result.requires_grad:
             return  # a metric
-        name, weight = f"a loss of PyTorch's in {self._where}", given.get('weight')
+        name = f"a loss of PyTorch's in {self._where}"
+        weight = given.get('weight')
         reduction = reduction_of(given)
         if reduction == 'none':
             self._unreduced.append(result)
@@ -249,7 +255,8 @@ class LossMonitor(TorchFunctionMode):
             counts = [float(each) for each in divisors]
             if None not in elements and len({*zip(elements, counts)}) == 1:
                 continue  # Equal for all micro-batches, as for a loss of parameters.
-            whole, total = sum(counts), sum(self._weights)
+            whole = sum(counts)
+            total = sum(self._weights)
             if any(
                 abs(count * total - weight * whole) > 1e-5 * weight * abs(whole)
                 for count, weight in zip(counts, self._weights)
@@ -263,7 +270,8 @@ class LossMonitor(TorchFunctionMode):
         divisors, as for a loss of parameters. The second is equal in all processes if all divisors
         are proportional to the weights.
         """
-        same, ratio = 0.0, 0.0
+        same = 0.0
+        ratio = 0.0
         for k, divisions in enumerate(self._all_divisions(), 1):
             _, elements, divisors, _ = zip(*divisions)
             counts = [float(each) for each in divisors]

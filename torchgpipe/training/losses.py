@@ -62,7 +62,8 @@ class Known(NamedTuple):
     @classmethod
     def of(cls, loss: Any) -> 'Known':
         """Return the settings of a loss."""
-        what, settings = itself(loss), {}
+        what = itself(loss)
+        settings = {}
         if isinstance(what, nn.Module):
             code = getattr(what.forward, '__func__', None)
             settings = {name: getattr(what, name) for name in SETTINGS if hasattr(what, name)}
@@ -111,7 +112,8 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
         raise _sum()
     if given is not None or 'ignore_index' not in loss.settings or loss.reduction != 'mean':
         return given
-    ignored, weight = loss.settings['ignore_index'], loss.settings.get('weight')
+    ignored = loss.settings['ignore_index']
+    weight = loss.settings.get('weight')
     if loss.is_of_pytorch and all(isinstance(target, Tensor) for target in targets):
         return partial(counted_labels, ignored, weight)
     if ignored is None:
@@ -194,7 +196,8 @@ class Losses:
         self._leaves = [
             Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind) for batch in self.targets
         ]
-        module, known = itself(function), Known.of(function)
+        module = itself(function)
+        known = Known.of(function)
         #: The modules of the loss function.
         self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
         #: The count of each micro-batch.
@@ -236,7 +239,8 @@ class Losses:
         Raises:
             ValueError: The count is zero, and there is a backward.
         """
-        self.counted, self._whole = whole, whole or (_nothing() if trains else 1.0)
+        self.counted = whole
+        self._whole = whole or (_nothing() if trains else 1.0)
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute the loss of micro-batch ``i``, and return the tensor to start its backward."""

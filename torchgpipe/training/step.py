@@ -120,6 +120,7 @@ def run_step(
     early, again = recomputing(found, tuple(recomputed))
     rows = found.rows if engine.one_worker else early.rows  # One worker waits for no gradient.
     step = Step(engine, batches, rows, losses, recomputed=again, **options)
-    step.losses, step.keeps_output = losses.in_layers, keeps_output
+    step.losses = losses.in_layers
+    step.keeps_output = keeps_output
     step.run()
     return step

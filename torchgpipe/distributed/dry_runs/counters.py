@@ -128,8 +128,11 @@ class Counter(DispatchMode):
                 (*self.sent,),
             )
         )
-        self._item, self._peak, self._flops = item, self._bytes, 0
-        self._collectives, self.sent = [], []
+        self._item = item
+        self._peak = self._bytes
+        self._flops = 0
+        self._collectives = []
+        self.sent = []
         self._before = self._bytes, self.messages, now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +175,8 @@ class Counter(DispatchMode):
 
     def resize(self, memory: torch.UntypedStorage) -> None:
         """Count the present size of a memory, if its tensor was seen."""
-        size, before = memory.nbytes(), self._sizes.get(id(memory))
+        size = memory.nbytes()
+        before = self._sizes.get(id(memory))
         if before is None:
             return
         self._bytes += size - before
@@ -208,7 +212,8 @@ def calls_seen() -> Iterator[None]:
 
     These change the size of a memory, by which FSDP frees parameters, or read values by NumPy.
     """
-    resize, numpy = torch.UntypedStorage.resize_, Tensor.numpy
+    resize = torch.UntypedStorage.resize_
+    numpy = Tensor.numpy
 
     def seen(memory: Any, size: int) -> Any:
         result = resize(memory, size)

@@ -207,7 +207,8 @@ def _step(
 ) -> tuple[Kept, ...]:
     """Take a step of a model and of its optimizer; return the tensors that stay afterwards."""
     rank = model._rank
-    meeting, counter = rank.meeting, rank.counter
+    meeting = rank.meeting
+    counter = rank.counter
     counter.others = {storage_id(local(x)) for x in (*model.parameters(), *model.buffers())}
     with counter, FakeWeights():
         model.step(_fake(meeting, input), _fake(meeting, target), loss_fn, **options)
@@ -263,7 +264,8 @@ def _kept(kind: str, x: Tensor, name: str = '') -> Kept:
 
 def _like(model: VirtualModel, skeleton: nn.Sequential, plan: Mapping[str, Any]) -> list[int]:
     """Return for each place along the pipe axis the first place with equal layers."""
-    rank, first = model._rank, dict[Any, int]()
+    rank = model._rank
+    first = dict[Any, int]()
     modes = checkpoint_stops(model.checkpoint, 2, len(model.balance))
     # Stages with ends of skips differ by the names or the namespaces.
     alone = {0, len(rank.places) - 1, *(stage for tie in rank.tied for stage, _ in tie)}
@@ -388,7 +390,8 @@ def _report(
     devices_per_host: int | None,
     memory_limit: float | None,
 ) -> DryRun:
-    model, rank = models[0], models[0]._rank
+    model = models[0]
+    rank = models[0]._rank
     assert meeting.schedule is not None
     rows = [
         *map(receiving_early, with_messages(meeting.schedule, sorted(rank.skips), rank.places))
@@ -456,7 +459,8 @@ def _replayed(
     numbers = {j: k for k, j in enumerate(like.own)}
     for entry in entries:
         known[entry.item and _kind(meeting, numbers, entry.item)].append(entry)
-    numbers, seen = {j: k for k, j in enumerate(like.stages_of(place))}, Counted[Any]()
+    numbers = {j: k for k, j in enumerate(like.stages_of(place))}
+    seen = Counted[Any]()
     yield None, begin
     for item in row:
         kind = _kind(meeting, numbers, item)

@@ -90,7 +90,8 @@ class Account(NamedTuple):
                     'messages': messages + max(0, entry.messages),
                     'gathered': gathered + max(0, entry.gathered),
                 }
-            now, messages = now + entry.bytes, messages + entry.messages
+            now += entry.bytes
+            messages += entry.messages
             gathered += entry.gathered
         return found
 
@@ -342,7 +343,8 @@ class DryRun:
     @cached_property
     def problems(self) -> tuple[str, ...]:
         """The places whose ranks need more than the memory limit, each with its largest part."""
-        limit, found = self.memory_limit, []
+        limit = self.memory_limit
+        found = []
         over = [] if limit is None else [each for each in self.ranks if each.total > limit]
         for pipe, each in groupby(sorted(over, key=_pipe), _pipe):
             ranks = [*each]
@@ -365,14 +367,16 @@ class DryRun:
         flops = Counter[int]()
         for stage in self.stages:
             flops[stage.pipe] += stage.forward_flops + stage.backward_flops
-        most, least = max(flops, key=lambda k: flops[k]), min(flops, key=lambda k: flops[k])
+        most = max(flops, key=lambda k: flops[k])
+        least = min(flops, key=lambda k: flops[k])
         if flops[most] > 1.05 * flops[least]:
             mean = sum(flops.values()) / len(flops)
             found.append(
                 f'pipe {most} has {flops[most] / max(1, flops[least]):.2f} times the '
                 f'FLOPs of pipe {least}, and {flops[most] / mean:.2f} times the mean'
             )
-        large, small = max(self.ranks, key=_total), min(self.ranks, key=_total)
+        large = max(self.ranks, key=_total)
+        small = min(self.ranks, key=_total)
         if large.total > 1.05 * small.total:
             found.append(
                 f'rank {large.rank} (pipe {large.pipe}) needs '

@@ -54,7 +54,8 @@ class _Turn:
         self.run = run
         #: Whether the rank can go on.
         self.ready: Callable[[], bool] = lambda: True
-        self.go, self.back = Semaphore(0), Semaphore(0)
+        self.go = Semaphore(0)
+        self.back = Semaphore(0)
         self.error: BaseException | None = None
         self.done = False
 
@@ -208,7 +209,8 @@ class _InFlight:
     """
 
     def __init__(self, counter: Counter, bytes: int) -> None:
-        self._counter, self._bytes = counter, bytes
+        self._counter = counter
+        self._bytes = bytes
         counter.messages += bytes
 
     def is_completed(self) -> bool:
@@ -298,7 +300,8 @@ class VirtualRank(Rank):
 
     def __init__(self, meeting: Rendezvous, place: int, *args: Any) -> None:
         super().__init__(*args)
-        self.meeting, self.counter = meeting, Counter(meeting.mode)
+        self.meeting = meeting
+        self.counter = Counter(meeting.mode)
         self.pipe = self.pipe._replace(rank=place)
         self.own = self.stages_of(place)
 

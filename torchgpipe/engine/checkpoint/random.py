@@ -62,7 +62,8 @@ class _DeviceGenerator:
     """The default generator of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module, self._device = torch.get_device_module(device), device
+        self._module = torch.get_device_module(device)
+        self._device = device
 
     def get_state(self) -> Tensor:
         return self._module.get_rng_state(self._device)  # type: ignore[no-any-return]
@@ -128,7 +129,8 @@ class Draws:
         """Run the cell for the first time."""
         if not self._generators:
             return function()
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
+        self._recorder = None
         self._before = before = {each: state_of(each) for each in self._generators}
         if recorder is None:
             output = function()

@@ -278,7 +278,8 @@ class Recomputation:
         if self._results is not None:
             function = partial(self._results.record, hooks, function)
         self._num_threads = torch.get_num_threads()
-        before_this, context.checkpointing = context.checkpointing, True
+        before_this = context.checkpointing
+        context.checkpointing = True
         self._open = True
         try:
             with hooks:
@@ -443,7 +444,8 @@ class Recomputation:
             function = partial(run_on, self.layers, function)
         # If an interrupt leaves these hooks active, autograd removes them at the end of the pass.
         outside = context.checkpointing, context.recomputing
-        context.checkpointing, context.recomputing = False, True
+        context.checkpointing = False
+        context.recomputing = True
         try:
             with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
                 output = self._state.rerun(function, self._num_threads)

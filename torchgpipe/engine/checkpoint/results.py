@@ -172,7 +172,8 @@ class Results:
             return forward(*args, **kwargs)
         values = [leaf.value for leaf in leaves_of((args, kwargs))]
         input = [value for value in values if isinstance(value, Tensor)]
-        before, start = versions(input), self._draws.position()
+        before = versions(input)
+        start = self._draws.position()
         self._inside = True
         try:
             output = _without(hooks, partial(forward, *args, **kwargs))

@@ -449,8 +449,11 @@ class CellState:
             copies: The copies of memories before they were written to.
         """
         before = [*zip(self.places, self.tensors, self.versions)]
-        now, samples = versions(self.tensors), self._samples
-        self.places, self.tensors, self._samples = [], [], []
+        now = versions(self.tensors)
+        samples = self._samples
+        self.places = []
+        self.tensors = []
+        self._samples = []
         for k, (place, x, version) in enumerate(before):
             copy = copies.get(storage_id(x)) if is_plain(x) else None
             is_same = version == now[k] and (not samples or _same_elements(samples[k], _sample(x)))

@@ -75,7 +75,8 @@ def routes(
     Raises:
         ValueError: Scores of a rank are not finite. All ranks raise this error.
     """
-    k, rank = chosen.size(1), 0 if group is None else group.rank()
+    k = chosen.size(1)
+    rank = 0 if group is None else group.rank()
     keys = (chosen * k + torch.arange(k, device=chosen.device)).reshape(-1)
     counts = keys.bincount(minlength=experts * k)
     told = torch.cat([counts, is_wrong.to(counts).view(1)])[None]
@@ -182,16 +183,23 @@ class Experts(nn.Module):
                 f'capacity is a number above 0, how many times its even share an '
                 f'expert takes, not {capacity}: 1.25, say, or None to drop nothing'
             )
-        self.width, self.hidden, self.experts, self.k = width, hidden, experts, k
-        self.capacity, self.balance, self.z = capacity, balance, z
+        self.width = width
+        self.hidden = hidden
+        self.experts = experts
+        self.k = k
+        self.capacity = capacity
+        self.balance = balance
+        self.z = z
         self.activation = activation
 
         def made(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.router = made(experts, width)
-        self.up, self.up_bias = made(experts, hidden, width), made(experts, hidden)
-        self.down, self.down_bias = made(experts, width, hidden), made(experts, width)
+        self.up = made(experts, hidden, width)
+        self.up_bias = made(experts, hidden)
+        self.down = made(experts, width, hidden)
+        self.down_bias = made(experts, width)
         self.reset_parameters()
 
     @property
@@ -266,7 +274,8 @@ class Experts(nn.Module):
                 f'these experts take tokens of {self.width} features, in the last '
                 f'dimension, but the input is of shape {tuple(x.shape)}'
             )
-        tokens, group = x.reshape(-1, self.width), self._group
+        tokens = x.reshape(-1, self.width)
+        group = self._group
         scores = _scores(tokens, self.router)
         chances = scores.softmax(-1)
         gates, chosen = top(chances, self.k)
@@ -287,8 +296,10 @@ class Experts(nn.Module):
         if group is None:
             return self._run(rows, admitted[:, 0].tolist())
         parts = admitted.split(lengths(self.experts, group.size()))
-        own, rank = parts[group.rank()], group.rank()
-        send, receive = [int(part[:, rank].sum()) for part in parts], own.sum(0).tolist()
+        own = parts[group.rank()]
+        rank = group.rank()
+        send = [int(part[:, rank].sum()) for part in parts]
+        receive = own.sum(0).tolist()
         there = _exchange(rows, send, receive, group)
         # Rows are received by rank, then by expert, and are needed by expert, then by rank.
         numbers = torch.arange(len(own), device=rows.device).repeat(group.size())

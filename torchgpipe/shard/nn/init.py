@@ -151,7 +151,8 @@ class _OperationRecorder(DispatchMode):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.shape, self.dtype = torch.Size(shape), dtype
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
         self.calls: list[_Call] = []
 
     def full(self) -> Tensor:

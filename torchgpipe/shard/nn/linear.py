@@ -52,7 +52,8 @@ class ParallelLinear(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.dim = check_dim(dim)
         self.register_part('weight', (out_features, in_features), dim, 0, device, dtype)
         if bias:
@@ -150,10 +151,13 @@ class ParallelEmbedding(ParallelModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.padding_idx = _checked(padding_idx, num_embeddings)
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
         self.dim = check_dim(dim)
         shape = num_embeddings, embedding_dim
         if _weight is None:

@@ -77,7 +77,8 @@ def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessG
         target: The targets, of any shape.
         group: The ranks.
     """
-    (rows, length), rank = logits.shape, group.rank()
+    rows, length = logits.shape
+    rank = group.rank()
     sent = logits.new_full((rows + 4 * group.size(),), -torch.inf, dtype=dtype)
     if length:
         sent[:rows] = logits.amax(1)
@@ -85,7 +86,8 @@ def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessG
     checksum = _checksum(target)
     numbers: list[Any] = [length, checksum]
     for i, number in enumerate(numbers):
-        table[rank, 2 * i], table[rank, 2 * i + 1] = number >> BITS, number % (1 << BITS)
+        table[rank, 2 * i] = number >> BITS
+        table[rank, 2 * i + 1] = number % (1 << BITS)
     all_reduce(sent, group, dist.ReduceOp.MAX)
     high, low = table.long().view(-1, 2, 2).unbind(-1)
     lengths, checksums = ((high << BITS) + low).unbind(-1)
@@ -243,13 +245,15 @@ def _weighted(block: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         return block.sum(1), block.sum(1)
     if shares.target.is_floating_point():
         a = shares.probabilities(block.dtype)
-        t, total = (a * block).sum(1), a.sum(1)
+        t = (a * block).sum(1)
+        total = a.sum(1)
     else:
         a = shares.weights(block)
         # Even infinite logits do not count if the class is elsewhere.
         t = (block.gather(1, shares.places) * a).masked_fill(shares.target < 0, 0).view(-1)
         total = a.view(-1)
-    t, total = shares.kept * t, shares.kept * total
+    t = shares.kept * t
+    total = shares.kept * total
     if shares.even is not None:
         weight = shares.weight
         t += shares.even * (block if weight is None else block * weight).sum(1)
@@ -264,7 +268,8 @@ def _subtract(block: Tensor, shares: Shares, g: Tensor) -> None:
     if shares.target.is_floating_point():
         block.addcmul_(shares.probabilities(block.dtype), g, value=-shares.kept)
     else:
-        places, a = shares.places, shares.kept * g * shares.weights(block)
+        places = shares.places
+        a = shares.kept * g * shares.weights(block)
         block.scatter_(1, places, block.gather(1, places) - a)
     if shares.even is not None:
         if shares.weight is None:
@@ -388,7 +393,8 @@ def _check_options(reduction: str, label_smoothing: float) -> None:
 
 def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
     """Check types and shapes, as far as this rank knows them."""
-    rows, shapes = input.shape[:-1], f'{tuple(target.shape)} for logits of {tuple(input.shape)}'
+    rows = input.shape[:-1]
+    shapes = f'{tuple(target.shape)} for logits of {tuple(input.shape)}'
     if not input.is_floating_point() or not input.dim():
         raise TypeError(
             'logits are floating point numbers of shape (…, classes), not '
@@ -430,7 +436,8 @@ def _check_numbers(
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
 
     def error() -> IndexError:
-        place, number = wrong.nonzero()[0].tolist(), int(classes)
+        place = wrong.nonzero()[0].tolist()
+        number = int(classes)
         return IndexError(
             f'target{place or ""} is {target[tuple(place)].item()}, but there are {number} '
             f'classes, from 0 to {number - 1}, and ignore_index is {ignore_index}{hint}'
@@ -533,7 +540,8 @@ def _of_shards(
 ) -> Tensor:
     """Compute the loss of logits with classes split over ranks."""
     _check_gradients(target, weight)
-    group, logits = world.tensor_group, _as_rows(input)
+    group = world.tensor_group
+    logits = _as_rows(input)
     probable = target.is_floating_point()
     dtype = torch.promote_types(input.dtype, target.dtype) if probable else input.dtype
     sums = torch.promote_types(dtype, torch.float32)

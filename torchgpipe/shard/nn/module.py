@@ -214,7 +214,8 @@ def _like(plain: nn.Module, kind: type[ParallelModule], dim: int | None) -> Para
     """Return the sharded layer for a plain one, with its options, its mode and its hooks."""
     new = kind.__new__(kind)
     new.__dict__.update(plain.__getstate__(), dim=dim)
-    new._parameters, new._layouts = {}, {}
+    new._parameters = {}
+    new._layouts = {}
     layouts = new._layouts_of(plain, dim)
     for name, parameter in plain._parameters.items():
         if parameter is None or name not in layouts:
@@ -288,7 +289,8 @@ class ParallelDropout(nn.Module):
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f'p is a probability, from 0 to 1, not {p}')
-        self.p, self.inplace = p, inplace
+        self.p = p
+        self.inplace = inplace
         self.dim = 'tag' if dim == 'tag' else check_dim(dim)
 
     def forward(self, input: Tensor) -> Tensor:
