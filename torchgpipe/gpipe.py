@@ -567,11 +567,12 @@ class GPipe(PipelineModule):
             self._running_engine(), batches, losses, schedule, return_output, **options
         )
         total = losses.total()
-        return (
-            (total, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)))
-            if return_output
-            else total
-        )
+        if return_output:
+            return (
+                total,
+                gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)),
+            )
+        return total
 
     @torch.no_grad()
     def _evaluate(
@@ -591,11 +592,12 @@ class GPipe(PipelineModule):
         pipeline.run()
         losses.check()
         found = losses.total(False), losses.count
-        return (
-            (*found, gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)))
-            if return_output
-            else found
-        )
+        if return_output:
+            return (
+                *found,
+                gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)),
+            )
+        return found
 
     def _running_engine(self) -> Engine:
         partitions = self.partitions  # Where a layer has been replaced, there is no engine now.

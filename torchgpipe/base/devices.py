@@ -70,11 +70,9 @@ def _kind() -> str | None:
 def accelerators() -> list[torch.device]:
     """Return all devices that have streams."""
     kind = accelerator()
-    return (
-        []
-        if kind is None
-        else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
-    )
+    if kind is None:
+        return []
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
 def current_device() -> torch.device:

@@ -44,11 +44,13 @@ def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
     >>> checkpoint_stops(lambda j: 'always' if j > 0 else 'never', m=4, n=2)
     (0, 4)
     """
-    modes: Sequence[str] = (
-        [checkpoint] * n
-        if isinstance(checkpoint, str)
-        else ([checkpoint(j) for j in range(n)] if callable(checkpoint) else checkpoint)
-    )
+    modes: Sequence[str]
+    if isinstance(checkpoint, str):
+        modes = [checkpoint] * n
+    elif callable(checkpoint):
+        modes = [checkpoint(j) for j in range(n)]
+    else:
+        modes = checkpoint
     if len(modes) != n:
         raise ValueError(
             f'checkpoint has {len(modes)} modes for {n} partitions: {modes!r}; give '

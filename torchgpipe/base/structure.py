@@ -334,17 +334,15 @@ class Structure:
         return self._build(iter(tensors))
 
     def _build(self, tensors: Iterator[Tensor]) -> Any:
-        value = tree_unflatten(
-            [
-                next(tensors)
-                if leaf is _TENSOR
-                else leaf._build(tensors)
-                if isinstance(leaf, Structure)
-                else leaf
-                for leaf in self._leaves
-            ],
-            self._spec,
-        )
+        leaves = []
+        for leaf in self._leaves:
+            if leaf is _TENSOR:
+                leaves.append(next(tensors))
+            elif isinstance(leaf, Structure):
+                leaves.append(leaf._build(tensors))
+            else:
+                leaves.append(leaf)
+        value = tree_unflatten(leaves, self._spec)
         if self._cls is None:
             return value
         made: Any = object.__new__(self._cls)

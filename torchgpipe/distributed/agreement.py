@@ -368,7 +368,10 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 def _digest(x: Tensor) -> Tensor:
     """Return a number, in a tensor: the sum of the words of ``x``, each mixed with its place."""
     x = x.to_dense() if x.layout is not torch.strided else x
-    x = x.int_repr() if x.is_quantized else x.values() if x.is_nested else x
+    if x.is_quantized:
+        x = x.int_repr()
+    elif x.is_nested:
+        x = x.values()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     data = x.resolve_neg().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:

@@ -50,9 +50,9 @@ class Axis(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         """Their numbers among all processes."""
-        return (
-            [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
-        )
+        if self.group is None:
+            return [dist.get_rank()]
+        return dist.get_process_group_ranks(self.group)
 
 
 def init_mesh(
@@ -223,14 +223,15 @@ def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
     """Return the ranks along each axis, a list for each place along the others."""
     names = mesh.mesh_dim_names or ()
     ranks = mesh.mesh
-    return {
-        axis: ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
-        if axis in names and ranks.dim() > 1
-        else [ranks.tolist()]
-        if axis in names
-        else [[rank] for rank in ranks.flatten().tolist()]
-        for axis in AXES
-    }
+    lines = {}
+    for axis in AXES:
+        if axis not in names:
+            lines[axis] = [[rank] for rank in ranks.flatten().tolist()]
+        elif ranks.dim() > 1:
+            lines[axis] = ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
+        else:
+            lines[axis] = [ranks.tolist()]
+    return lines
 
 
 def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:

@@ -533,11 +533,11 @@ class Replicas(nn.Module):
                 before = self.pending.get(id(x))
                 self.pending[id(x)] = grad if before is None else before + grad
         gradients[:] = [each for each in gradients if id(each[0]) not in numbers]
-        return (
-            {number: self.pending.pop(number) for number in numbers if number in self.pending}
-            if self.syncs
-            else {}
-        )
+        if self.syncs:
+            return {
+                number: self.pending.pop(number) for number in numbers if number in self.pending
+            }
+        return {}
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -340,19 +340,15 @@ class WatchThread:
             return 0
         own = self._own
         asks = own.error is not None and not self._answered.is_set()
-        return self._board.say(
-            self._record(
-                now,
-                'failed'
-                if own.error is not None
-                else 'outside'
-                if not own.inside
-                else 'waits'
-                if self._where.waits
-                else 'computes',
-            ),
-            news or asks,
-        )
+        if own.error is not None:
+            state = 'failed'
+        elif not own.inside:
+            state = 'outside'
+        elif self._where.waits:
+            state = 'waits'
+        else:
+            state = 'computes'
+        return self._board.say(self._record(now, state), news or asks)
 
     def _record(self, now: float, state: str) -> Record:
         own = self._own

@@ -134,17 +134,10 @@ class Cell:
         partition = self._partition
         tracker = arrive(self.popped, self.absent, tensors) if partition.has_skips else None
         value: Any = self._input_kind(tensors)
-        end = (
-            None
-            if partition.observer is None
-            else partition.observer.cell(
-                self._i,
-                self._m,
-                partition.j,
-                value,
-                [] if tracker is None else [*tracker.tensors.values()],
-            )
-        )
+        end = None
+        if partition.observer is not None:
+            popped = [] if tracker is None else [*tracker.tensors.values()]
+            end = partition.observer.cell(self._i, self._m, partition.j, value, popped)
         outside = context.skips
         context.skips = tracker
         grad = torch.is_grad_enabled()

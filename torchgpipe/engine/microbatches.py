@@ -522,13 +522,12 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Pa
 
 def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:
     shapes = ', '.join(map(str, dict.fromkeys(tuple(x.shape) for x in xs)))
-    how = (
-        f'along dimension {rule}'
-        if isinstance(rule, int)
-        else 'by a count'
-        if callable(rule)
-        else f'by {rule!r}'
-    )
+    if isinstance(rule, int):
+        how = f'along dimension {rule}'
+    elif callable(rule):
+        how = 'by a count'
+    else:
+        how = f'by {rule!r}'
     return ValueError(
         f'micro-batches came out with shapes {shapes} as {name}: outputs are gathered {how}, so '
         'nothing else in their shapes may differ. A dimension that goes with the number of '

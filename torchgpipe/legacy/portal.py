@@ -208,7 +208,12 @@ class SkipTrackerThroughPortals(SkipTracker):
             return
         portal = self.portals.get((ns, name))
         again = portal is not None and context.recomputing
-        life = 1 if again else 3 if context.checkpointing else 2
+        if again:
+            life = 1
+        elif context.checkpointing:
+            life = 3
+        else:
+            life = 2
         if portal is None:
             portal = self.portals[ns, name] = Portal(tensor, life)
         else:

@@ -135,11 +135,11 @@ def _give_values(
     plan = _Resets(layer, _loaded(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
     _allocate(slots, CPU if plan.needed else device)
-    more = (
-        [partial(init, each) for each in _parts_first(layer)]
-        if init is not None
-        else ([*_pretrained(layer)] if plan.needed else [])
-    )
+    more: list[Callable[[], Any]] = []
+    if init is not None:
+        more = [partial(init, module) for module in _parts_first(layer)]
+    elif plan.needed:
+        more = [*_pretrained(layer)]
     forgotten, changed = plan.reset(more)
     if forgotten:
         raise _without_value(module, forgotten)
@@ -363,14 +363,12 @@ def _is_of_transformers(name: str) -> bool:
 
 def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:
     """Return the tensors of a layer that will be loaded: the state dict, and maybe buffers."""
-    return (
-        []
-        if loader is None
-        else [
-            *layer.state_dict(keep_vars=True).values(),
-            *(layer.get_buffer(own) for own in loader.buffers.get(name, ())),
-        ]
-    )
+    if loader is None:
+        return []
+    return [
+        *layer.state_dict(keep_vars=True).values(),
+        *(layer.get_buffer(own) for own in loader.buffers.get(name, ())),
+    ]
 
 
 def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Iterator[nn.Module]:

@@ -118,13 +118,11 @@ class LayerSequence(nn.Module):
 
     def cuda(self: TSequence, device: Any = None) -> TSequence:
         """Same as ``to('cuda')``, or with an index ``to('cuda:1')``: see :meth:`to`."""
-        return self.to(
-            torch.device('cuda', device)
-            if isinstance(device, int)
-            else 'cuda'
-            if device is None
-            else device
-        )
+        if device is None:
+            device = 'cuda'
+        elif isinstance(device, int):
+            device = torch.device('cuda', device)
+        return self.to(device)
 
     def cpu(self: TSequence) -> TSequence:
         """Same as ``to('cpu')``: see :meth:`to`."""

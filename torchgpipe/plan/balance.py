@@ -692,8 +692,6 @@ def _stuck(
 
 
 def _block(names: Sequence[str], a: int, b: int) -> str:
-    return (
-        f"layer '{names[a]}'"
-        if b == a + 1
-        else f"the block of layers '{names[a]}' to '{names[b - 1]}'"
-    )
+    if b == a + 1:
+        return f"layer '{names[a]}'"
+    return f"the block of layers '{names[a]}' to '{names[b - 1]}'"

@@ -599,7 +599,9 @@ def _shares(layers: Sequence[LayerProfile], split: float) -> Iterator[tuple[floa
     is_first = True
     for x in layers:
         is_trained = x.parameter_bytes > x.frozen_bytes
-        by_rule = (1.0 if is_first else 0.5) if is_trained else 0.0
+        by_rule = 0.0
+        if is_trained:
+            by_rule = 1.0 if is_first else 0.5
         is_first = is_first and not is_trained
         if x.input_share is None or x.weight_share is None:
             yield 1 - by_rule, by_rule + split * is_trained

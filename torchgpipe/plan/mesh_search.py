@@ -753,11 +753,11 @@ def _planned(
 
 def _check_times(layers: Layers) -> None:
     """Raise a :exc:`ValueError` if no layer of a profile takes time."""
-    profiles = (
-        [layers]
-        if isinstance(layers, Profile)
-        else ([*layers.values()] if isinstance(layers, Mapping) else [])
-    )
+    profiles: list[Profile] = []
+    if isinstance(layers, Profile):
+        profiles = [layers]
+    elif isinstance(layers, Mapping):
+        profiles = [*layers.values()]
     for measured in profiles:
         if not any(x.forward_seconds + x.backward_seconds for x in measured.layers):
             raise ValueError(

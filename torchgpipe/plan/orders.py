@@ -58,11 +58,9 @@ class _Problem:
         def delay(j: int, to: int) -> float:
             one = places[j]
             other = places[to]
-            return (
-                0.0
-                if one == other
-                else costs.link(one, other).seconds(stages[min(j, to)].output_bytes)
-            )
+            if one == other:
+                return 0.0
+            return costs.link(one, other).seconds(stages[min(j, to)].output_bytes)
 
         #: Seconds until a stage has its input, and the gradient of its output.
         self.into = [0.0, *(delay(j - 1, j) for j in range(1, last + 1))]

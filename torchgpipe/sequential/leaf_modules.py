@@ -108,11 +108,11 @@ class LeafModules:
             return 'it is named as a leaf'
         if type(module) in self._classes:
             return self._classes[type(module)]
-        return (
-            'it has backward hooks, more in its state dict, or hooks for that, or is scripted'
-            if _is_more_than_its_forward(module)
-            else ''
-        )
+        if _is_more_than_its_forward(module):
+            return (
+                'it has backward hooks, more in its state dict, or hooks for that, or is scripted'
+            )
+        return ''
 
 
 class Whole(NamedTuple):

@@ -417,7 +417,11 @@ def _arguments(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Return the arguments of a node, with nodes and constants replaced by their values."""
 
     def value(x: Any) -> Any:
-        return value_of(x) if isinstance(x, fx.Node) else x.value if type(x) is Constant else x
+        if isinstance(x, fx.Node):
+            return value_of(x)
+        if type(x) is Constant:
+            return x.value
+        return x
 
     return fx.node.map_aggregate((node.args, node.kwargs), value)
 

@@ -112,7 +112,11 @@ def _checksum(parameter: Tensor) -> Tensor:
 
 def _kind(gradient: Tensor | None) -> int:
     """Return the kind of a gradient, for replicas without it: none, dense, or its sparse dims."""
-    return 0 if gradient is None else 1 + (gradient.sparse_dim() if gradient.is_sparse else 0)
+    if gradient is None:
+        return 0
+    if gradient.is_sparse:
+        return 1 + gradient.sparse_dim()
+    return 1
 
 
 def _average(parameter: Tensor, sparse_dims: int) -> None:

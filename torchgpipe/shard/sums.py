@@ -144,15 +144,13 @@ def check_dense(x: Tensor, grad: Tensor) -> None:
 
 def split_axes(x: Tensor) -> set[str]:
     """Return the axes of a mesh along which a tensor is split."""
-    return (
-        {
+    if isinstance(x, DTensor):
+        return {
             name
             for name, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements)
             if not placement.is_replicate()
         }
-        if isinstance(x, DTensor)
-        else set()
-    )
+    return set()
 
 
 def local(x: Tensor) -> Tensor:

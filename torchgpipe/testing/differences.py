@@ -317,15 +317,13 @@ class Forms(NamedTuple):
 
     def repeat(self) -> list[str]:
         """Return a reason if the unwrapped model has other numbers each time; otherwise none."""
-        return (
-            []
-            if self.agree(self.expected, {})
-            else [
-                'the unwrapped model has other numbers each time that it runs from the same state '
-                'and seed: it draws from something that torch.manual_seed does not set, or keeps '
-                'something outside of itself. Nothing can be said until it repeats itself'
-            ]
-        )
+        if self.agree(self.expected, {}):
+            return []
+        return [
+            'the unwrapped model has other numbers each time that it runs from the same state '
+            'and seed: it draws from something that torch.manual_seed does not set, or keeps '
+            'something outside of itself. Nothing can be said until it repeats itself'
+        ]
 
     def try_all(self, remedies: Iterator[WayOut]) -> list[str]:
         """Return the reason of the first options with right numbers, if there are any."""

@@ -83,11 +83,9 @@ class Setup:
     def loss_of_mini_batch(self, output: Any, target: Any) -> Tensor:
         """Return the loss of the output of the mini-batch."""
         loss = self.loss(output, target)
-        return (
-            loss
-            if self.normalizer is None or callable(self.normalizer)
-            else loss / self.normalizer
-        )
+        if self.normalizer is not None and not callable(self.normalizer):
+            loss = loss / self.normalizer
+        return loss
 
     def copy_of_target(self) -> Any:
         """Copy the target, to the last device."""

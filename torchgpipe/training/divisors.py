@@ -208,7 +208,11 @@ class LossMonitor(TorchFunctionMode):
     def _see_weight(self, result: Any, one: Any, other: Any) -> None:
         """Forget the division of a mean that is weighted by a tensor."""
         for x, number in [*self._means]:
-            weight = other if one is x else one if other is x else None
+            weight = None
+            if one is x:
+                weight = other
+            elif other is x:
+                weight = one
             if isinstance(weight, Real):  # A constant changes nothing.
                 self._means.append((result, number))
             elif isinstance(weight, Tensor) and not weight.requires_grad:

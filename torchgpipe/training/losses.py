@@ -213,13 +213,11 @@ class Losses:
         self._learns = False
         is_known = normalizer is None and known.is_of_pytorch
         #: Records the divisors of losses in the function.
-        self.monitor = (
-            None
-            if is_known
-            else LossMonitor(
-                sizes, None if normalizer is None else self.counts, normalizer is not None
-            )
-        )
+        self.monitor: LossMonitor | None = None
+        if not is_known and normalizer is None:
+            self.monitor = LossMonitor(sizes, None, False)
+        elif not is_known:
+            self.monitor = LossMonitor(sizes, self.counts, True)
         #: Records the divisors of losses in layers, which a normalizer does not know.
         self.in_layers = None if normalizer is not None else self.monitor
         #: Returns the error for other divisors.
@@ -411,11 +409,9 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
     if not callable(rule):
         return rule
     found = next(counts)
-    return (
-        partial(_raise, found)
-        if isinstance(found, Exception)
-        else partial(_mean_of, found, sum(found))
-    )
+    if isinstance(found, Exception):
+        return partial(_raise, found)
+    return partial(_mean_of, found, sum(found))
 
 
 def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:

@@ -51,17 +51,9 @@ def keep(output: Sequence[Tensor]) -> list[Sample]:
             if x.is_nested:
                 x = _values(x)
             elements = elements_of(x)
-            found.append(
-                Sample(
-                    x.dtype,
-                    x.shape,
-                    elements
-                    if elements is None
-                    else elements.clone()
-                    if _is_here(x)
-                    else _to_host(elements),
-                )
-            )
+            if elements is not None:
+                elements = elements.clone() if _is_here(x) else _to_host(elements)
+            found.append(Sample(x.dtype, x.shape, elements))
         return found
 
 
