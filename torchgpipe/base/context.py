@@ -90,12 +90,7 @@ class MiniBatch:
         return self._values[key]  # type: ignore[return-value]
 
     def at_end(self, function: Callable[[], None], lock: AbstractContextManager[Any]) -> None:
-        """Call a function at the end of the forward pass, unless a micro-batch fails.
-
-        Args:
-            function: The function.
-            lock: The lock to hold during the call.
-        """
+        """Call a function at the end of the forward pass, unless a micro-batch fails."""
         self._at_end.append((function, lock))
 
     def end(self) -> None:
@@ -294,11 +289,7 @@ class ThreadState(NamedTuple):
         return None if inner else self.hooks
 
     def check(self, threads: bool) -> None:
-        """Raise in contexts that do not cover the whole computation of a pipeline.
-
-        Args:
-            threads: Whether cells run in other threads, or will run again in backward.
-        """
+        """Raise in contexts that do not cover the whole computation of a pipeline."""
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if is_traced or (self.dispatch_modes and proxy_mode() is not None):
             raise RuntimeError(

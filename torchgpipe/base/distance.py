@@ -18,13 +18,7 @@ def default_tolerance(dtype: torch.dtype | None) -> float:
 
 
 def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
-    """Return the largest difference of two elements, as in :class:`Difference`.
-
-    Args:
-        actual: A tensor.
-        expected: The expected tensor.
-        typical: The size of a typical tensor of this kind.
-    """
+    """Return the largest difference of two elements, as in :class:`Difference`."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if _same(actual, expected):  # That takes a tenth of the time.
@@ -99,13 +93,7 @@ def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Return the candidates for a whole tensor: parts concatenated, or their mean and their sum.
-
-    Args:
-        whole: The whole tensor, to compare the shape.
-        parts: The tensors of micro-batches.
-        sizes: The number of samples in each part, which weights the mean.
-    """
+    """Return the candidates for a whole tensor: the concatenation, or mean and sum, of parts."""
     dim = split_dim(whole, parts)
     if dim is not None:
         return [torch.cat([*parts], dim)]

@@ -34,12 +34,7 @@ class Box(NamedTuple):
     """A coloured box in a row of a picture.
 
     Attributes:
-        row: The index of its row.
-        start: Its start, in any unit.
-        end: Its end, in the same unit.
         label: The text in the box. It is left out where it does not fit.
-        title: The text that appears while the pointer is on the box.
-        colour: The colour, as in CSS.
         share_of_height: The part of the usual height that it takes, from 0 to 1.
     """
 
@@ -77,9 +72,7 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
     """Return a picture with a row of boxes for each name, and a caption below.
 
     Args:
-        names: The names of the rows.
         boxes: The boxes. The earliest start is at the left edge, the latest end at the right one.
-        caption: The text below the rows.
     """
     boxes = [*boxes]
     names = [name if len(name) <= LONGEST else f'{name[: LONGEST - 1]}…' for name in names]

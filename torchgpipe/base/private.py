@@ -29,8 +29,6 @@ def find(name: str, use: str = '', otherwise: Any = None) -> Any:
     """Return the object with a private name in PyTorch.
 
     Args:
-        name: The module, a colon, and the name in it.
-        use: The feature that needs the object, for the error if the name does not exist.
         otherwise: The replacement if the name does not exist. By default, a function that raises.
 
     Raises:
@@ -117,9 +115,6 @@ def compiled_code(frame: FrameType) -> object | None:
     PyTorch may compile a layer several times and choose by the input, so that two passes over the
     same layer save other tensors. A pack hook gets only the tensor. If the code cannot be found,
     each tensor is treated as one of other code, so that all values are compared.
-
-    Args:
-        frame: A frame of :data:`APPLY`, or any frame if it is not known.
     """
     if APPLY is None:
         return object() if 'torch._dynamo' in sys.modules else None

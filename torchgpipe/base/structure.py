@@ -95,7 +95,6 @@ def copy_of(x: Tensor, memories: Memories) -> Tensor:
     """Copy a tensor; tensors that share a memory share its copy.
 
     Args:
-        x: The tensor.
         memories: The copies to share; a new one is added.
     """
     x = x.detach()
@@ -182,13 +181,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 class Leaf:
-    """A leaf of a value.
-
-    Attributes:
-        path: The place of the leaf.
-        value: The tensor or the plain value.
-        shared: Whether it is within :class:`NoChunk`.
-    """
+    """A leaf of a value."""
 
     __slots__ = ('path', 'shared', 'value')
 
@@ -318,8 +311,6 @@ class Structure:
     """The nesting of a value, which reconstructs the value from tensors.
 
     Args:
-        spec: The nesting, as a specification of pytree.
-        leaves: The leaves: :data:`_TENSOR`, the structure of a part, or a plain value.
         cls: The class, if the value is a dataclass. The nesting contains its attributes then.
     """
 
@@ -456,8 +447,6 @@ def once(
     """Return each tensor once, and the kind that reconstructs the value from them.
 
     Args:
-        tensors: The tensors.
-        kind: Reconstructs the value from the tensors of all places.
         keys: Keys that identify the tensors. By default, the tensors are compared by identity.
     """
     found: dict[Hashable, int] = {}
@@ -493,13 +482,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
 def flatten_nested(
     value: Any, marks: bool = True, takes: type = Tensor
 ) -> tuple[tuple[Any, ...], Structure]:
-    """Flatten a value as :func:`flatten` does, and remove :class:`NoChunk` marks.
-
-    Args:
-        value: The value.
-        marks: Whether the value may contain :class:`NoChunk`.
-        takes: The type of the extracted leaves.
-    """
+    """Flatten a value as :func:`flatten` does, and remove :class:`NoChunk` marks."""
     tensors: list[Any] = []
     structure = _flatten(value, tensors, marks, takes)
     if structure is None or not tensors:

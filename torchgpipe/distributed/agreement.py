@@ -43,8 +43,6 @@ class Facts(NamedTuple):
     """The facts of a rank about a step.
 
     Args:
-        m: The number of micro-batches, where it has the input.
-        size: The number of samples, where it has the input.
         counted: Its share of the whole loss, or of the loss's count.
         settings: A digest of the settings, which have to be the same on all ranks.
         digest: A digest of everything that determines the form of this rank's messages.
@@ -83,10 +81,8 @@ def together(
     """Call a function on all ranks of a group, and return the facts of each rank, by its number.
 
     Args:
-        task: The task of the ranks, for errors.
         function: Returns the facts of this rank, if any; it does not communicate.
         group: The ranks; ``None`` if there is only this one.
-        device: The device of this rank.
 
     Raises:
         ValueError: The function raised a ValueError on another rank.
@@ -167,7 +163,6 @@ def merge(
         actions: The actions of this rank, in seconds since a recording began.
         began: The time when the recording began, by this rank's clock.
         group: The ranks; lanes are in their order.
-        device: The device of this rank.
     """
     if group is None:
         return actions
@@ -240,8 +235,6 @@ class Shared(NamedTuple):
     """A tensor that ranks share.
 
     Args:
-        name: The name in the whole model.
-        value: The tensor, or the part of it that this rank has.
         axes: The axes along which other ranks have the same value.
         others: How many other ranks of the pipe axis have it; -1 on all of them but the first.
         is_cache: Whether it is in no state dict. Such a tensor may have other sizes on other
@@ -279,12 +272,7 @@ def numbers_of(tensors: Sequence[Shared]) -> tuple[int, int, int]:
 
 
 def differ(numbers: Mapping[int, tuple[int, int, int]], groups: Groups) -> bool:
-    """Return whether the numbers of ranks differ.
-
-    Args:
-        numbers: The numbers of each rank.
-        groups: The ranks along each axis.
-    """
+    """Return whether the numbers of ranks differ."""
 
     def along(k: int, lines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         return ([numbers[rank][k] for rank in ranks] for ranks in lines)
@@ -313,13 +301,7 @@ def details(tensors: Sequence[Shared]) -> list[Detail]:
 def differences(
     everywhere: Mapping[int, Sequence[Detail]], groups: Groups, gradients: bool = False
 ) -> str:
-    """Describe the tensors that differ between ranks, with usual causes; '' if there are none.
-
-    Args:
-        everywhere: The descriptions of each rank's tensors.
-        groups: The ranks along each axis.
-        gradients: Whether the tensors are the gradients of the parameters with these names.
-    """
+    """Describe the tensors that differ between ranks, with usual causes; '' if there are none."""
     for axis, lines in groups.items():
         for ranks in lines:
             of = {

@@ -76,10 +76,6 @@ def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
 def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check that a checkpoint has the parameters and buffers of a model, in these shapes.
 
-    Args:
-        here: The shapes of the model.
-        saved: The shapes in the checkpoint.
-
     Raises:
         ValueError: It does not. All ranks raise this error.
     """
@@ -101,11 +97,6 @@ def check_optimizer(
     here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
 ) -> None:
     """Check that a checkpoint is of an optimizer of these parameters.
-
-    Args:
-        here: The names of the parameters on all ranks.
-        options: The options of the optimizer's groups.
-        saved: The options in the checkpoint, for each parameter.
 
     Raises:
         ValueError: It is not. All ranks raise this error.
@@ -222,12 +213,6 @@ def check_scheduler(
 ) -> None:
     """Check that the saved state of a scheduler is for the groups that an optimizer has here.
 
-    Args:
-        key: Its name.
-        scheduler: An object to load, which may be no scheduler.
-        state: Its saved state.
-        groups: The saved options of the optimizer's groups on this rank.
-
     Raises:
         ValueError: The state has other groups.
     """
@@ -276,7 +261,6 @@ def extra_entries(
 
     Args:
         everywhere: For each rank, the number of its replica and its bytes.
-        replica: The number of this replica.
 
     Raises:
         ValueError: Ranks have different names, or ranks of one replica have different values.
@@ -332,12 +316,6 @@ def extra_forms(
 ) -> dict[str, Tensor]:
     """Return the tensors to read the extra entries of a checkpoint into.
 
-    Args:
-        saved: The checkpoint.
-        data: The number of replicas.
-        replica: The number of this one.
-        asked: The objects to load.
-
     Raises:
         ValueError: The checkpoint does not have one of them, or has it for another number of
             replicas.
@@ -374,12 +352,7 @@ def load_extra(entries: Mapping[str, Tensor], asked: Mapping[str, Any]) -> dict[
 
 
 def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Tensor]:
-    """Return the states of the generators of the host and of some devices.
-
-    Args:
-        place: The mesh and the rank.
-        devices: The devices of the rank.
-    """
+    """Return the states of the generators of the host and of some devices."""
     return {f'{place}.{name}': state for name, state in rng_states(devices).items()}
 
 

@@ -91,9 +91,6 @@ def split_layer(
     """Split a layer of a model as a plan says.
 
     Args:
-        name: The name of the layer in the model.
-        layer: The layer.
-        plan: Styles by the names of modules in the model.
         mesh: The ranks to split it over; ``None`` if there are no others.
         split: The name and the style by which each module was split. A module in several layers
             is split once.
@@ -140,10 +137,6 @@ def split_apart(layouts: Mapping[str, str]) -> ValueError:
 
 def tie_again(shared: Sequence[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:
     """Tie parameters again that were split in each of their places.
-
-    Args:
-        shared: The names of each parameter that has several.
-        layers: The layers that were split.
 
     Raises:
         ValueError: A parameter was split in different ways.
@@ -209,18 +202,7 @@ def fill(
     init: Callable[[nn.Module], Any] | None,
     finish: Callable[[str, nn.Module], None],
 ) -> 'OrderedDict[str, nn.Module]':
-    """Return some layers of a model with their values.
-
-    Args:
-        model: The model, or functions that make its layers.
-        skeleton: Its layers.
-        own: The names of this rank's layers.
-        device: The device of the layers.
-        seed: The seed of initial values.
-        weights: The values of all layers, if there are some.
-        init: Called with each module, after it has its first values.
-        finish: Called with each layer and its name, before the next layer gets values.
-    """
+    """Return some layers of a model with their values."""
     numbers = {name: i for i, name in enumerate(skeleton._modules)}
 
     @contextmanager
@@ -324,10 +306,6 @@ def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:
     """Return the parameters and buffers that stand in several places of a model.
 
     Their order is the same on all ranks, because it depends on stages and names only.
-
-    Args:
-        model: Its layers.
-        stages: The names of the layers of each stage.
     """
     owners = {name: j for j, names in enumerate(stages) for name in names}
     ties = []
@@ -342,10 +320,6 @@ class Ties:
     Buffers are only compared: a layer that changes one makes ranks differ.
 
     Args:
-        layers: The layers of this rank, by their names in the whole model.
-        ties: The stages and names of each.
-        ranks: The rank of each stage.
-        group: The ranks of the pipeline.
         own: This rank; by default, the rank of this process.
 
     Attributes:

@@ -34,9 +34,6 @@ class Axis(NamedTuple):
     """An axis of a mesh, as one rank sees it: the ranks that differ from it along that axis only.
 
     Args:
-        name: The name.
-        size: The number of ranks along it.
-        rank: The number of this rank along it.
         group: The group of these ranks; ``None`` if there are no others.
         mesh: The mesh of only these ranks; ``None`` if there are no others.
     """
@@ -153,12 +150,7 @@ def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
 
 
 class Edges(NamedTuple):
-    """The process groups of the messages in a pipeline.
-
-    Args:
-        groups: The group of messages from one rank to another one, by both.
-        apart: Whether messages in one direction never wait for messages in another one.
-    """
+    """The process groups of the messages in a pipeline."""
 
     groups: dict[tuple[int, int], ProcessGroup]
     apart: bool = True
@@ -185,10 +177,6 @@ def groups_of_edges(mesh: DeviceMesh, edges: Sequence[tuple[int, int]]) -> Edges
 
     If there are too many edges, or other processes outside of the mesh, there are two groups: for
     messages to higher ranks, and to lower ranks.
-
-    Args:
-        mesh: The mesh.
-        edges: Pairs of ranks along the pipe axis: see :func:`torchgpipe.schedule.messages.edges`.
     """
     axis = axis_of(mesh, 'pipe')
     if axis.group is None:

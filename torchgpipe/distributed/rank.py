@@ -55,25 +55,13 @@ _OF_MODULES = {*vars(nn.Module())}
 class Rank:
     """One rank of a mesh.
 
-    Args:
-        mesh: The mesh.
-        places: The rank along the pipe axis of each stage; by default they take turns.
-        stages: The names of the layers of each stage.
-
     Attributes:
-        data, pipe, tensor: The axes.
-        everyone: The group of all ranks.
         last: The ranks with the last stage.
         alike: The ranks at the same place along the tensor axis, with any stages.
-        device: The device of this rank.
-        places: The rank of each stage along the pipe axis.
         ranks: The rank of each stage in this replica, among all processes.
-        own: The stages of this rank.
         made: Its layers, by name.
         partitions: The layers of each stage; stages of other ranks are empty.
         engine: Runs them. It has all stages; stages of other ranks have no layers.
-        skips: The pairs of stages with skips between them.
-        edges: The process groups of messages.
         at_place: For each rank along the pipe axis, all ranks that have the same stages.
         lines: By axis, the ranks along it, for each place along the others.
         exchanges: Whether replicas exchange samples: the model has experts.
@@ -156,14 +144,6 @@ class Rank:
         """Make the layers of this rank.
 
         Args:
-            model: The model, or functions that make its layers.
-            skeleton: Its layers.
-            seed: The seed of initial values.
-            weights: The values of all layers, if there are some.
-            init: Gives each module its initial values.
-            plan: How layers are split along the tensor axis.
-            data: ``'replicate'`` or ``'shard'``: the use of parameters along the data axis.
-            policies: The policies of FSDP2.
             most: How many units are whole at a time; ``None`` for the default.
         """
         stages = self.stages
@@ -493,7 +473,6 @@ class Rank:
         """Return the tensors that other ranks may share, except tensors of replaced layers.
 
         Args:
-            loss: The tensors of a loss, by name, to return instead of the model's.
             within_step: Whether a step runs. Then FSDP would free whole parameters when a layer
                 makes its state dict, so the names from the start of the step are used.
         """
@@ -620,10 +599,6 @@ class Rank:
         self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
     ) -> None:
         """Check that each tensor with a gradient is known to all ranks that have it.
-
-        Args:
-            learning: The tensors that get gradients, by number, each with the place of its use.
-            own: The parameters of this rank and of its loss.
 
         Raises:
             RuntimeError: Another tensor gets gradients.

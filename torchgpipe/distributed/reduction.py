@@ -97,14 +97,7 @@ def check_shardable(stages: nn.ModuleList, ignored: Container[nn.Parameter]) -> 
 
 
 class Unit(nn.Module):
-    """Some stages whose parameters are sharded over replicas.
-
-    Args:
-        stages: The stages.
-        ignored: Parameters of them that stay as they are.
-        late: Whether gradients are reduced at the end of the step.
-        options: The options of ``fully_shard``: the mesh and policies.
-    """
+    """Some stages whose parameters are sharded over replicas."""
 
     def __init__(
         self,
@@ -176,12 +169,7 @@ class Unit(nn.Module):
 
 
 def grouped(stages: Mapping[int, nn.Module], late: Collection[int] = ()) -> list[list[int]]:
-    """Return the numbers of stages in groups; stages that share a parameter are in one group.
-
-    Args:
-        stages: The stages.
-        late: Stages that are in one group in any case.
-    """
+    """Return the numbers of stages in groups; stages that share a parameter are in one group."""
     owners: dict[int, set[int]] = {0: {*late}}
     for j, stage in stages.items():
         for x in stage.parameters():
@@ -200,16 +188,7 @@ DATA = ('replicate', 'shard')
 
 
 class Replicas(nn.Module):
-    """The stages of a rank, which its replicas also have.
-
-    Args:
-        stages: The stages, by number.
-        axis: The ranks that have them.
-        policies: ``mp_policy`` and ``offload_policy`` of FSDP2, where there are any.
-        units: If ranks have parts of parameters, the unit of each stage.
-        most: How many units are whole at a time.
-        tied: The numbers of parameters of which other ranks have copies in other stages.
-    """
+    """The stages of a rank, which its replicas also have."""
 
     def __init__(
         self,
@@ -276,8 +255,6 @@ class Replicas(nn.Module):
         """Return the row of this rank with actions of units.
 
         Args:
-            row: Actions and messages.
-            trains: Whether gradients are reduced.
             alike: Whether replicas have the same row. Otherwise, they gather at the start, and
                 reduce at the end, so that all do it in the same order.
             names: The numbers of the stages in the row; by default, they are the stages.
@@ -359,7 +336,6 @@ class Replicas(nn.Module):
         """Start to add up gradients of a unit over replicas, and free its parameters.
 
         Args:
-            j: The unit.
             gradients: The gradients of this rank. The list is emptied.
         """
         own = self.tensors(j)
@@ -415,10 +391,6 @@ class Replicas(nn.Module):
     def check_late(self, gradients: Gradients, own: Iterable[Tensor]) -> int:
         """Return the number of gradients that came after the reduction of their parameters.
 
-        Args:
-            gradients: The gradients that are not reduced yet.
-            own: The parameters whose gradients are reduced at the end of the step, or before.
-
         Raises:
             RuntimeError: This rank has a part of such a parameter; or a gradient of an earlier
                 step would not be reduced.
@@ -462,8 +434,6 @@ class Replicas(nn.Module):
         """Run a step, and add its gradients, reduced over replicas, to the parameters' ``.grad``.
 
         Args:
-            step: Returns the gradients of this rank, except gradients that are reduced within it.
-            others: Parameters of a loss, which are in none of the stages.
             check: Called with the reduced gradients. If it raises, no gradient is added.
         """
         with self._all_or_nothing():
@@ -524,8 +494,6 @@ class Replicas(nn.Module):
 
         Args:
             gradients: Gradients. The ones of these tensors are removed.
-            more: Further gradients of these tensors.
-            tensors: The tensors.
         """
         numbers = dict.fromkeys(map(id, tensors))
         for x, grad in (*gradients, *more):
@@ -664,9 +632,6 @@ class Replicas(nn.Module):
 
         This happens if a layer or a loss uses a parameter in a closure or in a list. The yielded
         function returns these gradients. If no other rank has copies, nothing changes.
-
-        Args:
-            parameters: The parameters of this rank that require grad.
         """
         if self._axis.group is None and not self._tied and not self.shards:
             yield list

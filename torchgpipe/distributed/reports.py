@@ -49,8 +49,6 @@ class Record(NamedTuple):
         state: ``'outside'`` of runs, ``'computes'``, ``'waits'``, ``'failed'``; or ``'ended'``
             with its process or its model.
         seconds: How long it has been in that state.
-        text: Its task.
-        where: Its layer and line.
         error: The last error that it raised. The error stays when the rank continues, because
             others may look for it later.
         raised_in: The run in which it raised the error.
@@ -128,9 +126,6 @@ def blame(
 
     Args:
         records: The last record of each other rank; ``None`` if there is none yet.
-        run: The number of the asking rank's run.
-        lost: The ranks that have not reported for long.
-        late: Whether the asking rank has waited for as long as it may.
 
     Returns:
         The ranks, and whether the result is certain. It is not if another rank has found it.
@@ -211,10 +206,6 @@ class Board:
 
     Args:
         ranks: The ranks. All of them create boards in the same order.
-
-    Attributes:
-        gone: Whether there is no store any more.
-        goes_with_us: Whether this process hosts the store.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -240,15 +231,7 @@ class Board:
         self._store.set_timeout(_TIMEOUT)
 
     def say(self, record: Record, news: bool) -> int:
-        """Publish the record of this rank.
-
-        Args:
-            record: The record.
-            news: Whether the other ranks have to read it.
-
-        Returns:
-            The number of news so far.
-        """
+        """Publish the record of this rank."""
         try:
             self._store.set(str(self._rank), record.pack())
             return int(self._store.add('news', int(news)))
@@ -260,7 +243,6 @@ class Board:
         """Publish the last record of this rank.
 
         Args:
-            record: The record.
             lasts: How long a process that hosts the store waits for the other ranks to leave, in
                 seconds. PyTorch warns about calls on a store that has ended.
         """

@@ -56,12 +56,6 @@ class _Start(NamedTuple):
 
     Args:
         batches: The micro-batches, empty ones on ranks without the first stage.
-        sizes: Their numbers of samples.
-        common: The numbers of tensors that all micro-batches share.
-        kind: The kind of the step; messages of one kind have the same headers.
-        schedule: The schedule.
-        alike: Whether replicas have the same number of micro-batches.
-        counts: The counts of functions of ``gather``, on ranks with the first stage.
     """
 
     batches: list[Chunk]
@@ -77,9 +71,6 @@ class Steps:
     """The steps and calls of one rank.
 
     Args:
-        rank: The rank.
-        model: The model.
-        at: Called before each action and message.
         compare_every: The number of steps between comparisons of shared tensors; 0 for never.
     """
 
@@ -112,10 +103,7 @@ class Steps:
         """Take a step.
 
         Args:
-            input: The input.
-            ready: Returns the schedule, or its name, if the model may take a step.
             loss: The function, the target, its batch dimension, the normalizer, and the scale.
-            return_output: Whether to return the output as well.
         """
         rank = self._rank
         model = self._model
@@ -424,13 +412,7 @@ class Steps:
     def _whole(
         self, losses: Losses, trains: bool = False, check: Callable[[], int] = int
     ) -> Tensor:
-        """Return the loss of the whole mini-batch, after a check.
-
-        Args:
-            losses: The losses of this rank.
-            trains: Whether they have a backward.
-            check: Returns the number of gradients that came after their reduction.
-        """
+        """Return the loss of the whole mini-batch, after a check."""
         rank = self._rank
 
         def count() -> Facts:
@@ -460,13 +442,7 @@ class Steps:
         return torch.tensor(rank.sum(said), dtype=dtype, device=rank.device)
 
     def _way(self, schedule: Schedule, start: _Start, trains: bool = False) -> Way:
-        """Return the row of this rank, and its messages.
-
-        Args:
-            schedule: The schedule.
-            start: The state at the start of the step.
-            trains: Whether gradients are reduced.
-        """
+        """Return the row of this rank, and its messages."""
         rank = self._rank
         key = (start.kind, schedule)
         if key not in self._known and len(self._known) >= _KINDS:
@@ -508,13 +484,7 @@ class Steps:
 
 @lru_cache(maxsize=_KINDS)
 def _forward(places: tuple[int, ...], m: int, in_turn: bool) -> Schedule:
-    """Return the forward of micro-batches as a schedule.
-
-    Args:
-        places: The rank of each stage.
-        m: The number of micro-batches.
-        in_turn: Whether a rank takes all of them through a stage before the next one.
-    """
+    """Return the forward of micro-batches as a schedule."""
     rows = (
         [[j for j, place in enumerate(places) if place == rank] for rank in {*places}]
         if in_turn
@@ -572,9 +542,6 @@ def _check_divisors(
 
 def check_losses(said: dict[int, Facts]) -> float:
     """Return the number that the loss is divided by; 0 if that is a count.
-
-    Args:
-        said: The facts of the ranks with the last stage.
 
     Raises:
         ValueError: They have different losses.

@@ -63,10 +63,7 @@ class Outline(NamedTuple):
 
     Args:
         k: The number of the tensor among the outputs of its cell.
-        shape: Its shape.
-        dtype: Its type.
         order: Its dimensions, from the largest stride to the smallest.
-        requires_grad: Whether it requires grad.
         aliased: Whether it shares memory with another tensor on the sender.
         common: Whether all micro-batches share it.
     """
@@ -94,7 +91,6 @@ class Header(NamedTuple):
     """The metadata of the tensors in a message.
 
     Args:
-        outlines: The outlines of the tensors.
         size: How many of the tensors, from the first one, are the batch; 0 if the message
             carries no batch.
         kind: Assembles the batch; ``None`` if it is a single tensor.
@@ -138,9 +134,6 @@ class Messages:
     """The messages of one rank in one step.
 
     Args:
-        groups: The process group of each sender and receiver.
-        ranks: The rank of each stage, among all processes.
-        device: The device for received tensors.
         known: The headers of earlier equal steps, by message; new headers are added to it.
     """
 
@@ -281,14 +274,7 @@ def _text(header: Header) -> str:
 
 
 class Way(NamedTuple):
-    """The path of a rank through a step.
-
-    Args:
-        row: Its actions and messages, in order.
-        messages: Sends and receives its messages.
-        at: Called before each action or message.
-        replicas: Gather the parameters of its layers.
-    """
+    """The path of a rank through a step."""
 
     row: Row
     messages: Messages
@@ -445,10 +431,6 @@ class Training(_OnRanks, Step):
     Args:
         engine: The engine with all stages; stages of other ranks have no layers.
         batches: The micro-batches; empty ones on ranks without the first stage.
-        way: The row of this rank, and its messages.
-        loss: Returns the tensor to run backward from.
-        dtype: The type of sums of gradients: see :class:`~torchgpipe.engine.gradients.Leaves`.
-        options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
     def __init__(

@@ -62,12 +62,7 @@ _BACKENDS = ('gloo', 'NCCL')
 
 
 class Whereabouts(NamedTuple):
-    """Where a thread is.
-
-    Args:
-        waits: Whether it waits for other ranks.
-        text: The layer, if it is known, and the line.
-    """
+    """Where a thread is."""
 
     waits: bool
     text: str
@@ -77,7 +72,6 @@ def whereabouts(thread: int, layer: bool = False) -> Whereabouts:
     """Return where a thread is.
 
     Args:
-        thread: Its number.
         layer: Whether to look for the layer. This keeps the locals of a frame alive until the
             frame ends, so it is for threads that are stuck.
     """
@@ -219,8 +213,6 @@ class WatchThread:
     """The work of a watch's thread.
 
     Args:
-        own: The state of the main thread.
-        mesh: The ranks.
         limit: How long a rank may wait, in seconds.
     """
 
@@ -333,7 +325,6 @@ class WatchThread:
         """Publish the state of the rank, and return the number of news so far.
 
         Args:
-            now: The time.
             news: Whether the others have to read it. If the rank has failed, they always have to.
         """
         if self._board.gone:
@@ -397,12 +388,7 @@ class WatchThread:
             self._end(now)
 
     def _blame(self, now: float, late: bool) -> tuple[str, bool]:
-        """Return the ranks that block the main thread, and whether the result is certain.
-
-        Args:
-            now: The time.
-            late: Whether the main thread has waited for long enough.
-        """
+        """Return the ranks that block the main thread, and whether the result is certain."""
         records = {} if self._board.gone else self._board.read()
         if self._board.gone:
             return self._found or (
@@ -479,9 +465,6 @@ class Watch:
     def run(self, what: str) -> Iterator[None]:
         """Watch all ranks while they run a task together.
 
-        Args:
-            what: The task, for errors.
-
         Raises:
             RuntimeError: Another rank has failed; it is named.
         """
@@ -520,11 +503,7 @@ class Watch:
 
 
 def watched(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that runs a method of a model under its watch.
-
-    Args:
-        what: The task of the method, for errors.
-    """
+    """Return a decorator that runs a method of a model under its watch."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)

@@ -82,10 +82,6 @@ class Cell:
     A graph may own it through a recomputation, so it owns no tensor.
 
     Args:
-        partition: The partition.
-        layers: The function to call: the partition's layers as the run prepares them.
-        i: The index of the micro-batch.
-        m: The number of micro-batches.
         kind: Reconstructs the input from tensors.
 
     Attributes:
@@ -188,12 +184,6 @@ class Cells:
     """The cells of one partition in one forward pass. Only one thread at a time runs them.
 
     Args:
-        partition: The partition.
-        recomputed: The indices of the checkpointed micro-batches.
-        state: The state of the thread that called the forward pass.
-        one_worker: Whether all partitions run on one worker, and so never concurrently.
-        held: The context in which a recomputation has the layers.
-        stream: The compute stream.
         host_stream: Moves inputs of checkpointed cells to the host and back. By default, they
             stay on the device.
     """
@@ -255,16 +245,7 @@ class Cells:
     def run(
         self, i: int, cell: Cell, tensors: list[Tensor]
     ) -> tuple[list[Tensor], Recomputation | None]:
-        """Run the cell of micro-batch ``i``.
-
-        Args:
-            i: The index of the micro-batch.
-            cell: The cell.
-            tensors: The batch and the skips.
-
-        Returns:
-            The output, and the recomputation that backward runs first if the cell is checkpointed.
-        """
+        """Run the cell of micro-batch ``i``."""
         observed = self.observed
         # A cell without anything to train has no graph, so there is no memory to save.
         if (
@@ -426,15 +407,7 @@ REMEDIES = [
 def add_culprit(
     error: Exception, partition: Partition, i: int, m: int, layer: str | None = None
 ) -> None:
-    """Add the source to an error that a partition's layers or their result raised.
-
-    Args:
-        error: The error.
-        partition: The partition.
-        i: The index of the micro-batch.
-        m: The number of micro-batches.
-        layer: The name of the layer. By default, it is found in the traceback.
-    """
+    """Add the source to an error that a partition's layers or their result raised."""
     layer = layer or _failing_layer(partition.layers, error.__traceback__)
     where = f'in {_place(partition, i, m)}'
     add_note(error, where if layer is None else f"{where}, layer '{layer}'")

@@ -384,13 +384,7 @@ class Leaves:
         copies: Mapping[Slot, Tensor],
         deferred: DeferredWork | None = None,
     ) -> list[Swap]:
-        """Return the swaps that put leaves in place of the parameters of some modules.
-
-        Args:
-            modules: The modules.
-            copies: The tensors that have replaced some of these parameters.
-            deferred: The list for deferred gradients of weights, if they are deferred.
-        """
+        """Return the swaps that put leaves in place of the parameters of some modules."""
         found = [
             (module, name, copies.get((module, name), x))
             for module in modules
@@ -523,12 +517,7 @@ class Give(torch.autograd.Function):
 
 
 def edge_of(y: Tensor, own_node: bool = False) -> GradientEdge:
-    """Return the edge at which a tensor's gradient enters its graph. It keeps the graph alive.
-
-    Args:
-        y: The tensor.
-        own_node: Whether the edge leads to a new node, which no other tensor leads to.
-    """
+    """Return the edge at which a tensor's gradient enters its graph. It keeps the graph alive."""
     # There is no view of a sparse tensor, which PyTorch makes for a leaf.
     if y.layout is not torch.strided and not y.is_nested:
         y = y.clone()

@@ -52,10 +52,6 @@ class Chunk:
     >>> batch = Chunk(*flatten((torch.zeros(2, 3), None)))
     >>> len(batch.tensors), batch.value[0].shape
     (1, torch.Size([2, 3]))
-
-    Args:
-        tensors: The tensors of a value, in the order of the value.
-        kind: Reconstructs the value from tensors.
     """
 
     tensors: Tensors
@@ -80,10 +76,7 @@ def cut(
     Args:
         input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars and the
             contents of a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
-        chunks: The largest number of micro-batches.
         batch_dim: The rule for the batch dimension; ``None`` for tensors that are not split.
-        what: The name of the input in errors.
-        empty: The way out in the error for a mini-batch without samples.
 
     Returns:
         ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first; these
@@ -266,8 +259,6 @@ def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
 
     Args:
         rule: The rule. The keys for arguments are their positions or names.
-        input: The input of the model.
-        layers: The layers of the model, in order.
 
     Raises:
         ValueError: A key of the rule does not exist in the input.

@@ -106,11 +106,7 @@ def shared_modules(partitions: Sequence[nn.Module]) -> dict[nn.Module, tuple[int
 
 
 def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
-    """Return the slots of each partition whose tensors are also in an earlier partition.
-
-    Returns:
-        For each of these slots, whether another module has the same tensor, in any partition.
-    """
+    """Return the slots of each partition whose tensors are also in an earlier partition."""
     owners: dict[int, tuple[Tensor, int, set[nn.Module]]] = {}
     found: list[list[tuple[Slot, Tensor]]] = [[] for _ in partitions]
     for j, partition in enumerate(partitions):
@@ -149,12 +145,7 @@ def has_compiled(partition: nn.Module) -> bool:
 
 
 def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
-    """Give each compiled node its own context.
-
-    Args:
-        inputs: The nodes at which the searched part of the graph begins.
-        outputs: The tensors with which it ends.
-    """
+    """Give each compiled node its own context."""
     if not compiled_codes():
         return
     seen = set(inputs)
@@ -170,13 +161,7 @@ def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
 
 
 def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return a function that calls layers in order, compiled together where possible.
-
-    Args:
-        layers: The layers.
-        *args: The positional arguments of :func:`torch.compile`.
-        **kwargs: The keyword arguments of :func:`torch.compile`.
-    """
+    """Return a function that calls layers in order, compiled together where possible."""
     # PyTorch does not compile a loop if it cannot compile one of its layers.
     is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
     runs = [
@@ -217,14 +202,7 @@ def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> A
 
 
 class Partition:
-    """One partition.
-
-    Args:
-        j: The index of the partition.
-        layers: The layers.
-        device: The device of the layers.
-        skip_layout: The source and destination partition of each skip.
-    """
+    """One partition."""
 
     def __init__(
         self, j: int, layers: nn.Sequential, device: torch.device, skip_layout: SkipLayout
@@ -276,7 +254,6 @@ class Engine:
     """Partitions, and the threads and streams that run them.
 
     Args:
-        partitions: The layers of each partition, in order.
         devices: The device of each partition. By default, all are on the CPU.
         skip_layout: The source and destination partition of each skip. By default, it is found by
             inspection.

@@ -110,9 +110,7 @@ class PlainCall(Run):
     torch.Size([4, 2])
 
     Args:
-        engine: The engine, with the partitions.
         batches: The micro-batches; :meth:`run` replaces each by its output.
-        options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
     def __init__(self, engine: Engine, batches: list[Chunk], *args: Any, **options: Any) -> None:

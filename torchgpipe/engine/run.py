@@ -69,8 +69,6 @@ class _Before(NamedTuple):
     """The input of a cell, before it runs.
 
     Args:
-        batch: The batch.
-        common: The tensors that all micro-batches share.
         aliased: The skips in whose memory other tensors lie.
         watched: Tensors that the cell may not change, their versions, and the error if it does.
     """
@@ -82,13 +80,7 @@ class _Before(NamedTuple):
 
 
 class Aliasing:
-    """Tensors with a common memory in the micro-batches of one forward pass.
-
-    Args:
-        batches: The micro-batches.
-        common: The indices of tensors that all micro-batches share.
-        transformed: Whether a transform of ``torch.func`` is active.
-    """
+    """Tensors with a common memory in the micro-batches of one forward pass."""
 
     def __init__(
         self, batches: Sequence[Chunk], common: Sequence[int], transformed: bool = False
@@ -161,10 +153,7 @@ class Aliasing:
         """Record tensors that come from another process.
 
         Args:
-            i: The index of the micro-batch.
             aliased: The tensors for which :meth:`leave` returned ``True`` in that process.
-            common: The tensors that all micro-batches share.
-            skips: The skips that all micro-batches share.
         """
         if aliased:
             self._once_shared[i] = [*self._once_shared.get(i, []), *aliased]
@@ -344,13 +333,10 @@ class Run:
     """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
 
     Args:
-        engine: The engine, with the partitions.
         batches: The micro-batches; :meth:`run` replaces each by its output.
         recomputed: The micro-batches that each partition checkpoints. By default, there are none.
         copy_streams: ``copy_streams[j][i]`` copies micro-batch ``i`` into or out of partition
             ``j``. By default, the workers make them.
-        common: The indices of tensors that all micro-batches share.
-        offload: Whether inputs of checkpointed cells are kept in host memory.
     """
 
     #: Held together with the lock of the model, from start to end.

@@ -68,12 +68,7 @@ _CHANGED = (
 
 
 class Unordered:
-    """The present state of layers that do not run one micro-batch after the other.
-
-    Args:
-        engine: The partitions.
-        rows: The rows of the schedule.
-    """
+    """The present state of layers that do not run one micro-batch after the other."""
 
     def __init__(self, engine: Engine, rows: Sequence[Sequence[Action]]) -> None:
         modules = [*engine.changing]
@@ -141,11 +136,7 @@ class Step(Run):
     """Forward and backward of a mini-batch.
 
     Args:
-        engine: The engine, with the partitions.
         batches: The micro-batches; :meth:`run` replaces each by its output.
-        rows: The rows of the schedule, whose stages are the partitions.
-        loss: Returns the loss of each micro-batch, from which backward starts.
-        options: The options of :class:`~torchgpipe.engine.run.Run`.
     """
 
     has_backward = True
@@ -268,9 +259,6 @@ class Step(Run):
             partitions: The partitions. The last partition includes the parameters of the loss.
             each: Whether each action sets its leaves itself. Actions also do so if modules of
                 their partition are elsewhere, or the partition has copies of tensors.
-
-        Returns:
-            The swaps that set the other leaves.
         """
         found = []
         for partition in partitions:

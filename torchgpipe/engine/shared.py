@@ -52,12 +52,7 @@ class _Place(NamedTuple):
 
 
 class SharedTensors:
-    """The tensors that partitions share in one forward pass.
-
-    Args:
-        engine: The partitions.
-        m: Number of micro-batches.
-    """
+    """The tensors that partitions share in one forward pass."""
 
     def __init__(self, engine: Engine, m: int) -> None:
         self._engine = engine
@@ -75,12 +70,7 @@ class SharedTensors:
         self._copies: dict[tuple[int, Any], tuple[Tensor, Tensor]] = {}
 
     def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """Return a context that holds the layers of a partition, with copies in their places.
-
-        Args:
-            j: The partition.
-            lock: The lock of its layers.
-        """
+        """Return a context that holds the layers of a partition, with copies in their places."""
         copied = self._copied.get(j)
         return lock if copied is None else _Held(lock, copied, self._replaced)
 
@@ -90,10 +80,6 @@ class SharedTensors:
 
     def run(self, put_last: PutLast, function: Callable[[], None]) -> None:
         """Call a function that runs cells.
-
-        Args:
-            put_last: Takes a partition and a phony, which backward must reach last.
-            function: The function.
 
         Raises:
             RuntimeError: A shared tensor was changed: [Note: Writes to shared tensors].

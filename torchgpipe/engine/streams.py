@@ -216,18 +216,7 @@ class Observer(Protocol):
     def cell(
         self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
     ) -> Callable[[Value], None]:
-        """Record the start of a cell's layers, in a first pass or in a recomputation.
-
-        Args:
-            i: The index of the micro-batch.
-            m: The number of micro-batches.
-            j: The index of the partition.
-            value: The input.
-            skips: The incoming skips.
-
-        Returns:
-            A function to call with the output.
-        """
+        """Record the start of a cell's layers, in a first pass or in a recomputation."""
 
     def act(self, run: Callable[[Action], None], action: Action) -> None:
         """Run an action of a step by a schedule."""
@@ -506,11 +495,7 @@ def graph_leaves(nodes: list[Any]) -> list[Tensor]:
 
 
 class Offload:
-    """Tensors that are kept in host memory until they are needed.
-
-    Args:
-        stream: The stream that copies them.
-    """
+    """Tensors that are kept in host memory until they are needed."""
 
     __slots__ = ('_moved', '_stream', 'aliases')
 
@@ -524,7 +509,6 @@ class Offload:
         """Return copies in host memory. Tensors on another device than the stream's stay.
 
         Args:
-            tensors: The tensors, of any shapes.
             compute: The stream on which the tensors are available.
         """
         device = get_device(self._stream)
@@ -546,7 +530,6 @@ class Offload:
         """Return the tensors, copied back to the device.
 
         Args:
-            tensors: The result of :meth:`store`.
             compute: The stream that will use them.
         """
         with unseen(), use_stream(self._stream):

@@ -96,12 +96,7 @@ def device_key(device: Any) -> tuple[str, int]:
 
 
 class Worker:
-    """A thread and its queue.
-
-    Args:
-        name: The thread's name.
-        owner: The id of its :class:`Workers`.
-    """
+    """A thread and its queue."""
 
     def __init__(self, name: str, owner: int) -> None:
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -238,7 +233,6 @@ class WorkerPlan(NamedTuple):
         waits: By action, the actions of other workers that it waits for.
         tells: By action, the other workers that wait for it.
         order: The number of each action, in the order of the schedule's steps.
-        last: The worker that has the last stage.
         in_order: Whether forwards can run micro-batch by micro-batch.
     """
 
@@ -255,9 +249,7 @@ class WorkerPlan(NamedTuple):
         """Return the plan of the plain call: micro-batches pass through partitions in order.
 
         Args:
-            start: The first micro-batch.
             stop: The micro-batch after the last one.
-            devices: The device of each partition.
         """
         rows = [[Action(j, 'F', i) for i in range(start, stop)] for j in range(len(devices))]
         return _plan(steps(rows)[0], devices, forward_order(len(devices), start, stop))
@@ -272,8 +264,6 @@ class WorkerPlan(NamedTuple):
         """Return the plan of a schedule.
 
         Args:
-            rows: The rows of the schedule.
-            devices: The device of each stage.
             ordered: The stages whose forwards run one after the other, micro-batch by micro-batch.
                 If the schedule does not allow this order, they run in the order of its own steps.
         """
@@ -360,8 +350,6 @@ def interpret(
 
     Args:
         plan: The plan. If it has one worker, the calling thread runs all actions.
-        run: Runs an action.
-        workers: The threads.
         run_here: Runs an action in the calling thread, which then does the work of the worker
             with the last stage. By default, that worker runs its actions.
 

@@ -72,13 +72,6 @@ def materialize(
 ) -> None:
     """Give values to tensors on the meta device, and to all tensors if there are weights.
 
-    Args:
-        module: The layers.
-        devices: The device of each layer.
-        weights: See :func:`~torchgpipe.model.weights.open_weights`.
-        around: Returns, for a name and its layer, the context in which the layer gets its values.
-        init: Called with each module of a layer after the resets, inner modules first.
-
     Raises:
         ValueError: A tensor cannot get a value, or the weights do not match the module.
     """
@@ -104,11 +97,7 @@ def materialize(
 
 @contextmanager
 def seeded(seed: int, i: int, device: torch.device = CPU) -> Iterator[Callable[[], bool]]:
-    """Draw the random numbers of layer ``i`` independently of other layers.
-
-    Yields:
-        A function that returns whether the layer drew any on the CPU or the device.
-    """
+    """Draw the random numbers of layer ``i`` independently of other layers."""
     before = rng_states([device])
     # The seeds of consecutive layers are far apart, like separate streams of a generator.
     number = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63)
@@ -256,13 +245,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
 
 
 class _Resets:
-    """The modules of a layer to reset, and the tensors that need a reset.
-
-    Args:
-        layer: The layer, possibly on the meta device.
-        loaded: The tensors that will be loaded.
-        made: The tensors that have got a value in an earlier layer.
-    """
+    """The modules of a layer to reset, and the tensors that need a reset."""
 
     def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: Made) -> None:
         self._loaded = {id(x) for x in loaded} | made.keys()
@@ -307,12 +290,7 @@ class _Resets:
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
     def reset(self, more: Iterable[Callable[[], object]]) -> tuple[list[Slot], list[Slot]]:
-        """Reset the modules after their memory is allocated, and make more calls.
-
-        Returns:
-            The tensors that were not written to, and the tensors to which the constructor has
-            given other values: [Note: Values of the constructor].
-        """
+        """Reset the modules after their memory is allocated, and make more calls."""
         fresh = [
             (slot, now, now._version)
             for slot in self.needed

@@ -111,8 +111,6 @@ def bounded_cuts(
     [1, 3]
 
     Args:
-        costs: Costs of the layers, none of them negative.
-        edges: Places where blocks may start and end, in ascending order.
         furthest: By block and start, the furthest possible end.
 
     Returns:
@@ -174,7 +172,6 @@ def reachable(prefix: Sequence[int], furthest: Furthest, bound: int) -> Ends:
     Args:
         prefix: Sums of the costs before each edge.
         furthest: By block and start, the furthest possible end.
-        bound: The largest cost of a block.
     """
     last = len(prefix) - 1
     stops = [bisect_right(prefix, total + bound, a) - 1 for a, total in enumerate(prefix)]
@@ -231,13 +228,8 @@ def _choose(
 
     Args:
         prefix: Sums ``S`` of the costs before each edge.
-        bound: The largest cost of a block.
         points: By start ``a``: itself, ``S[a]``, the least cost of all blocks before it with
             ``square(a)`` added, and the furthest end.
-        ends: Possible ends ``b``, each of which can be reached from a start.
-
-    Returns:
-        The least costs by ``b``, with ``square(b)`` added, and the starts that give them.
     """
     # Squares of lengths come second: they cannot outweigh one unit of the squares of sums.
     weight = len(prefix) ** 2
@@ -638,12 +630,7 @@ def _why_not(
     """Return a message about the layers that do not fit.
 
     Args:
-        names: Names of the layers.
-        blocks: Time and memory of the layers.
-        edges: Places where partitions may start and end.
-        peak: Numbers of micro-batches that a partition holds.
         limits: Limits of partitions, in bytes.
-        furthest: The furthest ends of partitions, as indices of ``edges``.
     """
     largest = inf if None in limits else max(limit or 0 for limit in limits)
     room = inf if None in limits else sum(limit or 0 for limit in limits)

@@ -57,7 +57,6 @@ def check_numbers(record: Any, unlimited: str = '') -> None:
     """Check that the numbers in a dataclass are finite, and not below zero.
 
     Args:
-        record: The dataclass instance.
         unlimited: The field that may be infinite, but not zero.
 
     Raises:

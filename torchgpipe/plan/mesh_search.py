@@ -199,13 +199,8 @@ class MeshSearch:
     """A search over meshes, for one model on one machine.
 
     Args:
-        model: The layers.
-        machine: The machine.
-        batch: The samples of a step.
-        state: Bytes of a parameter.
         overlap: Axes whose collectives run concurrently with computation; ``None`` as in this
             library.
-        balance: The layers of each stage, if not stages that are equally fast.
     """
 
     def __init__(
@@ -444,11 +439,7 @@ class MeshSearch:
         """Return the seconds of a rank's exchanges before its first and after its last action.
 
         Args:
-            own: The costs of its stages.
-            first: The costs of the stage that begins.
             forward: The seconds of that stage's forward.
-            splits: Whether any of its stages may end.
-            data: The number of replicas.
         """
         if data == 1:
             return 0.0, 0.0

@@ -133,12 +133,6 @@ class _Places:
 
     A simulation gives them. Some are moved at random, and some micro-batches of a stage are
     recomputed, or split, if they were not, and the other way around.
-
-    Args:
-        simulation: The actions and their times.
-        m: The number of micro-batches.
-        random: The source of random numbers.
-        recomputes: Whether recomputations may change.
     """
 
     def __init__(self, simulation: Simulation, m: int, random: Random, recomputes: bool) -> None:
@@ -187,8 +181,6 @@ class _Listing:
     """Actions of all devices, chosen one after the other.
 
     Args:
-        problem: The step.
-        choose: How devices choose.
         less: By device, bytes by which its room is smaller.
     """
 
@@ -384,14 +376,7 @@ CHANGES = 40
 
 
 class _OrderSearch:
-    """A search over orders, for stages on given devices.
-
-    Args:
-        costs: The costs of the stages.
-        places: The device of each stage.
-        m: The number of micro-batches.
-        limits: The limit of each device.
-    """
+    """A search over orders, for stages on given devices."""
 
     def __init__(self, costs: Costs, places: Sequence[int], m: int, limits: Limits) -> None:
         self._problem = _Problem(costs, places, m, limits)

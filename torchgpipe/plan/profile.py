@@ -193,11 +193,7 @@ class Measurement:
         return time.perf_counter() - start if roots else 0.0
 
     def train_split(self) -> bool:
-        """Run forward and a split backward, and record the times of its parts.
-
-        Returns:
-            Whether the backward can be split.
-        """
+        """Run forward and a split backward, and record the times of its parts."""
         input, tracker = self._start()
         deferred = DeferredWork()
         work = deferred.work = []
@@ -532,10 +528,6 @@ def as_a_worker(devices: Sequence[str], measure: Callable[[], Profile]) -> Profi
 
         calling thread    layer 0 │ layer 1 │ …     ──▶ the result
         others            layer 0 │ layer 1 │ …         is ignored
-
-    Args:
-        devices: The devices of the workers.
-        measure: Measures copies of layers, on the first device.
     """
     threads = torch.get_num_threads()
     number = sum(map(is_cpu, devices))

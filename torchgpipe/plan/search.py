@@ -430,15 +430,7 @@ def fit(
     limits: Limits,
     planned: Callable[[list[int]], Plan],
 ) -> Plan | None:
-    """Return a plan that keeps the limits, if one is found, with stages as equal as possible.
-
-    Args:
-        plan: A plan that exceeds the limits.
-        blocks: Time and memory of the layers.
-        edges: Places where stages may start and end.
-        limits: The limit of each device.
-        planned: Makes a plan of another balance.
-    """
+    """Return a plan that keeps the limits, if one is found, with stages as equal as possible."""
     n = len(limits)
     schedule = schedule_of(plan.schedule, n, blocks.m, len(plan.balance) // n)
     peak = peaks(schedule, plan.checkpoint, plan.schedule == PLAIN_CALL)

@@ -260,12 +260,7 @@ _KINDS = {'UNSHARD': 'gather', 'RESHARD': 'free', 'REDUCE_GRAD': 'reduction'}
 def _exchanges(
     schedule: Schedule, gathers: bool
 ) -> dict[Action, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
-    """Return kinds and stages of the exchanges before and after each action.
-
-    Args:
-        schedule: The schedule.
-        gathers: Whether replicas have parts of parameters.
-    """
+    """Return kinds and stages of the exchanges before and after each action."""
     found: dict[Action, Any] = {}
     for row in schedule.rows:
         stages = {action.stage: action.stage for action in row}

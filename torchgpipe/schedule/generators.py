@@ -108,14 +108,7 @@ def _zb_h2(n: int, m: int, v: int) -> Rows:
 
 
 def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> list[Action]:
-    """Return the actions of one stage: a warm-up, then backward and forward alternately.
-
-    Args:
-        stage: The stage.
-        m: The number of micro-batches.
-        warm_up: The number of forwards that come first.
-        delay: The number of micro-batches by which W is deferred, if backward is split.
-    """
+    """Return the actions of one stage: a warm-up, then backward and forward alternately."""
     row = [Action(stage, 'F', i) for i in range(min(warm_up, m))]
     for i in range(m):
         row.append(Action(stage, 'B' if delay is None else 'I', i))
@@ -236,8 +229,6 @@ def _blocks(n: int, m: int, most: int) -> Rows:
     The devices run these actions in this order as soon as possible, and W while they wait.
 
     Args:
-        n: The number of devices.
-        m: The number of micro-batches.
         most: The most activations of stages that a device holds. With fewer than blocks need at
             an interval, a device may have to wait for itself. Then the interval is longer.
     """
@@ -269,12 +260,7 @@ def _one_by_one(device: int, n: int, m: int, interval: int) -> list[Action]:
 
 
 def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
-    """Return rows with F and I in these orders, and W where they wait; ``None`` if they deadlock.
-
-    Args:
-        orders: F and I of each device.
-        most: The most activations of stages that a device holds.
-    """
+    """Return rows with F and I in these orders and W where they wait; ``None`` in a deadlock."""
     actions = {action for order in orders for action in order}
     done = set[Action]()
     rows: Rows = [[] for _ in orders]
@@ -337,10 +323,7 @@ def plain_call(
     """Return the plain call with one device per partition, and additional pairs of its actions.
 
     Args:
-        partitions: The number of partitions.
-        m: The number of micro-batches.
         stops: By partition, the number of micro-batches to recompute, from the first one on.
-        one_thread: Whether all devices are workers of the CPU.
     """
     schedule = make('gpipe', partitions, m)
     if one_thread:
@@ -359,8 +342,6 @@ def forward_order(partitions: int, start: int, stop: int) -> Pairs:
     ['1F0 0F2', '1F1 0F3']
 
     Args:
-        partitions: The number of partitions.
-        start: The first micro-batch.
         stop: The micro-batch after the last one.
     """
     return [

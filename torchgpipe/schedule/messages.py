@@ -108,7 +108,6 @@ def with_messages(
     0F0>1 1F0 1B0 1B0>0
 
     Args:
-        schedule: The schedule.
         skips: Pairs of stages. The first stashes a skip that the second pops. If the second is the
             next stage, the skip is part of the batch's message.
         ranks: The rank of each stage; by default, a rank has the stages of a row.
@@ -150,10 +149,6 @@ def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[
 
     >>> edges([0, 1, 2], skips=[(0, 2)])
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-
-    Args:
-        places: The rank of each stage.
-        skips: See :func:`with_messages`.
     """
     pairs = {
         (places[one], places[other])
@@ -174,10 +169,7 @@ def with_unit_actions(
     0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2REDUCE_GRAD 0UNSHARD 0B0 0REDUCE_GRAD
 
     Args:
-        row: The row, as :func:`with_messages` returns it.
-        units: By stage, the first stage of its unit.
         most: The largest number of whole units at a time; 0 if all parameters stay whole.
-        reduced: The units whose gradients are reduced within the row.
     """
     coming = _coming(row, units)
     last = {units[each.stage]: k for k, each in enumerate(row) if isinstance(each, Action)}

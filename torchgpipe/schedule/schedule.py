@@ -100,7 +100,6 @@ def action_boxes(
 
     Args:
         actions: The actions; ``Timed.device`` is the row.
-        label: Returns the text in the box of an action.
         time: Returns a text for a number of seconds; ``None`` if the times are not seconds.
     """
     for timed in actions:
@@ -378,7 +377,6 @@ def steps(
     """Run a schedule in steps, with one step per action.
 
     Args:
-        rows: The actions of each device.
         pairs: Additional pairs of actions, the second of which waits for the first.
 
     Returns:
@@ -420,10 +418,6 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
 
     >>> in_flight(Schedule.parse('0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2'))
     {0: 2, 1: 1}
-
-    Args:
-        schedule: The schedule.
-        start: The kinds of actions at which a micro-batch starts to count, until ``B`` or ``W``.
     """
     now: dict[int, int] = {}
     most: dict[int, int] = {}

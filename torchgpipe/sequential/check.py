@@ -86,13 +86,6 @@ def check_conversion(
 ) -> Evaluated:
     """Raise if the results of a converted model differ from the original's.
 
-    Args:
-        module, converted: The model and the converted model.
-        sample: The input of both.
-        halves: The halves of the sample.
-        number: The number of samples in the first half.
-        advice: The end of the error message.
-
     Raises:
         ConversionError: Outputs, gradients or buffers differ. The message names them.
     """
@@ -292,12 +285,6 @@ def check_mixing(
     rule: Any = None,
 ) -> None:
     """Raise if results for halves of a sample differ from the whole sample's, in evaluation.
-
-    Args:
-        known: A copy of the model, with its results for one of these inputs.
-        sample: The whole sample.
-        halves, sizes, batch_dim: The cut of the sample.
-        rule: The rule of ``GPipe(…, gather=rule)``.
 
     Raises:
         ConversionError: Samples are mixed.

@@ -160,10 +160,6 @@ def _seconds(tracer: ForwardTracer) -> dict[str, float]:
 def _check_modes(root: nn.Module, leaves: LeafModules) -> None:
     """Check that layers get the modes that a model gives its submodules in ``train()``.
 
-    Args:
-        root: A copy of the model, which is changed.
-        leaves: The leaf modules in it.
-
     Raises:
         ConversionError: A module has its own ``train()``, which layers would not run.
     """

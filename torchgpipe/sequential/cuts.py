@@ -65,13 +65,7 @@ class Call(NamedTuple):
 
 
 def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the steps of each call of a block.
-
-    Args:
-        calls: The calls of a recording.
-        root: The model.
-        graph: The recorded graph, unchanged.
-    """
+    """Return the steps of each call of a block."""
     container_of = {
         module: each
         for each in root.modules()
@@ -189,13 +183,7 @@ def cut_graph(
     grain: str,
     blocks: Iterable[Iterable[fx.Node]],
 ) -> list[list[fx.Node]]:
-    """Return the steps of each layer that a graph is cut into.
-
-    Args:
-        graph, root, leaves: The recorded graph, its model and leaf modules.
-        grain: As for :func:`~torchgpipe.sequential.to_sequential`.
-        blocks: The nodes of each block.
-    """
+    """Return the steps of each layer that a graph is cut into."""
     steps = _ordered(graph)
     across = _Across(graph, steps, root, blocks if grain == 'block' else ())
     with_weights = [k for k, step in enumerate(steps) if _has_weights(step, root, leaves)]

@@ -55,13 +55,7 @@ class UnknownValue(fx.Proxy):
 
 
 class TracedValue(UnknownValue):
-    """A value that a forward computes, in a recording.
-
-    Args:
-        node: The node that computes it.
-        tracer: Records the operations on it.
-        example: The value for the sample.
-    """
+    """A value that a forward computes, in a recording."""
 
     def __init__(self, node: fx.Node, tracer: Any, example: Any) -> None:
         super().__init__(node, tracer)

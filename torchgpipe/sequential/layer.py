@@ -87,14 +87,7 @@ def _code(
 
 
 class Inputs:
-    """Extracts the tensors from arguments, in the same way as from the sample.
-
-    Args:
-        signature: The signature of the original's forward.
-        names: The parameters that get values, if there is no sample.
-        structure: The structure of the arguments, if there is a sample.
-        number: The number of tensors in the structure.
-    """
+    """Extracts the tensors from arguments, in the same way as from the sample."""
 
     def __init__(
         self,
@@ -207,10 +200,6 @@ class Layer(NamedLayer):
     Args:
         code: A function of this module, the values from the previous layer, and popped skips. It
             returns the output of the layer, and the skips to stash.
-        number: The number of values from the previous layer.
-        pops: The names of skips that the layer pops.
-        stashes: The names of skips that the layer stashes.
-        namespace: The namespace of the skips.
     """
 
     def __init__(
@@ -273,12 +262,7 @@ class SkipLayer(Layer):
 
 
 class FirstLayer(SkipLayer):
-    """The first layer, which takes the arguments of the original's forward.
-
-    Args:
-        code, stashes, namespace: As for :class:`Layer`.
-        inputs: Extracts the tensors from the arguments.
-    """
+    """The first layer, which takes the arguments of the original's forward."""
 
     def __init__(
         self, code: Code, inputs: Inputs, stashes: Sequence[str], namespace: Namespace
@@ -326,15 +310,7 @@ def build(
     inputs: Inputs,
     constants: dict[str, Any],
 ) -> Converted:
-    """Return a sequential module with a layer for each list of steps.
-
-    Args:
-        graph: The graph of the steps.
-        steps: The steps of each layer.
-        root: The model.
-        inputs: Extracts the tensors from the arguments of the first layer.
-        constants: The constants of the graph, by name.
-    """
+    """Return a sequential module with a layer for each list of steps."""
     namespace = Namespace()
     names = all_names(root)
     order = {node: k for k, node in enumerate(by_use(graph))}

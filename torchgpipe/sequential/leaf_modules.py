@@ -58,13 +58,7 @@ def leaf_names(root: nn.Module, leaves: LeafLike | Iterable[LeafLike]) -> set[st
 
 
 class LeafModules:
-    """The modules that are leaves, which are called as one module and not looked into.
-
-    Args:
-        root: The model, which never is a leaf.
-        names: Names of the user's leaves.
-        classes: Classes of modules that the conversion needs as leaves, with the reasons.
-    """
+    """The modules that are leaves, which are called as one module and not looked into."""
 
     def __init__(self, root: nn.Module, names: Iterable[str], classes: dict[type, str]) -> None:
         self._root = root

@@ -341,18 +341,10 @@ _OBJECT = {'kind': 'object', 'bytes': 0, 'memory': None, 'device': False}
 class StepTracer(fx.Tracer):
     """Adds steps to a graph.
 
-    Args:
-        root: The module whose parameters, buffers and submodules the steps use.
-
     Attributes:
         graph: The recorded graph. In ``meta``, each node has its ``kind`` (``'tensor'``,
             ``'plain'`` or ``'object'``), ``bytes`` and ``memory``. It has whether it depends on
             the ``input``, and the nodes that it ``writes`` to. Computed nodes have ``seconds``.
-        constants: The constants of the graph, by name.
-        runs: Whether the forward runs, and not a step.
-        put_back: Restores replaced functions for a time.
-        over: Whether the recording is over.
-        draws: The random numbers that steps draw.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -313,11 +313,6 @@ def to_own_names(
     """Rename the entries of a state dict to the names of layers, in place.
 
     A tensor that has several names needs only one of them, as in files of safetensors.
-
-    Args:
-        state_dict: A state dict with names of the original, or of layers with other numbers.
-        prefix: The prefix of the names.
-        layers: The layers, by their numbers.
     """
     mine = {
         f'{number}.{name}': x

@@ -86,17 +86,7 @@ class UseOfTraining(NamedTuple):
 
 
 class ForwardTracer(StepTracer):
-    """Records one forward.
-
-    Args:
-        root: A copy of the module, because its layers run and it may be changed.
-        leaves: The modules in it that are not looked into.
-
-    Attributes:
-        uses_of_training: Places where its program depends on the training mode.
-        inner: The innermost submodule that has raised an error, if one has.
-        calls: The calls of submodules that were looked into, in the order in which they ended.
-    """
+    """Records one forward."""
 
     def __init__(self, root: nn.Module, leaves: LeafModules) -> None:
         super().__init__(root)
@@ -358,13 +348,7 @@ def _contents(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def widen(tracer: StepTracer, one: Sequence[Tensor], record: Callable[[], StepTracer]) -> None:
-    """Let one sample pass the guards of a graph, if the graph is correct for one sample.
-
-    Args:
-        tracer: The tracer that has recorded the graph.
-        one: The inputs for one sample.
-        record: Records the forward for one sample.
-    """
+    """Let one sample pass the guards of a graph, if the graph is correct for one sample."""
     if not any(node.target is guard for node in tracer.graph.nodes):
         return
     try:
@@ -427,16 +411,7 @@ def _arguments(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
 
 
 class _Ways:
-    """Two graphs of one forward, node by node.
-
-    Args:
-        one, other: The tracers that have recorded them.
-        found: The results of the first graph's nodes, with the inputs of the other.
-
-    Attributes:
-        others: By guard of the first graph, the different value that the other graph expects.
-        same: Steps of the first graph alone, which return their inputs.
-    """
+    """Two graphs of one forward, node by node."""
 
     def __init__(self, one: StepTracer, other: StepTracer, found: dict[Any, Any]) -> None:
         self.others: dict[fx.Node, Any] = {}

@@ -71,17 +71,7 @@ def refused(
     more: str = '',
     first: str = '',
 ) -> ConversionError:
-    """Return the error that a module cannot be converted.
-
-    Args:
-        root: The model.
-        why: The reason, as a clause about its forward.
-        line: The line of the user's code.
-        inner: The name of the innermost submodule at fault, ``None`` for the model itself.
-        hint: A fix instead of the usual one, which is a leaf.
-        more: Another fix in addition.
-        first: Another fix, to be tried before.
-    """
+    """Return the error that a module cannot be converted."""
     module = root.get_submodule(inner or '')
     # A leaf with nearly all of the model would not help.
     if not hint and inner and not holds_most(module, root, 0.9):

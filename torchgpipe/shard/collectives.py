@@ -91,11 +91,6 @@ def gathered(value: Any, group: ProcessGroup) -> list[Any]:
 def complete(start: Callable[[], Any], group: ProcessGroup, on_cpu: bool) -> None:
     """Start a collective, and wait for it.
 
-    Args:
-        start: Starts it, and returns its work.
-        group: The ranks that take part.
-        on_cpu: Whether its tensors are on the CPU.
-
     Raises:
         RuntimeError: It failed, and the message names the ranks that did not take part; or this
             is a cell of a pipeline whose collectives have no order.

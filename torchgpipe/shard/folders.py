@@ -77,11 +77,6 @@ def as_errors(task: str) -> Iterator[None]:
 def opened(folder: Folder, part: int = 0, of: int = 1) -> tuple[FileSystemReader, Metadata]:
     """Return a reader of the last complete checkpoint of a folder, and its metadata.
 
-    Args:
-        folder: The folder.
-        part: The number of the part of the files to check.
-        of: The number of parts.
-
     Raises:
         FileNotFoundError: There is no checkpoint.
         ValueError: It cannot be read; or a file is missing, or has another size or other bytes.
@@ -173,9 +168,6 @@ class Writer(FileSystemWriter):
     the plan. `write` and `end` do the work, and need no process group.
 
     Args:
-        folder: The folder.
-        rank: The number of this rank.
-        ranks: The number of ranks.
         patience: Returns how long to wait for another rank at most, in seconds.
     """
 

@@ -117,12 +117,7 @@ def check_names(
     """Raise if a checkpoint misses names, or has others.
 
     Args:
-        message: The start of the error.
-        of: The owner of the names.
-        here: The names.
-        saved: The names in the checkpoint.
         most: How many names to list, with similar names; by default all, without similar names.
-        hint: The end of the error.
 
     Raises:
         ValueError: The checkpoint misses names, or has others.
@@ -224,10 +219,6 @@ def _form(saved: Any, parameter: Tensor) -> Any:
 
 class Named:
     """An optimizer by the names of its parameters.
-
-    Args:
-        optimizer: The optimizer.
-        names: The names of a model's parameters, by their ids.
 
     Raises:
         ValueError: The model does not have the parameters.

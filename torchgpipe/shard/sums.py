@@ -32,13 +32,7 @@ def added(gradients: Gradients, more: Gradients) -> Gradients:
 
 
 class Sum(NamedTuple):
-    """A sum of gradients over replicas that has started.
-
-    Args:
-        bucket: The parameters.
-        flat: Their gradients, and for each whether there is one.
-        work: The reduction.
-    """
+    """A sum of gradients over replicas that has started."""
 
     bucket: list[Tensor]
     flat: Tensor
@@ -49,10 +43,8 @@ def started(parameters: Sequence[Tensor], found: dict[int, Tensor], group: Any) 
     """Start to add up gradients over replicas.
 
     Args:
-        parameters: The parameters of this rank, as on all other ranks.
         found: Their gradients on this rank, by number. It is emptied bucket by bucket, so that
             there is no second set of gradients.
-        group: The replicas.
     """
     sums = []
     for bucket in _buckets(parameters):
@@ -164,7 +156,6 @@ def is_counted(grad: Tensor, places: Mapping[str, int]) -> bool:
     Of several ranks with the same part, only the first one counts it.
 
     Args:
-        grad: The gradient.
         places: The number of this rank along each axis of the mesh along which other ranks have
             the same gradient or parts of it.
     """
@@ -185,13 +176,7 @@ def clip(
     """Scale gradients, in place, to a norm; return their previous norm.
 
     Args:
-        gradients: The gradients of this rank.
-        copies: Further gradients of this rank, which another rank counts.
-        places: See :func:`is_counted`.
-        max_norm: The largest norm that they may have.
         norm_type: The type of the norm; ``inf`` for the largest value.
-        group: All ranks.
-        device: The device of this rank.
     """
     power = 1.0 if norm_type == float('inf') else norm_type
     norms = [torch.zeros((), dtype=torch.float64, device=device)]

@@ -97,12 +97,6 @@ def run_generator(
 
     Args:
         generator: The result of the forward; any value but a generator is the output itself.
-        namespaced: Gives a name together with its namespace.
-        stashable: The names that the layer stashes.
-        poppable: The names that it pops.
-
-    Returns:
-        The return value of the generator.
     """
     to_stash = set(stashable)
     to_pop = set(poppable)

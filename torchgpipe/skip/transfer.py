@@ -121,10 +121,7 @@ class Skip(NamedTuple):
 
     Args:
         tensor: The tensor, or ``None`` if ``None`` was stashed.
-        version: The version of the tensor after the cell that stashed it.
-        j: The partition that stashed it.
         k: The index of the tensor in the partition's output.
-        kind: Restores its attributes.
     """
 
     tensor: Tensor | None

@@ -93,16 +93,7 @@ def compare(expected: Unwrapped, actual: Unwrapped, steps: int, tolerance: float
 
 @dataclass
 class ModuleCall:
-    """A call of a module.
-
-    Attributes:
-        name: The module's name in the model.
-        module: The module.
-        inputs: Copies of the tensors among its arguments.
-        outputs: Copies of the tensors that it returned.
-        drew: Whether it drew random numbers itself, not in an inner module.
-        changed: Whether it changed an input in place.
-    """
+    """A call of a module."""
 
     name: str
     module: nn.Module
@@ -119,7 +110,6 @@ def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
 
     Args:
         model: The model. Each call of a module ends in the thread in which it began.
-        device: A device on which it may draw random numbers, besides the CPU.
     """
     found: list[ModuleCall] = []
     begun: dict[int, list[ModuleCall]] = defaultdict(list)  # by thread
@@ -171,11 +161,7 @@ def _trace(form: Callable[[Setup], Unwrapped], setup: Setup, step: int = 0) -> l
 
 
 def quiet(setup: Setup) -> tuple[Setup, list[str]]:
-    """Put modules that draw random numbers into evaluation mode.
-
-    Returns:
-        The setup with these modules, and the names of modules that still draw.
-    """
+    """Put modules that draw random numbers into evaluation mode."""
     while True:
         names = {call.name for call in _trace(Unwrapped, setup) if call.drew}
         if names <= setup.quiet:

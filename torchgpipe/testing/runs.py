@@ -39,17 +39,9 @@ class Setup:
     """A model, its input, and the options of its training.
 
     Attributes:
-        module: The model; copies of it are trained.
-        sample: The input, including marks.
-        balance: As for :class:`~torchgpipe.GPipe`.
         options: Other arguments for it, including ``devices`` and ``chunks``; and the ``schedule``
             of a step, or ``None`` for the plain call.
-        loss_fn: Computes the loss from the output, and from the target if there is one.
-        optimizer: Makes an optimizer of parameters.
         dtype: The type of the copies; ``None`` for the model's own types.
-        quiet: Names of modules that are in evaluation mode.
-        target: The second argument of the loss.
-        normalizer: The divisor of the loss, or a function that counts, as for a step.
     """
 
     module: nn.Sequential
@@ -248,11 +240,7 @@ def _call(module: nn.Module, parameters: dict[str, Tensor], *args: Any, **kwargs
 
 
 class _Carrier(SkipTracker):
-    """Copies tensors of micro-batches, and their skips, to the devices that need them.
-
-    Args:
-        shared: Tensors that all micro-batches share, to which copies of them are added.
-    """
+    """Copies tensors of micro-batches, and their skips, to the devices that need them."""
 
     device = torch.device('cpu')
 

@@ -97,11 +97,7 @@ class CellBackward:
 
 
 class CpuBackward:
-    """The cell for which the CPU's backward thread runs nodes, one cell after the other.
-
-    Args:
-        add: Records a span when it ends.
-    """
+    """The cell for which the CPU's backward thread runs nodes, one cell after the other."""
 
     def __init__(self, add: Callable[[Mark], None]) -> None:
         self._add = add
@@ -245,11 +241,7 @@ class _Local(threading.local):
 
 
 class _ActionObserver:
-    """The observer that the engine notifies about its actions.
-
-    Args:
-        engine: The partitions.
-    """
+    """The observer that the engine notifies about its actions."""
 
     def __init__(self, engine: Engine) -> None:
         self._workers = engine.workers

@@ -116,10 +116,6 @@ COPY = (-0.48, 0.14)
 def draw(timelines: Mapping[str, Lanes], title: str | None = None) -> 'Figure':
     """Draw timelines one above the other, on one axis of time.
 
-    Args:
-        timelines: The timelines, by their titles.
-        title: The title of the figure.
-
     Raises:
         ImportError: There is no matplotlib.
     """
@@ -280,11 +276,7 @@ class Timeline(Lanes):
         return rows_as_html(names, boxes, self.summary())
 
     def _rows(self, first: int = 0) -> tuple[list[str], list[Box]]:
-        """Return the names and the boxes of lanes in a picture, from time zero on.
-
-        Args:
-            first: The row of the first lane.
-        """
+        """Return the names and the boxes of lanes in a picture, from time zero on."""
         boxes = [*action_boxes(self.actions, self.label, duration)]
         name, colour = LEGEND['C']
         for source, target, i, start, end in self.copies:
@@ -357,10 +349,6 @@ def _row(boxes: Iterable[tuple[str, float, float]], width: int) -> str:
 
     >>> _row([('F0', 0, 3.1), ('F1', 3.1, 5.9), ('F10', 6.9, 9.2), ('B1', 9.2, 10)], 10)
     'F0─F1─ F─B'
-
-    Args:
-        boxes: Labels with start and end, in characters.
-        width: The number of characters.
     """
     line = [' '] * width
     for label, start, end in boxes:

@@ -74,11 +74,9 @@ class Division(NamedTuple):
     """The division of a loss in one micro-batch.
 
     Args:
-        name: The source, for errors.
         elements: The number of elements; ``None`` if they are known to be of the samples, and not
             of parameters.
         divisor: A number or a tensor, which stays on the device, so that no thread waits for it.
-        site: The place in the code.
     """
 
     name: str
@@ -101,12 +99,10 @@ class LossMonitor(TorchFunctionMode):
     a gradient, which are metrics; and a loss that a loop computes for each sample.
 
     Args:
-        sizes: The numbers of samples of micro-batches.
         weights: The weight of the loss of each micro-batch, to which divisors are proportional:
             its count by a normalizer, or by default its samples.
         trusts: Whether a mean that is multiplied or divided by a tensor has other weights, which
             the given normalizer knows: ``F.cross_entropy(…) * count / len(target)``.
-        where: The place of the losses, for errors.
     """
 
     def __init__(

@@ -165,12 +165,8 @@ class Losses:
     """The loss of each micro-batch, and its weight in the loss of the mini-batch.
 
     Args:
-        function: ``loss_fn(output, target)``.
         target: A value of any nesting, or ``None``.
-        sizes: The numbers of samples of micro-batches.
-        batch_dim: The rule for the target.
         normalizer: ``None``, a function or a number: see the table of this module.
-        scale: Scales a loss for backward, as ``GradScaler.scale`` does.
         alone: Whether this process has all of the mini-batch. Otherwise :meth:`count_in` follows.
 
     Raises:
@@ -298,12 +294,7 @@ class Losses:
             self.monitor.check(self.error)
 
     def behind(self, layers: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
-        """Return layers that return the loss of a micro-batch, so that their output is freed.
-
-        Args:
-            layers: The layers of the last partition.
-            keeps: Whether to return the output instead, after the loss was computed.
-        """
+        """Return layers that return the loss of a micro-batch, so that their output is freed."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = layers(*args, **kwargs)
@@ -320,9 +311,6 @@ class Losses:
 
     def total(self, trains: bool = True) -> Tensor:
         """Return the loss of the mini-batch, a scalar.
-
-        Args:
-            trains: Whether there is a backward.
 
         Raises:
             RuntimeError: There is a backward, but the loss of no micro-batch requires grad.
@@ -371,7 +359,6 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
     """Return the counts of each function in a rule of ``gather``, one for each micro-batch.
 
     Args:
-        rule: The rule.
         batches: The input. Functions are called as the model is.
 
     Returns:
@@ -400,7 +387,6 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
 
     Args:
         rule: The rule. A part of the output is a mean over the counts of its function.
-        counts: The results of :func:`counts_of`.
     """
     if isinstance(rule, Mapping):
         return {key: with_counts(each, counts) for key, each in rule.items()}

@@ -17,11 +17,6 @@ from torchgpipe.training.losses import Losses
 def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
     """Return a schedule whose stages are the partitions.
 
-    Args:
-        schedule: A schedule, its name, or the path of a CSV file.
-        workers: The worker of each partition, a pair of a kind and a number.
-        m: The number of micro-batches.
-
     Raises:
         ValueError: There is no such schedule, or it is for other partitions, devices or
             micro-batches.
@@ -95,12 +90,7 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
 def recomputing(
     schedule: Schedule, stops: tuple[range, ...]
 ) -> tuple[Schedule, tuple[Collection[int], ...]]:
-    """Return a schedule with all recomputations, and by stage their micro-batches.
-
-    Args:
-        schedule: The schedule, whose own recomputations come in addition.
-        stops: By stage, other micro-batches to recompute.
-    """
+    """Return a schedule with all recomputations, and by stage their micro-batches."""
     found = schedule.recomputing(stops)
     return found, tuple(map(found.recomputed, range(len(stops))))
 

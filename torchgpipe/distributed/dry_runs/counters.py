@@ -49,8 +49,6 @@ class Collective(NamedTuple):
     """A collective of a rank.
 
     Args:
-        name: The operation, such as ``'allreduce_'``.
-        group: The name of the process group.
         bytes: The size of its input or its output, whichever is larger.
     """
 
@@ -66,10 +64,6 @@ class Entry(NamedTuple):
         item: The action or message; ``None`` before the first one, and after the last one.
         bytes: The change of the memory in use.
         peak: The largest memory in use, above the memory in use before.
-        messages: The change of the memory of messages in flight.
-        gathered: The change of the memory of gathered parameters.
-        flops: The number of floating-point operations.
-        collectives: The collectives, in order.
         sent: The bytes of each send, by rank.
     """
 
@@ -91,11 +85,7 @@ class Counter(DispatchMode):
             because DTensor does not cache its plans in such a mode.
 
     Attributes:
-        others: The memories that were there before, and do not count.
-        entries: The entry of each item so far.
         sent: The bytes of each send of the current item, by rank.
-        messages: The memory of messages in flight.
-        gathered: Returns the memory of gathered parameters.
     """
 
     def __init__(self, fakes: Any = no_context) -> None:
@@ -189,11 +179,7 @@ class Counter(DispatchMode):
 
 @cache
 def _known(func: Any) -> tuple[str, str, bool, Any]:
-    """Return facts about an operation.
-
-    Returns:
-        Its namespace, its name, whether it makes tensors from none, and its FLOPs as a function.
-    """
+    """Return facts about an operation."""
     schema = schema_of(func)
     space, _, operation = str(schema.name).partition('::')
     makes = not any('Tensor' in str(each.type) for each in schema.arguments)

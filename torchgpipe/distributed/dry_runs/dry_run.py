@@ -173,14 +173,7 @@ def _run(
     step: Callable[..., Any],
     plan: Mapping[str, Any] | None,
 ) -> tuple[Rendezvous, Models, dict[int, tuple[Kept, ...]]]:
-    """Run a step of the virtual ranks; return their models, and the memory that they keep.
-
-    Args:
-        make: Makes the model of a virtual rank.
-        skeleton: The layers.
-        step: Takes a step of a model.
-        plan: The tensor plan, if one rank may run for several places that are alike.
-    """
+    """Run a step of the virtual ranks; return their models, and the memory that they keep."""
     meeting = Rendezvous()
     models = {0: make(partial(VirtualRank, meeting, 0), skeleton)}
     rank = models[0]._rank
@@ -289,11 +282,6 @@ def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
     """Return a value that is equal for layers that do the same with tensors of equal shapes.
 
     Numbers in names do not count, because layers of one kind differ in them.
-
-    Args:
-        name: The name of the layer.
-        layer: The layer.
-        plan: How layers are split along the tensor axis.
     """
     modules = dict(layer.named_modules(prefix=name))
     names = {path.removeprefix(f'{name}.'): k for k, path in enumerate(modules)}
@@ -333,13 +321,7 @@ def _form(name: str, layer: nn.Module, plan: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any, names: Mapping[str, int], seen: dict[int, Any]) -> Any:
-    """Return a value that can be compared, or its identity.
-
-    Args:
-        value: The value.
-        names: The modules in the layer by name, each with its number.
-        seen: Objects of the layer, each with its number, by identity.
-    """
+    """Return a value that can be compared, or its identity."""
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, (int, float, type(None), torch.dtype, torch.device)):
@@ -446,12 +428,6 @@ def _replayed(
 
     The first items of a kind have the entries of the first such items that have run. All later
     ones have the last of these entries.
-
-    Args:
-        meeting: The micro-batches that have run.
-        place: The place.
-        row: Its row, with all micro-batches.
-        like: The virtual rank that has run for it.
     """
     row = like.replicas.row(row, True, True, dict(zip(like.own, like.stages_of(place))))
     begin, *entries = like.counter.entries
@@ -471,13 +447,7 @@ def _replayed(
 
 
 def _kind(meeting: Rendezvous, numbers: Mapping[int, int], item: Any) -> Any:
-    """Return the kind of an item: equal items have equal entries, except the first ones.
-
-    Args:
-        meeting: The kinds of micro-batches.
-        numbers: The stages of the rank, each with its number on it.
-        item: The item.
-    """
+    """Return the kind of an item: equal items have equal entries, except the first ones."""
     if isinstance(item, UnitAction):
         return item.kind, numbers[item.stage]
     kind = meeting.kinds[micro_batch_of(item)]

@@ -33,10 +33,6 @@ class Kept(NamedTuple):
     """A tensor that a rank keeps from step to step.
 
     Args:
-        kind: ``'parameters'``, ``'gradients'``, ``'optimizer'`` or ``'buffers'``.
-        name: The name of a parameter in the model, or ''.
-        shape: The shape of the whole tensor.
-        itemsize: The bytes of an element.
         splits: The axes of the mesh along which it is split, each with the dimension. An axis
             splits the parts that the axes before it have left.
     """
@@ -48,12 +44,7 @@ class Kept(NamedTuple):
     splits: tuple[tuple[str, int], ...]
 
     def part(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the part of one rank.
-
-        Args:
-            sizes: The sizes of the axes.
-            at: The position of the rank along each axis.
-        """
+        """Return the shape of the part of one rank."""
         shape = [*self.shape]
         for axis, dim in self.splits:
             part = -(-shape[dim] // sizes[axis])
@@ -65,11 +56,7 @@ class Account(NamedTuple):
     """The account of the ranks at one place along the pipe axis.
 
     Args:
-        stages: The stages of the place.
         row: Each item of the row with its entry; the item is ``None`` at the start and the end.
-        kept: The tensors that stay from step to step.
-        groups: The axis of each process group, by its name.
-        names: The name of each parameter, by its name at the place that has run.
     """
 
     stages: tuple[int, ...]

@@ -139,11 +139,8 @@ class Rendezvous:
     Their messages have the headers of messages of that place.
 
     Attributes:
-        headers: The headers of messages that were sent.
         like: For each place, the place of the virtual rank that stands for it.
         kinds: The kind of each micro-batch: its size, and where it is recomputed.
-        micro_batches: The micro-batches that the virtual ranks run.
-        schedule: The schedule of the step, with all micro-batches.
     """
 
     def __init__(self) -> None:
@@ -171,12 +168,7 @@ class Rendezvous:
         return new
 
     def choose(self, sizes: Sequence[int], recomputed: Sequence[Collection[int]]) -> None:
-        """Choose the micro-batches to run: the first ones of each kind.
-
-        Args:
-            sizes: The number of samples of each micro-batch.
-            recomputed: By stage, the recomputed micro-batches.
-        """
+        """Choose the micro-batches to run: the first ones of each kind."""
         self.recomputed = recomputed
         self.kinds = [
             (size, *(i in again for again in recomputed)) for i, size in enumerate(sizes)
@@ -201,12 +193,7 @@ class Rendezvous:
 
 
 class _InFlight:
-    """A send or a receive, as of a backend that reports its end only to a rank that waits.
-
-    Args:
-        counter: Counts the memory in flight.
-        bytes: The size of the message.
-    """
+    """A send or a receive, as of a backend that reports its end only to a rank that waits."""
 
     def __init__(self, counter: Counter, bytes: int) -> None:
         self._counter = counter
@@ -284,16 +271,7 @@ class VirtualReplicas(Replicas):
 
 
 class VirtualRank(Rank):
-    """A rank whose layers have fake tensors.
-
-    Args:
-        meeting: The exchanges with the other ranks.
-        place: Its place along the pipe axis.
-        args: The arguments of :class:`~torchgpipe.distributed.rank.Rank`.
-
-    Attributes:
-        counter: Counts its operations.
-    """
+    """A rank whose layers have fake tensors."""
 
     _ties_type = VirtualTies
     _replicas_type = VirtualReplicas
@@ -422,12 +400,7 @@ def micro_batch_of(item: Any) -> int:
 
 
 class VirtualModel(DistributedGPipe):
-    """The model of a virtual rank.
-
-    Args:
-        rank: Makes the rank.
-        args, options: As of :class:`~torchgpipe.distributed.DistributedGPipe`.
-    """
+    """The model of a virtual rank."""
 
     _rank: VirtualRank
     _steps_type = VirtualSteps

@@ -59,11 +59,6 @@ def _may_contain(kind: type) -> bool:
 def contents_of(name: str, value: Any, most: float = math.inf) -> list[Any] | None:
     """Return the keys (or indices) and items of a container, including nested ones.
 
-    Args:
-        name: The name of the attribute.
-        value: Any value.
-        most: The largest length of the result.
-
     Returns:
         A list; ``None`` if the value is no container, has more contents, or is an attribute of
         every module.
@@ -111,8 +106,6 @@ def copy_of_value(
     """Copy a value: its containers and the containers in it, but not their other items.
 
     Args:
-        value: Any value.
-        replace: Returns the tensor to put at a path in place of another one.
         copies: Copies of other values, by the ``id`` of each container. A container that several
             values share is copied once.
     """
@@ -236,9 +229,6 @@ class LayerRecorder(Recorder):
     """A recorder that also detects changes of a cell's layers.
 
     It copies tensors of the layers before the first write to them.
-
-    Args:
-        modules: The layers, and all modules within.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -101,8 +101,6 @@ class Draws:
     """The random numbers of one cell; of several cells, if there is no generator to save.
 
     Args:
-        generators: The generators that the cell may draw from.
-        recorder: Watches the first pass.
         monitor: Detects draws from the CPU's generator during the first pass, if this generator is
             not among ``generators``.
     """
@@ -184,10 +182,6 @@ class Draws:
 
     def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
         """Make the generators of a recomputation skip the draws of a marked layer.
-
-        Args:
-            start: Their states in the first pass before the layer.
-            end: Their states in the first pass after the layer.
 
         Raises:
             RuntimeError: They are in another state than in the first pass before the layer,

@@ -84,13 +84,7 @@ class Saved(NamedTuple):
 
 
 class RecomputedTensors:
-    """The tensors of one recomputation, for the nodes of one backward pass.
-
-    Args:
-        saved: Fingerprints of the tensors that the first pass saved.
-        compiled: Records of the tensors that compiled code saved.
-        hooks: The user's saved-tensor hooks, if any.
-    """
+    """The tensors of one recomputation, for the nodes of one backward pass."""
 
     __slots__ = ('_compiled', '_held', '_holder', '_hooks', '_saved', '_tensors', 'number')
 
@@ -127,12 +121,7 @@ class RecomputedTensors:
         return k
 
     def take(self, k: int, release: bool = True) -> Tensor | None:
-        """Return a tensor; ``None`` if it was released before.
-
-        Args:
-            k: The number of the tensor.
-            release: Whether to release it here.
-        """
+        """Return a tensor; ``None`` if it was released before."""
         node = current_node()
         if self._held and self._holder() is not node:
             self._held = {}
@@ -192,19 +181,7 @@ AGAIN = (
 
 
 class Recomputation:
-    """The recomputation of one checkpointed call, which all nodes of the call share.
-
-    Args:
-        function: The function. It takes a list of tensors and returns another list.
-        state: The state of the calling thread.
-        draws: The random numbers that the function draws.
-        layers: The state of its layers at the start of the call.
-        stream: The stream on which it runs.
-        blame: Returns an error message for an input that was changed in place.
-        pending: The queue for outputs that cannot be compared yet.
-        results: The results of marked layers, if any.
-        offload: Keeps the input in host memory, if given.
-    """
+    """The recomputation of one checkpointed call, which all nodes of the call share."""
 
     __slots__ = (
         '_ahead',
@@ -259,14 +236,7 @@ class Recomputation:
         self._ahead: RecomputedTensors | None = None
 
     def first_pass(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Call the function for the first time. Its graph saves numbers in place of tensors.
-
-        Args:
-            tensors: The arguments of the function.
-
-        Returns:
-            The function's output.
-        """
+        """Call the function for the first time. Its graph saves numbers in place of tensors."""
         # A skip may be a tensor of the batch. Then they are also one in the recomputation.
         input: Tensors = tuple(tensors)
         if len(input) > 1:
@@ -316,8 +286,6 @@ class Recomputation:
         Args:
             output: The output of the first pass. Tensors that need no gradient stay out of the
                 graph, as they do without checkpointing.
-            before: Phonies of nodes that run after this one in backward.
-            always: Whether to make the output require grad if no tensor in it does.
 
         Returns:
             A phony for the node that runs before; ``None`` if no tensor requires grad.
@@ -349,11 +317,7 @@ class Recomputation:
         return k
 
     def recompute(self, node: Any) -> None:
-        """Run again for this backward pass. If it is the last one, release the data for a run.
-
-        Args:
-            node: The node that calls it.
-        """
+        """Run again for this backward pass. If it is the last one, release the data for a run."""
         if backward_pass() not in self._fills:
             if self._function is None:
                 _raise_again(node)

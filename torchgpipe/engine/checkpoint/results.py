@@ -93,13 +93,7 @@ class _Result(NamedTuple):
 
 
 class Results:
-    """The results of the marked layers of one cell, in the order of calls.
-
-    Args:
-        modules: The modules of the cell, the partition first.
-        marked: The marked modules among them.
-        draws: The random numbers of the cell.
-    """
+    """The results of the marked layers of one cell, in the order of calls."""
 
     def __init__(
         self, modules: Sequence[nn.Module], marked: Sequence[nn.Module], draws: Draws
@@ -114,12 +108,7 @@ class Results:
         self._shared: list[tuple[nn.Module, Tensor, list[int]]] = []
 
     def record(self, hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
-        """Run a cell for the first time.
-
-        Args:
-            hooks: The hooks that hollow its graph.
-            function: Runs the cell.
-        """
+        """Run a cell for the first time."""
         output = self._with(partial(self._keep, hooks), function)
         for module, tensor, before in self._shared:
             if versions([tensor]) != before:

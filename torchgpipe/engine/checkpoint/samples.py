@@ -66,10 +66,6 @@ def _values(x: Tensor) -> Tensor:
 def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
     """Return at most about :data:`NUMBER` elements, as a view if the tensor is contiguous.
 
-    Args:
-        x: The tensor.
-        every: Whether to read tensors of any dtype, such as integers, which have no gradients.
-
     Returns:
         The elements; ``None`` if the tensor is not strided, has no data, or has another dtype.
     """

@@ -92,8 +92,6 @@ class Layers:
     It is made in the first of these cells, when modules have the parameters of the pass.
 
     Args:
-        modules: The partition, and all modules within.
-        observed: The observations of the layers so far in their modes.
         lock: Held while the modules have other attributes.
     """
 
@@ -157,11 +155,7 @@ class Layers:
         )
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
-        """Return the present state of the layers, at the start of a cell.
-
-        Args:
-            watch: The watch of this cell, if it is the first one in its mode.
-        """
+        """Return the present state of the layers, at the start of a cell."""
         if watch is not None:
             context.asked = False
             attributes = {module: module.__dict__.copy() for module in self.modules}
@@ -258,13 +252,7 @@ def _gone() -> None:
 
 
 class CellState:
-    """The state of a partition's layers at the start of a cell.
-
-    Args:
-        layers: The layers.
-        attributes: The attributes of modules that may have changed in this forward pass.
-        watch: The watch of this cell, if it is the first one in its mode.
-    """
+    """The state of a partition's layers at the start of a cell."""
 
     __slots__ = (
         '__weakref__',
@@ -443,11 +431,7 @@ class CellState:
                             yield module, name, path
 
     def find_written(self, copies: Memories) -> None:
-        """Use a copy for each tensor that was written to, if a copy was made before the write.
-
-        Args:
-            copies: The copies of memories before they were written to.
-        """
+        """Use a copy for each tensor that was written to, if a copy was made before the write."""
         before = [*zip(self.places, self.tensors, self.versions)]
         now = versions(self.tensors)
         samples = self._samples

@@ -41,7 +41,6 @@ class Routes(NamedTuple):
         pairs: The admitted pairs of a token and one of its choices, as ``token * k + choice``, in
             the order of experts.
         admitted: The number of pairs of each expert and rank, (experts, ranks), on the host.
-        share: The share of each expert in all choices, including dropped ones.
     """
 
     pairs: Tensor
@@ -66,10 +65,8 @@ def routes(
 
     Args:
         chosen: The experts that each token chose, (tokens, k), the first choice first.
-        experts: The number of experts.
         capacity: An expert's largest share of all choices, in multiples of an even share; None
             takes all.
-        is_wrong: Whether scores are not finite, so that the choices are invalid.
         group: The ranks; None if there are no others.
 
     Raises:

@@ -73,9 +73,6 @@ def exchange(logits: Tensor, dtype: torch.dtype, target: Tensor, group: ProcessG
 
     Args:
         logits: The logits of this rank, of shape (N, classes of this rank).
-        dtype: The type of sums.
-        target: The targets, of any shape.
-        group: The ranks.
     """
     rows, length = logits.shape
     rank = group.rank()
