@@ -366,17 +366,17 @@ class _Loader:
         self._source = source
         keys = {key: key for key in source}
         #: By layer, the buffers that are in the source, although they are in no state dict.
-        self.buffers = {
-            name: {
-                own: key
-                for own in _transient(layer)
-                for key in (f'{name}.{own}', *([own] if isinstance(layer, NamedLayer) else []))
-                if key in keys
-            }
-            for name, layer in zip(module._modules, module)
-        }
-        for key in {key for found in self.buffers.values() for key in found.values()}:
-            del keys[key]
+        self.buffers: dict[str, dict[str, str]] = {}
+        for name, child in zip(module._modules, module):
+            found = self.buffers[name] = {}
+            for buffer in _transient(child):
+                if f'{name}.{buffer}' in source:
+                    found[buffer] = f'{name}.{buffer}'
+                if isinstance(child, NamedLayer) and buffer in source:
+                    found[buffer] = buffer
+        for buffers in self.buffers.values():
+            for key in buffers.values():
+                keys.pop(key, None)
         to_own_names(keys, '', module._modules)
         #: By layer, its names with their names in the source.
         self._keys: dict[str, dict[str, str]] = {}

@@ -89,11 +89,11 @@ def solve(sequence: Sequence[TCost], partitions: int = 1) -> list[list[TCost]]:
         TypeError: ``partitions`` is not an integer.
     """
     check_partitions(sequence, partitions)
-    items = iter(sequence)
-    return [
-        [next(items) for _ in range(length)]
-        for length in even_cuts(sequence, range(len(sequence) + 1), partitions)
-    ]
+    blocks: list[list[TCost]] = []
+    lengths = even_cuts(sequence, range(len(sequence) + 1), partitions)
+    for end, length in zip(accumulate(lengths), lengths):
+        blocks.append([*sequence[end - length : end]])
+    return blocks
 
 
 def even_cuts(costs: Sequence[float], edges: Sequence[int], partitions: int) -> list[int]:

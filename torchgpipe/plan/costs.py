@@ -528,10 +528,11 @@ class Costs:
             )
         blocks = profile.blocks(chunks, param_scale)
         m = blocks.m
-        parts = [
-            (one * x, other * x)
-            for x, (one, other) in zip(blocks.backward, _shares(profile.layers, split))
-        ]
+        input_backward = []
+        weight_backward = []
+        for backward, shares in zip(blocks.backward, _shares(profile.layers, split)):
+            input_backward.append(shares[0] * backward)
+            weight_backward.append(shares[1] * backward)
         cuts = [0, *accumulate(balance)]
         check_kinds('overhead', overhead or {})
         check_kinds('least', least or {})
@@ -546,24 +547,27 @@ class Costs:
             computed = sum(layers) / m + (overhead or {}).get(kind, 0.0)
             return max(computed, (least or {}).get(kind, 0.0))
 
-        stages = tuple(
-            StageCosts(
-                forward=seconds('F', blocks.forward[a:b]),
-                backward=seconds('B', blocks.backward[a:b]),
-                weight_backward=seconds('W', [second for _, second in parts[a:b]]),
-                input_backward=seconds('I', [first for first, _ in parts[a:b]]),
-                recomputation=seconds('R', blocks.forward[a:b]),
+        stages = []
+        stops = checkpoint_stops(checkpoint, m, len(balance))
+        for start, end, stop in zip(cuts, cuts[1:], stops):
+            layers = slice(start, end)
+            resident_bytes = blocks.resident[end] - blocks.resident[start]
+            if start == 0:
+                resident_bytes += blocks.inputs[0]
+            stage = StageCosts(
+                forward=seconds('F', blocks.forward[layers]),
+                backward=seconds('B', blocks.backward[layers]),
+                weight_backward=seconds('W', weight_backward[layers]),
+                input_backward=seconds('I', input_backward[layers]),
+                recomputation=seconds('R', blocks.forward[layers]),
                 recomputed=stop,
-                activation_bytes=(blocks.activations[b] - blocks.activations[a]) / m,
-                backward_bytes=max(blocks.passing[a:b]) / m,
-                output_bytes=blocks.inputs[b] / m,
-                resident_bytes=blocks.resident[b]
-                - blocks.resident[a]
-                + (a == 0) * blocks.inputs[0],
+                activation_bytes=(blocks.activations[end] - blocks.activations[start]) / m,
+                backward_bytes=max(blocks.passing[layers]) / m,
+                output_bytes=blocks.inputs[end] / m,
+                resident_bytes=resident_bytes,
             )
-            for a, b, stop in zip(cuts, cuts[1:], checkpoint_stops(checkpoint, m, len(balance)))
-        )
-        return Costs(stages, _between(blocks.skips, balance, m), links)
+            stages.append(stage)
+        return Costs(tuple(stages), _between(blocks.skips, balance, m), links)
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -644,7 +648,10 @@ def measure_links(devices: Sequence[Device]) -> tuple[tuple[Link, ...], ...]:
         The links, by the index of the source and of the destination device.
     """
     places = [memory_of(x) for x in devices]
-    return tuple(tuple(_measure(one, other) for other in places) for one in places)
+    links = []
+    for source in places:
+        links.append(tuple(_measure(source, target) for target in places))
+    return tuple(links)
 
 
 def _measure(source: torch.device, target: torch.device) -> Link:

@@ -169,10 +169,11 @@ class _Replicated(NamedTuple):
 @lru_cache(maxsize=1024)
 def _most_in_flight(name: str, devices: int, m: int, virtual: int) -> tuple[int, ...]:
     """Return by device the most activations of stages that it holds at a time."""
-    return tuple(
-        max(accumulate((kind == 'F') - (kind in 'BW') for _, kind, _ in row))
-        for row in schedule_of(name, devices, m, virtual).rows
-    )
+    most = []
+    for row in schedule_of(name, devices, m, virtual).rows:
+        changes = [(kind == 'F') - (kind in 'BW') for _, kind, _ in row]
+        most.append(max(accumulate(changes)))
+    return tuple(most)
 
 
 def _ends(simulation: Simulation) -> tuple[float, float]:

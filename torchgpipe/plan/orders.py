@@ -49,11 +49,12 @@ class _Problem:
         last = len(places) - 1
         self.places = places
         self.m = m
-        self.own = [
-            [j for j, place in enumerate(places) if place == device]
-            for device in range(1 + max(places))
-        ]
-        self.seconds = {kind: [each.seconds(kind) for each in stages] for kind in KINDS}
+        self.own: list[list[int]] = [[] for _ in range(1 + max(places))]
+        for j, place in enumerate(places):
+            self.own[place].append(j)
+        self.seconds: dict[str, list[float]] = {}
+        for kind in KINDS:
+            self.seconds[kind] = [stage.seconds(kind) for stage in stages]
 
         def delay(j: int, to: int) -> float:
             one = places[j]
@@ -72,33 +73,32 @@ class _Problem:
             + (stages[j].output_bytes if j == last else 0.0)
             for j in range(last + 1)
         ]
-        self.room = [
-            inf if limit is None else limit - sum(stages[j].resident_bytes for j in own)
-            for limit, own in zip(limits, self.own)
-        ]
+        self.room = []
+        for limit, own in zip(limits, self.own):
+            resident = sum(stages[j].resident_bytes for j in own)
+            self.room.append(inf if limit is None else limit - resident)
         #: Seconds until a backward passes its gradient on, and for which weights come later.
         self.passes = [min(self.seconds['B'][j], self.seconds['I'][j]) for j in range(last + 1)]
-        self.later = [
-            max(
-                0.0,
-                min(self.seconds['B'][j], self.seconds['I'][j] + self.seconds['W'][j])
-                - self.passes[j],
-            )
-            for j in range(last + 1)
-        ]
+        self.later = []
+        for j in range(last + 1):
+            halves = self.seconds['I'][j] + self.seconds['W'][j]
+            whole = min(self.seconds['B'][j], halves)
+            self.later.append(max(0.0, whole - self.passes[j]))
         #: By device, the least seconds after the last backward of its first stage.
-        self.after = [
-            sum(self.passes[j] + self.back[j] for j in range(own[0]))
-            + (self.later[0] if own[0] else 0.0)
-            for own in self.own
-        ]
-        #: A lower bound on the time of the step.
-        self.least = max(
-            sum(self.seconds['F'][j] + self.into[j + 1] for j in range(own[0]))
-            + m * sum(self.seconds['F'][j] + self.passes[j] for j in own)
-            + max(m * sum(self.later[j] for j in own), after)
-            for own, after in zip(self.own, self.after)
-        )
+        self.after = []
+        #: A lower bound on the time of the step: no device waits after its first action.
+        self.least = 0.0
+        for own in self.own:
+            first = own[0]
+            forward = self.seconds['F']
+            before = sum(forward[j] + self.into[j + 1] for j in range(first))
+            work = m * sum(forward[j] + self.passes[j] for j in own)
+            weights = m * sum(self.later[j] for j in own)
+            after = sum(self.passes[j] + self.back[j] for j in range(first))
+            if first:
+                after += self.later[0]
+            self.after.append(after)
+            self.least = max(self.least, before + work + max(weights, after))
 
 
 class _Rules(NamedTuple):
@@ -204,10 +204,11 @@ class _Listing:
         seconds = problem.seconds['F']
         m = problem.m
         #: By device, seconds of forwards and backwards to come, and of gradients of weights.
-        self._coming = [
-            m * sum(seconds[j] + problem.passes[j] for j in own) for own in problem.own
-        ]
-        self._weights = [m * sum(problem.later[j] for j in own) for own in problem.own]
+        self._coming = []
+        self._weights = []
+        for stages in problem.own:
+            self._coming.append(m * sum(seconds[j] + problem.passes[j] for j in stages))
+            self._weights.append(m * sum(problem.later[j] for j in stages))
         self._bound = 0.0
         self.rows: list[list[Action]] = [[] for _ in range(devices)]
         self._choices = [self._find(device) for device in range(devices)]
@@ -215,7 +216,9 @@ class _Listing:
     def run(self) -> float:
         """Run all actions; return the time of the last end, or infinity if devices deadlock."""
         while True:
-            ends = [min([each.end for each in choices], default=inf) for choices in self._choices]
+            ends = []
+            for choices in self._choices:
+                ends.append(min([choice.end for choice in choices], default=inf))
             end = min(ends)
             if end == inf:
                 complete = all(done == self._problem.m for done in self._done)

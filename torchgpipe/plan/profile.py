@@ -581,13 +581,14 @@ def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> 
 def _result(name: str, layers: list[Measurement]) -> LayerProfile:
     """Make the profile of a layer, after later layers ran."""
     full = layers[0]
-    (forward, forward_overhead), (backward, backward_overhead) = (
-        _line(
-            layers,
-            [median(times[part] for times in layer.seconds or [(0.0, 0.0)]) for layer in layers],
-        )
-        for part in (0, 1)
-    )
+    forwards = []
+    backwards = []
+    for layer in layers:
+        seconds = layer.seconds or [(0.0, 0.0)]
+        forwards.append(median(times[0] for times in seconds))
+        backwards.append(median(times[1] for times in seconds))
+    forward, forward_overhead = _line(layers, forwards)
+    backward, backward_overhead = _line(layers, backwards)
     return LayerProfile(
         name,
         forward,

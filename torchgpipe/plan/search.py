@@ -394,16 +394,22 @@ def _unlimited(data: Any, old: float | None, new: float | None) -> Any:
     return data
 
 
+def _links(row: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
+    return tuple(Link(**link) for link in row)
+
+
 def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     data.pop('version', None)
     costs = data['costs']
-    links = costs['links']
+    links: Any
+    if isinstance(costs['links'], dict):
+        links = Link(**costs['links'])
+    else:
+        links = tuple(_links(row) for row in costs['links'])
     data['costs'] = Costs(
-        tuple(StageCosts(**each) for each in costs['stages']),
-        tuple(SkipProfile(**each) for each in costs['skips']),
-        Link(**links)
-        if isinstance(links, dict)
-        else tuple(tuple(Link(**each) for each in row) for row in links),
+        tuple(StageCosts(**stage) for stage in costs['stages']),
+        tuple(SkipProfile(**skip) for skip in costs['skips']),
+        links,
         costs.get('overlap', False),
     )
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])

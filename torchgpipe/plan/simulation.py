@@ -119,7 +119,10 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most bytes that each device holds at a time."""
-        return tuple(max(bytes for _, bytes in line) for line in self.bytes)
+        peaks = []
+        for line in self.bytes:
+            peaks.append(max(bytes for _, bytes in line))
+        return tuple(peaks)
 
     @cached_property
     def peak_parts(self) -> tuple[dict[str, float], ...]:
@@ -169,10 +172,9 @@ def simulate(
         raise ValueError('the schedule cannot go on with what actions wait for as well')
     lanes = _Collectives(schedule, costs)
     starts, ends = _times(order, costs, lanes)
-    timed = [
-        tuple(map(Timed._make, ((device, order.actions[k], starts[k], ends[k]) for k in row)))
-        for device, row in enumerate(order.rows)
-    ]
+    timed = []
+    for device, row in enumerate(order.rows):
+        timed.append(tuple(Timed(device, order.actions[k], starts[k], ends[k]) for k in row))
     return Simulation(
         tuple(chain.from_iterable(timed)), costs, len(schedule.rows), tuple(lanes.collected(timed))
     )

@@ -183,21 +183,18 @@ class Machine:
             replicas: The number of pipelines, next to each other.
         """
         #: By rank, the hosts of its devices in all replicas.
-        hosts = [
-            [
-                device // self.devices_per_host
-                for replica in range(replicas)
-                for device in range(
-                    (replica * ranks + rank) * stride, (replica * ranks + rank + 1) * stride
-                )
-            ]
-            for rank in range(ranks)
-        ]
-        if all(each == hosts[0] for each in hosts):
+        hosts: list[list[int]] = [[] for _ in range(ranks)]
+        for device in range(replicas * ranks * stride):
+            rank = device // stride % ranks
+            hosts[rank].append(device // self.devices_per_host)
+        if all(hosts_of_rank == hosts[0] for hosts_of_rank in hosts):
             return self.host
-        return tuple(
-            tuple(self.host if one == other else self.network for other in hosts) for one in hosts
-        )
+        links = []
+        for source in hosts:
+            links.append(
+                tuple(self.host if source == target else self.network for target in hosts)
+            )
+        return tuple(links)
 
     def without_links(self) -> 'Machine':
         """Return the machine with links that take no time."""

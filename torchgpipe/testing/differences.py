@@ -231,12 +231,12 @@ def _apart(
     whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]
 ) -> Apart:
     """Return the tensors that micro-batches do not give, neither combined nor by themselves."""
-    return [
-        (x, xs)
-        for x, *xs in zip(whole, *parts)
-        if not any(close(y, x) for y in together(x, xs, sizes))
-        and not all(close(y, x) for y in xs)
-    ]
+    apart = []
+    for x, *xs in zip(whole, *parts):
+        combined = together(x, xs, sizes)
+        if not any(close(y, x) for y in combined) and not all(close(y, x) for y in xs):
+            apart.append((x, xs))
+    return apart
 
 
 def _first_is_right(x: Tensor, xs: Sequence[Tensor]) -> bool:
@@ -355,18 +355,17 @@ def _first_of(differences: Sequence[Difference]) -> tuple[int, list[Difference]]
 
 def ways_out(setup: Setup, steps: int) -> list[str]:
     """Return options with which a model does not raise and has the right numbers."""
-    simpler = (
-        (
-            options,
-            'with '
-            + ', '.join(f'{name}={x!r}' for name, x in options.items())
-            + ' it does not raise and the numbers are right',
-        )
-        for options, _ in _less_machinery(setup)
-    )
-    return Forms(setup, Unwrapped, InParts, steps).try_all(_other_dimensions(setup)) or Forms(
-        setup, InParts, Wrapped, steps
-    ).try_all(simpler)
+    dimensions = Forms(setup, Unwrapped, InParts, steps).try_all(_other_dimensions(setup))
+    if dimensions:
+        return dimensions
+    return Forms(setup, InParts, Wrapped, steps).try_all(_simpler(setup))
+
+
+def _simpler(setup: Setup) -> Iterator[WayOut]:
+    """Yield options without parts of the engine, described by their values."""
+    for options, _ in _less_machinery(setup):
+        settings = ', '.join(f'{name}={x!r}' for name, x in options.items())
+        yield options, f'with {settings} it does not raise and the numbers are right'
 
 
 def _other_dimensions(setup: Setup) -> Iterator[WayOut]:

@@ -153,15 +153,15 @@ def nodes_between(before: set[Any], last: set[Any]) -> list[Any]:
 def last_nodes(before: set[Any], nodes: Iterable[Any]) -> list[Any]:
     """Return the nodes that return the gradient of the input, or else of parameters."""
     outside = before - {None}
-    after = {
-        node: {other for other, _ in node.next_functions if other is not None} for node in nodes
-    }
-    to_input = [node for node, others in after.items() if others & outside]
-    return to_input or [
-        node
-        for node, others in after.items()
-        if not others - outside or any(other.name() == EXIT for other in others)
-    ]
+    to_input = []
+    to_parameters = []
+    for node in nodes:
+        following = {other for other, _ in node.next_functions if other is not None}
+        if following & outside:
+            to_input.append(node)
+        if not following - outside or any(other.name() == EXIT for other in following):
+            to_parameters.append(node)
+    return to_input or to_parameters
 
 
 @contextmanager

@@ -331,9 +331,9 @@ class Timeline(Lanes):
             path: The file to write, ``….json``.
         """
         events = [_lane(2 * lane, name) for lane, name in enumerate(self.devices)]
+        targets = {copied.target for copied in self.copies}
         events += [
-            _lane(2 * lane + 1, f'{self.devices[lane]}, copies')
-            for lane in sorted({copied.target for copied in self.copies})
+            _lane(2 * lane + 1, f'{self.devices[lane]}, copies') for lane in sorted(targets)
         ]
         for lane, (stage, kind, i), start, end in self.actions:
             events.append(_event(LEGEND[kind][0], i, 2 * lane, start, end, {'stage': stage}))

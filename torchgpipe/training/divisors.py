@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.base.private import is_transformed
+from torchgpipe.base.structure import is_among
 
 #: PyTorch's losses, each with its signature.
 LOSSES = {
@@ -191,7 +192,7 @@ class LossMonitor(TorchFunctionMode):
             self._see_weight(result, *values[:2])
         if func in DIVISIONS and self._sums:
             self._see_division(result, *values[:2])
-        source = next((x for x in values if any(x is loss for loss in self._unreduced)), None)
+        source = next((x for x in values if is_among(x, self._unreduced)), None)
         if source is None or not isinstance(result, Tensor):
             return
         if func in SUMS and not result.dim():
@@ -230,7 +231,9 @@ class LossMonitor(TorchFunctionMode):
     def _all_divisions(self) -> Iterator[tuple[Division, ...]]:
         """Yield one division of each micro-batch after the other."""
         loops = self._loops_over_samples()
-        divisions = [[each for each in own if each.site not in loops] for own in self._divisions]
+        divisions = []
+        for own in self._divisions:
+            divisions.append([division for division in own if division.site not in loops])
         most = max(map(len, divisions), default=0)
         # A micro-batch without divisions counts nothing, so its loss was not computed.
         nothing = [Division('', None, 0, 0)] * most
@@ -238,15 +241,19 @@ class LossMonitor(TorchFunctionMode):
 
     def _loops_over_samples(self) -> set[int]:
         """Return the places in the code that each micro-batch passes once for each sample."""
-        passed = [
-            (Counter(each.site for each in own), size)
-            for own, size in zip(self._divisions, self._sizes)
-            if own
-        ]
-        if all(size == 1 for _, size in passed):  # One pass does not make a loop.
+        sizes = []
+        passes = []
+        for divisions, size in zip(self._divisions, self._sizes):
+            if divisions:
+                sizes.append(size)
+                passes.append(Counter(division.site for division in divisions))
+        if all(size == 1 for size in sizes):  # One pass does not make a loop.
             return set()
-        sites = {site for counts, _ in passed for site in counts}
-        return {site for site in sites if all(counts[site] == size for counts, size in passed)}
+        first, *others = [
+            {site for site, count in counts.items() if count == size}
+            for counts, size in zip(passes, sizes)
+        ]
+        return first.intersection(*others)
 
     def check(self, error: Callable[[str], Exception] | None = None) -> None:
         """Raise if a divisor is not proportional to the weights of micro-batches."""

@@ -73,16 +73,17 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
     if not any(action.kind in 'BI' for row in schedule.rows for action in row):
         raise ValueError('the schedule has no backward; a step takes F and B of each micro-batch')
     for stages in schedule.stages:
-        if len({workers[stage] for stage in stages}) > 1:
-            places = [
-                next(device for device, own in enumerate(schedule.stages) if stage in own)
-                for stage in range(n)
-            ]
+        different = {workers[stage] for stage in stages}
+        if len(different) > 1:
+            devices = ['{}:{}'.format(*workers[stage]) for stage in stages]
+            argument = 'places' if workers[0][0] == 'rank' else 'devices'
+            places = [0] * n
+            for device, row in enumerate(schedule.stages):
+                for stage in row:
+                    places[stage] = device
             raise ValueError(
                 f'the schedule has stages {list(stages)} on one device, but these partitions are '
-                f'on {[f"{kind}:{index}" for kind, index in (workers[j] for j in stages)]}; '
-                'put them in this order: '
-                f'{"places" if workers[0][0] == "rank" else "devices"}={places}'
+                f'on {devices}; put them in this order: {argument}={places}'
             )
 
 
