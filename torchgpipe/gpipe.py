@@ -280,7 +280,9 @@ class PipelineModule(LayerSequence):
             raise ValueError(
                 f'{"a step" if trains else "an evaluation"} takes at least one partition'
             )
-        return self._planned() if isinstance(schedule, str) and schedule == 'auto' else schedule
+        if isinstance(schedule, str) and schedule == 'auto':
+            return self._planned()
+        return schedule
 
     def evaluate(
         self,

@@ -64,7 +64,9 @@ def accelerator() -> str | None:
 def _kind() -> str | None:
     device = torch.accelerator.current_accelerator()
     # A Mac's GPU has one queue, and PyTorch does not have streams for it.
-    return None if device is None or device.type == 'mps' else device.type
+    if device is None or device.type == 'mps':
+        return None
+    return device.type
 
 
 def accelerators() -> list[torch.device]:

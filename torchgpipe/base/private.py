@@ -42,7 +42,9 @@ def find(name: str, use: str = '', otherwise: Any = None) -> Any:
         missing = error.name or ''
         if missing.partition('.')[0] != 'torch':
             raise
-    return partial(raise_missing, name, use) if otherwise is None else otherwise
+    if otherwise is None:
+        return partial(raise_missing, name, use)
+    return otherwise
 
 
 def raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:
@@ -120,7 +122,9 @@ def compiled_code(frame: FrameType) -> object | None:
         return object() if 'torch._dynamo' in sys.modules else None
     local = frame.f_locals
     function = local['cls'] if 'cls' in local else getattr(local['f'], '__self__', None)
-    return function if getattr(function, '__module__', None) == _COMPILED else None
+    if getattr(function, '__module__', None) == _COMPILED:
+        return function
+    return None
 
 
 def compiled_codes() -> list[type]:
@@ -164,7 +168,9 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 def name_of_call(module: Any) -> str:
     """Return the name of the attribute that a module's call runs. It differs after compilation."""
-    return 'forward' if _compiled_call(module) is None else '_compiled_call_impl'
+    if _compiled_call(module) is None:
+        return 'forward'
+    return '_compiled_call_impl'
 
 
 # --- modes, and transforms of torch.func
@@ -311,7 +317,9 @@ _key_of_fakes: Any = find('torch._C:_TorchDispatchModeKey', otherwise=False)
 
 def active_fake_mode() -> Any:
     """Return the mode in which fake tensors are made now, or ``None``."""
-    return _mode_at(_key_of_fakes.FAKE) if _mode_at and _key_of_fakes else None
+    if _mode_at and _key_of_fakes:
+        return _mode_at(_key_of_fakes.FAKE)
+    return None
 
 
 def forget_meshes() -> None:

@@ -613,12 +613,16 @@ def _alone(module: nn.Module) -> Any:
 def _place(rank: Rank) -> tuple[int, int]:
     """Return the number of a rank, and the number of ranks."""
     everyone = rank.everyone
-    return (0, 1) if everyone is None else (everyone.rank(), everyone.size())
+    if everyone is None:
+        return (0, 1)
+    return (everyone.rank(), everyone.size())
 
 
 def _everywhere(rank: Rank, value: Any) -> list[Any]:
     """Return the values of all ranks."""
-    return [value] if rank.everyone is None else gathered(value, rank.everyone)
+    if rank.everyone is None:
+        return [value]
+    return gathered(value, rank.everyone)
 
 
 def _nothing() -> None:

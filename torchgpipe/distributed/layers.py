@@ -113,7 +113,9 @@ def split_layer(
 
 def _text_of(style: Any) -> str:
     """Return a text that is the same for equal styles, which PyTorch does not compare."""
-    return 'whole' if style is None else f'{type(style).__name__} {vars(style)}'
+    if style is None:
+        return 'whole'
+    return f'{type(style).__name__} {vars(style)}'
 
 
 def style_of(path: str, plan: Mapping[str, Any]) -> Any:

@@ -467,4 +467,6 @@ def _deferred(model: Any, skeleton: nn.Module, chunks: int) -> Any:
     def make(function: Callable[[], nn.Module]) -> nn.Module:
         return convert(function(), chunks)
 
-    return model if model is skeleton else [partial(make, function) for function in model]
+    if model is skeleton:
+        return model
+    return [partial(make, function) for function in model]

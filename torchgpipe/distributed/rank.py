@@ -508,7 +508,9 @@ class Rank:
         self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
     ) -> tuple[int, int, int]:
         """Return the numbers of this rank's tensors, for :meth:`compare`."""
-        return (0, 0, 0) if self.everyone is None else numbers_of(self.shared(loss, within_step))
+        if self.everyone is None:
+            return (0, 0, 0)
+        return numbers_of(self.shared(loss, within_step))
 
     def compare(
         self,

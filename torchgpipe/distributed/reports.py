@@ -108,7 +108,9 @@ def doing(now: Item | None) -> str:
         )
     if isinstance(now, Action):
         return f'{_KINDS[now.kind]} of stage {now.stage}, micro-batch {now.micro_batch}'
-    return '' if now is None else f'{_OF_UNITS[now.kind]} of stage {now.stage}'
+    if now is None:
+        return ''
+    return f'{_OF_UNITS[now.kind]} of stage {now.stage}'
 
 
 def text_of(error: BaseException) -> str:

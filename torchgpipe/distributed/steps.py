@@ -149,7 +149,9 @@ class Steps:
             return gradients
 
         rank.replicas.run(run, others, self._compare_gradients)
-        return (whole[0], self._gathered(start, training)) if return_output else whole[0]
+        if return_output:
+            return (whole[0], self._gathered(start, training))
+        return whole[0]
 
     def _compare_gradients(self, gradients: Gradients) -> None:
         """Compare the first reduced gradients of parameters that ranks share."""
@@ -198,7 +200,9 @@ class Steps:
             evaluation.wrap_last(partial(losses.behind, keeps=return_output))
         rank.replicas.evaluate(lambda: self._run(evaluation))
         found = self._whole(losses), losses.count
-        return (*found, self._gathered(start, evaluation)) if return_output else found
+        if return_output:
+            return (*found, self._gathered(start, evaluation))
+        return found
 
     def _evaluation(self, start: _Start) -> Evaluation:
         rank = self._rank

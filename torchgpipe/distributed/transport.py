@@ -84,7 +84,9 @@ class Outline(NamedTuple):
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape in the order of memory, in which the tensor is sent."""
-        return self.shape if self.is_contiguous else tuple([self.shape[dim] for dim in self.order])
+        if self.is_contiguous:
+            return self.shape
+        return tuple([self.shape[dim] for dim in self.order])
 
 
 class Header(NamedTuple):

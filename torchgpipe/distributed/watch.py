@@ -160,7 +160,9 @@ def _raised_in(error: BaseException) -> str:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return '' if last is None else str(last.tb_frame.f_globals.get('__name__', ''))
+    if last is None:
+        return ''
+    return str(last.tb_frame.f_globals.get('__name__', ''))
 
 
 #: The exit status of a process that cannot be woken.

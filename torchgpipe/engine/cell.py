@@ -177,7 +177,9 @@ class Cell:
             add_culprit(error, self._partition, self._i, self._m, last)
             raise
         # Repeated as in the first pass, even if other tensors are the same object here.
-        return self.kind.collect(output) if isinstance(self.kind, Repeated) else output
+        if isinstance(self.kind, Repeated):
+            return self.kind.collect(output)
+        return output
 
 
 class Cells:

@@ -122,7 +122,9 @@ class FakeWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = _SPLIT[func](*args, **(kwargs or {})) if func in _SPLIT else None
-        return func(*args, **(kwargs or {})) if output is None else output
+        if output is None:
+            return func(*args, **(kwargs or {}))
+        return output
 
 
 def _plain(weight: Weight) -> Tensor:
@@ -463,7 +465,9 @@ class Leaves:
 
 def _register(register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Register a hook of a leaf's parameter. A recomputation does not register it again."""
-    return RemovableHandle(OrderedDict()) if context.recomputing else register(*args, **kwargs)
+    if context.recomputing:
+        return RemovableHandle(OrderedDict())
+    return register(*args, **kwargs)
 
 
 def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[..., Any]:

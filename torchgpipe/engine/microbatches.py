@@ -251,7 +251,9 @@ def look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
         else:
             break
         named = True
-    return (DEFAULT, named) if isinstance(rule, (Mapping, list, tuple)) else (rule, named)
+    if isinstance(rule, (Mapping, list, tuple)):
+        return (DEFAULT, named)
+    return (rule, named)
 
 
 def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
@@ -459,7 +461,9 @@ def gather(
 def _spread(batch: Chunk) -> Chunk:
     """Return a batch with a tensor for each place of the value."""
     kind = batch.kind
-    return Chunk(kind.spread(batch.tensors), kind.kind) if isinstance(kind, Repeated) else batch
+    if isinstance(kind, Repeated):
+        return Chunk(kind.spread(batch.tensors), kind.kind)
+    return batch
 
 
 def _outline(batch: Chunk) -> str:
@@ -508,7 +512,9 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Pa
     if rule in ('mean', MICRO_BATCH_MEAN):
         assert sizes is not None
         xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
-    return torch.stack(list(xs)) if rule == 'stack' else torch.stack(list(xs)).sum(0)
+    if rule == 'stack':
+        return torch.stack(list(xs))
+    return torch.stack(list(xs)).sum(0)
 
 
 def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:

@@ -56,7 +56,9 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 def holder_of(slot: Slot) -> Any:
     """Return the module's dictionary that contains a parameter or a buffer."""
     module, name = slot
-    return module._parameters if name in module._parameters else module._buffers
+    if name in module._parameters:
+        return module._parameters
+    return module._buffers
 
 
 def tensor_of(slot: Slot) -> Any:

@@ -416,7 +416,9 @@ class Run:
     def _hold(
         self, partition: Partition, lock: AbstractContextManager[Any]
     ) -> AbstractContextManager[Any]:
-        return lock if self._shared is None else self._shared.held(partition.j, lock)
+        if self._shared is None:
+            return lock
+        return self._shared.held(partition.j, lock)
 
     def run(self) -> None:
         """Run all cells; afterwards the batches hold the outputs.

@@ -72,7 +72,9 @@ class SharedTensors:
     def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """Return a context that holds the layers of a partition, with copies in their places."""
         copied = self._copied.get(j)
-        return lock if copied is None else _Held(lock, copied, self._replaced)
+        if copied is None:
+            return lock
+        return _Held(lock, copied, self._replaced)
 
     def copies(self, j: int) -> dict[Slot, Tensor]:
         """Return the copies of a partition by slot."""

@@ -139,7 +139,9 @@ def use_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def use_stream(stream: AbstractStream) -> AbstractContextManager[Any]:
     """Make a stream, and its device, current within the context; do nothing for the CPU."""
-    return no_context if stream is CPUStream else _Current(as_accelerator(stream))
+    if stream is CPUStream:
+        return no_context
+    return _Current(as_accelerator(stream))
 
 
 class _Current:
@@ -170,7 +172,9 @@ def get_device(stream: AbstractStream) -> torch.device:
     >>> get_device(CPUStream)
     device(type='cpu')
     """
-    return as_accelerator(stream).device if is_accelerator(stream) else CPU
+    if is_accelerator(stream):
+        return as_accelerator(stream).device
+    return CPU
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:

@@ -71,7 +71,9 @@ class LayerSequence(nn.Module):
         """
         name, _, rest = target.partition('.')
         layer = self._modules.get(name)
-        return super().get_submodule(target) if layer is None else layer.get_submodule(rest)
+        if layer is None:
+            return super().get_submodule(target)
+        return layer.get_submodule(rest)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition, with the arguments of :func:`torch.compile`.

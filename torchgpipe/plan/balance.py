@@ -92,7 +92,7 @@ def solve(sequence: Sequence[TCost], partitions: int = 1) -> list[list[TCost]]:
     blocks: list[list[TCost]] = []
     lengths = even_cuts(sequence, range(len(sequence) + 1), partitions)
     for end, length in zip(accumulate(lengths), lengths):
-        blocks.append([*sequence[end - length : end]])
+        blocks.append(list(sequence[end - length : end]))
     return blocks
 
 
@@ -472,7 +472,9 @@ class Profile:
                 if owners[index] in counted:
                     layers[index] = _without(layers[index], tie)
                 counted.add(owners[index])
-        return replace(self, layers=tuple(layers)) if self.ties else self
+        if self.ties:
+            return replace(self, layers=tuple(layers))
+        return self
 
     def balance(
         self,

@@ -426,14 +426,18 @@ class StageCosts:
         if kind == 'F':
             return self.forward
         if kind == 'R':
-            return self.forward if self.recomputation is None else self.recomputation
+            if self.recomputation is None:
+                return self.forward
+            return self.recomputation
         if kind == 'B':
             return self.backward
         weight = self.backward / 2 if self.weight_backward is None else self.weight_backward
         if kind == 'W':
             return weight
         rest = max(0.0, self.backward - weight)
-        return rest if self.input_backward is None else self.input_backward
+        if self.input_backward is None:
+            return rest
+        return self.input_backward
 
 
 class Measured(Protocol):
@@ -594,7 +598,9 @@ class Costs:
 
     def link(self, source: int, target: int) -> Link:
         """Return the link from one device to another."""
-        return self.links if isinstance(self.links, Link) else self.links[source][target]
+        if isinstance(self.links, Link):
+            return self.links
+        return self.links[source][target]
 
 
 def _shares(layers: Sequence[LayerProfile], split: float) -> Iterator[tuple[float, float]]:
@@ -661,7 +667,9 @@ def _measure(source: torch.device, target: torch.device) -> Link:
         _seconds(torch.zeros(size, dtype=torch.uint8, device=source), target)
         for size in (SMALL, LARGE)
     )
-    return Link(small, (LARGE - SMALL) / (large - small)) if large > small else Link(small)
+    if large > small:
+        return Link(small, (LARGE - SMALL) / (large - small))
+    return Link(small)
 
 
 def _seconds(tensor: torch.Tensor, target: torch.device) -> float:

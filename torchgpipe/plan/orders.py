@@ -163,7 +163,9 @@ class _Places:
         # Whole and split backwards have each other's places.
         others = {'B': 'I', 'I': 'B', 'W': 'B'}
         own = self._time.get(Action(j, kind, i))
-        return self._time[Action(j, others[kind], i)] if own is None else own
+        if own is None:
+            return self._time[Action(j, others[kind], i)]
+        return own
 
 
 class _Choice(NamedTuple):
@@ -512,7 +514,9 @@ class FoundSchedule:
         """The part of the time of the fastest named schedule that is saved, from 0 to 1."""
         if self.named is None:
             return None
-        return 1 - self.seconds / self.named[-1] if self.named[-1] else 0.0
+        if self.named[-1]:
+            return 1 - self.seconds / self.named[-1]
+        return 0.0
 
     def __str__(self) -> str:
         again = sum(action.kind == 'R' for row in self.schedule.rows for action in row)

@@ -130,7 +130,9 @@ class Plan(Settings):
     @property
     def speed_up(self) -> float:
         """The speed relative to the unwrapped model on one device, if one device could hold it."""
-        return self.sequential_seconds / self.seconds if self.seconds else 1.0
+        if self.seconds:
+            return self.sequential_seconds / self.seconds
+        return 1.0
 
     @property
     def bubble(self) -> float:

@@ -109,7 +109,9 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """The part of the devices' time in which they are idle, from 0 to 1."""
-        return 1 - sum(self.busy) / (self.devices * self.seconds) if self.seconds else 0.0
+        if self.seconds:
+            return 1 - sum(self.busy) / (self.devices * self.seconds)
+        return 0.0
 
     @cached_property
     def bytes(self) -> tuple[Line, ...]:
@@ -425,7 +427,9 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
 
 
 def _delay(one: int, other: int, costs: Costs, bytes: float) -> float:
-    return 0.0 if one == other else costs.link(one, other).seconds(bytes)
+    if one == other:
+        return 0.0
+    return costs.link(one, other).seconds(bytes)
 
 
 #: The least number of micro-batches that are simulated, if there are as many.

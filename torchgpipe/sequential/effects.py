@@ -91,16 +91,24 @@ class TracedValue(UnknownValue):
     # Code that looks up a number or reads its text may depend on it.
 
     def __hash__(self) -> int:
-        return id(self) if self.tracer.is_tensor(self) else hash(self._itself())
+        if self.tracer.is_tensor(self):
+            return id(self)
+        return hash(self._itself())
 
     def __str__(self) -> str:
-        return repr(self) if self.tracer.is_tensor(self) else str(self._shown())
+        if self.tracer.is_tensor(self):
+            return repr(self)
+        return str(self._shown())
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if self.tracer.is_tensor(self) else format(self._shown(), spec)
+        if self.tracer.is_tensor(self):
+            return repr(self)
+        return format(self._shown(), spec)
 
     def _shown(self) -> Any:
-        return self._example if makes_a_message(sys._getframe(2)) else self._itself()
+        if makes_a_message(sys._getframe(2)):
+            return self._example
+        return self._itself()
 
     def _itself(self) -> Any:
         return self.tracer.concretize(self, _unchanged)
@@ -357,7 +365,9 @@ def _name(thing: Any, inner: list[Any]) -> str:
         return f'{thing["__name__"]}.' + next(
             (str(key) for key, value in thing.items() if id(value) in ids), '…'
         )
-    return '' if type(thing).__module__ == 'builtins' else f'a {_qualified(type(thing))}'
+    if type(thing).__module__ == 'builtins':
+        return ''
+    return f'a {_qualified(type(thing))}'
 
 
 def _qualified(thing: Any) -> str:

@@ -68,7 +68,9 @@ class Part(nn.Module):
                 return own['_attributes'][name]
             if own.get('_attributes') is not None and hasattr(own['_whole'], name):
                 found = inspect.getattr_static(own['_whole'], name)
-                return found.__get__(self, type(self)) if hasattr(found, '__get__') else found
+                if hasattr(found, '__get__'):
+                    return found.__get__(self, type(self))
+                return found
             raise _missing(name, own.get('_whole', type(self))) from None
 
     def _get_name(self) -> str:
@@ -85,7 +87,9 @@ class _PartOfList(Part):
         if isinstance(index, slice):
             return [self[k] for k in range(*index.indices(self._length))]
         name = str(index + self._length if isinstance(index, int) and index < 0 else index)
-        return self._modules[name] if name in self._modules else _Absent(name, self._whole)
+        if name in self._modules:
+            return self._modules[name]
+        return _Absent(name, self._whole)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self[:])

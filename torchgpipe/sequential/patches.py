@@ -279,7 +279,9 @@ def _instead(
         def run(*args: Any, **kwargs: Any) -> Any:
             concerns = not of_values or any(isinstance(x, fx.Proxy) for x in args)
             watcher = current() if concerns else None
-            return call(watcher, own, args, kwargs) if watcher else own(*args, **kwargs)
+            if watcher:
+                return call(watcher, own, args, kwargs)
+            return own(*args, **kwargs)
 
         return _as_class(own, run) if isinstance(own, type) else run
 
@@ -291,7 +293,9 @@ def _of_modules(current: _OfThread[Any]) -> list[_Replacement]:
         def run(module: nn.Module, name: str) -> Any:
             found = own(module, name)
             watcher = current()
-            return watcher.read(module, name, found) if watcher else found
+            if watcher:
+                return watcher.read(module, name, found)
+            return found
 
         return run
 

@@ -162,7 +162,9 @@ class ForwardTracer(StepTracer):
 
     def read(self, module: nn.Module, name: str, found: Any) -> Any:
         """Return a value for a parameter or a buffer."""
-        return self.value_of(found) if isinstance(found, Tensor) else found
+        if isinstance(found, Tensor):
+            return self.value_of(found)
+        return found
 
     def written(self, module: nn.Module, name: str, value: object) -> None:
         """Refuse it: each micro-batch would do so, possibly on another device."""

@@ -247,5 +247,7 @@ def _named_by(name: ast.expr, frame: FrameType) -> object:
         return frame.f_globals.get(name.id, frame.f_builtins.get(name.id))
     if isinstance(name, ast.Attribute):
         owner = _named_by(name.value, frame)
-        return getattr(owner, name.attr, None) if isinstance(owner, ModuleType) else None
+        if isinstance(owner, ModuleType):
+            return getattr(owner, name.attr, None)
+        return None
     return None

@@ -88,7 +88,9 @@ def slice(
         raise ValueError(f'a tensor is cut into at least one shard, not {num_partitions}')
     dim = -1 if dim is None else dim
     pieces = torch.split(tensor, lengths(tensor.size(dim), num_partitions), dim)
-    return tuple(piece.contiguous() for piece in pieces) if contiguous else tuple(pieces)
+    if contiguous:
+        return tuple(piece.contiguous() for piece in pieces)
+    return tuple(pieces)
 
 
 def check_dim(dim: Any) -> int | None:

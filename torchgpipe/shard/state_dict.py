@@ -166,7 +166,9 @@ def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
 
 def name_of(key: Any) -> str:
     """Return the name of a tensor of a model, or of a state of an optimizer."""
-    return f"'{key[1]}' of parameter {key[0]}" if isinstance(key, tuple) else f"'{key}'"
+    if isinstance(key, tuple):
+        return f"'{key[1]}' of parameter {key[0]}"
+    return f"'{key}'"
 
 
 def nested(entries: Mapping[tuple[Any, str], Any]) -> dict[Any, dict[str, Any]]:
@@ -528,7 +530,9 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
 
 
 def _moved(value: Any, device: torch.device | str | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+    if isinstance(value, Tensor) and device is not None:
+        return value.to(device)
+    return value
 
 
 def _filled(state_dict: Mapping[str, Any], entries: dict[str, Any]) -> dict[str, Any]:

@@ -254,7 +254,9 @@ def _check(setup: Setup, steps: int, tolerance: float) -> Parity:
 
 
 def _name_of(schedule: ScheduleLike) -> str:
-    return f'of {len(schedule.rows)} devices' if isinstance(schedule, Schedule) else str(schedule)
+    if isinstance(schedule, Schedule):
+        return f'of {len(schedule.rows)} devices'
+    return str(schedule)
 
 
 def _draws_in_any_order(setup: Setup) -> bool:

@@ -192,7 +192,9 @@ def where_in_backward(setup: Setup, differences: Sequence[Difference]) -> str:
         return ''
     wrong = {each.name for each in differences if each.kind == 'gradients'}
     names = [name for name, _ in setup.module.named_parameters() if name in wrong]
-    return f". Backward is right until it comes to '{names[-1]}'" if names else ''
+    if names:
+        return f". Backward is right until it comes to '{names[-1]}'"
+    return ''
 
 
 def _first(call: ModuleCall) -> str:

@@ -70,7 +70,9 @@ class Setup:
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of an output."""
-        return self.loss_fn(output) if self.target is None else self.loss_fn(output, target)
+        if self.target is None:
+            return self.loss_fn(output)
+        return self.loss_fn(output, target)
 
     def loss_of_mini_batch(self, output: Any, target: Any) -> Tensor:
         """Return the loss of the output of the mini-batch."""

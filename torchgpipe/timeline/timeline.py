@@ -88,7 +88,9 @@ class Lanes:
 
     def label(self, action: Action) -> str:
         """Return the short form of an action: ``F3``; ``2F3`` if a lane has several stages."""
-        return str(action) if self._names_stages else f'{action.kind}{action.micro_batch}'
+        if self._names_stages:
+            return str(action)
+        return f'{action.kind}{action.micro_batch}'
 
     def summary(self) -> str:
         """Return the numbers in a line."""
@@ -471,4 +473,6 @@ def compare(predicted: HasActions, measured: HasActions) -> Comparison:
 
 
 def _timeline(found: HasActions) -> Timeline:
-    return found if isinstance(found, Timeline) else Timeline(found.actions)
+    if isinstance(found, Timeline):
+        return found
+    return Timeline(found.actions)

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.base.private import is_transformed
-from torchgpipe.base.structure import is_among
 
 #: PyTorch's losses, each with its signature.
 LOSSES = {
@@ -68,7 +67,9 @@ def counted_labels(ignored: int | None, weight: Tensor | None, target: Tensor) -
     if target.is_floating_point():  # All probabilities count, equally many for each sample.
         return target.numel()
     kept = target != (-100 if ignored is None else ignored)
-    return kept.sum() if weight is None else (weight[target.where(kept, 0).long()] * kept).sum()
+    if weight is None:
+        return kept.sum()
+    return (weight[target.where(kept, 0).long()] * kept).sum()
 
 
 class Division(NamedTuple):
@@ -192,7 +193,8 @@ class LossMonitor(TorchFunctionMode):
             self._see_weight(result, *values[:2])
         if func in DIVISIONS and self._sums:
             self._see_division(result, *values[:2])
-        source = next((x for x in values if is_among(x, self._unreduced)), None)
+        unreduced = {id(loss) for loss in self._unreduced}
+        source = next((x for x in values if id(x) in unreduced), None)
         if source is None or not isinstance(result, Tensor):
             return
         if func in SUMS and not result.dim():

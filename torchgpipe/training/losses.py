@@ -46,7 +46,9 @@ def itself(loss: Any) -> Any:
     while isinstance(loss, partial):
         loss = loss.func
     owner = getattr(loss, '__self__', None)
-    return owner if isinstance(owner, nn.Module) and loss.__name__ == 'forward' else loss
+    if isinstance(owner, nn.Module) and loss.__name__ == 'forward':
+        return owner
+    return loss
 
 
 class Known(NamedTuple):
@@ -158,7 +160,9 @@ def no_mean_by_normalizer(name: str) -> ValueError:
 
 def error_of(normalizer: Any) -> Callable[[str], ValueError]:
     """Return the error for divisors that the normalizer, or the samples, do not have."""
-    return no_mean_over_samples if normalizer is None else no_mean_by_normalizer
+    if normalizer is None:
+        return no_mean_over_samples
+    return no_mean_by_normalizer
 
 
 class Losses:
@@ -321,7 +325,9 @@ class Losses:
                 'neither a parameter nor the input requires grad, or loss_fn has '
                 'detached it'
             )
-        return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
+        if self._losses:
+            return torch.stack(self._losses).sum()
+        return torch.zeros(())
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -439,7 +445,9 @@ def _outline(value: Any) -> str:
     if isinstance(value, Tensor):
         grad = ' that requires grad' if value.requires_grad else ''
         return f'a tensor of {value.dtype} of shape {tuple(value.shape)}{grad}'
-    return f'{type(value).__name__} {value}' if isinstance(value, Real) else type(value).__name__
+    if isinstance(value, Real):
+        return f'{type(value).__name__} {value}'
+    return type(value).__name__
 
 
 def _counts(

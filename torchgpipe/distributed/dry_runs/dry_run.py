@@ -342,7 +342,9 @@ def _plain(value: Any, names: Mapping[str, int], seen: dict[int, Any]) -> Any:
         reduced = value.__reduce_ex__(4)  # As pickle describes an object: its type and its state.
     except Exception:
         return id(value)
-    return tuple(map(plain, reduced)) if isinstance(reduced, tuple) else id(value)
+    if isinstance(reduced, tuple):
+        return tuple(map(plain, reduced))
+    return id(value)
 
 
 def _are_alike(meeting: Rendezvous, models: Models) -> bool:

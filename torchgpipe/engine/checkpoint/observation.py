@@ -85,7 +85,12 @@ def _is_container(value: Any) -> bool:
 
 
 def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if type(container) in _MAPPINGS else enumerate(container)
+    items: Iterable[tuple[Any, Any]]
+    if type(container) in _MAPPINGS:
+        items = container.items()
+    else:
+        items = enumerate(container)
+    return items
 
 
 def tensors_in(value: Any) -> list[tuple[Path, Tensor]]:

@@ -497,7 +497,9 @@ class CellState:
         self, memories: Memories, module: nn.Module, name: str, path: Path, x: Tensor
     ) -> Tensor:
         copy = self.copies.get((module, name, path))
-        return x if copy is None else _restored_tensor(x, copy, memories)
+        if copy is None:
+            return x
+        return _restored_tensor(x, copy, memories)
 
 
 def _unchanged(path: Path, x: Tensor) -> Tensor:

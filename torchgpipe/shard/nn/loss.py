@@ -612,4 +612,6 @@ def _reduce(
         counts = counts.masked_fill(ignored, 0)
     if reduction == 'none':
         return losses
-    return losses.sum() / counts.sum() if reduction == 'mean' else losses.sum()
+    if reduction == 'mean':
+        return losses.sum() / counts.sum()
+    return losses.sum()

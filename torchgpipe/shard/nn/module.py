@@ -252,7 +252,9 @@ class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversio
         """Tag a tensor, or each tensor of a tuple."""
         if isinstance(input, tuple):
             each = [self(value) for value in input]
-            return type(input)(*each) if hasattr(input, '_fields') else tuple(each)
+            if hasattr(input, '_fields'):
+                return type(input)(*each)
+            return tuple(each)
         if not isinstance(input, Tensor):
             return input
         tagged = input.view_as(input)
