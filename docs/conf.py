@@ -30,7 +30,6 @@ modules = (
     'balance',
     'balance.blockpartition',
     'plan.balance',
-    'plan.costs',
     'balance.profile',
     'batchnorm',
     'checkpoint',

@@ -57,7 +57,7 @@ def saved(folder, axes):
     data = axes.get('data', 1)
 
     def part(x):
-        return x.chunk(data)[replica]  # noqa: E704
+        return x.chunk(data)[replica]
 
     for _ in range(2):
         stepped(model, optimizer, scheduler, part)
@@ -253,7 +253,7 @@ def grouped(make, axes, keeps_empty, folder, loads):
     replicas, replica = axes.get('data', 1), mesh.get_local_rank('data')
 
     def part(x):
-        return x.chunk(replicas)[replica]  # noqa: E704
+        return x.chunk(replicas)[replica]
 
     if loads:
         model.load(folder, optimizer, extra={'scheduler': scheduler})

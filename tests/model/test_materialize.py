@@ -451,6 +451,36 @@ def test_buffers_that_weights_leave_out_begin_at_zero():
     assert GPipe(model, [1], devices=['cpu'], weights=state)[0].num_batches_tracked == 0
 
 
+class Reads(Mapping):
+    """Weights that count how often each of them is read."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self.counts = dict.fromkeys(weights, 0)
+
+    def __getitem__(self, name):
+        self.counts[name] += 1
+        return self.weights[name]
+
+    def __iter__(self):
+        return iter(self.weights)
+
+    def __len__(self):
+        return len(self.weights)
+
+
+@cpu_only('values are drawn on the CPU')
+def test_each_tensor_is_read_once():
+    """Also a buffer that is in no state dict: such files may be large and far away."""
+    plain = nn.Sequential(Table(), nn.Linear(4, 4))
+    weights = Reads({**dict(plain.named_buffers()), **plain.state_dict()})
+    with torch.device('meta'):
+        model = nn.Sequential(Table(), nn.Linear(4, 4))
+    gpipe = GPipe(model, [1, 1], devices=['cpu'] * 2, weights=weights)
+    assert set(weights.counts.values()) == {1} and '0.table' in weights.counts
+    assert torch.equal(gpipe[0].table, plain[0].table)
+
+
 @cpu_only('values are drawn on the CPU')
 def test_a_function_gives_what_no_reset_gives():
     def ones(module):

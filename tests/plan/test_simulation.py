@@ -37,6 +37,8 @@ def test_by_hand():
     }
     assert simulation.seconds == 14 and simulation.busy == (6, 10)
     assert simulation.bubble == pytest.approx(12 / 28)
+    # Device 0 works from 0 to 14, and device 1 is busy for 10 seconds.
+    assert bubble_rate(simulation) == pytest.approx(4 / 14)
 
 
 def test_halves_of_backward_by_hand():

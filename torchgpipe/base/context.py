@@ -90,7 +90,7 @@ class MiniBatch:
         return self._values[key]  # type: ignore[return-value]
 
     def at_end(self, function: Callable[[], None], lock: AbstractContextManager[Any]) -> None:
-        """Call a function at the end of the forward pass, unless a micro-batch fails."""
+        """Call a function under a lock when forward has ended, unless a micro-batch fails."""
         self._at_end.append((function, lock))
 
     def end(self) -> None:
@@ -289,7 +289,10 @@ class ThreadState(NamedTuple):
         return None if inner else self.hooks
 
     def check(self, threads: bool) -> None:
-        """Raise in contexts that do not cover the whole computation of a pipeline."""
+        """Raise in contexts that do not cover the whole computation of a pipeline.
+
+        ``threads`` is whether cells run in other threads, or run again in backward.
+        """
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if is_traced or (self.dispatch_modes and proxy_mode() is not None):
             raise RuntimeError(

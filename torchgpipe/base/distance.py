@@ -93,7 +93,7 @@ def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Return the candidates for a whole tensor: the concatenation, or mean and sum, of parts."""
+    """Return candidates for a whole: parts concatenated, or summed, or averaged by sizes."""
     dim = split_dim(whole, parts)
     if dim is not None:
         return [torch.cat([*parts], dim)]

@@ -39,10 +39,13 @@ class Box(NamedTuple):
     """
 
     row: int
+    #: The start and the end, in one unit.
     start: float
     end: float
     label: str
+    #: The text while the pointer is on the box.
     title: str
+    #: As in CSS.
     colour: str
     share_of_height: float = 1.0
 

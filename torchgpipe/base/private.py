@@ -26,7 +26,7 @@ TESTED = '2.11', '2.15'
 
 
 def find(name: str, use: str = '', otherwise: Any = None) -> Any:
-    """Return the object with a private name in PyTorch.
+    """Return the object with a private name in PyTorch: a module, a colon, and the name in it.
 
     Args:
         otherwise: The replacement if the name does not exist. By default, a function that raises.
@@ -113,6 +113,8 @@ APPLY = _calls_apply()
 
 def compiled_code(frame: FrameType) -> object | None:
     """Return the compiled code that saves a tensor, by the frame in which a pack hook is called.
+
+    The frame is one of :data:`APPLY`, or any frame if it is not known.
 
     PyTorch may compile a layer several times and choose by the input, so that two passes over the
     same layer save other tensors. A pack hook gets only the tensor. If the code cannot be found,

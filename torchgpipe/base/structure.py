@@ -92,11 +92,7 @@ def is_plain(x: Any) -> bool:
 
 
 def copy_of(x: Tensor, memories: Memories) -> Tensor:
-    """Copy a tensor; tensors that share a memory share its copy.
-
-    Args:
-        memories: The copies to share; a new one is added.
-    """
+    """Copy a tensor; tensors that share a memory share its copy."""
     x = x.detach()
     if not is_plain(x):
         return x.clone()
@@ -308,11 +304,7 @@ def call(function: Callable[..., Any], value: Any) -> Any:
 
 
 class Structure:
-    """The nesting of a value, which reconstructs the value from tensors.
-
-    Args:
-        cls: The class, if the value is a dataclass. The nesting contains its attributes then.
-    """
+    """The nesting of a value, which reconstructs the value from tensors."""
 
     __slots__ = ('_cls', '_leaves', '_spec')
 
@@ -444,11 +436,7 @@ def _plain_structure(name: str, value: Any) -> Structure:
 def once(
     tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
 ) -> tuple[tuple[Tensor, ...], Kind]:
-    """Return each tensor once, and the kind that reconstructs the value from them.
-
-    Args:
-        keys: Keys that identify the tensors. By default, the tensors are compared by identity.
-    """
+    """Return each tensor once, and the kind that reconstructs the value from them."""
     found: dict[Hashable, int] = {}
     where = tuple([found.setdefault(key, len(found)) for key in keys or map(id, tensors)])
     if len(found) == len(where):

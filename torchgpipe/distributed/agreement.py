@@ -242,6 +242,7 @@ class Shared(NamedTuple):
     """
 
     name: str
+    #: The tensor, or the part of it that this rank has.
     value: Tensor
     axes: frozenset[str]
     others: int = 0

@@ -259,9 +259,6 @@ def extra_entries(
 ) -> dict[str, Tensor]:
     """Return the entries of the further state of a training.
 
-    Args:
-        everywhere: For each rank, the number of its replica and its bytes.
-
     Raises:
         ValueError: Ranks have different names, or ranks of one replica have different values.
     """
@@ -614,8 +611,8 @@ def _place(rank: Rank) -> tuple[int, int]:
     """Return the number of a rank, and the number of ranks."""
     everyone = rank.everyone
     if everyone is None:
-        return (0, 1)
-    return (everyone.rank(), everyone.size())
+        return 0, 1
+    return everyone.rank(), everyone.size()
 
 
 def _everywhere(rank: Rank, value: Any) -> list[Any]:

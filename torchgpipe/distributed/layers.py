@@ -204,7 +204,11 @@ def fill(
     init: Callable[[nn.Module], Any] | None,
     finish: Callable[[str, nn.Module], None],
 ) -> 'OrderedDict[str, nn.Module]':
-    """Return some layers of a model with their values."""
+    """Return some layers of a model with their values.
+
+    ``init`` is called with each module after it has its first values, and ``finish`` with each
+    layer and its name before the next layer gets values.
+    """
     numbers = {name: i for i, name in enumerate(skeleton._modules)}
 
     @contextmanager
@@ -320,9 +324,6 @@ class Ties:
     """The parameters and buffers of this rank that other ranks also have.
 
     Buffers are only compared: a layer that changes one makes ranks differ.
-
-    Args:
-        own: This rank; by default, the rank of this process.
 
     Attributes:
         names: The names of this rank's copies, each with the name in the first stage.

@@ -152,7 +152,9 @@ def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
 class Edges(NamedTuple):
     """The process groups of the messages in a pipeline."""
 
+    #: The group of messages from one rank to another one, by both.
     groups: dict[tuple[int, int], ProcessGroup]
+    #: Whether messages in one direction never wait for messages in another one.
     apart: bool = True
 
 

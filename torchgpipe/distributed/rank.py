@@ -94,6 +94,7 @@ class Rank:
         self.everyone = whole_group(mesh)
         self.alike = alike(mesh, 'tensor')
         self.device = device_of(mesh)
+        #: The rank along the pipe axis of each stage.
         self.places = _parse_places(places, len(stages), self.pipe.size)
         self.ranks = [self.pipe.ranks[place] for place in self.places]
         self.at_place = [alike(mesh, 'pipe', place) for place in range(self.pipe.size)]
@@ -101,6 +102,7 @@ class Rank:
         self.last = self.at_place[self.places[-1]]
         #: The names of the layers of each stage.
         self.stages = stages
+        #: The stages of this rank.
         self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
         self.skips: frozenset[tuple[int, int]] = frozenset()
         self.replaced: list[str] = []
@@ -509,7 +511,7 @@ class Rank:
     ) -> tuple[int, int, int]:
         """Return the numbers of this rank's tensors, for :meth:`compare`."""
         if self.everyone is None:
-            return (0, 0, 0)
+            return 0, 0, 0
         return numbers_of(self.shared(loss, within_step))
 
     def compare(

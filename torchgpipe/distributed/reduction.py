@@ -107,6 +107,7 @@ class Unit(nn.Module):
         options: Mapping[str, Any],
     ) -> None:
         super().__init__()
+        #: Whether gradients are reduced at the end of the step.
         self.late = late
         self.stages = nn.ModuleList(stages)
         self._gathering: Any = None
@@ -169,7 +170,7 @@ class Unit(nn.Module):
 
 
 def grouped(stages: Mapping[int, nn.Module], late: Collection[int] = ()) -> list[list[int]]:
-    """Return the numbers of stages in groups; stages that share a parameter are in one group."""
+    """Return the numbers of stages in groups: late ones, and ones that share a parameter."""
     owners: dict[int, set[int]] = {0: {*late}}
     for j, stage in stages.items():
         for x in stage.parameters():
@@ -214,7 +215,9 @@ class Replicas(nn.Module):
         self._spread: dict[nn.Parameter, None] = dict.fromkeys(
             x for x in self.parameters() if axis.name in split_axes(x) and id(x) not in parts
         )
+        #: The numbers of parameters of which other ranks have copies in other stages.
         self._tied = tied
+        #: If ranks have parts of parameters, the unit of each stage.
         self._units = units
         groups = (
             grouped(stages)

@@ -128,6 +128,8 @@ def blame(
 
     Args:
         records: The last record of each other rank; ``None`` if there is none yet.
+        lost: The ranks that have not reported for long.
+        late: Whether the asking rank has waited for as long as it may.
 
     Returns:
         The ranks, and whether the result is certain. It is not if another rank has found it.
@@ -214,11 +216,13 @@ class Board:
         self._ranks = tuple(ranks)
         self._rank = dist.get_rank()
         self._known: set[int] = set()
+        #: Whether there is no store any more.
         self.gone = False
         world: Any = dist.group.WORLD
         base = store = world.get_group_store()
         while isinstance(base, dist.PrefixStore):  # type: ignore[attr-defined]
             base = base.underlying_store
+        #: Whether this process hosts the store.
         self.goes_with_us = (
             isinstance(base, dist.TCPStore)  # type: ignore[attr-defined]
             and self._rank == 0
@@ -233,7 +237,7 @@ class Board:
         self._store.set_timeout(_TIMEOUT)
 
     def say(self, record: Record, news: bool) -> int:
-        """Publish the record of this rank."""
+        """Publish the record of this rank, and return the number of news so far."""
         try:
             self._store.set(str(self._rank), record.pack())
             return int(self._store.add('news', int(news)))

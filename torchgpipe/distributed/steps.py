@@ -60,10 +60,14 @@ class _Start(NamedTuple):
 
     batches: list[Chunk]
     sizes: list[int]
+    #: The indices of tensors that all micro-batches share.
     common: list[int]
+    #: The kind of the step; messages of one kind have the same headers.
     kind: Any
     schedule: Any
+    #: Whether replicas have the same number of micro-batches.
     alike: bool
+    #: The counts of functions of ``gather``, on ranks with the first stage.
     counts: Sequence[Any] = ()
 
 
@@ -89,8 +93,9 @@ class Steps:
         #: The text of an error that was raised in the middle of a step.
         self._failed = ''
         self._compare_every = compare_every
-        #: The number of tensors, and the number of steps, calls and evaluations with so many.
+        #: The number of tensors.
         self._tensors = 0
+        #: The number of steps, calls and evaluations with so many tensors.
         self._since = dict[str, int]()
         #: Whether ranks compare now, and whether this is the first time.
         self._due = self._is_first = False
@@ -150,7 +155,7 @@ class Steps:
 
         rank.replicas.run(run, others, self._compare_gradients)
         if return_output:
-            return (whole[0], self._gathered(start, training))
+            return whole[0], self._gathered(start, training)
         return whole[0]
 
     def _compare_gradients(self, gradients: Gradients) -> None:

@@ -147,6 +147,7 @@ class Messages:
         known: dict[Message, Header],
     ) -> None:
         self._groups = groups
+        #: The rank of each stage, among all processes.
         self._ranks = ranks
         self._device = device
         self._known = known

@@ -239,8 +239,9 @@ class WatchThread:
         self._where = Whereabouts(False, '')
         #: By rank, its last beat, and the time when that was first seen.
         self._beats: dict[int, tuple[int, float]] = {}
-        #: The failed ranks, and since when the main thread has been stuck because of them.
+        #: The failed ranks.
         self._found = ''
+        #: The time since which the main thread has been stuck because of them.
         self._found_at = 0.0
         #: The errors of turns that were reported.
         self._reported: set[str] = set()

@@ -58,7 +58,7 @@ class Sequential(nn.Sequential):
     """The layers of a partition. The first layer may take several arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the first layer with the arguments, and each other layer with the result before."""
+        """Call the first layer with the arguments, and each other layer with the last result."""
         first = True
         value: Any = None
         for module in self:
@@ -81,13 +81,9 @@ class Cell:
 
     A graph may own it through a recomputation, so it owns no tensor.
 
-    Args:
-        kind: Reconstructs the input from tensors.
-
     Attributes:
         popped: The skips from other partitions, which follow the batch, each with its kind.
         absent: The skips from other partitions that are ``None``.
-        kind: Reconstructs the output from tensors, or the input before the call.
         stashed: The skips that follow the output, after the call, each with its kind.
     """
 
@@ -186,6 +182,8 @@ class Cells:
     """The cells of one partition in one forward pass. Only one thread at a time runs them.
 
     Args:
+        held: The context in which a recomputation has the layers.
+        stream: The compute stream.
         host_stream: Moves inputs of checkpointed cells to the host and back. By default, they
             stay on the device.
     """
@@ -247,7 +245,11 @@ class Cells:
     def run(
         self, i: int, cell: Cell, tensors: list[Tensor]
     ) -> tuple[list[Tensor], Recomputation | None]:
-        """Run the cell of micro-batch ``i``."""
+        """Run the cell of micro-batch ``i``.
+
+        Returns:
+            The output, and the recomputation that backward runs first if the cell is checkpointed.
+        """
         observed = self.observed
         # A cell without anything to train has no graph, so there is no memory to save.
         if (

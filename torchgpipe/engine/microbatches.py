@@ -252,15 +252,12 @@ def look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
             break
         named = True
     if isinstance(rule, (Mapping, list, tuple)):
-        return (DEFAULT, named)
-    return (rule, named)
+        return DEFAULT, named
+    return rule, named
 
 
 def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
     """Convert the rule for the batch dimension to the keys of an input.
-
-    Args:
-        rule: The rule. The keys for arguments are their positions or names.
 
     Raises:
         ValueError: A key of the rule does not exist in the input.

@@ -65,7 +65,7 @@ def tensor_of(slot: Slot) -> Any:
     """Return the parameter or the buffer at a slot; ``None`` if it does not exist."""
     holder = holder_of(slot)
     name = slot[1]
-    return holder.get(name, None)
+    return holder.get(name)
 
 
 def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot, Tensor]]:
@@ -108,7 +108,11 @@ def shared_modules(partitions: Sequence[nn.Module]) -> dict[nn.Module, tuple[int
 
 
 def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
-    """Return the slots of each partition whose tensors are also in an earlier partition."""
+    """Return the slots of each partition whose tensors are also in an earlier partition.
+
+    Returns:
+        For each of these slots, whether another module has the same tensor, in any partition.
+    """
     owners: dict[int, tuple[Tensor, int, set[nn.Module]]] = {}
     found: list[list[tuple[Slot, Tensor]]] = [[] for _ in partitions]
     for j, partition in enumerate(partitions):

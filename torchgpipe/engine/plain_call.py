@@ -108,9 +108,6 @@ class PlainCall(Run):
     >>> PlainCall(Engine([nn.Sequential(nn.Flatten()), nn.Sequential(nn.ReLU())]), batches).run()
     >>> gather(batches).shape
     torch.Size([4, 2])
-
-    Args:
-        batches: The micro-batches; :meth:`run` replaces each by its output.
     """
 
     def __init__(self, engine: Engine, batches: list[Chunk], *args: Any, **options: Any) -> None:

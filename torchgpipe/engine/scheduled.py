@@ -133,11 +133,7 @@ class _Graph(NamedTuple):
 
 
 class Step(Run):
-    """Forward and backward of a mini-batch.
-
-    Args:
-        batches: The micro-batches; :meth:`run` replaces each by its output.
-    """
+    """Forward and backward of a mini-batch."""
 
     has_backward = True
     #: Whether the outputs of all micro-batches are kept until the end.
@@ -259,6 +255,9 @@ class Step(Run):
             partitions: The partitions. The last partition includes the parameters of the loss.
             each: Whether each action sets its leaves itself. Actions also do so if modules of
                 their partition are elsewhere, or the partition has copies of tensors.
+
+        Returns:
+            The swaps that set the other leaves.
         """
         found = []
         for partition in partitions:

@@ -83,6 +83,8 @@ class SharedTensors:
     def run(self, put_last: PutLast, function: Callable[[], None]) -> None:
         """Call a function that runs cells.
 
+        Backward reaches a phony last if ``put_last`` was called with its partition and the phony.
+
         Raises:
             RuntimeError: A shared tensor was changed: [Note: Writes to shared tensors].
         """

@@ -62,6 +62,42 @@ from torchgpipe.base.private import unseen
 from torchgpipe.base.structure import Tensors, Value, is_plain
 from torchgpipe.schedule.schedule import Action
 
+__all__ = [
+    'AbstractStream',
+    'CPUStream',
+    'CPUStreamType',
+    'Checkpoint',
+    'Copy',
+    'Fork',
+    'Join',
+    'Observer',
+    'Offload',
+    'Recompute',
+    'Tie',
+    'Wait',
+    'as_accelerator',
+    'as_cuda',
+    'copy_tensor',
+    'current_stream',
+    'default_stream',
+    'find_grad',
+    'fork',
+    'get_device',
+    'get_phony',
+    'graph_leaves',
+    'is_accelerator',
+    'is_cuda',
+    'join',
+    'new_stream',
+    'no_context',
+    'observers',
+    'record_stream',
+    'tie',
+    'use_device',
+    'use_stream',
+    'wait_stream',
+]
+
 # Streams of devices.
 
 
@@ -220,7 +256,7 @@ class Observer(Protocol):
     def cell(
         self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
     ) -> Callable[[Value], None]:
-        """Record the start of a cell's layers, in a first pass or in a recomputation."""
+        """Record the start of a cell's layers in any pass; return a function for their output."""
 
     def act(self, run: Callable[[Action], None], action: Action) -> None:
         """Run an action of a step by a schedule."""
@@ -477,7 +513,7 @@ class Wait(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         prev_stream, next_stream = ctx.streams
         wait_stream(prev_stream, next_stream)
-        return (None, None, *grads)
+        return None, None, *grads
 
 
 def graph_leaves(nodes: list[Any]) -> list[Tensor]:
@@ -499,7 +535,7 @@ def graph_leaves(nodes: list[Any]) -> list[Tensor]:
 
 
 class Offload:
-    """Tensors that are kept in host memory until they are needed."""
+    """Tensors that a stream copies to host memory, where they are kept until they are needed."""
 
     __slots__ = ('_moved', '_stream', 'aliases')
 

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -312,7 +313,7 @@ def _in_order(
 
 
 def _pairs(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
-    return [*zip(actions, actions[1:])]
+    return [*pairwise(actions)]
 
 
 class _Progress(NamedTuple):

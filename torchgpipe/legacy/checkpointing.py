@@ -157,11 +157,7 @@ class Checkpointing:
 
 
 class _FunctionCall:
-    """A function from value to value as a function from tensors to tensors; a graph owns it.
-
-    Attributes:
-        kind: Assembles the input; after a call, the output.
-    """
+    """A function from value to value as a function from tensors to tensors; a graph owns it."""
 
     def __init__(self, function: Function, kind: Kind) -> None:
         self._function = function

@@ -22,6 +22,17 @@ from torchgpipe.engine.streams import AbstractStream, find_grad, use_stream
 from torchgpipe.engine.workers import device_key
 from torchgpipe.skip.layout import SkipLayout
 
+__all__ = [
+    'Batch',
+    'Pipeline',
+    'Task',
+    'check',
+    'clock_cycles',
+    'gather',
+    'scatter',
+    'spawn_workers',
+]
+
 
 class Batch:
     """One micro-batch: a tensor (then it is *atomic*), or a value with tensors in it.

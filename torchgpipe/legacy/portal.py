@@ -34,6 +34,15 @@ from torchgpipe.legacy.pipeline import Batch
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.transfer import Key, Namespace, SkipTracker
 
+__all__ = [
+    'Portal',
+    'PortalBlue',
+    'PortalCopy',
+    'PortalOrange',
+    'SkipTrackerThroughPortals',
+    'SkipTrackerThroughPotals',
+]
+
 
 class Portal:
     """The place of a skip tensor between partitions, and then of its gradient.

@@ -72,6 +72,9 @@ def materialize(
 ) -> None:
     """Give values to tensors on the meta device, and to all tensors if there are weights.
 
+    Each layer gets its values within ``around(name, layer)``. After its resets, ``init`` is called
+    with each of its modules, inner ones first.
+
     Raises:
         ValueError: A tensor cannot get a value, or the weights do not match the module.
     """
@@ -97,7 +100,11 @@ def materialize(
 
 @contextmanager
 def seeded(seed: int, i: int, device: torch.device = CPU) -> Iterator[Callable[[], bool]]:
-    """Draw the random numbers of layer ``i`` independently of other layers."""
+    """Draw the random numbers of layer ``i`` independently of other layers.
+
+    Yields:
+        A function that returns whether the layer drew any on the CPU or the device.
+    """
     before = rng_states([device])
     # The seeds of consecutive layers are far apart, like separate streams of a generator.
     number = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % (1 << 63)
@@ -290,7 +297,12 @@ class _Resets:
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
     def reset(self, more: Iterable[Callable[[], object]]) -> tuple[list[Slot], list[Slot]]:
-        """Reset the modules after their memory is allocated, and make more calls."""
+        """Reset the modules after their memory is allocated, and make more calls.
+
+        Returns:
+            The tensors that were not written to, and the tensors to which the constructor has
+            given other values: [Note: Values of the constructor].
+        """
         fresh = [
             (slot, now, now._version)
             for slot in self.needed
@@ -370,9 +382,9 @@ class _Loader:
         for name, child in zip(module._modules, module):
             found = self.buffers[name] = {}
             for buffer in _transient(child):
-                if f'{name}.{buffer}' in source:
+                if f'{name}.{buffer}' in keys:
                     found[buffer] = f'{name}.{buffer}'
-                if isinstance(child, NamedLayer) and buffer in source:
+                if isinstance(child, NamedLayer) and buffer in keys:
                     found[buffer] = buffer
         for buffers in self.buffers.values():
             for key in buffers.values():

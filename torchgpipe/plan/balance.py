@@ -33,7 +33,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf, lcm
 from operator import sub
 from typing import Any, TypeVar
@@ -53,6 +53,21 @@ from torchgpipe.plan.costs import (
 )
 from torchgpipe.plan.simulation import simulate
 from torchgpipe.schedule.generators import plain_call
+
+__all__ = [
+    'Balance',
+    'Profile',
+    'bounded_cuts',
+    'check_partitions',
+    'edges_for',
+    'even_cuts',
+    'fastest',
+    'integers',
+    'neighbours',
+    'positive',
+    'reachable',
+    'solve',
+]
 
 Number = int | float
 TCost = TypeVar('TCost', int, float)
@@ -116,7 +131,7 @@ def bounded_cuts(
     Returns:
         The number of layers of each block, or ``None`` if there is no such cut.
     """
-    prefix = [0, *accumulate(integers([sum(costs[a:b]) for a, b in zip(edges, edges[1:])]))]
+    prefix = [0, *accumulate(integers([sum(costs[a:b]) for a, b in pairwise(edges)]))]
     low = max(-(-prefix[-1] // len(furthest)), *map(sub, prefix[1:], prefix))
     high = prefix[-1]
     ends = reachable(prefix, furthest, high)
@@ -131,7 +146,7 @@ def bounded_cuts(
         else:
             low = middle + 1
     cuts = [edges[k] for k in _most_even(prefix, furthest, high, ends)]
-    return [b - a for a, b in zip(cuts, cuts[1:])]
+    return [b - a for a, b in pairwise(cuts)]
 
 
 def positive(number: int, what: str) -> int:
@@ -276,7 +291,7 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
         for cut in (edges[place - 1], edges[place + 1]) if place > 0 else ():
             if cuts[k - 1] < cut < cuts[k + 1]:
                 moved = [*cuts[:k], cut, *cuts[k + 1 :]]
-                yield [b - a for a, b in zip(moved, moved[1:])]
+                yield [b - a for a, b in pairwise(moved)]
 
 
 def _without(layer: LayerProfile, tie: TieProfile) -> LayerProfile:
@@ -636,7 +651,7 @@ def _why_not(
     """
     largest = inf if None in limits else max(limit or 0 for limit in limits)
     room = inf if None in limits else sum(limit or 0 for limit in limits)
-    for start, end in zip(edges, edges[1:]):
+    for start, end in pairwise(edges):
         need = min(blocks.bytes(a, end, peak) for a in edges[: edges.index(end)])
         if need > largest:
             return (

@@ -631,8 +631,9 @@ def _between(
 
 # Measurements: copies between devices, and the overhead of an action.
 
-#: Bytes of the copies that are timed. The time of a small copy is all latency.
+#: Bytes of a timed copy whose time is all latency.
 SMALL = 4
+#: Bytes of a timed copy whose time is bandwidth.
 LARGE = 2**24
 
 #: The number of times that each copy is timed; the median counts.

@@ -30,7 +30,7 @@ is periodic, and some hold the activations of all.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import inf, prod
 from typing import Any, NamedTuple, overload
 
@@ -215,7 +215,9 @@ class MeshSearch:
     ) -> None:
         self._model = model
         self._machine = machine
+        #: The samples of a step.
         self._batch = batch
+        #: The bytes of a parameter.
         self._state = state
         self._overlap = overlap or ()
         self._balance = balance
@@ -259,7 +261,7 @@ class MeshSearch:
         trainable = []
         frozen = []
         cuts = [0, *accumulate(balance)]
-        for start, end in zip(cuts, cuts[1:]):
+        for start, end in pairwise(cuts):
             layers = profile.layers[start:end]
             trainable.append(sum(map(self._trainable, layers)))
             frozen.append(float(sum(layer.frozen_bytes for layer in layers)))
@@ -437,11 +439,7 @@ class MeshSearch:
         splits: bool,
         data: int,
     ) -> tuple[float, float]:
-        """Return the seconds of a rank's exchanges before its first and after its last action.
-
-        Args:
-            forward: The seconds of that stage's forward.
-        """
+        """Return the seconds of a rank's exchanges before its first and after its last action."""
         if data == 1:
             return 0.0, 0.0
         if self._overlaps is None:

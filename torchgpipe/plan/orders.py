@@ -375,8 +375,9 @@ EFFORT = 120_000
 #: How often the room of list scheduling is reduced until a result fits.
 ROUNDS = 4
 
-#: The most schedules that are changed beside each other, and the least changes of each.
+#: The most schedules that are changed in turn.
 POOL = 8
+#: The least changes of each of them.
 CHANGES = 40
 
 

@@ -66,6 +66,8 @@ from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker
 
+__all__ = ['Flow', 'Measurement', 'as_a_worker', 'layerwise_sandbox', 'profile', 'profile_bytes']
+
 
 @dataclass
 class ResultMemory:
@@ -193,7 +195,7 @@ class Measurement:
         return time.perf_counter() - start if roots else 0.0
 
     def train_split(self) -> bool:
-        """Run forward and a split backward, and record the times of its parts."""
+        """Run forward and a split backward; record its times, and return whether it can split."""
         input, tracker = self._start()
         deferred = DeferredWork()
         work = deferred.work = []

@@ -465,8 +465,9 @@ def fit(
     return None
 
 
-#: The most chunks that are tried: the larger of a total number and a number for each device.
+#: The most chunks that are tried, if it is more than the number for each device.
 MOST_CHUNKS = 64
+#: The most chunks that are tried for each device, if it is more in total.
 MOST_CHUNKS_PER_DEVICE = 8
 
 #: The number of balances that are tried near the closest ones, if no other keeps the limits.

@@ -250,9 +250,10 @@ def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, floa
     return tuple((round(size * scale), share * largest) for size, share in curve)
 
 
-#: The least seconds of an action, and the part of a backward by which a split takes longer: from
-#: steps with all partitions on an H100, on the page "On a GPU". Assumed for other machines.
+# From steps with all partitions on an H100, on the page "On a GPU". Assumed for other machines.
+#: The least seconds of an action.
 _ACTION = 0.73e-3
+#: The part of a backward by which a split one takes longer.
 _SPLIT = 0.055
 
 

@@ -19,7 +19,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
 
 from torchgpipe.schedule.schedule import Action, Schedule, waits_for
 
@@ -108,7 +108,10 @@ def _zb_h2(n: int, m: int, v: int) -> Rows:
 
 
 def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> list[Action]:
-    """Return the actions of one stage: a warm-up, then backward and forward alternately."""
+    """Return the actions of one stage: a warm-up, then backward and forward alternately.
+
+    With a delay, backward is split, and W is deferred by so many micro-batches.
+    """
     row = [Action(stage, 'F', i) for i in range(min(warm_up, m))]
     for i in range(m):
         row.append(Action(stage, 'B' if delay is None else 'I', i))
@@ -363,4 +366,4 @@ def one_by_one(schedule: Schedule) -> Pairs:
     backward.sort(
         key=lambda action: (action.micro_batch + action.stage, action.stage), reverse=True
     )
-    return [*zip(backward, backward[1:])]
+    return [*pairwise(backward)]

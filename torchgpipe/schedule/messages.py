@@ -169,7 +169,9 @@ def with_unit_actions(
     0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2REDUCE_GRAD 0UNSHARD 0B0 0REDUCE_GRAD
 
     Args:
+        units: By stage, the first stage of its unit.
         most: The largest number of whole units at a time; 0 if all parameters stay whole.
+        reduced: The units whose gradients are reduced within the row.
     """
     coming = _coming(row, units)
     last = {units[each.stage]: k for k, each in enumerate(row) if isinstance(each, Action)}

@@ -418,6 +418,9 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
 
     >>> in_flight(Schedule.parse('0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2'))
     {0: 2, 1: 1}
+
+    Args:
+        start: The kinds of actions at which a micro-batch starts to count, until ``B`` or ``W``.
     """
     now: dict[int, int] = {}
     most: dict[int, int] = {}

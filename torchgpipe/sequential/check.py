@@ -375,11 +375,10 @@ def _compare_halves(
         if rule not in ('stack', MICRO_BATCH_MEAN):
             batches = [Chunk(*flatten({name: outputs[name]})) for outputs in halves]
             joined[name] = gather(batches, sizes, {name: rule})[name]
-    others, *parts = (
-        {name: x for name, x in outputs.items() if name not in rules}
-        for outputs in (whole, *halves)
-    )
-    different, unsure = compare_parts(others, parts, sizes, tolerance)
+    without_rules = []
+    for outputs in (whole, *halves):
+        without_rules.append({name: x for name, x in outputs.items() if name not in rules})
+    different, unsure = compare_parts(without_rules[0], without_rules[1:], sizes, tolerance)
     return different, _reals_differ(whole, joined, tolerance), unsure
 
 
@@ -490,11 +489,11 @@ def _repeated(half: Any, sample: Any, times: int) -> Any:
     """Return a half of a sample, repeated along the dimension that was cut."""
     tensors, kind = flatten_nested(half)
     wholes, _ = flatten_nested(sample)
-    dims = [
-        [k for k, size in enumerate(x.shape) if size != whole.shape[k]]
-        for x, whole in zip(tensors, wholes)
-    ]
-    return kind([torch.cat([x] * times, dim[0]) if dim else x for x, dim in zip(tensors, dims)])
+    repeated = []
+    for x, whole in zip(tensors, wholes):
+        cut = [dim for dim, size in enumerate(x.shape) if size != whole.shape[dim]]
+        repeated.append(torch.cat([x] * times, cut[0]) if cut else x)
+    return kind(repeated)
 
 
 def coarsest_tolerance(tensors: Iterable[Tensor]) -> float:

@@ -44,6 +44,7 @@ its input instead.
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -72,11 +73,12 @@ def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> lis
         if isinstance(each, _CONTAINERS)
         for module in each.children()
     }
-    inner = [
-        each
-        for each in calls
-        if each.module in container_of and sum(x.dim() > 1 for x in each.module.parameters()) > 1
-    ]
+    inner = []
+    for call in calls:
+        if call.module in container_of:
+            matrices = [x for x in call.module.parameters() if x.dim() > 1]
+            if len(matrices) > 1:
+                inner.append(call)
     nodes = list(graph.nodes)
     behind = _calls_behind(inner, nodes)
     alike: dict[tuple[nn.Module, type], int] = {}
@@ -87,12 +89,14 @@ def blocks_among(calls: Sequence[Call], root: nn.Module, graph: fx.Graph) -> lis
             classes.add(type(module))
         alike[kind] = alike.get(kind, 0) | 1 << k
     blocks: list[Call] = []
-    for each in inner:  # Inner calls end before outer ones.
-        if type(each.module) in classes and not any(
-            other.steps.start >= each.steps.start for other in blocks
-        ):
-            blocks.append(each)
-    return [[nodes[k] for k in each.steps] for each in blocks]
+    for call in inner:  # Inner calls end before outer ones.
+        has_inner_block = any(block.steps.start >= call.steps.start for block in blocks)
+        if type(call.module) in classes and not has_inner_block:
+            blocks.append(call)
+    steps_of_blocks = []
+    for block in blocks:
+        steps_of_blocks.append([nodes[k] for k in block.steps])
+    return steps_of_blocks
 
 
 def _calls_behind(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> list[int]:
@@ -199,7 +203,7 @@ def _between(
     calls: Sequence[int], may_cut: Callable[[int], bool], across: '_Across'
 ) -> Iterator[int]:
     """Yield the best place between any two calls, unless all places are within a block."""
-    for before, after in zip(calls, calls[1:]):
+    for before, after in pairwise(calls):
         found = [*filter(may_cut, range(before + 1, after + 1))]
         if not all(map(across.is_in_block, found)):
             yield min(found, key=lambda k: (*across.cost(k), -k))
@@ -293,16 +297,13 @@ def _weights(step: fx.Node, root: nn.Module) -> Iterator[tuple[str, int]]:
 def _aliases(changed: fx.Node, index: dict[fx.Node, int], position: int) -> list[fx.Node]:
     """Return a node that a step changes, and nodes with the same memory that are used later."""
     memory = changed.meta['memory']
-    return [
-        changed,
-        *(
-            node
-            for node in index
-            if node.meta['memory'] == memory is not None
-            and index[node] < position
-            and any(index.get(user, position + 1) > position for user in node.users)
-        ),
-    ]
+    aliases = [changed]
+    for node, place in index.items():
+        if node.meta['memory'] == memory is not None and place < position:
+            last_use = max((index.get(user, position + 1) for user in node.users), default=-1)
+            if last_use > position:
+                aliases.append(node)
+    return aliases
 
 
 @dataclass
@@ -378,7 +379,7 @@ def _routes(stops: dict[fx.Node, set[int]], number: int) -> list[Route]:
     found = [Route() for _ in range(number)]
     for node, layers in stops.items():
         path = sorted(layers)
-        for here, there in zip(path, path[1:]):
+        for here, there in pairwise(path):
             if there == here + 1:
                 found[here].forwarded.append(node)
                 found[there].received.append(node)

@@ -239,11 +239,12 @@ class Layer(NamedLayer):
 
     def extra_repr(self) -> str:
         """Return the names of the skips that it pops and stashes, as text."""
-        return '\n'.join(
-            f'{what} {", ".join(name for _, name in keys)}'
-            for what, keys in (('pops', self._pops), ('stashes', self._stashes))
-            if keys
-        )
+        lines = []
+        for verb, keys in (('pops', self._pops), ('stashes', self._stashes)):
+            if keys:
+                names = ', '.join(name for _, name in keys)
+                lines.append(f'{verb} {names}')
+        return '\n'.join(lines)
 
 
 class SkipLayer(Layer):
@@ -325,7 +326,8 @@ def build(
             f'<layer {k} of {type(root).__name__}>',
             any(_may_be_loss(root, node) for node in part.nodes),
         )
-        stashes, pops = ([name for name, _ in x] for x in (route.stashed, route.popped))
+        stashes = [name for name, _ in route.stashed]
+        pops = [name for name, _ in route.popped]
         cls = SkipLayer if pops or stashes else Layer
         layer = (
             cls(code, len(route.received), pops, stashes, namespace)

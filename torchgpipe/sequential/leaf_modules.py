@@ -131,10 +131,11 @@ class Whole(NamedTuple):
 
 
 def _share(module: nn.Module, root: nn.Module) -> float:
-    own, all_ = (
-        sum(x.numel() for x in each.parameters() if not is_lazy(x)) for each in (module, root)
-    )
-    return own / max(all_, 1)
+    return _size(module) / max(_size(root), 1)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(x.numel() for x in module.parameters() if not is_lazy(x))
 
 
 def holds_most(module: nn.Module, root: nn.Module, share: float = 0.5) -> bool:

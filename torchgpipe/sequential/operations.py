@@ -550,7 +550,8 @@ class StepTracer(fx.Tracer):
         release(self._values_left())
 
     def _values_left(self) -> list[Any]:
-        return [value for value in (each() for each in self._values) if value is not None]
+        values = [reference() for reference in self._values]
+        return [value for value in values if value is not None]
 
     def add_step(self, function: Callable[..., Any], node: fx.Node, *args: Any) -> fx.Node:
         """Add a step of the tracer's own."""

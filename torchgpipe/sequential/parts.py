@@ -32,7 +32,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import chain, count
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -411,11 +411,12 @@ def optimizer_state(
     given = known.keys(_with_parameters(saved, source), 'the state dict')
     wanted = known.keys(target.param_groups, 'the target')
     _check_same([*chain(*given)], [*chain(*wanted)], known)
-    numbers = count()
-    groups = [
-        {**_options(own, given, saved, known), 'params': [next(numbers) for _ in own]}
-        for own in wanted
-    ]
+    groups = []
+    first = 0
+    for own in wanted:
+        numbers = [*range(first, first + len(own))]
+        groups.append({**_options(own, given, saved, known), 'params': numbers})
+        first += len(own)
     saved_numbers = dict(zip(chain(*given), chain(*(group['params'] for group in saved))))
     parameters = chain(*(group['params'] for group in target.param_groups))
     state = {}
@@ -463,15 +464,11 @@ class _Names:
             )
         names = [*chain(*(group['param_names'] for group in groups))]
         # Names of the model, or of layers with any numbers.
-        found = [
-            each
-            for each in (
-                [*map(self._keys.get, names)],
-                [self._keys.get(name.partition('.')[2]) for name in names],
-            )
-            if None not in each
-        ]
-        if not found or found[0] != found[-1]:
+        candidates = []
+        for aliases in (names, [name.partition('.')[2] for name in names]):
+            if all(name in self._keys for name in aliases):
+                candidates.append([self._keys[name] for name in aliases])
+        if not candidates or candidates[0] != candidates[-1]:
             foreign = [
                 name for name in names if not {name, name.partition('.')[2]} & {*self._keys}
             ]
@@ -479,8 +476,8 @@ class _Names:
                 f'{what} has parameters that are not those of the model, or not '
                 f'under its names alone: {(foreign or names)[:5]} of {len(names)}'
             )
-        keys = iter(found[0])
-        return [[next(keys) for _ in group['params']] for group in groups]  # type: ignore[misc]
+        keys = iter(candidates[0])
+        return [[*islice(keys, len(group['params']))] for group in groups]
 
 
 def _with_parameters(
@@ -489,9 +486,8 @@ def _with_parameters(
     """Return the groups of a state dict, or the source's groups if it has no names."""
     if source is None or all('param_names' in group for group in saved):
         return [*saved]
-    sizes, own = (
-        [len(group['params']) for group in groups] for groups in (saved, source.param_groups)
-    )
+    sizes = [len(group['params']) for group in saved]
+    own = [len(group['params']) for group in source.param_groups]
     if sizes != own:
         raise ValueError(
             f'the state dict has groups of {sizes} parameters, and the source of '

@@ -206,25 +206,16 @@ def _replaced(
         ]
 
         # It is slow to restore attributes of a class that has many derived classes.
-        in_modules = [
-            (
-                vars(owner),
-                {name: value for each, name, value in owns if each is owner},
-                {name: value for each, name, value in others if each is owner},
-            )
-            for owner in {owner: None for owner, *_ in owns}
-            if isinstance(owner, ModuleType)
-        ]
+        originals_in_modules = [each for each in owns if isinstance(each[0], ModuleType)]
+        others_in_modules = [each for each in others if isinstance(each[0], ModuleType)]
 
         @contextmanager
         def put_back() -> Iterator[None]:
-            for names, own, _ in in_modules:
-                names.update(own)
+            _set(originals_in_modules)
             try:
                 yield
             finally:
-                for names, _, other in in_modules:
-                    names.update(other)
+                _set(others_in_modules)
 
         try:
             _set(others)

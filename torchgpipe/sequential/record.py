@@ -92,7 +92,9 @@ class ForwardTracer(StepTracer):
         super().__init__(root)
         self.leaves = leaves
         self.uses_of_training: list[UseOfTraining] = []
+        #: The innermost submodule that has raised an error, if one has.
         self.inner: str | None = None
+        #: The calls of submodules that were looked into, in the order in which they ended.
         self.calls: list[Call] = []
         self._paths = {module: name for name, module in root.named_modules()}
         self._looked_into = list(modules_within(root, leaves))
@@ -412,17 +414,22 @@ def _arguments(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     return fx.node.map_aggregate((node.args, node.kwargs), value)
 
 
+def _inputs_of(tracer: StepTracer) -> list[fx.Node]:
+    return [node for node in tracer.graph.nodes if node.op == 'placeholder']
+
+
 class _Ways:
     """Two graphs of one forward, node by node."""
 
     def __init__(self, one: StepTracer, other: StepTracer, found: dict[Any, Any]) -> None:
+        #: By guard of the first graph, the different value that the other graph expects.
         self.others: dict[fx.Node, Any] = {}
+        #: Steps of the first graph alone, which return their inputs.
         self.same: list[fx.Node] = []
         self._one = one
         self._other = other
         self._found = found
-        inputs = ([x for x in each.graph.nodes if x.op == 'placeholder'] for each in (one, other))
-        self._twins: dict[Any, fx.Node] = dict(zip(*inputs))
+        self._twins: dict[Any, fx.Node] = dict(zip(_inputs_of(one), _inputs_of(other)))
         named = {str(b.target): b for b in other.graph.nodes if b.op == 'get_attr'}
         constants = {name: value for name, value in other.constants.items() if name in named}
         for a in one.graph.nodes:
@@ -470,10 +477,9 @@ class _Ways:
     def _may_be_left_out(self, node: fx.Node, behind: Sequence[fx.Node]) -> bool:
         before: Any = node.args[0] if node.args else None
         # A layer may have effects besides its result.
-        has_effects = node.op == 'call_module' or node.meta['writes']
         if (
             before in self._twins
-            and not has_effects
+            and not (node.op == 'call_module' or node.meta['writes'])
             and is_same(self._found.get(before), self._found.get(node))
         ):
             self._twins[node] = self._twins[before]

@@ -71,7 +71,14 @@ def refused(
     more: str = '',
     first: str = '',
 ) -> ConversionError:
-    """Return the error that a module cannot be converted."""
+    """Return the error that a module cannot be converted.
+
+    Args:
+        inner: The name of the innermost submodule at fault, ``None`` for the model itself.
+        hint: A fix instead of the usual one, which is a leaf.
+        more: Another fix in addition.
+        first: Another fix, to be tried before.
+    """
     module = root.get_submodule(inner or '')
     # A leaf with nearly all of the model would not help.
     if not hint and inner and not holds_most(module, root, 0.9):
@@ -97,12 +104,11 @@ def _of_its_kind(root: nn.Module, name: str) -> str:
     parts = name.split('.')
     kind = type(root.get_submodule(name))
     others = [other.split('.') for other, module in root.named_modules() if type(module) is kind]
-    alike = [
-        other
-        for other in others
-        if len(other) == len(parts)
-        and all(a == b or (a.isdigit() and b.isdigit()) for a, b in zip(other, parts))
-    ]
+    alike = []
+    for other in others:
+        differing = [(a, b) for a, b in zip(other, parts) if a != b]
+        if len(other) == len(parts) and all(a.isdigit() and b.isdigit() for a, b in differing):
+            alike.append(other)
     pattern = '.'.join(
         '*' if {*numbers} != {part} else part for part, *numbers in zip(parts, *alike)
     )
@@ -225,7 +231,8 @@ def _statement(frame: FrameType) -> ast.stmt | None:
         for each in _statements(frame.f_code.co_filename)
         if each.lineno <= line <= (each.end_lineno or 0)
     ]
-    inner = [each for each in around if each.lineno == max(x.lineno for x in around)]
+    first = max((statement.lineno for statement in around), default=0)
+    inner = [statement for statement in around if statement.lineno == first]
     return inner[0] if len(inner) == 1 else None
 
 

@@ -65,11 +65,8 @@ def average_gradients(module: nn.Module) -> None:
     for x in complete:
         if x.grad is not None:
             x.grad.div_(here.data_size)
-    named = {
-        name: x
-        for name, x in _not_averaged(module).items()
-        if all(x is not other for other in complete)
-    }
+    ids = {id(x) for x in complete}
+    named = {name: x for name, x in _not_averaged(module).items() if id(x) not in ids}
     if not named:
         return
     if module not in _compared:

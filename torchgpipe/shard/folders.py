@@ -314,10 +314,10 @@ class Writer(FileSystemWriter):
             there = {*os.listdir(self._saving)}
         except FileNotFoundError:
             return None
-        return {
-            state: [rank for rank in self._ranks if self._mark(rank, state).name in there]
-            for state in (_WRITING, _WRITTEN, _FAILED)
-        }
+        ranks = {}
+        for state in (_WRITING, _WRITTEN, _FAILED):
+            ranks[state] = [rank for rank in self._ranks if self._mark(rank, state).name in there]
+        return ranks
 
     def _mark(self, rank: int, state: str) -> Path:
         return self._saving / f'{_METADATA}.{rank}.{state}'

@@ -155,10 +155,8 @@ def load_checkpoint(
     set_model_state_dict(model, local(state['model']))
     if optimizer is not None:
         loaded = state['optimizer']
-        here, there = (
-            [group['params'] for group in groups]
-            for groups in (named.groups(), loaded['param_groups'])
-        )
+        here = [group['params'] for group in named.groups()]
+        there = [group['params'] for group in loaded['param_groups']]
         if here != there:
             raise ValueError(
                 'a checkpoint is loaded into an optimizer with the same groups of parameters: '

@@ -131,16 +131,15 @@ def check_names(
     there = {*saved}
     missing = [name for name in here if name not in there]
     foreign = [name for name in saved if name not in known]
-    found = [
-        f'{verb} {some([close(name, others) for name in names[:most]], len(names))}'
-        for verb, names, others in (
-            ('it misses', missing, foreign),
-            (f'the {of} does not have', foreign, missing),
-        )
-        if names
-    ]
-    if found:
-        raise ValueError(f'{message}: {"; ".join(found)}{hint}')
+    reasons = []
+    if missing:
+        names = [close(name, foreign) for name in missing[:most]]
+        reasons.append(f'it misses {some(names, len(missing))}')
+    if foreign:
+        names = [close(name, missing) for name in foreign[:most]]
+        reasons.append(f'the {of} does not have {some(names, len(foreign))}')
+    if reasons:
+        raise ValueError(f'{message}: {"; ".join(reasons)}{hint}')
 
 
 def some(texts: Sequence[str], of: int) -> str:
@@ -241,10 +240,11 @@ class Named:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups of the optimizer, with names for parameters."""
-        return [
-            {**group, 'params': [self.names[number] for number in group['params']]}
-            for group in self._optimizer.state_dict()['param_groups']
-        ]
+        groups = []
+        for group in self._optimizer.state_dict()['param_groups']:
+            names = [self.names[number] for number in group['params']]
+            groups.append({**group, 'params': names})
+        return groups
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the states of each parameter, with DTensors in the memory of shards.
@@ -265,10 +265,11 @@ class Named:
         An optimizer has states after its first step only. A step only for that would change the
         count of its steps.
         """
-        return {
-            name: {key: _form(value, x) for key, value in saved.get(name, {}).items()}
-            for name, x in zip(self.names, self.parameters)
-        }
+        forms = {}
+        for name, x in zip(self.names, self.parameters):
+            state = saved.get(name, {})
+            forms[name] = {key: _form(value, x) for key, value in state.items()}
+        return forms
 
     def load(
         self, states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
@@ -448,16 +449,19 @@ def _collect(
     return collected
 
 
+def _missing_in(others: list[Any], facts: list[Any]) -> str:
+    """Return the first fact that is not among others, as text."""
+    return next((repr(fact) for fact in facts if fact not in others), 'nothing of the kind')
+
+
 def _check_same(facts: list[tuple[Any, ...]]) -> None:
     """Raise on all ranks if the shards of one differ from the first rank's."""
     ranks = dist.get_process_group_ranks(current().tensor_group)
     first, *others = gathered(facts, current().tensor_group)
     for rank, other in zip(ranks[1:], others):
         if other != first:
-            one, another = (
-                next((repr(fact) for fact in these if fact not in those), 'nothing of the kind')
-                for these, those in ((first, other), (other, first))
-            )
+            one = _missing_in(other, first)
+            another = _missing_in(first, other)
             raise RuntimeError(
                 f'the shards of a state dict are not the same on all ranks of the group {ranks}: '
                 f'rank {ranks[0]} has {one}, rank {rank} {another}. Let all ranks of a group call '

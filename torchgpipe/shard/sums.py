@@ -35,6 +35,7 @@ class Sum(NamedTuple):
     """A sum of gradients over replicas that has started."""
 
     bucket: list[Tensor]
+    #: Their gradients, and for each of them whether there is one.
     flat: Tensor
     work: Any
 
@@ -176,6 +177,7 @@ def clip(
     """Scale gradients, in place, to a norm; return their previous norm.
 
     Args:
+        copies: Further gradients of this rank, which another rank counts.
         norm_type: The type of the norm; ``inf`` for the largest value.
     """
     power = 1.0 if norm_type == float('inf') else norm_type

@@ -16,6 +16,8 @@ from torch import nn
 
 from torchgpipe.skip.transfer import Key, Namespace
 
+__all__ = ['DeclaresSkips', 'SkipLayout', 'inspect_skip_layout']
+
 
 @runtime_checkable
 class DeclaresSkips(Protocol):

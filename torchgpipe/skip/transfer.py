@@ -34,6 +34,20 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Kind, bare
 
+__all__ = [
+    'Key',
+    'Namespace',
+    'Skip',
+    'SkipTracker',
+    'arrive',
+    'changed_in_place',
+    'current_skip_tracker',
+    'keep',
+    'leave',
+    'take',
+    'use_skip_tracker',
+]
+
 
 @dataclass(frozen=True, order=True)
 class Namespace(metaclass=ABCMeta):  # noqa: B024 - None registers as one
@@ -125,7 +139,9 @@ class Skip(NamedTuple):
     """
 
     tensor: Tensor | None
+    #: The version of the tensor after the cell that stashed it.
     version: int = 0
+    #: The partition that stashed it.
     j: int = 0
     k: int = 0
     kind: Kind = bare

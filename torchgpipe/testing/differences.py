@@ -106,11 +106,7 @@ class ModuleCall:
 
 
 def recorded_calls(model: nn.Module, device: torch.device) -> list[ModuleCall]:
-    """Return a list to which each call of the modules in a model is added when it ends.
-
-    Args:
-        model: The model. Each call of a module ends in the thread in which it began.
-    """
+    """Return a list to which each call of the modules in a model is added when it ends."""
     found: list[ModuleCall] = []
     begun: dict[int, list[ModuleCall]] = defaultdict(list)  # by thread
     names = {module: name for name, module in model.named_modules() if name}
@@ -161,7 +157,7 @@ def _trace(form: Callable[[Setup], Unwrapped], setup: Setup, step: int = 0) -> l
 
 
 def quiet(setup: Setup) -> tuple[Setup, list[str]]:
-    """Put modules that draw random numbers into evaluation mode."""
+    """Put modules that draw into evaluation mode; return names of ones that still draw."""
     while True:
         names = {call.name for call in _trace(Unwrapped, setup) if call.drew}
         if names <= setup.quiet:

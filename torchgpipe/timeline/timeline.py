@@ -347,7 +347,7 @@ class Timeline(Lanes):
 
 
 def _row(boxes: Iterable[tuple[str, float, float]], width: int) -> str:
-    """Draw the boxes of a lane, each with its label as far as that fits.
+    """Draw the boxes of a lane: labels, each with its start and end in characters.
 
     >>> _row([('F0', 0, 3.1), ('F1', 3.1, 5.9), ('F10', 6.9, 9.2), ('B1', 9.2, 10)], 10)
     'F0─F1─ F─B'

@@ -49,8 +49,9 @@ PRODUCTS = {
     if hasattr(place, name)
 }
 
-#: Functions that add up the elements of a tensor, and that take their mean.
+#: Functions that add up the elements of a tensor.
 SUMS = {torch.sum, Tensor.sum}
+#: Functions that take the mean of the elements of a tensor.
 MEANS = {torch.mean, Tensor.mean}
 
 

@@ -237,8 +237,8 @@ class Losses:
         Raises:
             ValueError: The count is zero, and there is a backward.
         """
-        self.counted = whole
         self._whole = whole or (_nothing() if trains else 1.0)
+        self.counted = whole
 
     def __call__(self, i: int, output: Any) -> Tensor:
         """Compute the loss of micro-batch ``i``, and return the tensor to start its backward."""

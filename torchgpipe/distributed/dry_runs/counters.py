@@ -70,7 +70,9 @@ class Entry(NamedTuple):
     item: Item | None
     bytes: int
     peak: int
+    #: The change of the memory of messages in flight.
     messages: int
+    #: The change of the memory of gathered parameters.
     gathered: int
     flops: int
     collectives: tuple[Collective, ...]
@@ -91,6 +93,7 @@ class Counter(DispatchMode):
     def __init__(self, fakes: Any = no_context) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = fakes
+        #: The memories that were there before, and do not count.
         self.others: Container[int] = ()
         self.gathered: Callable[[], int] = int
         self.entries: list[Entry] = []
@@ -179,7 +182,7 @@ class Counter(DispatchMode):
 
 @cache
 def _known(func: Any) -> tuple[str, str, bool, Any]:
-    """Return facts about an operation."""
+    """Return an operation's namespace, name, whether it makes tensors from none, and FLOPs."""
     schema = schema_of(func)
     space, _, operation = str(schema.name).partition('::')
     makes = not any('Tensor' in str(each.type) for each in schema.arguments)

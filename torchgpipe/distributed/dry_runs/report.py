@@ -39,7 +39,9 @@ class Kept(NamedTuple):
 
     kind: str
     name: str
+    #: The shape of the whole tensor.
     shape: tuple[int, ...]
+    #: The bytes of an element.
     itemsize: int
     splits: tuple[tuple[str, int], ...]
 
@@ -53,11 +55,7 @@ class Kept(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The account of the ranks at one place along the pipe axis.
-
-    Args:
-        row: Each item of the row with its entry; the item is ``None`` at the start and the end.
-    """
+    """The account of the ranks at one place along the pipe axis."""
 
     stages: tuple[int, ...]
     row: tuple[tuple[Item | None, Entry], ...]

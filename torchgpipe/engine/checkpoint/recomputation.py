@@ -181,7 +181,12 @@ AGAIN = (
 
 
 class Recomputation:
-    """The recomputation of one checkpointed call, which all nodes of the call share."""
+    """The recomputation of one checkpointed call, which all nodes of the call share.
+
+    Args:
+        layers: The state of its layers at the start of the call.
+        stream: The stream on which it runs.
+    """
 
     __slots__ = (
         '_ahead',
@@ -286,6 +291,8 @@ class Recomputation:
         Args:
             output: The output of the first pass. Tensors that need no gradient stay out of the
                 graph, as they do without checkpointing.
+            before: Phonies of nodes that run after this one in backward.
+            always: Whether to make the output require grad if no tensor in it does.
 
         Returns:
             A phony for the node that runs before; ``None`` if no tensor requires grad.

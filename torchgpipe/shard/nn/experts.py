@@ -45,6 +45,7 @@ class Routes(NamedTuple):
 
     pairs: Tensor
     admitted: Tensor
+    #: The share of each expert in all choices, including dropped ones.
     share: Tensor
 
 
@@ -311,14 +312,12 @@ class Experts(nn.Module):
         weights = [_local(x) for x in self.spread_parameters()]
         if not numbers:  # Weights without elements also need a gradient.
             return rows + sum(x.sum() for x in weights)
-        return torch.cat(
-            [
-                F.linear(self.activation(F.linear(x, up, up_bias)), down, down_bias)
-                for x, up, up_bias, down, down_bias in zip(
-                    rows.split(numbers), *(x.unbind() for x in weights)
-                )
-            ]
-        )
+        experts = zip(*(weight.unbind() for weight in weights))
+        outputs = []
+        for x, (up, up_bias, down, down_bias) in zip(rows.split(numbers), experts):
+            hidden = self.activation(F.linear(x, up, up_bias))
+            outputs.append(F.linear(hidden, down, down_bias))
+        return torch.cat(outputs)
 
     def extra_repr(self) -> str:
         """Return its sizes."""
