@@ -103,15 +103,15 @@ base          10720     8.4      66       6       2       0      61       0
 distributed   44411     8.9     356      24      26       0     902       5
 engine        38395     8.5     242      11      10       0     206       6
 legacy         3605     7.3      11       0       1       0       0       0
-model          5358     9.0      52       0       4       0      76       0
-plan          33948     9.0     277       0      19       0     281       5
+model          5358     9.0      52       0       4       0      73       0
+plan          33948     9.0     277       0      19       0     275       5
 schedule       5648    10.0      73       9       7       0      61       0
-sequential    29890     8.5     229       0      16       0     505       4
-shard         25137     8.3     111       0       6       0     271       0
+sequential    29890     8.5     229       0      16       0     493       4
+shard         25137     8.3     111       0       6       0     269       0
 skip           3457     8.1      10       1       0       0      10       0
 testing        6228     8.5      47       0       1       0      44       0
 timeline       5879     9.3      44       0       2       0      18       0
-training       5558     8.8      38       1       2       0      74       1
+training       5558     8.8      38       1       2       0      72       1
 """
 
 
@@ -140,16 +140,28 @@ def contains(node, types):
     return any(isinstance(inner, types) for inner in ast.walk(node) if inner is not node)
 
 
+def tokens_of(source):
+    """Yield the tokens of a file's code, without docstrings and comments."""
+    in_docstrings = docstring_lines(ast.parse(source))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT and token.start[0] not in in_docstrings:
+            yield token
+
+
+def code_lines(tokens):
+    """Return the lines that some tokens are on."""
+    lines = set()
+    for token in tokens:
+        lines.update(range(token.start[0], token.end[0] + 1))
+    return lines
+
+
 def count_tokens(source, counts):
     """Add the tokens, the lines of code and the words of a file to the counts."""
-    in_docstrings = docstring_lines(ast.parse(source))
-    code = set()
+    tokens = [*tokens_of(source)]
+    counts['lines'] += len(code_lines(tokens))
     open_fstrings = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        lines = set(range(token.start[0], token.end[0] + 1)) - in_docstrings
-        if token.type in LAYOUT or not lines:
-            continue
-        code |= lines
+    for token in tokens:
         open_fstrings -= token.type == FSTRING_END
         is_in_fstring = open_fstrings > 0
         open_fstrings += token.type == FSTRING_START
@@ -157,7 +169,6 @@ def count_tokens(source, counts):
             continue
         counts['tokens'] += 1
         counts['words'] += token.type == tokenize.NAME and token.string in WORDS
-    counts['lines'] += len(code)
 
 
 def count_nodes(source, counts):

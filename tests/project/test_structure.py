@@ -1,29 +1,15 @@
 """The structure of the package: names of files and classes, and the share of imports."""
 
 import ast
-import io
-import tokenize
 from collections import Counter
 
 from tests.devices import cpu_only
 from tests.project.test_layers import layers
+from tests.project.test_openness import code_lines, tokens_of
 
 pytestmark = cpu_only('it reads files')
 
 PATHS = [*layers.FILES.values()]
-
-#: Names of classes, functions or modules that have a docstring.
-DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-
-#: Tokens that are not code.
-OTHERS = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 
 def repeated(names):
@@ -41,23 +27,13 @@ def lines_of(source):
     >>> lines_of('"A."' + chr(10) + 'import a' + chr(10) + '# b' + chr(10) + 'c = 1')
     (2, 1)
     """
-    tree = ast.parse(source)
-    code = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in OTHERS
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
-            code -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
     imports = {
         line
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for line in range(node.lineno, node.end_lineno + 1)
     }
-    return len(code), len(imports)
+    return len(code_lines(tokens_of(source))), len(imports)
 
 
 def test_no_two_files_have_one_name():

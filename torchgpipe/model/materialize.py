@@ -380,12 +380,12 @@ class _Loader:
         #: By layer, the buffers that are in the source, although they are in no state dict.
         self.buffers: dict[str, dict[str, str]] = {}
         for name, child in zip(module._modules, module):
-            found = self.buffers[name] = {}
+            keys_of_buffers = self.buffers[name] = {}
             for buffer in _transient(child):
                 if f'{name}.{buffer}' in keys:
-                    found[buffer] = f'{name}.{buffer}'
+                    keys_of_buffers[buffer] = f'{name}.{buffer}'
                 if isinstance(child, NamedLayer) and buffer in keys:
-                    found[buffer] = buffer
+                    keys_of_buffers[buffer] = buffer
         for buffers in self.buffers.values():
             for key in buffers.values():
                 keys.pop(key, None)

@@ -74,8 +74,8 @@ class _Problem:
             for j in range(last + 1)
         ]
         self.room = []
-        for limit, own in zip(limits, self.own):
-            resident = sum(stages[j].resident_bytes for j in own)
+        for limit, stages_of_device in zip(limits, self.own):
+            resident = sum(stages[j].resident_bytes for j in stages_of_device)
             self.room.append(inf if limit is None else limit - resident)
         #: Seconds until a backward passes its gradient on, and for which weights come later.
         self.passes = [min(self.seconds['B'][j], self.seconds['I'][j]) for j in range(last + 1)]
@@ -88,12 +88,12 @@ class _Problem:
         self.after = []
         #: A lower bound on the time of the step: no device waits after its first action.
         self.least = 0.0
-        for own in self.own:
-            first = own[0]
+        for stages_of_device in self.own:
+            first = stages_of_device[0]
             forward = self.seconds['F']
             before = sum(forward[j] + self.into[j + 1] for j in range(first))
-            work = m * sum(forward[j] + self.passes[j] for j in own)
-            weights = m * sum(self.later[j] for j in own)
+            work = m * sum(forward[j] + self.passes[j] for j in stages_of_device)
+            weights = m * sum(self.later[j] for j in stages_of_device)
             after = sum(self.passes[j] + self.back[j] for j in range(first))
             if first:
                 after += self.later[0]

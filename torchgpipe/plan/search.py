@@ -465,9 +465,10 @@ def fit(
     return None
 
 
-#: The most chunks that are tried, if it is more than the number for each device.
+# Plans have at most as many chunks as the larger of these numbers allows.
+#: The number in total.
 MOST_CHUNKS = 64
-#: The most chunks that are tried for each device, if it is more in total.
+#: The number for each device.
 MOST_CHUNKS_PER_DEVICE = 8
 
 #: The number of balances that are tried near the closest ones, if no other keeps the limits.

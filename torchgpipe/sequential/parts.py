@@ -413,10 +413,10 @@ def optimizer_state(
     _check_same([*chain(*given)], [*chain(*wanted)], known)
     groups = []
     first = 0
-    for own in wanted:
-        numbers = [*range(first, first + len(own))]
-        groups.append({**_options(own, given, saved, known), 'params': numbers})
-        first += len(own)
+    for keys in wanted:
+        numbers = [*range(first, first + len(keys))]
+        groups.append({**_options(keys, given, saved, known), 'params': numbers})
+        first += len(keys)
     saved_numbers = dict(zip(chain(*given), chain(*(group['params'] for group in saved))))
     parameters = chain(*(group['params'] for group in target.param_groups))
     state = {}
@@ -487,11 +487,11 @@ def _with_parameters(
     if source is None or all('param_names' in group for group in saved):
         return [*saved]
     sizes = [len(group['params']) for group in saved]
-    own = [len(group['params']) for group in source.param_groups]
-    if sizes != own:
+    sizes_of_source = [len(group['params']) for group in source.param_groups]
+    if sizes != sizes_of_source:
         raise ValueError(
             f'the state dict has groups of {sizes} parameters, and the source of '
-            f'{own}: make the source as the optimizer that the state dict is of'
+            f'{sizes_of_source}: make the source as the optimizer that the state dict is of'
         )
     return [*source.param_groups]
 

@@ -206,8 +206,8 @@ def _replaced(
         ]
 
         # It is slow to restore attributes of a class that has many derived classes.
-        originals_in_modules = [each for each in owns if isinstance(each[0], ModuleType)]
-        others_in_modules = [each for each in others if isinstance(each[0], ModuleType)]
+        originals_in_modules = [x for x in owns if isinstance(x[0], ModuleType)]
+        replacements_in_modules = [x for x in others if isinstance(x[0], ModuleType)]
 
         @contextmanager
         def put_back() -> Iterator[None]:
@@ -215,7 +215,7 @@ def _replaced(
             try:
                 yield
             finally:
-                _set(others_in_modules)
+                _set(replacements_in_modules)
 
         try:
             _set(others)

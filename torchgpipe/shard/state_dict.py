@@ -449,9 +449,9 @@ def _collect(
     return collected
 
 
-def _missing_in(others: list[Any], facts: list[Any]) -> str:
-    """Return the first fact that is not among others, as text."""
-    return next((repr(fact) for fact in facts if fact not in others), 'nothing of the kind')
+def _first_missing(facts: list[Any], expected: list[Any]) -> str:
+    """Return the first expected fact that is missing, as text."""
+    return next((repr(fact) for fact in expected if fact not in facts), 'nothing of the kind')
 
 
 def _check_same(facts: list[tuple[Any, ...]]) -> None:
@@ -460,8 +460,8 @@ def _check_same(facts: list[tuple[Any, ...]]) -> None:
     first, *others = gathered(facts, current().tensor_group)
     for rank, other in zip(ranks[1:], others):
         if other != first:
-            one = _missing_in(other, first)
-            another = _missing_in(first, other)
+            one = _first_missing(other, first)
+            another = _first_missing(first, other)
             raise RuntimeError(
                 f'the shards of a state dict are not the same on all ranks of the group {ranks}: '
                 f'rank {ranks[0]} has {one}, rank {rank} {another}. Let all ranks of a group call '

@@ -235,8 +235,8 @@ class LossMonitor(TorchFunctionMode):
         """Yield one division of each micro-batch after the other."""
         loops = self._loops_over_samples()
         divisions = []
-        for own in self._divisions:
-            divisions.append([division for division in own if division.site not in loops])
+        for of_micro_batch in self._divisions:
+            divisions.append([x for x in of_micro_batch if x.site not in loops])
         most = max(map(len, divisions), default=0)
         # A micro-batch without divisions counts nothing, so its loss was not computed.
         nothing = [Division('', None, 0, 0)] * most
