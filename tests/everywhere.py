@@ -8,9 +8,9 @@ import functools
 
 import pytest
 
+from torchgpipe.engine.backward_order import Copy, Tie, Wait
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.partition import Engine
-from torchgpipe.engine.streams import Copy, Tie, Wait
 from torchgpipe.engine.workers import Workers
 from torchgpipe.plan.profile import Flow
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests import accelerator
 from tests.devices import DEVICES
 from torchgpipe import GPipe
-from torchgpipe.engine import partition, shared, split, streams
+from torchgpipe.engine import backward_order, partition, shared, split
 from torchgpipe.engine.cell import compare_earlier
 from torchgpipe.engine.streams import use_device
 
@@ -192,7 +192,7 @@ def in_two_memories(monkeypatch):
         copies.append(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(streams, 'copy_tensor', copy_tensor)
+    monkeypatch.setattr(backward_order, 'copy_tensor', copy_tensor)
     for module in (partition, shared, split):
         monkeypatch.setattr(module, 'memory_key', lambda device: (device.type, device.index or 0))
     return copies

@@ -10,8 +10,8 @@ import textwrap
 from typing import Any, NamedTuple
 
 from tests.accelerator import programs as P
-from torchgpipe.engine import plain_call, run, scheduled, shared, streams, workers
-from torchgpipe.engine.checkpoint import recomputation, samples
+from torchgpipe.engine import backward_order, plain_call, run, scheduled, shared, streams, workers
+from torchgpipe.engine.checkpoint import offload, recomputation, samples
 from torchgpipe.engine.streams import default_stream, no_context
 
 
@@ -90,40 +90,45 @@ MUTATIONS = [
     Mutation(*mutation)
     for mutation in [
         # Copies
-        (streams.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
-        (streams.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
-        (streams.copy_tensor, 'record_stream(tensor, source)', P.training),
-        (streams.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
+        (backward_order.copy_tensor, 'use_stream(source)', P.copies_overlap_with_computation),
+        (backward_order.copy_tensor, 'use_stream(target)', P.copies_overlap_with_computation),
+        (backward_order.copy_tensor, 'record_stream(tensor, source)', P.training),
+        (backward_order.copy_tensor, 'record_stream(copied, compute)', P.without_grad),
         (
-            streams.Copy.forward,
+            backward_order.Copy.forward,
             'current_stream(get_device(next_stream))',
             P.without_grad,
             'mutated(next_stream)',
         ),
         (
-            streams.Copy.forward,
+            backward_order.Copy.forward,
             'current_stream(get_device(next_stream))',
             P.side_streams_without_grad,
             'mutated.default(get_device(next_stream))',
         ),
         (
-            streams.Copy.forward,
+            backward_order.Copy.forward,
             'current_stream(get_device(prev_stream))',
             P.a_hook_gives_another_gradient,
             'mutated.default(get_device(prev_stream))',
         ),
         (
-            streams.Copy.backward,
+            backward_order.Copy.backward,
             'ctx.prev_compute',
             P.a_hook_gives_another_gradient,
             'mutated(prev_stream)',
         ),
         # Waits: of the compute stream for an arrival, and of a copy stream before a departure
-        (streams.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
-        (streams.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
-        (streams.Wait.backward, WAIT_BACK, P.training, where_copies('prev_stream', WAIT_BACK)),
+        (backward_order.Wait.forward, WAIT, P.training, where_copies('prev_stream', WAIT)),
+        (backward_order.Wait.forward, WAIT, P.training, where_copies('next_stream', WAIT)),
         (
-            streams.Wait.backward,
+            backward_order.Wait.backward,
+            WAIT_BACK,
+            P.training,
+            where_copies('prev_stream', WAIT_BACK),
+        ),
+        (
+            backward_order.Wait.backward,
             WAIT_BACK,
             P.steps_by_a_schedule,
             where_copies('next_stream', WAIT_BACK),
@@ -234,12 +239,12 @@ MUTATIONS = [
             P.layers_make_tensors,
         ),
         # Inputs that wait on the host
-        (streams.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
-        (streams.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
-        (streams.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
-        (streams.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
-        (streams.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
-        (streams.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
+        (offload.Offload.store, 'wait_stream(self._stream, compute)', P.inputs_wait_on_the_host),
+        (offload.Offload.store, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+        (offload.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
+        (offload.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
+        (offload.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
+        (offload.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
         (
             workers.Workers.host_stream,
             'new_stream(device)',

@@ -21,7 +21,8 @@ from tests.helpers import assert_same, gradients, nodes, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
-from torchgpipe.engine.streams import Copy, CPUStream, Wait
+from torchgpipe.engine.backward_order import Copy, Wait
+from torchgpipe.engine.streams import CPUStream
 
 FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe import GPipe
-from torchgpipe.engine.streams import find_grad
+from torchgpipe.engine.backward_order import find_grad
 
 
 def test_the_cpu_comes_last_among_tensors_that_require_grad():

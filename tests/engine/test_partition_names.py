@@ -7,7 +7,7 @@ from tests.cases import cases
 from tests.devices import cpu_only
 from tests.helpers import in_two_memories
 from torchgpipe import GPipe, no_recompute
-from torchgpipe.base.context import layer_lock
+from torchgpipe.base.locks import layer_lock
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import (
     Engine,

@@ -10,9 +10,9 @@ from tests.devices import cpu_only, cpus, devices, one_worker
 from tests.helpers import Spy, in_a_new_thread, modes, nodes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.structure import bare
+from torchgpipe.engine.backward_order import Tie
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.plain_call import PlainCall
-from torchgpipe.engine.streams import Tie
 from torchgpipe.engine.workers import WorkerPlan
 
 

@@ -14,9 +14,9 @@ from tests.project.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.base.structure import bare, leaves_of
+from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.gradients import Leaves
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.engine.run import Aliasing
 from torchgpipe.engine.workers import _in_order
 from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED

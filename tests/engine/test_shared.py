@@ -22,10 +22,10 @@ from tests.helpers import (
     on_first,
 )
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.engine.backward_order import Copy
 from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.shared import SharedTensors
-from torchgpipe.engine.streams import Copy
 
 
 @pytest.fixture

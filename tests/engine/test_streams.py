@@ -10,7 +10,7 @@ from torch import nn
 from tests.devices import cpu_only
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine import plain_call, run, workers
+from torchgpipe.engine import backward_order, plain_call, run, workers
 from torchgpipe.engine import streams as streams_module
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
@@ -74,7 +74,7 @@ class Streams:
 def streams(monkeypatch):
     """Return the notes of all that the engine does with streams."""
     streams = Streams()
-    for module in (streams_module, plain_call, recomputation, run, workers):
+    for module in (backward_order, streams_module, plain_call, recomputation, run, workers):
         for name in dir(Streams):
             if hasattr(module, name) and not name.startswith('_'):
                 monkeypatch.setattr(module, name, getattr(streams, name))

@@ -258,14 +258,14 @@ def test_a_fork_while_another_thread_holds_every_lock():
     held, end = threading.Event(), threading.Event()
 
     def hold():
-        from torchgpipe.base import context
+        from torchgpipe.base import locks
         from torchgpipe.engine.checkpoint import random
 
         with (
             gpipe._engine.workers._lock,
             random._lock,
-            context._lock,
-            context.generator_lock,
+            locks._lock,
+            locks.generator_lock,
             gpipe._engine.partitions[0].lock,
             gpipe._engine.partitions[1].lock,
         ):

@@ -326,7 +326,7 @@ def in_other_memories():
     """Change a tensor that a copy would separate from another, as if devices had own memories."""
     with (
         patch('torchgpipe.engine.partition.Engine.apart', lambda *_: True),
-        patch('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone()),
+        patch('torchgpipe.engine.backward_order.copy_tensor', lambda x, *streams: x.clone()),
     ):
         train(wrap(Call(lambda x: (x, x[:])), Call(lambda xs: xs[0].add_(1) + xs[1])))
 

@@ -8,7 +8,7 @@ from tests.helpers import modes, nodes
 from tests.skip.layers import Pop, Stash, StashLinear
 from tests.skip.models import WIDTH, build
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.streams import Copy
+from torchgpipe.engine.backward_order import Copy
 from torchgpipe.skip.transfer import current_skip_tracker
 
 

@@ -1,6 +1,5 @@
 """Recorded timelines: every action is there, in its lane, in an order that is possible."""
 
-import copy
 import math
 from importlib import import_module
 
@@ -15,7 +14,8 @@ from tests.helpers import modes
 from torchgpipe import GPipe
 from torchgpipe.base.context import context
 from torchgpipe.engine import workers as workers_module
-from torchgpipe.engine.streams import current_stream, observers
+from torchgpipe.engine.observer import observers
+from torchgpipe.engine.streams import current_stream
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline import record, recorder
@@ -360,39 +360,6 @@ def test_a_backward_that_fails_within_a_recording(clock, mode):
     assert [
         end - start for _, action, start, end in timeline.actions if action == (1, 'B', 0)
     ] == [5.0]
-
-
-@one_worker
-def test_one_recording_of_a_model_at_a_time(devices):
-    model = pipeline(devices)
-    with record(model) as timeline:
-        with pytest.raises(RuntimeError, match='being recorded already'):
-            with record(model):
-                pass
-        call(model)
-    check(timeline, M - 1)
-    assert_nothing_observes(model)
-
-
-@devices
-def test_two_models_at_a_time(devices):
-    one, other = pipeline(devices), pipeline(devices, 'never')
-    with record(one) as first, record(other) as second:
-        call(one)
-        step(other)
-    check(first, M - 1)
-    check(second, 0)
-    assert_nothing_observes(one)
-
-
-@one_worker
-def test_a_copy_of_a_model_is_not_recorded(devices):
-    model = pipeline(devices)
-    with record(model) as timeline:
-        other = copy.deepcopy(model)
-        call(other)
-    assert timeline.actions == ()
-    assert_nothing_observes(other)
 
 
 @skippable(stash=['skip'])

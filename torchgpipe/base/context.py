@@ -1,4 +1,4 @@
-"""The context of a thread: its cell and skips, its state in other threads, and its locks.
+"""The context of a thread: its cell and skips, and its state in other threads.
 
 :data:`context` gives layers access to their micro-batch (:class:`MicroBatch`) and mini-batch
 (:class:`MiniBatch`)::
@@ -26,34 +26,22 @@ third thread. :class:`ThreadState` transfers the state to both::
     caller      ThreadState.capture() ──┐
     worker                              ├──▶ state.run(cells)
     backward                            └──▶ state.rerun(cell)
-
-Locks (:func:`layer_lock`, :func:`step_lock`) exclude concurrent use. A layer runs in one thread at
-a time, because a cell or a recomputation holds the locks of its layers from start to end. So any
-number of threads may run and train the same model, or models that share layers. Their cells are
-serialized. But a layer that only computes may run in several partitions of one memory at a time.
-
-A step replaces parameters of its layers while it runs. So steps of any models exclude each other
-if they have layers in common. A step also excludes forward passes of the same model. The user must
-keep plain calls of other models with the same layers apart.
-
-A child process has only the thread that forked. A lock that another thread held would never be
-released there, so the child reinitializes all locks of :func:`new_lock`.
 """
 
 import contextvars
 import gc
 import os
 import threading
-import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.devices import autocast_types
+from torchgpipe.base.locks import _open_all
 from torchgpipe.base.private import (
     DISPATCH_MODES,
     FUNCTION_MODES,
@@ -446,98 +434,8 @@ def _variables() -> contextvars.Context:
 _CHECKPOINTS = ('torch.utils.checkpoint', 'torchgpipe.engine.checkpoint.recomputation')
 
 
-# Locks of layers and steps.
-
-_locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
-
-_of_steps: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
-
-_of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
-
-
-def new_lock() -> Any:
-    """Create a reentrant lock."""
-    lock = threading.RLock()
-    _locks.add(lock)
-    return lock
-
-
-def _open_all() -> None:
-    for lock in _locks:
-        lock._at_fork_reinit()
-
-
 if hasattr(os, 'register_at_fork'):
     os.register_at_fork(after_in_child=_open_all)
-
-_lock = new_lock()
-
-#: Held by cells and recomputations that draw from the random generator of the CPU, which all
-#: threads share. A thread that holds it takes no other lock, except to read a state (rule 15).
-generator_lock = new_lock()
-
-
-def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
-    """Return a context in which no other thread runs any of these layers."""
-    with _lock:
-        for layer in layers:
-            if layer not in _of_layers:
-                _of_layers[layer] = new_lock()
-        return together(*map(_of_layers.__getitem__, layers))
-
-
-def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-    """Return a context in which no other step uses any of these modules (rule 16)."""
-    with _lock:
-        return together(*{_of_steps.setdefault(module, new_lock()) for module in modules})
-
-
-def together(*contexts: Any) -> AbstractContextManager[Any]:
-    """Return a context in which a thread holds the locks of several contexts."""
-    locks = {lock for each in contexts for lock in getattr(each, 'locks', [each])}
-    return locks.pop() if len(locks) == 1 else _Several(locks)
-
-
-class _Several:
-    """Several locks, acquired in one order (rule 14), so that no threads wait for each other."""
-
-    def __init__(self, locks: Collection[Any]) -> None:
-        self.locks = sorted(locks, key=id)
-
-    def __enter__(self) -> None:
-        taken = []
-        try:
-            for lock in self.locks:
-                lock.acquire()
-                taken.append(lock)
-        except BaseException:  # KeyboardInterrupt, while it waits
-            for lock in taken:
-                lock.release()
-            raise
-
-    def __exit__(self, *args: Any) -> None:
-        for lock in self.locks:
-            lock.release()
-
-
-def is_held(context: AbstractContextManager[Any]) -> bool:
-    """Return whether the calling thread holds any lock of :func:`layer_lock`."""
-    return any(lock._is_owned() for lock in getattr(context, 'locks', [context]))
-
-
-class released_generator:
-    """A context in which the calling thread does not hold the generator lock.
-
-    A layer may call another pipeline, whose workers need the lock (rule 15).
-    """
-
-    # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
-    def __enter__(self) -> None:
-        self._held = generator_lock._release_save() if generator_lock._is_owned() else None
-
-    def __exit__(self, *error: object) -> None:
-        if self._held is not None:
-            generator_lock._acquire_restore(self._held)
 
 
 @contextmanager

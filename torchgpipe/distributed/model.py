@@ -32,8 +32,8 @@ from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.split import parse_seed
-from torchgpipe.gpipe import PipelineModule
 from torchgpipe.model.weights import Weights
+from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import ScheduleLike, Timed
 from torchgpipe.shard.folders import Saving
 from torchgpipe.shard.sums import clip

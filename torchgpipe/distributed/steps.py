@@ -25,15 +25,11 @@ from torchgpipe.base.structure import Arguments, flatten_nested
 from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
+from torchgpipe.divisors import LossMonitor
 from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut, fit_rule, gather
 from torchgpipe.engine.partition import parameters_by_name
 from torchgpipe.engine.run import Run
-from torchgpipe.gpipe import PipelineModule
-from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
-from torchgpipe.shard.sums import Gradients, added
-from torchgpipe.training.divisors import LossMonitor
-from torchgpipe.training.losses import (
+from torchgpipe.losses import (
     Losses,
     count_functions,
     counts_of,
@@ -42,7 +38,11 @@ from torchgpipe.training.losses import (
     seen_means,
     with_counts,
 )
-from torchgpipe.training.step import find_schedule, read_schedule, recomputing
+from torchgpipe.pipeline_module import PipelineModule
+from torchgpipe.schedule import Action, Schedule
+from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
+from torchgpipe.shard.sums import Gradients, added
+from torchgpipe.step import find_schedule, read_schedule, recomputing
 
 #: The types that a loss may have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -42,6 +42,7 @@ from torchgpipe.base.devices import is_cpu
 from torchgpipe.base.private import is_profiled, tree_leaves, versions
 from torchgpipe.base.structure import Kind, bare, is_plain, leaves_of
 from torchgpipe.distributed.reduction import Replicas
+from torchgpipe.engine.backward_order import graph_leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.gradients import Leaves
@@ -49,7 +50,6 @@ from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
-from torchgpipe.engine.streams import graph_leaves
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Message, Receive, Row, Send, UnitAction
 from torchgpipe.skip.transfer import Skip

@@ -44,13 +44,14 @@ from torchgpipe.base.structure import (
     once,
 )
 from torchgpipe.engine.checkpoint.observation import LayerRecorder, Observed
+from torchgpipe.engine.checkpoint.offload import Offload
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.checkpoint.state import Layers
 from torchgpipe.engine.partition import Partition, compiled
-from torchgpipe.engine.streams import AbstractStream, CPUStream, Offload
+from torchgpipe.engine.streams import AbstractStream, CPUStream
 from torchgpipe.skip.transfer import Key, SkipTracker, arrive, leave, use_skip_tracker
 
 

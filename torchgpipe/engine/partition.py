@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.context import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.devices import is_cpu, memory_key
+from torchgpipe.base.locks import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 from torchgpipe.base.structure import Slot
 from torchgpipe.engine.checkpoint.observation import Observed
 from torchgpipe.engine.checkpoint.samples import PendingComparison
-from torchgpipe.engine.streams import Observer, no_context, observers
+from torchgpipe.engine.observer import Observer, observers
+from torchgpipe.engine.streams import no_context
 from torchgpipe.engine.workers import Workers, device_key
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 

@@ -76,23 +76,14 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
+from torchgpipe.engine.backward_order import Copy, Recompute, Wait, find_grad, fork, get_phony, tie
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random import DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.streams import (
-    AbstractStream,
-    Copy,
-    Recompute,
-    Wait,
-    find_grad,
-    fork,
-    get_phony,
-    tie,
-    use_stream,
-)
+from torchgpipe.engine.streams import AbstractStream, use_stream
 from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip

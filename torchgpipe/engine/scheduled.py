@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.base.context import context, layer_lock, step_lock, together
+from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
+from torchgpipe.base.locks import layer_lock, step_lock, together
 from torchgpipe.base.private import backward_from
+from torchgpipe.engine.backward_order import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.observation import are_same, state_of
 from torchgpipe.engine.checkpoint.random import Recorder
@@ -36,14 +38,7 @@ from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, lea
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine, Partition, has_compiled
 from torchgpipe.engine.run import Run
-from torchgpipe.engine.streams import (
-    CPUStream,
-    Wait,
-    copy_tensor,
-    no_context,
-    use_stream,
-    wait_stream,
-)
+from torchgpipe.engine.streams import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.engine.workers import WorkerPlan, interpret
 from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip

@@ -32,9 +32,10 @@ from torch import Tensor
 from torchgpipe.base.devices import memory_key
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Slot
+from torchgpipe.engine.backward_order import Copy, Wait, fork
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
 from torchgpipe.engine.partition import Engine, Partition, holder_of, tensor_of
-from torchgpipe.engine.streams import AbstractStream, Copy, Wait, current_stream, fork, wait_stream
+from torchgpipe.engine.streams import AbstractStream, current_stream, wait_stream
 
 PutLast = Callable[[int, Tensor], None]
 

@@ -28,7 +28,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.base.context import context, new_lock
+from torchgpipe.base.context import context
+from torchgpipe.base.locks import new_lock
 from torchgpipe.base.private import unseen
 from torchgpipe.engine.streams import AbstractStream, get_device, new_stream
 from torchgpipe.schedule.generators import forward_order

@@ -11,17 +11,11 @@ from torch import Tensor
 
 from torchgpipe.base.context import ThreadState, context, is_checkpointing, is_recomputing
 from torchgpipe.base.structure import Function, Kind, Value
+from torchgpipe.engine.backward_order import Checkpoint, Recompute, find_grad, get_phony, join
 from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.checkpoint.random import Draws, Recorder, generators_of
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.streams import (
-    Checkpoint,
-    Recompute,
-    current_stream,
-    find_grad,
-    get_phony,
-    join,
-)
+from torchgpipe.engine.streams import current_stream
 from torchgpipe.legacy.pipeline import Batch
 
 __all__ = [

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.structure import Function, Kind, Tensors, bare, flatten
+from torchgpipe.engine.backward_order import find_grad
 from torchgpipe.engine.cell import result_of
 from torchgpipe.engine.microbatches import Chunk, cut
 from torchgpipe.engine.microbatches import gather as engine_gather
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
-from torchgpipe.engine.streams import AbstractStream, find_grad, use_stream
+from torchgpipe.engine.streams import AbstractStream, use_stream
 from torchgpipe.engine.workers import device_key
 from torchgpipe.skip.layout import SkipLayout
 

@@ -23,13 +23,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
-from torchgpipe.engine.streams import (
-    AbstractStream,
-    copy_tensor,
-    current_stream,
-    get_device,
-    get_phony,
-)
+from torchgpipe.engine.backward_order import copy_tensor, get_phony
+from torchgpipe.engine.streams import AbstractStream, current_stream, get_device
 from torchgpipe.legacy.pipeline import Batch
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.transfer import Key, Namespace, SkipTracker

@@ -46,9 +46,9 @@ from torchgpipe.base.devices import (
 from torchgpipe.base.settings import Checkpoint, checkpoint_stops
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
+from torchgpipe.losses import Losses
 from torchgpipe.schedule.schedule import KINDS, Schedule, in_flight
-from torchgpipe.training.losses import Losses
-from torchgpipe.training.step import run_step
+from torchgpipe.step import run_step
 
 MemoryLimit = None | float | Sequence[float | None]
 

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import UninitializedBuffer
 
-from torchgpipe.base.context import generator_lock
 from torchgpipe.base.devices import (
     CPU,
     Device,
@@ -51,15 +50,17 @@ from torchgpipe.base.devices import (
     synchronize,
 )
 from torchgpipe.base.errors import add_note
+from torchgpipe.base.locks import generator_lock
 from torchgpipe.base.private import versions
 from torchgpipe.base.progress import progress
 from torchgpipe.base.structure import Value, call, flatten, size_of
+from torchgpipe.engine.backward_order import get_phony, graph_leaves, join
 from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of
 from torchgpipe.engine.microbatches import Chunk, cut, fit_rule
 from torchgpipe.engine.partition import has_compiled
 from torchgpipe.engine.split import verify_module
-from torchgpipe.engine.streams import get_phony, graph_leaves, join, use_device
+from torchgpipe.engine.streams import use_device
 from torchgpipe.plan.balance import Profile
 from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
 from torchgpipe.skip.layout import DeclaresSkips

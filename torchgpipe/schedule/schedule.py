@@ -19,9 +19,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
-
-from torchgpipe.base.html import Box, rows_as_html
+from typing import Any, NamedTuple
 
 #: The kinds of actions. A backward is ``B``, or it is split into ``I`` and ``W``.
 KINDS = {
@@ -95,13 +93,15 @@ def action_boxes(
     actions: Iterable[Timed],
     label: Callable[[Action], str] = str,
     time: Callable[[float], str] | None = None,
-) -> Iterator[Box]:
-    """Yield the boxes of actions in a picture.
+) -> Iterator[Any]:
+    """Yield the boxes of actions in a picture, as in :mod:`torchgpipe.base.html`.
 
     Args:
         actions: The actions; ``Timed.device`` is the row.
         time: Returns a text for a number of seconds; ``None`` if the times are not seconds.
     """
+    from torchgpipe.base.html import Box
+
     for timed in actions:
         stage, kind, i = timed.action
         name, colour = LEGEND[kind]
@@ -346,6 +346,8 @@ class Schedule:
         return _draw(grid)
 
     def _repr_html_(self) -> str:
+        from torchgpipe.base.html import rows_as_html
+
         grid, _ = steps(self.rows)
         actions = []
         for device, row in enumerate(grid):

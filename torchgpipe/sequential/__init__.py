@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.structure import Arguments, call, flatten_nested
 from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
+from torchgpipe.losses import counts_of, with_counts
 from torchgpipe.sequential.check import check_conversion, check_mixing
 from torchgpipe.sequential.convert import convert, is_on_meta
 from torchgpipe.sequential.effects import (
@@ -62,7 +63,6 @@ from torchgpipe.sequential.parts import (
 )
 from torchgpipe.sequential.patches import watched
 from torchgpipe.sequential.refusals import ConversionError
-from torchgpipe.training.losses import counts_of, with_counts
 
 __all__ = [
     'ConversionError',

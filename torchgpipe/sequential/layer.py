@@ -26,6 +26,8 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.base.private import uncompiled
 from torchgpipe.base.structure import Arguments, Structure, flatten_nested
+from torchgpipe.divisors import LOSSES
+from torchgpipe.losses import watches
 from torchgpipe.sequential.cuts import Route, by_use, routes
 from torchgpipe.sequential.operations import Constant, form_of
 from torchgpipe.sequential.parts import (
@@ -37,8 +39,6 @@ from torchgpipe.sequential.parts import (
     with_all_names,
 )
 from torchgpipe.skip.transfer import Key, Namespace, current_skip_tracker
-from torchgpipe.training.divisors import LOSSES
-from torchgpipe.training.losses import watches
 
 
 class Code:

@@ -15,7 +15,7 @@ graph, a step uses a leaf, and processes use a message.
 pops it sees the change, as without a pipeline. A later change raises: whether it is seen would
 depend on whether the skip was copied, and its gradient would be wrong. A change is detected by the
 skip's version (rule 9). If other tensors lie in its memory,
-:class:`~torchgpipe.engine.run.Aliasing` watches them. There are two exceptions. Tensors of
+:class:`~torchgpipe.engine.aliasing.Aliasing` watches them. There are two exceptions. Tensors of
 inference mode have no versions, so changes are not detected. Micro-batches are views of one tensor
 with one version, so it raises needlessly to change the input of the model in place and then stash
 it.

@@ -29,7 +29,7 @@ from tests.helpers import (
     on_first,
 )
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.base.context import generator_lock
+from torchgpipe.base.locks import generator_lock
 from torchgpipe.engine.streams import use_device
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'

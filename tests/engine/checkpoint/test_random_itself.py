@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
-from torchgpipe.base.context import generator_lock
+from torchgpipe.base.locks import generator_lock
 from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine

@@ -34,10 +34,10 @@ from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.transport import AHEAD, Header, Messages
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.engine.microbatches import Chunk
+from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Message, Row
 from torchgpipe.shard.sums import local
-from torchgpipe.training.losses import Losses
 
 #: How many micro-batches of each kind run. The last send frees as much memory as it takes.
 REPEATS = AHEAD + 1

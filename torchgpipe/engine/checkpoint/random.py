@@ -11,7 +11,7 @@ layers own, and the CPU's generator if the layers were seen to draw from it.
 
 [Note: Generator of the CPU]
 All threads share it. So cells and recomputations hold
-:data:`~torchgpipe.base.context.generator_lock` while they draw from it or restore its state.
+:data:`~torchgpipe.base.locks.generator_lock` while they draw from it or restore its state.
 Partitions that draw take turns: see [Note: Order of draws] of the pipeline. (A partition with a
 pipeline in it does not hold the lock in its cells, because the inner workers need it.) A thread of
 the user may still draw in the middle of a cell. The recomputation then ends in another state than
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.base.context import generator_lock, new_lock
 from torchgpipe.base.devices import has_own_state
 from torchgpipe.base.errors import other_path
+from torchgpipe.base.locks import generator_lock, new_lock
 from torchgpipe.base.private import (
     DISPATCH_MODES,
     DispatchMode,

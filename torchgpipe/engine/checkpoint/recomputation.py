@@ -54,6 +54,8 @@ from torchgpipe.base.private import (
     versions,
 )
 from torchgpipe.base.structure import Kind, Tensors, check_nested, once
+from torchgpipe.engine.backward_order import Checkpoint
+from torchgpipe.engine.checkpoint.offload import Offload
 from torchgpipe.engine.checkpoint.random import Draws
 from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import (
@@ -64,7 +66,7 @@ from torchgpipe.engine.checkpoint.samples import (
     keep,
 )
 from torchgpipe.engine.checkpoint.state import CellState, run_on
-from torchgpipe.engine.streams import AbstractStream, Checkpoint, Offload, use_stream
+from torchgpipe.engine.streams import AbstractStream, use_stream
 
 # The tensors of one backward pass.
 

@@ -35,9 +35,9 @@ from torchgpipe.base.structure import (
     leaves_of,
     share_memory,
 )
+from torchgpipe.engine.backward_order import get_phony
 from torchgpipe.engine.checkpoint.random import Draws, Generator
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
-from torchgpipe.engine.streams import get_phony
 
 T = TypeVar('T')
 

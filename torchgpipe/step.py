@@ -9,9 +9,9 @@ from typing import Any
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.scheduled import Step
+from torchgpipe.losses import Losses
 from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
-from torchgpipe.training.losses import Losses
 
 
 def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:

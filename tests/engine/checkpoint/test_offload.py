@@ -21,7 +21,8 @@ from tests.helpers import (
 )
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk, no_recompute
-from torchgpipe.engine.streams import Offload, current_stream, new_stream
+from torchgpipe.engine.checkpoint.offload import Offload
+from torchgpipe.engine.streams import current_stream, new_stream
 
 
 @pytest.mark.accelerator

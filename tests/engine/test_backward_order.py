@@ -10,7 +10,7 @@ from torch import nn
 from tests.devices import ACCELERATOR, cpu_only, devices
 from tests.helpers import modes, on_first
 from torchgpipe import GPipe
-from torchgpipe.engine.streams import Fork, Join, Tie, fork, get_phony, join
+from torchgpipe.engine.backward_order import Fork, Join, Tie, fork, get_phony, join
 
 pytestmark = cpu_only('an edge carries no data, wherever it is')
 

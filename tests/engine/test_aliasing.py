@@ -11,8 +11,8 @@ from tests.engine.steps import loss_of
 from tests.helpers import Layer, assert_same, gradients, memory_of
 from tests.skip.layers import Pop
 from torchgpipe import Arguments, GPipe, NoChunk
+from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.engine.run import Aliasing
 from torchgpipe.skip import skippable, stash
 
 A, B = (None, 'a'), (None, 'b')

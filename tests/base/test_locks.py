@@ -10,7 +10,7 @@ from torch import nn
 from tests.devices import cpu_only, cpus, devices
 from tests.helpers import Call, assert_same, call, gradients, modes
 from torchgpipe import GPipe
-from torchgpipe.base.context import _Several, layer_lock
+from torchgpipe.base.locks import _Several, layer_lock
 
 
 def run_at_once(*functions):

@@ -5,10 +5,9 @@ import torch
 
 from tests.devices import ACCELERATOR, cpu_only, places
 from tests.helpers import sleep
+from torchgpipe.engine.backward_order import Copy, Wait
 from torchgpipe.engine.streams import (
-    Copy,
     CPUStream,
-    Wait,
     current_stream,
     default_stream,
     get_device,

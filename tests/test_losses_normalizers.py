@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from tests.cases import cases
 from tests.devices import cpu_only
 from tests.helpers import assert_same
-from tests.training.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
-from torchgpipe.training.divisors import BY_WEIGHT, LOSSES
+from tests.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
+from torchgpipe.divisors import BY_WEIGHT, LOSSES
 
 pytestmark = cpu_only('it is about losses, not where they are')
 

@@ -93,7 +93,9 @@ def test_in_v030_gradients_were_wrong(devices, name, chunks, mode):
 def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
     """In v0.8.0 these were two copies, and to change one in place was refused."""
     monkeypatch.setattr(partition.Engine, 'apart', lambda self, j, k: True)
-    monkeypatch.setattr('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone())
+    monkeypatch.setattr(
+        'torchgpipe.engine.backward_order.copy_tensor', lambda x, *streams: x.clone()
+    )
     model = models()[name].double()
     gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never')
     x = torch.randn(4, 4, dtype=torch.double)
@@ -109,7 +111,9 @@ def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
 def test_a_copy_parts_what_shared_a_memory(monkeypatch):
     """As if each partition had a memory of its own."""
     monkeypatch.setattr(partition.Engine, 'apart', lambda self, j, k: True)
-    monkeypatch.setattr('torchgpipe.engine.streams.copy_tensor', lambda x, *streams: x.clone())
+    monkeypatch.setattr(
+        'torchgpipe.engine.backward_order.copy_tensor', lambda x, *streams: x.clone()
+    )
     model = models()['view']
     gpipe = GPipe(model, [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never')
     for grad in (True, False):

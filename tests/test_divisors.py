@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.devices import cpu_only
-from torchgpipe.training.divisors import LossMonitor
+from torchgpipe.divisors import LossMonitor
 
 pytestmark = cpu_only('divisors are numbers of the host')
 

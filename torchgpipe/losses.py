@@ -11,8 +11,21 @@
 :class:`Known` holds the settings of a loss: ``reduction``, ``ignore_index`` and ``weight``. For
 PyTorch's own losses, they determine the result. Other losses may have settings with these names,
 but may use them in another way. If a function does not have such settings,
-:mod:`torchgpipe.training.divisors` detects the divisor where the function calls one of PyTorch's
+:mod:`torchgpipe.divisors` detects the divisor where the function calls one of PyTorch's
 losses.
+
+Terms:
+
+count
+    The part of a micro-batch that its loss is a mean over, such as its number of samples.
+divisor
+    The number by which a loss divides its sum.
+normalizer
+    The rule for the divisor of the mini-batch's loss: a function that counts, or a number.
+reduction
+    The setting of PyTorch's losses that selects a mean, a sum, or no reduction.
+rule of ``gather``
+    The way to combine an output of all micro-batches, such as a mean.
 """
 
 import inspect
@@ -28,14 +41,14 @@ from torch import Tensor, nn
 from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, leaves_of
-from torchgpipe.engine.gradients import leaf_of
-from torchgpipe.engine.microbatches import Chunk, cut
-from torchgpipe.training.divisors import (
+from torchgpipe.divisors import (
     LossMonitor,
     counted_labels,
     no_mean_over_samples,
     reduction_of,
 )
+from torchgpipe.engine.gradients import leaf_of
+from torchgpipe.engine.microbatches import Chunk, cut
 
 #: The settings that are read from a loss, if it has them.
 SETTINGS = ('reduction', 'ignore_index', 'weight')
