@@ -24,7 +24,6 @@ from torchgpipe.engine.microbatches import (
     Chunk,
     check_arguments,
     cut,
-    fit_rule,
     gather,
 )
 from torchgpipe.engine.partition import Engine
@@ -249,9 +248,7 @@ class GPipe(PipelineModule):
         """Return the micro-batches of an input, their sizes, their gather rule and options."""
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)
-        rule = self.batch_dim
-        rule = rule if isinstance(rule, int) else fit_rule(rule, input, self)
-        batches, sizes, common = cut(input, self.chunks, rule)
+        batches, sizes, common = cut(input, self.chunks, self.batch_dim, layers=self)
         mode = self.checkpoint if self.training else 'never'
         stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
             mode, len(batches), len(self.devices)

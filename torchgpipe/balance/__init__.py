@@ -13,7 +13,7 @@ from torch import nn
 
 from torchgpipe.base.devices import Device
 from torchgpipe.base.structure import Value
-from torchgpipe.engine.microbatches import cut, fit_rule
+from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.split import verify_module
 from torchgpipe.plan import balance as blockpartition  # noqa: F401  # the name in 0.0.7
 from torchgpipe.plan.balance import Balance, Profile, check_partitions, edges_for, even_cuts
@@ -121,7 +121,7 @@ def balance_by_size(
         raise ValueError(f'number of chunks must be a positive integer, but got {chunks}')
     if not 0 <= param_scale < inf:
         raise ValueError(f'param_scale must be zero or more, but is {param_scale}')
-    batches, sizes, _ = cut(input, chunks, fit_rule(batch_dim, input, module))
+    batches, sizes, _ = cut(input, chunks, batch_dim, layers=module)
     costs = profile_bytes(module, batches[0], sizes[0], device)
     return _cut(
         costs,

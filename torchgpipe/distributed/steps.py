@@ -26,7 +26,7 @@ from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
 from torchgpipe.divisors import LossMonitor
-from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut, fit_rule, gather
+from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut, gather
 from torchgpipe.engine.partition import parameters_by_name
 from torchgpipe.engine.run import Run
 from torchgpipe.losses import (
@@ -286,9 +286,10 @@ class Steps:
                 return facts
             if isinstance(input, Arguments):
                 check_arguments(*next(model.named_children()), input)
-            rule = fit_rule(model.batch_dim, input, model.children())
             empty = _without_samples(what, rank.data.size)
-            cuts.append(cut(input, model.chunks, rule, empty=empty))
+            cuts.append(
+                cut(input, model.chunks, model.batch_dim, empty=empty, layers=model.children())
+            )
             batches, sizes, common = cuts[0]
             if (
                 what == 'step'

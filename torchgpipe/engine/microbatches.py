@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from torchgpipe.base.structure import (
 #: The way out for a mini-batch without samples in one process.
 SKIP = 'skip empty batches'
 
+#: The types of rules by keys of a value.
+_BY_KEYS = Mapping, list, tuple
+
 
 @dataclass(slots=True, eq=False)
 class Chunk:
@@ -63,8 +66,64 @@ class Chunk:
         return self.kind(self.tensors)
 
 
+# The input.
+
+
+class _MiniBatch(NamedTuple):
+    """A mini-batch, flattened once for the rule, the split and all errors."""
+
+    value: Any
+    #: The name of the value in errors: "input" or "target".
+    name: str
+    #: The tensors and plain values, with their paths.
+    leaves: list[Leaf]
+    tensors: Tensors
+    kind: Kind
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of all tensors, for errors."""
+        return [tuple(x.shape) for x in self.tensors]
+
+    def name_of(self, k: int) -> str:
+        """Return the name of tensor ``k``, such as ``input['labels']``."""
+        leaf = self.tensor_leaves()[k]
+        name = path_name(leaf.path)
+        if isinstance(self.value, Arguments):
+            return name.removeprefix('.')  # args[0], kwargs['labels']
+        return self.name + name
+
+    def tensor_leaves(self) -> list[Leaf]:
+        """Return the leaves that are tensors, in the order of ``tensors``."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.value, Tensor)]
+
+    def rule_path(self, leaf: Leaf) -> Path:
+        """Return the keys of a rule that lead to a leaf."""
+        if isinstance(self.value, Tensor):
+            return (0,)  # the first argument
+        if isinstance(self.value, Arguments):
+            return leaf.path[1:]  # without "args" or "kwargs"
+        return leaf.path
+
+
+def _flatten(value: Any, name: str) -> _MiniBatch:
+    if isinstance(value, Tensor):
+        # Most models are called with one tensor without attributes, which needs no structure.
+        kind = annotated([value], bare) if value.__dict__ else bare
+        return _MiniBatch(value, name, [Leaf((), value, False)], (value,), kind)
+    if isinstance(value, tuple) and not value:
+        raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
+    tensors, structure = flatten_nested(value)
+    return _MiniBatch(value, name, leaves_of(value), tensors, annotated(tensors, structure))
+
+
 def cut(
-    input: Any, chunks: int, batch_dim: Any = 0, what: str = 'input', empty: str = SKIP
+    input: Any,
+    chunks: int,
+    batch_dim: Any = 0,
+    what: str = 'input',
+    empty: str = SKIP,
+    layers: Iterable[nn.Module] | None = None,
 ) -> tuple[list[Chunk], list[int], list[int]]:
     """Split a mini-batch along its batch dimension.
 
@@ -77,6 +136,9 @@ def cut(
         input: A tensor of shape ``(batch, …)``, or a structure of such tensors. Scalars and the
             contents of a :class:`~torchgpipe.NoChunk` are the same for all micro-batches.
         batch_dim: The rule for the batch dimension; ``None`` for tensors that are not split.
+        empty: The way out for a mini-batch without samples, for the error.
+        layers: The layers of the model, the first of which is called with the input. A rule by
+            keys may then use positions and names of its arguments, and has to fit.
 
     Returns:
         ``min(chunks, batch)`` batches, whose sizes differ by one at most, larger ones first; these
@@ -84,129 +146,131 @@ def cut(
 
     Raises:
         TypeError: The input contains a leaf that is neither a tensor nor a plain value.
-        ValueError: Batch sizes disagree, are zero, or there is no tensor to split.
+        ValueError: Batch sizes disagree, are zero, or there is no tensor to split. Or a key of the
+            rule does not exist in the input.
     """
-    tensors, kind, dims = _read(input, batch_dim)
-    size = _batch_size(input, tensors, dims, what, chunks, empty)
-    if min(chunks, size) > 1 and not isinstance(input, Tensor):
-        _check_lists(input, size, what)
+    mini_batch = _flatten(input, what)
+    if layers is not None and isinstance(batch_dim, _BY_KEYS):
+        batch_dim = _fit_rule(batch_dim, mini_batch, layers)
+    dims = _batch_dims(mini_batch, batch_dim)
+    size = _batch_size(mini_batch, dims, chunks, empty)
+    m = min(chunks, size)
+    if m > 1 and not isinstance(input, Tensor):
+        _check_lists(mini_batch, size)
+
     # A tensor in several places with the same rule is also one tensor in each micro-batch.
+    tensors = mini_batch.tensors
+    kind = mini_batch.kind
     keys = [*zip(map(id, tensors), dims)]
     if len({*keys}) < len(keys):
         tensors, kind = once(tensors, kind, keys)
         dims = [dim for _, dim in dict.fromkeys(keys)]
-    m = min(chunks, size)
+
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
     if m == 1:
         return [Chunk(tensors, kind)], sizes, shared
-    parts = [(x,) * m if dim is None else x.split(sizes, dim) for x, dim in zip(tensors, dims)]
+    parts: list[Sequence[Tensor]] = []
+    for x, dim in zip(tensors, dims):
+        if dim is None:
+            parts.append([x] * m)
+        else:
+            parts.append(x.split(sizes, dim))
     return [Chunk(xs, kind) for xs in zip(*parts)], sizes, shared
 
 
-def _read(input: Any, batch_dim: Any) -> tuple[Tensors, Kind, list[int | None]]:
-    """Return the tensors of a value, its kind, and the batch dimension of each tensor."""
-    if isinstance(input, Tensor):
-        kind = annotated([input], bare) if input.__dict__ else bare
-        return (input,), kind, [batch_dim if isinstance(batch_dim, int) else 0]
-    if isinstance(input, tuple) and not input:
-        raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
-    tensors, structure = flatten_nested(input)
-    # The paths of several arguments begin with their positions and names.
-    start = 1 if isinstance(input, Arguments) else 0
-    return (
-        tensors,
-        annotated(tensors, structure),
-        [
-            _batch_dim(leaf, leaf.path[start:], batch_dim)
-            for leaf in leaves_of(input)
-            if isinstance(leaf.value, Tensor)
-        ],
-    )
-
-
-def _batch_dim(leaf: Leaf, path: Path, rule: Any) -> int | None:
-    if leaf.shared or leaf.value.dim() == 0:
-        return None
-    found, _ = look_up(rule, path)
-    return 0 if found is DEFAULT else found
+def _batch_dims(mini_batch: _MiniBatch, rule: Any) -> list[int | None]:
+    """Return the batch dimension of each tensor; ``None`` if all micro-batches share it."""
+    dims: list[int | None] = []
+    for leaf in mini_batch.tensor_leaves():
+        # An input that is a tensor is always split: `_batch_size` raises if it is a scalar.
+        is_scalar = leaf.value.dim() == 0 and bool(leaf.path)
+        if leaf.shared or is_scalar:
+            dims.append(None)
+            continue
+        dim, _ = look_up(rule, mini_batch.rule_path(leaf))
+        dims.append(0 if dim is DEFAULT else dim)
+    return dims
 
 
 def _batch_size(
-    input: Any,
-    tensors: Sequence[Tensor],
-    dims: Sequence[int | None],
-    what: str,
-    chunks: int,
-    empty: str,
+    mini_batch: _MiniBatch, dims: Sequence[int | None], chunks: int, empty: str
 ) -> int:
-    sizes = []
-    for k, (x, dim) in enumerate(zip(tensors, dims)):
-        if dim is not None:
-            if x.layout is not torch.strided or x.is_nested or not -x.dim() <= dim < x.dim():
-                raise _not_cut(_name(input, k, what), x, dim)
-            sizes.append(x.shape[dim])
+    name = mini_batch.name
+    sizes: dict[int, int] = {}
+    for k, (x, dim) in enumerate(zip(mini_batch.tensors, dims)):
+        if dim is None:
+            continue
+        if x.layout is not torch.strided or x.is_nested or not -x.dim() <= dim < x.dim():
+            raise _not_cut(mini_batch.name_of(k), x, dim)
+        sizes[k] = x.shape[dim]
     if not sizes:
         raise ValueError(
-            f'no tensor of the {what} has a batch dimension, so there is nothing to '
-            f'split (shapes: {[tuple(x.shape) for x in tensors]})'
+            f'no tensor of the {name} has a batch dimension, so there is nothing to '
+            f'split (shapes: {mini_batch.shapes})'
         )
-    if len(set(sizes)) > 1:
-        lists = _lists_in(input, Tensor)
+
+    if len({*sizes.values()}) > 1:
+        lists = _lists_in(mini_batch, Tensor)
         if chunks == 1 and lists:  # Nothing is split, so a list may have a tensor per sample.
             return max(map(len, lists.values()))
-        found = ', '.join(
-            f'{_name(input, k, what)}: {x.shape[dim]}'
-            for k, (x, dim) in enumerate(zip(tensors, dims))
-            if dim is not None
-        )
-        ways = (
-            'Mark what all micro-batches share, like a table or position ids: '
-            'NoChunk(tensor). Say where the batch is, if it is not dimension 0: '
-            'GPipe(…, batch_dim=1)'
-        )
-        if lists:
-            ways = _per_sample(next(iter(lists)), what)
-        raise ValueError(
-            f'the tensors of the {what} disagree in batch size: {found}; every one '
-            f'must hold the same samples. {ways}'
-        )
-    if sizes[0] == 0:
+        raise _other_sizes(mini_batch, sizes, lists)
+    size = max(sizes.values())
+    if size == 0:
         raise ValueError(
             'the batch is empty: the batch dimension of the input has size 0, at '
-            f'least 1 is needed (shapes: {[tuple(x.shape) for x in tensors]}); '
-            f'{empty}'
+            f'least 1 is needed (shapes: {mini_batch.shapes}); {empty}'
         )
-    return sizes[0]
+    return size
 
 
-def _lists_in(input: Any, kind: type) -> dict[Path, list[Any]]:
-    """Return the lists of a value whose items are split or plain, and all of a type."""
-    paths = dict.fromkeys(
-        leaf.path[:-1] for leaf in leaves_of(input) if leaf.path and not leaf.shared
+def _other_sizes(
+    mini_batch: _MiniBatch, sizes: Mapping[int, int], lists: Mapping[Path, object]
+) -> ValueError:
+    name = mini_batch.name
+    ways = (
+        'Mark what all micro-batches share, like a table or position ids: NoChunk(tensor). Say '
+        'where the batch is, if it is not dimension 0: GPipe(…, batch_dim=1)'
     )
-    lists = {path: item_at(input, path) for path in paths}
-    return {
-        path: items
-        for path, items in lists.items()
-        if type(items) is list and len(items) > 1 and all(isinstance(item, kind) for item in items)
-    }
+    if lists:
+        ways = _per_sample(next(iter(lists)), name)
+    named_sizes = [f'{mini_batch.name_of(k)}: {size}' for k, size in sizes.items()]
+    return ValueError(
+        f'the tensors of the {name} disagree in batch size: {", ".join(named_sizes)}; every one '
+        f'must hold the same samples. {ways}'
+    )
 
 
-def _check_lists(input: Any, size: int, what: str) -> None:
+def _lists_in(mini_batch: _MiniBatch, type_of_items: type) -> dict[Path, list[Any]]:
+    """Return the lists of a value whose items are split or plain, and all of a type."""
+    lists: dict[Path, list[Any]] = {}
+    for leaf in mini_batch.leaves:
+        path = leaf.path[:-1]
+        if leaf.shared or not leaf.path or path in lists:
+            continue
+        items = item_at(mini_batch.value, path)
+        if type(items) is not list or len(items) < 2:
+            continue
+        if all(isinstance(item, type_of_items) for item in items):
+            lists[path] = items
+    return lists
+
+
+def _check_lists(mini_batch: _MiniBatch, size: int) -> None:
     """Raise if a list has a plain value for each sample, because lists are not split."""
-    for path, items in _lists_in(input, Number).items():
+    name = mini_batch.name
+    for path, items in _lists_in(mini_batch, Number).items():
         if len(items) == size:
             raise ValueError(
-                f'{what}{path_name(path)} is a list of as many values as there are samples '
+                f'{name}{path_name(path)} is a list of as many values as there are samples '
                 f'({size}), and each micro-batch would get the whole list. '
-                + _per_sample(path, what)
+                + _per_sample(path, name)
             )
 
 
-def _per_sample(path: Path, what: str) -> str:
+def _per_sample(path: Path, name: str) -> str:
     return (
-        f'If the list {what}{path_name(path)} has an item for each sample, pass a tensor '
+        f'If the list {name}{path_name(path)} has an item for each sample, pass a tensor '
         'whose dimension 0 is the batch, such as torch.tensor(list) or padded samples, or use '
         'chunks=1. If all micro-batches share the list, pass NoChunk(list)'
     )
@@ -214,29 +278,26 @@ def _per_sample(path: Path, what: str) -> str:
 
 def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
     if x.is_nested:
-        why = ('is a nested tensor', 'pad it, or make it nested in the first layer')
+        reason = 'is a nested tensor'
+        fix = 'pad it, or make it nested in the first layer'
     elif x.layout is not torch.strided:
-        why = (f'is sparse ({x.layout})', 'make it dense, or make it sparse in the first layer')
+        reason = f'is sparse ({x.layout})'
+        fix = 'make it dense, or make it sparse in the first layer'
     elif x.dim() == 0:
-        why = ('has no dimensions', 'give it a batch dimension')
+        reason = 'has no dimensions'
+        fix = 'give it a batch dimension'
     else:
-        why = (
-            f'has no dimension {dim} (its shape is {tuple(x.shape)})',
-            'say where its batch is by batch_dim',
-        )
+        reason = f'has no dimension {dim} (its shape is {tuple(x.shape)})'
+        fix = 'say where its batch is by batch_dim'
     return ValueError(
-        f'{name} {why[0]}, so it cannot be split into micro-batches; {why[1]}, or '
+        f'{name} {reason}, so it cannot be split into micro-batches; {fix}, or '
         'mark it as the same for all micro-batches: NoChunk(tensor)'
     )
 
 
-def _name(value: Any, k: int, what: str = 'input') -> str:
-    """Name tensor ``k`` of a value: ``input['labels']``."""
-    paths = [leaf.path for leaf in leaves_of(value) if isinstance(leaf.value, Tensor)]
-    name = path_name(paths[k])
-    return name[1:] if name[:6] in ('.args[', '.kwarg') else what + name
+# Rules.
 
-
+#: The entry of a rule for a path that it does not have.
 DEFAULT = object()
 
 
@@ -251,40 +312,47 @@ def look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
         else:
             break
         named = True
-    if isinstance(rule, (Mapping, list, tuple)):
+    if isinstance(rule, _BY_KEYS):
         return DEFAULT, named
     return rule, named
 
 
-def fit_rule(rule: Any, input: Any, layers: Iterable[nn.Module]) -> Any:
+def _entries(rule: Any) -> dict[Any, Any]:
+    """Return the entries of a rule by keys or indices."""
+    return dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
+
+
+def _fit_rule(rule: Any, mini_batch: _MiniBatch, layers: Iterable[nn.Module]) -> Any:
     """Convert the rule for the batch dimension to the keys of an input.
 
     Raises:
         ValueError: A key of the rule does not exist in the input.
     """
-    if not isinstance(rule, (Mapping, list, tuple)):
+    value = mini_batch.value
+    paths = [mini_batch.rule_path(leaf) for leaf in mini_batch.leaves]
+    if not isinstance(value, (Arguments, Tensor)):
+        _check_used(rule, paths, 'the input')
         return rule
-    if isinstance(input, Tensor):
-        return fit_rule(rule, Arguments(input), layers).get(0, 0)
-    if not isinstance(input, Arguments):
-        _check_used(rule, [leaf.path for leaf in leaves_of(input)], 'the input')
-        return rule
+    arguments: list[Any] = [0]
+    if isinstance(value, Arguments):
+        arguments = [*range(len(value.args)), *value.kwargs]
+
+    # An argument has a position and a name. The call uses one of them, and the rule any.
     names = _names_of_arguments(next(iter(layers)))
-    by_key = dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
-    positions = {name: position for position, name in enumerate(names or ())}
-    named = {position: name for name, position in positions.items()}
-    given: list[tuple[Any, Any]] = [(i, named.get(i)) for i in range(len(input.args))]
-    given += [(name, positions.get(name)) for name in input.kwargs]
-    fitted = {
-        key: by_key[each]
-        for key, other in given
-        for each in (key, other)
-        if each is not None and each in by_key
-    }
-    known = {*positions, *named, *(key for key, _ in given)}
+    aliases: dict[Any, Any] = {}
+    for position, name in enumerate(names or ()):
+        aliases[position] = name
+        aliases[name] = position
+
+    entries = _entries(rule)
+    fitted = {}
+    for argument in arguments:
+        for key in (argument, aliases.get(argument)):
+            if key is not None and key in entries:
+                fitted[argument] = entries[key]
     if names is not None:
-        _check_known(by_key, known, 'the call')
-    _check_used(fitted, [leaf.path[1:] for leaf in leaves_of(input)], 'the call')
+        _check_known(entries, {*aliases, *arguments}, 'the call')
+    _check_used(fitted, paths, 'the call')
     return fitted
 
 
@@ -312,31 +380,34 @@ def _names_of_arguments(layer: nn.Module) -> list[str] | None:
         parameters = inspect.signature(layer.forward).parameters
     except ValueError:  # It is not a Python function.
         return None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return None if kinds & {_ANY, _ANY_NAMED} else list(parameters)
-
-
-_ANY = inspect.Parameter.VAR_POSITIONAL
-_ANY_NAMED = inspect.Parameter.VAR_KEYWORD
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return None
+    return list(parameters)
 
 
 def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:
     """Check that each key of a rule exists in a value."""
-    if isinstance(rule, (Mapping, list, tuple)):
-        entries = dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
-        _check_known(entries, {path[0] for path in paths if path}, where)
-        for key, each in entries.items():
-            _check_used(each, [path[1:] for path in paths if path and path[0] == key], where)
+    if not isinstance(rule, _BY_KEYS):
+        return
+    paths_within: dict[Any, list[Path]] = {}
+    for path in paths:
+        if path:
+            paths_within.setdefault(path[0], []).append(path[1:])
+    entries = _entries(rule)
+    _check_known(entries, paths_within, where)
+    for key, entry in entries.items():
+        _check_used(entry, paths_within[key], where)
 
 
-def _check_known(entries: Mapping[Any, Any], known: Container[Any], where: str) -> None:
-    unknown = [key for key in entries if key not in known]
-    if unknown:
-        raise ValueError(
-            f'batch_dim says something of {unknown[0]!r}, but there is nothing of '
-            f'that name or at that place in {where}; a rule goes by the keys of the '
-            "input, or by the positions or names of the first layer's arguments"
-        )
+def _check_known(entries: Iterable[Any], keys: Container[Any], where: str) -> None:
+    for entry in entries:
+        if entry not in keys:
+            raise ValueError(
+                f'batch_dim says something of {entry!r}, but there is nothing of '
+                f'that name or at that place in {where}; a rule goes by the keys of the '
+                "input, or by the positions or names of the first layer's arguments"
+            )
 
 
 def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = False) -> None:
@@ -345,22 +416,18 @@ def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = F
     Raises:
         ValueError: It contains another value.
     """
-    if isinstance(rule, Mapping):
-        for each in rule.values():
-            check_rule(name, each, allowed, functions)
-    elif isinstance(rule, (list, tuple)):
-        for each in rule:
-            check_rule(name, each, allowed, functions)
-    elif (
-        not (functions and callable(rule))
-        and rule not in allowed
-        and (isinstance(rule, bool) or not isinstance(rule, int))
-    ):
-        others = ', '.join(map(repr, allowed))
-        raise ValueError(
-            f'{name} must be a dimension, one of {others}, or a dict or a sequence '
-            f'of these by the keys of the value, but has {rule!r}'
-        )
+    if isinstance(rule, _BY_KEYS):
+        for entry in _entries(rule).values():
+            check_rule(name, entry, allowed, functions)
+        return
+    is_dimension = isinstance(rule, int) and not isinstance(rule, bool)
+    if is_dimension or rule in allowed or (functions and callable(rule)):
+        return
+    words = ', '.join(map(repr, allowed))
+    raise ValueError(
+        f'{name} must be a dimension, one of {words}, or a dict or a sequence '
+        f'of these by the keys of the value, but has {rule!r}'
+    )
 
 
 def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,9 +439,7 @@ def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return Arguments(*args, **kwargs)
 
 
-# --- the output
-# ----------------------------------------------------------------------------------
-
+# The output.
 
 #: The mean of values that are no means over samples, such as a router's auxiliary loss. It is
 #: not the value for the mini-batch, and nothing compares it.
@@ -425,34 +490,36 @@ def gather(
         ValueError: The number of samples or the structure changed within the pipeline, or there is
             a scalar without a rule.
     """
-    if any(isinstance(batch.kind, Repeated) for batch in batches):
-        batches = [_spread(batch) for batch in batches]
-    batch_dim = batch_dim if isinstance(batch_dim, int) else 0
+    # A tensor in two places of one output may be two tensors in another one.
+    batches = [_spread(batch) for batch in batches]
     first = batches[0]
-    if any(
-        len(batch.tensors) != len(first.tensors) or batch.kind != first.kind for batch in batches
-    ):
-        raise ValueError(
-            'the micro-batches came out of the pipeline with different numbers of '
-            'tensors, or with other plain values or attributes: '
-            f'{[len(x.tensors) for x in batches]} tensors, '
-            f'{", ".join(map(_outline, batches))}'
-        )
-    paths = (
-        [()]
-        if first.kind is bare
-        else [leaf.path for leaf in leaves_of(first.value) if isinstance(leaf.value, Tensor)]
-    )
-    joined: dict[Any, Tensor] = {}
-    found = []
-    for path, *xs in zip(paths, *[batch.tensors for batch in batches]):
-        own_rule = batch_dim if rule is None else _rule_of(rule, path, xs[0], batch_dim)
-        key = (*map(id, xs), own_rule)
-        if key not in joined:
-            is_shared = shared and is_among(xs[0], shared)
-            joined[key] = xs[0] if is_shared else _join(xs, sizes, own_rule, path)
-        found.append(joined[key])
-    return first.kind(found)
+    for batch in batches:
+        if len(batch.tensors) != len(first.tensors) or batch.kind != first.kind:
+            raise _other_structures(batches)
+    if not isinstance(batch_dim, int):
+        batch_dim = 0
+    # Without keys in the rule, only an error needs the paths.
+    paths = _paths(first) if isinstance(rule, _BY_KEYS) else None
+
+    gathered: dict[Any, Tensor] = {}
+    output = []
+    for k, xs in enumerate(zip(*[batch.tensors for batch in batches])):
+        entry = batch_dim
+        if rule is not None:
+            entry = _rule_of(rule, paths[k] if paths else (), xs[0], batch_dim)
+        key = (*map(id, xs), entry)
+        if key not in gathered:
+            if shared and is_among(xs[0], shared):
+                gathered[key] = xs[0]
+            else:
+                _check_shapes(first, k, xs, sizes, entry)
+                gathered[key] = _join(xs, sizes, entry)
+        output.append(gathered[key])
+    return first.kind(output)
+
+
+def _paths(batch: Chunk) -> list[Path]:
+    return [leaf.path for leaf in leaves_of(batch.value) if isinstance(leaf.value, Tensor)]
 
 
 def _spread(batch: Chunk) -> Chunk:
@@ -463,45 +530,66 @@ def _spread(batch: Chunk) -> Chunk:
     return batch
 
 
+def _other_structures(batches: Sequence[Chunk]) -> ValueError:
+    return ValueError(
+        'the micro-batches came out of the pipeline with different numbers of '
+        'tensors, or with other plain values or attributes: '
+        f'{[len(batch.tensors) for batch in batches]} tensors, '
+        f'{", ".join(map(_outline, batches))}'
+    )
+
+
 def _outline(batch: Chunk) -> str:
     """Format a value, with shapes in place of its tensors, and the attributes of these."""
-    value = repr(batch.kind([tuple(x.shape) for x in batch.tensors]))  # type: ignore[misc]
+    shapes: Any = [tuple(x.shape) for x in batch.tensors]
+    outline = repr(batch.kind(shapes))
     if isinstance(batch.kind, Annotated):
-        attributes = [
-            {name: each(()) for name, each in structures.items()}
-            for structures in batch.kind.attributes
-            if structures
-        ]
-        value += f' with attributes {attributes}'
-    return value
+        attributes = []
+        for structures in batch.kind.attributes:
+            if structures:
+                attributes.append({name: value(()) for name, value in structures.items()})
+        outline += f' with attributes {attributes}'
+    return outline
 
 
 def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
-    found, named = look_up(rule, path)
-    if (
-        found is DEFAULT
-        or found is None
-        or (not isinstance(found, int) and not named and x.dim() > 0)
-    ):
+    """Return the dimension, reduction or function for a tensor of the output."""
+    entry, named = look_up(rule, path)
+    if entry is DEFAULT or entry is None:
         return batch_dim
-    return found
+    # A word for the whole output means its scalars. Other tensors have samples.
+    if not isinstance(entry, int) and not named and x.dim() > 0:
+        return batch_dim
+    return entry
 
 
-def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Path) -> Tensor:
-    """Gather one tensor from all micro-batches."""
+def _check_shapes(
+    first: Chunk, k: int, xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any
+) -> None:
+    """Check that tensor ``k`` of all micro-batches can be gathered."""
     if isinstance(rule, int):
         # A single micro-batch is the mini-batch, so its output may have any size.
         expected = sizes if len(xs) > 1 else None
         for i, x in enumerate(xs):
-            if not -x.dim() <= rule < x.dim() or (
-                expected is not None and x.shape[rule] != expected[i]
-            ):
-                raise _not_joined(i, x, sizes, rule, 'output' + path_name(path))
-    beside = {
-        tuple(size for k, size in enumerate(x.shape) if rule not in (k, k - x.dim())) for x in xs
-    }
-    if len(beside) > 1:
-        raise _mixed(xs, rule, 'output' + path_name(path))
+            has_dim = -x.dim() <= rule < x.dim()
+            if not has_dim or (expected is not None and x.shape[rule] != expected[i]):
+                raise _not_joined(i, x, sizes, rule, _name_of_output(first, k))
+    shapes = set()
+    for x in xs:
+        shape = list(x.shape)
+        if isinstance(rule, int):
+            del shape[rule]
+        shapes.add(tuple(shape))
+    if len(shapes) > 1:
+        raise _mixed(xs, rule, _name_of_output(first, k))
+
+
+def _name_of_output(batch: Chunk, k: int) -> str:
+    return 'output' + path_name(_paths(batch)[k])
+
+
+def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any) -> Tensor:
+    """Gather one tensor from all micro-batches."""
     if isinstance(rule, int):
         return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
     if callable(rule):
@@ -509,9 +597,8 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any, path: Pa
     if rule in ('mean', MICRO_BATCH_MEAN):
         assert sizes is not None
         xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
-    if rule == 'stack':
-        return torch.stack(list(xs))
-    return torch.stack(list(xs)).sum(0)
+    stacked = torch.stack(list(xs))
+    return stacked if rule == 'stack' else stacked.sum(0)
 
 
 def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:

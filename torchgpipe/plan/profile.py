@@ -57,7 +57,7 @@ from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.backward_order import get_phony, graph_leaves, join
 from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of
-from torchgpipe.engine.microbatches import Chunk, cut, fit_rule
+from torchgpipe.engine.microbatches import Chunk, cut
 from torchgpipe.engine.partition import has_compiled
 from torchgpipe.engine.split import verify_module
 from torchgpipe.engine.streams import use_device
@@ -349,7 +349,7 @@ def profile(
     verify_module(module)
     samples = []
     for chunks in (1, 4):
-        batches, sizes, _ = cut(sample, chunks, fit_rule(batch_dim, sample, module))
+        batches, sizes, _ = cut(sample, chunks, batch_dim, layers=module)
         samples.append((batches[0], sizes[0]))
         if sizes[0] < SMALLEST:
             break

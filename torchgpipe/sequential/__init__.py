@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.structure import Arguments, call, flatten_nested
-from torchgpipe.engine.microbatches import check_rules, cut, fit_rule
+from torchgpipe.engine.microbatches import check_rules, cut
 from torchgpipe.losses import counts_of, with_counts
 from torchgpipe.sequential.check import check_conversion, check_mixing
 from torchgpipe.sequential.convert import convert, is_on_meta
@@ -244,7 +244,7 @@ def from_stages(
 def _one_of(module: nn.Module, sample: Any, batch_dim: Any) -> Any:
     """Return the first sample of a batch of several, if it can be cut."""
     try:
-        batches, sizes, _ = cut(sample, sys.maxsize, fit_rule(batch_dim, sample, [module]))
+        batches, sizes, _ = cut(sample, sys.maxsize, batch_dim, layers=[module])
     except (TypeError, ValueError):  # The check of the sample raises it again.
         return UNKNOWN
     return batches[0].value if len(sizes) > 1 else UNKNOWN
@@ -256,7 +256,7 @@ def _check(
     if is_on_meta(module):
         return  # There are no values to compare.
     tensors, structure = flatten_nested(sample)
-    batches, sizes, _ = cut(sample, 2, fit_rule(batch_dim, sample, converted))
+    batches, sizes, _ = cut(sample, 2, batch_dim, layers=converted)
     whole = structure(tensors)
     halves = [batch.value for batch in batches]
     known = check_conversion(module, converted, halves, sizes[0], whole, advice)

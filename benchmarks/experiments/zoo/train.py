@@ -11,7 +11,7 @@ from benchmarks.experiments.zoo.convert import Case
 from torchgpipe import GPipe
 from torchgpipe.base.distance import distance, typical_size
 from torchgpipe.base.structure import call, flatten_nested, leaves_of
-from torchgpipe.engine.microbatches import cut, fit_rule
+from torchgpipe.engine.microbatches import cut
 from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.sequential.effects import copied, without_grad
 
@@ -92,7 +92,7 @@ def _steps(model: nn.Module, backward: Callable[[Any], object], samples: Sequenc
 
 
 def _by_itself(model: nn.Module, sample: Any) -> None:
-    for batch in cut(sample, CHUNKS, fit_rule(0, sample, [model]))[0]:
+    for batch in cut(sample, CHUNKS, 0)[0]:
         _loss(call(model, batch.value)).backward()
 
 
