@@ -94,11 +94,10 @@ def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
         The tensor, which requires grad if it or a phony does, and the phony of shape ``(0,)``.
         Without grad, nothing is added to the graph.
     """
-    if torch.is_grad_enabled() and (
-        input.requires_grad or any(phony.requires_grad for phony in phonies)
-    ):
-        return Tie.apply(input, *phonies)  # type: ignore[no-any-return,no-untyped-call]
-    return input, get_phony(input.device, requires_grad=False)
+    requires_grad = input.requires_grad or any(phony.requires_grad for phony in phonies)
+    if not requires_grad or not torch.is_grad_enabled():
+        return input, get_phony(input.device, requires_grad=False)
+    return Tie.apply(input, *phonies)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def fork(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,6 +124,7 @@ class Tie(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
+        # No gradient of zeros, if only the phony is used.
         ctx.set_materialize_grads(False)
         ctx.number = len(phonies)
         phony = get_phony(input.device, requires_grad=False)
@@ -150,13 +150,16 @@ class Checkpoint(torch.autograd.Function):
         ctx.recomputation = recomputation
         ctx.number = number
         phony = get_phony(tensors[-1].device, requires_grad=False)
-        # [Note: Identity without a view]
-        return (*[y.detach() for y in tensors[number:]], phony.detach())
+        marked = [y.detach() for y in tensors[number:]]  # [Note: Identity without a view]
+        return *marked, phony.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The layers' own nodes run next, and take the tensors of the recomputation.
         ctx.recomputation.recompute(ctx)
-        return (None, None, *[None] * ctx.number, *grads[:-1])
+        phonies = [None] * ctx.number
+        *grads_of_output, _ = grads
+        return None, None, *phonies, *grads_of_output
 
 
 class Recompute(torch.autograd.Function):
@@ -188,8 +191,15 @@ def find_grad(tensors: Sequence[Tensor]) -> int | None:
     Tensors on the CPU come last. So a node on the tensor runs in backward in the same thread as
     the node that returned it together with others.
     """
-    found = [k for k, x in enumerate(tensors) if x.requires_grad]
-    return next((k for k in found if not tensors[k].is_cpu), found[0] if found else None)
+    first = None
+    for k, x in enumerate(tensors):
+        if not x.requires_grad:
+            continue
+        if not x.is_cpu:
+            return k
+        if first is None:
+            first = k
+    return first
 
 
 Grads = tuple[Tensor | None, ...]
@@ -213,7 +223,8 @@ def copy_tensor(
 
 def _like(ctx: Any, input: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Make each output require grad only if its own input does."""
-    ctx.mark_non_differentiable(*[y for x, y in zip(input, output) if not x.requires_grad])
+    frozen = [y for x, y in zip(input, output) if not x.requires_grad]
+    ctx.mark_non_differentiable(*frozen)
     return output
 
 
@@ -237,26 +248,22 @@ class Copy(torch.autograd.Function):
         ctx.prev_compute = current_stream(get_device(prev_stream))
         ctx.set_materialize_grads(False)
         compute = current_stream(get_device(next_stream))
-        # A tensor on the target device is passed on: [Note: Identity without a view].
-        return _like(
-            ctx,
-            input,
-            tuple(copy_tensor(x, prev_stream, next_stream, compute).detach() for x in input),
-        )
+        copies = []
+        for x in input:
+            copy = copy_tensor(x, prev_stream, next_stream, compute)
+            # A tensor on the target device is passed on: [Note: Identity without a view].
+            copies.append(copy.detach())
+        return _like(ctx, input, tuple(copies))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         prev_stream, next_stream = ctx.streams
-        return (
-            None,
-            None,
-            *(
-                None
-                if grad is None
-                else copy_tensor(grad, next_stream, prev_stream, ctx.prev_compute)
-                for grad in grads
-            ),
-        )
+        copies: list[Tensor | None] = []
+        for grad in grads:
+            if grad is not None:
+                grad = copy_tensor(grad, next_stream, prev_stream, ctx.prev_compute)
+            copies.append(grad)
+        return None, None, *copies
 
 
 class Wait(torch.autograd.Function):
@@ -277,8 +284,8 @@ class Wait(torch.autograd.Function):
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)
         wait_stream(next_stream, prev_stream)
-        # [Note: Identity without a view]
-        return _like(ctx, input, tuple(x.detach() for x in input))
+        output = tuple([x.detach() for x in input])  # [Note: Identity without a view]
+        return _like(ctx, input, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
@@ -289,14 +296,15 @@ class Wait(torch.autograd.Function):
 
 def graph_leaves(nodes: list[Any]) -> list[Tensor]:
     """Return the tensors that receive gradients from a graph."""
-    found = []
-    seen = {*nodes}
+    leaves = []
+    visited = {None, *nodes}
     while nodes:
         node = nodes.pop()
         # Phonies only tie nodes to each other.
         if hasattr(node, 'variable') and node.variable.numel():
-            found.append(node.variable)
-        new = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= new
-        nodes += new
-    return found
+            leaves.append(node.variable)
+        for next_node, _ in node.next_functions:
+            if next_node not in visited:
+                visited.add(next_node)
+                nodes.append(next_node)
+    return leaves

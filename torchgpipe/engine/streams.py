@@ -14,25 +14,6 @@ from torch import Tensor
 
 from torchgpipe.base.devices import CPU, has_streams
 
-__all__ = [
-    'AbstractStream',
-    'CPUStream',
-    'CPUStreamType',
-    'as_accelerator',
-    'as_cuda',
-    'current_stream',
-    'default_stream',
-    'get_device',
-    'is_accelerator',
-    'is_cuda',
-    'new_stream',
-    'no_context',
-    'record_stream',
-    'use_device',
-    'use_stream',
-    'wait_stream',
-]
-
 
 class CPUStreamType:
     """The type of :data:`CPUStream`. It has no behaviour."""

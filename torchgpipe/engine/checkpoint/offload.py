@@ -32,8 +32,6 @@ from torchgpipe.engine.streams import (
 class Offload:
     """Tensors that a stream copies to host memory, where they are kept until they are needed."""
 
-    __slots__ = ('_moved', '_stream', 'aliases')
-
     def __init__(self, stream: AbstractStream) -> None:
         self._stream = stream
         self._moved: list[bool] = []
@@ -47,18 +45,21 @@ class Offload:
             compute: The stream on which the tensors are available.
         """
         device = get_device(self._stream)
-        self._moved = [x.device == device and is_plain(x) and x.numel() > 0 for x in tensors]
+        stored = []
         wait_stream(self._stream, compute)
         with unseen(), use_stream(self._stream):
-            self.aliases = [_without_memory(x) for x in tensors]
-            return tuple(
-                self._to_host(x) if moved else x for x, moved in zip(tensors, self._moved)
-            )
+            for x in tensors:
+                moves = x.device == device and is_plain(x) and x.numel() > 0
+                self._moved.append(moves)
+                # An alias without memory shows a later change of x, and lets x be freed.
+                self.aliases.append(_without_memory(x))
+                stored.append(self._to_host(x) if moves else x)
+        return tuple(stored)
 
     def _to_host(self, x: Tensor) -> Tensor:
         host = torch.empty_like(x, device='cpu', pin_memory=True, requires_grad=False)
         host.copy_(x.detach(), non_blocking=True)
-        record_stream(x, self._stream)
+        record_stream(x, self._stream)  # rule 13: x belongs to the compute stream
         return host.requires_grad_(x.requires_grad)
 
     def fetch(self, tensors: Tensors, compute: AbstractStream) -> Tensors:
@@ -67,17 +68,16 @@ class Offload:
         Args:
             compute: The stream that will use them.
         """
+        fetched = []
         with unseen(), use_stream(self._stream):
-            fetched = tuple(
-                self._to_device(x, compute) if moved else x
-                for x, moved in zip(tensors, self._moved)
-            )
+            for x, moved in zip(tensors, self._moved):
+                fetched.append(self._to_device(x, compute) if moved else x)
         wait_stream(compute, self._stream)
-        return fetched
+        return tuple(fetched)
 
     def _to_device(self, x: Tensor, compute: AbstractStream) -> Tensor:
         y = x.detach().to(get_device(self._stream), non_blocking=True)
-        record_stream(y, compute)
+        record_stream(y, compute)  # rule 13: y belongs to the host stream
         return y.requires_grad_(x.requires_grad)
 
 
