@@ -78,12 +78,10 @@ WAIT, WAIT_BACK = 'wait_stream(next_stream, prev_stream)', 'wait_stream(prev_str
 
 # In backward the later one of two nodes on a tensor comes first.
 RECOMPUTE_LATER = (
-    """output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)
-            self._tie(i, j, output, recomputation)
-""",
+    """output[:] = _wait(run.stream, run.copy_streams[i], output)
+        self._tie(i, j, output, recomputation)""",
     """self._tie(i, j, output, recomputation)
-            output[:] = mutated(_wait(self._streams[j], self._copy_streams[j][i], output))
-""",
+        output[:] = mutated(_wait(run.stream, run.copy_streams[i], output))""",
 )
 
 MUTATIONS = [
@@ -141,13 +139,13 @@ MUTATIONS = [
         ),
         (
             plain_call.PlainCall._bring,
-            '_wait(self._copy_streams[j][i], self._streams[j], tensors)',
+            '_wait(run.copy_streams[i], run.stream, tensors)',
             P.training,
             'mutated(tensors)',
         ),
         (
-            plain_call.PlainCall._send,
-            '_wait(self._streams[j], self._copy_streams[j][i], output)',
+            plain_call.PlainCall._depart,
+            '_wait(run.stream, run.copy_streams[i], output)',
             P.training,
             'mutated(output)',
         ),
@@ -160,37 +158,37 @@ MUTATIONS = [
         (streams.record_stream, 'tensor.record_stream(as_accelerator(stream))', P.training),
         # The streams on which cells and copies run
         (
-            run.Run.__init__,
-            'current_stream(partition.device)',
+            run.Run._prepare,
+            'current_stream(device)',
             P.side_streams_without_grad,
-            'mutated.default(partition.device)',
+            'mutated.default(device)',
         ),
         (
             plain_call.PlainCall._copy,
-            'use_stream(self._streams[prev_j])',
+            'use_stream(prev_run.stream)',
             P.copies_know_who_reads_the_gradient,
         ),
         (
             plain_call.PlainCall._act_here,
-            'use_stream(self._streams[action.stage])',
+            'use_stream(self._runs[action.stage].stream)',
             P.side_streams_without_grad,
         ),
         (
             plain_call.PlainCall._run_in_order,
-            'use_stream(self._streams[j])',
+            'use_stream(run.stream)',
             P.layers_make_tensors,
         ),
         (
-            run.Run.__init__,
-            'engine.workers.copy_streams(partition.device, len(batches))',
+            run.Run._prepare,
+            'workers.copy_streams(device, len(self._batches))',
             P.copies_overlap_with_computation,
-            'mutated([current_stream(partition.device)] * len(batches))',
+            'mutated([current_stream(device)] * len(self._batches))',
         ),
         (
             plain_call.PlainCall._copy,
-            'self._copy_streams[prev_j][i], self._copy_streams[next_j][i]',
+            'prev_run.copy_streams[i], next_run.copy_streams[i]',
             P.copies_overlap_with_computation,
-            'mutated(self._streams[prev_j]), self._streams[next_j]',
+            'mutated(prev_run.stream), next_run.stream',
         ),
         (
             workers.Workers.copy_streams,
@@ -299,10 +297,10 @@ MUTATIONS = [
             'mutated.default(device)',
         ),
         # Steps by a schedule
-        (scheduled.Step._act, 'use_stream(self._streams[j])', P.steps_by_a_schedule),
+        (scheduled.Step._act, 'use_stream(self._runs[j].stream)', P.steps_by_a_schedule),
         (
             scheduled.Step._carry,
-            'wait_stream(self._streams[j], self._copy_streams[j][i])',
+            'wait_stream(run.stream, run.copy_streams[i])',
             P.steps_by_a_schedule,
         ),
         (
@@ -313,9 +311,9 @@ MUTATIONS = [
         ),
         (
             scheduled.Step._copied,
-            'self._streams[j]',
+            'run.copy_streams[i], run.stream',
             P.steps_of_a_frozen_start,
-            'mutated(next_stream)',
+            'run.copy_streams[i], mutated(run.copy_streams[i])',
         ),
         (
             scheduled.Step._send,
@@ -325,21 +323,21 @@ MUTATIONS = [
         ),
         (
             scheduled.Step._send_back,
-            'wait_stream(next_stream, self._streams[j])',
+            'wait_stream(departure, self._runs[j].stream)',
             P.steps_by_a_schedule,
         ),
         (
             scheduled.Step._send_back,
-            'self._streams[prev_j]',
+            'prev_run.stream',
             P.steps_of_a_frozen_start,
-            'mutated(prev_stream)',
+            'mutated(prev_run.copy_streams[i])',
         ),
         # Backward: recomputations, samples, and the nodes on the way
         (
-            run.Run.__init__,
-            'partition.lock_alone), stream,',
+            run.Run._prepare,
+            'held_alone, stream,',
             P.gradients_accumulate_on_side_streams,
-            'partition.lock_alone), mutated.default(partition.device),',
+            'held_alone, mutated.default(device),',
         ),
         (
             recomputation.Recomputation._run_again,
@@ -366,12 +364,12 @@ MUTATIONS = [
             'mutated(torch.accelerator.current_stream())',
         ),
         (
-            plain_call.PlainCall._send,
-            'use_stream(self._copy_streams[j][i])',
+            plain_call.PlainCall._depart,
+            'use_stream(run.copy_streams[i])',
             P.recomputations_overlap_with_what_comes_before,
         ),
         (
-            plain_call.PlainCall._send,
+            plain_call.PlainCall._depart,
             RECOMPUTE_LATER[0],
             P.recomputations_overlap_with_what_comes_before,
             RECOMPUTE_LATER[1],

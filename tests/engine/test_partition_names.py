@@ -144,7 +144,7 @@ def test_a_module_that_is_kept_out_of_recomputation_is_for_one_at_a_time():
     first = engine.partitions[0]
     for lock in (first.lock, first.lock_alone):
         pipeline = PlainCall(engine, cut(torch.rand(2, 2), chunks=2)[0], [range(2)] * 2)
-        assert pipeline._held[0] is lock
+        assert pipeline._runs[0].held is lock
         no_recompute(known)
 
 

@@ -464,7 +464,7 @@ class Training(_OnRanks, Step):
         super()._enter(j)
         if j not in self._ready:  # Before, parameters may be shards.
             self._ready.add(j)
-            self._put_leaves(self._engine.partitions[j : j + 1], each=True)
+            self._put_leaves(self._engine.partitions[j : j + 1], by_action=True)
 
     def _act_on_unit(self, action: UnitAction) -> None:
         if action.kind == 'REDUCE_GRAD':
@@ -482,7 +482,7 @@ class Training(_OnRanks, Step):
             own = self._leaves.numbers | {id(x) for _, _, x in graph.leaves}
             nodes = [edge.node for _, edge in graph.roots]
             where = f'stage {j}'
-            if j == len(self._cells) - 1:
+            if j == len(self._runs) - 1:
                 where += ' or loss_fn'
                 # A loss that depends on no parameter is a leaf itself.
                 nodes = [node for node in nodes if not hasattr(node, 'variable')]

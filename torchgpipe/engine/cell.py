@@ -22,6 +22,7 @@ itself.
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -45,7 +46,13 @@ from torchgpipe.base.structure import (
 )
 from torchgpipe.engine.checkpoint.observation import LayerRecorder, Observed
 from torchgpipe.engine.checkpoint.offload import Offload
-from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder, generators_of
+from torchgpipe.engine.checkpoint.random import (
+    Drawing,
+    DrawMonitor,
+    Draws,
+    Recorder,
+    generators_of,
+)
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
@@ -60,11 +67,15 @@ class Sequential(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with the arguments, and each other layer with the last result."""
-        first = True
+        is_first = True
         value: Any = None
+        # `_failing_layer` reads the variable `module` of this frame.
         for module in self:
-            value = module(*args, **kwargs) if first else module(value)
-            first = False
+            if is_first:
+                value = module(*args, **kwargs)
+            else:
+                value = module(value)
+            is_first = False
         return value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -77,42 +88,28 @@ class Sequential(nn.Sequential):
         return {name: value for name, value in state.items() if name != 'forward'}
 
 
+@dataclass(slots=True, eq=False)
 class Cell:
     """The computation of a cell, in the first pass and in its recomputation.
 
     A graph may own it through a recomputation, so it owns no tensor.
-
-    Attributes:
-        popped: The skips from other partitions, which follow the batch, each with its kind.
-        absent: The skips from other partitions that are ``None``.
-        stashed: The skips that follow the output, after the call, each with its kind.
     """
 
-    __slots__ = (
-        '_i',
-        '_input_kind',
-        '_is_new',
-        '_layers',
-        '_m',
-        '_partition',
-        'absent',
-        'kind',
-        'popped',
-        'stashed',
-    )
-
-    def __init__(
-        self, partition: Partition, layers: Callable[..., Any], i: int, m: int, kind: Kind
-    ) -> None:
-        self._partition = partition
-        self._layers = layers
-        self._i = i
-        self._m = m
-        self._input_kind = self.kind = kind
-        self._is_new = True
-        self.popped: dict[Key, Kind] = {}
-        self.absent: list[Key] = []
-        self.stashed: dict[Key, Kind] = {}
+    _partition: Partition
+    #: The function to call, which is the layers of the partition, or includes them.
+    _layers: Callable[..., Any]
+    _i: int
+    _m: int
+    #: The kind of the batch, before and after the call.
+    input_kind: Kind
+    kind: Kind = bare
+    #: The skips from other partitions, which follow the batch, each with its kind.
+    popped: dict[Key, Kind] = field(default_factory=dict)
+    #: The skips from other partitions that are ``None``.
+    absent: list[Key] = field(default_factory=list)
+    #: The skips that follow the output, after the call, each with its kind.
+    stashed: dict[Key, Kind] = field(default_factory=dict)
+    _is_first_pass: bool = True
 
     def __str__(self) -> str:
         return _place(self._partition, self._i, self._m)
@@ -125,22 +122,26 @@ class Cell:
                 longer than the layers need them.
         """
         partition = self._partition
-        tracker = arrive(self.popped, self.absent, tensors) if partition.has_skips else None
-        value: Any = self._input_kind(tensors)
-        end = None
+        tracker = None
+        if partition.has_skips:
+            tracker = arrive(self.popped, self.absent, tensors)
+        value: Any = self.input_kind(tensors)
+        end_of_observation = None
         if partition.observer is not None:
-            popped = [] if tracker is None else [*tracker.tensors.values()]
-            end = partition.observer.cell(self._i, self._m, partition.j, value, popped)
+            skips = [] if tracker is None else [*tracker.tensors.values()]
+            end_of_observation = partition.observer.cell(
+                self._i, self._m, partition.j, value, skips
+            )
+
         outside = context.skips
         context.skips = tracker
         grad = torch.is_grad_enabled()
         try:
             # Inlined, not by `call`: each Python call counts here.
-            value = (
-                self._layers(*value.args, **value.kwargs)
-                if type(value) is Arguments
-                else self._layers(value)
-            )
+            if type(value) is Arguments:
+                value = self._layers(*value.args, **value.kwargs)
+            else:
+                value = self._layers(value)
             if torch.is_grad_enabled() is not grad:
                 raise left_grad_mode(grad)
         except Exception as error:
@@ -148,24 +149,25 @@ class Cell:
             raise
         finally:
             context.skips = outside
-        output: Sequence[Tensor] = [value]
+
         if type(value) is Tensor and not value.__dict__:  # as mostly
+            output = [value]
             self.kind = bare
         else:
-            output = self._tensors_of(value)
-        self._is_new = False
-        if end is not None:
-            end(value)
-        if tracker is None:
-            return [*output]
-        skips = leave(tracker, partition.outgoing)
-        self.stashed = {key: annotated([x], bare) for key, x in skips.items()}
-        return [*output, *skips.values()]
+            output = [*self._tensors_of(value)]
+        self._is_first_pass = False
+        if end_of_observation is not None:
+            end_of_observation(value)
+        if tracker is not None:
+            for key, skip in leave(tracker, partition.outgoing).items():
+                output.append(skip)
+                self.stashed[key] = annotated([skip], bare)
+        return output
 
     def _tensors_of(self, value: Any) -> Sequence[Tensor]:
         """Return the tensors of the layers' result, and keep its kind in the first pass."""
         try:
-            if self._is_new:
+            if self._is_first_pass:
                 output, self.kind = result_of(value)
                 return output
             output = flatten(value)[0]
@@ -173,7 +175,7 @@ class Cell:
             last = next(reversed(self._partition.layers._modules))
             add_culprit(error, self._partition, self._i, self._m, last)
             raise
-        # Repeated as in the first pass, even if other tensors are the same object here.
+        # Repeated as in the first pass, even if other tensors are the same object in this one.
         if isinstance(self.kind, Repeated):
             return self.kind.collect(output)
         return output
@@ -206,23 +208,20 @@ class Cells:
         self._held = held
         self._stream = stream
         self._host_stream = host_stream
-        self._recomputed = recomputed if state.grad else ()
-        self._trainable = bool(self._recomputed) and any(
-            parameter.requires_grad for parameter in partition.layers.parameters()
-        )
         self._modules = [*partition.layers.modules()]
+        # Without a backward, there is nothing to recompute.
+        self._recomputed = recomputed if state.grad else ()
+        self._trainable = False
         #: The modules that are excluded from recomputation.
-        self.no_recompute = (
-            [module for module in self._modules if MARK in module.__dict__]
-            if self._recomputed
-            else []
-        )
-        #: The observed behaviour of the layers, where it matters.
-        self.observed = (
-            None
-            if one_worker and not self._recomputed
-            else partition.observed[tuple([module.training for module in self._modules])]
-        )
+        self.no_recompute: list[nn.Module] = []
+        if self._recomputed:
+            self._trainable = any(x.requires_grad for x in partition.layers.parameters())
+            self.no_recompute = [module for module in self._modules if MARK in module.__dict__]
+        #: The observed behaviour of the layers; ``None`` where it does not matter.
+        self.observed: Observed | None = None
+        if self._recomputed or not one_worker:
+            mode = tuple([module.training for module in self._modules])
+            self.observed = partition.observed[mode]
         #: The layers in the state that the first checkpointed cell finds.
         self._layers: Layers | None = None
         #: Detects after the forward pass whether layers drew that were not known to draw.
@@ -231,12 +230,14 @@ class Cells:
         self._no_draws: Draws | None = None
 
     @property
-    def draws(self) -> bool | None:
-        """Whether they draw from a random generator that other cells also draw from.
+    def draws(self) -> Drawing:
+        """Whether they draw from a random generator that other cells also draw from."""
+        return Drawing.UNKNOWN if self.observed is None else self.observed.draws
 
-        ``None`` if it is not known yet, or does not matter.
-        """
-        return None if self.observed is None else self.observed.draws
+    @property
+    def may_draw(self) -> bool:
+        """Whether they may draw while it matters."""
+        return self.observed is not None and self.observed.draws is not Drawing.NO
 
     def watch_draws(self) -> None:
         """Record a draw during these cells, whose layers were not known to draw."""
@@ -252,14 +253,14 @@ class Cells:
             The output, and the recomputation that backward runs first if the cell is checkpointed.
         """
         observed = self.observed
-        # A cell without anything to train has no graph, so there is no memory to save.
-        if (
-            observed is not None
-            and i in self._recomputed
-            and (self._trainable or any(x.requires_grad for x in tensors))
-        ):
-            return self._checkpoint(cell, tensors, observed)
-        if observed is None or observed.draws is not None:
+        if observed is None:
+            return cell(tensors), None
+        if i in self._recomputed:
+            # A cell without anything to train has no graph, so there is no memory to save.
+            trainable = self._trainable or any(x.requires_grad for x in tensors)
+            if trainable:
+                return self._checkpoint(cell, tensors, observed)
+        if observed.draws is not Drawing.UNKNOWN:
             return cell(tensors), None
         recorder = Recorder()
         output = recorder.run(partial(cell, tensors))
@@ -273,58 +274,61 @@ class Cells:
         if self._layers is None or self._layers.is_stale:
             self._modules = [*self._partition.layers.modules()]
             self._layers = Layers(self._modules, observed, self._held)
-        watch = (
-            None
-            if observed.watched and observed.draws is not None
-            else LayerRecorder(self._modules)
-        )
-        found = self._layers.find(watch)
+        # The mode of the watch makes each operation slower, so later cells run without it.
+        watch = None
+        if not observed.watched or observed.draws is Drawing.UNKNOWN:
+            watch = LayerRecorder(self._modules)
+        state = self._layers.find(watch)
         # If other cells draw, each cell that does not draw has its own monitor.
-        alone = self.monitor is None and watch is None and observed.draws is False
-        own_monitor = DrawMonitor() if alone else None
-        draws = self._no_draws
-        if (
-            watch is not None
-            or observed.draws
-            or alone
-            or draws is None
-            or draws.monitor is not self.monitor
-        ):
-            draws = self._draws(observed, watch, self.monitor or own_monitor)
+        monitor = self.monitor
+        if monitor is None and watch is None and observed.draws is Drawing.NO:
+            monitor = DrawMonitor()
+
+        draws = self._draws(observed, watch, monitor)
+        results = None
+        if self.no_recompute:
+            results = Results(self._modules, self.no_recompute, draws)
+        offload = None
+        if self._host_stream is not CPUStream:
+            offload = Offload(self._host_stream)
+        error_of_change = changed_input
+        if not cell.popped:
+            error_of_change = partial(blame, self._partition, cell.input_kind)
         recomputation = Recomputation(
             cell,
             self._state,
             draws,
-            found,
+            state,
             self._stream,
-            changed_input if cell.popped else partial(blame, self._partition, cell.kind),
+            error_of_change,
             self._partition.pending,
-            Results(self._modules, self.no_recompute, draws) if self.no_recompute else None,
-            None if self._host_stream is CPUStream else Offload(self._host_stream),
+            results,
+            offload,
         )
+
         output = recomputation.first_pass(tensors)
-        self._layers.end(found, watch)
+        self._layers.end(state, watch)
         if watch is not None:
             observed.learn(watch)
-        elif own_monitor is not None and own_monitor.anyone_drew():
+        elif monitor is not None and monitor is not self.monitor and monitor.anyone_drew():
             observed.watch_draws()
         return output, recomputation
 
     def _draws(
         self, observed: Observed, watch: LayerRecorder | None, monitor: DrawMonitor | None
     ) -> Draws:
+        generators: list[Any] = [*generators_of(self._partition.device)]
         if watch is not None:
             watch.generators.update(observed.generators)
-            return Draws(
-                [*generators_of(self._partition.device), *watch.generators.values()], watch
-            )
-        generators = [*generators_of(self._partition.device), *observed.generators.values()]
-        if observed.draws:
+            return Draws([*generators, *watch.generators.values()], watch)
+        generators += observed.generators.values()
+        if observed.draws is Drawing.YES:
             return Draws([*generators, default_generator])
-        draws = Draws(generators, None, monitor)
-        if not generators and monitor is self.monitor:
-            self._no_draws = draws
-        return draws
+        if generators:
+            return Draws(generators, None, monitor)
+        if self._no_draws is None or self._no_draws.monitor is not monitor:
+            self._no_draws = Draws((), None, monitor)
+        return self._no_draws
 
 
 def compare_earlier(partition: Partition) -> None:
@@ -354,7 +358,9 @@ def result_of(value: Any) -> tuple[Tensors, Kind]:
     """
     tensors, kind = flatten(value)
     kind = annotated(tensors, kind)
-    return (tensors, kind) if len(tensors) == 1 else once(tensors, kind)
+    if len(tensors) == 1:
+        return tensors, kind
+    return once(tensors, kind)
 
 
 # The source of an error: its cell and layer, and the fix of errors caused by a pipeline.
@@ -413,9 +419,11 @@ def add_culprit(
     error: Exception, partition: Partition, i: int, m: int, layer: str | None = None
 ) -> None:
     """Add the source to an error that a partition's layers or their result raised."""
+    note = f'in {_place(partition, i, m)}'
     layer = layer or _failing_layer(partition.layers, error.__traceback__)
-    where = f'in {_place(partition, i, m)}'
-    add_note(error, where if layer is None else f"{where}, layer '{layer}'")
+    if layer is not None:
+        note += f", layer '{layer}'"
+    add_note(error, note)
     for remedy in REMEDIES:
         if remedy.message in str(error) and remedy.applies(partition.j, m):
             add_note(error, remedy.note)
@@ -443,7 +451,9 @@ def blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
     input as the first pass changed it.
     """
     layer = _changing_layer(partition.layers, kind(tensors))
-    name = 'a layer' if layer is None else f"layer '{layer}'"
+    name = 'a layer'
+    if layer is not None:
+        name = f"layer '{layer}'"
     return (
         f'{name} of partition {partition.j} on {partition.device} changed the input of the '
         'partition in place, and the partition is checkpointed: its recomputation started '
@@ -471,8 +481,8 @@ def _name(partition: nn.Module, layer: Any) -> str | None:
 
 def _changing_layer(partition: nn.Sequential, value: Value) -> str | None:
     """Find the layer that changes the partition's input in place: run the layers on a copy."""
-    found, kind = flatten(value)
-    tensors = tuple(x.detach().clone() for x in found)
+    tensors, kind = flatten(value)
+    tensors = tuple([x.detach().clone() for x in tensors])
     output = kind(tensors)
     with torch.no_grad(), use_skip_tracker(SkipTracker()):
         for name, layer in partition._modules.items():
@@ -480,6 +490,6 @@ def _changing_layer(partition: nn.Sequential, value: Value) -> str | None:
                 output = call(layer, output)
             except RuntimeError:  # It does not run by itself.
                 return None
-            if any(x._version for x in tensors):
+            if any(x._version for x in tensors):  # The version of a clone begins at 0.
                 return name
     return None

@@ -25,6 +25,7 @@ from torchgpipe.base.locks import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 from torchgpipe.base.structure import Slot
 from torchgpipe.engine.checkpoint.observation import Observed
+from torchgpipe.engine.checkpoint.random import Drawing
 from torchgpipe.engine.checkpoint.samples import PendingComparison
 from torchgpipe.engine.observer import Observer, observers
 from torchgpipe.engine.streams import no_context
@@ -282,10 +283,10 @@ class Engine:
         ]
         self.has_skips = any(partition.has_skips for partition in self.partitions)
         self.workers = Workers()
-        #: Whether the loss of a step was seen to draw random numbers; ``None`` if not known yet.
-        self.loss_draws: bool | None = None
-        #: Whether the backward of any cell was seen to draw, as an `autograd.Function` may do.
-        self.backward_draws: bool | None = None
+        #: Whether the loss of a step draws, and the backward of any cell, as that of an
+        #: `autograd.Function` may do.
+        self.loss_draws = Drawing.UNKNOWN
+        self.backward_draws = Drawing.UNKNOWN
         #: Held by a forward pass or a step: see :mod:`torchgpipe.base.context`.
         self.lock = new_lock()
         #: Held in a step by actions that draw from the CPU's generator, or may restore its state.

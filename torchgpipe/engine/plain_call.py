@@ -78,7 +78,7 @@ from torch import Tensor
 from torchgpipe.base.context import context
 from torchgpipe.engine.backward_order import Copy, Recompute, Wait, find_grad, fork, get_phony, tie
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.checkpoint.random import DrawMonitor
+from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
@@ -106,106 +106,112 @@ class PlainCall(Run):
         #: Whether there are edges of order.
         self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
         #: By partition, the phony to which the output of the next micro-batch is tied.
-        self._before: dict[int, list[Tensor]] = {}
+        self._before: dict[int, Tensor] = {}
         #: By partition, phonies for the output of the first micro-batch, the last in backward.
         self._last: dict[int, list[Tensor]] = {}
 
     def _run_cells(self) -> None:
         """Run all cells: concurrently, or one after the other where their order matters."""
+        engine = self._engine
         m = len(self._batches)
-        known = 0
+        start = 0
         # No two cells could run concurrently, or user code may see when a cell runs.
         in_order = (
-            self._engine.one_worker
+            engine.one_worker
             or m == 1
             or self._state.is_serialized
-            or any(partition.serialized for partition in self._engine.partitions)
+            or any(partition.serialized for partition in engine.partitions)
         )
         if not in_order:
-            if any(cells.draws is None for cells in self._cells):
+            if Drawing.UNKNOWN in self._drawings():
                 self._run_at_once(0, 1)  # which shows whether cells draw
-                known = 1
-            if not any(cells.draws for cells in self._cells):
-                self._run_at_once(known, m)
+                start = 1
+            if Drawing.YES not in self._drawings():
+                self._run_at_once(start, m)
                 return
-        if self._engine.one_worker:
-            self._run_in_order(known, m)
+        if engine.one_worker:
+            self._run_in_order(start, m)
         else:
-            self._as_worker(partial(self._run_in_order, known, m), self._state.num_threads)
+            self._as_worker(partial(self._run_in_order, start, m), self._state.num_threads)
+
+    def _drawings(self) -> set[Drawing]:
+        return {run.cells.draws for run in self._runs}
 
     def _run_at_once(self, start: int, stop: int) -> None:
         """Run the cells on their workers, each as soon as its predecessors are done."""
-        engine = self._engine
-        devices = tuple([partition.device for partition in engine.partitions])
+        workers = self._engine.workers
+        devices = tuple([partition.device for partition in self._engine.partitions])
         plan = WorkerPlan.of_forward(start, stop, devices)
-        self._as_worker(
-            partial(interpret, plan, self._act, engine.workers, self._act_here), self._share
-        )
+        function = partial(interpret, plan, self._act, workers, self._act_here)
+        self._as_worker(function, self._worker_threads)
 
     def _act(self, action: Action) -> None:
-        self._state.run(partial(self._act_here, action), self._share)
+        self._state.run(partial(self._act_here, action), self._worker_threads)
 
     def _act_here(self, action: Action) -> None:
-        before = context.no_order
+        outside = context.no_order
         context.no_order = partial(_undeclared, action.stage)
         try:
-            with use_stream(self._streams[action.stage]):
+            with use_stream(self._runs[action.stage].stream):
                 self._run_cell(action.micro_batch, action.stage)
         finally:
-            context.no_order = before
+            context.no_order = outside
 
     def _run_in_order(self, start: int, stop: int) -> None:
         """Run one cell after the other in the calling thread (rule 3): [Note: Order of draws]."""
         for i in range(start, stop):
-            for j, cells in enumerate(self._cells):
+            for j, run in enumerate(self._runs):
                 # If some cells draw, each cell that does not draw has its own monitor.
-                alone = self._monitor is None and cells.draws is False
-                cells.monitor = monitor = DrawMonitor() if alone else self._monitor
-                with use_stream(self._streams[j]):
+                monitor = self._monitor
+                if monitor is None and run.cells.draws is Drawing.NO:
+                    monitor = DrawMonitor()
+                run.cells.monitor = monitor
+                with use_stream(run.stream):
                     self._run_cell(i, j)
-                if alone and monitor is not None:
-                    self._check_monitor(monitor, [j])
+                if monitor is not None and monitor is not self._monitor:
+                    self._check_monitor(monitor, [run])
 
     def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
         """Run a function as workers do: they may wait for a lock that the calling thread holds."""
-        before = context.workers
-        context.workers = before | {id(self._engine.workers)}
+        outside = context.workers
+        context.workers = outside | {id(self._engine.workers)}
         try:
             if num_threads != self._state.num_threads:
                 torch.set_num_threads(num_threads)
             function()
         finally:
-            context.workers = before
+            context.workers = outside
             if num_threads != self._state.num_threads:
                 torch.set_num_threads(self._state.num_threads)
 
-    # --- transport
-    # ------------------------------------------------------------------------------------
+    # The transport.
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
         partition = self._engine.partitions[j]
         tensors = [*self._batches[i].tensors]
         # Skips first: they are ready. Behind the batch, they would wait for its computation.
-        skips = [
-            self._copy(i, skip.j, j, [skip.tensor])[0]
-            for skip in popped
-            if skip.tensor is not None
-        ]
+        skips: list[Tensor] = []
+        for skip in popped:
+            if skip.tensor is not None:
+                skips += self._copy(i, skip.j, j, [skip.tensor])
         if partition.moves:
             tensors = self.aliasing.cross(i, tensors, partial(self._copy, i, j - 1, j))
         tensors += skips
         if partition.arrives:
-            return _wait(self._copy_streams[j][i], self._streams[j], tensors)  # 1
+            run = self._runs[j]
+            return _wait(run.copy_streams[i], run.stream, tensors)  # 1
         return tensors
 
     def _copy(self, i: int, prev_j: int, next_j: int, tensors: list[Tensor]) -> list[Tensor]:
         """Return tensors in the memory of another partition."""
         if not self._engine.apart(prev_j, next_j):
             return tensors
-        with use_stream(self._streams[prev_j]):  # It is not current in this thread.
+        prev_run = self._runs[prev_j]
+        next_run = self._runs[next_j]
+        with use_stream(prev_run.stream):  # It is not current in this thread.
             return [
                 *Copy.apply(  # type: ignore[no-untyped-call]
-                    self._copy_streams[prev_j][i], self._copy_streams[next_j][i], *tensors
+                    prev_run.copy_streams[i], next_run.copy_streams[i], *tensors
                 )
             ]
 
@@ -221,22 +227,34 @@ class PlainCall(Run):
                 before = _recompute(output[0], recomputation), *self._phonies(i, j)
             phony = recomputation.mark(output, before)
             if phony is not None and not departs:
-                self._before[j] = [phony]
+                self._before[j] = phony
         if departs:
-            # [Note: Stream of the nodes behind a cell]
-            # When autograd passes a gradient on, the next node's stream waits at once for all work
-            # queued on this node's stream. These nodes belong to the copy stream, so that the
-            # compute stream waits only at `Wait`. The recomputation is queued before, so it
-            # overlaps with the computation of the gradient and its copy.
-            # A leaf, such as an input that is passed on, gets a node on the compute stream. Its
-            # gradients are added up there, not on the copy stream of each micro-batch.
-            output[:] = [fork(x)[0] if x.is_leaf and x.requires_grad else x for x in output]
-            with use_stream(self._copy_streams[j][i]):
-                output[:] = _wait(self._streams[j], self._copy_streams[j][i], output)  # 2
-                self._tie(i, j, output, recomputation)
-        elif recomputation is None and self._orders and j == len(self._cells) - 1:
+            self._depart(i, j, output, recomputation)
+        elif recomputation is None and self._orders and j == len(self._runs) - 1:
+            # Other outputs have no edge: [Note: Unchanged outputs].
             self._tie(i, j, output, None)
         self._keep(i, j, cell, output)
+
+    def _depart(
+        self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
+        """Add the nodes of an output that goes to another memory, in place.
+
+        [Note: Stream of the nodes behind a cell]
+        When autograd passes a gradient on, the next node's stream waits at once for all work
+        queued on this node's stream. These nodes belong to the copy stream, so that the compute
+        stream waits only at `Wait`. The recomputation is queued before, so it overlaps with the
+        computation of the gradient and its copy.
+        """
+        run = self._runs[j]
+        for k, x in enumerate(output):
+            # A leaf, such as an input that is passed on, gets a node on the compute stream. Its
+            # gradients are added up there, not on the copy stream of each micro-batch.
+            if x.is_leaf and x.requires_grad:
+                output[k], _ = fork(x)
+        with use_stream(run.copy_streams[i]):
+            output[:] = _wait(run.stream, run.copy_streams[i], output)  # 2
+            self._tie(i, j, output, recomputation)
 
     def _tie(
         self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
@@ -249,14 +267,18 @@ class PlainCall(Run):
         if recomputation is not None:
             phonies = _recompute(output[k], recomputation), *phonies  # 3: rule 2
         if phonies or self._orders:
-            output[k], phony = tie(output[k], *phonies)
-            self._before[j] = [phony]
+            output[k], self._before[j] = tie(output[k], *phonies)
 
     def _phonies(self, i: int, j: int) -> tuple[Tensor, ...]:
         """Return the phonies of nodes that run later in backward than the output of a cell."""
         if not self._orders:
             return ()
-        return (*self._before.get(j, ()), *(self._last.get(j, ()) if i == 0 else ()))
+        phonies = []
+        if j in self._before:
+            phonies.append(self._before[j])
+        if i == 0:
+            phonies += self._last.get(j, ())
+        return tuple(phonies)
 
     def _put_last(self, j: int, phony: Tensor) -> None:
         self._last.setdefault(j, []).append(phony)

@@ -18,6 +18,8 @@ it.
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +29,7 @@ from torchgpipe.base.errors import add_note
 from torchgpipe.base.locks import generator_lock, is_held, released_generator
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.cell import Cell, Cells
-from torchgpipe.engine.checkpoint.random import DrawMonitor
+from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine, Partition, part_contexts
@@ -45,6 +47,21 @@ _NO_FORWARD_MODE = (
 )
 
 
+@dataclass(slots=True, eq=False)
+class PartitionRun:
+    """One partition in one run."""
+
+    cells: Cells
+    #: The function that cells call: the layers, and after the last ones the loss of an evaluation.
+    layers: Callable[..., Any]
+    #: The context in which cells have the layers (rule 14).
+    held: AbstractContextManager[Any]
+    #: The compute stream.
+    stream: AbstractStream
+    #: By micro-batch, the stream that copies it into or out of the partition's memory.
+    copy_streams: Sequence[AbstractStream]
+
+
 class Run:
     """One pass of micro-batches through partitions (Huang et al., "GPipe", 2019).
 
@@ -53,12 +70,16 @@ class Run:
         recomputed: The micro-batches that each partition checkpoints. By default, there are none.
         copy_streams: ``copy_streams[j][i]`` copies micro-batch ``i`` into or out of partition
             ``j``. By default, the workers make them.
+        common: The indices of tensors that all micro-batches share.
+        offload: Whether inputs of checkpointed cells wait in the memory of the host.
     """
 
     #: Held together with the lock of the model, from start to end.
     _steps: AbstractContextManager[Any] = no_context
     #: Whether the run includes backward, so that cells may replace parameters of modules.
     has_backward = False
+    #: Records the normalizers of losses within layers, where they matter.
+    losses: Any = None
 
     def __init__(
         self,
@@ -71,63 +92,59 @@ class Run:
     ) -> None:
         self._engine = engine
         self._batches = batches
-        #: By micro-batch, the stashed skips that are not popped yet.
-        self._skips: list[dict[Key, Skip]] = [{} for _ in batches]
-        self._state = state = ThreadState.capture()
-        #: The number of intra-op threads of each worker, if several run concurrently.
-        self._share = max(1, state.num_threads // max(1, min(len(batches), engine.cpu_workers)))
-        self._copy_streams = copy_streams or [
-            engine.workers.copy_streams(partition.device, len(batches))
-            if partition.arrives or partition.departs
-            else []
-            for partition in engine.partitions
-        ]
-        self._streams = [current_stream(partition.device) for partition in engine.partitions]
+        self._state = ThreadState.capture()
         recomputed = recomputed or [()] * len(engine.partitions)
-        state.check(threads=self.has_backward or not engine.one_worker or any(recomputed))
-        # The user's hooks decide where saved tensors are kept. They would also read a tensor while
-        # its copy to the host is not finished.
-        offload = offload and state.hooks is None
-        self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
-        self._cells = [
-            Cells(
-                partition,
-                again,
-                state,
-                engine.one_worker,
-                self._hold(partition, partition.lock_alone),
-                stream,
-                engine.workers.host_stream(partition.device) if offload else CPUStream,
-            )
-            for partition, again, stream in zip(engine.partitions, recomputed, self._streams)
-        ]
-        #: The functions that cells call: the layers of each partition.
-        self._layers: list[Callable[..., Any]] = [each.layers for each in engine.partitions]
-        #: The contexts in which cells have the layers of each partition (rule 14).
-        self._held = [
-            self._hold(
-                partition,
-                partition.lock_alone
-                if self.has_backward or cells.no_recompute
-                else partition.lock,
-            )
-            for partition, cells in zip(engine.partitions, self._cells)
-        ]
-        #: Detects draws in the whole pass. If some partitions draw, cells have their own monitors.
-        self._monitor = (
-            None if any(cells.draws is not False for cells in self._cells) else DrawMonitor()
-        )
-        for cells in self._cells:
-            cells.monitor = self._monitor
+        self._state.check(self.has_backward or not engine.one_worker or any(recomputed))
         outer = context.micro_batch
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
-        #: Records the normalizers of losses within layers, where they matter.
-        self.losses: Any = None
-        self.aliasing = Aliasing(batches, common, state.transformed)
+        self.aliasing = Aliasing(batches, common, self._state.transformed)
+        #: By micro-batch, the stashed skips that are not popped yet.
+        self._skips: list[dict[Key, Skip]] = [{} for _ in batches]
+        self._shared = SharedTensors(engine, len(batches)) if engine.shares else None
 
-    def wrap_last(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the function that cells of the last partition call."""
-        self._layers[-1] = wrap(self._layers[-1])
+        # The user's hooks decide where saved tensors are kept. They would also read a tensor while
+        # its copy to the host is not finished.
+        offload = offload and self._state.hooks is None
+        #: By partition.
+        self._runs: list[PartitionRun] = []
+        for partition, micro_batches in zip(engine.partitions, recomputed):
+            run = self._prepare(partition, micro_batches, offload)
+            if copy_streams is not None:
+                run.copy_streams = copy_streams[partition.j]
+            self._runs.append(run)
+
+        #: Detects draws in the whole pass. If some partitions draw, cells have their own monitors.
+        self._monitor: DrawMonitor | None = None
+        if all(run.cells.draws is Drawing.NO for run in self._runs):
+            self._monitor = DrawMonitor()
+        for run in self._runs:
+            run.cells.monitor = self._monitor
+
+    def _prepare(
+        self, partition: Partition, recomputed: Collection[int], offload: bool
+    ) -> PartitionRun:
+        workers = self._engine.workers
+        device = partition.device
+        stream = current_stream(device)
+        copy_streams: Sequence[AbstractStream] = ()
+        if partition.arrives or partition.departs:
+            copy_streams = workers.copy_streams(device, len(self._batches))
+
+        # A recomputation replaces attributes of modules, which other partitions may share.
+        held_alone = self._hold(partition, partition.lock_alone)
+        cells = Cells(
+            partition,
+            recomputed,
+            self._state,
+            self._engine.one_worker,
+            held_alone,
+            stream,
+            workers.host_stream(device) if offload else CPUStream,
+        )
+        held = held_alone
+        if not self.has_backward and not cells.no_recompute:
+            held = self._hold(partition, partition.lock)
+        return PartitionRun(cells, partition.layers, held, stream, copy_streams)
 
     def _hold(
         self, partition: Partition, lock: AbstractContextManager[Any]
@@ -135,6 +152,17 @@ class Run:
         if self._shared is None:
             return lock
         return self._shared.held(partition.j, lock)
+
+    @cached_property
+    def _worker_threads(self) -> int:
+        """The number of intra-op threads of each worker, if several run concurrently."""
+        workers = min(len(self._batches), self._engine.cpu_workers)
+        return max(1, self._state.num_threads // max(1, workers))
+
+    def wrap_last(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap the function that cells of the last partition call."""
+        last = self._runs[-1]
+        last.layers = wrap(last.layers)
 
     def run(self) -> None:
         """Run all cells; afterwards the batches hold the outputs.
@@ -146,11 +174,24 @@ class Run:
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
             self._check_layers()
+        # Autograd runs the graph in several threads then: see `part_contexts`.
         parts = self._engine.several_memories and self._state.grad
-        inputs = [x.grad_fn for batch in self._batches for x in batch.tensors] if parts else []
+        inputs = [x.grad_fn for x in self._tensors()] if parts else []
         # A layer of another pipeline may be the caller.
         with released_generator(), self._engine.lock, self._steps:
-            self._run(inputs, parts)
+            try:
+                self._run_all()
+                if parts:
+                    part_contexts(inputs, self._tensors())
+            except NotImplementedError as error:
+                if 'jvp' in str(error):
+                    add_note(error, _NO_FORWARD_MODE)
+                raise
+            finally:
+                self._state.repair()
+
+    def _tensors(self) -> list[Tensor]:
+        return [x for batch in self._batches for x in batch.tensors]
 
     def _check_layers(self) -> None:
         """Check that workers do not wait for layers of the cell that calls this pipeline."""
@@ -165,24 +206,15 @@ class Run:
                     "'cpu']"
                 )
 
-    def _run(self, inputs: list[Any], parts: bool) -> None:
-        try:
-            if self._shared is None:
-                self._run_cells()
-            else:
-                self._shared.run(self._put_last, self._run_cells)
-            if self._monitor is not None:
-                self._check_monitor(self._monitor, range(len(self._cells)))
-            if context.micro_batch is None:  # It is the outermost run.
-                self.mini_batch.end()
-            if parts:
-                part_contexts(inputs, [x for batch in self._batches for x in batch.tensors])
-        except NotImplementedError as error:
-            if 'jvp' in str(error):
-                add_note(error, _NO_FORWARD_MODE)
-            raise
-        finally:
-            self._state.repair()
+    def _run_all(self) -> None:
+        if self._shared is None:
+            self._run_cells()
+        else:
+            self._shared.run(self._put_last, self._run_cells)
+        if self._monitor is not None:
+            self._check_monitor(self._monitor, self._runs)
+        if context.micro_batch is None:  # It is the outermost run.
+            self.mini_batch.end()
 
     def _run_cells(self) -> None:
         """Run all cells."""
@@ -205,50 +237,51 @@ class Run:
     def _put_last(self, j: int, phony: Tensor) -> None:
         """Make backward reach the fork of a phony only after partition ``j`` has finished."""
 
-    def _check_monitor(self, monitor: DrawMonitor, partitions: Iterable[int]) -> None:
+    def _check_monitor(self, monitor: DrawMonitor, runs: Iterable[PartitionRun]) -> None:
         """Watch partitions again that were seen not to draw, if the monitor detected a draw."""
         if monitor.anyone_drew():
-            for j in partitions:
-                self._cells[j].watch_draws()
+            for run in runs:
+                run.cells.watch_draws()
 
     def _run_cell(self, i: int, j: int) -> None:
         """Run micro-batch ``i`` in partition ``j``."""
         partition = self._engine.partitions[j]
+        run = self._runs[j]
         m = len(self._batches)
+        cell = Cell(partition, run.layers, i, m, self._batches[i].kind)
         outside = context.micro_batch
-        cell = Cell(partition, self._layers[j], i, m, self._batches[i].kind)
         context.micro_batch = MicroBatch(
             i, m, j, next(_serial), self.mini_batch, partition.lock, self.losses
         )
         try:
-            tensors = self._bring(
-                i, j, self._pop(i, partition, cell) if partition.incoming else ()
-            )
-            observed = self._cells[j].observed
-            draws = observed is not None and observed.draws is not False
-            with (
-                self._held[j],
-                generator_lock if draws and not partition.has_pipeline else no_context,
-            ):
+            # The tensors of skips have no other owner than this list: see Tensor ownership.
+            tensors = self._bring(i, j, self._pop(i, partition, cell))
+            # Another thread must not draw between a cell's draws and its saved state (rule 15).
+            # The workers of an inner pipeline need the lock themselves.
+            draws = run.cells.may_draw and not partition.has_pipeline
+            with run.held, generator_lock if draws else no_context:
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)
-                    output, recomputation = self._cells[j].run(i, cell, tensors)
+                    output, recomputation = run.cells.run(i, cell, tensors)
                     self.aliasing.after(i, partition, cell, before, output)
                 else:
-                    output, recomputation = self._cells[j].run(i, cell, tensors)
+                    output, recomputation = run.cells.run(i, cell, tensors)
                     self.aliasing.hand_on(j, output)
             self._send(i, j, cell, output, recomputation)
         finally:
             context.micro_batch = outside
 
-    def _pop(self, i: int, partition: Partition, cell: Cell) -> list[Skip]:
+    def _pop(self, i: int, partition: Partition, cell: Cell) -> Sequence[Skip]:
         """Return the skips that a cell pops, and list them in it."""
+        if not partition.incoming:
+            return ()
         skips, cell.popped, cell.absent = take(self._skips[i], partition.incoming)
         return skips  # The caller keeps no reference to them (rule 5).
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
         """Keep the output of a cell for the next cells."""
-        number = len(output) - len(cell.stashed)
-        if outgoing := self._engine.partitions[j].outgoing:
+        outgoing = self._engine.partitions[j].outgoing
+        if outgoing:
             keep(self._skips[i], outgoing, j, cell.stashed, output)
+        number = len(output) - len(cell.stashed)
         self._batches[i] = Chunk(tuple(output[:number]), cell.kind)

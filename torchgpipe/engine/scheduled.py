@@ -17,8 +17,10 @@ returns the error message for [Note: Collectives] of :mod:`torchgpipe.base.conte
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from torchgpipe.base.private import backward_from
 from torchgpipe.engine.backward_order import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.observation import are_same, state_of
-from torchgpipe.engine.checkpoint.random import Recorder
+from torchgpipe.engine.checkpoint.random import Drawing, Recorder
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
@@ -67,15 +69,14 @@ class Unordered:
 
     def __init__(self, engine: Engine, rows: Sequence[Sequence[Action]]) -> None:
         modules = [*engine.changing]
-        for j, partition in enumerate(engine.partitions):
-            order = [
-                action.micro_batch
-                for row in rows
-                for action in row
-                if action.kind == 'F' and action.stage == j
-            ]
+        orders: dict[int, list[int]] = {}
+        for row in rows:
+            for action in row:
+                if action.kind == 'F':
+                    orders.setdefault(action.stage, []).append(action.micro_batch)
+        for stage, order in orders.items():
             if order != sorted(order):
-                modules += partition.layers.modules()
+                modules += engine.partitions[stage].layers.modules()
         self._before = [(module, state_of(module)) for module in modules]
 
     def check(self) -> None:
@@ -84,16 +85,14 @@ class Unordered:
         Raises:
             RuntimeError: Some layers have changed.
         """
-        names = sorted(
-            {
-                type(module).__name__
-                for module, before in self._before
-                if not are_same(before, state_of(module))
-            }
-        )
-        if names:
+        changed = set()
+        for module, before in self._before:
+            if not are_same(before, state_of(module)):
+                changed.add(type(module).__name__)
+        if changed:
+            names = ', '.join(sorted(changed))
             raise RuntimeError(
-                f'layers that change when they are called ({", ".join(names)}) run in another '
+                f'layers that change when they are called ({names}) run in another '
                 'order here than in the model: they stand in several partitions, or the schedule '
                 "takes micro-batches in another order. Use schedule='1f1b' or 'gpipe', put all "
                 'places of a layer into one partition, or give each place a layer of its own'
@@ -114,17 +113,16 @@ class Loss(Protocol):
         """Return other tensors that have a gradient in the end, each with its gradient."""
 
 
-class _Graph(NamedTuple):
-    """The graph of a cell.
+@dataclass(slots=True, eq=False)
+class _Graph:
+    """The graph of a cell."""
 
-    Args:
-        roots: The edges where gradients enter, each with the index of the cell's output.
-        leaves: The leaves where gradients come out, each with its source partition and its index
-            in the source's output. The source of the model's input is -1.
-    """
-
+    #: The edges where gradients enter, each with the index of the cell's output.
     roots: list[tuple[int, GradientEdge]]
+    #: The leaves where gradients come out, each with its source partition and its index in the
+    #: source's output. The source of the model's input is -1.
     leaves: list[tuple[int, int, Tensor]]
+    recomputation: Recomputation | None = None
 
 
 class Step(Run):
@@ -133,6 +131,8 @@ class Step(Run):
     has_backward = True
     #: Whether the outputs of all micro-batches are kept until the end.
     keeps_output = True
+    #: The only worker that may communicate with other processes.
+    _communicating: Hashable = None
     _give = staticmethod(give)
 
     def __init__(
@@ -144,64 +144,65 @@ class Step(Run):
         **options: Any,
     ) -> None:
         super().__init__(engine, batches, **options)
-        self._losses = loss
         self._rows = rows
-        #: The only worker that may communicate with other processes.
-        self._communicating: Hashable = None
-        self._leaves = Leaves()
+        self._losses = loss
         self._loss: Callable[..., Any] = loss
+        self._leaves = Leaves()
         #: Swaps of partitions whose modules have leaves only while their actions run.
         self._swaps: dict[int, list[Swap]] = {}
-        modules = {*loss.modules}
-        with_loss = [
-            partition
-            for partition in engine.partitions
-            if not modules.isdisjoint(partition.layers.modules())
-        ]
-        #: Held while the loss has leaves in place of its parameters.
-        self._loss_lock = (
-            together(layer_lock(modules), *(partition.lock for partition in with_loss))
-            if modules
-            else no_context
-        )
-        #: Partitions whose modules are also in another partition, or in the loss.
-        self._apart = {
-            partition.j
-            for partition in engine.partitions
-            if partition.shares_modules or partition in with_loss
-        }
-        self._steps = (
-            together(engine.step_lock, step_lock(modules)) if modules else engine.step_lock
-        )
+        # The graph of the first cells ends at the input, which may have a graph of its own.
         self._input = [batch.tensors for batch in batches]
-        batches[:] = [Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind) for batch in batches]
-        #: Graphs, gradients and recomputations, by micro-batch and partition.
+        for i, batch in enumerate(batches):
+            batches[i] = Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
+
+        # By micro-batch and partition.
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        #: The gradients of a cell's outputs, by their indices.
         self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
-        self._recomputations: dict[tuple[int, int], Recomputation] = {}
         #: The second halves of backwards; and the lists to which layers defer them, by partition.
         self._work: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._deferred: dict[int, DeferredWork] = {}
+        for row in rows:
+            for action in row:
+                partition = engine.partitions[action.stage]
+                if action.kind == 'W' and not has_compiled(partition.layers):
+                    self._deferred.setdefault(action.stage, DeferredWork())
+
+        self._set_locks({*loss.modules})
+        #: Watches backwards, as long as it is not known whether they draw.
+        self._recorder: Recorder | None = None
+        if not engine.one_worker and engine.backward_draws is Drawing.UNKNOWN:
+            self._recorder = Recorder()
+
+    def _set_locks(self, modules: set[nn.Module]) -> None:
+        """Set the locks of the step, whose loss has these modules."""
+        engine = self._engine
+        #: Partitions whose modules are also in another partition, or in the loss.
+        self._apart: set[int] = set()
+        locks = []
+        for partition in engine.partitions:
+            if not modules.isdisjoint(partition.layers.modules()):
+                self._apart.add(partition.j)
+                locks.append(partition.lock)
+            elif partition.shares_modules:
+                self._apart.add(partition.j)
+        #: Held while the loss has leaves in place of its parameters.
+        self._loss_lock = no_context
+        self._steps = engine.step_lock
+        if modules:
+            self._loss_lock = together(layer_lock(modules), *locks)
+            self._steps = together(engine.step_lock, step_lock(modules))
+
         #: Held by forwards that draw from the generator of the CPU, and by backwards. In backward,
         #: a layer may restore an earlier state of the generator, as `torch.utils.checkpoint` does.
         #: Then concurrent draws would be lost or repeated. Held by all actions if modes see them.
-        self._generator_lock = (
-            engine.generator_lock
-            if not engine.one_worker
-            and (
-                self._state.has_modes
-                or engine.backward_draws is not False
-                or any(map(self._may_draw, range(len(self._cells))))
-            )
-            else no_context
-        )
-        #: Watches backwards, as long as it is not known whether they draw.
-        self._recorder = (
-            Recorder() if not engine.one_worker and engine.backward_draws is None else None
-        )
-        split = {action.stage for row in rows for action in row if action.kind == 'W'}
-        self._deferred = {
-            j: DeferredWork() for j in split if not has_compiled(engine.partitions[j].layers)
-        }
+        self._generator_lock: AbstractContextManager[Any] = no_context
+        if not engine.one_worker and (
+            self._state.has_modes
+            or engine.backward_draws is not Drawing.NO
+            or any(map(self._may_draw, range(len(self._runs))))
+        ):
+            self._generator_lock = engine.generator_lock
 
     def run(self) -> None:
         """Run all actions; then accumulate the gradients of parameters and of the input.
@@ -221,204 +222,168 @@ class Step(Run):
         engine = self._engine
         # Whether user code may see when cells run, even if they do not draw.
         all_ordered = engine.one_worker or self._state.is_serialized
-        ordered = frozenset(
-            [
-                j
-                for j, partition in enumerate(engine.partitions)
-                if all_ordered or partition.serialized or self._may_draw(j)
-            ]
-        )
+        ordered = set()
+        for j, partition in enumerate(engine.partitions):
+            if all_ordered or partition.serialized or self._may_draw(j):
+                ordered.add(j)
         devices = tuple([partition.device for partition in engine.partitions])
-        plan = WorkerPlan.of(self._rows, devices, ordered)
-        run = self._act if engine.observer is None else partial(engine.observer.act, self._act)
+        plan = WorkerPlan.of(self._rows, devices, frozenset(ordered))
+
+        act: Callable[[Action], None] = self._act
+        if engine.observer is not None:
+            act = partial(engine.observer.act, self._act)
         watch = None if plan.in_order else Unordered(engine, self._rows)
         try:
             with substituted(self._put_leaves(engine.partitions)):
-                interpret(plan, run, engine.workers)
+                interpret(plan, act, engine.workers)
         finally:
             for partition in engine.partitions:
                 self._leaves.put_back(partition.layers.modules())
         if watch is not None:
             watch.check()
         if self._recorder is not None:
-            engine.backward_draws = self._recorder.draws
+            engine.backward_draws = Drawing.of(self._recorder.draws)
 
-    def _put_leaves(self, partitions: Sequence[Partition], each: bool = False) -> list[Swap]:
+    def _put_leaves(self, partitions: Sequence[Partition], by_action: bool = False) -> list[Swap]:
         """Make leaves of the parameters.
 
         Args:
             partitions: The partitions. The last partition includes the parameters of the loss.
-            each: Whether each action sets its leaves itself. Actions also do so if modules of
+            by_action: Whether each action sets its leaves itself. Actions also do so if modules of
                 their partition are elsewhere, or the partition has copies of tensors.
 
         Returns:
             The swaps that set the other leaves.
         """
-        found = []
+        swaps_of_step: list[Swap] = []
         for partition in partitions:
-            copies = {} if self._shared is None else self._shared.copies(partition.j)
-            swaps = self._leaves.swaps(
-                partition.layers.modules(), copies, self._deferred.get(partition.j)
-            )
-            if each or copies or partition.j in self._apart:
-                self._layers[partition.j] = within(swaps, self._layers[partition.j])
-                self._swaps[partition.j] = swaps
+            j = partition.j
+            modules = partition.layers.modules()
+            copies = {} if self._shared is None else self._shared.copies(j)
+            swaps = self._leaves.swaps(modules, copies, self._deferred.get(j))
+            if by_action or copies or j in self._apart:
+                run = self._runs[j]
+                run.layers = within(swaps, run.layers)
+                self._swaps[j] = swaps
             else:
-                found += swaps
-        if partitions[-1].j == len(self._cells) - 1:
-            swaps = self._leaves.swaps(self._losses.modules, {})
-            if swaps:
-                self._loss = within(swaps, self._losses)
-                self._swaps.setdefault(partitions[-1].j, []).extend(swaps)
-        return found
+                swaps_of_step += swaps
+
+        last = partitions[-1].j
+        swaps = self._leaves.swaps(self._losses.modules, {})
+        if swaps and last == len(self._runs) - 1:
+            self._loss = within(swaps, self._losses)
+            self._swaps.setdefault(last, []).extend(swaps)
+        return swaps_of_step
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return tensors with their accumulated gradients, and release these here."""
         gradients = [*self._leaves.take(), *self._losses.gradients()]
-        # All others have been used. Only the list may refer to these gradients.
-        gradients += [
-            (self._input[i][k], grad)
-            for (i, _), grads in self._grads.items()
-            for k, grad in grads.items()
-        ]
+        # All others have been used: these are of the input. Only the list may refer to gradients,
+        # so that autograd need not copy them.
+        for (i, _), grads in self._grads.items():
+            for k, grad in grads.items():
+                gradients.append((self._input[i][k], grad))
         self._grads.clear()
         return gradients
+
+    # Actions.
 
     def _act(self, action: Action) -> None:
         """Run an action."""
         j, kind, i = action
+        outside = context.no_order
         deferred = self._deferred.get(j)
-        before = context.no_order
         if deferred is not None:
             # The list to which layers defer gradients of weights, for `W`.
             deferred.work = self._work.setdefault((i, j), [])
         if self._communicating not in (None, self._engine.partitions[j].worker):
             context.no_order = partial(beside, j)
-        alone = kind != 'F' or self._state.has_modes or self._may_draw(j)
+        # A forward draws only if a cell was seen to. Any backward may restore a generator.
+        draws = kind != 'F' or self._state.has_modes or self._may_draw(j)
         try:
-            with use_stream(self._streams[j]), self._generator_lock if alone else no_context:
+            with (
+                use_stream(self._runs[j].stream),
+                self._generator_lock if draws else no_context,
+            ):
                 if kind != 'F':
                     self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
                 elif self._engine.one_worker:
                     self._run_cell(i, j)
                 else:
-                    self._state.run(partial(self._run_cell, i, j), self._share)
+                    self._state.run(partial(self._run_cell, i, j), self._worker_threads)
         except Exception as error:
             if kind != 'F':
-                add_note(
-                    error,
-                    f'in backward of partition {j} on '
-                    f'{self._engine.partitions[j].device}, micro-batch {i} of '
-                    f'{len(self._batches)}',
-                )
-                if 'modified by an inplace operation' in str(error):
-                    add_note(error, _CHANGED)
+                self._add_notes(error, i, j)
             raise
         finally:
-            context.no_order = before
+            context.no_order = outside
             if deferred is not None:
                 deferred.work = None
 
-    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        batch = self._batches[i].tensors
-        sources = [(j - 1, k) for k in range(len(batch))] + [(skip.j, skip.k) for skip in popped]
-        tensors = [*batch, *(skip.tensor for skip in popped if skip.tensor is not None)]
-        if len(tensors) == 1 and i not in self.aliasing.watched:  # as mostly
-            return self._carry(i, j, sources, tensors)
-        return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
-
-    def _carry(
-        self, i: int, j: int, sources: Sequence[tuple[int, int]], tensors: list[Tensor]
-    ) -> list[Tensor]:
-        """Return tensors in the graph of a cell, and keep its leaves for their gradients."""
-        if self._engine.partitions[j].arrives:
-            tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
-            wait_stream(self._streams[j], self._copy_streams[j][i])
-        self._graphs[i, j] = _Graph(
-            [], [(*source, x) for source, x in zip(sources, tensors) if x.requires_grad]
-        )
-        # A leaf could not be changed in place.
-        return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
-
-    def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
-        if not self._engine.apart(prev_j, j):
-            return x
-        prev_stream = self._copy_streams[prev_j][i]
-        next_stream = self._copy_streams[j][i]
-        copy = copy_tensor(x.detach(), prev_stream, next_stream, self._streams[j])
-        return copy.requires_grad_(x.requires_grad)
-
-    def _send(
-        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
-    ) -> None:
-        """Keep the output of a cell as leaves, and the edges for gradients into its graph."""
-        if self._engine.partitions[j].departs:
-            stream = self._streams[j]
-            departure = self._copy_streams[j][i]
-            output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
-        if recomputation is not None:
-            self._recomputations[i, j] = recomputation
-        roots = self._graphs[i, j].roots
-        own_node = j in self._deferred
-        if j < len(self._cells) - 1:
-            self._keep(i, j, cell, [leaf_of(y) for y in output])
-            roots += [(k, edge_of(y, own_node)) for k, y in enumerate(output) if y.requires_grad]
-        else:
-            self._keep(i, j, cell, [y.detach() for y in output if self.keeps_output])
-            loss = self._loss_of(i, cell.kind(output))
-            roots.append((0, edge_of(loss, own_node and not loss.is_leaf)))
-            self._grads[i, j] = {0: torch.ones_like(loss)}
+    def _add_notes(self, error: Exception, i: int, j: int) -> None:
+        """Add the cell, and a way out, to an error of a backward."""
+        device = self._engine.partitions[j].device
+        m = len(self._batches)
+        add_note(error, f'in backward of partition {j} on {device}, micro-batch {i} of {m}')
+        if 'modified by an inplace operation' in str(error):
+            add_note(error, _CHANGED)
 
     def _may_draw(self, j: int) -> bool:
-        is_last = j == len(self._cells) - 1  # The loss draws when its cell has run.
-        return self._cells[j].draws is not False or (
-            is_last and self._engine.loss_draws is not False
-        )
+        if self._runs[j].cells.draws is not Drawing.NO:
+            return True
+        # The loss runs after the last cell, in the same action.
+        return j == len(self._runs) - 1 and self._engine.loss_draws is not Drawing.NO
 
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``.
 
         Record whether it draws, if this is not known yet, or if no monitor covers the loss.
         """
+        engine = self._engine
         with self._loss_lock:
-            seen = self._engine.loss_draws  # The monitor of all cells also covers the loss.
-            if self._engine.one_worker or seen or (seen is False and self._monitor is not None):
+            # The monitor of all cells also covers the loss.
+            is_covered = engine.loss_draws is Drawing.NO and self._monitor is not None
+            if engine.one_worker or is_covered or engine.loss_draws is Drawing.YES:
                 return self._loss(i, output)  # type: ignore[no-any-return]
             recorder = Recorder()
             loss: Tensor = recorder.run(partial(self._loss, i, output))
-            self._engine.loss_draws = recorder.draws
+            engine.loss_draws = Drawing.of(recorder.draws)
             return loss
 
     def _recompute(self, i: int, j: int) -> None:
         """Run a checkpointed cell again, unless it was done before."""
-        if (i, j) in self._recomputations:
-            self._recomputations[i, j].prefetch()
+        recomputation = self._graphs[i, j].recomputation
+        if recomputation is not None:
+            recomputation.prefetch()
 
     def _backward(self, i: int, j: int) -> None:
         """Run backward through the graph of a cell, and pass the gradients of its leaves on."""
-        graph = self._graphs.pop((i, j))
         grads = self._grads.pop((i, j), {})
-        roots = [(edge, grads[k]) for k, edge in graph.roots if k in grads]
+        roots = [(edge, grads[k]) for k, edge in self._graphs[i, j].roots if k in grads]
         if roots:
             self._recompute(i, j)  # unless the schedule has done so before
             run: Callable[[], object] = partial(backward_from, *zip(*roots))
             if j in self._swaps:
                 run = partial(self._run_with_leaves, j, run)
-            run() if self._recorder is None else self._recorder.run(run)
-        if (i, j) in self._recomputations:
-            self._recomputations.pop((i, j)).drop()
+            if self._recorder is not None:
+                run = partial(self._recorder.run, run)
+            run()
+
+        graph = self._graphs.pop((i, j))
+        if graph.recomputation is not None:
+            graph.recomputation.drop()
         for prev_j, k, leaf in graph.leaves:
-            if leaf.grad is not None:
-                self._grads.setdefault((i, prev_j), {})[k] = (
-                    self._send_back(i, j, prev_j, leaf.grad)
-                    if self._engine.partitions[j].arrives
-                    else leaf.grad
-                )
+            grad = leaf.grad
+            if grad is None:
+                continue
+            if self._engine.partitions[j].arrives:
+                grad = self._send_back(i, j, prev_j, grad)
+            self._grads.setdefault((i, prev_j), {})[k] = grad
 
     def _run_with_leaves(self, j: int, run: Callable[[], object]) -> None:
         """Run backward with leaves in the modules, as layers may call them in their backward."""
-        loss_lock = self._loss_lock if j == len(self._cells) - 1 else no_context
-        with self._held[j], loss_lock, substituted(self._swaps[j]):
+        loss_lock = self._loss_lock if j == len(self._runs) - 1 else no_context
+        with self._runs[j].held, loss_lock, substituted(self._swaps[j]):
             run()
 
     def _split_backward(self, i: int, j: int) -> None:
@@ -433,15 +398,74 @@ class Step(Run):
         work = self._work.pop((i, j), [])
         with torch.no_grad():
             while work:
-                work.pop()()
+                work.pop()()  # Its tensors are freed then.
 
     _ACTIONS = {'R': _recompute, 'B': _backward, 'I': _split_backward, 'W': _finish}
+
+    # The transport.
+
+    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
+        tensors = [*self._batches[i].tensors]
+        sources = [(j - 1, k) for k in range(len(tensors))]
+        for skip in popped:
+            if skip.tensor is not None:
+                sources.append((skip.j, skip.k))
+                tensors.append(skip.tensor)
+        if len(tensors) == 1 and i not in self.aliasing.watched:  # as mostly
+            return self._carry(i, j, sources, tensors)
+        return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
+
+    def _carry(
+        self, i: int, j: int, sources: Sequence[tuple[int, int]], tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """Return tensors in the graph of a cell, and keep its leaves for their gradients."""
+        if self._engine.partitions[j].arrives:
+            run = self._runs[j]
+            tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
+            wait_stream(run.stream, run.copy_streams[i])
+        graph = self._graphs[i, j] = _Graph([], [])
+        for (prev_j, k), x in zip(sources, tensors):
+            if x.requires_grad:
+                graph.leaves.append((prev_j, k, x))
+        # A leaf could not be changed in place.
+        return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
+
+    def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
+        if not self._engine.apart(prev_j, j):
+            return x
+        run = self._runs[j]
+        prev_stream = self._runs[prev_j].copy_streams[i]
+        copy = copy_tensor(x.detach(), prev_stream, run.copy_streams[i], run.stream)
+        return copy.requires_grad_(x.requires_grad)
+
+    def _send(
+        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+    ) -> None:
+        """Keep the output of a cell as leaves, and the edges for gradients into its graph."""
+        if self._engine.partitions[j].departs:
+            stream = self._runs[j].stream
+            departure = self._runs[j].copy_streams[i]
+            output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
+        graph = self._graphs[i, j]
+        graph.recomputation = recomputation
+        # `DeferredWork.begin` is a hook of the root, so no layer may reach this node.
+        own_node = j in self._deferred
+        if j < len(self._runs) - 1:
+            self._keep(i, j, cell, [leaf_of(y) for y in output])
+            for k, y in enumerate(output):
+                if y.requires_grad:
+                    graph.roots.append((k, edge_of(y, own_node)))
+        else:
+            self._keep(i, j, cell, [y.detach() for y in output if self.keeps_output])
+            loss = self._loss_of(i, cell.kind(output))
+            graph.roots.append((0, edge_of(loss, own_node and not loss.is_leaf)))
+            self._grads[i, j] = {0: torch.ones_like(loss)}
 
     def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
         """Copy a gradient to the source partition of its tensor."""
         if not self._engine.apart(prev_j, j):
             return grad
-        prev_stream = self._copy_streams[prev_j][i]
-        next_stream = self._copy_streams[j][i]
-        wait_stream(next_stream, self._streams[j])  # rule 12
-        return copy_tensor(grad, next_stream, prev_stream, self._streams[prev_j])
+        prev_run = self._runs[prev_j]
+        departure = self._runs[j].copy_streams[i]
+        wait_stream(departure, self._runs[j].stream)  # rule 12
+        return copy_tensor(grad, departure, prev_run.copy_streams[i], prev_run.stream)

@@ -9,30 +9,31 @@ from tests.engine.checkpoint.layers import Layer, count
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.observation import Observed
+from torchgpipe.engine.checkpoint.random import Drawing
 
 
 def test_false_alarms_are_looked_into_less_and_less_often():
     observed, looked_into = Observed(), []
     for alarm in range(1, 20):
-        observed.draws = False
+        observed.draws = Drawing.NO
         observed.watch_draws()
-        if observed.draws is None:
+        if observed.draws is Drawing.UNKNOWN:
             looked_into.append(alarm)
     assert looked_into == [1, 2, 4, 8, 16]
 
 
 def test_what_is_seen_to_draw_is_not_asked_again():
     observed = Observed()
-    observed.draws = True
+    observed.draws = Drawing.YES
     observed.watch_draws()
-    assert observed.draws is True
+    assert observed.draws is Drawing.YES
 
 
 def test_layers_that_did_something_new_are_watched_as_at_first():
     observed = Observed()
-    observed.draws = observed.watched = True
+    observed.draws, observed.watched = Drawing.YES, True
     observed.watch_again()
-    assert observed.draws is None and not observed.watched
+    assert observed.draws is Drawing.UNKNOWN and not observed.watched
 
 
 def draw(layer, x):

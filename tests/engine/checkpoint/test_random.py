@@ -30,6 +30,7 @@ from tests.helpers import (
 )
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.locks import generator_lock
+from torchgpipe.engine.checkpoint.random import Drawing
 from torchgpipe.engine.streams import use_device
 
 SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
@@ -598,7 +599,7 @@ def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(mon
         checkpoint='never',
     )
     x = torch.rand(4, 1)
-    for on, known in (False, [False, False]), (True, [True, True]):
+    for on, known in (False, [Drawing.NO] * 2), (True, [Drawing.YES] * 2):
         monkeypatch.setattr(Maybe, 'on', on)
         gpipe(x)
         assert [
@@ -629,7 +630,7 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
     for _ in range(10):
         call(gpipe, torch.rand(6, 4)).sum().backward()
     for observed in gpipe._engine.partitions[0].observed.values():
-        assert not observed.draws
+        assert observed.draws is not Drawing.YES
         assert observed._false_alarms > 4  # Watched for the 1st, 2nd, 4th only
 
 

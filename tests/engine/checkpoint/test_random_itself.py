@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpu_only
 from torchgpipe.base.locks import generator_lock
-from torchgpipe.engine.checkpoint.random import DrawMonitor, Draws, Recorder
+from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor, Draws, Recorder
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
 
 cpu = torch.device('cpu')
+UNKNOWN, NO, YES = Drawing
 
 FUNCTIONS = {
     'new tensors': lambda: F.dropout(torch.ones(100)) + torch.rand(100),
@@ -113,11 +114,11 @@ def test_a_recorder_is_let_go_of_when_it_has_recorded():
 @pytest.mark.parametrize(
     'before, after, expected',
     [
-        ([False, False], None, [('at once', 0, 3)]),
-        ([None, False], [False, False], [('at once', 0, 1), ('at once', 1, 3)]),
-        ([None, None], [False, True], [('at once', 0, 1), ('in order', 1, 3)]),
-        ([True, False], None, [('in order', 0, 3)]),
-        ([False, True], None, [('in order', 0, 3)]),
+        ([NO, NO], None, [('at once', 0, 3)]),
+        ([UNKNOWN, NO], [NO, NO], [('at once', 0, 1), ('at once', 1, 3)]),
+        ([UNKNOWN, UNKNOWN], [NO, YES], [('at once', 0, 1), ('in order', 1, 3)]),
+        ([YES, NO], None, [('in order', 0, 3)]),
+        ([NO, YES], None, [('in order', 0, 3)]),
     ],
 )
 def test_no_cell_runs_beside_one_that_draws(before, after, expected, monkeypatch):
@@ -130,10 +131,10 @@ def test_no_cell_runs_beside_one_that_draws(before, after, expected, monkeypatch
 
     def note(how, *which):
         log.append((how, *which))
-        for cells, known in zip(pipeline._cells, after or before):
-            cells.draws = known
+        for run, known in zip(pipeline._runs, after or before):
+            run.cells.draws = known
 
-    pipeline._cells = [SimpleNamespace(draws=each) for each in before]
+    pipeline._runs = [SimpleNamespace(cells=SimpleNamespace(draws=each)) for each in before]
     monkeypatch.setattr(pipeline, '_run_at_once', partial(note, 'at once'))
     monkeypatch.setattr(pipeline, '_run_in_order', partial(note, 'in order'))
     pipeline._run_cells()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.private import generator_key, unseen, versions
 from torchgpipe.base.structure import Memories, Path, Slot, copy_of, is_plain, storage_id
-from torchgpipe.engine.checkpoint.random import Recorder, operation_of
+from torchgpipe.engine.checkpoint.random import Drawing, Recorder, operation_of
 
 #: Attributes of a module that are handled separately.
 OWN = ('_buffers', '_parameters', 'training')
@@ -176,9 +176,7 @@ class Observed:
     """Observations of layers in one mode, which is given by the training flags of all modules."""
 
     def __init__(self) -> None:
-        #: Whether the layers draw from a generator that other threads may use; ``None`` if not
-        #: known yet.
-        self.draws: bool | None = None
+        self.draws = Drawing.UNKNOWN
         #: Whether a checkpointed cell was watched. Cells without a checkpoint show only draws.
         self.watched = False
         #: The layers' own generators, by keys.
@@ -199,7 +197,7 @@ class Observed:
 
     def learn(self, recorder: Recorder) -> None:
         """Add the observations of a recorder."""
-        self.draws = bool(self.draws or recorder.draws)
+        self.draws = Drawing.of(self.draws is Drawing.YES or recorder.draws)
         self.generators.update(recorder.generators)
 
     def learn_attributes(self, module: nn.Module, before: Attributes) -> None:
@@ -219,14 +217,14 @@ class Observed:
 
         They are watched again, but less and less often, because another thread may have drawn.
         """
-        if self.draws is False:
+        if self.draws is Drawing.NO:
             self._false_alarms += 1
             if self._false_alarms & (self._false_alarms - 1) == 0:  # a power of two
-                self.draws = None
+                self.draws = Drawing.UNKNOWN
 
     def watch_again(self) -> None:
         """Watch the next cell, as the first one."""
-        self.draws = None
+        self.draws = Drawing.UNKNOWN
         self.watched = False
 
 

@@ -24,6 +24,7 @@ runs in the mode, and raises if it draws.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -91,10 +92,32 @@ def state_of(generator: Generator) -> Tensor:
         return generator.get_state()
 
 
+def states_of(generators: Iterable[Generator]) -> dict[Generator, Tensor]:
+    """Return copies of the states of several generators."""
+    return {generator: state_of(generator) for generator in generators}
+
+
 def same(a: Tensor, b: Tensor) -> bool:
     """Return whether two states are equal."""
     with unseen():
+        # Bytes, whose number is a multiple of 8, are compared faster as integers.
         return torch.equal(a.view(torch.int64), b.view(torch.int64))
+
+
+class Drawing(Enum):
+    """Whether some code draws from a random generator that other threads may use."""
+
+    #: It was not observed yet, and is observed when it runs next: NO or YES.
+    UNKNOWN = 0
+    #: It was observed not to draw. If a monitor detects a draw later: UNKNOWN.
+    NO = 1
+    #: It was observed to draw. This does not change, because it may draw at any time.
+    YES = 2
+
+    @staticmethod
+    def of(draws: bool) -> 'Drawing':
+        """Return YES or NO."""
+        return Drawing.YES if draws else Drawing.NO
 
 
 class Draws:
@@ -105,15 +128,15 @@ class Draws:
             not among ``generators``.
     """
 
-    __slots__ = ('_before', '_generators', '_last', '_recorder', 'monitor', 'states')
-
     def __init__(
         self,
         generators: Iterable[Generator],
         recorder: 'Recorder | None' = None,
         monitor: 'DrawMonitor | None' = None,
     ) -> None:
-        self._generators = (*generators, _cpu) if recorder else tuple(generators)
+        self._generators = [*generators]
+        if recorder is not None:
+            self._generators.append(_cpu)
         self._recorder = recorder
         self.monitor = monitor
         #: The states at the start of the first pass.
@@ -129,20 +152,20 @@ class Draws:
             return function()
         recorder = self._recorder
         self._recorder = None
-        self._before = before = {each: state_of(each) for each in self._generators}
+        self._before = states_of(self._generators)
         if recorder is None:
             output = function()
         else:
-            recorder.before = before
+            # The recorder adds the generators that are arguments of operations.
+            recorder.before = self._before
             output = recorder.run(function)
             if not recorder.draws:
-                del before[_cpu]  # If its state changed, another thread has drawn.
-        after = {each: state_of(each) for each in before}
-        self.states = {
-            each: (before[each], after[each])
-            for each in before
-            if not same(before[each], after[each])
-        }
+                del self._before[_cpu]  # If its state changed, another thread has drawn.
+
+        for generator, before in self._before.items():
+            after = state_of(generator)
+            if not same(before, after):
+                self.states[generator] = before, after
         return output
 
     def replay(self, function: Callable[[], T]) -> T:
@@ -158,27 +181,25 @@ class Draws:
             return self._replay(function)
 
     def _replay(self, function: Callable[[], T]) -> T:
-        now = {each: state_of(each) for each in self.states}
+        present = states_of(self.states)
         try:
-            for each, (before, _) in self.states.items():
-                each.set_state(before)
-                self._last[each] = before
+            for generator, (before, _) in self.states.items():
+                generator.set_state(before)
+                self._last[generator] = before
             output = function()
-            end = {each: state_of(each) for each in self.states}
+            end = states_of(self.states)
         finally:
-            for each, state in now.items():
-                each.set_state(state)
-        # Layers may well draw in their first pass only.
-        if not all(
-            same(end[each], after) or same(end[each], self._last[each])
-            for each, (_, after) in self.states.items()
-        ):
-            raise disturbed()
+            for generator, state in present.items():
+                generator.set_state(state)
+        for generator, (_, after) in self.states.items():
+            # Layers may well draw in their first pass only.
+            if not _is_one_of(end[generator], after, self._last[generator]):
+                raise disturbed()
         return output
 
     def position(self) -> dict[Generator, Tensor]:
         """Return the present states of the generators."""
-        return {each: state_of(each) for each in self._before}
+        return states_of(self._before)
 
     def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
         """Make the generators of a recomputation skip the draws of a marked layer.
@@ -187,15 +208,18 @@ class Draws:
             RuntimeError: They are in another state than in the first pass before the layer,
                 because another thread drew.
         """
-        for each in self.states.keys() & end.keys():
-            now = state_of(each)
+        for generator in self.states.keys() & end.keys():
+            before, _ = self.states[generator]
+            expected = start.get(generator, before)
             # Layers may well draw in their first pass only.
-            if not (
-                same(now, start.get(each, self.states[each][0])) or same(now, self._last[each])
-            ):
+            if not _is_one_of(state_of(generator), expected, self._last[generator]):
                 raise disturbed()
-            each.set_state(end[each])
-            self._last[each] = end[each]
+            generator.set_state(end[generator])
+            self._last[generator] = end[generator]
+
+
+def _is_one_of(state: Tensor, *states: Tensor) -> bool:
+    return any(same(state, other) for other in states)
 
 
 def _without_draws(function: Callable[[], T]) -> T:
@@ -231,8 +255,7 @@ class DrawMonitor:
         return self.drawn
 
 
-# --- operations that draw
-# ----------------------------------------------------------------------------------
+# Operations that draw.
 
 
 class Operation(NamedTuple):
@@ -251,18 +274,20 @@ class Operation(NamedTuple):
         """Return the generator among the arguments of a call, if there is one."""
         if self.generator is None:
             return None
-        given: torch.Generator | None = (
-            args[self.generator] if self.generator < len(args) else kwargs.get('generator')
-        )
-        return given
+        generator: torch.Generator | None = kwargs.get('generator')
+        if self.generator < len(args):
+            generator = args[self.generator]
+        return generator
 
     def written_by(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
         """Yield the tensors that a call writes to."""
         if self.training is not None and not args[self.training]:
             return
         for k, name in self.written:
-            given = args[k] if k < len(args) else kwargs.get(name)
-            yield from (x for x in tree_leaves(given) if isinstance(x, Tensor))
+            argument = args[k] if k < len(args) else kwargs.get(name)
+            for x in tree_leaves(argument):
+                if isinstance(x, Tensor):
+                    yield x
 
 
 @cache
@@ -271,24 +296,27 @@ def operation_of(func: Any) -> Operation:
     schema = schema_of(func)
     if schema is None:
         return Operation(False, None, ())
-    names = [argument.name for argument in schema.arguments]
-    generator = names.index('generator') if 'generator' in names else None
-    written = tuple(
-        (k, argument.name)
-        for k, argument in enumerate(schema.arguments)
-        if argument.alias_info and argument.alias_info.is_write
-    )
+    positions: dict[str, int] = {}
+    written = []
+    for k, argument in enumerate(schema.arguments):
+        positions[argument.name] = k
+        if argument.alias_info and argument.alias_info.is_write:
+            written.append((k, argument.name))
+
     training = None
-    if names.count('running_mean') and names.count('training'):
+    if 'running_mean' in positions:
         # Normalization functions do not declare that they write to their running statistics.
-        training = names.index('training')
-        written += tuple((names.index(name), name) for name in ('running_mean', 'running_var'))
+        training = positions.get('training')
+    if training is not None:
+        for name in ('running_mean', 'running_var'):
+            written.append((positions[name], name))
+    generator = positions.get('generator')
     may_draw = (
         generator is not None
         or func.namespace not in ('aten', 'prims')
         or torch.Tag.nondeterministic_seeded in func.tags
     )
-    return Operation(may_draw, generator, written, training)
+    return Operation(may_draw, generator, tuple(written), training)
 
 
 class Recorder(DispatchMode):
@@ -321,10 +349,12 @@ class Recorder(DispatchMode):
         operation = operation_of(func)
         if not operation.may_draw:
             return func(*args, **kwargs)
-        given = operation.generator_of(args, kwargs)
-        if given is not None and (key := generator_key(given)) not in self.generators:
-            self.generators[key] = given
-            self.before[given] = state_of(given)
+        generator = operation.generator_of(args, kwargs)
+        if generator is not None:
+            key = generator_key(generator)
+            if key not in self.generators:
+                self.generators[key] = generator
+                self.before[generator] = state_of(generator)
         before = state_of(_cpu)
         output = func(*args, **kwargs)
         self.draws = self.draws or not same(before, state_of(_cpu))
