@@ -270,9 +270,9 @@ MUTATIONS = [
         ),
         (
             shared.SharedTensors._copy,
-            '_apply(Wait, arriving, there, ',
+            '_apply(Wait, arriving, target, copy)',
             P.parameters_are_shared,
-            'mutated(',
+            'mutated(copy)',
         ),
         (
             shared.SharedTensors._return_late,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.base.devices import is_cpu, memory_key
+from torchgpipe.base.devices import CPU, is_cpu, memory_key
 from torchgpipe.base.locks import layer_lock, new_lock, step_lock, together
 from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 from torchgpipe.base.structure import Slot
@@ -47,27 +47,23 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
     seen = {module}
     queue = [module]
     while queue:
-        found = queue.pop()
-        yield found
-        if not is_pipeline(found):
-            new = [child for child in found.children() if child not in seen]
-            seen.update(new)
-            queue += reversed(new)
+        current = queue.pop()
+        yield current
+        if not is_pipeline(current):
+            children = [child for child in current.children() if child not in seen]
+            seen.update(children)
+            queue += reversed(children)
 
 
 def holder_of(slot: Slot) -> Any:
     """Return the module's dictionary that contains a parameter or a buffer."""
     module, name = slot
-    if name in module._parameters:
-        return module._parameters
-    return module._buffers
+    return module._parameters if name in module._parameters else module._buffers
 
 
 def tensor_of(slot: Slot) -> Any:
     """Return the parameter or the buffer at a slot; ``None`` if it does not exist."""
-    holder = holder_of(slot)
-    name = slot[1]
-    return holder.get(name)
+    return holder_of(slot).get(slot[1])
 
 
 def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot, Tensor]]:
@@ -102,11 +98,11 @@ def shared_modules(partitions: Sequence[nn.Module]) -> dict[nn.Module, tuple[int
     >>> shared_modules([nn.Sequential(a), nn.Sequential(nn.ReLU()), nn.Sequential(a)])
     {ReLU(): (0, 2)}
     """
-    where: dict[nn.Module, list[int]] = {}
+    places: dict[nn.Module, list[int]] = {}
     for j, partition in enumerate(partitions):
         for module in modules_of(partition):
-            where.setdefault(module, []).append(j)
-    return {module: tuple(js) for module, js in where.items() if len(js) > 1}
+            places.setdefault(module, []).append(j)
+    return {module: tuple(js) for module, js in places.items() if len(js) > 1}
 
 
 def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
@@ -115,17 +111,23 @@ def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
     Returns:
         For each of these slots, whether another module has the same tensor, in any partition.
     """
-    owners: dict[int, tuple[Tensor, int, set[nn.Module]]] = {}
-    found: list[list[tuple[Slot, Tensor]]] = [[] for _ in partitions]
+    # By the tensor's id: its first partition, and all modules that have it.
+    owners: dict[int, tuple[int, set[nn.Module]]] = {}
+    shared: list[dict[Slot, Tensor]] = [{} for _ in partitions]
     for j, partition in enumerate(partitions):
         for module in modules_of(partition):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    _, first, modules = owners.setdefault(id(tensor), (tensor, j, set()))
-                    modules.add(module)
-                    if first < j:
-                        found[j].append(((module, name), tensor))
-    return [{slot: len(owners[id(tensor)][2]) > 1 for slot, tensor in each} for each in found]
+                if tensor is None:
+                    continue
+                first_j, modules = owners.setdefault(id(tensor), (j, set()))
+                modules.add(module)
+                if first_j < j:
+                    shared[j][module, name] = tensor
+
+    is_tied: list[dict[Slot, bool]] = []
+    for slots in shared:
+        is_tied.append({slot: len(owners[id(tensor)][1]) > 1 for slot, tensor in slots.items()})
+    return is_tied
 
 
 def only_computes(module: nn.Module) -> bool:
@@ -143,8 +145,7 @@ def only_computes(module: nn.Module) -> bool:
     )
 
 
-# --- compiled layers
-# ----------------------------------------------------------------------------------
+# Compiled layers.
 
 
 def has_compiled(partition: nn.Module) -> bool:
@@ -156,38 +157,37 @@ def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
     """Give each compiled node its own context."""
     if not compiled_codes():
         return
-    seen = set(inputs)
-    found: list[Any] = [y.grad_fn for y in outputs]
-    while found:
-        node = found.pop()
-        if node is None or node in seen:
+    visited = {None, *inputs}
+    nodes: list[Any] = [y.grad_fn for y in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if is_compiled(node):
             node.register_prehook(own_context)
-        found += [next for next, _ in node.next_functions]
+        nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return a function that calls layers in order, compiled together where possible."""
+
+    def is_excluded(name: str) -> bool:
+        return hasattr(getattr(layers._modules[name], 'forward', None), '_torchdynamo_disable')
+
     # PyTorch does not compile a loop if it cannot compile one of its layers.
-    is_left = [hasattr(layer.forward, '_torchdynamo_disable') for layer in layers]
-    runs = [
-        partial(
-            torch.compile(_own_code(_run), *args, **kwargs),
-            layers,
-            tuple([name for name, _ in group]),
-        )
-        for _, group in groupby(zip(layers._modules, is_left), itemgetter(1))
-    ]
+    runs: list[Callable[..., Any]] = []
+    for _, names in groupby(layers._modules, is_excluded):
+        run = torch.compile(_own_code(_run), *args, **kwargs)
+        runs.append(partial(run, layers, tuple(names)))
     return partial(_run_all, runs)
 
 
 def _run(layers: nn.Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """Run the forward of some of the layers."""
-    name, *others = names
-    value = layers._modules[name](*args, **kwargs)
-    for name in others:
+    first, *rest = names
+    value = layers._modules[first](*args, **kwargs)
+    for name in rest:
         value = layers._modules[name](value)
     return value
 
@@ -198,28 +198,47 @@ def _own_code(function: Any) -> Callable[..., Any]:
 
 
 def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    run, *others = runs
-    value = run(*args, **kwargs)
-    for run in others:
+    first, *rest = runs
+    value = first(*args, **kwargs)
+    for run in rest:
         value = run(value)
     return value
 
 
-# --- the engine's state
-# ----------------------------------------------------------------------------------
+# The state of the engine.
 
 
 class Partition:
     """One partition."""
 
+    #: The observer of each run of the layers, if there is one.
+    observer: Observer | None = None
+    #: Whether the batch comes from another memory.
+    moves = False
+    #: Whether a batch or a skip comes from another memory, or goes to one.
+    arrives = False
+    departs = False
+    #: Whether another partition contains one of its modules.
+    shares_modules = False
+    #: Whether cells run one after the other, because the partition communicates, or shares a
+    #: module that may change.
+    serialized = False
+    #: Held while the layers run: see :mod:`torchgpipe.base.locks`.
+    lock: AbstractContextManager[Any] = no_context
+    #: Held while the modules have other attributes, such as in a recomputation. No other
+    #: partition runs any of these modules meanwhile.
+    lock_alone: AbstractContextManager[Any] = no_context
+
     def __init__(
-        self, j: int, layers: nn.Sequential, device: torch.device, skip_layout: SkipLayout
+        self,
+        j: int,
+        layers: nn.Sequential,
+        device: torch.device,
+        skip_layout: SkipLayout,
     ) -> None:
         self.j = j
         self.layers = layers
         self.device = device
-        #: The observer of each run of the layers, if there is one.
-        self.observer: Observer | None = None
         #: The key of the worker that runs the partition.
         self.worker = device_key(device)
         self.memory = memory_key(device)
@@ -227,28 +246,6 @@ class Partition:
         self.incoming = skip_layout.incoming(j)
         self.outgoing = skip_layout.outgoing(j)
         self.has_skips = bool(self.incoming or self.outgoing)
-        #: Whether the batch comes from another memory.
-        self.moves = False
-        #: Whether a batch or a skip comes from another memory, or goes to one.
-        self.arrives = False
-        self.departs = False
-        #: Held while the layers run: see :mod:`torchgpipe.base.context`.
-        self.lock: AbstractContextManager[Any] = no_context
-        #: Held while the modules have other attributes, such as in a recomputation. No other
-        #: partition runs any of these modules meanwhile.
-        self.lock_alone: AbstractContextManager[Any] = no_context
-        #: Whether another partition contains one of its modules.
-        self.shares_modules = False
-        #: Whether it contains another pipeline.
-        self.has_pipeline = any(map(is_pipeline, layers.modules()))
-        #: Whether it has a module that communicates: [Note: Collectives] of
-        #: :mod:`torchgpipe.base.context`.
-        self.communicates = any(
-            getattr(module, 'communicates', False) is True for module in modules_of(layers)
-        )
-        #: Whether cells run one after the other, because the partition communicates, or shares a
-        #: module that may change.
-        self.serialized = self.communicates
         #: The slots whose parameter or buffer is also in an earlier partition, and whether another
         #: module has it.
         self.shared: dict[Slot, bool] = {}
@@ -256,6 +253,19 @@ class Partition:
         self.pending: deque[PendingComparison] = deque()
         #: The observed behaviour of its layers, by mode.
         self.observed: defaultdict[tuple[bool, ...], Observed] = defaultdict(Observed)
+
+    @cached_property
+    def has_pipeline(self) -> bool:
+        """Whether it contains another pipeline."""
+        return any(map(is_pipeline, self.layers.modules()))
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether it has a module that communicates.
+
+        See [Note: Collectives] of :mod:`torchgpipe.base.context`.
+        """
+        return any(getattr(x, 'communicates', False) is True for x in modules_of(self.layers))
 
 
 class Engine:
@@ -267,6 +277,13 @@ class Engine:
             inspection.
     """
 
+    #: The observer of actions, if there is one.
+    observer: Observer | None = None
+    #: Whether the loss of a step draws.
+    loss_draws = Drawing.UNKNOWN
+    #: Whether the backward of any cell draws, as that of an `autograd.Function` may do.
+    backward_draws = Drawing.UNKNOWN
+
     def __init__(
         self,
         partitions: Iterable[nn.Sequential],
@@ -274,61 +291,56 @@ class Engine:
         skip_layout: SkipLayout | None = None,
     ) -> None:
         layers = list(partitions)
-        self.skip_layout = inspect_skip_layout(layers) if skip_layout is None else skip_layout
-        self.partitions = [
-            Partition(j, each, device, self.skip_layout)
-            for j, (each, device) in enumerate(
-                zip(layers, devices or [torch.device('cpu')] * len(layers))
-            )
-        ]
-        self.has_skips = any(partition.has_skips for partition in self.partitions)
+        devices = devices or [CPU] * len(layers)
+        self.skip_layout = skip_layout or inspect_skip_layout(layers)
+        self.partitions: list[Partition] = []
+        for j, device in zip(range(len(layers)), devices):
+            self.partitions.append(Partition(j, layers[j], device, self.skip_layout))
         self.workers = Workers()
-        #: Whether the loss of a step draws, and the backward of any cell, as that of an
-        #: `autograd.Function` may do.
-        self.loss_draws = Drawing.UNKNOWN
-        self.backward_draws = Drawing.UNKNOWN
-        #: Held by a forward pass or a step: see :mod:`torchgpipe.base.context`.
+        #: Held by a forward pass or a step: see :mod:`torchgpipe.base.locks`.
         self.lock = new_lock()
         #: Held in a step by actions that draw from the CPU's generator, or may restore its state.
         self.generator_lock = new_lock()
-        #: The observer of actions, if there is one.
-        self.observer: Observer | None = None
-        #: Whether all partitions are on one device. Then no two cells can run concurrently, so a
-        #: thread would only make its caller wait, and cost as much as several small layers.
-        self.one_worker = len({partition.worker for partition in self.partitions}) <= 1
-        #: The number of workers that share the cores of the CPU.
-        self.cpu_workers = len(
-            {partition.worker for partition in self.partitions if is_cpu(partition.device)}
-        )
-        #: Whether shared tensors have to be copied, and autograd may run nodes in several threads.
-        self.several_memories = len({partition.memory for partition in self.partitions}) > 1
-        for j, partition in enumerate(self.partitions):
-            partition.moves = j > 0 and self.apart(j - 1, j)
-        for j, partition in enumerate(self.partitions):
-            partition.arrives = partition.moves or any(
-                self.apart(prev_j, j) for prev_j, _ in partition.incoming
-            )
-            partition.departs = any(next.moves for next in self.partitions[j + 1 : j + 2]) or any(
-                self.apart(j, next_j) for next_j, _ in partition.outgoing
-            )
+
+        self._set_boundaries()
         for partition, slots in zip(self.partitions, shared_slots(layers)):
             partition.shared = slots
-        #: Whether some partitions on different workers share parameters or buffers.
-        self.shares = not self.one_worker and any(each.shared for each in self.partitions)
         shared = shared_modules(layers)
         #: The modules that are in several partitions and may change when they are called.
         self.changing = [module for module in shared if not only_computes(module)]
-        self._lock(shared)
+        self._set_locks(shared)
+
+    @cached_property
+    def one_worker(self) -> bool:
+        """Whether all partitions are on one device.
+
+        Then no two cells can run concurrently, so a thread would only make its caller wait, and
+        cost as much as several small layers.
+        """
+        return len({partition.worker for partition in self.partitions}) <= 1
+
+    @cached_property
+    def cpu_workers(self) -> int:
+        """The number of workers that share the cores of the CPU."""
+        return len({x.worker for x in self.partitions if is_cpu(x.device)})
+
+    @cached_property
+    def several_memories(self) -> bool:
+        """Whether shared tensors have to be copied, and autograd may use several threads."""
+        return len({partition.memory for partition in self.partitions}) > 1
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether some partitions on different workers share parameters or buffers."""
+        return not self.one_worker and any(partition.shared for partition in self.partitions)
 
     @cached_property
     def step_lock(self) -> AbstractContextManager[Any]:
-        """The lock of a step: see :mod:`torchgpipe.base.context`."""
-        return step_lock(
-            module
-            for partition in self.partitions
-            for module in partition.layers.modules()
-            if module._parameters
-        )
+        """The lock of a step: see :mod:`torchgpipe.base.locks`."""
+        modules = []
+        for partition in self.partitions:
+            modules += [module for module in partition.layers.modules() if module._parameters]
+        return step_lock(modules)
 
     @cached_property
     def communicating_worker(self) -> Hashable:
@@ -337,9 +349,11 @@ class Engine:
         Raises:
             RuntimeError: Several workers communicate.
         """
-        found = [partition for partition in self.partitions if partition.communicates]
-        if len({partition.worker for partition in found}) > 1:
-            names = ', '.join(f'{partition.j} on {partition.device}' for partition in found)
+        communicating = [partition for partition in self.partitions if partition.communicates]
+        if len({partition.worker for partition in communicating}) > 1:
+            names = ', '.join(
+                f'{partition.j} on {partition.device}' for partition in communicating
+            )
             raise RuntimeError(
                 f'partitions {names} communicate with other processes, and each worker goes '
                 'through its actions of a step by itself: the ranks would not come to their '
@@ -347,7 +361,7 @@ class Engine:
                 'plain call, model(input) and loss.backward(), which runs one cell after the '
                 'other'
             )
-        return (found or self.partitions)[-1].worker
+        return (communicating or self.partitions)[-1].worker
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -362,45 +376,63 @@ class Engine:
                 'the next one begins'
             )
         observers.append(observer)
-        self._tell(observer)
+        self._set_observer(observer)
         try:
             yield
         finally:
-            self._tell(None)
+            self._set_observer(None)
             observers.remove(observer)
 
-    def _tell(self, observer: Observer | None) -> None:
+    def _set_observer(self, observer: Observer | None) -> None:
         self.observer = observer
         for partition in self.partitions:
             partition.observer = observer
 
-    def _lock(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
+    def _set_boundaries(self) -> None:
+        """Set which partitions exchange batches or skips with another memory."""
+        for j, partition in enumerate(self.partitions):
+            for prev_j, _ in partition.incoming:
+                partition.arrives |= self.apart(prev_j, j)
+            for next_j, _ in partition.outgoing:
+                partition.departs |= self.apart(j, next_j)
+            if j > 0 and self.apart(j - 1, j):
+                partition.moves = True
+                partition.arrives = True
+                self.partitions[j - 1].departs = True
+
+    def _set_locks(self, shared: dict[nn.Module, tuple[int, ...]]) -> None:
         """Set locks so that no two partitions run a module concurrently, unless it only computes.
 
         A module that only computes has a lock as well if partitions may have copies of its
         parameters. Then its cells need no order.
         """
-        alone: dict[tuple[int, ...], list[nn.Module]] = {}
+        exclusive: dict[tuple[int, ...], list[nn.Module]] = {}
+        for partition in self.partitions:
+            partition.serialized = partition.communicates
         for module, js in shared.items():
             changes = not only_computes(module)
             if changes or self.several_memories and module._parameters:
-                alone.setdefault(js, []).append(module)
+                exclusive.setdefault(js, []).append(module)
             for j in js:
                 self.partitions[j].shares_modules = True
                 self.partitions[j].serialized |= changes
-        for partition in self.partitions:
-            own = [layer for layer in partition.layers if layer not in shared]
-            partition.lock = together(
-                layer_lock(own or [partition.layers]),
-                *(layer_lock(modules) for js, modules in alone.items() if partition.j in js),
-            )
-        for partition in self.partitions:
-            beside = {j for js in shared.values() if partition.j in js for j in js}
-            partition.lock_alone = together(
-                partition.lock,
-                *(self.partitions[j].lock for j in beside),
-                *(layer_lock([module]) for module, js in shared.items() if partition.j in js),
-            )
+
+        for j, partition in enumerate(self.partitions):
+            layers = [layer for layer in partition.layers if layer not in shared]
+            locks = [layer_lock(layers or [partition.layers])]
+            for js, modules in exclusive.items():
+                if j in js:
+                    locks.append(layer_lock(modules))
+            partition.lock = together(*locks)
+
+        # While a module has other attributes, none of the partitions that have it may run.
+        for j, partition in enumerate(self.partitions):
+            locks = [partition.lock]
+            for module, js in shared.items():
+                if j in js:
+                    locks.append(layer_lock([module]))
+                    locks += [self.partitions[other_j].lock for other_j in js]
+            partition.lock_alone = together(*locks)
 
     def apart(self, j: int, k: int) -> bool:
         """Return whether two partitions are in different memories."""

@@ -45,10 +45,8 @@ class _Place(NamedTuple):
 
     slot: Slot
     partition: Partition
-    #: The tensor, at home.
-    tensor: Tensor
-    #: The copy in its place, if the partition is in another memory.
-    copy: Tensor | None
+    #: The tensor, at home; and its copy, if the partition is in another memory.
+    tensors: list[Tensor]
     versions: list[int]
 
 
@@ -60,11 +58,10 @@ class SharedTensors:
         self._m = m
         self._places: list[_Place] = []
         #: By partition, the slots with copies, and the copies.
-        self._copied: dict[int, list[tuple[Slot, Tensor]]] = {
-            partition.j: []
-            for partition in engine.partitions
-            if engine.several_memories and partition.shared
-        }
+        self._copied: dict[int, list[tuple[Slot, Tensor]]] = {}
+        for partition in engine.partitions:
+            if engine.several_memories and partition.shared:
+                self._copied[partition.j] = []
         #: The slots in which a layer has replaced a copy.
         self._replaced: list[Slot] = []
         #: Tensors and their copies, by the tensor's ``id`` and the copy's memory.
@@ -72,10 +69,9 @@ class SharedTensors:
 
     def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """Return a context that holds the layers of a partition, with copies in their places."""
-        copied = self._copied.get(j)
-        if copied is None:
+        if j not in self._copied:
             return lock
-        return _Held(lock, copied, self._replaced)
+        return _Held(lock, self._copied[j], self._replaced)
 
     def copies(self, j: int) -> dict[Slot, Tensor]:
         """Return the copies of a partition by slot."""
@@ -102,32 +98,34 @@ class SharedTensors:
             for (slot, is_tied), tensor in zip(partition.shared.items(), _tensors_of(partition)):
                 if tensor is None:
                     continue
+                tensors = [tensor]
                 if memory_key(tensor.device) != partition.memory:
                     copy = self._copy_for(partition, tensor, put_last)
                     self._copied[partition.j].append((slot, copy))
-                    self._places.append(
-                        _Place(slot, partition, tensor, copy, versions([tensor, copy]))
-                    )
-                elif is_tied and self._m > 1:
-                    self._places.append(_Place(slot, partition, tensor, None, versions([tensor])))
+                    tensors.append(copy)
+                elif not is_tied or self._m == 1:
+                    continue  # No cell could see a change in the middle of the pass.
+                self._places.append(_Place(slot, partition, tensors, versions(tensors)))
 
     def _copy_for(self, partition: Partition, tensor: Tensor, put_last: PutLast) -> Tensor:
         key = id(tensor), partition.memory
         if key not in self._copies:
             # Not an inference tensor even in inference mode, so that changes are detected.
             with torch.inference_mode(False):
-                self._copies[key] = tensor, self._copy(tensor, partition.device, put_last)
+                copy = self._copy(tensor, partition.device, put_last)
+            self._copies[key] = tensor, copy
         return self._copies[key][1]
 
     def _copy(self, tensor: Tensor, device: torch.device, put_last: PutLast) -> Tensor:
         home = current_stream(tensor.device)
-        there = current_stream(device)
+        target = current_stream(device)
         leaving = self._copy_stream(tensor.device)
         arriving = self._copy_stream(device)
-        copy, phony = fork(_apply(Wait, home, leaving, tensor))
+        source, phony = fork(_apply(Wait, home, leaving, tensor))
         if phony.requires_grad:
             self._return_late(tensor.device, phony, put_last)
-        return _apply(Wait, arriving, there, _apply(Copy, leaving, arriving, copy))
+        copy = _apply(Copy, leaving, arriving, source)
+        return _apply(Wait, arriving, target, copy)
 
     def _return_late(self, home: torch.device, phony: Tensor, put_last: PutLast) -> None:
         """Make a device run backward through its cells before it waits for a gradient."""
@@ -146,18 +144,14 @@ class SharedTensors:
             wait_stream(current_stream(device), self._copy_stream(device))
 
     def _check(self) -> None:
-        now = {
-            slot: tensor
-            for partition in self._engine.partitions
-            for slot, tensor in zip(partition.shared, _tensors_of(partition))
-        }
+        present: dict[Slot, Tensor | None] = {}
+        for partition in self._engine.partitions:
+            present.update(zip(partition.shared, _tensors_of(partition)))
         for place in self._places:
-            tensors = [place.tensor] if place.copy is None else [place.tensor, place.copy]
-            if (
-                versions(tensors) != place.versions
-                or place.slot in self._replaced
-                or now[place.slot] is not place.tensor
-            ):
+            is_replaced = (
+                place.slot in self._replaced or present[place.slot] is not place.tensors[0]
+            )
+            if is_replaced or versions(place.tensors) != place.versions:
                 raise RuntimeError(_changed(place))
 
 
@@ -178,8 +172,6 @@ def _apply(
 class _Held:
     """The context of :meth:`SharedTensors.held`."""
 
-    __slots__ = ('_copied', '_entered', '_lock', '_replaced')
-
     def __init__(
         self,
         lock: AbstractContextManager[Any],
@@ -194,27 +186,31 @@ class _Held:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._lock)
-            stack.enter_context(
-                substituted([entry(holder_of(slot), slot[1], copy) for slot, copy in self._copied])
-            )
+            swaps = []
+            for slot, copy in self._copied:
+                swaps.append(entry(holder_of(slot), slot[1], copy))
+            stack.enter_context(substituted(swaps))
+            # A list, because a cell may run within another one of the same thread.
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        self._replaced += [slot for slot, copy in self._copied if tensor_of(slot) is not copy]
+        for slot, copy in self._copied:
+            if tensor_of(slot) is not copy:
+                self._replaced.append(slot)
         self._entered.pop().__exit__(*error)
 
 
 def _changed(place: _Place) -> str:
     module, name = place.slot
     partition = place.partition
-    prefix = next(prefix for prefix, each in partition.layers.named_modules() if each is module)
+    names = {child: name for name, child in partition.layers.named_modules()}
     kind = 'parameter' if name in module._parameters else 'buffer'
     what = (
-        f"{kind} '{prefix}.{name}' in partition {partition.j} on {partition.device} is shared "
+        f"{kind} '{names[module]}.{name}' in partition {partition.j} on {partition.device} is shared "
         'with another partition'
     )
     changed = 'it was changed during the forward pass, by a layer or in another thread'
-    if place.copy is None:
+    if len(place.tensors) == 1:
         return (
             f'{what}, and {changed}: for some micro-batches before the other partition used '
             'it and for some after. Put the layers that share it into one partition, or all '
