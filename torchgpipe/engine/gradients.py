@@ -102,16 +102,17 @@ class Weight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, with a split backward where possible."""
+        kwargs = kwargs or {}
         # Python functions of PyTorch, such as `torch.autograd.grad`, also list plain tensors.
-        if any(kind not in (cls, Tensor) for kind in types):
-            # Beside a tensor of another class, pass the weight as a plain tensor.
-            args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
+        if not {cls, Tensor}.issuperset(types):
+            # Together with a tensor of another class, pass the weight as a plain tensor.
+            args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
             return func(*args, **kwargs)
         if func in _SPLIT:
-            output = _as_parameter(_SPLIT[func], types, args, kwargs or {})
+            output = _as_parameter(_SPLIT[func], types, args, kwargs)
             if output is not None:
                 return output
-        return _as_parameter(func, types, args, kwargs or {})
+        return _as_parameter(func, types, args, kwargs)
 
 
 PLAIN_TYPES.add(Weight)
@@ -121,10 +122,12 @@ class FakeWeights(TorchFunctionMode):
     """A mode in which fake parameters have a split backward, as a :class:`Weight` has."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = _SPLIT[func](*args, **(kwargs or {})) if func in _SPLIT else None
-        if output is None:
-            return func(*args, **(kwargs or {}))
-        return output
+        kwargs = kwargs or {}
+        if func in _SPLIT:
+            output = _SPLIT[func](*args, **kwargs)
+            if output is not None:
+                return output
+        return func(*args, **kwargs)
 
 
 def _plain(weight: Weight) -> Tensor:
@@ -192,14 +195,17 @@ def _go_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         weight = ctx.leaves[0]
-    input_grad = ctx.function.input_grad(grad, input, weight) if ctx.needs_input_grad[1] else None
+    input_grad = None
+    if ctx.needs_input_grad[1]:
+        input_grad = ctx.function.input_grad(grad, input, weight)
+    # A hook of the node sees all gradients, and a pass within the step's returns them all.
     if ctx.hooked or ctx.deferred.backward_pass != backward_pass():
         return None, input_grad, *_weight_grads(ctx.function, grad, input, ctx.leaves)
     # Detached: otherwise nodes of the graph would own each other, and the garbage collector
     # would not see the cycle.
     input = input.detach()
-    finish = ctx.function, grad, input, ctx.leaves, versions([grad, input])
-    ctx.work.append(partial(_as_parameter, _finish, (), finish))
+    arguments = ctx.function, grad, input, ctx.leaves, versions([grad, input])
+    ctx.work.append(partial(_as_parameter, _finish, (), arguments))
     return None, input_grad, None, None
 
 
@@ -212,12 +218,9 @@ def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
 def _split(
     function: '_Linear | _Convolution', input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    output: Tensor = _Split.apply(  # type: ignore[no-untyped-call]
-        function, input, weight, bias
-    )
-    node: Any = type(output.grad_fn)
-    node.register_hook = _register_hook
-    return output
+    output: Any = _Split.apply(function, input, weight, bias)  # type: ignore[no-untyped-call]
+    type(output.grad_fn).register_hook = _register_hook
+    return output  # type: ignore[no-any-return]
 
 
 WeightAndBias = tuple[Weight, Weight | None]
@@ -227,7 +230,9 @@ def _weight_grads(
     function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias
 ) -> tuple[Tensor | None, Tensor | None]:
     weight, bias = leaves
-    weight_grad = function.weight_grad(grad, input, weight) if weight.requires_grad else None
+    weight_grad = None
+    if weight.requires_grad:
+        weight_grad = function.weight_grad(grad, input, weight)
     bias_grad = None
     if bias is not None and bias.requires_grad:
         bias_grad = function.bias_grad(grad)
@@ -297,27 +302,20 @@ class _Convolution(NamedTuple):
         return output
 
     def _options(self) -> tuple[Any, ...]:
-        return (
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            [0] * len(self.stride),
-            self.groups,
-        )
+        transposed = False
+        output_padding = [0] * len(self.stride)
+        return self.stride, self.padding, self.dilation, transposed, output_padding, self.groups
 
-    def _backward(self, grad: Tensor, input: Tensor, weight: Tensor, which: int) -> Tensor:
-        wanted = [k == which for k in range(3)]
-        grads: list[Tensor] = _aten.convolution_backward(
-            grad, input, weight, None, *self._options(), wanted
-        )
-        return grads[which]
+    def _backward(self, grad: Tensor, input: Tensor, weight: Tensor, mask: list[bool]) -> Any:
+        return _aten.convolution_backward(grad, input, weight, None, *self._options(), mask)
 
     def input_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(grad, input, weight, 0)
+        input_grad, _, _ = self._backward(grad, input, weight, [True, False, False])
+        return input_grad  # type: ignore[no-any-return]
 
     def weight_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(grad, input, weight, 1)
+        _, weight_grad, _ = self._backward(grad, input, weight, [False, True, False])
+        return weight_grad  # type: ignore[no-any-return]
 
     def bias_grad(self, grad: Tensor) -> Tensor:
         return grad.sum([0, *range(2, grad.dim())])
@@ -343,15 +341,20 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
+    # An input without a batch, or padding by name, has another backward.
     if not _splits(input, weight, bias) or input.dim() != weight.dim() or isinstance(padding, str):
         return None
-    stride, padding, dilation = (_each(x, weight.dim() - 2) for x in (stride, padding, dilation))
-    return _split(_Convolution(stride, padding, dilation, groups), input, weight, bias)
+    dims = weight.dim() - 2
+    function = _Convolution(
+        _by_dim(stride, dims), _by_dim(padding, dims), _by_dim(dilation, dims), groups
+    )
+    return _split(function, input, weight, bias)
 
 
-def _each(number: Any, dims: int) -> list[int]:
-    numbers = [number] if isinstance(number, int) else list(number)
-    return numbers * dims if len(numbers) == 1 else numbers
+def _by_dim(option: Any, dims: int) -> list[int]:
+    """Return an option of a convolution for each dimension."""
+    options = [option] if isinstance(option, int) else list(option)
+    return options * dims if len(options) == 1 else options
 
 
 #: The functions with a split backward.
@@ -387,28 +390,24 @@ class Leaves:
         deferred: DeferredWork | None = None,
     ) -> list[Swap]:
         """Return the swaps that put leaves in place of the parameters of some modules."""
-        found = [
-            (module, name, copies.get((module, name), x))
-            for module in modules
-            for name, x in module._parameters.items()
-            if x is not None
-        ]
-        leaves = [
-            (module, name, x, self._leaf_of(x, deferred))
-            for module, name, x in found
-            if x.requires_grad
-        ]
-        return [
-            Swap(partial(_put, module, name, leaf), partial(_put, module, name, x, leaf))
-            for module, name, x, leaf in leaves
-        ]
+        swaps = []
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                x = copies.get((module, name), parameter)
+                if x is None or not x.requires_grad:
+                    continue
+                leaf = self._leaf_of(x, deferred)
+                put = partial(_put, module, name, leaf)
+                swaps.append(Swap(put, partial(_put, module, name, x, leaf)))
+        return swaps
 
     def _leaf_of(self, x: Tensor, deferred: DeferredWork | None) -> nn.Parameter:
         key = id(x), id(deferred)
         if key not in self._leaves:
             data = x.detach()
-            kind = Weight if deferred is not None and type(data) is Tensor else nn.Parameter
-            leaf = kind(data)
+            leaf = nn.Parameter(data)
+            if deferred is not None and type(data) is Tensor:
+                leaf = Weight(data)
             if deferred is not None and type(data) in (Tensor, FakeTensor):
                 leaf.deferred = deferred  # type: ignore[attr-defined]
             leaf.__dict__.update(x.__dict__)
@@ -447,20 +446,18 @@ class Leaves:
         Args:
             only: The ``id`` of each parameter to return. By default, all are returned.
         """
-        found = []
+        gradients = []
         for x, leaf in self._leaves.values():
             if only is not None and id(x) not in only:
                 continue
-            if (
-                not isinstance(x, FakeTensor)
-                and x.layout is torch.strided
-                and leaf.data_ptr() != x.data_ptr()
-            ):
+            # A fake tensor and a sparse one have no address.
+            has_address = not isinstance(x, FakeTensor) and x.layout is torch.strided
+            if has_address and leaf.data_ptr() != x.data_ptr():
                 x.data = leaf.data
             if leaf.grad is not None:
-                found.append((x, leaf.grad))
+                gradients.append((x, leaf.grad))
                 leaf.grad = None
-        return found
+        return gradients
 
 
 def _register(register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -206,8 +206,8 @@ def _changed(place: _Place) -> str:
     names = {child: name for name, child in partition.layers.named_modules()}
     kind = 'parameter' if name in module._parameters else 'buffer'
     what = (
-        f"{kind} '{names[module]}.{name}' in partition {partition.j} on {partition.device} is shared "
-        'with another partition'
+        f"{kind} '{names[module]}.{name}' in partition {partition.j} on {partition.device} is "
+        'shared with another partition'
     )
     changed = 'it was changed during the forward pass, by a layer or in another thread'
     if len(place.tensors) == 1:

@@ -3,10 +3,11 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
@@ -124,26 +125,24 @@ def verify_shared(
     for pipeline in filter(is_pipeline, module.modules()):
         _verify_alone(module, pipeline)
         inner.update(pipeline.modules())
-    first: dict[int, tuple[Tensor, str, torch.device, Slot]] = {}
-    places = [device for number, device in zip(balance, devices) for _ in range(number)]
-    for (prefix, layer), device in zip(module._modules.items(), places):
-        for name, slot, tensor in named_slots(layer, prefix):
-            _, first_name, home, first_slot = first.setdefault(
-                id(tensor), (tensor, name, device, slot)
-            )
-            if memory_key(home) != memory_key(device):
-                what = f"'{first_name}' on {home} is also '{name}' on {device}"
-                _verify_copied(what, slot, tensor, not inner.isdisjoint([first_slot[0], slot[0]]))
+    device_of_layers: list[torch.device] = []
+    for number, device in zip(balance, devices):
+        device_of_layers += [device] * number
 
-
-def _verify_copied(what: str, slot: Slot, tensor: Tensor, within: bool) -> None:
-    """Check that a module can have a copy of a shared tensor in each forward pass."""
-    rule = 'module with duplicate parameters in distinct children is not supported'
-    if within:
-        raise ValueError(
-            f'{rule} on different devices within another GPipe: {what}; put both on '
-            'one device, or their layers into one GPipe'
-        )
+    first: dict[int, tuple[str, torch.device, nn.Module]] = {}
+    for (prefix, layer), device in zip(module._modules.items(), device_of_layers):
+        for name, (owner, _), tensor in named_slots(layer, prefix):
+            first_name, home, first_owner = first.setdefault(id(tensor), (name, device, owner))
+            if memory_key(home) == memory_key(device):
+                continue
+            # The layers of a pipeline within cannot have copies: it runs them by its own engine.
+            if first_owner in inner or owner in inner:
+                raise ValueError(
+                    'module with duplicate parameters in distinct children is not supported on '
+                    f"different devices within another GPipe: '{first_name}' on {home} is also "
+                    f"'{name}' on {device}; put both on one device, or their layers into one "
+                    'GPipe'
+                )
 
 
 def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
@@ -154,12 +153,13 @@ def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
     """
     outside = set(modules_of(module)) - {pipeline}
     for layer in outside.intersection(pipeline.modules()):
-        names = "' and '".join(
-            name for name, each in module.named_modules(remove_duplicate=False) if each is layer
-        )
+        places = []
+        for name, child in module.named_modules(remove_duplicate=False):
+            if child is layer:
+                places.append(f"'{name}'")
         raise ValueError(
             'the layers of a GPipe within a GPipe can stand nowhere else, but '
-            f"'{names}' are one {type(layer).__name__}; give each place a module of "
+            f'{" and ".join(places)} are one {type(layer).__name__}; give each place a module of '
             'its own'
         )
 
@@ -193,11 +193,9 @@ def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     except TypeError:
         raise TypeError(f'balance must be made of integers, but is {numbers}') from None
     if sum(numbers) != layers:
-        more = (
-            "; where to_sequential has made them, it makes more by grain='layer'"
-            if sum(numbers) > layers
-            else ''
-        )
+        more = ''
+        if sum(numbers) > layers:
+            more = "; where to_sequential has made them, it makes more by grain='layer'"
         raise ValueError(
             f'module and sum of balance have different length: {layers} layers, but '
             f'the balance {numbers} adds up to {sum(numbers)}{more}{_RECOMMENDATION}'
@@ -222,12 +220,12 @@ def verify_source(balance: Any, module: nn.Module) -> None:
     layers = module._modules.items()
     if len(expected) != len(layers):
         raise _other_module(f'it had {len(expected)} layers, this one has {len(layers)}')
-    for (name, size), (own_name, layer) in zip(expected, layers):
-        own_size = sum(map(size_of, cast(nn.Module, layer).parameters()))
-        if name != own_name or size != own_size:
+    for (name, size), (layer_name, layer) in zip(expected, layers):
+        layer_size = sum(map(size_of, cast(nn.Module, layer).parameters()))
+        if name != layer_name or size != layer_size:
             raise _other_module(
                 f"there a layer was '{name}' with {size} bytes of parameters, "
-                f"here it is '{own_name}' with {own_size}"
+                f"here it is '{layer_name}' with {layer_size}"
             )
 
 
@@ -291,26 +289,28 @@ def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[tor
         raise TypeError(
             f'devices must be an iterable of devices, one per partition: [{devices!r}]'
         )
-    given = list(devices)
-    if len(given) < partitions:
+    names = list(devices)
+    if len(names) < partitions:
         raise IndexError(
             'too few devices to hold given partitions '
-            f'(devices: {len(given)}, partitions: {partitions}); name one per '
+            f'(devices: {len(names)}, partitions: {partitions}); name one per '
             "partition, one of them twice if need be: devices=['cpu', 'cpu']"
         )
-    return [_resolve(device) for device in given[:partitions]]
+    return list(map(_resolve, names[:partitions]))
 
 
 def _resolve(device: Device) -> torch.device:
     resolved = parse_device(device)
     if is_cpu(resolved):
         return resolved
-    there = accelerators()
-    if there and resolved == torch.device(there[0].type):
+    available = accelerators()
+    if available and resolved == torch.device(available[0].type):
         # The current device now, not at each call.
         return current_device()
-    if resolved not in there:
-        names = f"'{there[0]}' to '{there[-1]}'" if there else 'no accelerator'
+    if resolved not in available:
+        names = 'no accelerator'
+        if available:
+            names = f"'{available[0]}' to '{available[-1]}'"
         raise ValueError(
             f"a pipeline cannot run on device '{resolved}'; there are the CPU and "
             f'{names} on this machine'
@@ -327,9 +327,9 @@ def split(
     first one. All CPU devices share one memory, so ``cpu:1`` moves nothing.
     """
     layers = iter(module._modules.items())
-    partitions: list[Any] = [
-        Sequential(OrderedDict(next(layers) for _ in range(number))) for number in balance
-    ]
+    partitions: list[Any] = []
+    for number in balance:
+        partitions.append(Sequential(OrderedDict(islice(layers, number))))
     with still_shared(module):
         # A parameter moves with each partition that has it, the first one last.
         for partition, device in zip(reversed(partitions), reversed(devices)):
@@ -344,10 +344,14 @@ def still_shared(module: nn.Module) -> Iterator[None]:
 
     PyTorch makes a new buffer for each module that has it, because it converts modules one by one.
     """
-    places: dict[int, tuple[Tensor, list[Slot]]] = {}
+    first_slots: dict[int, Slot] = {}
+    repeated: list[tuple[Slot, Slot]] = []
+    tensors = []  # which stay alive, so that their ids are not used again
     for _, slot, tensor in named_slots(module):
-        places.setdefault(id(tensor), (tensor, []))[1].append(slot)
+        tensors.append(tensor)
+        first_slot = first_slots.setdefault(id(tensor), slot)
+        if slot != first_slot:
+            repeated.append((slot, first_slot))
     yield
-    for _, (first, *others) in places.values():
-        for slot in others:
-            holder_of(slot)[slot[1]] = tensor_of(first)
+    for slot, first_slot in repeated:
+        holder_of(slot)[slot[1]] = tensor_of(first_slot)
