@@ -20,6 +20,7 @@ worker that waits for it::
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from queue import SimpleQueue
@@ -115,7 +116,10 @@ class Worker:
 
 def _work(tasks: 'SimpleQueue[Task | None]', owner: int) -> None:
     context.workers = frozenset({owner})
-    while (task := tasks.get()) is not None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
         put, function = task
         outcome = _outcome_of(function)
         # References in this frame would stay alive while it waits for the next task.
@@ -156,7 +160,8 @@ class Workers:
         key = device_key(device)
         worker = self._workers.get(key)
         if worker is None or not worker.thread.is_alive():
-            worker = self._workers[key] = Worker(f'torchgpipe-{key[0]}:{key[1]}', id(self))
+            worker = Worker('torchgpipe-{}:{}'.format(*key), id(self))
+            self._workers[key] = worker
         return worker
 
     def check_caller(self) -> None:
@@ -178,10 +183,12 @@ class Workers:
         All are submitted under one lock. Otherwise two workers could get the functions of two
         callers in different orders, which could then wait for each other forever.
         """
-        futures: list[Future[T]] = [Future() for _ in tasks]
+        futures = []
         with self._lock:  # So that no worker is ending.
-            for future, (device, function) in zip(futures, tasks):
+            for device, function in tasks:
+                future: Future[T] = Future()
                 self.worker(device).tasks.put((future.put, function))
+                futures.append(future)
         return futures
 
     def copy_streams(self, device: torch.device, m: int) -> list[AbstractStream]:
@@ -195,7 +202,10 @@ class Workers:
     def index_of(self, stream: AbstractStream) -> int | None:
         """Return the index of a copy stream on its device; ``None`` for any other stream."""
         streams = self._copy_streams.get(device_key(get_device(stream)), [])
-        return next((i for i, each in enumerate(streams) if each is stream), None)
+        for i, copy_stream in enumerate(streams):
+            if copy_stream is stream:
+                return i
+        return None
 
     def host_stream(self, device: torch.device) -> AbstractStream:
         """Return the stream of a device that copies tensors to the host and back."""
@@ -227,22 +237,21 @@ def _stop(workers: dict[tuple[str, int], Worker], lock: Any) -> None:
 # Plans: the order of actions on the workers.
 
 
-class WorkerPlan(NamedTuple):
-    """The actions of each worker, and their predecessors.
+@dataclass(eq=False)
+class WorkerPlan:
+    """The actions of each worker, and their predecessors."""
 
-    Args:
-        rows: By worker, its device and its actions.
-        waits: By action, the actions of other workers that it waits for.
-        tells: By action, the other workers that wait for it.
-        order: The number of each action, in the order of the schedule's steps.
-        in_order: Whether forwards can run micro-batch by micro-batch.
-    """
-
-    rows: dict[Hashable, tuple[torch.device, list[Action]]]
-    waits: dict[Action, set[Action]]
-    tells: dict[Action, set[Hashable]]
-    order: dict[Action, int]
+    #: The worker with the last stage.
     last: Hashable
+    #: By worker, its device and its actions.
+    rows: dict[Hashable, tuple[torch.device, list[Action]]] = field(default_factory=dict)
+    #: By action, the actions of other workers that it waits for.
+    waits: dict[Action, set[Action]] = field(default_factory=dict)
+    #: By action, the other workers that wait for it.
+    tells: dict[Action, set[Hashable]] = field(default_factory=dict)
+    #: The number of each action, in the order of the schedule's steps.
+    order: dict[Action, int] = field(default_factory=dict)
+    #: Whether forwards can run micro-batch by micro-batch.
     in_order: bool = True
 
     @staticmethod
@@ -253,8 +262,11 @@ class WorkerPlan(NamedTuple):
         Args:
             stop: The micro-batch after the last one.
         """
-        rows = [[Action(j, 'F', i) for i in range(start, stop)] for j in range(len(devices))]
-        return _plan(steps(rows)[0], devices, forward_order(len(devices), start, stop))
+        rows = []
+        for j in range(len(devices)):
+            rows.append([Action(j, 'F', i) for i in range(start, stop)])
+        grid, _ = steps(rows)
+        return _plan(grid, devices, forward_order(len(devices), start, stop))
 
     @staticmethod
     @lru_cache(maxsize=32)
@@ -270,30 +282,36 @@ class WorkerPlan(NamedTuple):
                 If the schedule does not allow this order, they run in the order of its own steps.
         """
         pairs, grid, in_order = _in_order(rows, ordered)
-        return _plan(grid, devices, pairs)._replace(in_order=in_order)
+        plan = _plan(grid, devices, pairs)
+        plan.in_order = in_order
+        return plan
 
 
 def _plan(
     grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
 ) -> WorkerPlan:
     """Return a plan of a schedule's steps and of pairs whose second action waits for the first."""
-    merged: dict[Hashable, tuple[torch.device, list[Action]]] = {}
+    plan = WorkerPlan(device_key(devices[-1]))
     owners: dict[Action, Hashable] = {}
-    order: dict[Action, int] = {}
-    for k, action in enumerate(by_step(grid)):
-        order[action] = k
+    for number, action in enumerate(by_step(grid)):
         device = devices[action.stage]
-        owners[action] = key = device_key(device)
-        merged.setdefault(key, (device, []))[1].append(action)
-    waits = {action: {*waits_for(action, owners.keys())} for action in owners}
-    for one, next in pairs:
-        waits[next].add(one)
-    tells: dict[Action, set[Hashable]] = {action: set() for action in owners}
-    for action, before in waits.items():
-        before -= {each for each in before if owners[each] == owners[action]}
-        for each in before:
-            tells[each].add(owners[action])
-    return WorkerPlan(merged, waits, tells, order, device_key(devices[-1]))
+        owner = device_key(device)
+        owners[action] = owner
+        plan.rows.setdefault(owner, (device, []))[1].append(action)
+        plan.order[action] = number
+        plan.waits[action] = set()
+        plan.tells[action] = set()
+
+    predecessors = [*pairs]
+    for action in owners:
+        for predecessor in waits_for(action, owners.keys()):
+            predecessors.append((predecessor, action))
+    for predecessor, action in predecessors:
+        # Actions of one worker run in the order of its row.
+        if owners[predecessor] != owners[action]:
+            plan.waits[action].add(predecessor)
+            plan.tells[predecessor].add(owners[action])
+    return plan
 
 
 def _in_order(
@@ -302,19 +320,15 @@ def _in_order(
     """Return pairs of forwards whose second one waits for the first, and all steps.
 
     The third result is whether the pairs follow the order of micro-batches.
-
-    Pairs and steps result from one order of all forwards. It does not depend on the ordered
-    stages, because a draw in one stage may add other stages to them for a while.
     """
-    forwards = [x for x in by_step(steps(rows)[0]) if x.kind == 'F']
+    forwards = [action for action in by_step(steps(rows)[0]) if action.kind == 'F']
     by_micro_batch = sorted(forwards, key=lambda action: (action.micro_batch, action.stage))
-    _, stuck = steps(rows, _pairs(by_micro_batch))
-    pairs = _pairs([x for x in (forwards if stuck else by_micro_batch) if x.stage in ordered])
-    return pairs, steps(rows, pairs)[0], not stuck
-
-
-def _pairs(actions: Sequence[Action]) -> list[tuple[Action, Action]]:
-    return [*pairwise(actions)]
+    _, blocked = steps(rows, pairwise(by_micro_batch))
+    order = forwards if blocked else by_micro_batch
+    # Pairs and steps result from one order of all forwards. It does not depend on the ordered
+    # stages, because a draw in one stage may add other stages to them for a while.
+    pairs = [*pairwise([action for action in order if action.stage in ordered])]
+    return pairs, steps(rows, pairs)[0], not blocked
 
 
 class _Progress(NamedTuple):
@@ -329,7 +343,9 @@ class _Progress(NamedTuple):
 
     def fail(self, number: int, error: BaseException) -> None:
         """Record an error, so that later actions do not start."""
-        self.errors.append((number if isinstance(error, Exception) else -1, error))
+        if not isinstance(error, Exception):
+            number = -1
+        self.errors.append((number, error))
         for queue in self.queues.values():
             queue.put(None)
 
@@ -339,79 +355,78 @@ class _Progress(NamedTuple):
 
     def stops(self, number: int) -> bool:
         """Return whether an action must not start, because an earlier one has failed."""
-        return self.first_failure()[0] < number
+        return bool(self.errors) and self.first_failure()[0] < number
 
 
 def interpret(
     plan: WorkerPlan,
     run: Callable[[Action], None],
     workers: Workers,
-    run_here: Callable[[Action], None] | None = None,
+    run_in_caller: Callable[[Action], None] | None = None,
 ) -> None:
     """Run the actions of a plan.
 
     Args:
         plan: The plan. If it has one worker, the calling thread runs all actions.
-        run_here: Runs an action in the calling thread, which then does the work of the worker
+        run_in_caller: Runs an action in the calling thread, which then does the work of the worker
             with the last stage. By default, that worker runs its actions.
 
     Raises:
         BaseException: The first error of an action in the order of steps, or an interrupt. Later
             actions were not started since then, and running actions have ended.
     """
-    shared = _Progress({key: SimpleQueue() for key in plan.rows}, [])
     if len(plan.rows) == 1:
         for _, row in plan.rows.values():
             for action in row:
                 run(action)
         return
+    progress = _Progress({worker: SimpleQueue() for worker in plan.rows}, [])
+    tasks = []
+    for worker, (device, _) in plan.rows.items():
+        if run_in_caller is None or worker != plan.last:
+            tasks.append((device, partial(_follow, plan, worker, run, progress)))
     try:
-        futures = workers.submit(
-            [
-                (device, partial(_follow, plan, key, row, run, shared))
-                for key, (device, row) in plan.rows.items()
-                if not (run_here and key == plan.last)
-            ]
-        )
-        if run_here is not None:
-            _follow(plan, plan.last, plan.rows[plan.last][1], run_here, shared)
+        futures = workers.submit(tasks)
+        if run_in_caller is not None:
+            _follow(plan, plan.last, run_in_caller, progress)
         for future in futures:
             future.result()
     except BaseException as error:
         # Most likely a KeyboardInterrupt. Running actions have to end before the caller continues.
-        shared.fail(-1, error)
+        progress.fail(-1, error)
         workers.stop()
-        shared.errors.clear()
+        progress.errors.clear()
         raise
-    if shared.errors:
+    if progress.errors:
         try:
-            raise shared.first_failure()[1]
+            raise progress.first_failure()[1]
         finally:
             # Otherwise its traceback, this frame and the error would be a cycle.
-            shared.errors.clear()
+            progress.errors.clear()
 
 
 def _follow(
     plan: WorkerPlan,
-    key: Hashable,
-    row: Sequence[Action],
+    worker: Hashable,
     run: Callable[[Action], None],
-    shared: _Progress,
+    progress: _Progress,
 ) -> None:
     """Run the actions of one worker."""
-    get = shared.queues[key].get
+    get = progress.queues[worker].get
+    # The messages so far. An error in another worker is one as well, and ends the wait.
     done: set[Action | None] = set()
+    _, row = plan.rows[worker]
     for action in row:
         number = plan.order[action]
         try:
-            while not (plan.waits[action] <= done or (shared.errors and shared.stops(number))):
+            while not plan.waits[action] <= done and not progress.stops(number):
                 done.add(get())
-            if shared.errors and shared.stops(number):
+            if progress.stops(number):
                 return
             run(action)
         except BaseException as error:
-            shared.fail(number, error)
+            progress.fail(number, error)
             empty_autograd_queue()
             return
-        for other in plan.tells[action]:
-            shared.queues[other].put(action)
+        for waiting_worker in plan.tells[action]:
+            progress.queues[waiting_worker].put(action)
