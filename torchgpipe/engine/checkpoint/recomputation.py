@@ -31,8 +31,10 @@ backward of the first pass's code uses them. Only the values show whether they a
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from sys import _getframe
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,14 +83,14 @@ class Saved(NamedTuple):
     def of(code: object, tensor: Tensor) -> 'Saved':
         """Record a tensor."""
         elements = elements_of(tensor, every=True)
-        # On its device, because it will rarely be read.
-        return Saved(code, None if elements is None else elements.clone())
+        if elements is not None:
+            # On its device, because it will rarely be read.
+            elements = elements.clone()
+        return Saved(code, elements)
 
 
 class RecomputedTensors:
     """The tensors of one recomputation, for the nodes of one backward pass."""
-
-    __slots__ = ('_compiled', '_held', '_holder', '_hooks', '_saved', '_tensors', 'number')
 
     def __init__(self, saved: list[int], compiled: dict[int, Saved], hooks: Hooks | None) -> None:
         self._saved = saved
@@ -97,8 +99,9 @@ class RecomputedTensors:
         #: The number of tensors saved so far.
         self.number = 0
         self._tensors: dict[int, tuple[Any, int | None]] = {}
-        self._holder: Callable[[], Any] = _gone
-        self._held: dict[int, Tensor] = {}
+        #: The Python node that unpacks its tensors now, and these tensors.
+        self._node: weakref.ref[Any] | None = None
+        self._unpacked: dict[int, Tensor] = {}
 
     @uncompiled
     def keep(self, tensor: Tensor) -> int:
@@ -112,44 +115,54 @@ class RecomputedTensors:
                 f'saved tensor {k} is now {tensor.dtype} of shape '
                 f'{tuple(tensor.shape)}, which it was not'
             )
-        frame = _getframe(1)
-        code = compiled_code(frame) if APPLY is None or frame.f_code is APPLY else None
+        code = _code_of(_getframe(1))
         if code is not None or k in self._compiled:
             _check_code(k, self._compiled.get(k), code, tensor)
         # Detached, so that the recomputation's own graph does not live as long as its tensors.
         alias = tensor.detach()
-        hooks = self._hooks
-        self._tensors[k] = (alias, alias._version) if hooks is None else (hooks[0](alias), None)
+        if self._hooks is None:
+            self._tensors[k] = alias, alias._version
+        else:
+            pack, _ = self._hooks
+            self._tensors[k] = pack(alias), None
         return k
 
     def take(self, k: int, release: bool = True) -> Tensor | None:
         """Return a tensor; ``None`` if it was released before."""
         node = current_node()
-        if self._held and self._holder() is not node:
-            self._held = {}
-        if k in self._held:
-            return self._held[k]
+        if self._node is not None and self._node() is not node:
+            self._node = None
+            self._unpacked = {}
+        if k in self._unpacked:
+            return self._unpacked[k]
         if k not in self._tensors:
             return None
         tensor: Tensor
-        tensor, version = self._tensors.pop(k) if release else self._tensors[k]
+        tensor, version = self._tensors[k]
+        if release:
+            del self._tensors[k]
         if self._hooks is not None:
-            tensor = self._hooks[1](tensor)
-        # PyTorch checks no versions behind hooks, so it is done here.
+            _, unpack = self._hooks
+            tensor = unpack(tensor)
+        # PyTorch checks no versions behind hooks, so it is done in this place.
         elif tensor._version != version:
             raise RuntimeError(
                 'one of the variables needed for gradient computation has been modified by an '
                 f'inplace operation: {tensor.dtype} of shape {tuple(tensor.shape)} is at version '
                 f'{tensor._version}; expected version {version} instead'
             )
+        # Such a node unpacks all its tensors at each access of `ctx.saved_tensors`.
         if release and isinstance(node, PythonNode):
-            self._holder = weakref.ref(node)
-            self._held[k] = tensor
+            self._node = weakref.ref(node)
+            self._unpacked[k] = tensor
         return tensor
 
 
-def _gone() -> None:
-    """Return ``None``, as a dead weak reference does."""
+def _code_of(frame: FrameType) -> object | None:
+    """Return the compiled code whose forward calls a pack hook from this frame, if any."""
+    if APPLY is not None and frame.f_code is not APPLY:
+        return None
+    return compiled_code(frame)
 
 
 def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor) -> None:
@@ -158,10 +171,13 @@ def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor
     Raises:
         RuntimeError: Another code has saved another tensor.
     """
-    if code is (None if first is None else first.code):
-        return
-    now = elements_of(tensor, every=True)
-    if first is None or first.elements is None or now is None or not agree(now, first.elements):
+    if first is not None:
+        if code is first.code:
+            return
+        now = elements_of(tensor, every=True)
+        if first.elements is not None and now is not None and agree(now, first.elements):
+            return
+    if first is not None or code is not None:
         raise other_path(
             f'saved tensor {k} is another one, saved by other compiled code, which torch.compile '
             'has made since, or has chosen for another reason. Call the model again, with all its '
@@ -182,6 +198,18 @@ AGAIN = (
 )
 
 
+class Life(Enum):
+    """The life of a recomputation."""
+
+    #: The first pass runs. Its graph is hollow, so no layer can ask for gradients in it.
+    FIRST_PASS = 0
+    #: The call can run again. It does in each backward pass, as long as these retain the graph.
+    REPEATABLE = 1
+    #: The last run has begun, and the data for another one are freed. The tensors of this run stay
+    #: until their nodes take them.
+    RELEASED = 2
+
+
 class Recomputation:
     """The recomputation of one checkpointed call, which all nodes of the call share.
 
@@ -189,30 +217,6 @@ class Recomputation:
         layers: The state of its layers at the start of the call.
         stream: The stream on which it runs.
     """
-
-    __slots__ = (
-        '_ahead',
-        '_blame',
-        '_changed',
-        '_compiled',
-        '_draws',
-        '_fills',
-        '_function',
-        '_input',
-        '_num_threads',
-        '_offload',
-        '_open',
-        '_pending',
-        '_requires_grad',
-        '_results',
-        '_samples',
-        '_saved',
-        '_spread',
-        '_state',
-        '_stream',
-        '_versions',
-        'layers',
-    )
 
     def __init__(
         self,
@@ -226,7 +230,8 @@ class Recomputation:
         results: Results | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self._function: Call | None = function
+        self._life = Life.FIRST_PASS
+        self._function = function
         self._results = results
         self._offload = offload
         self._blame = blame
@@ -250,20 +255,20 @@ class Recomputation:
             input, self._spread = once(tensors, list)
         before = versions(input)
         hooks = saved_tensors_hooks(self._number, self._unpack)
-        assert self._function is not None
         function = partial(self._function, tensors)
         if self._results is not None:
             function = partial(self._results.record, hooks, function)
         self._num_threads = torch.get_num_threads()
-        before_this = context.checkpointing
+
+        outside = context.checkpointing
         context.checkpointing = True
-        self._open = True
         try:
             with hooks:
                 output = self._draws.first_pass(function)
         finally:
-            self._open = False
-            context.checkpointing = before_this
+            self._life = Life.REPEATABLE
+            context.checkpointing = outside
+
         self._versions = versions(input)
         self._changed = self._versions != before
         self._samples = keep(output)
@@ -280,8 +285,9 @@ class Recomputation:
         if self._changed:
             return
         if self._state.hooks is not None:
+            pack, _ = self._state.hooks
             with torch.no_grad():
-                self._input = [self._state.hooks[0](x.detach()) for x in input]
+                self._input = [pack(x.detach()) for x in input]
         elif self._offload is not None:
             self._input = self._offload.store(input, self._stream)
 
@@ -299,15 +305,16 @@ class Recomputation:
         Returns:
             A phony for the node that runs before; ``None`` if no tensor requires grad.
         """
-        where = [k for k, y in enumerate(output) if y.requires_grad]
-        if always and not where:
-            where = [k for k, y in enumerate(output) if y.is_floating_point()]
-        if not where:
+        ks = [k for k, y in enumerate(output) if y.requires_grad]
+        if always and not ks:
+            ks = [k for k, y in enumerate(output) if y.is_floating_point()]
+        if not ks:
             return None
+        tensors = [*before, *[output[k] for k in ks]]
         *marked, phony = Checkpoint.apply(  # type: ignore[no-untyped-call]
-            self, len(before), *before, *[output[k] for k in where]
+            self, len(before), *tensors
         )
-        for k, y in zip(where, marked):
+        for k, y in zip(ks, marked):
             output[k] = y
         return phony  # type: ignore[no-any-return]
 
@@ -320,18 +327,18 @@ class Recomputation:
         saved = self._saved
         k = len(saved)
         saved.append(hash((tensor.shape, tensor.dtype)))
-        frame = _getframe(1)
-        if (APPLY is None or frame.f_code is APPLY) and (code := compiled_code(frame)) is not None:
+        code = _code_of(_getframe(1))
+        if code is not None:
             self._compiled[k] = Saved.of(code, tensor)
         return k
 
     def recompute(self, node: Any) -> None:
         """Run again for this backward pass. If it is the last one, release the data for a run."""
         if backward_pass() not in self._fills:
-            if self._function is None:
+            if self._life is Life.RELEASED:
                 _raise_again(node)
             self._refill()
-        if self._function is not None and not retains_graph():
+        if self._life is Life.REPEATABLE and not retains_graph():
             self.forget()
 
     def _refill(self) -> RecomputedTensors:
@@ -349,7 +356,7 @@ class Recomputation:
 
         The caller then calls :meth:`drop` after this pass.
         """
-        if self._function is not None:
+        if self._life is Life.REPEATABLE:
             self._ahead = self._run_again()
             self.forget()
 
@@ -360,20 +367,18 @@ class Recomputation:
     @uncompiled
     def _run_again(self) -> RecomputedTensors:
         """Run the function again, and keep the tensors that its nodes save."""
-        if self._function is None:
+        if self._life is Life.RELEASED:
             _raise_again()
-        fill = RecomputedTensors(
-            self._saved,
-            self._compiled,
-            None if self._state.hooks is None else self._state.hooks_of_recomputation(),
-        )
+        hooks = None
+        if self._state.hooks is not None:
+            hooks = self._state.hooks_of_recomputation()
+        fill = RecomputedTensors(self._saved, self._compiled, hooks)
         try:
             # Autograd may call this on another stream than the one whose nodes take the tensors.
             with use_stream(self._stream):
-                leaves = [
-                    x.detach().requires_grad_(requires_grad)
-                    for x, requires_grad in zip(self._take_input(), self._requires_grad)
-                ]
+                leaves = []
+                for x, requires_grad in zip(self._take_input(), self._requires_grad):
+                    leaves.append(x.detach().requires_grad_(requires_grad))
                 output = self._recompute(leaves, fill)
                 if fill.number != len(self._saved):
                     raise other_path(
@@ -382,7 +387,8 @@ class Recomputation:
                     )
                 self._pending.extend(compare(output, self._samples))
         except Exception as error:
-            if self.layers is not None:  # the watch may have missed a change
+            if self.layers is not None:
+                # The watch may have missed a change, so the next first pass is watched again.
                 self.layers.layers.observed.watch_again()
             add_note(error, f'in the recomputation of {self._function}')
             raise
@@ -393,9 +399,13 @@ class Recomputation:
         if self._changed:
             return self._input
         if self._state.hooks is not None:
-            return [self._state.hooks[1](x) for x in self._input]
-        own = self._input if self._offload is None else self._offload.aliases
-        if (now := versions(own)) != self._versions:
+            _, unpack = self._state.hooks
+            return [unpack(x) for x in self._input]
+        aliases = self._input
+        if self._offload is not None:
+            aliases = self._offload.aliases
+        now = versions(aliases)
+        if now != self._versions:
             raise RuntimeError(
                 'the input of a checkpointed micro-batch has been modified by an inplace '
                 f'operation between forward and backward (it is at versions {now}; expected '
@@ -406,7 +416,6 @@ class Recomputation:
         return self._input
 
     def _recompute(self, leaves: list[Tensor], fill: RecomputedTensors) -> list[Tensor]:
-        assert self._function is not None
         function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
         if self._results is not None:
             function = partial(self._results.replay, function)
@@ -416,7 +425,8 @@ class Recomputation:
         if self.layers is not None:
             function = partial(run_on, self.layers, function)
         # If an interrupt leaves these hooks active, autograd removes them at the end of the pass.
-        outside = context.checkpointing, context.recomputing
+        was_checkpointing = context.checkpointing
+        was_recomputing = context.recomputing
         context.checkpointing = False
         context.recomputing = True
         try:
@@ -428,44 +438,46 @@ class Recomputation:
                 raise RuntimeError(self._blame(self._spread(leaves)))  # noqa: B904
             raise
         finally:
-            context.checkpointing, context.recomputing = outside
+            context.checkpointing = was_checkpointing
+            context.recomputing = was_recomputing
         if self._changed:
             raise RuntimeError(self._blame(self._spread(leaves)))
         return output
 
     def forget(self) -> None:
         """Release the data for another run: [Note: Ownership of a recomputation]."""
-        self._function = None
-        del self._draws, self.layers, self._state, self._blame, self._results, self._input
+        self._life = Life.RELEASED
+        del self._function, self._draws, self.layers, self._state
+        del self._blame, self._results, self._input
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
-        if self._open:
+        if self._life is Life.FIRST_PASS:
             _own_gradient(k)
         fill = self._fills.get(backward_pass())
-        tensor = None if fill is None else fill.take(k)
-        if tensor is None:
-            tensor = self._take_from_others(k)
-        if tensor is None:
-            tensor = self._refill().take(k)
-            assert tensor is not None
-        return tensor
-
-    def _take_from_others(self, k: int) -> Tensor | None:
-        """Return a tensor of :meth:`prefetch`, or of a pass around this one."""
-        release = not retains_graph()
-        for fill in (self._ahead, *self._fills.values()):
-            tensor = None if fill is None else fill.take(k, release)
+        if fill is not None:
+            tensor = fill.take(k)
             if tensor is not None:
                 return tensor
-        return None
+
+        # A tensor of `prefetch`, or of a pass around this one.
+        release = not retains_graph()
+        for fill in (self._ahead, *self._fills.values()):
+            if fill is not None:
+                tensor = fill.take(k, release)
+                if tensor is not None:
+                    return tensor
+
+        tensor = self._refill().take(k)
+        assert tensor is not None
+        return tensor
 
 
 def _raise_again(node: Any = None) -> None:
     """Raise PyTorch's error, from the node whose graph was freed if it is given."""
     try:
         if node is not None:
-            node.saved_tensors
+            node.saved_tensors  # raises PyTorch's own error
         raise RuntimeError('Trying to backward through the graph a second time')
     except RuntimeError as error:
         add_note(error, AGAIN)
