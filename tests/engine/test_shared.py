@@ -413,7 +413,7 @@ def test_an_interrupt_leaves_no_copy_behind(devices, ctrl_c):
 def test_an_interrupt_while_copies_are_put_there_or_taken_away(
     devices, ctrl_c, number, late, monkeypatch
 ):
-    real, calls, again = swaps._call_all, [], -1
+    real, calls, again = swaps._restore_all, [], -1
 
     def call_all(functions):
         calls.append(functions)
@@ -424,7 +424,7 @@ def test_an_interrupt_while_copies_are_put_there_or_taken_away(
         if not late:
             real(functions)
 
-    monkeypatch.setattr(swaps, '_call_all', call_all)
+    monkeypatch.setattr(swaps, '_restore_all', call_all)
     gpipe = pipe(two(), devices, checkpoint='always')
     output = call(gpipe, rows(3))
     again = len(calls) + 1 + number

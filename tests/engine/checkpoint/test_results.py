@@ -645,14 +645,14 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
     gpipe = GPipe(
         nn.Sequential(layer, nn.Linear(4, 4)), [2], devices=devices(1), checkpoint='always'
     )
-    real, interrupts = swaps._call_all, [KeyboardInterrupt]
+    real, interrupts = swaps._restore_all, [KeyboardInterrupt]
 
     def interrupt(functions):
         if 'forward' in vars(layer) and interrupts:
             raise interrupts.pop()
         real(functions)
 
-    with mock.patch.object(swaps, '_call_all', interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(swaps, '_restore_all', interrupt), pytest.raises(KeyboardInterrupt):
         call(gpipe, torch.rand(2, 4))
     assert not interrupts and 'forward' not in vars(layer)
 

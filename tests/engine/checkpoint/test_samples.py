@@ -88,7 +88,7 @@ def elsewhere(monkeypatch):
         k = len(events) - 1
         return lambda: events[k]
 
-    monkeypatch.setattr(samples, '_is_here', lambda x: False)
+    monkeypatch.setattr(samples, '_is_readable', lambda x: False)
     monkeypatch.setattr(samples, '_to_host', torch.clone)
     monkeypatch.setattr(samples, '_event', event)
     return events

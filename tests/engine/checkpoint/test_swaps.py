@@ -47,7 +47,7 @@ def test_an_interrupt_waits_until_all_is_back():
 
 @cpu_only('an interrupt comes to the host')
 def test_a_step_has_its_parameters_back_when_it_was_interrupted(monkeypatch):
-    interrupts, call_all = [], swaps._call_all
+    interrupts, call_all = [], swaps._restore_all
 
     def interrupt(functions):
         if interrupts:
@@ -61,7 +61,7 @@ def test_a_step_has_its_parameters_back_when_it_was_interrupted(monkeypatch):
         interrupts.append(KeyboardInterrupt)  # when the loss's own leaves are put back
         return (output - target).square().mean()
 
-    monkeypatch.setattr(swaps, '_call_all', interrupt)
+    monkeypatch.setattr(swaps, '_restore_all', interrupt)
     with pytest.raises(KeyboardInterrupt):
         gpipe.step(x, x, loss)
     assert not interrupts and gpipe[0].weight is weight and weight.grad is None

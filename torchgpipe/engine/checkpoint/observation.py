@@ -47,13 +47,13 @@ def are_rebound(before: Attributes, now: Attributes) -> bool:
 def candidates_of(attributes: Attributes) -> list[str]:
     """Return the names of attributes that are containers, or ``None`` until a layer makes one."""
     # Without a Python call for each attribute: a module may have a thousand of them.
-    found = compress(attributes, map(_may_contain, map(type, attributes.values())))
-    return [name for name in found if name not in _EVERY]
+    names = compress(attributes, map(_may_contain, map(type, attributes.values())))
+    return [name for name in names if name not in _EVERY]
 
 
 @lru_cache(maxsize=1024)
-def _may_contain(kind: type) -> bool:
-    return kind in _CONTAINERS or issubclass(kind, (tuple, type(None)))
+def _may_contain(type_of_value: type) -> bool:
+    return type_of_value in _CONTAINERS or issubclass(type_of_value, (tuple, type(None)))
 
 
 def contents_of(name: str, value: Any, most: float = math.inf) -> list[Any] | None:
@@ -85,12 +85,9 @@ def _is_container(value: Any) -> bool:
 
 
 def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
-    items: Iterable[tuple[Any, Any]]
     if type(container) in _MAPPINGS:
-        items = container.items()
-    else:
-        items = enumerate(container)
-    return items
+        return container.items()  # type: ignore[no-any-return]
+    return enumerate(container)
 
 
 def tensors_in(value: Any) -> list[tuple[Path, Tensor]]:
@@ -127,20 +124,26 @@ def _copy(
 
     if isinstance(value, tuple):
         items = [_copy(item, (*path, k), replace, copies) for k, item in enumerate(value)]
-        if any(map(is_not, items, value)):
-            value = type(value)(*items) if hasattr(value, '_fields') else type(value)(items)
-    elif type(value) is set:
-        copy = copies[id(value)] = {
-            _copy(item, (*path, k), replace, copies) for k, item in enumerate(value)
-        }
-        return copy
-    elif type(value) in _CONTAINERS:
-        # It may contain itself.
-        copy = copies[id(value)] = value.copy()
-        for key, item in _items_of(value):
-            copy[key] = _copy(item, (*path, key), replace, copies)
-        return copy
-    return value
+        if not any(map(is_not, items, value)):
+            return value
+        if hasattr(value, '_fields'):  # a named tuple
+            return type(value)(*items)
+        return type(value)(items)
+    if type(value) not in _CONTAINERS:
+        return value
+
+    # Before its items, because a container may contain itself.
+    copy = value.copy()
+    copies[id(value)] = copy
+    if type(value) is set:
+        copy.clear()
+    for key, item in _items_of(value):
+        item = _copy(item, (*path, key), replace, copies)
+        if type(value) is set:
+            copy.add(item)
+        else:
+            copy[key] = item
+    return copy
 
 
 def state_of(module: nn.Module) -> list[Any]:
@@ -156,8 +159,13 @@ def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
     """Return whether two lists contain identical objects, or equal integers."""
     if a is None or b is None:
         return a is b
-    # Indices are new objects each time.
-    return len(a) == len(b) and all(x is y or (type(x) is int and x == y) for x, y in zip(a, b))
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b):
+        # Indices and versions are new objects each time.
+        if x is not y and (type(x) is not int or x != y):
+            return False
+    return True
 
 
 #: A tensor of a layer: its module, and a name with a path if it is in an attribute.
@@ -255,10 +263,10 @@ class LayerRecorder(Recorder):
             if contents is not None:
                 self._contents[module, name] = contents
             if name not in _EVERY:
-                found = tensors_in(value)
-                if found or contents is not None:
+                tensors_of_value = [x for _, x in tensors_in(value)]
+                if tensors_of_value or contents is not None:
                     self.kept[module].add(name)
-                tensors += [x for _, x in found]
+                tensors += tensors_of_value
             for item in (value, *(contents or ())):
                 if isinstance(item, torch.Generator):
                     self.generators[generator_key(item)] = item

@@ -137,15 +137,12 @@ class Results:
         The other function is not part of a compiled layer around it. A marked layer that is
         compiled stays compiled.
         """
-        names = [(module, name_of_call(module)) for module in self._marked]
-        with substituted(
-            [
-                entry(
-                    module.__dict__, name, untraced(partial(call, module, getattr(module, name)))
-                )
-                for module, name in names
-            ]
-        ):
+        swaps = []
+        for module in self._marked:
+            name = name_of_call(module)
+            substitute = untraced(partial(call, module, getattr(module, name)))
+            swaps.append(entry(module.__dict__, name, substitute))
+        with substituted(swaps):
             return function()
 
     def _keep(
@@ -159,8 +156,10 @@ class Results:
         """Call a layer, and keep its result."""
         if self._inside:
             return forward(*args, **kwargs)
-        values = [leaf.value for leaf in leaves_of((args, kwargs))]
-        input = [value for value in values if isinstance(value, Tensor)]
+        input = []
+        for leaf in leaves_of((args, kwargs)):
+            if isinstance(leaf.value, Tensor):
+                input.append(leaf.value)
         before = versions(input)
         start = self._draws.position()
         self._inside = True
@@ -174,19 +173,11 @@ class Results:
         for x in tensors:
             if x.is_nested:
                 check_nested(x)
-        memories: Memories = {}
-        with unseen():
-            copies = [copy_of(x, memories) for x in tensors]
-        self._results.append(
-            _Result(
-                module,
-                copies,
-                [x.requires_grad for x in tensors],
-                kind,
-                start,
-                self._draws.position(),
-            )
-        )
+        # A copy, because a later layer may change the result in place.
+        copies = _copies(tensors)
+        requires_grad = [x.requires_grad for x in tensors]
+        end = self._draws.position()
+        self._results.append(_Result(module, copies, requires_grad, kind, start, end))
         for k, x in enumerate(tensors):
             if share_memory([x], [*input, *tensors[:k], *tensors[k + 1 :]]):
                 self._shared.append((module, x.detach(), versions([x])))
@@ -203,37 +194,38 @@ class Results:
         result = self._results[self._next]
         self._next += 1
         self._draws.go_to(result.start, result.end)
-        memories: Memories = {}
-        with unseen():
-            tensors = [copy_of(x, memories) for x in result.tensors]
-        where = [k for k, requires_grad in enumerate(result.requires_grad) if requires_grad]
-        if where:
-            phony = get_phony(tensors[where[0]].device, requires_grad=True)
-            again = _Again.apply(  # type: ignore[no-untyped-call]
-                phony, *[tensors[k] for k in where]
-            )
-            for k, x in zip(where, again):
-                tensors[k] = x
+        tensors = _copies(result.tensors)
+        for k, x in enumerate(tensors):
+            if result.requires_grad[k]:
+                phony = get_phony(x.device, requires_grad=True)
+                tensors[k] = _Again.apply(phony, x)  # type: ignore[no-untyped-call]
         return result.kind(tensors)
 
     def _refuse(self, layer: nn.Module, why: str) -> RuntimeError:
-        name = next(name for name, module in self._partition.named_modules() if module is layer)
+        names = {module: name for name, module in self._partition.named_modules()}
         return RuntimeError(
-            f"layer '{name}' ({type(layer).__name__}) cannot be kept out of "
+            f"layer '{names[layer]}' ({type(layer).__name__}) cannot be kept out of "
             f'recomputation: {why}, which a recomputation would not do. Let it '
             'give a new tensor (tensor.clone()), or do not mark it'
         )
 
 
 class _Again(torch.autograd.Function):
-    """Make tensors require grad. Unlike leaves, they may be changed in place by a later layer.
+    """Make a tensor require grad. Unlike a leaf, it may be changed in place by a later layer.
 
-    Takes ``(phony, *tensors)``. No gradient passes through it.
+    Takes ``(phony, tensor)``. No gradient passes through it.
     """
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.detach() for x in tensors)  # [Note: Identity without a view]
+    def forward(ctx: Any, phony: Tensor, x: Tensor) -> Tensor:
+        return x.detach()  # [Note: Identity without a view]
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors; those that share a memory share its copy."""
+    memories: Memories = {}
+    with unseen():
+        return [copy_of(x, memories) for x in tensors]
 
 
 def _flatten(output: Any) -> tuple[tuple[Tensor, ...], Kind]:

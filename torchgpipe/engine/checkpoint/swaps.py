@@ -7,7 +7,7 @@ module (``lock_alone`` of a partition)::
                                   back ──▶ the previous value, also after an error or Ctrl-C
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import setitem
 from typing import Any, NamedTuple
@@ -24,10 +24,10 @@ class Swap(NamedTuple):
 
 def entry(holder: Any, name: str, value: Any) -> Swap:
     """Return the swap that sets an entry of a dictionary to another value."""
-    own = holder.get(name, _MISSING)
-    back = (
-        partial(holder.pop, name, None) if own is _MISSING else partial(setitem, holder, name, own)
-    )
+    previous = holder.get(name, _MISSING)
+    back = partial(setitem, holder, name, previous)
+    if previous is _MISSING:
+        back = partial(holder.pop, name, None)
     return Swap(partial(setitem, holder, name, value), back)
 
 
@@ -35,8 +35,6 @@ class substituted:
     """A context in which substitutes are in their places."""
 
     # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
-    __slots__ = ('_swaps',)
-
     def __init__(self, swaps: Sequence[Swap]) -> None:
         self._swaps = swaps
 
@@ -53,7 +51,7 @@ class substituted:
         interrupt = None
         while True:
             try:
-                _call_all([back for _, back in self._swaps])
+                _restore_all(self._swaps)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -61,6 +59,6 @@ class substituted:
             raise interrupt
 
 
-def _call_all(functions: Iterable[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
+def _restore_all(swaps: Sequence[Swap]) -> None:
+    for swap in swaps:
+        swap.back()
