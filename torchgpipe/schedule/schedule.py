@@ -111,7 +111,14 @@ def action_boxes(
         title = f'{name}, stage {stage}, micro-batch {i}'
         if time is not None:
             title += f', {time(timed.end - timed.start)}'
-        yield Box(timed.device, timed.start, timed.end, label(timed.action), title, colour)
+        yield Box(
+            timed.device,
+            timed.start,
+            timed.end,
+            label(timed.action),
+            title,
+            colour,
+        )
 
 
 #: By device and step, the action that starts, or nothing.
@@ -246,7 +253,7 @@ class Schedule:
         for row in self.rows:
             result = []
             for action in row:
-                # W follows I, which has the recomputation of both.
+                # W does not need a recomputation, because its I has one.
                 if action.kind in 'BI' and action.micro_batch in by_stage[action.stage]:
                     recomputation = action._replace(kind='R')
                     if recomputation not in actions:
@@ -280,7 +287,7 @@ class Schedule:
         self._check_duplicates()
         self._check_complete()
         self._check_order()
-        # Rows may be complete and in order, and yet wait for each other.
+        # Rows that are complete and in order can still wait for each other in a circle.
         _, blocked = steps(self.rows)
         if blocked:
             waits = []
@@ -337,7 +344,7 @@ class Schedule:
                         f'micro-batch {i}, but it takes F and B, or F, I and W, or F alone',
                         [Action(stage, kind, i) for kind in needed],
                     )
-        # A schedule of forwards alone is complete: it evaluates.
+        # A schedule may have forwards alone, but not a backward of some micro-batches alone.
         if backward and len(backward) < stages * m:
             stage, i = min(kinds.keys() - backward)
             raise self._error(
@@ -401,7 +408,8 @@ def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
 
 
 def steps(
-    rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
+    rows: Sequence[Sequence[Action]],
+    pairs: Iterable[tuple[Action, Action]] = (),
 ) -> tuple[Grid, list[Action]]:
     """Run a schedule in steps, with one step per action.
 
@@ -429,7 +437,7 @@ def steps(
             step.append(action)
         if not any(step):
             return grid, [queue[0] for queue in queues if queue]
-        # Only now, because an action does not wait for another one of its own step.
+        # After the choice for all devices, because a predecessor has to end in an earlier step.
         for row, queue, action in zip(grid, queues, step):
             row.append(action)
             if action:
