@@ -75,7 +75,12 @@ class _Statistics:
         #: By partition and call.
         self.moments: dict[tuple[int, int], _Moments] = {}
 
-    def add(self, j: int, cell: int, moments: _Moments) -> None:
+    def add(
+        self,
+        j: int,
+        cell: int,
+        moments: _Moments,
+    ) -> None:
         """Merge the moments of a call with the same call's moments in other micro-batches."""
         if cell == self._cell:
             self._call += 1
@@ -157,13 +162,27 @@ class DeferredBatchNorm(BatchNorm):
         # running statistics. Therefore no second pass over the input is needed.
         mean = torch.zeros_like(cast(Tensor, self.running_mean))
         var = torch.zeros_like(cast(Tensor, self.running_var))
-        output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        output = F.batch_norm(
+            input,
+            mean,
+            var,
+            self.weight,
+            self.bias,
+            True,  # training
+            1.0,  # momentum
+            self.eps,
+        )
         if not context.recomputing:
             self._track(input.numel() // input.size(1), mean, var)
         return output
 
     @uncompiled
-    def _track(self, number: int, mean: Tensor, var: Tensor) -> None:
+    def _track(
+        self,
+        number: int,
+        mean: Tensor,
+        var: Tensor,
+    ) -> None:
         # Running statistics may have half precision, in which merged moments would be inexact.
         dtype = torch.promote_types(mean.dtype, torch.float32)
         deviation = var.to(dtype) * (number - 1)
@@ -212,7 +231,12 @@ class DeferredBatchNorm(BatchNorm):
         new = moments.deviation / (moments.number - 1)
         var.lerp_(new.to(var), factor)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,
+    ) -> None:
         # In version 0.0.7, these buffers held an unfinished mini-batch.
         for name in ('sum', 'sum_squares'):
             state_dict.pop(prefix + name, None)

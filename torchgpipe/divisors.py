@@ -34,21 +34,28 @@ for _function in vars(F).values():
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
 
 
-def _functions(names: str) -> set[Any]:
-    """Return the functions and the methods of tensors with these names, and in-place ones."""
-    functions = set()
-    for name in names.split():
-        for place in (torch, Tensor):
-            for suffix in ('', '_'):
-                functions.add(getattr(place, name + suffix, None))
-    return functions - {None}
-
-
 #: Functions that divide a tensor, as the operator ``/`` does.
-DIVISIONS = _functions('div divide true_divide')
+DIVISIONS = {
+    torch.div,
+    torch.divide,
+    torch.true_divide,
+    Tensor.div,
+    Tensor.div_,
+    Tensor.divide,
+    Tensor.divide_,
+    Tensor.true_divide,
+    Tensor.true_divide_,
+}
 
 #: Functions that multiply tensors, as the operator ``*`` does.
-PRODUCTS = _functions('mul multiply')
+PRODUCTS = {
+    torch.mul,
+    torch.multiply,
+    Tensor.mul,
+    Tensor.mul_,
+    Tensor.multiply,
+    Tensor.multiply_,
+}
 
 #: Functions that add up the elements of a tensor.
 SUMS = {torch.sum, Tensor.sum}
@@ -65,7 +72,11 @@ def reduction_of(settings: Mapping[str, Any]) -> Any:
     return settings.get('reduction', 'mean')
 
 
-def counted_labels(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
+def counted_labels(
+    ignored: int | None,
+    weight: Tensor | None,
+    target: Tensor,
+) -> Any:
     """Count a target as PyTorch's classification losses do, each class by its weight."""
     if target.is_floating_point():  # All probabilities count, equally many for each sample.
         return target.numel()
@@ -224,7 +235,12 @@ class LossMonitor(TorchFunctionMode):
             divisor = weight.detach().sum(dtype=torch.float)
             self._divide(name, weight.numel(), divisor, result)
 
-    def _follow(self, func: Any, values: Sequence[Any], result: Any) -> None:
+    def _follow(
+        self,
+        func: Any,
+        values: Sequence[Any],
+        result: Any,
+    ) -> None:
         """Record an operation on a loss that has no mean yet."""
         if torch.compiler.is_compiling() or is_transformed():
             return
@@ -240,7 +256,12 @@ class LossMonitor(TorchFunctionMode):
                     self._see_reduction(func, value, result)
                     return
 
-    def _see_reduction(self, func: Any, loss: Tensor, result: Tensor) -> None:
+    def _see_reduction(
+        self,
+        func: Any,
+        loss: Tensor,
+        result: Tensor,
+    ) -> None:
         """Record the first operation on a loss that is not reduced."""
         if func in SUMS and not result.dim():
             self._sums.append((result, result._version, None))
@@ -249,7 +270,12 @@ class LossMonitor(TorchFunctionMode):
         else:
             self._unreduced.append(result)
 
-    def _see_weight(self, result: Any, one: Any, other: Any) -> None:
+    def _see_weight(
+        self,
+        result: Any,
+        one: Any,
+        other: Any,
+    ) -> None:
         """Forget the division of a mean that is weighted by a tensor."""
         for mean, number in [*self._means]:
             weight = None
@@ -263,7 +289,12 @@ class LossMonitor(TorchFunctionMode):
                 # The other divisions keep their numbers.
                 self._divisions[self._i][number] = Division('', 0, 0, 0)
 
-    def _see_division(self, result: Tensor, dividend: Any, divisor: Any) -> None:
+    def _see_division(
+        self,
+        result: Tensor,
+        dividend: Any,
+        divisor: Any,
+    ) -> None:
         if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.is_complex():
             divisor = divisor.detach()
         elif not isinstance(divisor, Real):
@@ -281,7 +312,8 @@ class LossMonitor(TorchFunctionMode):
     ) -> None:
         divisions = self._divisions[self._i]
         self._means.append((result, len(divisions)))
-        divisions.append(Division(name, elements, divisor, _site()))
+        division = Division(name, elements, divisor, _site())
+        divisions.append(division)
 
     def _all_divisions(self) -> Iterator[tuple[Division, ...]]:
         """Yield one division of each micro-batch after the other."""

@@ -113,7 +113,11 @@ def watches(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def normalizer_of(loss: LossSettings, normalizer: Any, targets: Sequence[Any]) -> Any:
+def normalizer_of(
+    loss: LossSettings,
+    normalizer: Any,
+    targets: Sequence[Any],
+) -> Any:
     """Return the normalizer of a loss: the argument, or its own; ``None`` for samples.
 
     Raises:
@@ -146,15 +150,14 @@ def _normalizer_of_labels(loss: LossSettings, targets: Sequence[Any]) -> Any:
         return None
     # Another loss may count in another way. That makes no difference if all labels count alike.
     leaves = leaves_of(list(targets))
-    if isinstance(weight, Tensor) or any(_has_label(leaf.value, ignored) for leaf in leaves):
+    if isinstance(weight, Tensor):
         raise no_mean_over_samples(loss.name)
+    for leaf in leaves:
+        value = leaf.value
+        is_label = isinstance(value, Tensor) and not value.is_floating_point()
+        if is_label and (value == ignored).any():
+            raise no_mean_over_samples(loss.name)
     return None
-
-
-def _has_label(value: Any, label: Any) -> bool:
-    if not isinstance(value, Tensor) or value.is_floating_point():
-        return False
-    return bool((value == label).any())
 
 
 def _sum_of_samples() -> ValueError:
@@ -236,7 +239,12 @@ class Losses:
         settings = LossSettings.of(function)
         values = [batch.value for batch in self._leaves]
         #: The count of each micro-batch.
-        self.counts, self._whole = _counts(settings, values, sizes, normalizer)
+        self.counts, self._whole = _counts(
+            settings,
+            values,
+            sizes,
+            normalizer,
+        )
         #: The count of the mini-batch in this process, and after :meth:`count_in` in all
         #: processes; ``None`` if the normalizer is a number.
         self.counted: float | None = None
@@ -393,13 +401,22 @@ class Losses:
         return result
 
 
-def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Chunk]:
+def _scatter(
+    target: Any,
+    sizes: Sequence[int],
+    batch_dim: Any,
+) -> list[Chunk]:
     """Cut a target as the input was cut."""
     is_tensor = isinstance(target, Tensor)
     if not is_tensor and not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
         # There is nothing to cut, so each micro-batch has the whole target.
         return [Chunk((), lambda tensors: target)] * len(sizes)
-    batches, samples, _ = cut(target, len(sizes), batch_dim, 'target')
+    batches, samples, _ = cut(
+        target,
+        len(sizes),
+        batch_dim,
+        'target',
+    )
     if samples != list(sizes):
         raise ValueError(
             f'the target has {sum(samples)} samples, but the input has {sum(sizes)}; '
@@ -423,7 +440,12 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
     for function in filter(callable, _parts(rule)):
         try:
             inputs = [batch.value for batch in batches]
-            counts = _count(partial(call, function), inputs, 'gather', 'input')
+            counts = _count(
+                partial(call, function),
+                inputs,
+                'gather',
+                'input',
+            )
             if not sum(counts):
                 raise _zero_count('gather', 'input')
             results.append(counts)
@@ -482,7 +504,11 @@ def _raise(error: Exception, _: Any) -> NoReturn:
     raise error
 
 
-def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:
+def _mean_of(
+    counts: Sequence[float],
+    whole: float,
+    xs: Sequence[Tensor],
+) -> Tensor:
     terms = []
     for count, x in zip(counts, xs):
         # The mean of nothing is NaN.

@@ -15,7 +15,11 @@ from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
 
 
-def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
+def find_schedule(
+    schedule: ScheduleLike,
+    workers: Sequence[Hashable],
+    m: int,
+) -> Schedule:
     """Return a schedule whose stages are the partitions.
 
     Raises:
@@ -55,13 +59,22 @@ def _stages_per_device(name: str, n: int, devices: int) -> int:
 
 
 @lru_cache(maxsize=32)  # All steps of a training use the same schedule.
-def _named(name: str, n: int, devices: int, m: int) -> Schedule:
+def _named(
+    name: str,
+    n: int,
+    devices: int,
+    m: int,
+) -> Schedule:
     v = _stages_per_device(name, n, devices)
     return make(name, n // v, m, v)
 
 
 @lru_cache(maxsize=32)
-def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
+def _check_fit(
+    schedule: Schedule,
+    workers: tuple[Any, ...],
+    m: int,
+) -> None:
     schedule.validate()
     n = 1 + max(chain.from_iterable(schedule.stages))
     if n != len(workers) or schedule.micro_batches != m:
@@ -76,26 +89,18 @@ def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
         raise ValueError('the schedule has no backward; a step takes F and B of each micro-batch')
     for stages in schedule.stages:
         # One worker can do the work of several devices, but not the other way round.
-        if len({workers[stage] for stage in stages}) > 1:
-            raise _several_devices(schedule, workers, stages)
-
-
-def _several_devices(
-    schedule: Schedule,
-    workers: Sequence[Any],
-    stages: Sequence[int],
-) -> ValueError:
-    """Return the error for stages of one device whose partitions are on several devices."""
-    devices = ['{}:{}'.format(*workers[stage]) for stage in stages]
-    argument = 'places' if workers[0][0] == 'rank' else 'devices'
-    places = [0] * len(workers)
-    for device, row in enumerate(schedule.stages):
-        for stage in row:
-            places[stage] = device
-    return ValueError(
-        f'the schedule has stages {list(stages)} on one device, but these partitions are '
-        f'on {devices}; put them in this order: {argument}={places}'
-    )
+        if len({workers[stage] for stage in stages}) == 1:
+            continue
+        devices = ['{}:{}'.format(*workers[stage]) for stage in stages]
+        argument = 'places' if workers[0][0] == 'rank' else 'devices'
+        places = [0] * n
+        for device, row in enumerate(schedule.stages):
+            for stage in row:
+                places[stage] = device
+        raise ValueError(
+            f'the schedule has stages {list(stages)} on one device, but these partitions are '
+            f'on {devices}; put them in this order: {argument}={places}'
+        )
 
 
 @lru_cache(maxsize=32)
@@ -125,7 +130,14 @@ def run_step(
     if engine.one_worker:
         # One worker does not wait for gradients, so it recomputes within the backward.
         rows = plan.rows
-    step = Step(engine, batches, rows, losses, recomputed=by_stage, **options)
+    step = Step(
+        engine,
+        batches,
+        rows,
+        losses,
+        recomputed=by_stage,
+        **options,
+    )
     step.losses = losses.in_layers
     step.keeps_output = keeps_output
     step.run()

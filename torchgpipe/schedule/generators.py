@@ -314,7 +314,7 @@ def _one_by_one(
 def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
     """Return rows with F and I in these orders and W where they wait; ``None`` in a deadlock."""
     actions = {*chain.from_iterable(orders)}
-    done: set[Action] = set()
+    done = set[Action]()
     rows: Rows = [[] for _ in orders]
     queues = [*map(deque, orders)]
     #: By device, the W of each I so far.

@@ -115,15 +115,15 @@ def with_messages(
             next stage, the skip is part of the batch's message.
         ranks: The rank of each stage; by default, a rank has the stages of a row.
     """
-    owners: dict[int, int] = {}
+    owners = {}
     for rank, stages in enumerate(schedule.stages):
         owners.update(dict.fromkeys(stages, rank))
     if ranks is not None:
         owners = dict(enumerate(ranks))
 
     #: By stage, the stages that need its forwards, and the stages that need its backwards.
-    readers: dict[int, set[int]] = {}
-    writers: dict[int, set[int]] = {}
+    readers = {}
+    writers = {}
     for stage in chain.from_iterable(schedule.stages):
         readers[stage] = {stage + 1} & owners.keys()
         writers[stage] = {stage - 1} & owners.keys()
@@ -195,7 +195,7 @@ def with_unit_actions(
         reduced: The units whose gradients are reduced within the row.
     """
     coming = _coming(row, units)
-    last: dict[int, int] = {}
+    last = {}
     for k, item in enumerate(row):
         if isinstance(item, Action):
             last[units[item.stage]] = k

@@ -228,7 +228,7 @@ class Schedule:
         """
         actions = self._all()
         m = self.micro_batches
-        by_stage: list[Collection[int]] = []
+        by_stage = []
         for stop in stops:
             if isinstance(stop, int):
                 if stop < 0:
@@ -326,7 +326,7 @@ class Schedule:
 
     def _check_complete(self) -> None:
         #: By stage and micro-batch, the kinds of actions.
-        kinds: dict[tuple[int, int], set[str]] = defaultdict(set)
+        kinds = defaultdict(set)
         backward = set()
         for stage, kind, i in self._all():
             kinds[stage, i].add(kind)
@@ -382,7 +382,8 @@ class Schedule:
         for device, row in enumerate(grid):
             for step, action in enumerate(row):
                 if action is not None:
-                    actions.append(Timed(device, action, step, step + 1))
+                    end = step + 1
+                    actions.append(Timed(device, action, step, end))
         names = [f'device {device}' for device in range(len(self.rows))]
         caption = f'{len(self.rows)} devices, {self.micro_batches} micro-batches'
         return rows_as_html(names, action_boxes(actions), caption)
@@ -421,22 +422,24 @@ def steps(
     """
     actions = {*chain.from_iterable(rows)}
     queues = [*map(deque, rows)]
-    extra: dict[Action, list[Action]] = defaultdict(list)
+    extra = defaultdict(list)
     for first, second in pairs:
         extra[second].append(first)
     done: set[Action] = set()
     grid: Grid = [[] for _ in rows]
     while any(queues):
-        step: list[Action | None] = []
+        step = []
         for queue in queues:
             action = None
             if queue:
-                predecessors = waits_for(queue[0], actions) + extra[queue[0]]
+                first = queue[0]
+                predecessors = waits_for(first, actions) + extra[first]
                 if done.issuperset(predecessors):
-                    action = queue[0]
+                    action = first
             step.append(action)
         if not any(step):
-            return grid, [queue[0] for queue in queues if queue]
+            blocked = [queue[0] for queue in queues if queue]
+            return grid, blocked
         # After the choice for all devices, because a predecessor has to end in an earlier step.
         for row, queue, action in zip(grid, queues, step):
             row.append(action)
