@@ -116,6 +116,11 @@ class DeferredBatchNorm(BatchNorm):
         chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
     """
 
+    # The base may not have running statistics, but this layer always has.
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
     def __init__(
         self,
         num_features: int,
@@ -160,8 +165,8 @@ class DeferredBatchNorm(BatchNorm):
         self._check_input_dim(input)
         # With momentum 1, PyTorch's kernel writes the statistics of this micro-batch to its
         # running statistics. Therefore no second pass over the input is needed.
-        mean = torch.zeros_like(cast(Tensor, self.running_mean))
-        var = torch.zeros_like(cast(Tensor, self.running_var))
+        mean = torch.zeros_like(self.running_mean)
+        var = torch.zeros_like(self.running_var)
         output = F.batch_norm(
             input,
             mean,
@@ -220,12 +225,12 @@ class DeferredBatchNorm(BatchNorm):
 
     def _move(self, moments: _Moments) -> None:
         """Update the running statistics by one mini-batch."""
-        cast(Tensor, self.num_batches_tracked).add_(1)
+        self.num_batches_tracked.add_(1)
         factor = self.momentum
         if factor is None:
-            factor = 1 / float(cast(Tensor, self.num_batches_tracked))
-        mean = cast(Tensor, self.running_mean)
-        var = cast(Tensor, self.running_var)
+            factor = 1 / float(self.num_batches_tracked)
+        mean = self.running_mean
+        var = self.running_var
         # The moments may be from another partition, and so from another device.
         mean.lerp_(moments.mean.to(mean), factor)
         new = moments.deviation / (moments.number - 1)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.base.private import is_transformed
 
 #: PyTorch's losses, each with its signature.
-LOSSES: dict[Any, inspect.Signature] = {}
+LOSSES = {}
 for _function in vars(F).values():
     if inspect.isfunction(_function):
         _signature = inspect.signature(_function)

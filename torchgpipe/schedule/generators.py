@@ -17,7 +17,7 @@ wait for gradients::
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 
@@ -334,7 +334,7 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
         return None
 
     while any(queues) or any(weights):
-        step = [next_action(device) for device in range(len(orders))]
+        step = [*map(next_action, range(len(orders)))]
         if not any(step):
             return None
         for device, action in enumerate(step):
@@ -352,7 +352,7 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
 
 
 #: The schedules, by name.
-NAMES: dict[str, Callable[[int, int, int], Rows]] = {
+NAMES = {
     'gpipe': _gpipe,
     '1f1b': _1f1b,
     'interleaved': _interleaved,

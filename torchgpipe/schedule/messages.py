@@ -116,12 +116,11 @@ def with_messages(
         ranks: The rank of each stage; by default, a rank has the stages of a row.
     """
     owners = {}
-    for rank, stages in enumerate(schedule.stages):
-        owners.update(dict.fromkeys(stages, rank))
+    for rank, row in enumerate(schedule.stages):
+        owners.update(dict.fromkeys(row, rank))
     if ranks is not None:
         owners = dict(enumerate(ranks))
 
-    #: By stage, the stages that need its forwards, and the stages that need its backwards.
     readers = {}
     writers = {}
     for stage in chain.from_iterable(schedule.stages):
@@ -130,6 +129,8 @@ def with_messages(
     for stash, pop in skips:
         readers[stash].add(pop)
         writers[pop].add(stash)
+    #: By kind of an action and its stage, the stages that need its result. R and W have none.
+    receivers = {'F': readers, 'B': writers, 'I': writers}
 
     rows: list[list[Item]] = [[] for _ in range(1 + max(owners.values()))]
     # One order of all actions for all ranks, so that no two of them wait for each other.
@@ -137,28 +138,16 @@ def with_messages(
     for action in by_step(grid):
         sender = rows[owners[action.stage]]
         sender.append(action)
-        receivers = _receivers(action, readers, writers)
+        if action.kind not in receivers:
+            continue
+        stages = receivers[action.kind][action.stage]
         # The nearest stage needs its message first.
-        for stage in sorted(receivers, key=lambda stage: abs(stage - action.stage)):
+        for stage in sorted(stages, key=lambda stage: abs(stage - action.stage)):
             receiver = rows[owners[stage]]
             if receiver is not sender:
                 sender.append(Send(action, stage))
                 receiver.append(Receive(action, stage))
     return tuple(map(tuple, rows))
-
-
-def _receivers(
-    action: Action,
-    readers: dict[int, set[int]],
-    writers: dict[int, set[int]],
-) -> set[int]:
-    """Return the stages that need the result of an action."""
-    if action.kind == 'F':
-        return readers[action.stage]
-    if action.kind in 'BI':
-        return writers[action.stage]
-    # R and W have their results in this stage.
-    return set()
 
 
 def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
