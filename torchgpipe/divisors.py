@@ -91,17 +91,16 @@ def counted_labels(
 
 
 class Division(NamedTuple):
-    """The division of a loss in one micro-batch.
+    """The division of a loss in one micro-batch."""
 
-    Args:
-        elements: The number of elements; ``None`` if they are known to be of the samples, and not
-            of parameters.
-        divisor: A number or a tensor, which stays on the device, so that no thread waits for it.
-    """
-
+    #: The loss, in errors.
     name: str
+    #: The number of elements; ``None`` if they are known to be of the samples, and not of
+    #: parameters.
     elements: int | None
+    #: A number or a tensor, which stays on the device, so that no thread waits for it.
     divisor: Any
+    #: The place in the code: see :func:`_site`.
     site: int
 
 
@@ -221,6 +220,7 @@ class LossMonitor(TorchFunctionMode):
         if reduction == 'none':
             self._unreduced.append(result)
         elif reduction == 'sum':
+            # Losses have different names for it.
             input = next(iter(arguments.values()))
             self._sums.append((result, result._version, input.numel()))
         elif reduction == 'mean' and 'ignore_index' in arguments:
@@ -249,10 +249,9 @@ class LossMonitor(TorchFunctionMode):
         if func in DIVISIONS and self._sums:
             self._see_division(result, *values[:2])
         if isinstance(result, Tensor):
-            # By identity, because tensors compare by their elements.
-            unreduced = {id(loss) for loss in self._unreduced}
             for value in values:
-                if id(value) in unreduced:
+                # By identity, because tensors compare by their elements.
+                if any(value is loss for loss in self._unreduced):
                     self._see_reduction(func, value, result)
                     return
 
@@ -268,6 +267,7 @@ class LossMonitor(TorchFunctionMode):
         elif func in MEANS and not result.dim():
             self._divide(self._where, None, loss.numel(), result)
         else:
+            # It may be a product with a mask.
             self._unreduced.append(result)
 
     def _see_weight(
@@ -311,6 +311,7 @@ class LossMonitor(TorchFunctionMode):
         result: Tensor,
     ) -> None:
         divisions = self._divisions[self._i]
+        # By number, because a weight may still replace the division.
         self._means.append((result, len(divisions)))
         division = Division(name, elements, divisor, _site())
         divisions.append(division)

@@ -54,6 +54,7 @@ def itself(loss: Any) -> Any:
     """Return the function or the module behind partials, and behind a module's ``forward``."""
     while isinstance(loss, partial):
         loss = loss.func
+    # The settings of a bound ``forward`` are attributes of its module.
     owner = getattr(loss, '__self__', None)
     if isinstance(owner, nn.Module) and loss.__name__ == 'forward':
         return owner
@@ -65,9 +66,11 @@ class LossSettings(NamedTuple):
 
     #: The settings, by the names that PyTorch's losses use.
     settings: Mapping[str, Any]
+    #: As in PyTorch: ``'mean'``, ``'sum'`` or ``'none'``.
     reduction: Any
     #: Whether it is one of PyTorch's losses, which follow their settings.
     is_of_pytorch: bool
+    #: The name in errors.
     name: str
 
     @classmethod
@@ -102,10 +105,10 @@ def watches(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's function in which a pipeline records the divisors of losses."""
 
     def call(*args: Any) -> Any:
+        cell = None
         # Compiled code has no values to record.
-        if torch.compiler.is_compiling():
-            return function(*args)
-        cell = context.micro_batch
+        if not torch.compiler.is_compiling():
+            cell = context.micro_batch
         if cell is None or cell.losses is None:
             return function(*args)
         return cell.losses.see(cell.i, function, *args)
@@ -221,7 +224,9 @@ class Losses:
         alone: bool = True,
     ) -> None:
         self._function = function
+        #: Scales a loss for its backward, such as a gradient scaler's ``scale``.
         self._scale = scale
+        #: Whether no other process waits for this one.
         self._alone = alone
         module = itself(function)
         #: The modules of the loss function.
@@ -266,6 +271,7 @@ class Losses:
         #: Returns the error for other divisors.
         self.error = error_of(normalizer)
 
+        #: The losses of micro-batches, each with its weight.
         self._losses: list[Tensor] = []
         #: Whether the loss of some micro-batch requires grad.
         self._learns = False
@@ -297,6 +303,7 @@ class Losses:
             return torch.zeros((), requires_grad=True)
         try:
             loss, is_sum = self._call(i, output)
+            # A sum has no divisor, so its micro-batches cannot be weighted.
             refusal = _sum_of_samples() if is_sum else _refusal(loss, 'loss_fn')
             if refusal is not None:
                 return self._refuse(refusal)
@@ -313,8 +320,10 @@ class Losses:
             add_note(error, f'in the loss of micro-batch {i} of {len(self.targets)}')
             raise
 
+        # Without the scale, as users see it, and without the graph, which backward frees.
         self._losses.append(loss.detach())
         if self._alone and len(self._losses) == len(self.targets):
+            # Several processes check together, after the step.
             self.check()
         if scaled.requires_grad:
             self._learns = True
@@ -352,7 +361,11 @@ class Losses:
         if self.monitor is not None:
             self.monitor.check(self.error)
 
-    def behind(self, layers: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
+    def behind(
+        self,
+        layers: Callable[..., Any],
+        keeps: bool,
+    ) -> Callable[..., Any]:
         """Return layers that return the loss of a micro-batch, so that their output is freed."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -384,6 +397,7 @@ class Losses:
             )
         if self._losses:
             return torch.stack(self._losses).sum()
+        # This process has no loss, such as a rank without the last stage.
         return torch.zeros(())
 
     @property
@@ -450,6 +464,7 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
                 raise _zero_count('gather', 'input')
             results.append(counts)
         except Exception as error:
+            # To be raised only if the output has this part.
             results.append(error)
     return results
 

@@ -28,6 +28,7 @@ def find_schedule(
     """
     result = read_schedule(schedule)
     if not isinstance(result, Schedule):
+        # Several partitions may have one worker.
         devices = len({*workers})
         result = _named(result, len(workers), devices, m)
     _check_fit(result, tuple(workers), m)
@@ -39,23 +40,9 @@ def read_schedule(schedule: ScheduleLike) -> Schedule | str:
     if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith('.csv'):
-        return Schedule.parse(Path(schedule).read_text('utf-8-sig'))  # Spreadsheets write a BOM.
+        # A file may start with a byte order mark.
+        return Schedule.parse(Path(schedule).read_text('utf-8-sig'))
     return schedule
-
-
-def _stages_per_device(name: str, n: int, devices: int) -> int:
-    """Return the number of partitions per device that a schedule needs, out of ``n``.
-
-    One worker can do the work of several devices, so there may be fewer.
-    """
-    least, most = stages_per_device(name)
-    v = max(least, min(n // devices, most))
-    if n % v:
-        raise ValueError(
-            f'{name!r} takes {v} partitions on each device, but there are {n} '
-            f'partitions on {devices} devices'
-        )
-    return v
 
 
 @lru_cache(maxsize=32)  # All steps of a training use the same schedule.
@@ -65,11 +52,21 @@ def _named(
     devices: int,
     m: int,
 ) -> Schedule:
-    v = _stages_per_device(name, n, devices)
+    """Make a schedule for ``n`` partitions, with as many of them per device as it needs.
+
+    One worker can do the work of several devices, so there may be fewer devices.
+    """
+    least, most = stages_per_device(name)
+    v = max(least, min(n // devices, most))
+    if n % v:
+        raise ValueError(
+            f'{name!r} takes {v} partitions on each device, but there are {n} '
+            f'partitions on {devices} devices'
+        )
     return make(name, n // v, m, v)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # A check runs the whole schedule.
 def _check_fit(
     schedule: Schedule,
     workers: tuple[Any, ...],
@@ -89,10 +86,11 @@ def _check_fit(
         raise ValueError('the schedule has no backward; a step takes F and B of each micro-batch')
     for stages in schedule.stages:
         # One worker can do the work of several devices, but not the other way round.
-        if len({workers[stage] for stage in stages}) == 1:
+        if len({workers[stage] for stage in stages}) <= 1:
             continue
         devices = ['{}:{}'.format(*workers[stage]) for stage in stages]
         argument = 'places' if workers[0][0] == 'rank' else 'devices'
+        # The message has the argument that makes the schedule fit.
         places = [0] * n
         for device, row in enumerate(schedule.stages):
             for stage in row:

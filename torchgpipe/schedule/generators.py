@@ -62,7 +62,8 @@ def make(
     rows = []
     for row in NAMES[name](devices, micro_batches, virtual):
         # Some schedules are made for more micro-batches. No action waits for the surplus ones.
-        rows.append(tuple(action for action in row if action.micro_batch < micro_batches))
+        needed = [action for action in row if action.micro_batch < micro_batches]
+        rows.append(tuple(needed))
     return Schedule(tuple(rows))
 
 
@@ -79,7 +80,11 @@ def stages_per_device(name: str) -> tuple[int, int]:
     return 1, 1
 
 
-def places(name: str, devices: int, virtual: int) -> tuple[int, ...]:
+def places(
+    name: str,
+    devices: int,
+    virtual: int,
+) -> tuple[int, ...]:
     """Return the device of each stage in a schedule.
 
     >>> places('interleaved', 3, 2), places('zb-v', 3, 2)
@@ -87,12 +92,16 @@ def places(name: str, devices: int, virtual: int) -> tuple[int, ...]:
     """
     forth = tuple(range(devices))
     if name in V_SHAPED:
-        # The last device has two consecutive stages, so the V needs no message at its turn.
+        # The last device has two consecutive stages, so no message is needed at the turn.
         return forth + forth[::-1]
     return forth * virtual
 
 
-def _actions(stage: int, kind: str, micro_batches: Iterable[int]) -> list[Action]:
+def _actions(
+    stage: int,
+    kind: str,
+    micro_batches: Iterable[int],
+) -> list[Action]:
     return [Action(stage, kind, i) for i in micro_batches]
 
 
@@ -147,7 +156,9 @@ def _alternate(
         if i + warm_up < m:
             row.append(Action(stage, 'F', i + warm_up))
     if delay is not None:
-        row += _actions(stage, 'W', range(max(0, m - delay), m))
+        # No backward is left to run in between.
+        deferred = range(max(0, m - delay), m)
+        row += _actions(stage, 'W', deferred)
     return row
 
 
@@ -166,6 +177,7 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
         for first in range(0, full, n):
             group = range(first, first + n)
             for k in range(v):
+                # Backward visits the stages of a device in reverse order.
                 forward += _actions(k * n + device, 'F', group)
                 backward += _actions((v - 1 - k) * n + device, 'B', group)
         # The way to the last device and back takes two steps for each device after this one.
@@ -173,6 +185,7 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
         row = forward[:warm_up]
         for action, following in zip_longest(backward, forward[warm_up:]):
             row.append(action)
+            # After the last forward, only backwards remain.
             if following is not None:
                 row.append(following)
         rows.append(row)
@@ -212,7 +225,7 @@ def _forth_and_back(device: int, n: int, m: int) -> list[Action]:
     forth = device
     back = 2 * n - 1 - device
     row: list[Action] = []
-    count: Counter[tuple[int, str]] = Counter()
+    count = Counter[tuple[int, str]]()
 
     def run(stage: int, kinds: str) -> None:
         for kind in kinds:
@@ -264,8 +277,8 @@ def _blocks(n: int, m: int, most: int) -> Rows:
     """Return the building block of the same paper for each micro-batch, in limited memory.
 
     In a block, F and I of one micro-batch follow each other through the V, each in a unit of time.
-    Blocks start at a constant interval, such that no device has two actions at a time. The
-    interval is at least six, the actions of a device. For 4 devices and 2 micro-batches::
+    Blocks start at a constant interval, such that no device has two actions at a time. For 4
+    devices and 2 micro-batches::
 
         0F0                         0F1 7F0 7I0                         7F1 7I1 0I0
             1F0                 6F0         1F1 6I0                 6F1         1I0 6I1
@@ -278,6 +291,7 @@ def _blocks(n: int, m: int, most: int) -> Rows:
         most: The most activations of stages that a device holds. With fewer than blocks need at
             an interval, a device may have to wait for itself. Then the interval is longer.
     """
+    # A device has six actions in a block: F, I and W of two stages.
     interval = 6
     while True:
         orders = [_one_by_one(device, n, m, interval) for device in range(n)]
@@ -335,8 +349,10 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
 
     while any(queues) or any(weights):
         step = [*map(next_action, range(len(orders)))]
+        # A device that holds all the activations it may waits for itself.
         if not any(step):
             return None
+        # After the choice for all devices, because a predecessor has to end in an earlier step.
         for device, action in enumerate(step):
             if action is None:
                 continue
@@ -393,7 +409,8 @@ def plain_call(
     schedule = make('gpipe', partitions, m)
     if one_thread:
         # The thread of all backwards recomputes within them, so there are no actions for it.
-        return schedule, forward_order(partitions, 0, m) + one_by_one(schedule)
+        forwards = forward_order(partitions, 0, m)
+        return schedule, forwards + one_by_one(schedule)
     if any(stops):
         schedule = schedule.recomputing(stops)
     return schedule, []
@@ -416,7 +433,8 @@ def forward_order(partitions: int, start: int, stop: int) -> Pairs:
     for j in range(partitions - 1):
         for i in range(start + 2, stop):
             first = Action(j + 1, 'F', i - 2)
-            pairs.append((first, Action(j, 'F', i)))
+            second = Action(j, 'F', i)
+            pairs.append((first, second))
     return pairs
 
 

@@ -65,13 +65,9 @@ class Message(NamedTuple):
 class Send(Message):
     """A message that the rank sends."""
 
-    __slots__ = ()
-
 
 class Receive(Message):
     """A message that the rank receives."""
-
-    __slots__ = ()
 
 
 class UnitAction(NamedTuple):
@@ -121,7 +117,9 @@ def with_messages(
     if ranks is not None:
         owners = dict(enumerate(ranks))
 
+    #: By stage, the stages that need its outputs.
     readers = {}
+    #: By stage, the stages that need its gradients.
     writers = {}
     for stage in chain.from_iterable(schedule.stages):
         readers[stage] = {stage + 1} & owners.keys()
@@ -144,25 +142,32 @@ def with_messages(
         # The nearest stage needs its message first.
         for stage in sorted(stages, key=lambda stage: abs(stage - action.stage)):
             receiver = rows[owners[stage]]
+            # Stages of one rank share its memory.
             if receiver is not sender:
                 sender.append(Send(action, stage))
                 receiver.append(Receive(action, stage))
     return tuple(map(tuple, rows))
 
 
-def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+def edges(
+    places: Sequence[int],
+    skips: Iterable[tuple[int, int]] = (),
+) -> list[tuple[int, int]]:
     """Return the pairs of ranks with messages between them: the sender and the receiver.
 
     >>> edges([0, 1, 2], skips=[(0, 2)])
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     """
     result = set()
-    for one, other in chain(pairwise(range(len(places))), skips):
+    # A batch goes to the next stage, and a skip to any later one.
+    batches = pairwise(range(len(places)))
+    for one, other in chain(batches, skips):
         sender = places[one]
         receiver = places[other]
         if sender != receiver:
             # Activations go one way, and their gradients the other way.
-            result |= {(sender, receiver), (receiver, sender)}
+            result.add((sender, receiver))
+            result.add((receiver, sender))
     return sorted(result)
 
 
@@ -184,6 +189,7 @@ def with_unit_actions(
         reduced: The units whose gradients are reduced within the row.
     """
     coming = _coming(row, units)
+    #: By unit, the place of its last action.
     last = {}
     for k, item in enumerate(row):
         if isinstance(item, Action):
@@ -223,14 +229,19 @@ def with_unit_actions(
     return tuple(result)
 
 
-def _coming(row: Row, units: Mapping[int, int]) -> list[list[int]]:
+def _coming(
+    row: Row,
+    units: Mapping[int, int],
+) -> list[list[int]]:
     """Return for each item of a row the units in the order of their next actions."""
+    # From the end, because an item needs the actions after it.
     coming = []
     order: list[int] = []
     for item in reversed(row):
         if isinstance(item, Action):
             unit = units[item.stage]
-            order = [unit] + [later for later in order if later != unit]
+            later = [other for other in order if other != unit]
+            order = [unit, *later]
         coming.append(order)
     return coming[::-1]
 
@@ -248,6 +259,7 @@ def receiving_early(row: Row) -> Row:
     early = 0  # the place of the last action and of receives before it
     for item in row:
         if isinstance(item, Receive):
+            # Receives keep their order, which has to be the order of the sends.
             result.insert(early, item)
             early += 1
             continue

@@ -41,6 +41,7 @@ LEGEND = {
     'W': ('backward of weights', '#b3922e'),
 }
 
+#: The text of an action: stage, kind and micro-batch.
 _TEXT = re.compile(r'(\d+)([A-Z]+)(\d+)')
 
 
@@ -54,6 +55,7 @@ class Action(NamedTuple):
     """
 
     stage: int
+    #: A key of :data:`KINDS`, because it is written to files.
     kind: str
     micro_batch: int
 
@@ -128,6 +130,7 @@ Grid = list[list[Action | None]]
 WAITS = {
     'F': ((-1, 'F'),),
     'R': ((0, 'F'),),
+    # The stage after may have a split backward, of which I computes the gradient.
     'B': ((0, 'F'), (0, 'R'), (1, 'B'), (1, 'I')),
     'I': ((0, 'F'), (0, 'R'), (1, 'B'), (1, 'I')),
     'W': ((0, 'I'),),
@@ -189,9 +192,11 @@ class Schedule:
             ValueError: A cell is not an action; the message names its row and column.
         """
         rows = []
-        for number, line in enumerate(csv.reader(io.StringIO(text)), 1):
+        reader = csv.reader(io.StringIO(text))
+        for number, line in enumerate(reader, 1):
             row = []
             for column, cell in enumerate(line, 1):
+                # An empty cell is a step in which the device waits. The order is enough.
                 if not cell.strip():
                     continue
                 try:
@@ -228,6 +233,7 @@ class Schedule:
         """
         actions = self._all()
         m = self.micro_batches
+        #: By stage, the micro-batches to recompute.
         by_stage = []
         for stop in stops:
             if isinstance(stop, int):
@@ -243,7 +249,8 @@ class Schedule:
                 f'the schedule has stages {sorted(stages)}, but '
                 f'there are recomputations for {len(by_stage)} stages'
             )
-        unknown = sorted({*chain.from_iterable(by_stage)} - {*range(m)})
+        numbers = {*chain.from_iterable(by_stage)}
+        unknown = sorted(numbers - {*range(m)})
         if unknown:
             raise ValueError(
                 f'the schedule has {m} micro-batches, but {unknown} are to be recomputed'
@@ -283,6 +290,7 @@ class Schedule:
         """
         if not any(self.rows):
             raise ValueError('the schedule is empty')
+        # In this order, because a check relies on the checks before it.
         self._check_numbers()
         self._check_duplicates()
         self._check_complete()
@@ -294,7 +302,8 @@ class Schedule:
             for action in blocked:
                 predecessors = waits_for(action, self._all())
                 waits.append(f'{action} waits for {_names(predecessors)}')
-            raise self._error('it cannot go on: ' + '; '.join(waits), blocked)
+            reason = '; '.join(waits)
+            raise self._error(f'it cannot go on: {reason}', blocked)
 
     def _all(self) -> set[Action]:
         return {*chain.from_iterable(self.rows)}
@@ -302,6 +311,7 @@ class Schedule:
     def _check_numbers(self) -> None:
         for field in ('stage', 'micro_batch'):
             numbers = {getattr(action, field) for action in self._all()}
+            # Other checks count stages by their largest number.
             most = max(numbers)
             missing = sorted({*range(most + 1)} - numbers)
             if missing:
@@ -309,8 +319,9 @@ class Schedule:
                 raise self._error(f'it has a {name} {most}, but none {missing}')
 
     def _check_duplicates(self) -> None:
+        #: By stage, its device.
         owners: dict[int, int] = {}
-        seen: set[Action] = set()
+        seen = set[Action]()
         for device, row in enumerate(self.rows):
             for action in row:
                 stage = action.stage
@@ -332,13 +343,18 @@ class Schedule:
             kinds[stage, i].add(kind)
             if kind in 'BI':
                 backward.add((stage, i))
-        stages = 1 + max(stage for stage, _ in kinds)
+        stages = 1 + max(kinds)[0]
         m = self.micro_batches
+        complete = (
+            {'F'},
+            {'F', 'B'},
+            {'F', 'I', 'W'},
+        )
         for stage in range(stages):
             for i in range(m):
                 # A recomputation is optional.
                 needed = kinds[stage, i] - {'R'}
-                if needed not in ({'F'}, {'F', 'B'}, {'F', 'I', 'W'}):
+                if needed not in complete:
                     raise self._error(
                         f'stage {stage} does {_names(sorted(needed)) or "nothing"} for '
                         f'micro-batch {i}, but it takes F and B, or F, I and W, or F alone',
@@ -355,7 +371,7 @@ class Schedule:
     def _check_order(self) -> None:
         for row in self.rows:
             actions = {*row}
-            done: set[Action] = set()
+            done = set[Action]()
             for action in row:
                 predecessors = waits_for(action, actions)
                 late = [candidate for candidate in predecessors if candidate not in done]
@@ -366,8 +382,13 @@ class Schedule:
                     )
                 done.add(action)
 
-    def _error(self, reason: str, marked: Collection[Action] = ()) -> ValueError:
-        return ValueError(f'this schedule will not do: {reason}\n' + _draw(self.rows, marked))
+    def _error(
+        self,
+        reason: str,
+        marked: Collection[Action] = (),
+    ) -> ValueError:
+        picture = _draw(self.rows, marked)
+        return ValueError(f'this schedule will not do: {reason}\n{picture}')
 
     def __str__(self) -> str:
         grid, _ = steps(self.rows)
@@ -378,13 +399,14 @@ class Schedule:
         from torchgpipe.base.html import rows_as_html
 
         grid, _ = steps(self.rows)
+        names = []
         actions = []
         for device, row in enumerate(grid):
+            names.append(f'device {device}')
             for step, action in enumerate(row):
                 if action is not None:
                     end = step + 1
                     actions.append(Timed(device, action, step, end))
-        names = [f'device {device}' for device in range(len(self.rows))]
         caption = f'{len(self.rows)} devices, {self.micro_batches} micro-batches'
         return rows_as_html(names, action_boxes(actions), caption)
 
@@ -422,10 +444,11 @@ def steps(
     """
     actions = {*chain.from_iterable(rows)}
     queues = [*map(deque, rows)]
+    #: By action, the additional actions that it waits for.
     extra = defaultdict(list)
     for first, second in pairs:
         extra[second].append(first)
-    done: set[Action] = set()
+    done = set[Action]()
     grid: Grid = [[] for _ in rows]
     while any(queues):
         step = []
@@ -438,6 +461,7 @@ def steps(
                     action = first
             step.append(action)
         if not any(step):
+            # No device can start its next action, now or later.
             blocked = [queue[0] for queue in queues if queue]
             return grid, blocked
         # After the choice for all devices, because a predecessor has to end in an earlier step.
@@ -463,19 +487,23 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
     Args:
         start: The kinds of actions at which a micro-batch starts to count, until ``B`` or ``W``.
     """
-    now: Counter[int] = Counter()
-    most: dict[int, int] = {}
+    #: By stage, the micro-batches in flight at this action.
+    now = Counter[int]()
+    most = Counter[int]()
     for stage, kind, _ in chain.from_iterable(schedule.rows):
         if kind in start:
             now[stage] += 1
-        most[stage] = max(most.get(stage, 0), now[stage])
+        most[stage] = max(most[stage], now[stage])
         # Activations are needed until the gradients of weights are computed.
         if kind in 'BW':
             now[stage] -= 1
-    return most
+    return dict(most)
 
 
-def _draw(grid: Sequence[Sequence[Action | None]], marked: Collection[Action] = ()) -> str:
+def _draw(
+    grid: Sequence[Sequence[Action | None]],
+    marked: Collection[Action] = (),
+) -> str:
     """Draw a row for each device, with marked actions between arrows."""
     table = []
     width = 0
