@@ -216,7 +216,11 @@ class DeferredBatchNorm(BatchNorm):
         return statistics
 
     @torch.no_grad()
-    def _commit(self, statistics: _Statistics, gather: Gather | None = None) -> None:
+    def _commit(
+        self,
+        statistics: _Statistics,
+        gather: Gather | None = None,
+    ) -> None:
         # In the order of partitions and calls, regardless of the threads that added them.
         for _, moments in sorted(statistics.moments.items()):
             if gather is not None:

@@ -233,7 +233,12 @@ class LossMonitor(TorchFunctionMode):
             self._divide(name, None, count, result)
         elif reduction == 'mean' and func in BY_WEIGHT and weight is not None:
             divisor = weight.detach().sum(dtype=torch.float)
-            self._divide(name, weight.numel(), divisor, result)
+            self._divide(
+                name,
+                weight.numel(),
+                divisor,
+                result,
+            )
 
     def _follow(
         self,
@@ -265,7 +270,12 @@ class LossMonitor(TorchFunctionMode):
         if func in SUMS and not result.dim():
             self._sums.append((result, result._version, None))
         elif func in MEANS and not result.dim():
-            self._divide(self._where, None, loss.numel(), result)
+            self._divide(
+                self._where,
+                None,
+                loss.numel(),
+                result,
+            )
         else:
             # It may be a product with a mask.
             self._unreduced.append(result)
@@ -313,7 +323,12 @@ class LossMonitor(TorchFunctionMode):
         divisions = self._divisions[self._i]
         # By number, because a weight may still replace the division.
         self._means.append((result, len(divisions)))
-        division = Division(name, elements, divisor, _site())
+        division = Division(
+            name,
+            elements,
+            divisor,
+            _site(),
+        )
         divisions.append(division)
 
     def _all_divisions(self) -> Iterator[tuple[Division, ...]]:
@@ -379,7 +394,7 @@ class LossMonitor(TorchFunctionMode):
 def _are_equal(divisions: Sequence[Division], counts: Sequence[float]) -> bool:
     """Return whether all micro-batches have the same known elements and the same divisor."""
     elements = {division.elements for division in divisions}
-    return None not in elements and len(elements) == 1 and len({*counts}) == 1
+    return None not in elements and len(elements) == len({*counts}) == 1
 
 
 def _site() -> int:

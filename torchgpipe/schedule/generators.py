@@ -134,7 +134,11 @@ def _zb_h1(n: int, m: int, v: int) -> Rows:
 
 def _zb_h2(n: int, m: int, v: int) -> Rows:
     """Zero bubble with a longer warm-up, in about twice the memory: ZB-H2 of the same paper."""
-    return [_alternate(s, m, warm_up=2 * (n - s) - 1, delay=2 * s) for s in range(n)]
+    rows = []
+    for s in range(n):
+        warm_up = 2 * (n - s) - 1
+        rows.append(_alternate(s, m, warm_up, delay=2 * s))
+    return rows
 
 
 def _alternate(
@@ -336,32 +340,27 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
     #: By device, the number of stages' activations.
     held = [0] * len(orders)
 
-    def next_action(device: int) -> Action | None:
-        queue = queues[device]
-        if queue:
-            # I does not wait for memory, because the W after it frees some.
-            fits = queue[0].kind == 'I' or held[device] < most
-            if fits and done.issuperset(waits_for(queue[0], actions)):
-                return queue.popleft()
-        if weights[device]:
-            return weights[device].popleft()
-        return None
-
     while any(queues) or any(weights):
-        step = [*map(next_action, range(len(orders)))]
+        step = {}
+        for device, queue in enumerate(queues):
+            # I does not wait for memory, because the W after it frees some.
+            fits = queue and (queue[0].kind == 'I' or held[device] < most)
+            if fits and done.issuperset(waits_for(queue[0], actions)):
+                step[device] = queue.popleft()
+            elif weights[device]:
+                step[device] = weights[device].popleft()
         # A device that holds all the activations it may waits for itself.
-        if not any(step):
+        if not step:
             return None
         # After the choice for all devices, because a predecessor has to end in an earlier step.
-        for device, action in enumerate(step):
-            if action is None:
-                continue
+        for device, action in step.items():
             rows[device].append(action)
             done.add(action)
             if action.kind == 'F':
                 held[device] += 1
             elif action.kind == 'I':
-                weights[device].append(action._replace(kind='W'))
+                weight = action._replace(kind='W')
+                weights[device].append(weight)
             else:
                 held[device] -= 1
     return rows
