@@ -87,7 +87,7 @@ class _Statistics:
         else:
             self._call = 0
         self._cell = cell
-        key = (j, self._call)
+        key = j, self._call
         if key in self.moments:
             moments = self.moments[key].merge(moments)
         self.moments[key] = moments

@@ -31,7 +31,6 @@ rule of ``gather``
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from math import inf
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
@@ -45,9 +44,6 @@ from torchgpipe.base.structure import call, leaves_of
 from torchgpipe.divisors import LossMonitor, counted_labels, no_mean_over_samples, reduction_of
 from torchgpipe.engine.gradients import leaf_of
 from torchgpipe.engine.microbatches import Chunk, cut
-
-#: The settings that are read from a loss, if it has them.
-SETTINGS = ('reduction', 'ignore_index', 'weight')
 
 
 def itself(loss: Any) -> Any:
@@ -80,7 +76,7 @@ class LossSettings(NamedTuple):
         settings = {}
         if isinstance(function, nn.Module):
             code = getattr(function.forward, '__func__', None)
-            for name in SETTINGS:
+            for name in ('reduction', 'ignore_index', 'weight'):
                 if hasattr(function, name):
                     settings[name] = getattr(function, name)
         else:
@@ -292,7 +288,7 @@ class Losses:
             ValueError: The count is zero, and there is a backward.
         """
         if trains and not whole:
-            raise _zero_count()
+            raise _zero_count('normalizer, or the loss by itself,', 'target')
         # Nothing is divided by a count of zero, because the loss of no micro-batch is computed.
         self._whole = whole or 1.0
         self.counted = whole
@@ -372,7 +368,9 @@ class Losses:
             output = layers(*args, **kwargs)
             assert context.micro_batch is not None
             loss = self(context.micro_batch.i, output)
-            return output if keeps else loss.detach()
+            if keeps:
+                return output
+            return loss.detach()
 
         return call
 
@@ -403,7 +401,10 @@ class Losses:
     @property
     def inputs(self) -> list[Tensor]:
         """The leaves in place of the tensors of the target."""
-        return [*chain.from_iterable(batch.tensors for batch in self._leaves)]
+        result: list[Tensor] = []
+        for batch in self._leaves:
+            result += batch.tensors
+        return result
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors of the target that have a gradient, each with its gradient."""
@@ -598,9 +599,7 @@ def _count(
     return counts
 
 
-def _zero_count(
-    name: str = 'normalizer, or the loss by itself,', whole: str = 'target'
-) -> ValueError:
+def _zero_count(name: str, whole: str) -> ValueError:
     return ValueError(
         f'{name} counts nothing in the whole {whole}, so there is no mean over it; '
         'leave out this mini-batch'

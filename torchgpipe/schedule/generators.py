@@ -181,8 +181,8 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
         for first in range(0, full, n):
             group = range(first, first + n)
             for k in range(v):
-                # Backward visits the stages of a device in reverse order.
                 forward += _actions(k * n + device, 'F', group)
+                # Backward visits the stages of a device in reverse order.
                 backward += _actions((v - 1 - k) * n + device, 'B', group)
         # The way to the last device and back takes two steps for each device after this one.
         warm_up = 2 * (n - device - 1) + (v - 1) * n + 1
@@ -306,14 +306,13 @@ def _blocks(n: int, m: int, most: int) -> Rows:
 
 
 def _one_by_one(
-    device: int,
+    forth: int,
     n: int,
     m: int,
     interval: int,
 ) -> list[Action]:
-    """Return F and I of a device in the order of blocks at an interval."""
-    forth = device
-    back = 2 * n - 1 - device
+    """Return F and I of device ``forth`` in the order of blocks at an interval."""
+    back = 2 * n - 1 - forth
     turn = 2 * n
     if turn % interval == 0:
         turn += 2  # I forth is never at the same time as F forth.
@@ -335,10 +334,10 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
     done = set[Action]()
     rows: Rows = [[] for _ in orders]
     queues = [*map(deque, orders)]
-    #: By device, the W of each I so far.
+    # By device, the W of each I so far.
     weights = [deque[Action]() for _ in orders]
-    #: By device, the number of stages' activations.
-    held = [0] * len(orders)
+    # By device, the number of stages' activations.
+    held = Counter[int]()
 
     while any(queues) or any(weights):
         step = {}
@@ -349,7 +348,7 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
                 step[device] = queue.popleft()
             elif weights[device]:
                 step[device] = weights[device].popleft()
-        # A device that holds all the activations it may waits for itself.
+        # A device at its limit of activations waits for itself.
         if not step:
             return None
         # After the choice for all devices, because a predecessor has to end in an earlier step.
@@ -359,8 +358,7 @@ def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
             if action.kind == 'F':
                 held[device] += 1
             elif action.kind == 'I':
-                weight = action._replace(kind='W')
-                weights[device].append(weight)
+                weights[device].append(action._replace(kind='W'))
             else:
                 held[device] -= 1
     return rows
@@ -408,8 +406,7 @@ def plain_call(
     schedule = make('gpipe', partitions, m)
     if one_thread:
         # The thread of all backwards recomputes within them, so there are no actions for it.
-        forwards = forward_order(partitions, 0, m)
-        return schedule, forwards + one_by_one(schedule)
+        return schedule, forward_order(partitions, 0, m) + one_by_one(schedule)
     if any(stops):
         schedule = schedule.recomputing(stops)
     return schedule, []
@@ -446,8 +443,9 @@ def one_by_one(schedule: Schedule) -> Pairs:
     ['1B1 1B0', '1B0 0B1', '0B1 0B0']
     """
     backward = []
-    for row in schedule.rows:
-        backward += [action for action in row if action.kind == 'B']
+    for action in chain.from_iterable(schedule.rows):
+        if action.kind == 'B':
+            backward.append(action)
     # Forward makes the cells by clock, and the cells of one clock by partition.
     backward.sort(
         key=lambda action: (action.micro_batch + action.stage, action.stage),

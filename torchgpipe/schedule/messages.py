@@ -117,9 +117,9 @@ def with_messages(
     if ranks is not None:
         owners = dict(enumerate(ranks))
 
-    #: By stage, the stages that need its outputs.
+    # By stage, the stages that need its outputs.
     readers = {}
-    #: By stage, the stages that need its gradients.
+    # By stage, the stages that need its gradients.
     writers = {}
     for stage in chain.from_iterable(schedule.stages):
         readers[stage] = {stage + 1} & owners.keys()
@@ -127,7 +127,7 @@ def with_messages(
     for stash, pop in skips:
         readers[stash].add(pop)
         writers[pop].add(stash)
-    #: By kind of an action and its stage, the stages that need its result. R and W have none.
+    # By kind of an action and its stage, the stages that need its result. R and W have none.
     receivers = {'F': readers, 'B': writers, 'I': writers}
 
     rows: list[list[Item]] = [[] for _ in range(1 + max(owners.values()))]
@@ -189,7 +189,7 @@ def with_unit_actions(
         reduced: The units whose gradients are reduced within the row.
     """
     coming = _coming(row, units)
-    #: By unit, the place of its last action.
+    # By unit, the place of its last action.
     last = {}
     for k, item in enumerate(row):
         if isinstance(item, Action):
@@ -197,7 +197,7 @@ def with_unit_actions(
 
     result: list[Item] = []
     whole: list[int] = []
-    #: The unit whose last action was the previous one, if any.
+    # The unit whose last action was the previous one, if any.
     done: list[int] = []
 
     def reduce() -> None:

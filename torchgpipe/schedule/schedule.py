@@ -16,7 +16,7 @@ import csv
 import io
 import os
 import re
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -212,8 +212,10 @@ class Schedule:
         >>> Schedule.parse('0F0,,0B0').to_csv()
         '0F0,0B0\n'
         """
-        lines = [','.join(map(str, row)) + '\n' for row in self.rows]
-        return ''.join(lines)
+        text = ''
+        for row in self.rows:
+            text += ','.join(map(str, row)) + '\n'
+        return text
 
     def recomputing(self, stops: Sequence[int | Collection[int]]) -> 'Schedule':
         r"""Return the schedule with recomputations, each directly before its backward.
@@ -233,7 +235,7 @@ class Schedule:
         """
         actions = self._all()
         m = self.micro_batches
-        #: By stage, the micro-batches to recompute.
+        # By stage, the micro-batches to recompute.
         by_stage = []
         for stop in stops:
             if isinstance(stop, int):
@@ -276,7 +278,7 @@ class Schedule:
         frozenset({1})
         """
         micro_batches = set()
-        for action in self._all():
+        for action in chain.from_iterable(self.rows):
             if action.stage == stage and action.kind == 'R':
                 micro_batches.add(action.micro_batch)
         return frozenset(micro_batches)
@@ -311,7 +313,7 @@ class Schedule:
     def _check_numbers(self) -> None:
         for field in ('stage', 'micro_batch'):
             numbers = {getattr(action, field) for action in self._all()}
-            # Other checks count stages by their largest number.
+            # Other checks count stages and micro-batches from 0, without gaps.
             most = max(numbers)
             missing = sorted({*range(most + 1)} - numbers)
             if missing:
@@ -319,7 +321,7 @@ class Schedule:
                 raise self._error(f'it has a {name} {most}, but none {missing}')
 
     def _check_duplicates(self) -> None:
-        #: By stage, its device.
+        # By stage, its device.
         owners: dict[int, int] = {}
         seen = set[Action]()
         for device, row in enumerate(self.rows):
@@ -336,7 +338,7 @@ class Schedule:
                 seen.add(action)
 
     def _check_complete(self) -> None:
-        #: By stage and micro-batch, the kinds of actions.
+        # By stage and micro-batch, the kinds of actions.
         kinds = defaultdict(set)
         backward = set()
         for stage, kind, i in self._all():
@@ -444,7 +446,7 @@ def steps(
     """
     actions = {*chain.from_iterable(rows)}
     queues = [*map(deque, rows)]
-    #: By action, the additional actions that it waits for.
+    # By action, the additional actions that it waits for.
     extra = defaultdict(list)
     for first, second in pairs:
         extra[second].append(first)
@@ -487,9 +489,9 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
     Args:
         start: The kinds of actions at which a micro-batch starts to count, until ``B`` or ``W``.
     """
-    #: By stage, the micro-batches in flight at this action.
-    now = Counter[int]()
-    most = Counter[int]()
+    # By stage, the micro-batches in flight at this action.
+    now = defaultdict[int, int](int)
+    most = defaultdict[int, int](int)
     for stage, kind, _ in chain.from_iterable(schedule.rows):
         if kind in start:
             now[stage] += 1
