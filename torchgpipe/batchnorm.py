@@ -10,6 +10,7 @@ normalization of the whole mini-batch::
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -45,25 +46,21 @@ class _Moments(NamedTuple):
     def merge(self, other: '_Moments') -> '_Moments':
         number = self.number + other.number
         delta = other.mean - self.mean
-        return _Moments(
-            number,
-            self.mean + delta * (other.number / number),
-            self.deviation
-            + other.deviation
-            + delta.square() * (self.number * other.number / number),
-        )
+        mean = self.mean + delta * (other.number / number)
+        between = delta.square() * (self.number * other.number / number)
+        deviation = self.deviation + other.deviation + between
+        return _Moments(number, mean, deviation)
 
     def of_all(self, gather: Gather) -> '_Moments':
         """Return the merged moments of all replicas, in the order of replicas."""
         number = torch.full_like(self.mean, self.number, dtype=torch.float64)
-        own = torch.stack([number, self.mean, self.deviation])
-        first, *others = [
-            _Moments(int(number[0]), mean, deviation)
-            for number, mean, deviation in map(torch.unbind, gather(own))
-        ]
-        for other in others:
-            first = first.merge(other)
-        return first
+        # Packed, because one exchange is enough. All channels have the same number.
+        packed = torch.stack([number, self.mean, self.deviation])
+        replicas = []
+        for replica in gather(packed):
+            number, mean, deviation = replica.unbind()
+            replicas.append(_Moments(int(number[0]), mean, deviation))
+        return reduce(_Moments.merge, replicas)
 
 
 class _Statistics:
@@ -78,12 +75,22 @@ class _Statistics:
         #: By partition and call.
         self.moments: dict[tuple[int, int], _Moments] = {}
 
-    def add(self, j: int, cell: int, moments: _Moments) -> None:
+    def add(
+        self,
+        j: int,
+        cell: int,
+        moments: _Moments,
+    ) -> None:
         """Merge the moments of a call with the same call's moments in other micro-batches."""
-        self._call = self._call + 1 if cell == self._cell else 0
+        if cell == self._cell:
+            self._call += 1
+        else:
+            self._call = 0
         self._cell = cell
-        before = self.moments.get((j, self._call))
-        self.moments[j, self._call] = moments if before is None else before.merge(moments)
+        key = j, self._call
+        if key in self.moments:
+            moments = self.moments[key].merge(moments)
+        self.moments[key] = moments
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -108,6 +115,11 @@ class DeferredBatchNorm(BatchNorm):
         affine: Whether to have a weight and a bias.
         chunks: Number of micro-batches in a mini-batch, outside of a pipeline.
     """
+
+    # The base may not have running statistics, but this layer always has.
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(
         self,
@@ -153,22 +165,39 @@ class DeferredBatchNorm(BatchNorm):
         self._check_input_dim(input)
         # With momentum 1, PyTorch's kernel writes the statistics of this micro-batch to its
         # running statistics. Therefore no second pass over the input is needed.
-        mean = torch.zeros_like(cast(Tensor, self.running_mean))
-        var = torch.zeros_like(cast(Tensor, self.running_var))
-        output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        mean = torch.zeros_like(self.running_mean)
+        var = torch.zeros_like(self.running_var)
+        output = F.batch_norm(
+            input,
+            mean,
+            var,
+            self.weight,
+            self.bias,
+            True,  # training
+            1.0,  # momentum
+            self.eps,
+        )
         if not context.recomputing:
             self._track(input.numel() // input.size(1), mean, var)
         return output
 
     @uncompiled
-    def _track(self, number: int, mean: Tensor, var: Tensor) -> None:
+    def _track(
+        self,
+        number: int,
+        mean: Tensor,
+        var: Tensor,
+    ) -> None:
+        # Running statistics may have half precision, in which merged moments would be inexact.
         dtype = torch.promote_types(mean.dtype, torch.float32)
-        moments = _Moments(number, mean.to(dtype), var.to(dtype) * (number - 1))
-        here = context.micro_batch
-        if here is not None:
-            statistics = here.mini_batch.value(self, self._begin)
-            statistics.add(here.j, here.cell, moments)
+        deviation = var.to(dtype) * (number - 1)
+        moments = _Moments(number, mean.to(dtype), deviation)
+        micro_batch = context.micro_batch
+        if micro_batch is not None:
+            statistics = micro_batch.mini_batch.value(self, self._begin)
+            statistics.add(micro_batch.j, micro_batch.cell, moments)
             return
+        # Outside of a pipeline, every call is a cell.
         self._statistics.add(0, self._calls, moments)
         self._calls += 1
         if self._calls >= self.chunks:
@@ -178,30 +207,45 @@ class DeferredBatchNorm(BatchNorm):
 
     def _begin(self) -> _Statistics:
         """Begin a mini-batch of a pipeline."""
-        here = context.micro_batch
+        micro_batch = context.micro_batch
+        assert micro_batch is not None
+        mini_batch = micro_batch.mini_batch
         statistics = _Statistics()
-        assert here is not None
-        gather = here.mini_batch.gather
-        here.mini_batch.at_end(lambda: self._commit(statistics, gather), here.lock)
+        gather = mini_batch.gather
+        mini_batch.at_end(lambda: self._commit(statistics, gather), micro_batch.lock)
         return statistics
 
     @torch.no_grad()
-    def _commit(self, statistics: _Statistics, gather: Gather | None = None) -> None:
+    def _commit(
+        self,
+        statistics: _Statistics,
+        gather: Gather | None = None,
+    ) -> None:
+        # In the order of partitions and calls, regardless of the threads that added them.
         for _, moments in sorted(statistics.moments.items()):
-            self._move(moments if gather is None else moments.of_all(gather))
+            if gather is not None:
+                moments = moments.of_all(gather)
+            self._move(moments)
 
     def _move(self, moments: _Moments) -> None:
         """Update the running statistics by one mini-batch."""
-        cast(Tensor, self.num_batches_tracked).add_(1)
+        self.num_batches_tracked.add_(1)
         factor = self.momentum
         if factor is None:
-            factor = 1 / float(cast(Tensor, self.num_batches_tracked))
-        var = moments.deviation / (moments.number - 1)
-        for running, new in ((self.running_mean, moments.mean), (self.running_var, var)):
-            tensor = cast(Tensor, running)
-            tensor.lerp_(new.to(tensor), factor)  # from another partition, maybe on its device
+            factor = 1 / float(self.num_batches_tracked)
+        mean = self.running_mean
+        var = self.running_var
+        # The moments may be from another partition, and so from another device.
+        mean.lerp_(moments.mean.to(mean), factor)
+        new = moments.deviation / (moments.number - 1)
+        var.lerp_(new.to(var), factor)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,
+    ) -> None:
         # In version 0.0.7, these buffers held an unfinished mini-batch.
         for name in ('sum', 'sum_squares'):
             state_dict.pop(prefix + name, None)
@@ -234,7 +278,10 @@ class DeferredBatchNorm(BatchNorm):
 
     @classmethod
     def _convert_all(
-        cls, module: nn.Module, chunks: int, done: dict[nn.Module, nn.Module]
+        cls,
+        module: nn.Module,
+        chunks: int,
+        done: dict[nn.Module, nn.Module],
     ) -> nn.Module:
         # A layer in two places is replaced by one layer in both.
         if module not in done:
@@ -253,16 +300,22 @@ class DeferredBatchNorm(BatchNorm):
                 f'{type(module).__name__} does not know its number of channels yet; '
                 'call the module once before it is converted'
             )
-        known = isinstance(module, cls) and module.chunks != chunks
-        plain = type(module).forward is BatchNorm.forward and module.track_running_stats
-        if not known and not plain:
+        is_plain = type(module).forward is BatchNorm.forward and module.track_running_stats
+        is_deferred = isinstance(module, cls) and module.chunks != chunks
+        if not is_plain and not is_deferred:
             return module
         if is_parametrized(module):
             raise ValueError('a batch normalization with parametrizations cannot be converted')
+        # On the meta device, because the parameters of the module replace these.
         deferred = cls(
-            module.num_features, module.eps, module.momentum, module.affine, chunks, device='meta'
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            chunks,
+            device='meta',
         )
-        for kind in ('_parameters', '_buffers', *HOOKS):
-            getattr(deferred, kind).update(getattr(module, kind))
+        for name in ('_parameters', '_buffers', *HOOKS):
+            getattr(deferred, name).update(getattr(module, name))
         setattr(deferred, is_full_backward_hook, getattr(module, is_full_backward_hook))
         return deferred.train(module.training)

@@ -23,30 +23,38 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.base.private import is_transformed
 
 #: PyTorch's losses, each with its signature.
-LOSSES = {
-    function: signature
-    for function in vars(F).values()
-    if inspect.isfunction(function)
-    if 'reduction' in (signature := inspect.signature(function)).parameters
-}
+LOSSES = {}
+for _function in vars(F).values():
+    if inspect.isfunction(_function):
+        _signature = inspect.signature(_function)
+        if 'reduction' in _signature.parameters:
+            LOSSES[_function] = _signature
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
 
+
 #: Functions that divide a tensor, as the operator ``/`` does.
 DIVISIONS = {
-    getattr(place, name)
-    for place in (torch, Tensor)
-    for name in ('div', 'div_', 'divide', 'divide_', 'true_divide', 'true_divide_')
-    if hasattr(place, name)
+    torch.div,
+    torch.divide,
+    torch.true_divide,
+    Tensor.div,
+    Tensor.div_,
+    Tensor.divide,
+    Tensor.divide_,
+    Tensor.true_divide,
+    Tensor.true_divide_,
 }
 
 #: Functions that multiply tensors, as the operator ``*`` does.
 PRODUCTS = {
-    getattr(place, name)
-    for place in (torch, Tensor)
-    for name in ('mul', 'mul_', 'multiply', 'multiply_')
-    if hasattr(place, name)
+    torch.mul,
+    torch.multiply,
+    Tensor.mul,
+    Tensor.mul_,
+    Tensor.multiply,
+    Tensor.multiply_,
 }
 
 #: Functions that add up the elements of a tensor.
@@ -58,33 +66,41 @@ MEANS = {torch.mean, Tensor.mean}
 def reduction_of(settings: Mapping[str, Any]) -> Any:
     """Return the reduction of a loss with some settings, also of the deprecated ones."""
     legacy = settings.get('size_average'), settings.get('reduce')
-    if 'size_average' in settings and legacy != (None, None):  # has precedence in PyTorch
+    # The deprecated settings have precedence in PyTorch.
+    if 'size_average' in settings and legacy != (None, None):
         return nn.L1Loss(*legacy).reduction
     return settings.get('reduction', 'mean')
 
 
-def counted_labels(ignored: int | None, weight: Tensor | None, target: Tensor) -> Any:
+def counted_labels(
+    ignored: int | None,
+    weight: Tensor | None,
+    target: Tensor,
+) -> Any:
     """Count a target as PyTorch's classification losses do, each class by its weight."""
     if target.is_floating_point():  # All probabilities count, equally many for each sample.
         return target.numel()
-    kept = target != (-100 if ignored is None else ignored)
+    if ignored is None:
+        ignored = -100  # the default of PyTorch's losses
+    kept = target != ignored
     if weight is None:
         return kept.sum()
-    return (weight[target.where(kept, 0).long()] * kept).sum()
+    # An ignored label may not be the index of a class.
+    classes = target.where(kept, 0).long()
+    return (weight[classes] * kept).sum()
 
 
 class Division(NamedTuple):
-    """The division of a loss in one micro-batch.
+    """The division of a loss in one micro-batch."""
 
-    Args:
-        elements: The number of elements; ``None`` if they are known to be of the samples, and not
-            of parameters.
-        divisor: A number or a tensor, which stays on the device, so that no thread waits for it.
-    """
-
+    #: The loss, in errors.
     name: str
+    #: The number of elements; ``None`` if they are known to be of the samples, and not of
+    #: parameters.
     elements: int | None
+    #: A number or a tensor, which stays on the device, so that no thread waits for it.
     divisor: Any
+    #: The place in the code: see :func:`_site`.
     site: int
 
 
@@ -129,14 +145,24 @@ class LossMonitor(TorchFunctionMode):
         #: The means of the current micro-batch, with the numbers of their divisions.
         self._means: list[tuple[Tensor, int]] = []
 
-    def call(self, i: int, function: Callable[..., Any], *given: Any) -> tuple[Any, bool]:
+    def call(
+        self,
+        i: int,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> tuple[Any, bool]:
         """Call a function for micro-batch ``i``; return its loss, and whether that is a sum."""
         self._i = i
+        # In an evaluation, a loss without a gradient is not a metric.
         self._learns = torch.is_grad_enabled()
         try:
             with self:
-                loss = function(*given)
-            is_sum = any(loss is x and x._version == version for x, version, _ in self._sums)
+                loss = function(*args)
+            # A sum that has changed in place since is no longer one.
+            is_sum = False
+            for total, version, _ in self._sums:
+                if loss is total and total._version == version:
+                    is_sum = True
             return loss, is_sum
         finally:
             # They hold graphs.
@@ -144,15 +170,26 @@ class LossMonitor(TorchFunctionMode):
             self._unreduced = []
             self._means = []
 
-    def see(self, i: int, function: Callable[..., Any], *given: Any) -> Any:
+    def see(
+        self,
+        i: int,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> Any:
         """Call a layer's function for micro-batch ``i``, and record the divisors of losses."""
         # Other layers may run concurrently.
         monitor = LossMonitor(self._sizes, self._weights, where='a layer')
-        result, _ = monitor.call(i, function, *given)
+        result, _ = monitor.call(i, function, *args)
         self._divisions[i] += monitor._divisions[i]
         return result
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in LOSSES or torch.compiler.is_compiling():
             result = func(*args, **kwargs)
@@ -161,32 +198,54 @@ class LossMonitor(TorchFunctionMode):
             return result
         bound = LOSSES[func].bind(*args, **kwargs)
         bound.apply_defaults()
-        if func is F.l1_loss and bound.arguments['weight'] is None:
-            bound.arguments['weight'] = _weight_of_l1_loss()
+        arguments = bound.arguments
+        if func is F.l1_loss and arguments['weight'] is None:
+            arguments['weight'] = _weight_of_l1_loss()
         result = func(*bound.args, **bound.kwargs)
         if not is_transformed():
-            self._see_loss(func, bound.arguments, result)
+            self._see_loss(func, arguments, result)
         return result
 
-    def _see_loss(self, func: Any, given: Mapping[str, Any], result: Tensor) -> None:
+    def _see_loss(
+        self,
+        func: Any,
+        arguments: Mapping[str, Any],
+        result: Tensor,
+    ) -> None:
         if self._learns and not result.requires_grad:
             return  # a metric
         name = f"a loss of PyTorch's in {self._where}"
-        weight = given.get('weight')
-        reduction = reduction_of(given)
+        weight = arguments.get('weight')
+        reduction = reduction_of(arguments)
         if reduction == 'none':
             self._unreduced.append(result)
         elif reduction == 'sum':
-            elements = next(iter(given.values())).numel()
-            self._sums.append((result, result._version, elements))
-        elif reduction == 'mean' and 'ignore_index' in given:
+            # Losses have different names for it.
+            input = next(iter(arguments.values()))
+            self._sums.append((result, result._version, input.numel()))
+        elif reduction == 'mean' and 'ignore_index' in arguments:
             with torch.no_grad():
-                count = counted_labels(given['ignore_index'], weight, given['target'])
+                count = counted_labels(
+                    arguments['ignore_index'],
+                    weight,
+                    arguments['target'],
+                )
             self._divide(name, None, count, result)
         elif reduction == 'mean' and func in BY_WEIGHT and weight is not None:
-            self._divide(name, weight.numel(), weight.detach().sum(dtype=torch.float), result)
+            divisor = weight.detach().sum(dtype=torch.float)
+            self._divide(
+                name,
+                weight.numel(),
+                divisor,
+                result,
+            )
 
-    def _follow(self, func: Any, values: Sequence[Any], result: Any) -> None:
+    def _follow(
+        self,
+        func: Any,
+        values: Sequence[Any],
+        result: Any,
+    ) -> None:
         """Record an operation on a loss that has no mean yet."""
         if torch.compiler.is_compiling() or is_transformed():
             return
@@ -194,84 +253,123 @@ class LossMonitor(TorchFunctionMode):
             self._see_weight(result, *values[:2])
         if func in DIVISIONS and self._sums:
             self._see_division(result, *values[:2])
-        unreduced = {id(loss) for loss in self._unreduced}
-        source = next((x for x in values if id(x) in unreduced), None)
-        if source is None or not isinstance(result, Tensor):
-            return
+        if isinstance(result, Tensor):
+            for value in values:
+                # By identity, because tensors compare by their elements.
+                if any(value is loss for loss in self._unreduced):
+                    self._see_reduction(func, value, result)
+                    return
+
+    def _see_reduction(
+        self,
+        func: Any,
+        loss: Tensor,
+        result: Tensor,
+    ) -> None:
+        """Record the first operation on a loss that is not reduced."""
         if func in SUMS and not result.dim():
             self._sums.append((result, result._version, None))
         elif func in MEANS and not result.dim():
-            self._divide(self._where, None, source.numel(), result)
+            self._divide(
+                self._where,
+                None,
+                loss.numel(),
+                result,
+            )
         else:
+            # It may be a product with a mask.
             self._unreduced.append(result)
 
-    def _see_weight(self, result: Any, one: Any, other: Any) -> None:
+    def _see_weight(
+        self,
+        result: Any,
+        one: Any,
+        other: Any,
+    ) -> None:
         """Forget the division of a mean that is weighted by a tensor."""
-        for x, number in [*self._means]:
+        for mean, number in [*self._means]:
             weight = None
-            if one is x:
+            if one is mean:
                 weight = other
-            elif other is x:
+            elif other is mean:
                 weight = one
             if isinstance(weight, Real):  # A constant changes nothing.
                 self._means.append((result, number))
             elif isinstance(weight, Tensor) and not weight.requires_grad:
+                # The other divisions keep their numbers.
                 self._divisions[self._i][number] = Division('', 0, 0, 0)
 
-    def _see_division(self, result: Tensor, dividend: Any, divisor: Any) -> None:
+    def _see_division(
+        self,
+        result: Tensor,
+        dividend: Any,
+        divisor: Any,
+    ) -> None:
         if isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.is_complex():
             divisor = divisor.detach()
         elif not isinstance(divisor, Real):
             return
-        for x, _, elements in self._sums:
-            if x is dividend:
+        for total, _, elements in self._sums:
+            if total is dividend:
                 self._divide(self._where, elements, divisor, result)
 
-    def _divide(self, name: str, elements: int | None, divisor: Any, result: Tensor) -> None:
-        self._means.append((result, len(self._divisions[self._i])))
-        self._divisions[self._i].append(Division(name, elements, divisor, _site()))
+    def _divide(
+        self,
+        name: str,
+        elements: int | None,
+        divisor: Any,
+        result: Tensor,
+    ) -> None:
+        divisions = self._divisions[self._i]
+        # By number, because a weight may still replace the division.
+        self._means.append((result, len(divisions)))
+        division = Division(
+            name,
+            elements,
+            divisor,
+            _site(),
+        )
+        divisions.append(division)
 
     def _all_divisions(self) -> Iterator[tuple[Division, ...]]:
         """Yield one division of each micro-batch after the other."""
         loops = self._loops_over_samples()
-        divisions = []
-        for of_micro_batch in self._divisions:
-            divisions.append([x for x in of_micro_batch if x.site not in loops])
-        most = max(map(len, divisions), default=0)
+        table = []
+        for divisions in self._divisions:
+            table.append([division for division in divisions if division.site not in loops])
+        most = max(map(len, table), default=0)
         # A micro-batch without divisions counts nothing, so its loss was not computed.
         nothing = [Division('', None, 0, 0)] * most
-        return zip(*(own or nothing for own in divisions))
+        return zip(*(divisions or nothing for divisions in table))
 
     def _loops_over_samples(self) -> set[int]:
         """Return the places in the code that each micro-batch passes once for each sample."""
-        sizes = []
-        passes = []
+        loops = []
+        is_single = True
         for divisions, size in zip(self._divisions, self._sizes):
-            if divisions:
-                sizes.append(size)
-                passes.append(Counter(division.site for division in divisions))
-        if all(size == 1 for size in sizes):  # One pass does not make a loop.
+            if not divisions:
+                continue
+            passes = Counter(division.site for division in divisions)
+            loops.append({site for site, count in passes.items() if count == size})
+            is_single = is_single and size == 1
+        # In micro-batches of one sample, one pass does not make a loop.
+        if is_single:
             return set()
-        first, *others = [
-            {site for site, count in counts.items() if count == size}
-            for counts, size in zip(passes, sizes)
-        ]
-        return first.intersection(*others)
+        return set.intersection(*loops)
 
     def check(self, error: Callable[[str], Exception] | None = None) -> None:
         """Raise if a divisor is not proportional to the weights of micro-batches."""
+        total = sum(self._weights)
         for divisions in self._all_divisions():
-            names, elements, divisors, _ = zip(*divisions)
-            counts = [float(each) for each in divisors]
-            if None not in elements and len({*zip(elements, counts)}) == 1:
-                continue  # Equal for all micro-batches, as for a loss of parameters.
+            counts = [float(division.divisor) for division in divisions]
+            if _are_equal(divisions, counts):
+                continue  # as for a loss of parameters
             whole = sum(counts)
-            total = sum(self._weights)
-            if any(
-                abs(count * total - weight * whole) > 1e-5 * weight * abs(whole)
-                for count, weight in zip(counts, self._weights)
-            ):
-                raise (error or no_mean_over_samples)(max(names))
+            for count, weight in zip(counts, self._weights):
+                # Divisors may be sums in single precision.
+                if abs(count * total - weight * whole) > 1e-5 * weight * abs(whole):
+                    name = max(division.name for division in divisions)
+                    raise (error or no_mean_over_samples)(name)
 
     def summary(self) -> tuple[float, float]:
         """Return two numbers that summarize the divisors, for comparison with other processes.
@@ -283,14 +381,20 @@ class LossMonitor(TorchFunctionMode):
         same = 0.0
         ratio = 0.0
         for k, divisions in enumerate(self._all_divisions(), 1):
-            _, elements, divisors, _ = zip(*divisions)
-            counts = [float(each) for each in divisors]
-            if None in elements or len({*zip(elements, counts)}) > 1:
-                same = nan
+            counts = [float(division.divisor) for division in divisions]
+            elements = divisions[0].elements
+            if elements is not None and _are_equal(divisions, counts):
+                same += k * (counts[0] + elements / 3)
             else:
-                same += k * (counts[0] + elements[0] / 3)
+                same = nan
             ratio += k * sum(counts) / (sum(self._weights) or 1.0)
         return same, ratio
+
+
+def _are_equal(divisions: Sequence[Division], counts: Sequence[float]) -> bool:
+    """Return whether all micro-batches have the same known elements and the same divisor."""
+    elements = {division.elements for division in divisions}
+    return None not in elements and len(elements) == len({*counts}) == 1
 
 
 def _site() -> int:
@@ -308,7 +412,9 @@ def _weight_of_l1_loss() -> Any:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get('weight')
+    if frame is None:
+        return None
+    return frame.f_locals.get('weight')
 
 
 def no_mean_over_samples(name: str) -> ValueError:

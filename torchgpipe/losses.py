@@ -8,9 +8,9 @@
                         in a target
     a number            a sum                   Σ loss / number
 
-:class:`Known` holds the settings of a loss: ``reduction``, ``ignore_index`` and ``weight``. For
-PyTorch's own losses, they determine the result. Other losses may have settings with these names,
-but may use them in another way. If a function does not have such settings,
+:class:`LossSettings` holds the settings of a loss: ``reduction``, ``ignore_index`` and ``weight``.
+For PyTorch's own losses, they determine the result. Other losses may have settings with these
+names, but may use them in another way. If a function does not have such settings,
 :mod:`torchgpipe.divisors` detects the divisor where the function calls one of PyTorch's
 losses.
 
@@ -41,78 +41,83 @@ from torch import Tensor, nn
 from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.structure import call, leaves_of
-from torchgpipe.divisors import (
-    LossMonitor,
-    counted_labels,
-    no_mean_over_samples,
-    reduction_of,
-)
+from torchgpipe.divisors import LossMonitor, counted_labels, no_mean_over_samples, reduction_of
 from torchgpipe.engine.gradients import leaf_of
 from torchgpipe.engine.microbatches import Chunk, cut
-
-#: The settings that are read from a loss, if it has them.
-SETTINGS = ('reduction', 'ignore_index', 'weight')
 
 
 def itself(loss: Any) -> Any:
     """Return the function or the module behind partials, and behind a module's ``forward``."""
     while isinstance(loss, partial):
         loss = loss.func
+    # The settings of a bound ``forward`` are attributes of its module.
     owner = getattr(loss, '__self__', None)
     if isinstance(owner, nn.Module) and loss.__name__ == 'forward':
         return owner
     return loss
 
 
-class Known(NamedTuple):
+class LossSettings(NamedTuple):
     """The settings of a loss."""
 
     #: The settings, by the names that PyTorch's losses use.
     settings: Mapping[str, Any]
+    #: As in PyTorch: ``'mean'``, ``'sum'`` or ``'none'``.
     reduction: Any
     #: Whether it is one of PyTorch's losses, which follow their settings.
     is_of_pytorch: bool
+    #: The name in errors.
     name: str
 
     @classmethod
-    def of(cls, loss: Any) -> 'Known':
+    def of(cls, loss: Any) -> 'LossSettings':
         """Return the settings of a loss."""
-        what = itself(loss)
+        function = itself(loss)
         settings = {}
-        if isinstance(what, nn.Module):
-            code = getattr(what.forward, '__func__', None)
-            settings = {name: getattr(what, name) for name in SETTINGS if hasattr(what, name)}
+        if isinstance(function, nn.Module):
+            code = getattr(function.forward, '__func__', None)
+            for name in ('reduction', 'ignore_index', 'weight'):
+                if hasattr(function, name):
+                    settings[name] = getattr(function, name)
         else:
-            code = what
+            code = function
             try:
+                # Of the loss, not of the function behind it, because partials have arguments.
                 bound = inspect.signature(loss).bind(None, None)
                 bound.apply_defaults()
                 settings = bound.arguments
             except (TypeError, ValueError):  # It has no signature, or other arguments.
                 pass
-        is_torch = str(getattr(code, '__module__', '')).startswith('torch.nn.')
+        module = str(getattr(code, '__module__', ''))
         return cls(
             settings,
             reduction_of(settings),
-            is_torch and 'reduction' in settings,
-            getattr(what, '__name__', type(what).__name__),
+            module.startswith('torch.nn.') and 'reduction' in settings,
+            getattr(function, '__name__', type(function).__name__),
         )
 
 
 def watches(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's function in which a pipeline records the divisors of losses."""
 
-    def call(*given: Any) -> Any:
-        cell = None if torch.compiler.is_compiling() else context.micro_batch
+    def call(*args: Any) -> Any:
+        cell = None
+        # Compiled code has no values to record.
+        if not torch.compiler.is_compiling():
+            cell = context.micro_batch
         if cell is None or cell.losses is None:
-            return function(*given)
-        return cell.losses.see(cell.i, function, *given)
+            return function(*args)
+        return cell.losses.see(cell.i, function, *args)
 
     return call
 
 
-def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
-    """Return the normalizer of a loss: the given one, or its own; ``None`` for samples.
+def normalizer_of(
+    loss: LossSettings,
+    normalizer: Any,
+    targets: Sequence[Any],
+) -> Any:
+    """Return the normalizer of a loss: the argument, or its own; ``None`` for samples.
 
     Raises:
         ValueError: By its settings, the loss is a sum without a number to divide by, no scalar, or
@@ -123,25 +128,38 @@ def normalizer_of(loss: Known, given: Any, targets: Sequence[Any]) -> Any:
             "the loss is one of each sample (reduction='none'), and a step takes a "
             "scalar: reduction='mean', or reduction='sum' and a normalizer"
         )
-    if loss.reduction == 'sum' and (given is None or (loss.is_of_pytorch and callable(given))):
-        raise _sum()
-    if given is not None or 'ignore_index' not in loss.settings or loss.reduction != 'mean':
-        return given
+    # A function counts the divisor of a mean. A sum of PyTorch's does not have one.
+    is_counted = loss.is_of_pytorch and callable(normalizer)
+    if loss.reduction == 'sum' and (normalizer is None or is_counted):
+        raise _sum_of_samples()
+    if normalizer is not None or loss.reduction != 'mean':
+        return normalizer
+    if 'ignore_index' not in loss.settings:
+        return None
+    return _normalizer_of_labels(loss, targets)
+
+
+def _normalizer_of_labels(loss: LossSettings, targets: Sequence[Any]) -> Any:
+    """Return the normalizer of a mean that may ignore labels or weight classes."""
     ignored = loss.settings['ignore_index']
     weight = loss.settings.get('weight')
     if loss.is_of_pytorch and all(isinstance(target, Tensor) for target in targets):
         return partial(counted_labels, ignored, weight)
     if ignored is None:
         return None
-    tensors = [leaf.value for leaf in leaves_of(list(targets)) if isinstance(leaf.value, Tensor)]
-    if isinstance(weight, Tensor) or any(
-        bool((x == ignored).any()) for x in tensors if not x.is_floating_point()
-    ):
+    # Another loss may count in another way. That makes no difference if all labels count alike.
+    leaves = leaves_of(list(targets))
+    if isinstance(weight, Tensor):
         raise no_mean_over_samples(loss.name)
+    for leaf in leaves:
+        value = leaf.value
+        is_label = isinstance(value, Tensor) and not value.is_floating_point()
+        if is_label and (value == ignored).any():
+            raise no_mean_over_samples(loss.name)
     return None
 
 
-def _sum() -> ValueError:
+def _sum_of_samples() -> ValueError:
     return ValueError(
         "the loss adds up samples (reduction='sum'), and those of micro-batches "
         'would be averaged; give normalizer=1, or the number that the sum over '
@@ -202,47 +220,66 @@ class Losses:
         alone: bool = True,
     ) -> None:
         self._function = function
+        #: Scales a loss for its backward, such as a gradient scaler's ``scale``.
         self._scale = scale
+        #: Whether no other process waits for this one.
+        self._alone = alone
+        module = itself(function)
+        #: The modules of the loss function.
+        self.modules: list[nn.Module] = []
+        if isinstance(module, nn.Module):
+            self.modules = [*module.modules()]
         #: The targets of micro-batches.
         self.targets = _scatter(target, sizes, batch_dim)
         #: The targets with leaves in place of tensors, at which the graphs of losses end.
-        self._leaves = [
-            Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind) for batch in self.targets
-        ]
-        module = itself(function)
-        known = Known.of(function)
-        #: The modules of the loss function.
-        self.modules = [*module.modules()] if isinstance(module, nn.Module) else []
+        self._leaves = []
+        for batch in self.targets:
+            leaves = tuple(map(leaf_of, batch.tensors))
+            self._leaves.append(Chunk(leaves, batch.kind))
+
+        settings = LossSettings.of(function)
+        values = [batch.value for batch in self._leaves]
         #: The count of each micro-batch.
         self.counts, self._whole = _counts(
-            known, [batch.value for batch in self._leaves], sizes, normalizer
+            settings,
+            values,
+            sizes,
+            normalizer,
         )
         #: The count of the mini-batch in this process, and after :meth:`count_in` in all
         #: processes; ``None`` if the normalizer is a number.
-        self.counted = None if self._whole else sum(self.counts)
-        if alone and self.counted is not None:
-            self._whole = self.counted or _nothing()
-        self._losses: list[Tensor] = []
-        self._learns = False
-        is_known = normalizer is None and known.is_of_pytorch
-        #: Records the divisors of losses in the function.
+        self.counted: float | None = None
+        if not self._whole:
+            self.counted = sum(self.counts)
+            if alone:
+                self.count_in(self.counted)
+
+        #: Records the divisors of losses in the function. The settings of PyTorch's own losses
+        #: determine their divisors, so they are not recorded.
         self.monitor: LossMonitor | None = None
-        if not is_known and normalizer is None:
-            self.monitor = LossMonitor(sizes, None, False)
-        elif not is_known:
-            self.monitor = LossMonitor(sizes, self.counts, True)
         #: Records the divisors of losses in layers, which a normalizer does not know.
-        self.in_layers = None if normalizer is not None else self.monitor
+        self.in_layers: LossMonitor | None = None
+        if normalizer is not None:
+            self.monitor = LossMonitor(sizes, self.counts, True)
+        elif not settings.is_of_pytorch:
+            self.monitor = LossMonitor(sizes)
+            self.in_layers = self.monitor
         #: Returns the error for other divisors.
         self.error = error_of(normalizer)
-        self._alone = alone
+
+        #: The losses of micro-batches, each with its weight.
+        self._losses: list[Tensor] = []
+        #: Whether the loss of some micro-batch requires grad.
+        self._learns = False
         #: Why the loss of a micro-batch was refused, in one of several processes.
         self._refusal: ValueError | None = None
 
     @property
     def divisors(self) -> tuple[float, float]:
         """The divisors of the loss in this process: see :meth:`LossMonitor.summary`."""
-        return self.monitor.summary() if self.monitor else (0.0, 0.0)
+        if self.monitor is None:
+            return 0.0, 0.0
+        return self.monitor.summary()
 
     def count_in(self, whole: float, trains: bool = True) -> None:
         """Set the count of the whole mini-batch, of which other processes may have parts.
@@ -250,7 +287,10 @@ class Losses:
         Raises:
             ValueError: The count is zero, and there is a backward.
         """
-        self._whole = whole or (_nothing() if trains else 1.0)
+        if trains and not whole:
+            raise _zero_count('normalizer, or the loss by itself,', 'target')
+        # Nothing is divided by a count of zero, because the loss of no micro-batch is computed.
+        self._whole = whole or 1.0
         self.counted = whole
 
     def __call__(self, i: int, output: Any) -> Tensor:
@@ -259,10 +299,12 @@ class Losses:
             return torch.zeros((), requires_grad=True)
         try:
             loss, is_sum = self._call(i, output)
-            refusal = _sum() if is_sum else _refusal(loss, 'loss_fn')
+            # A sum has no divisor, so its micro-batches cannot be weighted.
+            refusal = _sum_of_samples() if is_sum else _refusal(loss, 'loss_fn')
             if refusal is not None:
                 return self._refuse(refusal)
-            scaled = loss = loss * (self.counts[i] / self._whole)
+            loss = loss * (self.counts[i] / self._whole)
+            scaled: Tensor = loss
             if self._scale is not None:
                 scaled = self._scale(loss)
                 refusal = _refusal(scaled, 'scale')
@@ -273,20 +315,25 @@ class Losses:
         except Exception as error:
             add_note(error, f'in the loss of micro-batch {i} of {len(self.targets)}')
             raise
+
+        # Without the scale, as users see it, and without the graph, which backward frees.
         self._losses.append(loss.detach())
         if self._alone and len(self._losses) == len(self.targets):
+            # Several processes check together, after the step.
             self.check()
-        self._learns |= scaled.requires_grad
+        if scaled.requires_grad:
+            self._learns = True
+            return scaled
         # The loss of a single micro-batch may not require grad.
-        started: Tensor = scaled if scaled.requires_grad else scaled.detach().requires_grad_()
-        return started
+        return scaled.detach().requires_grad_()
 
     def _call(self, i: int, output: Any) -> tuple[Any, bool]:
         """Call the function; return its result, and whether that is known to be a sum."""
-        given = output, self._leaves[i].value
+        target = self._leaves[i].value
         if self.monitor is None:
-            return self._function(*given), False
-        loss, is_sum = self.monitor.call(i, self._function, *given)
+            return self._function(output, target), False
+        loss, is_sum = self.monitor.call(i, self._function, output, target)
+        # The sum is wanted if the normalizer is a number.
         return loss, is_sum and self.counted is not None
 
     def _refuse(self, error: ValueError) -> Tensor:
@@ -310,21 +357,29 @@ class Losses:
         if self.monitor is not None:
             self.monitor.check(self.error)
 
-    def behind(self, layers: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
+    def behind(
+        self,
+        layers: Callable[..., Any],
+        keeps: bool,
+    ) -> Callable[..., Any]:
         """Return layers that return the loss of a micro-batch, so that their output is freed."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = layers(*args, **kwargs)
             assert context.micro_batch is not None
             loss = self(context.micro_batch.i, output)
-            return output if keeps else loss.detach()
+            if keeps:
+                return output
+            return loss.detach()
 
         return call
 
     @property
     def count(self) -> float:
         """The divisor of the loss of the mini-batch."""
-        return self._whole if self.counted is None else self.counted
+        if self.counted is None:
+            return self._whole
+        return self.counted
 
     def total(self, trains: bool = True) -> Tensor:
         """Return the loss of the mini-batch, a scalar.
@@ -340,34 +395,46 @@ class Losses:
             )
         if self._losses:
             return torch.stack(self._losses).sum()
+        # This process has no loss, such as a rank without the last stage.
         return torch.zeros(())
 
     @property
     def inputs(self) -> list[Tensor]:
         """The leaves in place of the tensors of the target."""
-        return [x for batch in self._leaves for x in batch.tensors]
+        result: list[Tensor] = []
+        for batch in self._leaves:
+            result += batch.tensors
+        return result
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors of the target that have a gradient, each with its gradient."""
-        return [
-            (x, leaf.grad)
-            for batch, leaves in zip(self.targets, self._leaves)
-            for x, leaf in zip(batch.tensors, leaves.tensors)
-            if leaf.grad is not None
-        ]
+        result = []
+        for batch, leaves in zip(self.targets, self._leaves):
+            for tensor, leaf in zip(batch.tensors, leaves.tensors):
+                if leaf.grad is not None:
+                    result.append((tensor, leaf.grad))
+        return result
 
 
-def _scatter(target: Any, sizes: Sequence[int], batch_dim: Any) -> list[Chunk]:
+def _scatter(
+    target: Any,
+    sizes: Sequence[int],
+    batch_dim: Any,
+) -> list[Chunk]:
     """Cut a target as the input was cut."""
-    if not (
-        isinstance(target, Tensor)
-        or any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target))
-    ):
+    is_tensor = isinstance(target, Tensor)
+    if not is_tensor and not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
+        # There is nothing to cut, so each micro-batch has the whole target.
         return [Chunk((), lambda tensors: target)] * len(sizes)
-    batches, own, _ = cut(target, len(sizes), batch_dim, 'target')
-    if own != list(sizes):
+    batches, samples, _ = cut(
+        target,
+        len(sizes),
+        batch_dim,
+        'target',
+    )
+    if samples != list(sizes):
         raise ValueError(
-            f'the target has {sum(own)} samples, but the input has {sum(sizes)}; '
+            f'the target has {sum(samples)} samples, but the input has {sum(sizes)}; '
             'both are cut along their batch dimensions. Say which one that of the '
             'target is: target_dim=0'
         )
@@ -384,21 +451,28 @@ def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
         For each function, a list of counts or an error. The error is not raised, because the
         output may not have this part, such as a loss without labels.
     """
-    found: list[Any] = []
-    for function in filter(callable, _words(rule)):
+    results: list[Any] = []
+    for function in filter(callable, _parts(rule)):
         try:
+            inputs = [batch.value for batch in batches]
             counts = _count(
-                partial(call, function), [batch.value for batch in batches], 'gather', 'input'
+                partial(call, function),
+                inputs,
+                'gather',
+                'input',
             )
-            found.append(counts if sum(counts) else _nothing('gather', 'input'))
+            if not sum(counts):
+                raise _zero_count('gather', 'input')
+            results.append(counts)
         except Exception as error:
-            found.append(error)
-    return found
+            # To be raised only if the output has this part.
+            results.append(error)
+    return results
 
 
 def count_functions(rule: Any) -> int:
     """Return the number of functions in a rule of ``gather``."""
-    return sum(map(callable, _words(rule)))
+    return sum(map(callable, _parts(rule)))
 
 
 def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
@@ -408,38 +482,55 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
         rule: The rule. A part of the output is a mean over the counts of its function.
     """
     if isinstance(rule, Mapping):
-        return {key: with_counts(each, counts) for key, each in rule.items()}
+        return {key: with_counts(part, counts) for key, part in rule.items()}
     if isinstance(rule, (list, tuple)):
-        return [with_counts(each, counts) for each in rule]
+        return [with_counts(part, counts) for part in rule]
     if not callable(rule):
         return rule
-    found = next(counts)
-    if isinstance(found, Exception):
-        return partial(_raise, found)
-    return partial(_mean_of, found, sum(found))
+    result = next(counts)
+    if isinstance(result, Exception):
+        # Only an output with this part raises it.
+        return partial(_raise, result)
+    return partial(_mean_of, result, sum(result))
 
 
 def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
     """Return a monitor, if a rule of ``gather`` treats all parts as means over samples."""
-    words = {each for each in _words(rule) if isinstance(each, str) or callable(each)}
-    return LossMonitor(sizes) if words == {'mean'} else None
+    words = set()
+    for part in _parts(rule):
+        if isinstance(part, str) or callable(part):
+            words.add(part)
+    if words == {'mean'}:
+        return LossMonitor(sizes)
+    return None
 
 
-def _words(rule: Any) -> Iterator[Any]:
-    if not isinstance(rule, (Mapping, list, tuple)):
+def _parts(rule: Any) -> Iterator[Any]:
+    """Yield the rules of the parts of an output."""
+    if isinstance(rule, Mapping):
+        rule = list(rule.values())
+    if not isinstance(rule, (list, tuple)):
         yield rule
         return
-    for each in rule.values() if isinstance(rule, Mapping) else rule:
-        yield from _words(each)
+    for part in rule:
+        yield from _parts(part)
 
 
 def _raise(error: Exception, _: Any) -> NoReturn:
     raise error
 
 
-def _mean_of(counts: Sequence[float], whole: float, xs: Sequence[Tensor]) -> Tensor:
-    # The mean of nothing is NaN.
-    return torch.stack([x * (count / whole) for count, x in zip(counts, xs) if count]).sum(0)
+def _mean_of(
+    counts: Sequence[float],
+    whole: float,
+    xs: Sequence[Tensor],
+) -> Tensor:
+    terms = []
+    for count, x in zip(counts, xs):
+        # The mean of nothing is NaN.
+        if count:
+            terms.append(x * (count / whole))
+    return torch.stack(terms).sum(0)
 
 
 def _refusal(loss: Any, name: str) -> ValueError | None:
@@ -464,7 +555,10 @@ def _outline(value: Any) -> str:
 
 
 def _counts(
-    loss: Known, targets: Sequence[Any], sizes: Sequence[int], normalizer: Any
+    loss: LossSettings,
+    targets: Sequence[Any],
+    sizes: Sequence[int],
+    normalizer: Any,
 ) -> tuple[list[float], float]:
     """Return the count of each micro-batch, and the normalizer if it is a number, else 0.
 
@@ -485,25 +579,29 @@ def _counts(
 
 
 def _count(
-    function: Callable[[Any], Any], values: Sequence[Any], name: str, what: str
+    function: Callable[[Any], Any],
+    values: Sequence[Any],
+    name: str,
+    part: str,
 ) -> list[float]:
     """Return the count of a function in each value."""
-    given = [function(value) for value in values]
-    counts = [count for each in given if (count := _number(each)) is not None]
-    if len(counts) < len(given):
-        wrong = next(each for each in given if _number(each) is None)
-        raise ValueError(
-            f'{name} must count how much of the {what} of a micro-batch the loss '
-            'is a mean over, a finite number not below zero, but gave '
-            f'{_outline(wrong)}; a function that does is lambda target: (target != '
-            'ignore_index).sum()'
-        )
+    counts = []
+    for result in [function(value) for value in values]:
+        count = _number(result)
+        if count is None:
+            raise ValueError(
+                f'{name} must count how much of the {part} of a micro-batch the loss '
+                'is a mean over, a finite number not below zero, but gave '
+                f'{_outline(result)}; a function that does is lambda target: (target != '
+                'ignore_index).sum()'
+            )
+        counts.append(count)
     return counts
 
 
-def _nothing(name: str = 'normalizer, or the loss by itself,', what: str = 'target') -> NoReturn:
-    raise ValueError(
-        f'{name} counts nothing in the whole {what}, so there is no mean over it; '
+def _zero_count(name: str, whole: str) -> ValueError:
+    return ValueError(
+        f'{name} counts nothing in the whole {whole}, so there is no mean over it; '
         'leave out this mini-batch'
     )
 
@@ -512,6 +610,9 @@ def _number(value: Any) -> float | None:
     """Return a value as a number, or ``None`` if it cannot be a count."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < inf:
+    # A comparison is no count, although Python's bool is a number.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if not 0 <= float(value) < inf:
         return None
     return float(value)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Hashable, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,24 @@ from torchgpipe.schedule import Schedule, ScheduleLike, make
 from torchgpipe.schedule.generators import stages_per_device
 
 
-def find_schedule(schedule: ScheduleLike, workers: Sequence[Hashable], m: int) -> Schedule:
+def find_schedule(
+    schedule: ScheduleLike,
+    workers: Sequence[Hashable],
+    m: int,
+) -> Schedule:
     """Return a schedule whose stages are the partitions.
 
     Raises:
         ValueError: There is no such schedule, or it is for other partitions, devices or
             micro-batches.
     """
-    n = len(workers)
-    devices = len({*workers})
-    read = read_schedule(schedule)
-    found = read if isinstance(read, Schedule) else _named(read, n, devices, m)
-    _check_fit(found, tuple(workers), m)
-    return found
+    result = read_schedule(schedule)
+    if not isinstance(result, Schedule):
+        # Several partitions may have one worker.
+        devices = len({*workers})
+        result = _named(result, len(workers), devices, m)
+    _check_fit(result, tuple(workers), m)
+    return result
 
 
 def read_schedule(schedule: ScheduleLike) -> Schedule | str:
@@ -34,14 +40,21 @@ def read_schedule(schedule: ScheduleLike) -> Schedule | str:
     if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith('.csv'):
+        # A file may start with a byte order mark.
         return Schedule.parse(Path(schedule).read_text('utf-8-sig'))
     return schedule
 
 
-def _stages_per_device(name: str, n: int, devices: int) -> int:
-    """Return the number of partitions per device that a schedule needs, out of ``n``.
+@lru_cache(maxsize=32)  # All steps of a training use the same schedule.
+def _named(
+    name: str,
+    n: int,
+    devices: int,
+    m: int,
+) -> Schedule:
+    """Make a schedule for ``n`` partitions, with as many of them per device as it needs.
 
-    One worker can do the work of several devices, so there may be fewer.
+    One worker can do the work of several devices, so there may be fewer devices.
     """
     least, most = stages_per_device(name)
     v = max(least, min(n // devices, most))
@@ -50,41 +63,42 @@ def _stages_per_device(name: str, n: int, devices: int) -> int:
             f'{name!r} takes {v} partitions on each device, but there are {n} '
             f'partitions on {devices} devices'
         )
-    return v
-
-
-@lru_cache(maxsize=32)  # All steps of a training use the same schedule.
-def _named(name: str, n: int, devices: int, m: int) -> Schedule:
-    v = _stages_per_device(name, n, devices)
     return make(name, n // v, m, v)
 
 
-@lru_cache(maxsize=32)
-def _check_fit(schedule: Schedule, workers: tuple[Any, ...], m: int) -> None:
+@lru_cache(maxsize=32)  # A check runs the whole schedule.
+def _check_fit(
+    schedule: Schedule,
+    workers: tuple[Any, ...],
+    m: int,
+) -> None:
     schedule.validate()
-    n = 1 + max(stage for stages in schedule.stages for stage in stages)
-    if (n, schedule.micro_batches) != (len(workers), m):
+    n = 1 + max(chain.from_iterable(schedule.stages))
+    if n != len(workers) or schedule.micro_batches != m:
         raise ValueError(
             f'the schedule is for {n} stages and {schedule.micro_batches} '
             f'micro-batches, but there are {len(workers)} partitions and {m} '
             'micro-batches; make one of these numbers: '
             f"torchgpipe.schedule.make('1f1b', {len(workers)}, {m})"
         )
-    if not any(action.kind in 'BI' for row in schedule.rows for action in row):
+    kinds = {action.kind for action in chain.from_iterable(schedule.rows)}
+    if kinds.isdisjoint('BI'):
         raise ValueError('the schedule has no backward; a step takes F and B of each micro-batch')
     for stages in schedule.stages:
-        different = {workers[stage] for stage in stages}
-        if len(different) > 1:
-            devices = ['{}:{}'.format(*workers[stage]) for stage in stages]
-            argument = 'places' if workers[0][0] == 'rank' else 'devices'
-            places = [0] * n
-            for device, row in enumerate(schedule.stages):
-                for stage in row:
-                    places[stage] = device
-            raise ValueError(
-                f'the schedule has stages {list(stages)} on one device, but these partitions are '
-                f'on {devices}; put them in this order: {argument}={places}'
-            )
+        # One worker can do the work of several devices, but not the other way round.
+        if len({workers[stage] for stage in stages}) <= 1:
+            continue
+        devices = ['{}:{}'.format(*workers[stage]) for stage in stages]
+        argument = 'places' if workers[0][0] == 'rank' else 'devices'
+        # The message has the argument that makes the schedule fit.
+        places = [0] * n
+        for device, row in enumerate(schedule.stages):
+            for stage in row:
+                places[stage] = device
+        raise ValueError(
+            f'the schedule has stages {list(stages)} on one device, but these partitions are '
+            f'on {devices}; put them in this order: {argument}={places}'
+        )
 
 
 @lru_cache(maxsize=32)
@@ -92,8 +106,9 @@ def recomputing(
     schedule: Schedule, stops: tuple[range, ...]
 ) -> tuple[Schedule, tuple[Collection[int], ...]]:
     """Return a schedule with all recomputations, and by stage their micro-batches."""
-    found = schedule.recomputing(stops)
-    return found, tuple(map(found.recomputed, range(len(stops))))
+    result = schedule.recomputing(stops)
+    by_stage = map(result.recomputed, range(len(stops)))
+    return result, tuple(by_stage)
 
 
 def run_step(
@@ -107,10 +122,20 @@ def run_step(
 ) -> Step:
     """Run a step, and replace the batches by the outputs, if these are kept."""
     workers = [partition.worker for partition in engine.partitions]
-    found = find_schedule(schedule, workers, len(batches))
-    early, again = recomputing(found, tuple(recomputed))
-    rows = found.rows if engine.one_worker else early.rows  # One worker waits for no gradient.
-    step = Step(engine, batches, rows, losses, recomputed=again, **options)
+    plan = find_schedule(schedule, workers, len(batches))
+    early, by_stage = recomputing(plan, tuple(recomputed))
+    rows = early.rows
+    if engine.one_worker:
+        # One worker does not wait for gradients, so it recomputes within the backward.
+        rows = plan.rows
+    step = Step(
+        engine,
+        batches,
+        rows,
+        losses,
+        recomputed=by_stage,
+        **options,
+    )
     step.losses = losses.in_layers
     step.keeps_output = keeps_output
     step.run()

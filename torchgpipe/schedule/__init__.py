@@ -30,4 +30,12 @@ warm-up
 from torchgpipe.schedule.generators import NAMES, make
 from torchgpipe.schedule.schedule import KINDS, Action, Schedule, ScheduleLike, Timed
 
-__all__ = ['Action', 'KINDS', 'NAMES', 'Schedule', 'ScheduleLike', 'Timed', 'make']
+__all__ = [
+    'Action',
+    'KINDS',
+    'NAMES',
+    'Schedule',
+    'ScheduleLike',
+    'Timed',
+    'make',
+]

@@ -17,16 +17,21 @@ wait for gradients::
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import count, pairwise
+from itertools import chain, pairwise, zip_longest
 
 from torchgpipe.schedule.schedule import Action, Schedule, waits_for
 
 Rows = list[list[Action]]
 
 
-def make(name: str, devices: int, micro_batches: int, virtual: int | None = None) -> Schedule:
+def make(
+    name: str,
+    devices: int,
+    micro_batches: int,
+    virtual: int | None = None,
+) -> Schedule:
     """Make a schedule by its name.
 
     >>> print(make('zb-h1', devices=2, micro_batches=2))
@@ -44,16 +49,22 @@ def make(name: str, devices: int, micro_batches: int, virtual: int | None = None
     """
     if name not in NAMES:
         raise ValueError(f'there is no schedule {name!r}; there are {", ".join(NAMES)}')
-    for what, number in (('devices', devices), ('micro_batches', micro_batches)):
+    numbers = {'devices': devices, 'micro_batches': micro_batches}
+    for argument, number in numbers.items():
         if number < 1:
-            raise ValueError(f'{what} must be a positive integer, but is {number}')
+            raise ValueError(f'{argument} must be a positive integer, but is {number}')
     least, most = stages_per_device(name)
-    v = min(2, most) if virtual is None else virtual
-    if not least <= v <= most:
-        takes = {1: 'one stage', 2: 'two stages'}.get(most, 'any number of stages')
-        raise ValueError(f'{name!r} has {takes} per device, but virtual is {virtual}')
-    rows = NAMES[name](devices, micro_batches, v)
-    return Schedule(tuple(map(tuple, rows)))
+    if virtual is None:
+        virtual = min(2, most)
+    if not least <= virtual <= most:
+        stages = {1: 'one stage', 2: 'two stages'}.get(most, 'any number of stages')
+        raise ValueError(f'{name!r} has {stages} per device, but virtual is {virtual}')
+    rows = []
+    for row in NAMES[name](devices, micro_batches, virtual):
+        # Some schedules are made for more micro-batches. No action waits for the surplus ones.
+        needed = [action for action in row if action.micro_batch < micro_batches]
+        rows.append(tuple(needed))
+    return Schedule(tuple(rows))
 
 
 def stages_per_device(name: str) -> tuple[int, int]:
@@ -64,25 +75,44 @@ def stages_per_device(name: str) -> tuple[int, int]:
     """
     if name in V_SHAPED:
         return 2, 2
-    return 1, sys.maxsize if name in ('interleaved', 'looped-bfs') else 1
+    if name in ('interleaved', 'looped-bfs'):
+        return 1, sys.maxsize
+    return 1, 1
 
 
-def places(name: str, devices: int, virtual: int) -> tuple[int, ...]:
+def places(
+    name: str,
+    devices: int,
+    virtual: int,
+) -> tuple[int, ...]:
     """Return the device of each stage in a schedule.
 
     >>> places('interleaved', 3, 2), places('zb-v', 3, 2)
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
     """
-    there = (*range(devices),)
-    return there + there[::-1] if name in V_SHAPED else there * virtual
+    forth = tuple(range(devices))
+    if name in V_SHAPED:
+        # The last device has two consecutive stages, so no message is needed at the turn.
+        return forth + forth[::-1]
+    return forth * virtual
+
+
+def _actions(
+    stage: int,
+    kind: str,
+    micro_batches: Iterable[int],
+) -> list[Action]:
+    return [Action(stage, kind, i) for i in micro_batches]
 
 
 def _gpipe(n: int, m: int, v: int) -> Rows:
     """Fill and drain: Huang et al., "GPipe" (2019). Backward takes the last micro-batch first."""
-    return [
-        [*(Action(s, 'F', i) for i in range(m)), *(Action(s, 'B', i) for i in reversed(range(m)))]
-        for s in range(n)
-    ]
+    rows = []
+    for s in range(n):
+        forward = _actions(s, 'F', range(m))
+        backward = _actions(s, 'B', reversed(range(m)))
+        rows.append(forward + backward)
+    return rows
 
 
 def _1f1b(n: int, m: int, v: int) -> Rows:
@@ -104,23 +134,35 @@ def _zb_h1(n: int, m: int, v: int) -> Rows:
 
 def _zb_h2(n: int, m: int, v: int) -> Rows:
     """Zero bubble with a longer warm-up, in about twice the memory: ZB-H2 of the same paper."""
-    return [_alternate(s, m, warm_up=2 * (n - s) - 1, delay=2 * s) for s in range(n)]
+    rows = []
+    for s in range(n):
+        warm_up = 2 * (n - s) - 1
+        rows.append(_alternate(s, m, warm_up, delay=2 * s))
+    return rows
 
 
-def _alternate(stage: int, m: int, warm_up: int, delay: int | None = None) -> list[Action]:
+def _alternate(
+    stage: int,
+    m: int,
+    warm_up: int,
+    delay: int | None = None,
+) -> list[Action]:
     """Return the actions of one stage: a warm-up, then backward and forward alternately.
 
     With a delay, backward is split, and W is deferred by so many micro-batches.
     """
-    row = [Action(stage, 'F', i) for i in range(min(warm_up, m))]
+    kind = 'B' if delay is None else 'I'
+    row = _actions(stage, 'F', range(min(warm_up, m)))
     for i in range(m):
-        row.append(Action(stage, 'B' if delay is None else 'I', i))
+        row.append(Action(stage, kind, i))
         if delay is not None and i >= delay:
             row.append(Action(stage, 'W', i - delay))
         if i + warm_up < m:
             row.append(Action(stage, 'F', i + warm_up))
     if delay is not None:
-        row += [Action(stage, 'W', i) for i in range(max(0, m - delay), m)]
+        # No backward is left to run in between.
+        deferred = range(max(0, m - delay), m)
+        row += _actions(stage, 'W', deferred)
     return row
 
 
@@ -129,21 +171,28 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021).
     The paper needs ``n`` to divide ``m``. Otherwise, the result is the schedule for the next
-    larger multiple, without the surplus micro-batches. No other action waits for these.
+    larger multiple. Its last micro-batches are surplus.
     """
     full = -(-m // n) * n
-    units = [
-        (k, i) for first in range(0, full, n) for k in range(v) for i in range(first, first + n)
-    ]
     rows = []
     for device in range(n):
-        warm_up = min(len(units), 2 * (n - device - 1) + (v - 1) * n + 1)
-        forward = [Action(k * n + device, 'F', i) for k, i in units]
-        backward = [Action((v - 1 - k) * n + device, 'B', i) for k, i in units]
+        forward = []
+        backward = []
+        for first in range(0, full, n):
+            group = range(first, first + n)
+            for k in range(v):
+                forward += _actions(k * n + device, 'F', group)
+                # Backward visits the stages of a device in reverse order.
+                backward += _actions((v - 1 - k) * n + device, 'B', group)
+        # The way to the last device and back takes two steps for each device after this one.
+        warm_up = 2 * (n - device - 1) + (v - 1) * n + 1
         row = forward[:warm_up]
-        for action, following in zip(backward, [*forward[warm_up:], *[None] * warm_up]):
-            row += [action] if following is None else [action, following]
-        rows.append([action for action in row if action.micro_batch < m])
+        for action, following in zip_longest(backward, forward[warm_up:]):
+            row.append(action)
+            # After the last forward, only backwards remain.
+            if following is not None:
+                row.append(following)
+        rows.append(row)
     return rows
 
 
@@ -152,13 +201,16 @@ def _looped_bfs(n: int, m: int, v: int) -> Rows:
 
     Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
     """
-    return [
-        [
-            *(Action(k * n + device, 'F', i) for k in range(v) for i in range(m)),
-            *(Action(k * n + device, 'B', i) for k in reversed(range(v)) for i in range(m)),
-        ]
-        for device in range(n)
-    ]
+    rows = []
+    for device in range(n):
+        stages = range(device, n * v, n)
+        row = []
+        for stage in stages:
+            row += _actions(stage, 'F', range(m))
+        for stage in reversed(stages):
+            row += _actions(stage, 'B', range(m))
+        rows.append(row)
+    return rows
 
 
 def _zb_v(n: int, m: int, v: int) -> Rows:
@@ -166,38 +218,46 @@ def _zb_v(n: int, m: int, v: int) -> Rows:
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there ZB-V.
     It takes ``2n - 1`` micro-batches to fill the pipeline. With fewer, the result is the schedule
-    for ``2n - 1``, without the surplus micro-batches.
+    for ``2n - 1``. Its last micro-batches are surplus.
     """
     full = max(m, 2 * n - 1)
-    return [
-        [action for action in _there_and_back(d, n, full) if action.micro_batch < m]
-        for d in range(n)
-    ]
+    return [_forth_and_back(device, n, full) for device in range(n)]
 
 
-def _there_and_back(d: int, n: int, m: int) -> list[Action]:
-    """Return the actions of device ``d``: there stage ``a``, back stage ``b``."""
-    a = d
-    b = 2 * n - 1 - d
+def _forth_and_back(device: int, n: int, m: int) -> list[Action]:
+    """Return the actions of a device with a stage on the way forth, and another one back."""
+    forth = device
+    back = 2 * n - 1 - device
     row: list[Action] = []
-    count: Counter[tuple[int, str]] = Counter()
+    count = Counter[tuple[int, str]]()
 
-    def do(*actions: tuple[int, str]) -> None:
-        for stage, kind in actions:
+    def run(stage: int, kinds: str) -> None:
+        for kind in kinds:
             row.append(Action(stage, kind, count[stage, kind]))
             count[stage, kind] += 1
 
-    do(*[(a, 'F')] * (2 * (n - d) - 1))
-    do(*[(b, 'F'), (a, 'F')] * d)
-    do(*[(b, 'F'), (b, 'I'), (b, 'W')] * (n - d))
-    while count[b, 'F'] < m:
-        if count[a, 'F'] < m:
-            do((a, 'F'))
-        do((a, 'I'), (a, 'W'), (b, 'F'), (b, 'I'), (b, 'W'))
-    do(*[(a, 'I'), (b, 'I')] * d)
-    for stage in (b, a):  # The remaining W run where I has to wait.
+    # Fill until the first micro-batch is back from the end of the V.
+    run(forth, 'F' * (2 * (n - device) - 1))
+    for _ in range(device):
+        run(back, 'F')
+        run(forth, 'F')
+    for _ in range(n - device):
+        run(back, 'FIW')
+    # Each micro-batch that ends lets another one start.
+    while count[back, 'F'] < m:
+        if count[forth, 'F'] < m:
+            run(forth, 'F')
+        run(forth, 'IW')
+        run(back, 'FIW')
+    # Drain, and run the remaining W where I has to wait.
+    for _ in range(device):
+        run(forth, 'I')
+        run(back, 'I')
+    for stage in (back, forth):
         while count[stage, 'W'] < m:
-            do(*[(a, 'I')] * (count[a, 'I'] < m), (stage, 'W'))
+            if count[forth, 'I'] < m:
+                run(forth, 'I')
+            run(stage, 'W')
     return row
 
 
@@ -221,8 +281,8 @@ def _blocks(n: int, m: int, most: int) -> Rows:
     """Return the building block of the same paper for each micro-batch, in limited memory.
 
     In a block, F and I of one micro-batch follow each other through the V, each in a unit of time.
-    Blocks start at a constant interval, such that no device has two actions at a time. The
-    interval is at least six, the actions of a device. For 4 devices and 2 micro-batches::
+    Blocks start at a constant interval, such that no device has two actions at a time. For 4
+    devices and 2 micro-batches::
 
         0F0                         0F1 7F0 7I0                         7F1 7I1 0I0
             1F0                 6F0         1F1 6I0                 6F1         1I0 6I1
@@ -235,65 +295,77 @@ def _blocks(n: int, m: int, most: int) -> Rows:
         most: The most activations of stages that a device holds. With fewer than blocks need at
             an interval, a device may have to wait for itself. Then the interval is longer.
     """
-    intervals = count(6, 2)  # Actions there and back have different parities.
-    return next(
-        rows
-        for interval in intervals
-        if (rows := _in_order([_one_by_one(device, n, m, interval) for device in range(n)], most))
-    )
+    # A device has six actions in a block: F, I and W of two stages.
+    interval = 6
+    while True:
+        orders = [_one_by_one(device, n, m, interval) for device in range(n)]
+        rows = _in_order(orders, most)
+        if rows is not None:
+            return rows
+        interval += 2  # Actions forth and back have different parities.
 
 
-def _one_by_one(device: int, n: int, m: int, interval: int) -> list[Action]:
-    """Return F and I of a device in the order of blocks at an interval."""
-    there = device
-    back = 2 * n - 1 - device
-    turn = 2 * n + 2 * (2 * n % interval == 0)  # I there is never at the same time as F there.
-    block = (
-        (there, there, 'F'),
-        (back, back, 'F'),
-        (turn + there, back, 'I'),
-        (turn + back, there, 'I'),
-    )
-    return [
-        Action(stage, kind, i)
-        for _, stage, kind, i in sorted(
-            (interval * i + time, stage, kind, i) for i in range(m) for time, stage, kind in block
-        )
-    ]
+def _one_by_one(
+    forth: int,
+    n: int,
+    m: int,
+    interval: int,
+) -> list[Action]:
+    """Return F and I of device ``forth`` in the order of blocks at an interval."""
+    back = 2 * n - 1 - forth
+    turn = 2 * n
+    if turn % interval == 0:
+        turn += 2  # I forth is never at the same time as F forth.
+    timed = []
+    for i in range(m):
+        start = interval * i
+        timed += [
+            (start + forth, Action(forth, 'F', i)),
+            (start + back, Action(back, 'F', i)),
+            (start + turn + forth, Action(back, 'I', i)),
+            (start + turn + back, Action(forth, 'I', i)),
+        ]
+    return [action for _, action in sorted(timed)]
 
 
 def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
     """Return rows with F and I in these orders and W where they wait; ``None`` in a deadlock."""
-    actions = {action for order in orders for action in order}
+    actions = {*chain.from_iterable(orders)}
     done = set[Action]()
     rows: Rows = [[] for _ in orders]
     queues = [*map(deque, orders)]
+    # By device, the W of each I so far.
     weights = [deque[Action]() for _ in orders]
-    held = [0] * len(orders)
+    # By device, the number of stages' activations.
+    held = Counter[int]()
+
     while any(queues) or any(weights):
-        now = []
-        for device, (queue, later) in enumerate(zip(queues, weights)):
-            if (
-                queue
-                and done.issuperset(waits_for(queue[0], actions))
-                and (queue[0].kind == 'I' or held[device] < most)
-            ):
-                now.append((device, queue.popleft()))
-            elif later:
-                now.append((device, later.popleft()))
-        if not now:
+        step = {}
+        for device, queue in enumerate(queues):
+            # I does not wait for memory, because the W after it frees some.
+            fits = queue and (queue[0].kind == 'I' or held[device] < most)
+            if fits and done.issuperset(waits_for(queue[0], actions)):
+                step[device] = queue.popleft()
+            elif weights[device]:
+                step[device] = weights[device].popleft()
+        # A device at its limit of activations waits for itself.
+        if not step:
             return None
-        for device, action in now:
+        # After the choice for all devices, because a predecessor has to end in an earlier step.
+        for device, action in step.items():
             rows[device].append(action)
-            held[device] += (action.kind == 'F') - (action.kind == 'W')
-            if action.kind == 'I':
+            done.add(action)
+            if action.kind == 'F':
+                held[device] += 1
+            elif action.kind == 'I':
                 weights[device].append(action._replace(kind='W'))
-        done.update(action for _, action in now)
+            else:
+                held[device] -= 1
     return rows
 
 
 #: The schedules, by name.
-NAMES: dict[str, Callable[[int, int, int], Rows]] = {
+NAMES = {
     'gpipe': _gpipe,
     '1f1b': _1f1b,
     'interleaved': _interleaved,
@@ -321,7 +393,10 @@ Pairs = list[tuple[Action, Action]]
 
 @lru_cache(maxsize=64)
 def plain_call(
-    partitions: int, m: int, stops: tuple[int, ...] = (), one_thread: bool = False
+    partitions: int,
+    m: int,
+    stops: tuple[int, ...] = (),
+    one_thread: bool = False,
 ) -> tuple[Schedule, Pairs]:
     """Return the plain call with one device per partition, and additional pairs of its actions.
 
@@ -330,8 +405,11 @@ def plain_call(
     """
     schedule = make('gpipe', partitions, m)
     if one_thread:
-        return schedule, [*forward_order(partitions, 0, m), *one_by_one(schedule)]
-    return (schedule.recomputing(stops) if any(stops) else schedule), []
+        # The thread of all backwards recomputes within them, so there are no actions for it.
+        return schedule, forward_order(partitions, 0, m) + one_by_one(schedule)
+    if any(stops):
+        schedule = schedule.recomputing(stops)
+    return schedule, []
 
 
 def forward_order(partitions: int, start: int, stop: int) -> Pairs:
@@ -347,11 +425,13 @@ def forward_order(partitions: int, start: int, stop: int) -> Pairs:
     Args:
         stop: The micro-batch after the last one.
     """
-    return [
-        (Action(j + 1, 'F', i - 2), Action(j, 'F', i))
-        for j in range(partitions - 1)
-        for i in range(start + 2, stop)
-    ]
+    pairs = []
+    for j in range(partitions - 1):
+        for i in range(start + 2, stop):
+            first = Action(j + 1, 'F', i - 2)
+            second = Action(j, 'F', i)
+            pairs.append((first, second))
+    return pairs
 
 
 def one_by_one(schedule: Schedule) -> Pairs:
@@ -362,8 +442,13 @@ def one_by_one(schedule: Schedule) -> Pairs:
     >>> [f'{one} {other}' for one, other in one_by_one(make('gpipe', 2, 2))]
     ['1B1 1B0', '1B0 0B1', '0B1 0B0']
     """
-    backward = [action for row in schedule.rows for action in row if action.kind == 'B']
+    backward = []
+    for action in chain.from_iterable(schedule.rows):
+        if action.kind == 'B':
+            backward.append(action)
+    # Forward makes the cells by clock, and the cells of one clock by partition.
     backward.sort(
-        key=lambda action: (action.micro_batch + action.stage, action.stage), reverse=True
+        key=lambda action: (action.micro_batch + action.stage, action.stage),
+        reverse=True,
     )
     return [*pairwise(backward)]

@@ -37,6 +37,7 @@ The gradients of a unit are reduced after its last action and the messages behin
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
@@ -64,13 +65,9 @@ class Message(NamedTuple):
 class Send(Message):
     """A message that the rank sends."""
 
-    __slots__ = ()
-
 
 class Receive(Message):
     """A message that the rank receives."""
-
-    __slots__ = ()
 
 
 class UnitAction(NamedTuple):
@@ -97,7 +94,9 @@ Row = tuple[Item, ...]
 
 
 def with_messages(
-    schedule: Schedule, skips: Iterable[tuple[int, int]] = (), ranks: Sequence[int] | None = None
+    schedule: Schedule,
+    skips: Iterable[tuple[int, int]] = (),
+    ranks: Sequence[int] | None = None,
 ) -> tuple[Row, ...]:
     """Return the rows of a schedule with the messages of each rank.
 
@@ -112,55 +111,71 @@ def with_messages(
             next stage, the skip is part of the batch's message.
         ranks: The rank of each stage; by default, a rank has the stages of a row.
     """
-    stages = [stage for row in schedule.stages for stage in row]
-    owners = {stage: rank for rank, row in enumerate(schedule.stages) for stage in row}
+    owners = {}
+    for rank, row in enumerate(schedule.stages):
+        owners.update(dict.fromkeys(row, rank))
     if ranks is not None:
         owners = dict(enumerate(ranks))
-    readers = {stage: {stage + 1} & owners.keys() for stage in stages}
-    writers = {stage: {stage - 1} & owners.keys() for stage in stages}
-    for one, other in skips:
-        readers[one].add(other)
-        writers[other].add(one)
+
+    # By stage, the stages that need its outputs.
+    readers = {}
+    # By stage, the stages that need its gradients.
+    writers = {}
+    for stage in chain.from_iterable(schedule.stages):
+        readers[stage] = {stage + 1} & owners.keys()
+        writers[stage] = {stage - 1} & owners.keys()
+    for stash, pop in skips:
+        readers[stash].add(pop)
+        writers[pop].add(stash)
+    # By kind of an action and its stage, the stages that need its result. R and W have none.
+    receivers = {'F': readers, 'B': writers, 'I': writers}
+
     rows: list[list[Item]] = [[] for _ in range(1 + max(owners.values()))]
-    for action in by_step(steps(schedule.rows)[0]):
-        here = owners[action.stage]
-        rows[here].append(action)
+    # One order of all actions for all ranks, so that no two of them wait for each other.
+    grid, _ = steps(schedule.rows)
+    for action in by_step(grid):
+        sender = rows[owners[action.stage]]
+        sender.append(action)
+        if action.kind not in receivers:
+            continue
+        stages = receivers[action.kind][action.stage]
         # The nearest stage needs its message first.
-        for stage in sorted(
-            _receivers(action, readers, writers), key=lambda stage: abs(stage - action.stage)
-        ):
-            if owners[stage] != here:
-                rows[here].append(Send(action, stage))
-                rows[owners[stage]].append(Receive(action, stage))
+        for stage in sorted(stages, key=lambda stage: abs(stage - action.stage)):
+            receiver = rows[owners[stage]]
+            # Stages of one rank share its memory.
+            if receiver is not sender:
+                sender.append(Send(action, stage))
+                receiver.append(Receive(action, stage))
     return tuple(map(tuple, rows))
 
 
-def _receivers(
-    action: Action, readers: dict[int, set[int]], writers: dict[int, set[int]]
-) -> set[int]:
-    """Return the stages that need the result of an action."""
-    if action.kind == 'F':
-        return readers[action.stage]
-    return writers[action.stage] if action.kind in 'BI' else set()
-
-
-def edges(places: Sequence[int], skips: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+def edges(
+    places: Sequence[int],
+    skips: Iterable[tuple[int, int]] = (),
+) -> list[tuple[int, int]]:
     """Return the pairs of ranks with messages between them: the sender and the receiver.
 
     >>> edges([0, 1, 2], skips=[(0, 2)])
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     """
-    pairs = {
-        (places[one], places[other])
-        for one, other in (*zip(range(len(places)), range(1, len(places))), *skips)
-    }
-    return sorted(
-        {both for one, other in pairs if one != other for both in ((one, other), (other, one))}
-    )
+    result = set()
+    # A batch goes to the next stage, and a skip to any later one.
+    batches = pairwise(range(len(places)))
+    for one, other in chain(batches, skips):
+        sender = places[one]
+        receiver = places[other]
+        if sender != receiver:
+            # Activations go one way, and their gradients the other way.
+            result.add((sender, receiver))
+            result.add((receiver, sender))
+    return sorted(result)
 
 
 def with_unit_actions(
-    row: Row, units: Mapping[int, int], most: int, reduced: Collection[int] = ()
+    row: Row,
+    units: Mapping[int, int],
+    most: int,
+    reduced: Collection[int] = (),
 ) -> Row:
     """Return the row of a rank with the exchanges between its replicas.
 
@@ -174,39 +189,61 @@ def with_unit_actions(
         reduced: The units whose gradients are reduced within the row.
     """
     coming = _coming(row, units)
-    last = {units[each.stage]: k for k, each in enumerate(row) if isinstance(each, Action)}
+    # By unit, the place of its last action.
+    last = {}
+    for k, item in enumerate(row):
+        if isinstance(item, Action):
+            last[units[item.stage]] = k
+
+    result: list[Item] = []
     whole: list[int] = []
+    # The unit whose last action was the previous one, if any.
     done: list[int] = []
-    found: list[Item] = []
 
     def reduce() -> None:
         for unit in done:
-            found.append(UnitAction('REDUCE_GRAD', unit))
-            whole[:] = [each for each in whole if each != unit]
+            result.append(UnitAction('REDUCE_GRAD', unit))
+            # The reduction frees parameters, too, so the unit needs no RESHARD.
+            if unit in whole:
+                whole.remove(unit)
         done.clear()
 
-    for k, each in enumerate(row):
-        if isinstance(each, Action):
+    for k, item in enumerate(row):
+        if isinstance(item, Action):
+            # The messages behind the last action of a unit are now sent.
             reduce()
             needed = coming[k][:most]
-            found += [UnitAction('RESHARD', unit) for unit in whole if unit not in needed]
-            found += [UnitAction('UNSHARD', unit) for unit in needed if unit not in whole]
+            # Parameters are freed first, so that at most so many units are whole.
+            for unit in whole:
+                if unit not in needed:
+                    result.append(UnitAction('RESHARD', unit))
+            for unit in needed:
+                if unit not in whole:
+                    result.append(UnitAction('UNSHARD', unit))
             whole = needed
-            unit = units[each.stage]
-            done += [unit] * (unit in reduced and last[unit] == k)
-        found.append(each)
+            unit = units[item.stage]
+            if unit in reduced and last[unit] == k:
+                done.append(unit)
+        result.append(item)
     reduce()
-    return tuple(found)
+    return tuple(result)
 
 
-def _coming(row: Row, units: Mapping[int, int]) -> list[list[int]]:
+def _coming(
+    row: Row,
+    units: Mapping[int, int],
+) -> list[list[int]]:
     """Return for each item of a row the units in the order of their next actions."""
-    coming: list[list[int]] = [[]]
-    for each in reversed(row):
-        unit = units[each.stage] if isinstance(each, Action) else None
-        after = coming[-1]
-        coming.append(after if unit is None else [unit, *(x for x in after if x != unit)])
-    return coming[:0:-1]
+    # From the end, because an item needs the actions after it.
+    coming = []
+    order: list[int] = []
+    for item in reversed(row):
+        if isinstance(item, Action):
+            unit = units[item.stage]
+            later = [other for other in order if other != unit]
+            order = [unit, *later]
+        coming.append(order)
+    return coming[::-1]
 
 
 def receiving_early(row: Row) -> Row:
@@ -218,13 +255,15 @@ def receiving_early(row: Row) -> Row:
     >>> print(*receiving_early(rows[0]))
     0F0 0F0>1 1B0>0 0F1 0F1>1 1B1>0 0B0 0B1
     """
-    found: list[Item] = []
+    result: list[Item] = []
     early = 0  # the place of the last action and of receives before it
-    for each in row:
-        if isinstance(each, Receive):
-            found.insert(early, each)
+    for item in row:
+        if isinstance(item, Receive):
+            # Receives keep their order, which has to be the order of the sends.
+            result.insert(early, item)
             early += 1
-        else:
-            early = len(found) if isinstance(each, Action) else early
-            found.append(each)
-    return tuple(found)
+            continue
+        if isinstance(item, Action):
+            early = len(result)
+        result.append(item)
+    return tuple(result)

@@ -16,9 +16,10 @@ import csv
 import io
 import os
 import re
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 #: The kinds of actions. A backward is ``B``, or it is split into ``I`` and ``W``.
@@ -40,6 +41,7 @@ LEGEND = {
     'W': ('backward of weights', '#b3922e'),
 }
 
+#: The text of an action: stage, kind and micro-batch.
 _TEXT = re.compile(r'(\d+)([A-Z]+)(\d+)')
 
 
@@ -53,6 +55,7 @@ class Action(NamedTuple):
     """
 
     stage: int
+    #: A key of :data:`KINDS`, because it is written to files.
     kind: str
     micro_batch: int
 
@@ -61,12 +64,13 @@ class Action(NamedTuple):
         """Return an action from its text, or raise a :exc:`ValueError`."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or match[2] not in KINDS:
-            kinds = ', '.join(f'{kind} ({what})' for kind, what in KINDS.items())
+            kinds = [f'{kind} ({meaning})' for kind, meaning in KINDS.items()]
             raise ValueError(
                 f'{text.strip()!r} is no action: stage, kind and micro-batch, as in '
-                f'0F3, where kinds are {kinds}'
+                f'0F3, where kinds are {", ".join(kinds)}'
             )
-        return cls(int(match[1]), match[2], int(match[3]))
+        stage, kind, micro_batch = match.groups()
+        return cls(int(stage), kind, int(micro_batch))
 
     def __str__(self) -> str:
         return f'{self.stage}{self.kind}{self.micro_batch}'
@@ -100,6 +104,7 @@ def action_boxes(
         actions: The actions; ``Timed.device`` is the row.
         time: Returns a text for a number of seconds; ``None`` if the times are not seconds.
     """
+    # Imported only for a picture, because schedules need the standard library alone.
     from torchgpipe.base.html import Box
 
     for timed in actions:
@@ -108,7 +113,14 @@ def action_boxes(
         title = f'{name}, stage {stage}, micro-batch {i}'
         if time is not None:
             title += f', {time(timed.end - timed.start)}'
-        yield Box(timed.device, timed.start, timed.end, label(timed.action), title, colour)
+        yield Box(
+            timed.device,
+            timed.start,
+            timed.end,
+            label(timed.action),
+            title,
+            colour,
+        )
 
 
 #: By device and step, the action that starts, or nothing.
@@ -118,6 +130,7 @@ Grid = list[list[Action | None]]
 WAITS = {
     'F': ((-1, 'F'),),
     'R': ((0, 'F'),),
+    # The stage after may have a split backward, of which I computes the gradient.
     'B': ((0, 'F'), (0, 'R'), (1, 'B'), (1, 'I')),
     'I': ((0, 'F'), (0, 'R'), (1, 'B'), (1, 'I')),
     'W': ((0, 'I'),),
@@ -154,17 +167,22 @@ class Schedule:
                         f'a row of a schedule has actions, but also {action!r}; '
                         "parse text by Schedule.parse('0F0,0B0')"
                     )
-        object.__setattr__(self, 'rows', rows)  # A step needs a hash.
+        # A step caches by the schedule, so it needs a hash. A list does not have one.
+        object.__setattr__(self, 'rows', rows)
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each device, in ascending order; several are called virtual stages."""
-        return tuple(tuple(sorted({action.stage for action in row})) for row in self.rows)
+        result = []
+        for row in self.rows:
+            stages = {action.stage for action in row}
+            result.append(tuple(sorted(stages)))
+        return tuple(result)
 
     @property
     def micro_batches(self) -> int:
         """The number of micro-batches."""
-        return len({action.micro_batch for row in self.rows for action in row})
+        return len({action.micro_batch for action in chain.from_iterable(self.rows)})
 
     @classmethod
     def parse(cls, text: str) -> 'Schedule':
@@ -174,11 +192,15 @@ class Schedule:
             ValueError: A cell is not an action; the message names its row and column.
         """
         rows = []
-        for number, line in enumerate(csv.reader(io.StringIO(text)), 1):
+        reader = csv.reader(io.StringIO(text))
+        for number, line in enumerate(reader, 1):
             row = []
             for column, cell in enumerate(line, 1):
+                # An empty cell is a step in which the device waits. The order is enough.
+                if not cell.strip():
+                    continue
                 try:
-                    row += [Action.parse(cell)] if cell.strip() else []
+                    row.append(Action.parse(cell))
                 except ValueError as error:
                     raise ValueError(f'row {number}, column {column}: {error}') from None
             rows.append(tuple(row))
@@ -190,7 +212,10 @@ class Schedule:
         >>> Schedule.parse('0F0,,0B0').to_csv()
         '0F0,0B0\n'
         """
-        return ''.join(','.join(map(str, row)) + '\n' for row in self.rows)
+        text = ''
+        for row in self.rows:
+            text += ','.join(map(str, row)) + '\n'
+        return text
 
     def recomputing(self, stops: Sequence[int | Collection[int]]) -> 'Schedule':
         r"""Return the schedule with recomputations, each directly before its backward.
@@ -208,35 +233,43 @@ class Schedule:
         Raises:
             ValueError: There is another number of stages, or no such micro-batch.
         """
-        negative = [number for number in stops if isinstance(number, int) and number < 0]
-        if negative:
-            raise ValueError(
-                f'a number of micro-batches to recompute is zero or more, but is {negative[0]}'
-            )
-        there = self._all()
+        actions = self._all()
         m = self.micro_batches
-        wanted = [range(min(m, each)) if isinstance(each, int) else each for each in stops]
-        if len(wanted) != len({action.stage for action in there}):
+        # By stage, the micro-batches to recompute.
+        by_stage = []
+        for stop in stops:
+            if isinstance(stop, int):
+                if stop < 0:
+                    raise ValueError(
+                        f'a number of micro-batches to recompute is zero or more, but is {stop}'
+                    )
+                stop = range(min(m, stop))
+            by_stage.append(stop)
+        stages = {action.stage for action in actions}
+        if len(by_stage) != len(stages):
             raise ValueError(
-                f'the schedule has stages {sorted({x.stage for x in there})}, but '
-                f'there are recomputations for {len(wanted)} stages'
+                f'the schedule has stages {sorted(stages)}, but '
+                f'there are recomputations for {len(by_stage)} stages'
             )
-        unknown = sorted({i for each in wanted for i in each} - {*range(m)})
+        numbers = {*chain.from_iterable(by_stage)}
+        unknown = sorted(numbers - {*range(m)})
         if unknown:
             raise ValueError(
                 f'the schedule has {m} micro-batches, but {unknown} are to be recomputed'
             )
 
-        def before(action: Action) -> list[Action]:
-            again = action._replace(kind='R')
-            needed = action.kind in 'BI' and action.micro_batch in wanted[action.stage]
-            return [again] if needed and again not in there else []
-
-        return Schedule(
-            tuple(
-                tuple(x for action in row for x in (*before(action), action)) for row in self.rows
-            )
-        )
+        rows = []
+        for row in self.rows:
+            result = []
+            for action in row:
+                # W does not need a recomputation, because its I has one.
+                if action.kind in 'BI' and action.micro_batch in by_stage[action.stage]:
+                    recomputation = action._replace(kind='R')
+                    if recomputation not in actions:
+                        result.append(recomputation)
+                result.append(action)
+            rows.append(tuple(result))
+        return Schedule(tuple(rows))
 
     def recomputed(self, stage: int) -> frozenset[int]:
         """Return the micro-batches whose activations forward of a stage does not keep.
@@ -244,14 +277,11 @@ class Schedule:
         >>> Schedule.parse('0F0,0F1,0B0,0R1,0B1').recomputed(0)
         frozenset({1})
         """
-        return frozenset(
-            [
-                action.micro_batch
-                for row in self.rows
-                for action in row
-                if action.stage == stage and action.kind == 'R'
-            ]
-        )
+        micro_batches = set()
+        for action in chain.from_iterable(self.rows):
+            if action.stage == stage and action.kind == 'R':
+                micro_batches.add(action.micro_batch)
+        return frozenset(micro_batches)
 
     def validate(self) -> None:
         """Check that the schedule is complete and can run.
@@ -262,99 +292,123 @@ class Schedule:
         """
         if not any(self.rows):
             raise ValueError('the schedule is empty')
+        # In this order, because a check relies on the checks before it.
         self._check_numbers()
-        self._check_each_once()
+        self._check_duplicates()
         self._check_complete()
-        self._check_own_order()
-        _, stuck = steps(self.rows)
-        if stuck:
-            waiting = '; '.join(
-                f'{action} waits for {_names(waits_for(action, self._all()))}' for action in stuck
-            )
-            raise self._wrong('it cannot go on: ' + waiting, stuck)
+        self._check_order()
+        # Rows that are complete and in order can still wait for each other in a circle.
+        _, blocked = steps(self.rows)
+        if blocked:
+            waits = []
+            for action in blocked:
+                predecessors = waits_for(action, self._all())
+                waits.append(f'{action} waits for {_names(predecessors)}')
+            reason = '; '.join(waits)
+            raise self._error(f'it cannot go on: {reason}', blocked)
 
     def _all(self) -> set[Action]:
-        return {action for row in self.rows for action in row}
+        return {*chain.from_iterable(self.rows)}
 
     def _check_numbers(self) -> None:
-        for what in ('stage', 'micro_batch'):
-            numbers = {getattr(action, what) for action in self._all()}
-            missing = sorted(set(range(max(numbers) + 1)) - numbers)
+        for field in ('stage', 'micro_batch'):
+            numbers = {getattr(action, field) for action in self._all()}
+            # Other checks count stages and micro-batches from 0, without gaps.
+            most = max(numbers)
+            missing = sorted({*range(most + 1)} - numbers)
             if missing:
-                name = what.replace('_', '-')
-                raise self._wrong(f'it has a {name} {max(numbers)}, but none {missing}')
+                name = field.replace('_', '-')
+                raise self._error(f'it has a {name} {most}, but none {missing}')
 
-    def _check_each_once(self) -> None:
+    def _check_duplicates(self) -> None:
+        # By stage, its device.
         owners: dict[int, int] = {}
-        seen: set[Action] = set()
+        seen = set[Action]()
         for device, row in enumerate(self.rows):
             for action in row:
-                if owners.setdefault(action.stage, device) != device:
-                    raise self._wrong(
-                        f'stage {action.stage} is on device {owners[action.stage]} '
-                        f'and on device {device}',
+                stage = action.stage
+                owner = owners.setdefault(stage, device)
+                if owner != device:
+                    raise self._error(
+                        f'stage {stage} is on device {owner} and on device {device}',
                         [action],
                     )
                 if action in seen:
-                    raise self._wrong(f'{action} is there twice', [action])
+                    raise self._error(f'{action} is there twice', [action])
                 seen.add(action)
 
     def _check_complete(self) -> None:
-        actions = self._all()
-        stages = 1 + max(action.stage for action in actions)
-        found: dict[tuple[int, int], set[str]] = {}
-        for stage, kind, i in actions:
-            found.setdefault((stage, i), set()).add(kind)
+        # By stage and micro-batch, the kinds of actions.
+        kinds = defaultdict(set)
+        backward = set()
+        for stage, kind, i in self._all():
+            kinds[stage, i].add(kind)
+            if kind in 'BI':
+                backward.add((stage, i))
+        stages = 1 + max(kinds)[0]
+        m = self.micro_batches
+        complete = (
+            {'F'},
+            {'F', 'B'},
+            {'F', 'I', 'W'},
+        )
         for stage in range(stages):
-            for i in range(self.micro_batches):
-                kinds = found.get((stage, i), set()) - {'R'}
-                if kinds not in ({'F'}, {'F', 'B'}, {'F', 'I', 'W'}):
-                    raise self._wrong(
-                        f'stage {stage} does {_names(sorted(kinds)) or "nothing"} for micro-batch '
-                        f'{i}, but it takes F and B, or F, I and W, or F alone',
-                        [Action(stage, kind, i) for kind in kinds],
+            for i in range(m):
+                # A recomputation is optional.
+                needed = kinds[stage, i] - {'R'}
+                if needed not in complete:
+                    raise self._error(
+                        f'stage {stage} does {_names(sorted(needed)) or "nothing"} for '
+                        f'micro-batch {i}, but it takes F and B, or F, I and W, or F alone',
+                        [Action(stage, kind, i) for kind in needed],
                     )
-        backward = {
-            (action.stage, action.micro_batch) for action in actions if action.kind in 'BI'
-        }
-        if backward and len(backward) < stages * self.micro_batches:
-            forward = {(action.stage, action.micro_batch) for action in actions}
-            stage, i = min(forward - backward)
-            raise self._wrong(
+        # A schedule may have forwards alone, but not a backward of some micro-batches alone.
+        if backward and len(backward) < stages * m:
+            stage, i = min(kinds.keys() - backward)
+            raise self._error(
                 f'stage {stage} has no backward for micro-batch {i}, and others have',
                 [Action(stage, 'F', i)],
             )
 
-    def _check_own_order(self) -> None:
+    def _check_order(self) -> None:
         for row in self.rows:
-            own = {*row}
-            done: set[Action] = set()
+            actions = {*row}
+            done = set[Action]()
             for action in row:
-                late = [each for each in waits_for(action, own) if each not in done]
+                predecessors = waits_for(action, actions)
+                late = [candidate for candidate in predecessors if candidate not in done]
                 if late:
-                    raise self._wrong(
-                        f'{action} comes before {_names(late)}, for which it waits', [action]
+                    raise self._error(
+                        f'{action} comes before {_names(late)}, for which it waits',
+                        [action],
                     )
                 done.add(action)
 
-    def _wrong(self, what: str, cells: Iterable[Action] = ()) -> ValueError:
-        rows = [list(row) for row in self.rows]
-        return ValueError(f'this schedule will not do: {what}\n' + _draw(rows, set(cells)))
+    def _error(
+        self,
+        reason: str,
+        marked: Collection[Action] = (),
+    ) -> ValueError:
+        picture = _draw(self.rows, marked)
+        return ValueError(f'this schedule will not do: {reason}\n{picture}')
 
     def __str__(self) -> str:
         grid, _ = steps(self.rows)
         return _draw(grid)
 
     def _repr_html_(self) -> str:
+        # Imported only for a picture, because schedules need the standard library alone.
         from torchgpipe.base.html import rows_as_html
 
         grid, _ = steps(self.rows)
+        names = []
         actions = []
         for device, row in enumerate(grid):
+            names.append(f'device {device}')
             for step, action in enumerate(row):
                 if action is not None:
-                    actions.append(Timed(device, action, step, step + 1))
-        names = [f'device {device}' for device in range(len(self.rows))]
+                    end = step + 1
+                    actions.append(Timed(device, action, step, end))
         caption = f'{len(self.rows)} devices, {self.micro_batches} micro-batches'
         return rows_as_html(names, action_boxes(actions), caption)
 
@@ -370,11 +424,17 @@ def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
     [Action(stage=0, kind='F', micro_batch=3), Action(stage=1, kind='I', micro_batch=3)]
     """
     stage, kind, i = action
-    return [each for on, k in WAITS[kind] if (each := Action(stage + on, k, i)) in actions]
+    predecessors = []
+    for offset, predecessor_kind in WAITS[kind]:
+        candidate = Action(stage + offset, predecessor_kind, i)
+        if candidate in actions:
+            predecessors.append(candidate)
+    return predecessors
 
 
 def steps(
-    rows: Sequence[Sequence[Action]], pairs: Iterable[tuple[Action, Action]] = ()
+    rows: Sequence[Sequence[Action]],
+    pairs: Iterable[tuple[Action, Action]] = (),
 ) -> tuple[Grid, list[Action]]:
     """Run a schedule in steps, with one step per action.
 
@@ -384,28 +444,33 @@ def steps(
     Returns:
         The action of each device in each step, and the actions at which devices block, if any.
     """
-    actions = {action for row in rows for action in row}
-    queues = [list(reversed(row)) for row in rows]
-    also: dict[Action, list[Action]] = {}
-    for one, next in pairs:
-        also.setdefault(next, []).append(one)
-    done: set[Action] = set()
+    actions = {*chain.from_iterable(rows)}
+    queues = [*map(deque, rows)]
+    # By action, the additional actions that it waits for.
+    extra = defaultdict(list)
+    for first, second in pairs:
+        extra[second].append(first)
+    done = set[Action]()
     grid: Grid = [[] for _ in rows]
     while any(queues):
-        now = [
-            queue[-1]
-            if queue
-            and done.issuperset(waits_for(queue[-1], actions))
-            and done.issuperset(also.get(queue[-1], ()))
-            else None
-            for queue in queues
-        ]
-        if not any(now):
-            return grid, [queue[-1] for queue in queues if queue]
-        for line, queue, action in zip(grid, queues, now):
-            line.append(action)
+        step = []
+        for queue in queues:
+            action = None
+            if queue:
+                first = queue[0]
+                predecessors = waits_for(first, actions) + extra[first]
+                if done.issuperset(predecessors):
+                    action = first
+            step.append(action)
+        if not any(step):
+            # No device can start its next action, now or later.
+            blocked = [queue[0] for queue in queues if queue]
+            return grid, blocked
+        # After the choice for all devices, because a predecessor has to end in an earlier step.
+        for row, queue, action in zip(grid, queues, step):
+            row.append(action)
             if action:
-                done.add(queue.pop())
+                done.add(queue.popleft())
     return grid, []
 
 
@@ -424,24 +489,42 @@ def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
     Args:
         start: The kinds of actions at which a micro-batch starts to count, until ``B`` or ``W``.
     """
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for row in schedule.rows:
-        for stage, kind, _ in row:
-            now[stage] = now.get(stage, 0) + (kind in start)
-            most[stage] = max(most.get(stage, 0), now[stage])
-            now[stage] -= kind in 'BW'
-    return most
+    # By stage, the micro-batches in flight at this action.
+    now = defaultdict[int, int](int)
+    most = defaultdict[int, int](int)
+    for stage, kind, _ in chain.from_iterable(schedule.rows):
+        if kind in start:
+            now[stage] += 1
+        most[stage] = max(most[stage], now[stage])
+        # Activations are needed until the gradients of weights are computed.
+        if kind in 'BW':
+            now[stage] -= 1
+    return dict(most)
 
 
-def _draw(grid: Sequence[Sequence[Action | None]], marked: Collection[Action] = ()) -> str:
+def _draw(
+    grid: Sequence[Sequence[Action | None]],
+    marked: Collection[Action] = (),
+) -> str:
     """Draw a row for each device, with marked actions between arrows."""
-    cells = [
-        [f'>{action}<' if action in marked else str(action or '') for action in row]
-        for row in grid
-    ]
-    width = max((len(cell) for row in cells for cell in row), default=0)
-    return '\n'.join(' '.join(cell.ljust(width) for cell in row).rstrip() for row in cells)
+    table = []
+    width = 0
+    for row in grid:
+        cells = []
+        for action in row:
+            cell = str(action or '')
+            if action in marked:
+                cell = f'>{cell}<'
+            cells.append(cell)
+            width = max(width, len(cell))
+        table.append(cells)
+
+    lines = []
+    for cells in table:
+        line = ' '.join(cell.ljust(width) for cell in cells)
+        # A row may end in steps without actions.
+        lines.append(line.rstrip())
+    return '\n'.join(lines)
 
 
 def _names(actions: Iterable[object]) -> str:
