@@ -78,10 +78,10 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
         boxes: The boxes. The earliest start is at the left edge, the latest end at the right one.
     """
     boxes = [*boxes]
-    names = [name if len(name) <= LONGEST else f'{name[: LONGEST - 1]}…' for name in names]
     start = min((box.start for box in boxes), default=0.0)
     span = max((box.end for box in boxes), default=0.0) - start
-    names_width = CHARACTER_WIDTH * (1 + max(map(len, names), default=0))
+    longest = max(map(len, names), default=0)
+    names_width = CHARACTER_WIDTH * (1 + min(longest, LONGEST))
     scale = (PICTURE_WIDTH - names_width) / (span or 1.0)
     picture_height = ROW_HEIGHT * (len(names) + 1)
 
@@ -91,6 +91,8 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
         'font-family="monospace" font-size="12">'
     ]
     for row, name in enumerate(names):
+        if len(name) > LONGEST:
+            name = f'{name[: LONGEST - 1]}…'
         parts.append(_text(0, ROW_HEIGHT * (row + 0.6), name, NEUTRAL))
 
     drawn: set[tuple[int, float, int]] = set()
@@ -98,6 +100,7 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
         left = names_width + (box.start - start) * scale
         width = (box.end - box.start) * scale
         height = BOX_HEIGHT * box.share_of_height
+        # Boxes of less height have the same bottom.
         top = ROW_HEIGHT * box.row + BOX_HEIGHT - height
         rest = f'y="{top:.1f}" height="{height:.1f}" fill="{box.colour}"/>'
 
@@ -109,6 +112,7 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
                 drawn.add(place)
             continue
 
+        # Half a pixel separates neighbours.
         parts.append(
             f'<g><title>{_escaped(box.title)}</title>'
             f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rest}'
@@ -117,6 +121,7 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
             middle = left + width / 2
             parts.append(_text(middle, top + 0.67 * height, box.label, 'white', 'middle'))
         parts.append('</g>')
+
     parts.append(_text(names_width, ROW_HEIGHT * (len(names) + 0.5), caption, NEUTRAL))
     parts.append('</svg>')
     return ''.join(parts)
