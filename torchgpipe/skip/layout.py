@@ -10,18 +10,17 @@
 """
 
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from torchgpipe.skip.transfer import Key, Namespace
 
-__all__ = ['DeclaresSkips', 'SkipLayout', 'inspect_skip_layout']
-
 
 @runtime_checkable
 class DeclaresSkips(Protocol):
-    """A layer that says which skips it stashes and which it pops."""
+    """A layer that declares the skips that it stashes and pops."""
 
     def stashable(self) -> Iterable[Key]:
         """Return the skips that it stashes."""
@@ -49,14 +48,17 @@ class SkipLayout:
         self._incoming: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
         self._outgoing: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
         for key, (prev_j, next_j) in skip_routes.items():
+            # Within a partition, a skip stays in the tracker of its cell.
             if prev_j != next_j:
                 self._incoming[next_j].append((prev_j, key))
                 self._outgoing[prev_j].append((next_j, key))
         for incoming in self._incoming:
-            incoming.sort(key=lambda route: route[0])
+            # By the source only, because namespaces and names of skips need not be comparable.
+            incoming.sort(key=itemgetter(0))
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
         """Return whether a skip goes from one partition to another."""
+        # A skip that no layer pops does not have a route.
         prev_j, next_j = self._routes.get((ns, name), (-1, -1))
         return prev_j != next_j
 
@@ -95,12 +97,14 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     parts = list(partitions)
     for j, partition in enumerate(parts):
         for layer in partition.children():
-            if isinstance(layer, DeclaresSkips):
-                for key in layer.stashable():
-                    stashed_at[key] = j
-                for key in layer.poppable():
-                    if key in stashed_at:
-                        routes[key] = (stashed_at.pop(key), j)
+            if not isinstance(layer, DeclaresSkips):
+                continue
+            for key in layer.stashable():
+                stashed_at[key] = j
+            for key in layer.poppable():
+                if key in stashed_at:
+                    routes[key] = stashed_at.pop(key), j
+
     layout = SkipLayout(len(parts), routes)
     for partition in parts:
         for layer_name, layer in partition.named_children():
@@ -110,11 +114,13 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
 
 def _verify_inner(layer_name: str, layer: nn.Module, layout: SkipLayout) -> None:
     for inner in layer.modules():
-        if inner is not layer and isinstance(inner, DeclaresSkips):
-            for ns, name in (*inner.stashable(), *inner.poppable()):
-                if layout.requires_copy(ns, name):
-                    raise TypeError(
-                        f"a layer within '{layer_name}' declared '{name}', which also goes from "
-                        'one partition to another, between other layers; isolate one of both by a '
-                        'namespace: layer.isolate(Namespace())'
-                    )
+        if inner is layer or not isinstance(inner, DeclaresSkips):
+            continue
+        for ns, name in (*inner.stashable(), *inner.poppable()):
+            # The inner skip never leaves its layer. In the tracker, it would replace the other.
+            if layout.requires_copy(ns, name):
+                raise TypeError(
+                    f"a layer within '{layer_name}' declared '{name}', which also goes from "
+                    'one partition to another, between other layers; isolate one of both by a '
+                    'namespace: layer.isolate(Namespace())'
+                )

@@ -34,20 +34,6 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Kind, bare
 
-__all__ = [
-    'Key',
-    'Namespace',
-    'Skip',
-    'SkipTracker',
-    'arrive',
-    'changed_in_place',
-    'current_skip_tracker',
-    'keep',
-    'leave',
-    'take',
-    'use_skip_tracker',
-]
-
 
 @dataclass(frozen=True, order=True)
 class Namespace(metaclass=ABCMeta):  # noqa: B024 - None registers as one
@@ -144,6 +130,7 @@ class Skip(NamedTuple):
     #: The partition that stashed it.
     j: int = 0
     k: int = 0
+    #: Restores the attributes of the tensor.
     kind: Kind = bare
 
 
@@ -153,13 +140,14 @@ def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key
     Raises:
         RuntimeError: A layer has not stashed a skip that it declares.
     """
-    found = {}
+    skips = {}
     for _, key in outgoing:
         if key not in tracker.tensors:
             raise RuntimeError(f"'{key[1]}' must be stashed but have not")
-        if (x := tracker.tensors[key]) is not None:
-            found[key] = x
-    return found
+        tensor = tracker.tensors[key]
+        if tensor is not None:
+            skips[key] = tensor
+    return skips
 
 
 def keep(
@@ -170,10 +158,15 @@ def keep(
     output: Sequence[Tensor],
 ) -> None:
     """Keep the skips that left a cell of partition ``j``, the last tensors of its output."""
+    # For a stashed `None`, the output does not have a tensor.
     for _, key in outgoing:
         waiting[key] = Skip(None)
-    for k, key in enumerate(stashed, len(output) - len(stashed)):
-        waiting[key] = Skip(output[k], versions([output[k]])[0], j, k, stashed[key])
+
+    first = len(output) - len(stashed)
+    for k, key in enumerate(stashed, first):
+        tensor = output[k]
+        (version,) = versions([tensor])
+        waiting[key] = Skip(tensor, version, j, k, stashed[key])
 
 
 def take(
@@ -186,7 +179,7 @@ def take(
     Raises:
         RuntimeError: A skip was changed in place: [Note: Changes in place].
     """
-    found: list[Skip] = []
+    skips: list[Skip] = []
     popped: dict[Key, Kind] = {}
     absent: list[Key] = []
     for _, key in incoming:
@@ -197,14 +190,15 @@ def take(
         if versions([skip.tensor]) != [skip.version]:
             raise RuntimeError(changed_in_place(f"the skip tensor '{key[1]}'"))
         popped[key] = skip.kind
-        found.append(skip)
-    return found, popped, absent
+        skips.append(skip)
+    return skips, popped, absent
 
 
 def arrive(popped: dict[Key, Kind], absent: Iterable[Key], tensors: list[Tensor]) -> SkipTracker:
     """Return a tracker with the skips that a cell pops, removed from the end of its input."""
     tracker = SkipTracker()
     tracker.tensors.update(dict.fromkeys(absent))
+    # From the end of the input, the last skip comes first.
     for key, kind in reversed(popped.items()):
         tracker.tensors[key] = kind([tensors.pop()])
     return tracker
