@@ -256,7 +256,6 @@ class ThreadState(NamedTuple):
         hooks = innermost_hooks()
         function_modes = FUNCTION_MODES.read()
         dispatch_modes = DISPATCH_MODES.read()
-        is_in_pipeline = context.checkpointing or context.recomputing or bool(context.workers)
 
         has_modes = bool(dispatch_modes)
         for mode in function_modes:
@@ -277,7 +276,15 @@ class ThreadState(NamedTuple):
             context.recomputing,
             context.workers,
             is_transformed(),
-            plain=not (inference or hooks or function_modes or dispatch_modes or is_in_pipeline),
+            plain=not (
+                inference
+                or hooks
+                or function_modes
+                or dispatch_modes
+                or context.checkpointing
+                or context.recomputing
+                or context.workers
+            ),
             has_modes=has_modes,
             is_serialized=bool(hooks or has_modes),
         )

@@ -567,18 +567,15 @@ def _refuse(value: Any, marks: bool) -> TypeError:
             where = 'the value'
             if leaf.path:
                 where = 'value' + path_name(leaf.path)
+            # Not a dict, which is a container. A `BatchEncoding` of Transformers is one.
             if isinstance(leaf.value, Mapping):
-                return _not_a_dict(leaf.value, where)
+                return TypeError(
+                    f'expected Tensor, but got {type(leaf.value).__name__} as {where}. If its '
+                    'keys are names of arguments, pass model(**batch), or Arguments(**batch) '
+                    'where one value is expected. If it is one argument, pass dict(batch)'
+                )
             return _not_a_tensor(leaf.value, where)
     return _not_a_tensor(value, 'the value')
-
-
-def _not_a_dict(value: Any, where: str) -> TypeError:
-    return TypeError(
-        f'expected Tensor, but got {type(value).__name__} as {where}. If its keys are names of '
-        'arguments, pass model(**batch), or Arguments(**batch) where one value is expected. If it '
-        'is one argument, pass dict(batch)'
-    )
 
 
 def _not_a_tensor(value: Any, where: str) -> TypeError:

@@ -53,7 +53,7 @@ class SkipLayout:
                 self._incoming[next_j].append((prev_j, key))
                 self._outgoing[prev_j].append((next_j, key))
         for incoming in self._incoming:
-            # By the source only, because namespaces and names of skips need not be comparable.
+            # By the source only, because the default namespace cannot be compared with others.
             incoming.sort(key=itemgetter(0))
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
@@ -117,7 +117,7 @@ def _verify_inner(layer_name: str, layer: nn.Module, layout: SkipLayout) -> None
         if inner is layer or not isinstance(inner, DeclaresSkips):
             continue
         for ns, name in (*inner.stashable(), *inner.poppable()):
-            # The inner skip never leaves its layer. In the tracker, it would replace the other.
+            # In the tracker, the inner skip might replace the other.
             if layout.requires_copy(ns, name):
                 raise TypeError(
                     f"a layer within '{layer_name}' declared '{name}', which also goes from "

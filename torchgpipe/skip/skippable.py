@@ -111,13 +111,16 @@ def run_generator(
             except StopIteration as stop:
                 output = stop.value
                 break
+
             try:
                 answer = _obey(request, namespaced, stashable, poppable, to_stash, to_pop)
                 steps.append(partial(generator.send, answer))
                 del answer
             except Exception as error:  # It appears to the layer where it yielded.
                 steps.append(partial(generator.throw, error))
+            # Otherwise this frame would hold the stashed tensor while the layer runs on.
             del request
+
     if to_stash:
         raise RuntimeError(f'{_quoted(to_stash)} must be stashed but have not')
     if to_pop:
@@ -155,7 +158,11 @@ def _obey(
 
 
 def _check(
-    name: str, declared: frozenset[str], left: set[str], adjective: str, participle: str
+    name: str,
+    declared: frozenset[str],
+    left: set[str],
+    adjective: str,
+    participle: str,
 ) -> None:
     if name not in declared:
         raise RuntimeError(f"'{name}' has not been declared as {adjective}")
@@ -251,18 +258,24 @@ class Skippable(nn.Module):
         return f'@skippable({super().__repr__()})'
 
     def state_dict(
-        self, *, destination: Any = None, prefix: str = '', keep_vars: bool = False
+        self,
+        *,
+        destination: Any = None,
+        prefix: str = '',
+        keep_vars: bool = False,
     ) -> Any:
         """Return the state, with names as in [Note: The level called module]."""
+        # The destination already has the states of other layers.
         before = set(destination or ())
         destination = super().state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
         level = prefix + 'module.'
-        _rename(
-            destination,
-            {key: level + key[len(prefix) :] for key in destination if key not in before},
-        )
+        names = {}
+        for key in destination:
+            if key not in before:
+                names[key] = level + key[len(prefix) :]
+        _rename(destination, names)
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -270,46 +283,49 @@ class Skippable(nn.Module):
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
         complete = all(level + key[len(prefix) :] in state_dict for key in mine)
-        _rename(
-            state_dict,
-            {
-                key: prefix + key[len(level) :]
-                for key in state_dict
-                if key.startswith(level) and (complete or key not in mine)
-            },
-        )
+        names = {}
+        for key in state_dict:
+            # If not all names have the level, one of them may belong to a child that is called
+            # "module".
+            if key.startswith(level) and (complete or key not in mine):
+                names[key] = prefix + key[len(level) :]
+        _rename(state_dict, names)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = '', remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = '',
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this layer and all within: [Note: The level called module]."""
         prefix = prefix + '.module' if prefix else 'module'
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Where a function call has made this class, its name leads to the class that it is
-        # derived from.
         reduced: Any = super().__reduce_ex__(protocol)
         cls = type(self)
         base = cls.__dict__.get('_decorated')
+        # Where a function call has made this class, its name leads to the class that it is
+        # derived from.
         if base is not None and _find(cls) is base:
-            return _restore, (base, cls.stashable_names, cls.poppable_names), *reduced[2:]
+            names = cls.stashable_names, cls.poppable_names
+            return _restore, (base, *names), *reduced[2:]
         return reduced
 
 
 def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
-    # All are taken out first: the new name of one may be the old name of another.
+    # All are taken out first, because the new name of one may be the old name of another.
     values = [state_dict.pop(name) for name in names]
     state_dict.update(zip(names.values(), values))
 
 
 def _find(cls: type) -> Any:
     """Return the object with the name of a class."""
-    found: Any = sys.modules.get(cls.__module__)
+    candidate: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split('.'):
-        found = getattr(found, name, None)
-    return found
+        candidate = getattr(candidate, name, None)
+    return candidate
 
 
 def _restore(base: type[nn.Module], stashable: frozenset[str], poppable: frozenset[str]) -> Any:
@@ -365,11 +381,11 @@ def skippable(
 
 
 def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]) -> type[Any]:
+    # A pickled layer has to get the same class again, not another one of the same name.
     for derived in base.__subclasses__():
-        if derived.__dict__.get('_decorated') is base and (
-            derived.stashable_names,
-            derived.poppable_names,
-        ) == (stashable, poppable):
+        if derived.__dict__.get('_decorated') is not base:
+            continue
+        if derived.stashable_names == stashable and derived.poppable_names == poppable:
             return derived
 
     @partial(uncompiled, recursive=False)  # PyTorch cannot compile a generator.
@@ -378,6 +394,7 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
         generator = base.forward(self, *args, **kwargs)
         return run_generator(generator, self.namespaced, stashable, poppable)
 
+    # A skippable class that is decorated again already has the methods.
     bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
     body = {
         '__doc__': base.__doc__,
@@ -417,17 +434,16 @@ def verify_skippables(module: nn.Sequential) -> None:
     problems: list[str] = []
     stashed: set[Key] = set()
     popped: set[Key] = set()
+    # Not `named_children`, which leaves out a layer that is in the model twice.
     for layer_name, layer in module._modules.items():
         if isinstance(layer, DeclaresSkips):
             problems += _verify_layer(layer_name, layer, stashed, popped)
-    problems += [
-        f"no module declared '{name}' as poppable but stashed"
-        for name in sorted(name for _, name in stashed - popped)
-    ]
+    for name in sorted([name for _, name in stashed - popped]):
+        problems.append(f"no module declared '{name}' as poppable but stashed")
     if problems:
         raise TypeError(
-            'one or more pairs of stash and pop do not match:\n\n'
-            + '\n'.join(f'* {problem}' for problem in problems)
+            'one or more pairs of stash and pop do not match:\n\n* '
+            + '\n* '.join(problems)
             + '\n\nGive each pair of layers that uses a name again a namespace: '
             'layer.isolate(Namespace()).'
         )

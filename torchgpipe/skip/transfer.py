@@ -74,7 +74,13 @@ class SkipTracker:
     def __init__(self) -> None:
         self.tensors: dict[Key, Tensor | None] = {}
 
-    def save(self, batch: Any, ns: Namespace | None, name: str, tensor: Tensor | None) -> None:
+    def save(
+        self,
+        batch: Any,
+        ns: Namespace | None,
+        name: str,
+        tensor: Tensor | None,
+    ) -> None:
         """Keep a skip tensor."""
         self.tensors[ns, name] = tensor
 
@@ -83,7 +89,12 @@ class SkipTracker:
         return self.tensors.pop((ns, name))
 
     def copy(
-        self, batch: Any, prev_stream: Any, next_stream: Any, ns: Namespace | None, name: str
+        self,
+        batch: Any,
+        prev_stream: Any,
+        next_stream: Any,
+        ns: Namespace | None,
+        name: str,
     ) -> None:
         """Move a skip tensor to another device."""
         raise TypeError('copying is not supported without portals')
@@ -170,7 +181,8 @@ def keep(
 
 
 def take(
-    waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
+    waiting: dict[Key, Skip],
+    incoming: Iterable[tuple[int, Key]],
 ) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
     """Return the skips that a cell pops: those with a tensor, their kinds, and keys of ``None``.
 
