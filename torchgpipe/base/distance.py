@@ -14,10 +14,15 @@ Name = TypeVar('Name', bound=Hashable)
 
 def default_tolerance(dtype: torch.dtype | None) -> float:
     """Return the expected size of rounding errors: 4e-11 for float64, 2e-5 for float32."""
-    return float(torch.finfo(dtype or torch.get_default_dtype()).eps ** (2 / 3))
+    epsilon = torch.finfo(dtype or torch.get_default_dtype()).eps
+    return float(epsilon ** (2 / 3))
 
 
-def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
+def distance(
+    actual: Tensor,
+    expected: Tensor,
+    typical: float = 0.0,
+) -> float:
     """Return the largest difference of two elements, as in :class:`Difference`."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
@@ -27,8 +32,11 @@ def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
     # Infinity minus infinity is not a number, so equal elements are excluded.
     is_equal = (actual == expected) | (actual.isnan() & expected.isnan())
     wide = torch.complex128 if actual.is_complex() else torch.float64
-    differences = (actual.to(wide) - expected.to(wide)).abs().masked_fill(is_equal, 0)
-    largest = float(differences.nan_to_num(math.inf, math.inf).max())
+    differences = (actual.to(wide) - expected.to(wide)).abs()
+    differences = differences.masked_fill(is_equal, 0)
+    # An element that is not a number in only one of the tensors is infinitely far.
+    differences = differences.nan_to_num(math.inf, math.inf)
+    largest = float(differences.max())
     if is_real(expected):
         size = max(_size(expected), typical)
         return largest / (size or 1.0)
@@ -62,7 +70,7 @@ def apart(
     If a tensor is missing, its distance is infinite. Each distance is relative to the typical size
     of its kind.
     """
-    distances: dict[Name, float] = {}
+    distances = {}
     typical_sizes: dict[Hashable, float] = {}
     for name in {**expected, **actual}:
         if name not in expected or name not in actual:
@@ -78,7 +86,11 @@ def apart(
                 if kind(peer) == group:
                     peers.append(x)
             typical_sizes[group] = typical_size(peers)
-        distances[name] = distance(actual[name], expected[name], typical_sizes[group])
+        distances[name] = distance(
+            actual[name],
+            expected[name],
+            typical_sizes[group],
+        )
     return distances
 
 
@@ -95,14 +107,20 @@ def _is_split(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
     for part in parts:
         if part.dim() != whole.dim():
             return False
-        # With this size replaced, the shapes of the part and of the whole are the same.
-        if part.shape[:dim] + whole.shape[dim : dim + 1] + part.shape[dim + 1 :] != whole.shape:
+        # Only the sizes of this dimension may differ.
+        shape = [*part.shape]
+        shape[dim] = whole.shape[dim]
+        if shape != [*whole.shape]:
             return False
         size += part.shape[dim]
     return size == whole.shape[dim]
 
 
-def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def together(
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> list[Tensor]:
     """Return candidates for a whole: parts concatenated, or summed, or averaged by sizes."""
     dim = split_dim(whole, parts)
     if dim is not None:
@@ -110,9 +128,11 @@ def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> li
     if any(x.shape != whole.shape for x in parts):
         return []
     # A mean over samples becomes a mean of parts, weighted by their numbers of samples.
-    total = sum(sizes)
-    weighted = [part * (size / total) for part, size in zip(parts, sizes)]
-    return [torch.stack(weighted).sum(0), torch.stack([*parts]).sum(0)]
+    samples = sum(sizes)
+    weighted = [part * (size / samples) for part, size in zip(parts, sizes)]
+    mean = torch.stack(weighted).sum(0)
+    total = torch.stack([*parts]).sum(0)
+    return [mean, total]
 
 
 def is_real(x: Tensor) -> bool:
@@ -168,5 +188,6 @@ def _from_constants(x: Tensor, batch_dim: int | None) -> Tensor:
         x = torch.view_as_real(x)
         shape.append(2)
     # Each element has another target, so that a permutation of the elements changes the loss.
-    target = torch.arange(math.prod(shape), dtype=x.dtype, device=x.device).cos().view(shape)
+    indices = torch.arange(math.prod(shape), dtype=x.dtype, device=x.device)
+    target = indices.cos().view(shape)
     return (x - target).square().mean()

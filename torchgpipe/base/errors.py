@@ -8,7 +8,7 @@ from typing import Any
 def add_note(error: BaseException, note: str) -> None:
     """Add a line that a traceback shows below the error (PEP 678)."""
     # `add_note` came with Python 3.11. Before, only the attribute is set.
-    notes: list[str] = getattr(error, '__notes__', [])
+    notes = getattr(error, '__notes__', [])
     # The exception is more important than its note, if its attributes cannot be set.
     with suppress(Exception):
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
@@ -59,9 +59,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
     lines = []
     for row in texts:
-        cells = [row[0].ljust(widths[0])]
-        for text, width in zip(row[1:], widths[1:]):
-            cells.append(text.rjust(width))
+        cells = [text.rjust(width) for text, width in zip(row, widths)]
+        cells[0] = row[0].ljust(widths[0])
         # An empty last column would leave spaces at the end of the line.
         lines.append('  '.join(cells).rstrip())
     rule = '  '.join(['─' * width for width in widths])

@@ -127,7 +127,13 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
     return ''.join(parts)
 
 
-def _text(x: float, y: float, text: str, colour: str, anchor: str = 'start') -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    colour: str,
+    anchor: str = 'start',
+) -> str:
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" fill="{colour}" text-anchor="{anchor}">'
         f'{_escaped(text)}</text>'

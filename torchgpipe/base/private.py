@@ -25,7 +25,11 @@ from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks
 TESTED = '2.11', '2.15'
 
 
-def find(name: str, use: str = '', otherwise: Any = None) -> Any:
+def find(
+    name: str,
+    use: str = '',
+    otherwise: Any = None,
+) -> Any:
     """Return the object with a private name in PyTorch: a module, a colon, and the name in it.
 
     Args:
@@ -47,7 +51,12 @@ def find(name: str, use: str = '', otherwise: Any = None) -> Any:
     return otherwise
 
 
-def raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:
+def raise_missing(
+    name: str,
+    use: str,
+    *args: object,
+    **kwargs: object,
+) -> Any:
     """Raise the error about a private name that this release of PyTorch does not have."""
     raise NotImplementedError(
         f"{use} needs PyTorch's private {name.replace(':', '.')}, which torch {torch.__version__} "
@@ -195,7 +204,14 @@ class ModeStack:
     corrupt.
     """
 
-    def __init__(self, len: str, get: str, push: str, pop: str, *which: None) -> None:
+    def __init__(
+        self,
+        len: str,
+        get: str,
+        push: str,
+        pop: str,
+        *which: None,
+    ) -> None:
         use = 'a pipeline, which carries the modes of its caller,'
         functions = [find(name, use) for name in (get, push, pop)]
         for function in functions:
@@ -439,7 +455,10 @@ def _no_hooks(ignore_is_tracing: bool) -> None:
 
 #: Return this thread's active saved-tensor hooks, if any. A worker has to enter the hooks of its
 #: caller. The public context manager can only push its own hooks.
-innermost_hooks: Callable[[], Hooks | None] = partial(find(_HOOKS_NAME, otherwise=_no_hooks), True)
+innermost_hooks: Callable[[], Hooks | None] = partial(
+    find(_HOOKS_NAME, otherwise=_no_hooks),
+    True,  # ignore_is_tracing
+)
 
 
 #: Return the number of this thread's backward pass, -1 outside of one. Recomputed tensors belong
@@ -456,7 +475,10 @@ retains_graph: Callable[[], bool] = find(
 
 #: Return the node that runs in this thread's backward pass. An unpack hook does not get its node.
 #: If the node is not known, tensors that a node unpacks twice are computed twice.
-current_node: Callable[[], Any] = find('torch._C:_current_autograd_node', otherwise=lambda: None)
+current_node: Callable[[], Any] = find(
+    'torch._C:_current_autograd_node',
+    otherwise=lambda: None,
+)
 
 #: The type of the nodes of ``torch.autograd.Function``, which unpack their tensors at any time.
 PythonNode: type = BackwardCFunction
@@ -468,7 +490,10 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = find(
 )
 
 #: Whether a profiler records. Its labels take as long as the smallest operations.
-is_profiled: Callable[[], bool] = find('torch.autograd:_profiler_enabled', otherwise=lambda: True)
+is_profiled: Callable[[], bool] = find(
+    'torch.autograd:_profiler_enabled',
+    otherwise=lambda: True,
+)
 
 _run_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=False)
 
@@ -489,13 +514,20 @@ if _run_engine:
 _without_memory = find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory')
 
 
-def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def on_cpu_without_memory(
+    kind: type[Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return a tensor of a class with the CPU as its device and without values.
 
     A tensor on the meta device would not do, because methods that set initial values skip it.
     """
     return _without_memory(  # type: ignore[no-any-return]
-        kind, shape, dtype=dtype, device=torch.device('cpu')
+        kind,
+        shape,
+        dtype=dtype,
+        device=torch.device('cpu'),
     )
 
 
@@ -592,7 +624,12 @@ class Scaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        where = super()._unscale_grads_(self.parts(optimizer), inv_scale, found_inf, allow_fp16)
+        where = super()._unscale_grads_(
+            self.parts(optimizer),
+            inv_scale,
+            found_inf,
+            allow_fp16,
+        )
         return self.found(where, found_inf)
 
 
@@ -602,8 +639,8 @@ _set_ignored = find(
 )
 
 
-def _ignored_in_ddp(module: torch.nn.Module) -> list[str]:
-    return list(getattr(module, '_ddp_params_and_buffers_to_ignore', ()))
+#: The attribute of a module with the names that ``DistributedDataParallel`` ignores.
+_IGNORED = '_ddp_params_and_buffers_to_ignore'
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
@@ -611,9 +648,10 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
 
     ``DistributedDataParallel`` does not have an argument for it.
     """
-    _set_ignored(module, [*_ignored_in_ddp(module), *names])
+    # PyTorch's method replaces the names that are in the attribute already.
+    _set_ignored(module, [*getattr(module, _IGNORED, ()), *names])
     # PyTorch may have renamed the attribute that its method sets.
-    if not set(names).issubset(_ignored_in_ddp(module)):
+    if not set(names).issubset(getattr(module, _IGNORED, ())):
         raise_missing(
             'torch.nn:Module._ddp_params_and_buffers_to_ignore',
             'shards beside DistributedDataParallel',

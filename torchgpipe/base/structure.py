@@ -104,7 +104,7 @@ def size_of(x: Tensor) -> int:
 
 
 #: The types of tensors whose memory belongs to them, so that it can be copied and compared.
-PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, Buffer, FakeTensor}
+PLAIN_TYPES = {Tensor, nn.Parameter, Buffer, FakeTensor}
 
 
 def is_plain(x: Any) -> bool:
@@ -197,7 +197,7 @@ def attributes(value: Any) -> dict[str, Any]:
     # A dictionary, because the order of attributes is the order of tensors.
     names = dict.fromkeys([field.name for field in fields(value)])
     # A dataclass with slots does not have a dictionary.
-    names |= getattr(value, '__dict__', {})
+    names.update(getattr(value, '__dict__', {}))
     values = {}
     for name in names:
         # A field may not have a value yet.
@@ -216,13 +216,18 @@ class Leaf:
     shared: bool
 
 
-def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
+def leaves_of(
+    value: Any,
+    path: Path = (),
+    shared: bool = False,
+) -> list[Leaf]:
     """Return all leaves of a value, with their paths, in the order of :func:`flatten`.
 
     >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
     [("['n'][0]", 3), ("['n'][1][0]", 4)]
     """
     leaves = []
+    # Pytree takes a dataclass and a mark for leaves, so their contents are added here.
     for keys, item in _with_paths(value):
         place = path + keys
         if isinstance(item, NoChunk):

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from torchgpipe.skip.transfer import Key, Namespace
+from torchgpipe.skip.transfer import End, Key, Namespace
 
 
 @runtime_checkable
@@ -43,10 +43,18 @@ class SkipLayout:
         skip_routes: For each skip ``(namespace, name)`` the partitions ``(source, destination)``.
     """
 
-    def __init__(self, num_partitions: int, skip_routes: dict[Key, tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        num_partitions: int,
+        skip_routes: dict[Key, tuple[int, int]],
+    ) -> None:
         self._routes = dict(skip_routes)
-        self._incoming: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
-        self._outgoing: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
+        self._incoming: list[list[End]] = []
+        self._outgoing: list[list[End]] = []
+        for _ in range(num_partitions):
+            self._incoming.append([])
+            self._outgoing.append([])
+
         for key, (prev_j, next_j) in skip_routes.items():
             # Within a partition, a skip stays in the tracker of its cell.
             if prev_j != next_j:
@@ -67,11 +75,11 @@ class SkipLayout:
         for prev_j, (ns, name) in self._incoming[next_j]:
             yield prev_j, ns, name
 
-    def incoming(self, j: int) -> list[tuple[int, Key]]:
+    def incoming(self, j: int) -> list[End]:
         """Return the skips that come into a partition, each with its source."""
         return self._incoming[j]
 
-    def outgoing(self, j: int) -> list[tuple[int, Key]]:
+    def outgoing(self, j: int) -> list[End]:
         """Return the skips that leave a partition, each with its destination."""
         return self._outgoing[j]
 
@@ -92,8 +100,8 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     Raises:
         TypeError: A layer within a child has a skip like one that goes to another partition.
     """
-    stashed_at: dict[Key, int] = {}
-    routes: dict[Key, tuple[int, int]] = {}
+    stashed_at = {}
+    routes = {}
     parts = list(partitions)
     for j, partition in enumerate(parts):
         for layer in partition.children():
@@ -112,11 +120,16 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     return layout
 
 
-def _verify_inner(layer_name: str, layer: nn.Module, layout: SkipLayout) -> None:
+def _verify_inner(
+    layer_name: str,
+    layer: nn.Module,
+    layout: SkipLayout,
+) -> None:
     for inner in layer.modules():
         if inner is layer or not isinstance(inner, DeclaresSkips):
             continue
-        for ns, name in (*inner.stashable(), *inner.poppable()):
+        keys = [*inner.stashable(), *inner.poppable()]
+        for ns, name in keys:
             # In the tracker, the inner skip might replace the other.
             if layout.requires_copy(ns, name):
                 raise TypeError(

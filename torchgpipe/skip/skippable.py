@@ -20,6 +20,7 @@ Its return value is the layer's output::
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial, wraps
+from operator import itemgetter
 from types import GeneratorType, new_class
 from typing import Any, ClassVar, TypeVar
 
@@ -225,7 +226,10 @@ class Skippable(nn.Module):
         return map(self.namespaced, sorted(self.poppable_names))
 
     def isolate(
-        self: TSkippable, ns: Namespace | None, *, only: Iterable[str] | None = None
+        self: TSkippable,
+        ns: Namespace | None,
+        *,
+        only: Iterable[str] | None = None,
     ) -> TSkippable:
         """Put this layer's skips into a namespace, so that their names can be used again.
 
@@ -250,8 +254,9 @@ class Skippable(nn.Module):
                 f'ns must be a Namespace or None, but got {ns!r}; make one with Namespace()'
             )
         names = self.stashable_names | self.poppable_names
-        chosen = names if only is None else names & set(only)
-        self.namespaces = {**self.namespaces, **dict.fromkeys(chosen, ns)}
+        if only is not None:
+            names &= set(only)
+        self.namespaces = {**self.namespaces, **dict.fromkeys(names, ns)}
         return self
 
     def __repr__(self) -> str:
@@ -268,7 +273,9 @@ class Skippable(nn.Module):
         # The destination already has the states of other layers.
         before = set(destination or ())
         destination = super().state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
+            destination=destination,
+            prefix=prefix,
+            keep_vars=keep_vars,
         )
         level = prefix + 'module.'
         names = {}
@@ -299,8 +306,9 @@ class Skippable(nn.Module):
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this layer and all within: [Note: The level called module]."""
-        prefix = prefix + '.module' if prefix else 'module'
-        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if prefix:
+            prefix += '.'
+        yield from super().named_modules(memo, prefix + 'module', remove_duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -328,13 +336,18 @@ def _find(cls: type) -> Any:
     return candidate
 
 
-def _restore(base: type[nn.Module], stashable: frozenset[str], poppable: frozenset[str]) -> Any:
+def _restore(
+    base: type[nn.Module],
+    stashable: frozenset[str],
+    poppable: frozenset[str],
+) -> Any:
     cls = skippable(stashable, poppable)(base)
     return cls.__new__(cls)
 
 
 def skippable(
-    stash: Iterable[str] = (), pop: Iterable[str] = ()
+    stash: Iterable[str] = (),
+    pop: Iterable[str] = (),
 ) -> Callable[[type[TModule]], type[TModule]]:
     """Declare the skips of a layer: a class decorator.
 
@@ -380,7 +393,11 @@ def skippable(
     return decorate
 
 
-def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]) -> type[Any]:
+def _derive(
+    base: type[Any],
+    stashable: frozenset[str],
+    poppable: frozenset[str],
+) -> type[Any]:
     # A pickled layer has to get the same class again, not another one of the same name.
     for derived in base.__subclasses__():
         if derived.__dict__.get('_decorated') is not base:
@@ -450,10 +467,13 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _verify_layer(
-    layer_name: str, layer: DeclaresSkips, stashed: set[Key], popped: set[Key]
+    layer_name: str,
+    layer: DeclaresSkips,
+    stashed: set[Key],
+    popped: set[Key],
 ) -> Iterator[str]:
     both = set(layer.stashable()) & set(layer.poppable())
-    for _, name in sorted(both, key=lambda key: key[1]):
+    for _, name in sorted(both, key=itemgetter(1)):
         yield f"'{layer_name}' declared '{name}' both as stashable and as poppable"
     for key in layer.stashable():
         if key in both:

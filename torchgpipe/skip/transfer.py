@@ -57,6 +57,9 @@ Namespace.register(type(None))
 #: The unique key of a skip tensor in a model: its namespace and its name.
 Key = tuple[Namespace | None, str]
 
+#: The partition at the other end of a skip, and the skip's key.
+End = tuple[int, Key]
+
 
 class SkipTracker:
     """Skip tensors in a dictionary.
@@ -145,7 +148,7 @@ class Skip(NamedTuple):
     kind: Kind = bare
 
 
-def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key, Tensor]:
+def leave(tracker: SkipTracker, outgoing: Iterable[End]) -> dict[Key, Tensor]:
     """Return the skips that leave a cell, with all changes in place since they were stashed.
 
     Raises:
@@ -163,7 +166,7 @@ def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key
 
 def keep(
     waiting: dict[Key, Skip],
-    outgoing: Iterable[tuple[int, Key]],
+    outgoing: Iterable[End],
     j: int,
     stashed: Mapping[Key, Kind],
     output: Sequence[Tensor],
@@ -182,7 +185,7 @@ def keep(
 
 def take(
     waiting: dict[Key, Skip],
-    incoming: Iterable[tuple[int, Key]],
+    incoming: Iterable[End],
 ) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
     """Return the skips that a cell pops: those with a tensor, their kinds, and keys of ``None``.
 
@@ -191,9 +194,9 @@ def take(
     Raises:
         RuntimeError: A skip was changed in place: [Note: Changes in place].
     """
-    skips: list[Skip] = []
-    popped: dict[Key, Kind] = {}
-    absent: list[Key] = []
+    skips = []
+    popped = {}
+    absent = []
     for _, key in incoming:
         skip = waiting.pop(key)
         if skip.tensor is None:
