@@ -100,6 +100,7 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     Raises:
         TypeError: A layer within a child has a skip like one that goes to another partition.
     """
+    # The partitions of the skips that no layer has popped yet.
     stashed_at = {}
     routes = {}
     parts = list(partitions)
@@ -113,6 +114,7 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
                 if key in stashed_at:
                     routes[key] = stashed_at.pop(key), j
 
+    # A layer within a child cannot be checked before all routes are known.
     layout = SkipLayout(len(parts), routes)
     for partition in parts:
         for layer_name, layer in partition.named_children():

@@ -99,6 +99,7 @@ def run_generator(
     Args:
         generator: The result of the forward; any value but a generator is the output itself.
     """
+    # In each forward, a skip is stashed once and popped once.
     to_stash = set(stashable)
     to_pop = set(poppable)
     output = generator
@@ -200,12 +201,14 @@ class Skippable(nn.Module):
     (True, ['x'])
     """
 
+    #: The names that :func:`skippable` declares, for the class that it derives.
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
     #: The namespaces of those names that are not in the default one.
     namespaces: Mapping[str, Namespace | None] = {}
 
     def __getattr__(self, name: str) -> Any:
+        # First, because the layer may have a child of this name.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -341,6 +344,7 @@ def _restore(
     stashable: frozenset[str],
     poppable: frozenset[str],
 ) -> Any:
+    # `__reduce_ex__` returns the attributes as a state, so `__init__` is not called.
     cls = skippable(stashable, poppable)(base)
     return cls.__new__(cls)
 
@@ -377,6 +381,7 @@ def skippable(
         have :meth:`~Skippable.isolate`. As the name then stands for the derived class, write
         ``super().__init__()`` and not ``super(Layer, self).__init__()``.
     """
+    # A string is an iterable of names with one letter.
     if isinstance(stash, str) or isinstance(pop, str):
         raise TypeError(
             'stash and pop are iterables of names, not a name: '
@@ -413,6 +418,7 @@ def _derive(
 
     # A skippable class that is decorated again already has the methods.
     bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
+    # In tracebacks, representations and pickles, the class has the name of its base.
     body = {
         '__doc__': base.__doc__,
         '__module__': base.__module__,
@@ -472,6 +478,7 @@ def _verify_layer(
     stashed: set[Key],
     popped: set[Key],
 ) -> Iterator[str]:
+    # The layer would pop its own skip, so these are reported once and not matched.
     both = set(layer.stashable()) & set(layer.poppable())
     for _, name in sorted(both, key=itemgetter(1)):
         yield f"'{layer_name}' declared '{name}' both as stashable and as poppable"

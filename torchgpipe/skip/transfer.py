@@ -75,6 +75,7 @@ class SkipTracker:
     """
 
     def __init__(self) -> None:
+        #: ``None`` for a skip is a value as well, which a layer has stashed.
         self.tensors: dict[Key, Tensor | None] = {}
 
     def save(
@@ -115,6 +116,7 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
     Args:
         skip_tracker: The tracker.
     """
+    # A cell may run in a layer of another pipeline, in the same thread.
     outside = context.skips
     context.skips = skip_tracker
     try:
@@ -125,6 +127,7 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
 
 def current_skip_tracker() -> SkipTracker:
     """Return this thread's tracker: see :func:`use_skip_tracker`."""
+    # Outside of a pipeline, all layers of the thread share one tracker.
     if context.skips is None:
         context.skips = SkipTracker()
     return context.skips  # type: ignore[no-any-return]
@@ -189,8 +192,6 @@ def take(
 ) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
     """Return the skips that a cell pops: those with a tensor, their kinds, and keys of ``None``.
 
-    The cell then owns them (rule 5).
-
     Raises:
         RuntimeError: A skip was changed in place: [Note: Changes in place].
     """
@@ -198,6 +199,7 @@ def take(
     popped = {}
     absent = []
     for _, key in incoming:
+        # The cell owns the skip from now on (rule 5).
         skip = waiting.pop(key)
         if skip.tensor is None:
             absent.append(key)
