@@ -71,7 +71,11 @@ def figure_as_html(draw: Callable[[], 'Figure']) -> str:
     return f'<img style="max-width: 100%" src="data:image/png;base64,{data}">'
 
 
-def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> str:
+def rows_as_html(
+    names: Sequence[str],
+    boxes: Iterable[Box],
+    caption: str,
+) -> str:
     """Return a picture with a row of boxes for each name, and a caption below.
 
     Args:
@@ -93,7 +97,8 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
     for row, name in enumerate(names):
         if len(name) > LONGEST:
             name = f'{name[: LONGEST - 1]}…'
-        parts.append(_text(0, ROW_HEIGHT * (row + 0.6), name, NEUTRAL))
+        baseline = ROW_HEIGHT * (row + 0.6)
+        parts.append(_text(0, baseline, name, NEUTRAL))
 
     drawn: set[tuple[int, float, int]] = set()
     for box in boxes:

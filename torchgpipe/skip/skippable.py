@@ -115,7 +115,14 @@ def run_generator(
                 break
 
             try:
-                answer = _obey(request, namespaced, stashable, poppable, to_stash, to_pop)
+                answer = _obey(
+                    request,
+                    namespaced,
+                    stashable,
+                    poppable,
+                    to_stash,
+                    to_pop,
+                )
                 steps.append(partial(generator.send, answer))
                 del answer
             except Exception as error:  # It appears to the layer where it yielded.
@@ -259,7 +266,11 @@ class Skippable(nn.Module):
         names = self.stashable_names | self.poppable_names
         if only is not None:
             names &= set(only)
-        self.namespaces = {**self.namespaces, **dict.fromkeys(names, ns)}
+        # A new dictionary, because layers share the default, and a shallow copy shares any other.
+        self.namespaces = {
+            **self.namespaces,
+            **dict.fromkeys(names, ns),
+        }
         return self
 
     def __repr__(self) -> str:
@@ -428,7 +439,11 @@ def _derive(
         'stashable_names': stashable,
         'poppable_names': poppable,
     }
-    return new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+    return new_class(
+        base.__name__,
+        bases,
+        exec_body=lambda namespace: namespace.update(body),
+    )
 
 
 def verify_skippables(module: nn.Sequential) -> None:
