@@ -276,8 +276,9 @@ class unseen:
     __slots__ = ('_dispatch_modes', '_function_modes', '_has_modes')
 
     def __enter__(self) -> None:
-        self._has_modes = _len_of_dispatch_modes() or _len_of_function_modes()
-        if self._has_modes:
+        self._has_modes = False
+        if _len_of_dispatch_modes() or _len_of_function_modes():
+            self._has_modes = True
             self._dispatch_modes = DISPATCH_MODES.read()
             self._function_modes = FUNCTION_MODES.read()
             DISPATCH_MODES.write(())

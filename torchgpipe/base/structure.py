@@ -99,8 +99,7 @@ def size_of(x: Tensor) -> int:
         return size_of(x._values()) + size_of(x._indices())
     # A compressed layout has an index of eight bytes for each value. The few offsets of rows are
     # neglected.
-    indices = 8 * x._nnz()
-    return x.values().numel() * x.element_size() + indices
+    return x.values().numel() * x.element_size() + 8 * x._nnz()
 
 
 #: The types of tensors whose memory belongs to them, so that it can be copied and compared.
