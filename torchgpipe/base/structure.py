@@ -226,7 +226,7 @@ def leaves_of(
     [("['n'][0]", 3), ("['n'][1][0]", 4)]
     """
     leaves = []
-    # Pytree takes a dataclass and a mark for leaves, so their contents are added here.
+    # Pytree treats a dataclass and a mark as leaves, so their contents are added here.
     for keys, item in _with_paths(value):
         place = path + keys
         if isinstance(item, NoChunk):
