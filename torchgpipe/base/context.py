@@ -73,6 +73,7 @@ class MiniBatch:
 
     def value(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return a value that a layer keeps during the forward pass of this mini-batch."""
+        # `setdefault` would call `make` for each layer that asks.
         if key not in self._values:
             self._values[key] = make()
         return self._values[key]  # type: ignore[return-value]
@@ -174,11 +175,12 @@ class _Autocast(NamedTuple):
 
     @staticmethod
     def capture() -> '_Autocast':
-        types = autocast_types(torch.accelerator.current_accelerator())
-        devices = tuple(
-            [(torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)) for type in types]
-        )
-        return _Autocast(devices, torch.is_autocast_cache_enabled())
+        devices = []
+        for type in autocast_types(torch.accelerator.current_accelerator()):
+            enabled = torch.is_autocast_enabled(type)
+            dtype = torch.get_autocast_dtype(type)
+            devices.append((enabled, dtype))
+        return _Autocast(tuple(devices), torch.is_autocast_cache_enabled())
 
     def set(self) -> None:
         """Set this thread's flags, without the nesting count that ``torch.autocast`` keeps.
@@ -201,6 +203,8 @@ class _Autocast(NamedTuple):
 
     def leave(self) -> None:
         """Restore these flags."""
+        # In backward within the user's own `torch.autocast`, the count is not zero, and the
+        # user's casts stay in the cache.
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         self.set()
@@ -224,11 +228,14 @@ class ThreadState(NamedTuple):
     autocast: _Autocast
     #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
     hooks: Hooks | None
+    #: Without the graphs of their tensors: see :func:`_variables`.
     variables: contextvars.Context
     #: The number of intra-op threads. OpenMP keeps it for each thread.
     num_threads: int
+    #: The stacks of both types of modes, bottom first.
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
+    #: The attributes of :data:`context` with these names.
     checkpointing: bool
     recomputing: bool
     workers: frozenset[int]
@@ -247,10 +254,15 @@ class ThreadState(NamedTuple):
         """Take a snapshot of the calling thread's state."""
         inference = torch.is_inference_mode_enabled()
         hooks = innermost_hooks()
-        function = FUNCTION_MODES.read()
-        dispatch = DISPATCH_MODES.read()
-        has_modes = bool(dispatch) or not all(isinstance(mode, DeviceContext) for mode in function)
-        here = context.checkpointing, context.recomputing, context.workers
+        function_modes = FUNCTION_MODES.read()
+        dispatch_modes = DISPATCH_MODES.read()
+
+        has_modes = bool(dispatch_modes)
+        for mode in function_modes:
+            # The mode of `torch.set_default_device` does not run any code of the user.
+            if not isinstance(mode, DeviceContext):
+                has_modes = True
+
         return ThreadState(
             torch.is_grad_enabled(),
             inference,
@@ -258,11 +270,21 @@ class ThreadState(NamedTuple):
             hooks,
             _variables(),
             torch.get_num_threads(),
-            function,
-            dispatch,
-            *here,
+            function_modes,
+            dispatch_modes,
+            context.checkpointing,
+            context.recomputing,
+            context.workers,
             is_transformed(),
-            plain=not any((inference, hooks, function, dispatch, *here)),
+            plain=not (
+                inference
+                or hooks
+                or function_modes
+                or dispatch_modes
+                or context.checkpointing
+                or context.recomputing
+                or context.workers
+            ),
             has_modes=has_modes,
             is_serialized=bool(hooks or has_modes),
         )
@@ -273,8 +295,11 @@ class ThreadState(NamedTuple):
         Hooks of a checkpoint around the pipeline are excluded. They have counted the saved tensors
         of the first pass; a recomputation's tensors belong to the inner checkpoint.
         """
-        inner = self.hooks and getattr(self.hooks[0], '__module__', None) in _CHECKPOINTS
-        return None if inner else self.hooks
+        if self.hooks is not None:
+            pack, _ = self.hooks
+            if getattr(pack, '__module__', None) in _CHECKPOINTS:
+                return None
+        return self.hooks
 
     def check(self, threads: bool) -> None:
         """Raise in contexts that do not cover the whole computation of a pipeline.
@@ -312,15 +337,18 @@ class ThreadState(NamedTuple):
         entered, so that it is never exited. Its hooks or modes would affect all later work of the
         thread.
         """
-        while (top := innermost_hooks()) is not None and top != self.hooks:
-            # Exit a context that was not entered.
+        hooks = innermost_hooks()
+        while hooks is not None and hooks != self.hooks:
+            # There is no public function that pops hooks. The exit of a context that was not
+            # entered does, whichever hooks these are.
             saved_tensors_hooks(Tensor.detach, Tensor.detach).__exit__()
-        for stack, modes in (
-            (FUNCTION_MODES, self.function_modes),
-            (DISPATCH_MODES, self.dispatch_modes),
-        ):
-            if stack.read() != modes:
-                stack.write(modes)
+            hooks = innermost_hooks()
+
+        if FUNCTION_MODES.read() != self.function_modes:
+            FUNCTION_MODES.write(self.function_modes)
+        if DISPATCH_MODES.read() != self.dispatch_modes:
+            DISPATCH_MODES.write(self.dispatch_modes)
+
         context.checkpointing = self.checkpointing
         context.recomputing = self.recomputing
         # This thread has the number already. But threads that are new to PyTorch begin with the
@@ -338,6 +366,7 @@ class ThreadState(NamedTuple):
     def _run(self, function: Callable[[], T], num_threads: int) -> T:
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
+        # The usual case. To enter all contexts takes longer than a small layer.
         if self.plain and self.autocast == _fresh_thread.autocast:
             with torch.set_grad_enabled(self.grad):
                 return function()
@@ -345,40 +374,47 @@ class ThreadState(NamedTuple):
 
     def _run_within(self, function: Callable[[], T]) -> T:
         autocast = _Autocast.capture()
-        state = context.checkpointing, context.recomputing, context.workers
+        checkpointing = context.checkpointing
+        recomputing = context.recomputing
+        workers = context.workers
+
         with ExitStack() as stack:
+            # Grad mode comes after inference mode, which also sets it.
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.hooks is not None:
                 stack.enter_context(saved_tensors_hooks(*self.hooks))
             self._enter_modes(stack)
+
             try:
                 if autocast != self.autocast:
                     self.autocast.set()
                 context.checkpointing = self.checkpointing
                 context.recomputing = self.recomputing
-                context.workers |= self.workers
+                # The workers that wait for the caller now also wait for this thread.
+                context.workers = workers | self.workers
                 return function()
             finally:
                 if autocast != self.autocast:
                     autocast.set()
-                context.checkpointing, context.recomputing, context.workers = state
+                context.checkpointing = checkpointing
+                context.recomputing = recomputing
+                context.workers = workers
 
     def run_backward(self, function: Callable[[], T]) -> T:
         """Run backward with the context variables and modes, and without autocast."""
-        # Between their cells, workers are not in autocast.
-        if not (
-            self.function_modes
-            or self.dispatch_modes
-            or any(enabled for enabled, _ in self.autocast.devices)
-        ):
+        # If the caller is not in autocast, this thread is not either. It is the caller's or a
+        # worker's, and workers are not in autocast between their cells.
+        has_autocast = any(enabled for enabled, _ in self.autocast.devices)
+        if not (self.function_modes or self.dispatch_modes or has_autocast):
             return self.variables.copy().run(function)
+
         autocast = _Autocast.capture()
+        disabled = tuple([(False, dtype) for _, dtype in autocast.devices])
         with ExitStack() as stack:
             stack.callback(autocast.set)
             self._enter_modes(stack)
-            off = tuple((False, dtype) for _, dtype in autocast.devices)
-            _Autocast(off, autocast.cache).set()
+            _Autocast(disabled, autocast.cache).set()
             return self.variables.copy().run(function)
 
     def rerun(self, function: Callable[[], T], num_threads: int) -> T:
@@ -390,16 +426,20 @@ class ThreadState(NamedTuple):
 
     def _rerun(self, function: Callable[[], T], num_threads: int) -> T:
         number = torch.get_num_threads()
-        same_modes = FUNCTION_MODES.len() + DISPATCH_MODES.len() == 0 and not (
-            self.function_modes or self.dispatch_modes
+        has_modes = (
+            FUNCTION_MODES.len()
+            or DISPATCH_MODES.len()
+            or self.function_modes
+            or self.dispatch_modes
         )
         autocast = _Autocast.capture()
-        if same_modes and number == num_threads and autocast == self.autocast:
+        if not has_modes and number == num_threads and autocast == self.autocast:
             return function()
+
         with ExitStack() as stack:
             if autocast != self.autocast:
                 self.autocast.enter(stack)
-            if not same_modes:
+            if has_modes:
                 self._enter_modes(stack)
             if number != num_threads:
                 # Another number of threads adds in another order. Layers that normalise few values
@@ -409,12 +449,10 @@ class ThreadState(NamedTuple):
             return function()
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        for modes, own in (
-            (FUNCTION_MODES, self.function_modes),
-            (DISPATCH_MODES, self.dispatch_modes),
-        ):
-            stack.callback(modes.write, modes.read())
-            modes.write(own)
+        stack.callback(FUNCTION_MODES.write, FUNCTION_MODES.read())
+        FUNCTION_MODES.write(self.function_modes)
+        stack.callback(DISPATCH_MODES.write, DISPATCH_MODES.read())
+        DISPATCH_MODES.write(self.dispatch_modes)
 
 
 def _variables() -> contextvars.Context:
@@ -425,8 +463,11 @@ def _variables() -> contextvars.Context:
     """
     variables = contextvars.copy_context()
     for variable, value in variables.items():
-        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in tree_leaves(value)):
-            variables.run(variable.set, tree_map_only(Tensor, Tensor.detach, value))
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                detached = tree_map_only(Tensor, Tensor.detach, value)
+                variables.run(variable.set, detached)
+                break
     return variables
 
 

@@ -58,7 +58,9 @@ def has_own_state(device: torch.device) -> bool:
 def accelerator() -> str | None:
     """Return the type of device that has streams here, such as ``'cuda'``, or ``None``."""
     # PyTorch also names an accelerator that it was built for but that does not exist here.
-    return _kind() if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return None
+    return _kind()
 
 
 def _kind() -> str | None:
@@ -74,6 +76,10 @@ def accelerators() -> list[torch.device]:
     kind = accelerator()
     if kind is None:
         return []
+    return _all_devices(kind)
+
+
+def _all_devices(kind: str) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
@@ -88,7 +94,9 @@ def memory_key(device: torch.device) -> tuple[str, int]:
     >>> memory_key(torch.device('cpu:1')), memory_key(torch.device('cuda'))
     (('cpu', 0), ('cuda', 0))
     """
-    return device.type, 0 if is_cpu(device) else device.index or 0
+    if is_cpu(device):
+        return 'cpu', 0
+    return device.type, device.index or 0
 
 
 def memory_of(device: Device) -> torch.device:
@@ -112,46 +120,46 @@ def forked_rng(devices: Sequence[torch.device] | None = None) -> AbstractContext
     ...     _ = torch.manual_seed(0)
     """
     if devices is None:
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        devices = (
-            []
-            if kind is None
-            else [
-                torch.device(kind.type, index) for index in range(torch.accelerator.device_count())
-            ]
-        )
-    own = [device for device in devices if has_own_state(device)]
-    return torch.random.fork_rng(own, device_type=own[0].type if own else 'cpu')
+        # Unlike :func:`accelerators`, with a Mac's GPU, which has a generator without streams.
+        current = torch.accelerator.current_accelerator(check_available=True)
+        devices = [] if current is None else _all_devices(current.type)
+    # `fork_rng` always includes the CPU.
+    devices = [*filter(has_own_state, devices)]
+    device_type = devices[0].type if devices else 'cpu'
+    return torch.random.fork_rng(devices, device_type=device_type)
 
 
 def rng_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     """Return the states of the generators of the CPU and of devices, by names."""
-    return {
-        'cpu': torch.get_rng_state(),
-        **{
-            name: torch.get_device_module(device).get_rng_state(device)
-            for name, device in _own_generators(devices)
-        },
-    }
+    states = {'cpu': torch.get_rng_state()}
+    for name, device in _generators(devices):
+        states[name] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
 
 def set_rng_states(devices: Iterable[torch.device], states: Mapping[str, Tensor]) -> None:
     """Set the generators of the CPU and of devices to the given states."""
     if 'cpu' in states:
         torch.set_rng_state(states['cpu'])
-    for name, device in _own_generators(devices):
+    for name, device in _generators(devices):
         if name in states:
             torch.get_device_module(device).set_rng_state(states[name], device)
 
 
-def _own_generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, torch.device]]:
-    own = sorted({*filter(has_own_state, devices)}, key=str)
-    yield from ((f'{device.type}{k}', device) for k, device in enumerate(own))
+def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, torch.device]]:
+    """Yield the devices that have their own generators, each with a name for its state.
+
+    The name has the position among these devices, not the index of the device.
+    """
+    unique = {*filter(has_own_state, devices)}
+    for k, device in enumerate(sorted(unique, key=str)):
+        yield f'{device.type}{k}', device
 
 
 @cache
 def autocast_types(accelerator: torch.device | None) -> tuple[str, ...]:
     """Return the device types with autocast, including the current accelerator's type."""
-    there = [] if accelerator is None else [accelerator.type]
-    types = dict.fromkeys(['cpu', 'cuda', 'xpu', 'mps', *there])
-    return tuple(type for type in types if torch.amp.is_autocast_available(type))
+    types = ['cpu', 'cuda', 'xpu', 'mps']
+    if accelerator is not None and accelerator.type not in types:
+        types.append(accelerator.type)
+    return tuple(filter(torch.amp.is_autocast_available, types))

@@ -14,24 +14,34 @@ Name = TypeVar('Name', bound=Hashable)
 
 def default_tolerance(dtype: torch.dtype | None) -> float:
     """Return the expected size of rounding errors: 4e-11 for float64, 2e-5 for float32."""
-    return float(torch.finfo(dtype or torch.get_default_dtype()).eps ** (2 / 3))
+    epsilon = torch.finfo(dtype or torch.get_default_dtype()).eps
+    return float(epsilon ** (2 / 3))
 
 
-def distance(actual: Tensor, expected: Tensor, typical: float = 0.0) -> float:
+def distance(
+    actual: Tensor,
+    expected: Tensor,
+    typical: float = 0.0,
+) -> float:
     """Return the largest difference of two elements, as in :class:`Difference`."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if _same(actual, expected):  # That takes a tenth of the time.
         return 0.0
-    alike = (actual == expected) | (actual.isnan() & expected.isnan())
+
+    # Infinity minus infinity is not a number, so equal elements are excluded.
+    is_equal = (actual == expected) | (actual.isnan() & expected.isnan())
     wide = torch.complex128 if actual.is_complex() else torch.float64
-    apart = (actual.to(wide) - expected.to(wide)).abs().masked_fill(alike, 0)
-    largest = float(apart.nan_to_num(math.inf, math.inf).max())
-    return (
-        largest / (max(_size(expected), typical) or 1.0)
-        if is_real(expected)
-        else max(largest, 1.0)
-    )  # which is 0 where integers have more digits than floats
+    differences = (actual.to(wide) - expected.to(wide)).abs()
+    differences = differences.masked_fill(is_equal, 0)
+    # An element that is not a number in only one of the tensors is infinitely far.
+    differences = differences.nan_to_num(math.inf, math.inf)
+    largest = float(differences.max())
+    if is_real(expected):
+        size = max(_size(expected), typical)
+        return largest / (size or 1.0)
+    # Integers with more digits than float64 differ by 0 here.
+    return max(largest, 1.0)
 
 
 def _same(actual: Tensor, expected: Tensor) -> bool:
@@ -40,7 +50,9 @@ def _same(actual: Tensor, expected: Tensor) -> bool:
 
 def rounding(x: Tensor | None) -> float:
     """Return the largest difference that rounding may make in a tensor."""
-    return default_tolerance(None if x is None or not x.is_floating_point() else x.dtype)
+    if x is None or not x.is_floating_point():
+        return default_tolerance(None)
+    return default_tolerance(x.dtype)
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
@@ -58,49 +70,69 @@ def apart(
     If a tensor is missing, its distance is infinite. Each distance is relative to the typical size
     of its kind.
     """
-    found = {
-        name: math.inf
-        for name in {**expected, **actual}
-        if name not in expected or name not in actual or not _same(actual[name], expected[name])
-    }
-    typical = {
-        each: typical_size(x for name, x in expected.items() if kind(name) == each)
-        for each in {*map(kind, found)}
-    }
-    return {
-        name: distance(actual[name], expected[name], typical[kind(name)])
-        if name in expected and name in actual
-        else far
-        for name, far in found.items()
-    }
+    distances = {}
+    typical_sizes: dict[Hashable, float] = {}
+    for name in {**expected, **actual}:
+        if name not in expected or name not in actual:
+            distances[name] = math.inf
+            continue
+        # Usually all tensors are the same, and no typical size is needed.
+        if _same(actual[name], expected[name]):
+            continue
+        group = kind(name)
+        if group not in typical_sizes:
+            peers = []
+            for peer, x in expected.items():
+                if kind(peer) == group:
+                    peers.append(x)
+            typical_sizes[group] = typical_size(peers)
+        distances[name] = distance(
+            actual[name],
+            expected[name],
+            typical_sizes[group],
+        )
+    return distances
 
 
 def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     """Return the dimension along which the concatenated parts have the shape of a tensor."""
-
-    def beside(x: Tensor, dim: int) -> list[int]:
-        return [*x.shape[:dim], *x.shape[dim + 1 :]]
-
-    return next(
-        (
-            dim
-            for dim in range(whole.dim())
-            if all(x.dim() == whole.dim() and beside(x, dim) == beside(whole, dim) for x in parts)
-            and sum(x.shape[dim] for x in parts) == whole.shape[dim]
-        ),
-        None,
-    )
+    for dim in range(whole.dim()):
+        if _is_split(whole, parts, dim):
+            return dim
+    return None
 
 
-def together(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def _is_split(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
+    size = 0
+    for part in parts:
+        if part.dim() != whole.dim():
+            return False
+        # Only the sizes of this dimension may differ.
+        shape = [*part.shape]
+        shape[dim] = whole.shape[dim]
+        if shape != [*whole.shape]:
+            return False
+        size += part.shape[dim]
+    return size == whole.shape[dim]
+
+
+def together(
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> list[Tensor]:
     """Return candidates for a whole: parts concatenated, or summed, or averaged by sizes."""
     dim = split_dim(whole, parts)
     if dim is not None:
         return [torch.cat([*parts], dim)]
     if any(x.shape != whole.shape for x in parts):
         return []
-    means = [x * (size / sum(sizes)) for x, size in zip(parts, sizes)]
-    return [torch.stack([*xs]).sum(0) for xs in (means, parts)]
+    # A mean over samples becomes a mean of parts, weighted by their numbers of samples.
+    samples = sum(sizes)
+    weighted = [part * (size / samples) for part, size in zip(parts, sizes)]
+    mean = torch.stack(weighted).sum(0)
+    total = torch.stack([*parts]).sum(0)
+    return [mean, total]
 
 
 def is_real(x: Tensor) -> bool:
@@ -111,7 +143,9 @@ def is_real(x: Tensor) -> bool:
 def _size(x: Tensor) -> float:
     """Return the largest finite element."""
     finite = x[x.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
+    if not finite.numel():
+        return 0.0
+    return float(finite.max())
 
 
 def typical_size(tensors: Iterable[Tensor]) -> float:
@@ -120,8 +154,10 @@ def typical_size(tensors: Iterable[Tensor]) -> float:
     Some tensors are zero except for rounding, such as the gradient of a bias before a
     normalisation. Their distance relative to themselves would not be meaningful.
     """
-    sizes = sorted(_size(x) for x in tensors if is_real(x))
-    return sizes[len(sizes) // 2] if sizes else 0.0
+    sizes = sorted(map(_size, filter(is_real, tensors)))
+    if not sizes:
+        return 0.0
+    return sizes[len(sizes) // 2]
 
 
 def arbitrary_loss(output: Any, batch_dim: Any = None) -> Tensor:
@@ -133,11 +169,15 @@ def arbitrary_loss(output: Any, batch_dim: Any = None) -> Tensor:
             mean over samples, to each of which the same constants apply. Scalars are left out,
             because they are gathered by different rules.
     """
-    tensors = [leaf.value for leaf in leaves_of(output) if isinstance(leaf.value, Tensor)]
-    if batch_dim is not None:
-        tensors = [x for x in tensors if x.dim() > 0]
     dim = batch_dim if isinstance(batch_dim, int) else None
-    return sum((_from_constants(x, dim) for x in tensors if is_real(x)), torch.zeros(()))
+    loss = torch.zeros(())
+    for leaf in leaves_of(output):
+        x = leaf.value
+        if not isinstance(x, Tensor) or not is_real(x):
+            continue
+        if batch_dim is None or x.dim() > 0:
+            loss = loss + _from_constants(x, dim)
+    return loss
 
 
 def _from_constants(x: Tensor, batch_dim: int | None) -> Tensor:
@@ -147,5 +187,7 @@ def _from_constants(x: Tensor, batch_dim: int | None) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x)
         shape.append(2)
-    target = torch.arange(math.prod(shape), dtype=x.dtype, device=x.device).cos().view(shape)
+    # Each element has another target, so that a permutation of the elements changes the loss.
+    indices = torch.arange(math.prod(shape), dtype=x.dtype, device=x.device)
+    target = indices.cos().view(shape)
     return (x - target).square().mean()

@@ -8,7 +8,7 @@ from typing import Any
 def add_note(error: BaseException, note: str) -> None:
     """Add a line that a traceback shows below the error (PEP 678)."""
     # `add_note` came with Python 3.11. Before, only the attribute is set.
-    notes: list[str] = getattr(error, '__notes__', [])
+    notes = getattr(error, '__notes__', [])
     # The exception is more important than its note, if its attributes cannot be set.
     with suppress(Exception):
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
@@ -49,16 +49,23 @@ def nested() -> RuntimeError:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Format rows in aligned columns: the first column to the left, the others to the right."""
-    cells: list[list[str]] = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(header))]
-    lines = [
-        '  '.join(
-            cell.ljust(width) if k == 0 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in cells
-    ]
-    return '\n'.join([lines[0], '  '.join('─' * width for width in widths), *lines[1:]])
+    texts = [[*header]]
+    for row in rows:
+        texts.append([*map(str, row)])
+
+    widths = []
+    for column in range(len(header)):
+        widths.append(max(len(row[column]) for row in texts))
+
+    lines = []
+    for row in texts:
+        cells = [text.rjust(width) for text, width in zip(row, widths)]
+        cells[0] = row[0].ljust(widths[0])
+        # An empty last column would leave spaces at the end of the line.
+        lines.append('  '.join(cells).rstrip())
+    rule = '  '.join(['─' * width for width in widths])
+    lines.insert(1, rule)
+    return '\n'.join(lines)
 
 
 def format_bytes(number: float) -> str:
@@ -73,7 +80,9 @@ def format_bytes(number: float) -> str:
         number /= 1024
         if number < 1000 or unit == 'TiB':
             break
-    return f'{number:.{max(0, 3 - len(str(int(number))))}f} {unit}'
+    # Only a number of TiB can have more than three digits, because 1000 KiB are 0.98 MiB.
+    decimals = max(0, 3 - len(str(int(number))))
+    return f'{number:.{decimals}f} {unit}'
 
 
 def duration(seconds: float) -> str:
@@ -82,7 +91,8 @@ def duration(seconds: float) -> str:
     >>> duration(0.01234), duration(2.5), duration(0.0000042), duration(0)
     ('12.3 ms', '2.5 s', '4.2 µs', '0 s')
     """
-    for factor, unit in ((1.0, 's'), (1e3, 'ms')):
-        if seconds * factor >= 1 or not seconds:
-            return f'{seconds * factor:.3g} {unit}'
+    if seconds >= 1 or seconds == 0:
+        return f'{seconds:.3g} s'
+    if seconds * 1e3 >= 1:
+        return f'{seconds * 1e3:.3g} ms'
     return f'{seconds * 1e6:.3g} µs'

@@ -71,17 +71,21 @@ def figure_as_html(draw: Callable[[], 'Figure']) -> str:
     return f'<img style="max-width: 100%" src="data:image/png;base64,{data}">'
 
 
-def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> str:
+def rows_as_html(
+    names: Sequence[str],
+    boxes: Iterable[Box],
+    caption: str,
+) -> str:
     """Return a picture with a row of boxes for each name, and a caption below.
 
     Args:
         boxes: The boxes. The earliest start is at the left edge, the latest end at the right one.
     """
     boxes = [*boxes]
-    names = [name if len(name) <= LONGEST else f'{name[: LONGEST - 1]}…' for name in names]
     start = min((box.start for box in boxes), default=0.0)
     span = max((box.end for box in boxes), default=0.0) - start
-    names_width = CHARACTER_WIDTH * (1 + max(map(len, names), default=0))
+    longest = max(map(len, names), default=0)
+    names_width = CHARACTER_WIDTH * (1 + min(longest, LONGEST))
     scale = (PICTURE_WIDTH - names_width) / (span or 1.0)
     picture_height = ROW_HEIGHT * (len(names) + 1)
 
@@ -91,13 +95,17 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
         'font-family="monospace" font-size="12">'
     ]
     for row, name in enumerate(names):
-        parts.append(_text(0, ROW_HEIGHT * (row + 0.6), name, NEUTRAL))
+        if len(name) > LONGEST:
+            name = f'{name[: LONGEST - 1]}…'
+        baseline = ROW_HEIGHT * (row + 0.6)
+        parts.append(_text(0, baseline, name, NEUTRAL))
 
     drawn: set[tuple[int, float, int]] = set()
     for box in boxes:
         left = names_width + (box.start - start) * scale
         width = (box.end - box.start) * scale
         height = BOX_HEIGHT * box.share_of_height
+        # Boxes of less height have the same bottom.
         top = ROW_HEIGHT * box.row + BOX_HEIGHT - height
         rest = f'y="{top:.1f}" height="{height:.1f}" fill="{box.colour}"/>'
 
@@ -109,6 +117,7 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
                 drawn.add(place)
             continue
 
+        # Half a pixel separates neighbours.
         parts.append(
             f'<g><title>{_escaped(box.title)}</title>'
             f'<rect x="{left:.2f}" width="{width - 0.5:.2f}" {rest}'
@@ -117,12 +126,19 @@ def rows_as_html(names: Sequence[str], boxes: Iterable[Box], caption: str) -> st
             middle = left + width / 2
             parts.append(_text(middle, top + 0.67 * height, box.label, 'white', 'middle'))
         parts.append('</g>')
+
     parts.append(_text(names_width, ROW_HEIGHT * (len(names) + 0.5), caption, NEUTRAL))
     parts.append('</svg>')
     return ''.join(parts)
 
 
-def _text(x: float, y: float, text: str, colour: str, anchor: str = 'start') -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    colour: str,
+    anchor: str = 'start',
+) -> str:
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" fill="{colour}" text-anchor="{anchor}">'
         f'{_escaped(text)}</text>'

@@ -1,9 +1,9 @@
 """Locks: a layer, a step or a random generator is used by one thread.
 
-A layer runs in one thread at
-a time, because a cell or a recomputation holds the locks of its layers from start to end. So any
-number of threads may run and train the same model, or models that share layers. Their cells are
-serialized. But a layer that only computes may run in several partitions of one memory at a time.
+A layer runs in one thread at a time, because a cell or a recomputation holds the locks of its
+layers from start to end. So any number of threads may run and train the same model, or models that
+share layers. Their cells are serialized. But a layer that only computes may run in several
+partitions of one memory at a time.
 
 A step replaces parameters of its layers while it runs. So steps of any models exclude each other
 if they have layers in common. A step also excludes forward passes of the same model. The user must
@@ -21,12 +21,13 @@ from typing import Any
 
 from torch import nn
 
+#: All locks, which a child process reinitializes.
 _locks: 'weakref.WeakSet[Any]' = weakref.WeakSet()
 
-
+#: The locks of steps, by the modules that a step uses.
 _of_steps: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
 
-
+#: The locks of cells and recomputations, by layers. All models that share a layer share its lock.
 _of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
 
 
@@ -42,8 +43,8 @@ def _open_all() -> None:
         lock._at_fork_reinit()
 
 
+#: Held while modules get their locks, so that two threads do not create two for one module.
 _lock = new_lock()
-
 
 #: Held by cells and recomputations that draw from the random generator of the CPU, which all
 #: threads share. A thread that holds it takes no other lock, except to read a state (rule 15).
@@ -52,23 +53,31 @@ generator_lock = new_lock()
 
 def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
     """Return a context in which no other thread runs any of these layers."""
+    locks = []
     with _lock:
         for layer in layers:
             if layer not in _of_layers:
                 _of_layers[layer] = new_lock()
-        return together(*map(_of_layers.__getitem__, layers))
+            locks.append(_of_layers[layer])
+    return together(*locks)
 
 
 def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     """Return a context in which no other step uses any of these modules (rule 16)."""
     with _lock:
-        return together(*{_of_steps.setdefault(module, new_lock()) for module in modules})
+        locks = [_of_steps.setdefault(module, new_lock()) for module in modules]
+    return together(*locks)
 
 
 def together(*contexts: Any) -> AbstractContextManager[Any]:
     """Return a context in which a thread holds the locks of several contexts."""
-    locks = {lock for each in contexts for lock in getattr(each, 'locks', [each])}
-    return locks.pop() if len(locks) == 1 else _Several(locks)
+    locks: set[Any] = set()
+    for context in contexts:
+        locks.update(getattr(context, 'locks', [context]))
+    # A single lock is its own context, which is faster to enter.
+    if len(locks) == 1:
+        return locks.pop()  # type: ignore[no-any-return]
+    return _Several(locks)
 
 
 class _Several:
@@ -83,7 +92,9 @@ class _Several:
             for lock in self.locks:
                 lock.acquire()
                 taken.append(lock)
-        except BaseException:  # KeyboardInterrupt, while it waits
+        except BaseException:
+            # A KeyboardInterrupt comes while it waits for a lock. Without `__exit__`, the other
+            # locks would never be released.
             for lock in taken:
                 lock.release()
             raise
@@ -95,7 +106,8 @@ class _Several:
 
 def is_held(context: AbstractContextManager[Any]) -> bool:
     """Return whether the calling thread holds any lock of :func:`layer_lock`."""
-    return any(lock._is_owned() for lock in getattr(context, 'locks', [context]))
+    locks = getattr(context, 'locks', [context])
+    return any(lock._is_owned() for lock in locks)
 
 
 class released_generator:
@@ -106,7 +118,10 @@ class released_generator:
 
     # One of `contextlib` sets the traceback of an error, and so fails where it cannot be set.
     def __enter__(self) -> None:
-        self._held = generator_lock._release_save() if generator_lock._is_owned() else None
+        self._held: Any = None
+        if generator_lock._is_owned():
+            # The lock is reentrant. All its acquisitions are undone, and restored at the end.
+            self._held = generator_lock._release_save()
 
     def __exit__(self, *error: object) -> None:
         if self._held is not None:

@@ -25,7 +25,11 @@ from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks
 TESTED = '2.11', '2.15'
 
 
-def find(name: str, use: str = '', otherwise: Any = None) -> Any:
+def find(
+    name: str,
+    use: str = '',
+    otherwise: Any = None,
+) -> Any:
     """Return the object with a private name in PyTorch: a module, a colon, and the name in it.
 
     Args:
@@ -47,7 +51,12 @@ def find(name: str, use: str = '', otherwise: Any = None) -> Any:
     return otherwise
 
 
-def raise_missing(name: str, use: str, *args: object, **kwargs: object) -> Any:
+def raise_missing(
+    name: str,
+    use: str,
+    *args: object,
+    **kwargs: object,
+) -> Any:
     """Raise the error about a private name that this release of PyTorch does not have."""
     raise NotImplementedError(
         f"{use} needs PyTorch's private {name.replace(':', '.')}, which torch {torch.__version__} "
@@ -78,9 +87,8 @@ def uncompiled(function: TFunction, recursive: bool = True) -> TFunction:
         return torch.compiler.disable(  # type: ignore[no-any-return]
             function, recursive=recursive
         )
-    _set_strategy(
-        function.__code__, _strategy(_action.SKIP, _action.SKIP if recursive else _action.DEFAULT)
-    )
+    callees = _action.SKIP if recursive else _action.DEFAULT
+    _set_strategy(function.__code__, _strategy(_action.SKIP, callees))
     function.__dict__['_torchdynamo_disable'] = True
     return function
 
@@ -121,9 +129,17 @@ def compiled_code(frame: FrameType) -> object | None:
     each tensor is treated as one of other code, so that all values are compared.
     """
     if APPLY is None:
-        return object() if 'torch._dynamo' in sys.modules else None
-    local = frame.f_locals
-    function = local['cls'] if 'cls' in local else getattr(local['f'], '__self__', None)
+        if 'torch._dynamo' not in sys.modules:
+            return None
+        # A new object differs from the code of all other tensors.
+        return object()
+
+    variables = frame.f_locals
+    if 'cls' in variables:
+        function: object = variables['cls']
+    else:
+        # The frame of the caller, in which `f` is the bound method `apply`.
+        function = getattr(variables['f'], '__self__', None)
     if getattr(function, '__module__', None) == _COMPILED:
         return function
     return None
@@ -188,20 +204,33 @@ class ModeStack:
     corrupt.
     """
 
-    def __init__(self, len: str, get: str, push: str, pop: str, *which: None) -> None:
+    def __init__(
+        self,
+        len: str,
+        get: str,
+        push: str,
+        pop: str,
+        *which: None,
+    ) -> None:
         use = 'a pipeline, which carries the modes of its caller,'
-        found = [find(name, use) for name in (get, push, pop)]
-        # All or none of them, because otherwise modes of the caller might be lost.
-        missing = [each for each in found if isinstance(each, partial)]
+        functions = [find(name, use) for name in (get, push, pop)]
+        for function in functions:
+            # PyTorch does not have it, and its replacement raises. Then all of them raise, because
+            # otherwise modes of the caller might be lost.
+            if isinstance(function, partial):
+                functions = [function] * 3
+                break
         self.len: Callable[[], int] = find(len, use)
-        self._get: Callable[[int], Any] = missing[0] if missing else found[0]
-        self.push: Callable[[Any], None] = missing[0] if missing else found[1]
-        self.pop: Callable[[], Any] = partial(missing[0] if missing else found[2], *which)
+        self._get: Callable[[int], Any] = functions[0]
+        self.push: Callable[[Any], None] = functions[1]
+        self.pop: Callable[[], Any] = partial(functions[2], *which)
 
     def read(self) -> tuple[Any, ...]:
         """Return the modes."""
         number = self.len()
-        return tuple(map(self._get, range(number))) if number else ()
+        if not number:
+            return ()
+        return tuple(map(self._get, range(number)))
 
     def write(self, modes: tuple[Any, ...]) -> None:
         """Replace the modes."""
@@ -236,6 +265,7 @@ DISPATCH_MODES = ModeStack(
 )
 
 
+# Without the attribute access, because `unseen` is entered several times in a checkpointed cell.
 _len_of_function_modes = FUNCTION_MODES.len
 _len_of_dispatch_modes = DISPATCH_MODES.len
 
@@ -243,19 +273,21 @@ _len_of_dispatch_modes = DISPATCH_MODES.len
 class unseen:
     """A context in which no mode sees operations, because they are internal to the package."""
 
-    __slots__ = ('_modes',)
+    __slots__ = ('_dispatch_modes', '_function_modes', '_has_modes')
 
     def __enter__(self) -> None:
-        self._modes: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        self._has_modes = False
         if _len_of_dispatch_modes() or _len_of_function_modes():
-            self._modes = DISPATCH_MODES.read(), FUNCTION_MODES.read()
+            self._has_modes = True
+            self._dispatch_modes = DISPATCH_MODES.read()
+            self._function_modes = FUNCTION_MODES.read()
             DISPATCH_MODES.write(())
             FUNCTION_MODES.write(())
 
     def __exit__(self, *args: object) -> None:
-        if self._modes is not None:
-            DISPATCH_MODES.write(self._modes[0])
-            FUNCTION_MODES.write(self._modes[1])
+        if self._has_modes:
+            DISPATCH_MODES.write(self._dispatch_modes)
+            FUNCTION_MODES.write(self._function_modes)
 
 
 _MODE_NAME = 'torch.utils._python_dispatch:TorchDispatchMode'
@@ -396,7 +428,12 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [x._version for x in tensors]
     except RuntimeError:
-        return [0 if x.is_inference() else x._version for x in tensors]
+        # A tensor of inference mode does not have a version.
+        numbers = [0] * len(tensors)
+        for k, x in enumerate(tensors):
+            if not x.is_inference():
+                numbers[k] = x._version
+        return numbers
 
 
 #: Pack and unpack of ``torch.autograd.graph.saved_tensors_hooks``.
@@ -419,7 +456,10 @@ def _no_hooks(ignore_is_tracing: bool) -> None:
 
 #: Return this thread's active saved-tensor hooks, if any. A worker has to enter the hooks of its
 #: caller. The public context manager can only push its own hooks.
-innermost_hooks: Callable[[], Hooks | None] = partial(find(_HOOKS_NAME, otherwise=_no_hooks), True)
+innermost_hooks: Callable[[], Hooks | None] = partial(
+    find(_HOOKS_NAME, otherwise=_no_hooks),
+    True,  # ignore_is_tracing
+)
 
 
 #: Return the number of this thread's backward pass, -1 outside of one. Recomputed tensors belong
@@ -436,7 +476,10 @@ retains_graph: Callable[[], bool] = find(
 
 #: Return the node that runs in this thread's backward pass. An unpack hook does not get its node.
 #: If the node is not known, tensors that a node unpacks twice are computed twice.
-current_node: Callable[[], Any] = find('torch._C:_current_autograd_node', otherwise=lambda: None)
+current_node: Callable[[], Any] = find(
+    'torch._C:_current_autograd_node',
+    otherwise=lambda: None,
+)
 
 #: The type of the nodes of ``torch.autograd.Function``, which unpack their tensors at any time.
 PythonNode: type = BackwardCFunction
@@ -448,14 +491,19 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = find(
 )
 
 #: Whether a profiler records. Its labels take as long as the smallest operations.
-is_profiled: Callable[[], bool] = find('torch.autograd:_profiler_enabled', otherwise=lambda: True)
+is_profiled: Callable[[], bool] = find(
+    'torch.autograd:_profiler_enabled',
+    otherwise=lambda: True,
+)
 
 _run_engine: Any = find('torch.autograd.graph:_engine_run_backward', otherwise=False)
 
 #: Run backward from edges, with gradients of the right shapes; both are tuples. The public
 #: function checks them first, which takes as long as a small layer.
-backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] = (
-    partial(
+backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object]
+backward_from = torch.autograd.backward
+if _run_engine:
+    backward_from = partial(
         _run_engine,
         keep_graph=False,
         create_graph=False,
@@ -463,20 +511,24 @@ backward_from: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] 
         allow_unreachable=True,
         accumulate_grad=True,
     )
-    if _run_engine
-    else torch.autograd.backward
-)
 
 _without_memory = find('torch:Tensor._make_wrapper_subclass', 'a tensor without memory')
 
 
-def on_cpu_without_memory(kind: type[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def on_cpu_without_memory(
+    kind: type[Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return a tensor of a class with the CPU as its device and without values.
 
     A tensor on the meta device would not do, because methods that set initial values skip it.
     """
     return _without_memory(  # type: ignore[no-any-return]
-        kind, shape, dtype=dtype, device=torch.device('cpu')
+        kind,
+        shape,
+        dtype=dtype,
+        device=torch.device('cpu'),
     )
 
 
@@ -527,8 +579,10 @@ def remove_hooks(x: Tensor, first: int) -> None:
     """Remove the hooks that were registered on a tensor since a handle would have had this id."""
     hooks: Any
     for hooks in (x._backward_hooks, x._post_accumulate_grad_hooks):
-        for number in [number for number in hooks or () if number >= first]:
-            del hooks[number]
+        for number in list(hooks or ()):
+            # Handles have ascending ids.
+            if number >= first:
+                del hooks[number]
 
 
 #: The attribute of a module that is true if its backward hooks are full backward hooks.
@@ -571,7 +625,12 @@ class Scaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        where = super()._unscale_grads_(self.parts(optimizer), inv_scale, found_inf, allow_fp16)
+        where = super()._unscale_grads_(
+            self.parts(optimizer),
+            inv_scale,
+            found_inf,
+            allow_fp16,
+        )
         return self.found(where, found_inf)
 
 
@@ -581,8 +640,8 @@ _set_ignored = find(
 )
 
 
-def _ignored_in_ddp(module: torch.nn.Module) -> list[str]:
-    return list(getattr(module, '_ddp_params_and_buffers_to_ignore', ()))
+#: The attribute of a module with the names that ``DistributedDataParallel`` ignores.
+_IGNORED = '_ddp_params_and_buffers_to_ignore'
 
 
 def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
@@ -590,8 +649,10 @@ def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
 
     ``DistributedDataParallel`` does not have an argument for it.
     """
-    _set_ignored(module, [*_ignored_in_ddp(module), *names])
-    if not {*names} <= {*_ignored_in_ddp(module)}:
+    # PyTorch's method replaces the names that are in the attribute already.
+    _set_ignored(module, [*getattr(module, _IGNORED, ()), *names])
+    # PyTorch may have renamed the attribute that its method sets.
+    if not set(names).issubset(getattr(module, _IGNORED, ())):
         raise_missing(
             'torch.nn:Module._ddp_params_and_buffers_to_ignore',
             'shards beside DistributedDataParallel',

@@ -30,8 +30,11 @@ def progress(items: Collection[T], description: str) -> Iterable[T]:
         # The thread of tqdm's monitor would disturb the measurement of layers.
         monitor_interval = 0
 
-    line: Iterable[T] = WithoutMonitor(items, desc=description, leave=False)
-    return line
+    return WithoutMonitor(
+        items,
+        desc=description,
+        leave=False,
+    )
 
 
 def _shows_lines(stream: Any) -> bool:

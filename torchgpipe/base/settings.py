@@ -1,7 +1,7 @@
 """Settings of a pipeline as data: the values of a plan, and the checkpointed micro-batches."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -56,13 +56,16 @@ def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
             f'checkpoint has {len(modes)} modes for {n} partitions: {modes!r}; give '
             'one for each, or one for all of them'
         )
-    stops = {'always': m, 'except_last': m - 1, 'never': 0}
+
+    stop_of = {'always': m, 'except_last': m - 1, 'never': 0}
+    stops = []
     for mode in modes:
-        if mode not in stops:
+        if mode not in stop_of:
             raise ValueError(
                 f"checkpoint is not one of 'always', 'except_last', or 'never': {mode!r}"
             )
-    return tuple([stops[mode] for mode in modes])
+        stops.append(stop_of[mode])
+    return tuple(stops)
 
 
 #: The same for one mode of all partitions, cached because it does not change between steps.
@@ -86,10 +89,11 @@ class Settings:
     #: The name of each layer that it was made for, and the bytes of the layer's parameters; none
     #: if it is for sizes rather than a module.
     layers: tuple[tuple[str, int], ...]
+    _: KW_ONLY
     #: The rows of a searched schedule, as CSV.
-    order: str = field(default='', kw_only=True)
+    order: str = ''
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
-    mesh: Mapping[str, int] = field(default_factory=dict, kw_only=True, hash=False)
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
     #: On a mesh, ``'replicate'`` or ``'shard'``: see
     #: :class:`~torchgpipe.distributed.DistributedGPipe`.
-    data: str = field(default='replicate', kw_only=True)
+    data: str = 'replicate'

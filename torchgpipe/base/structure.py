@@ -50,21 +50,39 @@ def storage_id(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Return whether any tensor lies in the memory of any of the others."""
-    memories = {storage_id(x) for x in others if x.layout is torch.strided}
-    return any(storage_id(x) in memories for x in some if x.layout is torch.strided)
+def share_memory(tensors: Iterable[Tensor], candidates: Iterable[Tensor]) -> bool:
+    """Return whether any tensor lies in the memory of any of the candidates."""
+    memories = set()
+    for y in candidates:
+        # Tensors of other layouts have several memories, or none that can be compared.
+        if y.layout is torch.strided:
+            memories.add(storage_id(y))
+
+    for x in tensors:
+        if x.layout is not torch.strided:
+            continue
+        if storage_id(x) in memories:
+            return True
+    return False
 
 
-def is_among(x: Tensor, others: Iterable[Tensor]) -> bool:
-    """Return whether a tensor has the same elements in memory as one of the others."""
-    return any(
-        x is y or _place(x) == _place(y) for y in others if x.layout is y.layout is torch.strided
-    )
+def is_among(x: Tensor, candidates: Iterable[Tensor]) -> bool:
+    """Return whether a tensor has the same elements in memory as one of the candidates."""
+    for y in candidates:
+        if not (x.layout is y.layout is torch.strided):
+            continue
+        if x is y or _place(x) == _place(y):
+            return True
+    return False
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
-    return storage_id(x), x.storage_offset(), x.shape, x.stride()
+    return (
+        storage_id(x),
+        x.storage_offset(),
+        x.shape,
+        x.stride(),
+    )
 
 
 def check_nested(x: Tensor) -> None:
@@ -79,11 +97,13 @@ def size_of(x: Tensor) -> int:
         return x.numel() * x.element_size()
     if x.layout is torch.sparse_coo:
         return size_of(x._values()) + size_of(x._indices())
+    # A compressed layout has an index of eight bytes for each value. The few offsets of rows are
+    # neglected.
     return x.values().numel() * x.element_size() + 8 * x._nnz()
 
 
 #: The types of tensors whose memory belongs to them, so that it can be copied and compared.
-PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, Buffer, FakeTensor}
+PLAIN_TYPES = {Tensor, nn.Parameter, Buffer, FakeTensor}
 
 
 def is_plain(x: Any) -> bool:
@@ -101,11 +121,11 @@ def copy_of(x: Tensor, memories: Memories) -> Tensor:
     copy = memories.get(key)
     if copy is None:
         # A tensor that fills its memory keeps its strides in a clone, and so the same layout.
-        copy = memories[key] = (
-            x.clone()
-            if memory.nbytes() == x.numel() * x.element_size()
-            else _view(memory.clone(), x)
-        )
+        if memory.nbytes() == size_of(x):
+            copy = x.clone()
+        else:
+            copy = _view(memory.clone(), x)
+        memories[key] = copy
         return copy
     return view_of(copy, x)
 
@@ -117,7 +137,12 @@ def view_of(copy: Tensor, x: Tensor) -> Tensor:
 
 def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
     view = torch.empty(0, dtype=x.dtype, device=x.device)
-    return view.set_(memory, x.storage_offset(), x.size(), x.stride())
+    return view.set_(
+        memory,
+        x.storage_offset(),
+        x.size(),
+        x.stride(),
+    )
 
 
 Tensors = tuple[Tensor, ...]
@@ -168,42 +193,50 @@ def is_object(value: Any) -> bool:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of a dataclass instance, including attributes that are not fields."""
+    # A dictionary, because the order of attributes is the order of tensors.
     names = dict.fromkeys([field.name for field in fields(value)])
-    return {
-        name: getattr(value, name)
-        for name in (names | getattr(value, '__dict__', {}))
-        if hasattr(value, name)
-    }
+    # A dataclass with slots does not have a dictionary.
+    names.update(getattr(value, '__dict__', {}))
+    values = {}
+    for name in names:
+        # A field may not have a value yet.
+        if hasattr(value, name):
+            values[name] = getattr(value, name)
+    return values
 
 
+@dataclass(slots=True, eq=False)
 class Leaf:
     """A leaf of a value."""
 
-    __slots__ = ('path', 'shared', 'value')
-
-    def __init__(self, path: Path, value: Any, shared: bool) -> None:
-        self.path = path
-        self.value = value
-        self.shared = shared
+    path: Path
+    value: Any
+    #: Whether it is inside of a :class:`NoChunk`.
+    shared: bool
 
 
-def leaves_of(value: Any, path: Path = (), shared: bool = False) -> list[Leaf]:
+def leaves_of(
+    value: Any,
+    path: Path = (),
+    shared: bool = False,
+) -> list[Leaf]:
     """Return all leaves of a value, with their paths, in the order of :func:`flatten`.
 
     >>> [(path_name(leaf.path), leaf.value) for leaf in leaves_of({'n': (3, NoChunk([4]))})]
     [("['n'][0]", 3), ("['n'][1][0]", 4)]
     """
-    found = []
-    for keys, leaf in _with_paths(value):
-        here = path + keys
-        if isinstance(leaf, NoChunk):
-            found += leaves_of(leaf.value, here, True)
-        elif is_object(leaf):
-            named = ((_Attribute(name), x) for name, x in attributes(leaf).items())
-            found += [each for name, x in named for each in leaves_of(x, (*here, name), shared)]
+    leaves = []
+    # Pytree treats a dataclass and a mark as leaves, so their contents are added here.
+    for keys, item in _with_paths(value):
+        place = path + keys
+        if isinstance(item, NoChunk):
+            leaves += leaves_of(item.value, place, True)
+        elif is_object(item):
+            for name, attribute in attributes(item).items():
+                leaves += leaves_of(attribute, (*place, _Attribute(name)), shared)
         else:
-            found.append(Leaf(here, leaf, shared))
-    return found
+            leaves.append(Leaf(place, item, shared))
+    return leaves
 
 
 class _Attribute(str):
@@ -214,11 +247,11 @@ class _Attribute(str):
 
 def _with_paths(value: Any) -> list[tuple[Path, Any]]:
     try:
-        found, _ = tree_flatten_with_path(value, is_leaf=is_leaf)
+        items, _ = tree_flatten_with_path(value, is_leaf=is_leaf)
     except ValueError:  # A class is registered without names for its contents.
         leaves, _ = tree_flatten(value, is_leaf=is_leaf)
         return [((k,), leaf) for k, leaf in enumerate(leaves)]
-    return [(tuple(_key(entry) for entry in path), leaf) for path, leaf in found]
+    return [(tuple(map(_key, entries)), leaf) for entries, leaf in items]
 
 
 def _key(entry: Any) -> Any:
@@ -231,7 +264,13 @@ def _key(entry: Any) -> Any:
 
 def path_name(path: Path) -> str:
     """Format a path as a Python expression: ``['labels'][0].x``."""
-    return ''.join(f'.{key}' if isinstance(key, _Attribute) else f'[{key!r}]' for key in path)
+    name = ''
+    for key in path:
+        if isinstance(key, _Attribute):
+            name += f'.{key}'
+        else:
+            name += f'[{key!r}]'
+    return name
 
 
 def item_at(value: Any, path: Path) -> Any:
@@ -241,7 +280,10 @@ def item_at(value: Any, path: Path) -> Any:
     4
     """
     for key in path:
-        value = getattr(value, key) if isinstance(key, _Attribute) else value[key]
+        if isinstance(key, _Attribute):
+            value = getattr(value, key)
+        else:
+            value = value[key]
     return value
 
 
@@ -303,15 +345,16 @@ def call(function: Callable[..., Any], value: Any) -> Any:
     return function(value)
 
 
+@dataclass(slots=True)
 class Structure:
     """The nesting of a value, which reconstructs the value from tensors."""
 
-    __slots__ = ('_cls', '_leaves', '_spec')
-
-    def __init__(self, spec: Any, leaves: list[Any], cls: type | None = None) -> None:
-        self._spec = spec
-        self._leaves = leaves
-        self._cls = cls
+    #: The specification of pytree.
+    _spec: Any
+    #: In place of each tensor its mark, and in place of a dataclass instance its structure.
+    _leaves: list[Any]
+    #: The dataclass, if the value is an instance of one. Then the rest is for its attributes.
+    _cls: type | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self._build(iter(tensors))
@@ -328,22 +371,16 @@ class Structure:
         value = tree_unflatten(leaves, self._spec)
         if self._cls is None:
             return value
-        made: Any = object.__new__(self._cls)
+        # Without `__init__`, which may do any work, and even if the dataclass is frozen.
+        instance: Any = object.__new__(self._cls)
         for name, attribute in value.items():
-            object.__setattr__(made, name, attribute)  # even if it is frozen
-        return made
+            object.__setattr__(instance, name, attribute)
+        return instance
 
     def __reduce__(self) -> Any:
         # Pickling a specification of pytree warns. Pickling an example of the value does not.
         example = tree_unflatten(range(len(self._leaves)), self._spec)
         return _restore, (example, self._leaves, self._cls)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and (self._spec, self._leaves, self._cls) == (
-            other._spec,
-            other._leaves,
-            other._cls,
-        )
 
 
 def _restore(example: Any, leaves: list[Any], cls: type | None) -> Structure:
@@ -355,7 +392,7 @@ class Repeated:
     """The kind of a value that contains a tensor in several places."""
 
     kind: Kind
-    #: By place, the index of its tensor.
+    #: By place, the index of its tensor. At their first places, indices ascend.
     where: tuple[int, ...]
 
     def spread(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -369,7 +406,11 @@ class Repeated:
         """
         if len(tensors) != len(self.where):
             return tuple(tensors)
-        return tuple([tensors[self.where.index(k)] for k in range(max(self.where) + 1)])
+        unique: list[Tensor] = []
+        for index, x in zip(self.where, tensors):
+            if index == len(unique):
+                unique.append(x)
+        return tuple(unique)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         return self.kind(self.spread(tensors))
@@ -386,7 +427,8 @@ class Annotated:
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         for x, attributes in zip(tensors, self.attributes):
             if isinstance(x, Tensor):  # In an error message, shapes replace tensors.
-                x.__dict__.update({name: value(()) for name, value in attributes.items()})
+                for name, structure in attributes.items():
+                    x.__dict__[name] = structure(())
         return self.kind(tensors)
 
 
@@ -407,41 +449,48 @@ def annotated(tensors: Sequence[Tensor], kind: Kind) -> Kind:
         TypeError: An attribute is not a plain value, nor a container of plain values.
     """
     attributes = tuple([_attributes_of(x) for x in tensors])
-    return Annotated(kind, attributes) if any(attributes) else kind
+    if not any(attributes):
+        return kind
+    return Annotated(kind, attributes)
 
 
 def _attributes_of(x: Tensor) -> dict[str, Structure]:
     if type(x) is not Tensor:
         return {}
-    # `torch.compile` marks dimensions of tensors as dynamic, for itself.
-    return {
-        name: _plain_structure(name, value)
-        for name, value in x.__dict__.items()
-        if not name.startswith('_dynamo')
-    }
+    structures = {}
+    for name, value in x.__dict__.items():
+        # `torch.compile` marks dimensions of tensors as dynamic, for itself.
+        if not name.startswith('_dynamo'):
+            structures[name] = _plain_structure(name, value)
+    return structures
 
 
 def _plain_structure(name: str, value: Any) -> Structure:
     """Return the structure of a tensor's attribute, which has no tensors."""
     leaves, spec = tree_flatten(value, is_leaf=is_leaf)
-    if not all(isinstance(leaf, PLAIN) for leaf in leaves):
-        raise TypeError(
-            f"a tensor has the attribute '{name}', a {type(value).__name__}: the next partition "
-            'gets only attributes of plain values, such as numbers and strings, and containers of '
-            'these. Pass the other value beside the tensor, in a tuple or a dict'
-        )
+    for leaf in leaves:
+        if not isinstance(leaf, PLAIN):
+            raise TypeError(
+                f"a tensor has the attribute '{name}', a {type(value).__name__}: the next "
+                'partition gets only attributes of plain values, such as numbers and strings, and '
+                'containers of these. Pass the other value beside the tensor, in a tuple or a dict'
+            )
     return Structure(spec, leaves)
 
 
 def once(
-    tensors: Sequence[Tensor], kind: Kind, keys: Iterable[Hashable] = ()
+    tensors: Sequence[Tensor],
+    kind: Kind,
+    keys: Iterable[Hashable] = (),
 ) -> tuple[tuple[Tensor, ...], Kind]:
     """Return each tensor once, and the kind that reconstructs the value from them."""
-    found: dict[Hashable, int] = {}
-    where = tuple([found.setdefault(key, len(found)) for key in keys or map(id, tensors)])
-    if len(found) == len(where):
+    numbers: dict[Hashable, int] = {}
+    where = []
+    for key in keys or map(id, tensors):
+        where.append(numbers.setdefault(key, len(numbers)))
+    if len(numbers) == len(where):
         return tuple(tensors), kind
-    repeated = Repeated(kind, where)
+    repeated = Repeated(kind, tuple(where))
     return repeated.collect(tensors), repeated
 
 
@@ -456,6 +505,8 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
     Raises:
         TypeError: The value has no tensor, or a leaf is neither a tensor nor a plain value.
     """
+    # Most outputs are a tensor or a tuple of tensors. For these, pytree would take most of the
+    # time.
     if isinstance(value, Tensor):
         return (value,), bare
     if type(value) is tuple:
@@ -468,7 +519,9 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
 
 
 def flatten_nested(
-    value: Any, marks: bool = True, takes: type = Tensor
+    value: Any,
+    marks: bool = True,
+    takes: type = Tensor,
 ) -> tuple[tuple[Any, ...], Structure]:
     """Flatten a value as :func:`flatten` does, and remove :class:`NoChunk` marks."""
     tensors: list[Any] = []
@@ -478,7 +531,12 @@ def flatten_nested(
     return tuple(tensors), structure
 
 
-def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Structure | None:
+def _flatten(
+    value: Any,
+    tensors: list[Any],
+    marks: bool,
+    takes: type,
+) -> Structure | None:
     """Append the tensors of a value to a list; return ``None`` if a leaf is not allowed."""
     leaves, spec = tree_flatten(value, is_leaf=is_leaf)
     for k, leaf in enumerate(leaves):
@@ -486,14 +544,16 @@ def _flatten(value: Any, tensors: list[Any], marks: bool, takes: type) -> Struct
             tensors.append(leaf)
             leaves[k] = _TENSOR
         elif is_object(leaf):
-            part = leaves[k] = _flatten(attributes(leaf), tensors, marks, takes)
+            part = _flatten(attributes(leaf), tensors, marks, takes)
             if part is None:
                 return None
             part._cls = type(leaf)
+            leaves[k] = part
         elif marks and isinstance(leaf, NoChunk):
-            leaves[k] = _flatten(leaf.value, tensors, marks, takes)
-            if leaves[k] is None:
+            part = _flatten(leaf.value, tensors, marks, takes)
+            if part is None:
                 return None
+            leaves[k] = part
         elif not isinstance(leaf, PLAIN):
             return None
     return Structure(spec, leaves)
@@ -508,19 +568,18 @@ def _refuse(value: Any, marks: bool) -> TypeError:
                 'is inside of it'
             )
         if not isinstance(leaf.value, (Tensor, *PLAIN)):
-            where = 'value' + path_name(leaf.path) if leaf.path else 'the value'
+            where = 'the value'
+            if leaf.path:
+                where = 'value' + path_name(leaf.path)
+            # Not a dict, which is a container. A `BatchEncoding` of Transformers is one.
             if isinstance(leaf.value, Mapping):
-                return _not_a_dict(leaf.value, where)
+                return TypeError(
+                    f'expected Tensor, but got {type(leaf.value).__name__} as {where}. If its '
+                    'keys are names of arguments, pass model(**batch), or Arguments(**batch) '
+                    'where one value is expected. If it is one argument, pass dict(batch)'
+                )
             return _not_a_tensor(leaf.value, where)
     return _not_a_tensor(value, 'the value')
-
-
-def _not_a_dict(value: Any, where: str) -> TypeError:
-    return TypeError(
-        f'expected Tensor, but got {type(value).__name__} as {where}. If its keys are names of '
-        'arguments, pass model(**batch), or Arguments(**batch) where one value is expected. If it '
-        'is one argument, pass dict(batch)'
-    )
 
 
 def _not_a_tensor(value: Any, where: str) -> TypeError:

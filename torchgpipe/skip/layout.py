@@ -10,18 +10,17 @@
 """
 
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from torchgpipe.skip.transfer import Key, Namespace
-
-__all__ = ['DeclaresSkips', 'SkipLayout', 'inspect_skip_layout']
+from torchgpipe.skip.transfer import End, Key, Namespace
 
 
 @runtime_checkable
 class DeclaresSkips(Protocol):
-    """A layer that says which skips it stashes and which it pops."""
+    """A layer that declares the skips that it stashes and pops."""
 
     def stashable(self) -> Iterable[Key]:
         """Return the skips that it stashes."""
@@ -44,19 +43,30 @@ class SkipLayout:
         skip_routes: For each skip ``(namespace, name)`` the partitions ``(source, destination)``.
     """
 
-    def __init__(self, num_partitions: int, skip_routes: dict[Key, tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        num_partitions: int,
+        skip_routes: dict[Key, tuple[int, int]],
+    ) -> None:
         self._routes = dict(skip_routes)
-        self._incoming: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
-        self._outgoing: list[list[tuple[int, Key]]] = [[] for _ in range(num_partitions)]
+        self._incoming: list[list[End]] = []
+        self._outgoing: list[list[End]] = []
+        for _ in range(num_partitions):
+            self._incoming.append([])
+            self._outgoing.append([])
+
         for key, (prev_j, next_j) in skip_routes.items():
+            # Within a partition, a skip stays in the tracker of its cell.
             if prev_j != next_j:
                 self._incoming[next_j].append((prev_j, key))
                 self._outgoing[prev_j].append((next_j, key))
         for incoming in self._incoming:
-            incoming.sort(key=lambda route: route[0])
+            # By the source only, because the default namespace cannot be compared with others.
+            incoming.sort(key=itemgetter(0))
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
         """Return whether a skip goes from one partition to another."""
+        # A skip that no layer pops does not have a route.
         prev_j, next_j = self._routes.get((ns, name), (-1, -1))
         return prev_j != next_j
 
@@ -65,11 +75,11 @@ class SkipLayout:
         for prev_j, (ns, name) in self._incoming[next_j]:
             yield prev_j, ns, name
 
-    def incoming(self, j: int) -> list[tuple[int, Key]]:
+    def incoming(self, j: int) -> list[End]:
         """Return the skips that come into a partition, each with its source."""
         return self._incoming[j]
 
-    def outgoing(self, j: int) -> list[tuple[int, Key]]:
+    def outgoing(self, j: int) -> list[End]:
         """Return the skips that leave a partition, each with its destination."""
         return self._outgoing[j]
 
@@ -90,17 +100,21 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     Raises:
         TypeError: A layer within a child has a skip like one that goes to another partition.
     """
-    stashed_at: dict[Key, int] = {}
-    routes: dict[Key, tuple[int, int]] = {}
+    # The partitions of the skips that no layer has popped yet.
+    stashed_at = {}
+    routes = {}
     parts = list(partitions)
     for j, partition in enumerate(parts):
         for layer in partition.children():
-            if isinstance(layer, DeclaresSkips):
-                for key in layer.stashable():
-                    stashed_at[key] = j
-                for key in layer.poppable():
-                    if key in stashed_at:
-                        routes[key] = (stashed_at.pop(key), j)
+            if not isinstance(layer, DeclaresSkips):
+                continue
+            for key in layer.stashable():
+                stashed_at[key] = j
+            for key in layer.poppable():
+                if key in stashed_at:
+                    routes[key] = stashed_at.pop(key), j
+
+    # A layer within a child cannot be checked before all routes are known.
     layout = SkipLayout(len(parts), routes)
     for partition in parts:
         for layer_name, layer in partition.named_children():
@@ -108,13 +122,20 @@ def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     return layout
 
 
-def _verify_inner(layer_name: str, layer: nn.Module, layout: SkipLayout) -> None:
+def _verify_inner(
+    layer_name: str,
+    layer: nn.Module,
+    layout: SkipLayout,
+) -> None:
     for inner in layer.modules():
-        if inner is not layer and isinstance(inner, DeclaresSkips):
-            for ns, name in (*inner.stashable(), *inner.poppable()):
-                if layout.requires_copy(ns, name):
-                    raise TypeError(
-                        f"a layer within '{layer_name}' declared '{name}', which also goes from "
-                        'one partition to another, between other layers; isolate one of both by a '
-                        'namespace: layer.isolate(Namespace())'
-                    )
+        if inner is layer or not isinstance(inner, DeclaresSkips):
+            continue
+        keys = [*inner.stashable(), *inner.poppable()]
+        for ns, name in keys:
+            # In the tracker, the inner skip might replace the other.
+            if layout.requires_copy(ns, name):
+                raise TypeError(
+                    f"a layer within '{layer_name}' declared '{name}', which also goes from "
+                    'one partition to another, between other layers; isolate one of both by a '
+                    'namespace: layer.isolate(Namespace())'
+                )

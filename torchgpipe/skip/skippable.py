@@ -20,6 +20,7 @@ Its return value is the layer's output::
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial, wraps
+from operator import itemgetter
 from types import GeneratorType, new_class
 from typing import Any, ClassVar, TypeVar
 
@@ -98,6 +99,7 @@ def run_generator(
     Args:
         generator: The result of the forward; any value but a generator is the output itself.
     """
+    # In each forward, a skip is stashed once and popped once.
     to_stash = set(stashable)
     to_pop = set(poppable)
     output = generator
@@ -111,13 +113,23 @@ def run_generator(
             except StopIteration as stop:
                 output = stop.value
                 break
+
             try:
-                answer = _obey(request, namespaced, stashable, poppable, to_stash, to_pop)
+                answer = _obey(
+                    request,
+                    namespaced,
+                    stashable,
+                    poppable,
+                    to_stash,
+                    to_pop,
+                )
                 steps.append(partial(generator.send, answer))
                 del answer
             except Exception as error:  # It appears to the layer where it yielded.
                 steps.append(partial(generator.throw, error))
+            # Otherwise this frame would hold the stashed tensor while the layer runs on.
             del request
+
     if to_stash:
         raise RuntimeError(f'{_quoted(to_stash)} must be stashed but have not')
     if to_pop:
@@ -155,7 +167,11 @@ def _obey(
 
 
 def _check(
-    name: str, declared: frozenset[str], left: set[str], adjective: str, participle: str
+    name: str,
+    declared: frozenset[str],
+    left: set[str],
+    adjective: str,
+    participle: str,
 ) -> None:
     if name not in declared:
         raise RuntimeError(f"'{name}' has not been declared as {adjective}")
@@ -192,12 +208,14 @@ class Skippable(nn.Module):
     (True, ['x'])
     """
 
+    #: The names that :func:`skippable` declares, for the class that it derives.
     stashable_names: ClassVar[frozenset[str]] = frozenset()
     poppable_names: ClassVar[frozenset[str]] = frozenset()
     #: The namespaces of those names that are not in the default one.
     namespaces: Mapping[str, Namespace | None] = {}
 
     def __getattr__(self, name: str) -> Any:
+        # First, because the layer may have a child of this name.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -218,7 +236,10 @@ class Skippable(nn.Module):
         return map(self.namespaced, sorted(self.poppable_names))
 
     def isolate(
-        self: TSkippable, ns: Namespace | None, *, only: Iterable[str] | None = None
+        self: TSkippable,
+        ns: Namespace | None,
+        *,
+        only: Iterable[str] | None = None,
     ) -> TSkippable:
         """Put this layer's skips into a namespace, so that their names can be used again.
 
@@ -243,26 +264,39 @@ class Skippable(nn.Module):
                 f'ns must be a Namespace or None, but got {ns!r}; make one with Namespace()'
             )
         names = self.stashable_names | self.poppable_names
-        chosen = names if only is None else names & set(only)
-        self.namespaces = {**self.namespaces, **dict.fromkeys(chosen, ns)}
+        if only is not None:
+            names &= set(only)
+        # A new dictionary, because layers share the default, and a shallow copy shares any other.
+        self.namespaces = {
+            **self.namespaces,
+            **dict.fromkeys(names, ns),
+        }
         return self
 
     def __repr__(self) -> str:
         return f'@skippable({super().__repr__()})'
 
     def state_dict(
-        self, *, destination: Any = None, prefix: str = '', keep_vars: bool = False
+        self,
+        *,
+        destination: Any = None,
+        prefix: str = '',
+        keep_vars: bool = False,
     ) -> Any:
         """Return the state, with names as in [Note: The level called module]."""
+        # The destination already has the states of other layers.
         before = set(destination or ())
         destination = super().state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
+            destination=destination,
+            prefix=prefix,
+            keep_vars=keep_vars,
         )
         level = prefix + 'module.'
-        _rename(
-            destination,
-            {key: level + key[len(prefix) :] for key in destination if key not in before},
-        )
+        names = {}
+        for key in destination:
+            if key not in before:
+                names[key] = level + key[len(prefix) :]
+        _rename(destination, names)
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -270,55 +304,65 @@ class Skippable(nn.Module):
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
         complete = all(level + key[len(prefix) :] in state_dict for key in mine)
-        _rename(
-            state_dict,
-            {
-                key: prefix + key[len(level) :]
-                for key in state_dict
-                if key.startswith(level) and (complete or key not in mine)
-            },
-        )
+        names = {}
+        for key in state_dict:
+            # If not all names have the level, one of them may belong to a child that is called
+            # "module".
+            if key.startswith(level) and (complete or key not in mine):
+                names[key] = prefix + key[len(level) :]
+        _rename(state_dict, names)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = '', remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = '',
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this layer and all within: [Note: The level called module]."""
-        prefix = prefix + '.module' if prefix else 'module'
-        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if prefix:
+            prefix += '.'
+        yield from super().named_modules(memo, prefix + 'module', remove_duplicate)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Where a function call has made this class, its name leads to the class that it is
-        # derived from.
         reduced: Any = super().__reduce_ex__(protocol)
         cls = type(self)
         base = cls.__dict__.get('_decorated')
+        # Where a function call has made this class, its name leads to the class that it is
+        # derived from.
         if base is not None and _find(cls) is base:
-            return _restore, (base, cls.stashable_names, cls.poppable_names), *reduced[2:]
+            names = cls.stashable_names, cls.poppable_names
+            return _restore, (base, *names), *reduced[2:]
         return reduced
 
 
 def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
-    # All are taken out first: the new name of one may be the old name of another.
+    # All are taken out first, because the new name of one may be the old name of another.
     values = [state_dict.pop(name) for name in names]
     state_dict.update(zip(names.values(), values))
 
 
 def _find(cls: type) -> Any:
     """Return the object with the name of a class."""
-    found: Any = sys.modules.get(cls.__module__)
+    candidate: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split('.'):
-        found = getattr(found, name, None)
-    return found
+        candidate = getattr(candidate, name, None)
+    return candidate
 
 
-def _restore(base: type[nn.Module], stashable: frozenset[str], poppable: frozenset[str]) -> Any:
+def _restore(
+    base: type[nn.Module],
+    stashable: frozenset[str],
+    poppable: frozenset[str],
+) -> Any:
+    # `__reduce_ex__` returns the attributes as a state, so `__init__` is not called.
     cls = skippable(stashable, poppable)(base)
     return cls.__new__(cls)
 
 
 def skippable(
-    stash: Iterable[str] = (), pop: Iterable[str] = ()
+    stash: Iterable[str] = (),
+    pop: Iterable[str] = (),
 ) -> Callable[[type[TModule]], type[TModule]]:
     """Declare the skips of a layer: a class decorator.
 
@@ -348,6 +392,7 @@ def skippable(
         have :meth:`~Skippable.isolate`. As the name then stands for the derived class, write
         ``super().__init__()`` and not ``super(Layer, self).__init__()``.
     """
+    # A string is an iterable of names with one letter.
     if isinstance(stash, str) or isinstance(pop, str):
         raise TypeError(
             'stash and pop are iterables of names, not a name: '
@@ -364,12 +409,16 @@ def skippable(
     return decorate
 
 
-def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]) -> type[Any]:
+def _derive(
+    base: type[Any],
+    stashable: frozenset[str],
+    poppable: frozenset[str],
+) -> type[Any]:
+    # A pickled layer has to get the same class again, not another one of the same name.
     for derived in base.__subclasses__():
-        if derived.__dict__.get('_decorated') is base and (
-            derived.stashable_names,
-            derived.poppable_names,
-        ) == (stashable, poppable):
+        if derived.__dict__.get('_decorated') is not base:
+            continue
+        if derived.stashable_names == stashable and derived.poppable_names == poppable:
             return derived
 
     @partial(uncompiled, recursive=False)  # PyTorch cannot compile a generator.
@@ -378,7 +427,9 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
         generator = base.forward(self, *args, **kwargs)
         return run_generator(generator, self.namespaced, stashable, poppable)
 
+    # A skippable class that is decorated again already has the methods.
     bases = (base,) if issubclass(base, Skippable) else (Skippable, base)
+    # In tracebacks, representations and pickles, the class has the name of its base.
     body = {
         '__doc__': base.__doc__,
         '__module__': base.__module__,
@@ -388,7 +439,11 @@ def _derive(base: type[Any], stashable: frozenset[str], poppable: frozenset[str]
         'stashable_names': stashable,
         'poppable_names': poppable,
     }
-    return new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+    return new_class(
+        base.__name__,
+        bases,
+        exec_body=lambda namespace: namespace.update(body),
+    )
 
 
 def verify_skippables(module: nn.Sequential) -> None:
@@ -417,27 +472,30 @@ def verify_skippables(module: nn.Sequential) -> None:
     problems: list[str] = []
     stashed: set[Key] = set()
     popped: set[Key] = set()
+    # Not `named_children`, which leaves out a layer that is in the model twice.
     for layer_name, layer in module._modules.items():
         if isinstance(layer, DeclaresSkips):
             problems += _verify_layer(layer_name, layer, stashed, popped)
-    problems += [
-        f"no module declared '{name}' as poppable but stashed"
-        for name in sorted(name for _, name in stashed - popped)
-    ]
+    for name in sorted([name for _, name in stashed - popped]):
+        problems.append(f"no module declared '{name}' as poppable but stashed")
     if problems:
         raise TypeError(
-            'one or more pairs of stash and pop do not match:\n\n'
-            + '\n'.join(f'* {problem}' for problem in problems)
+            'one or more pairs of stash and pop do not match:\n\n* '
+            + '\n* '.join(problems)
             + '\n\nGive each pair of layers that uses a name again a namespace: '
             'layer.isolate(Namespace()).'
         )
 
 
 def _verify_layer(
-    layer_name: str, layer: DeclaresSkips, stashed: set[Key], popped: set[Key]
+    layer_name: str,
+    layer: DeclaresSkips,
+    stashed: set[Key],
+    popped: set[Key],
 ) -> Iterator[str]:
+    # The layer would pop its own skip, so these are reported once and not matched.
     both = set(layer.stashable()) & set(layer.poppable())
-    for _, name in sorted(both, key=lambda key: key[1]):
+    for _, name in sorted(both, key=itemgetter(1)):
         yield f"'{layer_name}' declared '{name}' both as stashable and as poppable"
     for key in layer.stashable():
         if key in both:

@@ -34,20 +34,6 @@ from torchgpipe.base.context import context
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Kind, bare
 
-__all__ = [
-    'Key',
-    'Namespace',
-    'Skip',
-    'SkipTracker',
-    'arrive',
-    'changed_in_place',
-    'current_skip_tracker',
-    'keep',
-    'leave',
-    'take',
-    'use_skip_tracker',
-]
-
 
 @dataclass(frozen=True, order=True)
 class Namespace(metaclass=ABCMeta):  # noqa: B024 - None registers as one
@@ -71,6 +57,9 @@ Namespace.register(type(None))
 #: The unique key of a skip tensor in a model: its namespace and its name.
 Key = tuple[Namespace | None, str]
 
+#: The partition at the other end of a skip, and the skip's key.
+End = tuple[int, Key]
+
 
 class SkipTracker:
     """Skip tensors in a dictionary.
@@ -86,9 +75,16 @@ class SkipTracker:
     """
 
     def __init__(self) -> None:
+        #: ``None`` for a skip is a value as well, which a layer has stashed.
         self.tensors: dict[Key, Tensor | None] = {}
 
-    def save(self, batch: Any, ns: Namespace | None, name: str, tensor: Tensor | None) -> None:
+    def save(
+        self,
+        batch: Any,
+        ns: Namespace | None,
+        name: str,
+        tensor: Tensor | None,
+    ) -> None:
         """Keep a skip tensor."""
         self.tensors[ns, name] = tensor
 
@@ -97,7 +93,12 @@ class SkipTracker:
         return self.tensors.pop((ns, name))
 
     def copy(
-        self, batch: Any, prev_stream: Any, next_stream: Any, ns: Namespace | None, name: str
+        self,
+        batch: Any,
+        prev_stream: Any,
+        next_stream: Any,
+        ns: Namespace | None,
+        name: str,
     ) -> None:
         """Move a skip tensor to another device."""
         raise TypeError('copying is not supported without portals')
@@ -115,6 +116,7 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
     Args:
         skip_tracker: The tracker.
     """
+    # A cell may run in a layer of another pipeline, in the same thread.
     outside = context.skips
     context.skips = skip_tracker
     try:
@@ -125,6 +127,7 @@ def use_skip_tracker(skip_tracker: SkipTracker) -> Iterator[None]:
 
 def current_skip_tracker() -> SkipTracker:
     """Return this thread's tracker: see :func:`use_skip_tracker`."""
+    # Outside of a pipeline, all layers of the thread share one tracker.
     if context.skips is None:
         context.skips = SkipTracker()
     return context.skips  # type: ignore[no-any-return]
@@ -144,52 +147,59 @@ class Skip(NamedTuple):
     #: The partition that stashed it.
     j: int = 0
     k: int = 0
+    #: Restores the attributes of the tensor.
     kind: Kind = bare
 
 
-def leave(tracker: SkipTracker, outgoing: Iterable[tuple[int, Key]]) -> dict[Key, Tensor]:
+def leave(tracker: SkipTracker, outgoing: Iterable[End]) -> dict[Key, Tensor]:
     """Return the skips that leave a cell, with all changes in place since they were stashed.
 
     Raises:
         RuntimeError: A layer has not stashed a skip that it declares.
     """
-    found = {}
+    skips = {}
     for _, key in outgoing:
         if key not in tracker.tensors:
             raise RuntimeError(f"'{key[1]}' must be stashed but have not")
-        if (x := tracker.tensors[key]) is not None:
-            found[key] = x
-    return found
+        tensor = tracker.tensors[key]
+        if tensor is not None:
+            skips[key] = tensor
+    return skips
 
 
 def keep(
     waiting: dict[Key, Skip],
-    outgoing: Iterable[tuple[int, Key]],
+    outgoing: Iterable[End],
     j: int,
     stashed: Mapping[Key, Kind],
     output: Sequence[Tensor],
 ) -> None:
     """Keep the skips that left a cell of partition ``j``, the last tensors of its output."""
+    # For a stashed `None`, the output does not have a tensor.
     for _, key in outgoing:
         waiting[key] = Skip(None)
-    for k, key in enumerate(stashed, len(output) - len(stashed)):
-        waiting[key] = Skip(output[k], versions([output[k]])[0], j, k, stashed[key])
+
+    first = len(output) - len(stashed)
+    for k, key in enumerate(stashed, first):
+        tensor = output[k]
+        (version,) = versions([tensor])
+        waiting[key] = Skip(tensor, version, j, k, stashed[key])
 
 
 def take(
-    waiting: dict[Key, Skip], incoming: Iterable[tuple[int, Key]]
+    waiting: dict[Key, Skip],
+    incoming: Iterable[End],
 ) -> tuple[list[Skip], dict[Key, Kind], list[Key]]:
     """Return the skips that a cell pops: those with a tensor, their kinds, and keys of ``None``.
-
-    The cell then owns them (rule 5).
 
     Raises:
         RuntimeError: A skip was changed in place: [Note: Changes in place].
     """
-    found: list[Skip] = []
-    popped: dict[Key, Kind] = {}
-    absent: list[Key] = []
+    skips = []
+    popped = {}
+    absent = []
     for _, key in incoming:
+        # The cell owns the skip from now on (rule 5).
         skip = waiting.pop(key)
         if skip.tensor is None:
             absent.append(key)
@@ -197,14 +207,15 @@ def take(
         if versions([skip.tensor]) != [skip.version]:
             raise RuntimeError(changed_in_place(f"the skip tensor '{key[1]}'"))
         popped[key] = skip.kind
-        found.append(skip)
-    return found, popped, absent
+        skips.append(skip)
+    return skips, popped, absent
 
 
 def arrive(popped: dict[Key, Kind], absent: Iterable[Key], tensors: list[Tensor]) -> SkipTracker:
     """Return a tracker with the skips that a cell pops, removed from the end of its input."""
     tracker = SkipTracker()
     tracker.tensors.update(dict.fromkeys(absent))
+    # From the end of the input, the last skip comes first.
     for key, kind in reversed(popped.items()):
         tracker.tensors[key] = kind([tensors.pop()])
     return tracker
