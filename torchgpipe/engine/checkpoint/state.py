@@ -32,11 +32,11 @@ dictionary of attributes::
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_not
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -101,38 +101,30 @@ class Layers:
         self.modules = modules
         self.observed = observed
         self.lock = lock
+        #: The modules that may set attributes in forward.
+        self._may_change: list[nn.Module] = []
         #: The attributes of each module, and the children, at the start of the first cell.
-        self.attributes = {module: module.__dict__.copy() for module in modules}
-        # These layers set no attributes. If another one does, the watch detects it.
-        self._may_change = [
-            module for module in modules if not type(module).__module__.startswith(_CONSTANT)
-        ]
-        self.children = {
-            module: module._modules.copy()
-            for module in modules
-            if module._modules
-            or module in self._may_change
-            or isinstance(module, (nn.ModuleDict, nn.ModuleList))
-        }
-        #: The parameters of each module in this forward pass, and whether they require grad.
-        #: Later, `torch.func.functional_call` removes its parameters, and others may be frozen.
-        self.own = {
-            module: {
-                name: (parameter, parameter.requires_grad)
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            }
-            for module in modules
-        }
-        self.parameters: list[tuple[Place, Tensor]] = [
-            ((module, name, ()), parameter)
-            for module, own in self.own.items()
-            for name, (parameter, _) in own.items()
-        ]
+        self.attributes: dict[nn.Module, Attributes] = {}
+        self.children: dict[nn.Module, dict[str, nn.Module | None]] = {}
+        #: The parameters of this forward pass, and whether they require grad. Later,
+        #: `torch.func.functional_call` removes its parameters, and others may be frozen.
+        self.parameters: list[tuple[Place, nn.Parameter, bool]] = []
+        for module in modules:
+            self.attributes[module] = module.__dict__.copy()
+            may_change = not type(module).__module__.startswith(_CONSTANT)
+            if may_change:
+                self._may_change.append(module)
+            # Containers of PyTorch may be empty now, and get children in forward.
+            is_container = isinstance(module, (nn.ModuleDict, nn.ModuleList))
+            if module._modules or may_change or is_container:
+                self.children[module] = module._modules.copy()
+            for name, x in module._parameters.items():
+                if x is not None:
+                    self.parameters.append(((module, name, ()), x, x.requires_grad))
         #: The small tensors of the last state, their versions and copies.
-        self.small: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
+        self.small = _Small([], [], [])
         #: The common state of cells without changes, as long as any of them has it.
-        self._same: Callable[[], CellState | None] = _gone
+        self._common: weakref.ref[CellState] | None = None
         #: Small containers that no layer was seen to change.
         self.containers: dict[Slot, Container] = {}
         #: For each module, the number of attributes, and the names of possible containers.
@@ -150,29 +142,28 @@ class Layers:
     @property
     def is_stale(self) -> bool:
         """Whether forward has replaced a child of a module since the first cell."""
-        return any(
-            are_rebound(children, module._modules) for module, children in self.children.items()
-        )
+        return any(are_rebound(before, x._modules) for x, before in self.children.items())
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
         """Return the present state of the layers, at the start of a cell."""
         if watch is not None:
             context.asked = False
             attributes = {module: module.__dict__.copy() for module in self.modules}
-            self._find_containers(attributes)
+            self._copy_containers(attributes)
             return CellState(self, attributes, watch)
         attributes = {}
         if self._may_change and not self.observed.asks_phase:
             if not self._candidates:
-                self._find_containers(self.attributes)
+                self._copy_containers(self.attributes)
             attributes = self._changed_attributes()
-            self._find_containers(attributes)
-        same = self._same()
-        if same is not None and not attributes and same.is_current():
-            return same
+            self._copy_containers(attributes)
+        if self._common is not None and not attributes:
+            common = self._common()
+            if common is not None and common.is_current():
+                return common
         state = CellState(self, attributes)
         if not (attributes or state.changes or self.observed.changes_containers):
-            self._same = weakref.ref(state)
+            self._common = weakref.ref(state)
         return state
 
     def _changed_attributes(self) -> dict[nn.Module, Attributes]:
@@ -182,29 +173,30 @@ class Layers:
             before = self.attributes[module]
             if module not in observed.mutated and are_rebound(before, module.__dict__):
                 observed.learn_attributes(module, before)
-        return {
-            module: module.__dict__.copy()
-            for module in observed.mutated
-            if module in self.attributes
-        }
+        attributes = {}
+        for module in observed.mutated:
+            if module in self.attributes:
+                attributes[module] = module.__dict__.copy()
+        return attributes
 
-    def _find_containers(self, attributes: dict[nn.Module, Attributes]) -> None:
+    def _copy_containers(self, attributes: dict[nn.Module, Attributes]) -> None:
         """Copy the small containers among attributes that are new since the last look."""
         for module in self._may_change:
-            now = attributes.get(module)
-            if now is None:
+            if module not in attributes:
                 continue
+            values = attributes[module]
+            # A layer rarely adds or removes an attribute, so the names are kept.
             size, names = self._candidates.get(module, (0, []))
-            if size != len(now):
-                names = candidates_of(now)
-                self._candidates[module] = len(now), names
+            if size != len(values):
+                names = candidates_of(values)
+                self._candidates[module] = len(values), names
             for name in names:
-                value = now.get(name)
+                value = values.get(name)
                 if self._looked_at.get((module, name)) is not value:
                     self._looked_at[module, name] = value
-                    self._find_container(module, name, value)
+                    self._copy_container(module, name, value)
 
-    def _find_container(self, module: nn.Module, name: str, value: Any) -> None:
+    def _copy_container(self, module: nn.Module, name: str, value: Any) -> None:
         """Copy a value if it is a small container, unless there is a copy already."""
         self.containers.pop((module, name), None)
         contents = contents_of(name, value, FEW)
@@ -213,32 +205,30 @@ class Layers:
         if tensors_in(value):
             self.observed.kept[module].add(name)
             return
-        found = self._copied.get(id(value)) or self._copied_before.get(id(value))
-        if found is None or not are_same(found.contents, contents):
-            found = Container(value, contents, copy_of_value(value, _unchanged))
-        self._copied[id(value)] = self.containers[module, name] = found
+        container = self._copied.get(id(value)) or self._copied_before.get(id(value))
+        if container is None or not are_same(container.contents, contents):
+            container = Container(value, contents, copy_of_value(value, _unchanged))
+        self._copied[id(value)] = container
+        self.containers[module, name] = container
 
     def _find_changed_containers(self) -> None:
         """Keep the containers that a cell has changed: from now on each cell copies them."""
-        for (module, name), known in [*self.containers.items()]:
-            if not are_same(known.contents, contents_of(name, known.value)):
+        for (module, name), container in [*self.containers.items()]:
+            if not are_same(container.contents, contents_of(name, container.value)):
                 self.observed.kept[module].add(name)
                 self.observed.changes_containers = True
-                self._same = _gone  # The state of this cell, which later cells must not share.
+                self._common = None  # The state of this cell, which later cells must not share.
                 del self.containers[module, name]
 
     def end(self, state: 'CellState', watch: LayerRecorder | None) -> None:
         """Complete the state at the end of its first pass."""
         if not self.hooks:  # at this time, because a hook may remove itself
-            # Not as a dict, because the handle of a hook has a weak reference to its dictionary.
-            self.hooks = {
-                module: {name: module.__dict__[name].copy() for name in HOOKS}
-                for module in self.modules
-            }
-            self.with_hooks = {
-                module: {**attributes, **self.hooks[module]}
-                for module, attributes in self.attributes.items()
-            }
+            for module, attributes in self.attributes.items():
+                # Not as a dict, because the handle of a hook has a weak reference to its
+                # dictionary.
+                hooks = {name: module.__dict__[name].copy() for name in HOOKS}
+                self.hooks[module] = hooks
+                self.with_hooks[module] = {**attributes, **hooks}
         if watch is not None:
             state.learn(watch)
         elif versions(state.tensors) != state.versions:
@@ -247,29 +237,16 @@ class Layers:
             self._find_changed_containers()
 
 
-def _gone() -> None:
-    """Return ``None``, as a dead weak reference does."""
+class _Small(NamedTuple):
+    """Small tensors, their versions when they were copied, and the copies."""
+
+    tensors: list[Tensor]
+    versions: list[int]
+    copies: list[Tensor]
 
 
 class CellState:
     """The state of a partition's layers at the start of a cell."""
-
-    __slots__ = (
-        '__weakref__',
-        '_is_first',
-        '_samples',
-        '_small',
-        'attributes',
-        'buffers',
-        'changes',
-        'copies',
-        'layers',
-        'lost',
-        'places',
-        'tensors',
-        'values',
-        'versions',
-    )
 
     def __init__(
         self,
@@ -290,39 +267,46 @@ class CellState:
         self.copies: dict[Place, Tensor] = {}
         #: Attributes with tensors, or containers that change. The containers are copies.
         self.values: dict[nn.Module, Attributes] = {}
-        self._is_first = watch is not None
 
-        for place, x in layers.parameters:
-            if self._is_first or place in layers.observed.written:
+        for place, x, _ in layers.parameters:
+            if watch is not None or place in layers.observed.written:
                 # A kernel may write to a frozen one, such as statistics, without a new version.
                 self._keep(place, x, may_copy=not x.requires_grad)
             else:
                 self.places.append(place)
                 self.tensors.append(x)
-        self.buffers = {
-            module: module._buffers.copy() for module in layers.modules if module._buffers
-        }
-        for module, buffers in self.buffers.items():
-            for name, buffer in buffers.items():
+        self.buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
+        for module in layers.modules:
+            if not module._buffers:
+                continue
+            self.buffers[module] = module._buffers.copy()
+            for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self._keep((module, name, ()), buffer)
-        copies: dict[int, Any] = {}
-        kept = layers.observed.kept if watch is None else watch.kept
-        for module, names in kept.items():
-            if module not in layers.attributes:  # It was a child in an earlier cell.
-                continue
-            now = self.attributes_of(module)
-            self.values[module] = {
-                name: copy_of_value(now[name], partial(self._keep_item, module, name), copies)
-                for name in names
-                if name in now
-            }
-        for (module, name), container in layers.containers.items():
-            self.values.setdefault(module, {}).setdefault(name, container.copy)
+        self._keep_values(layers.observed.kept if watch is None else watch.kept)
 
         self._copy()
         self.versions = versions(self.tensors)
-        self._samples = [_sample(x) for x in self.tensors] if self._is_first else []
+        self._samples: list[Tensor | None] = []
+        if watch is not None:
+            self._samples = [_sample(x) for x in self.tensors]
+
+    def _keep_values(self, kept: Mapping[nn.Module, Iterable[str]]) -> None:
+        """Keep copies of attributes that are containers or contain tensors."""
+        layers = self.layers
+        # A container in several attributes is copied once.
+        copies: dict[int, Any] = {}
+        for module, names in kept.items():
+            if module not in layers.attributes:  # It was a child in an earlier cell.
+                continue
+            attributes = self.attributes_of(module)
+            values = self.values[module] = {}
+            for name in names:
+                if name in attributes:
+                    keep = partial(self._keep_item, module, name)
+                    values[name] = copy_of_value(attributes[name], keep, copies)
+        for (module, name), container in layers.containers.items():
+            self.values.setdefault(module, {}).setdefault(name, container.copy)
 
     def attributes_of(self, module: nn.Module) -> Attributes:
         """Return the attributes of a module, as references."""
@@ -353,26 +337,23 @@ class CellState:
                 self.copies[place] = _copy_of(x, memories)
 
             tensors = [*self._small.values()]
-            now = versions(tensors)
-            before, before_versions, copies = self.layers.small
-            if now != before_versions or any(map(is_not, tensors, before)):
+            present = versions(tensors)
+            small = self.layers.small
+            if present != small.versions or any(map(is_not, tensors, small.tensors)):
                 copies = [_copy_of(x, memories) for x in tensors]
-                self.layers.small = tensors, now, copies
-            self.copies.update(zip(self._small, copies))
+                small = self.layers.small = _Small(tensors, present, copies)
+            self.copies.update(zip(self._small, small.copies))
 
     def is_current(self) -> bool:
         """Return whether all tensors are as they were when the cell started."""
-        tensors, small_versions, _ = self.layers.small
-        buffers = self.buffers
-        return (
-            versions(self.tensors) == self.versions
-            and versions(tensors) == small_versions
-            and not any(
-                are_rebound(buffers.get(module, {}), module._buffers)
-                for module in self.layers.modules
-                if module._buffers or module in buffers
-            )
-        )
+        small = self.layers.small
+        if versions(self.tensors) != self.versions or versions(small.tensors) != small.versions:
+            return False
+        for module in self.layers.modules:
+            before = self.buffers.get(module, {})
+            if (before or module._buffers) and are_rebound(before, module._buffers):
+                return False
+        return True
 
     def learn(self, watch: LayerRecorder) -> None:
         """Add the observations of the first pass, and drop values that it did not change."""
@@ -382,7 +363,7 @@ class CellState:
         self.find_written(watch.copies)
         with unseen():
             self._find_small_written(watch.copies)
-        observed.written.update(self._made())
+        observed.written.update(self._new_tensors())
 
         if observed.asks_phase:
             observed.mutated.clear()
@@ -390,33 +371,28 @@ class CellState:
             self.layers.containers.clear()
         else:
             watch.report(observed)
-        self.attributes = {
-            module: attributes
-            for module, attributes in self.attributes.items()
-            if module in observed.mutated
-        }
-        self.values = {
-            module: {
-                name: value
-                for name, value in values.items()
-                if name in observed.kept[module] or (module, name) in self.layers.containers
-            }
-            for module, values in self.values.items()
-        }
+        for module in self.layers.modules:
+            if module not in observed.mutated:
+                self.attributes.pop(module, None)
+        for module, values in self.values.items():
+            kept = observed.kept[module]
+            for name in [*values]:
+                if name not in kept and (module, name) not in self.layers.containers:
+                    del values[name]
 
     def _find_small_written(self, copies: Memories) -> None:
         """Record the small tensors that the first pass has written to."""
-        now = versions([*self._small.values()])
-        for version, (place, x), before in zip(now, self._small.items(), self.layers.small[1]):
-            copy = self.copies[place]
-            if (
-                version != before
-                or is_plain(x)
-                and (storage_id(x) in copies or not _same_elements(copy, x))
-            ):
+        present = versions([*self._small.values()])
+        before = self.layers.small.versions
+        for k, (place, x) in enumerate(self._small.items()):
+            is_written = present[k] != before[k]
+            if not is_written and is_plain(x):
+                # Through an alias, or by a kernel that leaves the version as it was.
+                is_written = storage_id(x) in copies or not _same_elements(self.copies[place], x)
+            if is_written:
                 self.layers.observed.written.add(place)
 
-    def _made(self) -> Iterator[Place]:
+    def _new_tensors(self) -> Iterator[Place]:
         """Yield the buffers and small tensors in attributes that the first pass has made."""
         for module in self.layers.modules:
             before = self.buffers.get(module, {})
@@ -425,22 +401,27 @@ class CellState:
                     yield module, name, ()
             values = self.attributes_of(module)
             for name, value in attributes_of(module).items():
-                if value is not values.get(name):
-                    for path, x in tensors_in(value):
-                        if not x.is_nested and size_of(x) <= SMALL:
-                            yield module, name, path
+                if value is values.get(name):
+                    continue
+                for path, x in tensors_in(value):
+                    if not x.is_nested and size_of(x) <= SMALL:
+                        yield module, name, path
 
     def find_written(self, copies: Memories) -> None:
         """Use a copy for each tensor that was written to, if a copy was made before the write."""
         before = [*zip(self.places, self.tensors, self.versions)]
-        now = versions(self.tensors)
+        present = versions(self.tensors)
         samples = self._samples
         self.places = []
         self.tensors = []
         self._samples = []
         for k, (place, x, version) in enumerate(before):
-            copy = copies.get(storage_id(x)) if is_plain(x) else None
-            is_same = version == now[k] and (not samples or _same_elements(samples[k], _sample(x)))
+            copy = None
+            if is_plain(x):
+                copy = copies.get(storage_id(x))
+            is_same = version == present[k]
+            if samples:
+                is_same = is_same and _same_elements(samples[k], _sample(x))
             if copy is None and is_same:
                 self.places.append(place)
                 self.tensors.append(x)
@@ -456,10 +437,11 @@ class CellState:
         """Return the modules and their attributes for a recomputation."""
         memories: Memories = {}
         copies: dict[int, Any] = {}
-        restored = {
-            module: self._restored_attributes(module, memories, copies)
-            for module in self.layers.modules
-        }
+        restored = {}
+        for module in self.layers.modules:
+            restored[module] = self._restored_attributes(module, memories, copies)
+        for (module, name, _), x, requires_grad in self.layers.parameters:
+            restored[module]['_parameters'][name] = with_grad(x, requires_grad)
         for (module, name, path), copy in self.copies.items():
             for tensors in (restored[module]['_parameters'], restored[module]['_buffers']):
                 if not path and name in tensors:
@@ -475,21 +457,15 @@ class CellState:
         else:
             attributes = layers.with_hooks[module].copy()
         if layers.observed.asks_phase:
+            # Such layers handle their attributes themselves.
             training = attributes.get('training', module.training)
             attributes = {**module.__dict__, **layers.hooks[module], 'training': training}
         for name, value in self.values.get(module, {}).items():
-            attributes[name] = copy_of_value(
-                value, partial(self._restored_item, memories, module, name), copies
-            )
+            restore = partial(self._restored_item, memories, module, name)
+            attributes[name] = copy_of_value(value, restore, copies)
         if module in layers.children:
             attributes['_modules'] = layers.children[module].copy()
-
-        parameters: Attributes = {**module._parameters}
-        attributes['_parameters'] = parameters
-        for name, (parameter, requires_grad) in layers.own[module].items():
-            parameters[name] = parameter
-            if parameter.requires_grad is not requires_grad:
-                parameters[name] = with_grad(parameter, requires_grad)
+        attributes['_parameters'] = {**module._parameters}
         attributes['_buffers'] = {**self.buffers.get(module, {})}
         return attributes
 
@@ -512,7 +488,9 @@ def _copy_of(x: Tensor, memories: Memories) -> Tensor:
 
 def _sample(x: Tensor) -> Tensor | None:
     """Return some elements, which show a write without a new version; ``None`` if trained."""
-    elements = None if x.requires_grad or x.is_nested else elements_of(x, every=True)
+    if x.requires_grad or x.is_nested:
+        return None
+    elements = elements_of(x, every=True)
     return None if elements is None else elements.clone()
 
 
@@ -535,11 +513,11 @@ def _like(x: Tensor, data: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor with other data, of the type of parameter if it is one."""
     if not isinstance(x, nn.Parameter):
         return data.requires_grad_(requires_grad)
-    kind = type(x)
+    cls = nn.Parameter
     # Otherwise the gradient of a leaf in a step would not be deferred.
-    if not is_plain(x) or not issubclass(kind, nn.Parameter):
-        kind = nn.Parameter
-    parameter = kind(data, requires_grad)
+    if is_plain(x) and issubclass(type(x), nn.Parameter):
+        cls = type(x)
+    parameter = cls(data, requires_grad)
     parameter.__dict__.update(x.__dict__)
     return parameter
 
@@ -565,30 +543,29 @@ def run_on(state: CellState, function: Callable[[], T]) -> T:
         if state.lost is not None or versions(state.tensors) != state.versions:
             _raise_changed(state)
         with unseen() if state.copies else no_context:
-            restored = [
-                (module.__dict__, module, attributes) for module, attributes in state.restored()
-            ]
-        swaps = [
-            Swap(
-                partial(assign, module, '__dict__', attributes),
-                partial(assign, module, '__dict__', own),
-            )
-            for own, module, attributes in restored
-        ]
+            restored = state.restored()
+        swaps = []
+        present: list[tuple[Attributes, Attributes]] = []
+        for module, attributes in restored:
+            put = partial(assign, module, '__dict__', attributes)
+            swaps.append(Swap(put, partial(assign, module, '__dict__', module.__dict__)))
+            present.append((module.__dict__, attributes))
+
         next_hook = RemovableHandle.next_id
         with substituted(swaps):
             try:
                 return function()
             finally:
                 if RemovableHandle.next_id != next_hook:
-                    for _, x in layers.parameters:
+                    # The first pass has registered these hooks already.
+                    for _, x, _ in layers.parameters:
                         remove_hooks(x, next_hook)
                 if layers.observed.asks_phase:
                     # Layers that ask for the pass keep the attributes that they set.
-                    for own, _, attributes in restored:
-                        own.update(
-                            (name, value) for name, value in attributes.items() if name not in OWN
-                        )
+                    for before, attributes in present:
+                        for name, value in attributes.items():
+                            if name not in OWN:
+                                before[name] = value
 
 
 def _raise_changed(state: CellState) -> None:
@@ -598,26 +575,23 @@ def _raise_changed(state: CellState) -> None:
             'micro-batch, as was never seen before in this mode, so its value from before is '
             'not there for the recomputation. Call the model again: from now on it is kept.'
         )
-    place, expected, version = next(
-        (place, before, after)
-        for place, before, after in zip(state.places, state.versions, versions(state.tensors))
-        if before != after
-    )
-    raise RuntimeError(
-        f'{_name(state.layers, place)} has been modified by an inplace operation between forward '
-        f'and backward (it is at version {version}; expected version {expected}), so a '
-        'checkpointed micro-batch cannot be recomputed. Call backward before the '
-        "optimizer's step, or use checkpoint='never'."
-    )
+    for place, expected, version in zip(state.places, state.versions, versions(state.tensors)):
+        if version != expected:
+            raise RuntimeError(
+                f'{_name(state.layers, place)} has been modified by an inplace operation between '
+                f'forward and backward (it is at version {version}; expected version {expected}), '
+                'so a checkpointed micro-batch cannot be recomputed. Call backward before the '
+                "optimizer's step, or use checkpoint='never'."
+            )
 
 
 def _name(layers: Layers, place: Place) -> str:
     """Return the name of a tensor for errors."""
     module, name, path = place
-    prefix = next(prefix for prefix, part in layers.modules[0].named_modules() if part is module)
+    names = {child: name for name, child in layers.modules[0].named_modules()}
     kind = 'attribute'
     if not path and name in module._parameters:
         kind = 'parameter'
     elif not path and name in module._buffers:
         kind = 'buffer'
-    return f"{kind} '{prefix}.{name}{path_name(path)}'"
+    return f"{kind} '{names[module]}.{name}{path_name(path)}'"
