@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,11 +28,24 @@ from torchgpipe.engine.microbatches import (
 )
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
+from torchgpipe.engine.run import Run
 from torchgpipe.engine.split import parse_devices, parse_seed, split, verify_shared
 from torchgpipe.engine.split import verify_module as verify_module  # a name of torchgpipe 0.0.7
 from torchgpipe.model.weights import Weights
-from torchgpipe.pipeline_module import PipelineModule, verify
+from torchgpipe.pipeline_module import LossOptions, PipelineModule, verify
 from torchgpipe.schedule import ScheduleLike
+
+
+class _MicroBatches(NamedTuple):
+    """A mini-batch, split; a run replaces each micro-batch by its output."""
+
+    batches: list[Chunk]
+    #: The number of samples in each.
+    sizes: list[int]
+    #: The rule for gathering, with counts of this mini-batch.
+    rule: Any
+    #: The arguments of :class:`~torchgpipe.engine.run.Run` after the micro-batches.
+    options: dict[str, Any]
 
 
 class GPipe(PipelineModule):
@@ -137,17 +150,15 @@ class GPipe(PipelineModule):
             module, balance, devices, chunks, checkpoint, batch_dim, gather, offload
         )
         self.devices = parse_devices(devices, len(self.balance))
-        seed = None if seed is None else parse_seed(seed)
+        if seed is not None:
+            seed = parse_seed(seed)
         verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             from torchgpipe.batchnorm import DeferredBatchNorm
 
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        if (
-            weights is not None
-            or init is not None
-            or any(x.is_meta for x in (*module.parameters(), *module.buffers()))
-        ):
+        tensors = [*module.parameters(), *module.buffers()]
+        if weights is not None or init is not None or any(x.is_meta for x in tensors):
             self._materialize(module, weights, init, seed)
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         self._engine: Engine | None = Engine([*partitions], self.devices)
@@ -162,107 +173,138 @@ class GPipe(PipelineModule):
     ) -> None:
         from torchgpipe.model.materialize import materialize, seeded
 
+        devices: list[torch.device] = []
+        for number, device in zip(self.balance, self.devices):
+            devices += [device] * number
+        # By its number, a layer has the same values for any balance, and on any rank.
         numbers = {name: i for i, name in enumerate(module._modules)}
-        materialize(
-            module,
-            [device for number, device in zip(self.balance, self.devices) for _ in range(number)],
-            weights,
-            None if seed is None else (lambda name, _: seeded(seed, numbers[name])),
-            init,
-        )
+        random_numbers = None
+        if seed is not None:
+
+            def random_numbers(name: str, _: Any) -> Any:
+                return seeded(seed, numbers[name])
+
+        materialize(module, devices, weights, random_numbers, init)
 
     def _call(self, input: Any) -> Any:
         if not self.devices:
             flatten_nested(input)
             return input
-        batches, sizes, rule, options = self._cut(input)
-        pipeline = PlainCall(self._running_engine(), batches, **options)
-        if rule is not None:
+        mini_batch = self._split(input)
+        run = PlainCall(self._running_engine(), mini_batch.batches, **mini_batch.options)
+        if mini_batch.rule is not None:
             from torchgpipe.losses import seen_means
 
-            pipeline.losses = seen_means(rule, sizes)
-        pipeline.run()
-        if pipeline.losses:
+            run.losses = seen_means(mini_batch.rule, mini_batch.sizes)
+        run.run()
+        if run.losses:
             from torchgpipe.losses import no_mean_in_the_model
 
-            pipeline.losses.check(no_mean_in_the_model)
-        return gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0))
+            run.losses.check(no_mean_in_the_model)
+        return self._output(mini_batch, run)
 
     def _train_step(
         self,
         input: Any,
         ready: Callable[[], ScheduleLike],
-        loss: tuple[Any, ...],
+        loss: LossOptions,
         return_output: bool,
     ) -> Any:
         from torchgpipe.losses import Losses
         from torchgpipe.step import run_step
 
         schedule = ready()
-        batches, sizes, rule, options = self._cut(input)
-        loss_fn, target, target_dim, normalizer, scale = loss
-        losses = Losses(loss_fn, target, sizes, target_dim, normalizer, scale)
-        pipeline = run_step(
-            self._running_engine(), batches, losses, schedule, return_output, **options
+        mini_batch = self._split(input)
+        losses = Losses(
+            loss.function,
+            loss.target,
+            mini_batch.sizes,
+            loss.target_dim,
+            loss.normalizer,
+            loss.scale,
+        )
+        run = run_step(
+            self._running_engine(),
+            mini_batch.batches,
+            losses,
+            schedule,
+            return_output,
+            **mini_batch.options,
         )
         total = losses.total()
         if return_output:
-            return (
-                total,
-                gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)),
-            )
+            return total, self._output(mini_batch, run)
         return total
 
     @torch.no_grad()
     def _evaluate(
-        self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...], return_output: bool
+        self,
+        input: Any,
+        ready: Callable[[], Any],
+        loss: LossOptions,
+        return_output: bool,
     ) -> Any:
         from torchgpipe.losses import Losses
 
         ready()
-        batches, sizes, rule, options = self._cut(input)
-        loss_fn, target, target_dim, normalizer, _ = loss
-        losses = Losses(loss_fn, target, sizes, target_dim, normalizer, None, False)
+        mini_batch = self._split(input)
+        losses = Losses(
+            loss.function,
+            loss.target,
+            mini_batch.sizes,
+            loss.target_dim,
+            loss.normalizer,
+            None,
+            alone=False,
+        )
+        # A step raises if nothing counts. An evaluation returns that count.
         if losses.counted is not None:
-            losses.count_in(losses.counted, False)
-        pipeline = PlainCall(self._running_engine(), batches, **options)
-        pipeline.losses = losses.in_layers
-        pipeline.wrap_last(partial(losses.behind, keeps=return_output))
-        pipeline.run()
+            losses.count_in(losses.counted, trains=False)
+        run = PlainCall(self._running_engine(), mini_batch.batches, **mini_batch.options)
+        run.losses = losses.in_layers
+        run.wrap_last(partial(losses.behind, keeps=return_output))
+        run.run()
         losses.check()
-        found = losses.total(False), losses.count
+        total = losses.total(trains=False)
         if return_output:
-            return (
-                *found,
-                gather(batches, sizes, rule, self.batch_dim, pipeline.aliasing.common(0)),
-            )
-        return found
+            return total, losses.count, self._output(mini_batch, run)
+        return total, losses.count
 
     def _running_engine(self) -> Engine:
-        partitions = self.partitions  # Where a layer has been replaced, there is no engine now.
+        partitions = self.partitions  # If a layer has been replaced, there is no engine now.
         if self._engine is None:
             self._engine = Engine([*partitions], self.devices)
         return self._engine
 
-    def _cut(self, input: Value) -> tuple[list[Chunk], list[int], Any, dict[str, Any]]:
-        """Return the micro-batches of an input, their sizes, their gather rule and options."""
+    def _split(self, input: Value) -> _MicroBatches:
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)
         batches, sizes, common = cut(input, self.chunks, self.batch_dim, layers=self)
         mode = self.checkpoint if self.training else 'never'
-        stops = (stops_of_mode if isinstance(mode, str) else checkpoint_stops)(
-            mode, len(batches), len(self.devices)
-        )
+        if isinstance(mode, str):
+            stops = stops_of_mode(mode, len(batches), len(self.devices))
+        else:
+            stops = checkpoint_stops(mode, len(batches), len(self.devices))
         rule = self.gather
         if rule:
             from torchgpipe.losses import counts_of, with_counts
 
             rule = with_counts(rule, iter(counts_of(rule, batches)))
-        return (
-            batches,
-            sizes,
-            rule,
-            {'recomputed': [*map(range, stops)], 'common': common, 'offload': self.offload},
+        options = {
+            'recomputed': [range(stop) for stop in stops],
+            'common': common,
+            'offload': self.offload,
+        }
+        return _MicroBatches(batches, sizes, rule, options)
+
+    def _output(self, mini_batch: _MicroBatches, run: Run) -> Any:
+        """Return the output of a run, which has replaced the micro-batches."""
+        return gather(
+            mini_batch.batches,
+            mini_batch.sizes,
+            mini_batch.rule,
+            self.batch_dim,
+            run.aliasing.common(0),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -273,8 +315,8 @@ class GPipe(PipelineModule):
         module = nn.Sequential(layers)
         verify(module)
         verify_shared(module, self.balance, self.devices)
-        for new, own in zip(split(module, self.balance, self.devices), partitions):
-            own._modules.update(new._modules)
+        for new, partition in zip(split(module, self.balance, self.devices), partitions):
+            partition._modules.update(new._modules)
         self._engine = None
 
     def in_place_of(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ are empty.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,16 @@ from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.schedule import Schedule, ScheduleLike
 from torchgpipe.schedule.generators import PLAIN_CALL
 from torchgpipe.skip.skippable import verify_skippables
+
+
+class LossOptions(NamedTuple):
+    """The loss of a step or an evaluation: arguments of :meth:`PipelineModule.step`."""
+
+    function: Callable[[Any, Any], Tensor]
+    target: Any
+    target_dim: Any
+    normalizer: Any
+    scale: Callable[[Tensor], Tensor] | None = None
 
 
 class PipelineModule(LayerSequence):
@@ -87,7 +97,9 @@ class PipelineModule(LayerSequence):
                     'a plan says devices, chunks and checkpoint, so leave these out; or take the '
                     f'balance alone: {type(self).__name__}(module, plan.balance, …)'
                 )
-            self._schedule = Schedule.parse(balance.order) if balance.order else balance.schedule
+            self._schedule = balance.schedule
+            if balance.order:
+                self._schedule = Schedule.parse(balance.order)
             devices = balance.devices
             chunks = balance.chunks
             checkpoint = balance.checkpoint
@@ -107,8 +119,8 @@ class PipelineModule(LayerSequence):
         training: bool,
     ) -> None:
         """Take the layers of a module: [Note: Two views of the layers]."""
-        for each in (self, partitions, *partitions):
-            each.training = training
+        for module in (self, partitions, *partitions):
+            module.training = training
         self.__dict__['partitions'] = partitions
         self.__dict__['_names'] = tuple(names)
         self.__dict__['_known'] = tuple(layers.get(name) for name in self._names)
@@ -121,13 +133,17 @@ class PipelineModule(LayerSequence):
         self,
         input: Any,
         ready: Callable[[], ScheduleLike],
-        loss: tuple[Any, ...],
+        loss: LossOptions,
         return_output: bool,
     ) -> Any:
         raise NotImplementedError
 
     def _evaluate(
-        self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...], return_output: bool
+        self,
+        input: Any,
+        ready: Callable[[], Any],
+        loss: LossOptions,
+        return_output: bool,
     ) -> Any:
         raise NotImplementedError
 
@@ -232,35 +248,33 @@ class PipelineModule(LayerSequence):
                 layer or of the loss is raised before any gradient is added.
         """
         if target_dim is None:
+            # A rule by keys of the input says nothing of the target.
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._train_step(
-            input,
-            partial(self._ready, schedule),
-            (loss_fn, target, target_dim, normalizer, scale),
-            return_output,
-        )
+        loss = LossOptions(loss_fn, target, target_dim, normalizer, scale)
+        return self._train_step(input, partial(self._ready, schedule), loss, return_output)
 
     def _ready(self, schedule: ScheduleLike | None = None) -> Any:
-        """See that the model may take a step, or an evaluation, and return the schedule of it."""
-        trains = schedule is not None
-        if trains and (
-            not self.training or not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        ):
-            raise RuntimeError(
-                'a step computes gradients, but '
-                + (
-                    'gradients are off (torch.no_grad or inference_mode)'
-                    if self.training
-                    else 'the model is in evaluation mode'
+        """Check that the model can take a step, or an evaluation, and return its schedule."""
+        action = 'an evaluation'
+        if schedule is not None:
+            action = 'a step'
+            reason = None
+            if not self.training:
+                reason = 'the model is in evaluation mode'
+            elif not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                reason = 'gradients are off (torch.no_grad or inference_mode)'
+            if reason is not None:
+                raise RuntimeError(
+                    f'a step computes gradients, but {reason}; call model(input) for outputs, or '
+                    'model.train() before'
                 )
-                + '; call model(input) for outputs, or model.train() before'
-            )
         if any(hooks_of(self)):
-            raise _left_out('a step' if trains else 'an evaluation')
-        if not self.balance:
-            raise ValueError(
-                f'{"a step" if trains else "an evaluation"} takes at least one partition'
+            raise RuntimeError(
+                f'{action} does not call this model as a whole, so it would leave out the '
+                'hooks that are registered on it; register them on its layers'
             )
+        if not self.balance:
+            raise ValueError(f'{action} takes at least one partition')
         if isinstance(schedule, str) and schedule == 'auto':
             return self._planned()
         return schedule
@@ -311,9 +325,8 @@ class PipelineModule(LayerSequence):
         """
         if target_dim is None:
             target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return self._evaluate(
-            input, self._ready, (loss_fn, target, target_dim, normalizer, None), return_output
-        )
+        loss = LossOptions(loss_fn, target, target_dim, normalizer)
+        return self._evaluate(input, self._ready, loss, return_output)
 
     def _planned(self) -> ScheduleLike:
         if self._schedule is None:
@@ -323,7 +336,9 @@ class PipelineModule(LayerSequence):
                 f'one; name a schedule, or make it by a plan: {name}(module, plan) '
                 'of torchgpipe.plan.plan(module, sample, devices=…)'
             )
-        return 'gpipe' if self._schedule == PLAIN_CALL else self._schedule  # in the same order
+        if self._schedule == PLAIN_CALL:
+            return 'gpipe'  # in the same order
+        return self._schedule
 
     @property
     def partitions(self) -> nn.ModuleList:
@@ -342,38 +357,30 @@ class PipelineModule(LayerSequence):
         """
         partitions: nn.ModuleList = self.__dict__['partitions']
         layers = OrderedDict((name, self._modules.get(name)) for name in self._names)
-        known = list(zip(self._names, self._known))
-        if [item for part in partitions for item in part._modules.items()] != [
-            item for item in known if item[1] is not None
-        ]:
+        before = list(zip(self._names, self._known))
+        # Over processes, this rank does not have the layers of other stages.
+        expected = [(name, layer) for name, layer in before if layer is not None]
+        actual: list[Any] = []
+        for partition in partitions:
+            actual += partition._modules.items()
+        if actual != expected:
             raise RuntimeError(
                 'a layer of this GPipe has been replaced, added or removed in its '
                 'partition; replace it in the GPipe itself, '
                 "model.set_submodule('name', layer), and partitions follow"
             )
-        if [*layers.items()] != known:
+        if [*layers.items()] != before:
             self._replace(layers, partitions)
             self._known = tuple(layers.values())
         return partitions
 
 
-def _left_out(what: str) -> RuntimeError:
-    return RuntimeError(
-        f'{what} does not call this model as a whole, so it would leave out the '
-        'hooks that are registered on it; register them on its layers'
-    )
-
-
-def _not_sequential(module: object) -> TypeError:
-    from torchgpipe.sequential.convert import not_sequential
-
-    return not_sequential(module)
-
-
-def verify(module: nn.Sequential) -> None:
+def verify(module: nn.Module) -> None:
     """Check that a module is a sequence of layers, whose skips match."""
     if not isinstance(module, nn.Sequential):
-        raise _not_sequential(module)
+        from torchgpipe.sequential.convert import not_sequential
+
+        raise not_sequential(module)
     verify_module(module)
     verify_layers(module)
     verify_skippables(module)

@@ -33,7 +33,7 @@ from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.split import parse_seed
 from torchgpipe.model.weights import Weights
-from torchgpipe.pipeline_module import PipelineModule
+from torchgpipe.pipeline_module import LossOptions, PipelineModule
 from torchgpipe.schedule import ScheduleLike, Timed
 from torchgpipe.shard.folders import Saving
 from torchgpipe.shard.sums import clip
@@ -257,13 +257,13 @@ class DistributedGPipe(PipelineModule):
         self,
         input: Any,
         ready: Callable[[], ScheduleLike],
-        loss: tuple[Any, ...],
+        loss: LossOptions,
         return_output: bool,
     ) -> Any:
         return self._steps.train(input, ready, loss, return_output)
 
     def _evaluate(
-        self, input: Any, ready: Callable[[], Any], loss: tuple[Any, ...], return_output: bool
+        self, input: Any, ready: Callable[[], Any], loss: LossOptions, return_output: bool
     ) -> Any:
         return self._steps.evaluate(input, ready, loss, return_output)
 

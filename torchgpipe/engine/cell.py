@@ -234,11 +234,6 @@ class Cells:
         """Whether they draw from a random generator that other cells also draw from."""
         return Drawing.UNKNOWN if self.observed is None else self.observed.draws
 
-    @property
-    def may_draw(self) -> bool:
-        """Whether they may draw while it matters."""
-        return self.observed is not None and self.observed.draws is not Drawing.NO
-
     def watch_draws(self) -> None:
         """Record a draw during these cells, whose layers were not known to draw."""
         assert self.observed is not None

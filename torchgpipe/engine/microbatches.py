@@ -69,7 +69,7 @@ class Chunk:
 # The input.
 
 
-class _MiniBatch(NamedTuple):
+class _FlatInput(NamedTuple):
     """A mini-batch, flattened once for the rule, the split and all errors."""
 
     value: Any
@@ -106,15 +106,15 @@ class _MiniBatch(NamedTuple):
         return leaf.path
 
 
-def _flatten(value: Any, name: str) -> _MiniBatch:
+def _flatten(value: Any, name: str) -> _FlatInput:
     if isinstance(value, Tensor):
         # Most models are called with one tensor without attributes, which needs no structure.
         kind = annotated([value], bare) if value.__dict__ else bare
-        return _MiniBatch(value, name, [Leaf((), value, False)], (value,), kind)
+        return _FlatInput(value, name, [Leaf((), value, False)], (value,), kind)
     if isinstance(value, tuple) and not value:
         raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
     tensors, structure = flatten_nested(value)
-    return _MiniBatch(value, name, leaves_of(value), tensors, annotated(tensors, structure))
+    return _FlatInput(value, name, leaves_of(value), tensors, annotated(tensors, structure))
 
 
 def cut(
@@ -149,18 +149,21 @@ def cut(
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split. Or a key of the
             rule does not exist in the input.
     """
-    mini_batch = _flatten(input, what)
+    flat = _flatten(input, what)
     if layers is not None and isinstance(batch_dim, _BY_KEYS):
-        batch_dim = _fit_rule(batch_dim, mini_batch, layers)
-    dims = _batch_dims(mini_batch, batch_dim)
-    size = _batch_size(mini_batch, dims, chunks, empty)
+        batch_dim = _fit_rule(batch_dim, flat, layers)
+    if isinstance(input, Tensor) and isinstance(batch_dim, int):  # as mostly
+        dims: list[int | None] = [batch_dim]
+    else:
+        dims = _batch_dims(flat, batch_dim)
+    size = _batch_size(flat, dims, chunks, empty)
     m = min(chunks, size)
     if m > 1 and not isinstance(input, Tensor):
-        _check_lists(mini_batch, size)
+        _check_lists(flat, size)
 
     # A tensor in several places with the same rule is also one tensor in each micro-batch.
-    tensors = mini_batch.tensors
-    kind = mini_batch.kind
+    tensors = flat.tensors
+    kind = flat.kind
     keys = [*zip(map(id, tensors), dims)]
     if len({*keys}) < len(keys):
         tensors, kind = once(tensors, kind, keys)
@@ -179,76 +182,74 @@ def cut(
     return [Chunk(xs, kind) for xs in zip(*parts)], sizes, shared
 
 
-def _batch_dims(mini_batch: _MiniBatch, rule: Any) -> list[int | None]:
+def _batch_dims(flat: _FlatInput, rule: Any) -> list[int | None]:
     """Return the batch dimension of each tensor; ``None`` if all micro-batches share it."""
     dims: list[int | None] = []
-    for leaf in mini_batch.tensor_leaves():
+    for leaf in flat.tensor_leaves():
         # An input that is a tensor is always split: `_batch_size` raises if it is a scalar.
         is_scalar = leaf.value.dim() == 0 and bool(leaf.path)
         if leaf.shared or is_scalar:
             dims.append(None)
             continue
-        dim, _ = look_up(rule, mini_batch.rule_path(leaf))
+        dim, _ = look_up(rule, flat.rule_path(leaf))
         dims.append(0 if dim is DEFAULT else dim)
     return dims
 
 
-def _batch_size(
-    mini_batch: _MiniBatch, dims: Sequence[int | None], chunks: int, empty: str
-) -> int:
-    name = mini_batch.name
+def _batch_size(flat: _FlatInput, dims: Sequence[int | None], chunks: int, empty: str) -> int:
+    name = flat.name
     sizes: dict[int, int] = {}
-    for k, (x, dim) in enumerate(zip(mini_batch.tensors, dims)):
+    for k, (x, dim) in enumerate(zip(flat.tensors, dims)):
         if dim is None:
             continue
         if x.layout is not torch.strided or x.is_nested or not -x.dim() <= dim < x.dim():
-            raise _not_cut(mini_batch.name_of(k), x, dim)
+            raise _not_cut(flat.name_of(k), x, dim)
         sizes[k] = x.shape[dim]
     if not sizes:
         raise ValueError(
             f'no tensor of the {name} has a batch dimension, so there is nothing to '
-            f'split (shapes: {mini_batch.shapes})'
+            f'split (shapes: {flat.shapes})'
         )
 
     if len({*sizes.values()}) > 1:
-        lists = _lists_in(mini_batch, Tensor)
+        lists = _lists_in(flat, Tensor)
         if chunks == 1 and lists:  # Nothing is split, so a list may have a tensor per sample.
             return max(map(len, lists.values()))
-        raise _other_sizes(mini_batch, sizes, lists)
+        raise _other_sizes(flat, sizes, lists)
     size = max(sizes.values())
     if size == 0:
         raise ValueError(
             'the batch is empty: the batch dimension of the input has size 0, at '
-            f'least 1 is needed (shapes: {mini_batch.shapes}); {empty}'
+            f'least 1 is needed (shapes: {flat.shapes}); {empty}'
         )
     return size
 
 
 def _other_sizes(
-    mini_batch: _MiniBatch, sizes: Mapping[int, int], lists: Mapping[Path, object]
+    flat: _FlatInput, sizes: Mapping[int, int], lists: Mapping[Path, object]
 ) -> ValueError:
-    name = mini_batch.name
+    name = flat.name
     ways = (
         'Mark what all micro-batches share, like a table or position ids: NoChunk(tensor). Say '
         'where the batch is, if it is not dimension 0: GPipe(…, batch_dim=1)'
     )
     if lists:
         ways = _per_sample(next(iter(lists)), name)
-    named_sizes = [f'{mini_batch.name_of(k)}: {size}' for k, size in sizes.items()]
+    named_sizes = [f'{flat.name_of(k)}: {size}' for k, size in sizes.items()]
     return ValueError(
         f'the tensors of the {name} disagree in batch size: {", ".join(named_sizes)}; every one '
         f'must hold the same samples. {ways}'
     )
 
 
-def _lists_in(mini_batch: _MiniBatch, type_of_items: type) -> dict[Path, list[Any]]:
+def _lists_in(flat: _FlatInput, type_of_items: type) -> dict[Path, list[Any]]:
     """Return the lists of a value whose items are split or plain, and all of a type."""
     lists: dict[Path, list[Any]] = {}
-    for leaf in mini_batch.leaves:
+    for leaf in flat.leaves:
         path = leaf.path[:-1]
         if leaf.shared or not leaf.path or path in lists:
             continue
-        items = item_at(mini_batch.value, path)
+        items = item_at(flat.value, path)
         if type(items) is not list or len(items) < 2:
             continue
         if all(isinstance(item, type_of_items) for item in items):
@@ -256,10 +257,10 @@ def _lists_in(mini_batch: _MiniBatch, type_of_items: type) -> dict[Path, list[An
     return lists
 
 
-def _check_lists(mini_batch: _MiniBatch, size: int) -> None:
+def _check_lists(flat: _FlatInput, size: int) -> None:
     """Raise if a list has a plain value for each sample, because lists are not split."""
-    name = mini_batch.name
-    for path, items in _lists_in(mini_batch, Number).items():
+    name = flat.name
+    for path, items in _lists_in(flat, Number).items():
         if len(items) == size:
             raise ValueError(
                 f'{name}{path_name(path)} is a list of as many values as there are samples '
@@ -322,14 +323,14 @@ def _entries(rule: Any) -> dict[Any, Any]:
     return dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
 
 
-def _fit_rule(rule: Any, mini_batch: _MiniBatch, layers: Iterable[nn.Module]) -> Any:
+def _fit_rule(rule: Any, flat: _FlatInput, layers: Iterable[nn.Module]) -> Any:
     """Convert the rule for the batch dimension to the keys of an input.
 
     Raises:
         ValueError: A key of the rule does not exist in the input.
     """
-    value = mini_batch.value
-    paths = [mini_batch.rule_path(leaf) for leaf in mini_batch.leaves]
+    value = flat.value
+    paths = [flat.rule_path(leaf) for leaf in flat.leaves]
     if not isinstance(value, (Arguments, Tensor)):
         _check_used(rule, paths, 'the input')
         return rule
@@ -490,8 +491,9 @@ def gather(
         ValueError: The number of samples or the structure changed within the pipeline, or there is
             a scalar without a rule.
     """
-    # A tensor in two places of one output may be two tensors in another one.
-    batches = [_spread(batch) for batch in batches]
+    if any(isinstance(batch.kind, Repeated) for batch in batches):
+        # A tensor in two places of one output may be two tensors in another one.
+        batches = list(map(_spread, batches))
     first = batches[0]
     for batch in batches:
         if len(batch.tensors) != len(first.tensors) or batch.kind != first.kind:
@@ -512,8 +514,7 @@ def gather(
             if shared and is_among(xs[0], shared):
                 gathered[key] = xs[0]
             else:
-                _check_shapes(first, k, xs, sizes, entry)
-                gathered[key] = _join(xs, sizes, entry)
+                gathered[key] = _join(first, k, xs, sizes, entry)
         output.append(gathered[key])
     return first.kind(output)
 
@@ -563,10 +564,14 @@ def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
     return entry
 
 
-def _check_shapes(
-    first: Chunk, k: int, xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any
-) -> None:
-    """Check that tensor ``k`` of all micro-batches can be gathered."""
+def _join(
+    first: Chunk,
+    k: int,
+    xs: Sequence[Tensor],
+    sizes: Sequence[int] | None,
+    rule: Any,
+) -> Tensor:
+    """Gather tensor ``k`` of all micro-batches."""
     if isinstance(rule, int):
         # A single micro-batch is the mini-batch, so its output may have any size.
         expected = sizes if len(xs) > 1 else None
@@ -583,13 +588,6 @@ def _check_shapes(
     if len(shapes) > 1:
         raise _mixed(xs, rule, _name_of_output(first, k))
 
-
-def _name_of_output(batch: Chunk, k: int) -> str:
-    return 'output' + path_name(_paths(batch)[k])
-
-
-def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any) -> Tensor:
-    """Gather one tensor from all micro-batches."""
     if isinstance(rule, int):
         return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
     if callable(rule):
@@ -599,6 +597,10 @@ def _join(xs: Sequence[Tensor], sizes: Sequence[int] | None, rule: Any) -> Tenso
         xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
     stacked = torch.stack(list(xs))
     return stacked if rule == 'stack' else stacked.sum(0)
+
+
+def _name_of_output(batch: Chunk, k: int) -> str:
+    return 'output' + path_name(_paths(batch)[k])
 
 
 def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:

@@ -123,19 +123,16 @@ class PlainCall(Run):
             or any(partition.serialized for partition in engine.partitions)
         )
         if not in_order:
-            if Drawing.UNKNOWN in self._drawings():
+            if any(run.cells.draws is Drawing.UNKNOWN for run in self._runs):
                 self._run_at_once(0, 1)  # which shows whether cells draw
                 start = 1
-            if Drawing.YES not in self._drawings():
+            if not any(run.cells.draws is Drawing.YES for run in self._runs):
                 self._run_at_once(start, m)
                 return
         if engine.one_worker:
             self._run_in_order(start, m)
         else:
             self._as_worker(partial(self._run_in_order, start, m), self._state.num_threads)
-
-    def _drawings(self) -> set[Drawing]:
-        return {run.cells.draws for run in self._runs}
 
     def _run_at_once(self, start: int, stop: int) -> None:
         """Run the cells on their workers, each as soon as its predecessors are done."""

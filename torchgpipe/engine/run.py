@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -95,6 +94,11 @@ class Run:
         self._state = ThreadState.capture()
         recomputed = recomputed or [()] * len(engine.partitions)
         self._state.check(self.has_backward or not engine.one_worker or any(recomputed))
+        #: The number of intra-op threads of each worker, if several run concurrently.
+        self._worker_threads = self._state.num_threads
+        if engine.cpu_workers > 1:
+            workers = min(len(batches), engine.cpu_workers)
+            self._worker_threads = max(1, self._state.num_threads // workers)
         outer = context.micro_batch
         self.mini_batch = MiniBatch() if outer is None else outer.mini_batch
         self.aliasing = Aliasing(batches, common, self._state.transformed)
@@ -152,12 +156,6 @@ class Run:
         if self._shared is None:
             return lock
         return self._shared.held(partition.j, lock)
-
-    @cached_property
-    def _worker_threads(self) -> int:
-        """The number of intra-op threads of each worker, if several run concurrently."""
-        workers = min(len(self._batches), self._engine.cpu_workers)
-        return max(1, self._state.num_threads // max(1, workers))
 
     def wrap_last(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap the function that cells of the last partition call."""
@@ -254,12 +252,17 @@ class Run:
             i, m, j, next(_serial), self.mini_batch, partition.lock, self.losses
         )
         try:
-            # The tensors of skips have no other owner than this list: see Tensor ownership.
-            tensors = self._bring(i, j, self._pop(i, partition, cell))
-            # Another thread must not draw between a cell's draws and its saved state (rule 15).
-            # The workers of an inner pipeline need the lock themselves.
-            draws = run.cells.may_draw and not partition.has_pipeline
-            with run.held, generator_lock if draws else no_context:
+            popped: Sequence[Skip] = ()
+            if partition.incoming:
+                popped, cell.popped, cell.absent = take(self._skips[i], partition.incoming)
+            tensors = self._bring(i, j, popped)
+            del popped  # From now on, only the list of tensors owns skips (rule 5).
+            # Other threads must not draw while the cell draws, or its recomputation could not
+            # repeat it. The workers of an inner pipeline need the lock themselves.
+            observed = run.cells.observed
+            draws = observed is not None and observed.draws is not Drawing.NO
+            lock = generator_lock if draws and not partition.has_pipeline else no_context
+            with run.held, lock:
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)
                     output, recomputation = run.cells.run(i, cell, tensors)
@@ -270,13 +273,6 @@ class Run:
             self._send(i, j, cell, output, recomputation)
         finally:
             context.micro_batch = outside
-
-    def _pop(self, i: int, partition: Partition, cell: Cell) -> Sequence[Skip]:
-        """Return the skips that a cell pops, and list them in it."""
-        if not partition.incoming:
-            return ()
-        skips, cell.popped, cell.absent = take(self._skips[i], partition.incoming)
-        return skips  # The caller keeps no reference to them (rule 5).
 
     def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
         """Keep the output of a cell for the next cells."""

@@ -355,7 +355,7 @@ class _Progress(NamedTuple):
 
     def stops(self, number: int) -> bool:
         """Return whether an action must not start, because an earlier one has failed."""
-        return bool(self.errors) and self.first_failure()[0] < number
+        return self.first_failure()[0] < number
 
 
 def interpret(
@@ -419,9 +419,11 @@ def _follow(
     for action in row:
         number = plan.order[action]
         try:
-            while not plan.waits[action] <= done and not progress.stops(number):
+            while not plan.waits[action] <= done:
+                if progress.errors and progress.stops(number):
+                    break
                 done.add(get())
-            if progress.stops(number):
+            if progress.errors and progress.stops(number):
                 return
             run(action)
         except BaseException as error:

@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from sys import _getframe
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +114,10 @@ class RecomputedTensors:
                 f'saved tensor {k} is now {tensor.dtype} of shape '
                 f'{tuple(tensor.shape)}, which it was not'
             )
-        code = _code_of(_getframe(1))
+        code = None
+        frame = _getframe(1)
+        if APPLY is None or frame.f_code is APPLY:
+            code = compiled_code(frame)
         if code is not None or k in self._compiled:
             _check_code(k, self._compiled.get(k), code, tensor)
         # Detached, so that the recomputation's own graph does not live as long as its tensors.
@@ -156,13 +158,6 @@ class RecomputedTensors:
             self._node = weakref.ref(node)
             self._unpacked[k] = tensor
         return tensor
-
-
-def _code_of(frame: FrameType) -> object | None:
-    """Return the compiled code whose forward calls a pack hook from this frame, if any."""
-    if APPLY is not None and frame.f_code is not APPLY:
-        return None
-    return compiled_code(frame)
 
 
 def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor) -> None:
@@ -327,9 +322,11 @@ class Recomputation:
         saved = self._saved
         k = len(saved)
         saved.append(hash((tensor.shape, tensor.dtype)))
-        code = _code_of(_getframe(1))
-        if code is not None:
-            self._compiled[k] = Saved.of(code, tensor)
+        frame = _getframe(1)
+        if APPLY is None or frame.f_code is APPLY:
+            code = compiled_code(frame)
+            if code is not None:
+                self._compiled[k] = Saved.of(code, tensor)
         return k
 
     def recompute(self, node: Any) -> None:

@@ -283,7 +283,9 @@ class CellState:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self._keep((module, name, ()), buffer)
-        self._keep_values(layers.observed.kept if watch is None else watch.kept)
+        kept = layers.observed.kept if watch is None else watch.kept
+        if kept or layers.containers:
+            self._keep_values(kept)
 
         self._copy()
         self.versions = versions(self.tensors)
@@ -375,7 +377,7 @@ class CellState:
             if module not in observed.mutated:
                 self.attributes.pop(module, None)
         for module, values in self.values.items():
-            kept = observed.kept[module]
+            kept = observed.kept.get(module, ())
             for name in [*values]:
                 if name not in kept and (module, name) not in self.layers.containers:
                     del values[name]
@@ -441,7 +443,10 @@ class CellState:
         for module in self.layers.modules:
             restored[module] = self._restored_attributes(module, memories, copies)
         for (module, name, _), x, requires_grad in self.layers.parameters:
-            restored[module]['_parameters'][name] = with_grad(x, requires_grad)
+            parameters = restored[module]['_parameters']
+            parameters[name] = x
+            if x.requires_grad is not requires_grad:
+                parameters[name] = with_grad(x, requires_grad)
         for (module, name, path), copy in self.copies.items():
             for tensors in (restored[module]['_parameters'], restored[module]['_buffers']):
                 if not path and name in tensors:
