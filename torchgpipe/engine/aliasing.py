@@ -83,11 +83,12 @@ class Aliasing:
         transformed: bool = False,
     ) -> None:
         #: By micro-batch.
-        self._aliases = [_Aliases() for _ in batches]
-        for batch, aliases in zip(batches, self._aliases):
-            aliases.common = [batch.tensors[k] for k in common]
+        self._aliases: defaultdict[int, _Aliases] = defaultdict(_Aliases)
+        if common:
+            for i, batch in enumerate(batches):
+                self._aliases[i].common = [batch.tensors[k] for k in common]
         #: The tensors that all micro-batches share. A change of a view changes them.
-        self._shared = self._aliases[0].common
+        self._shared = [batches[0].tensors[k] for k in common]
         self._several = len(batches) > 1
         #: Whether to check outputs. Tensors of a ``torch.func`` transform do not have a memory.
         self._follows = self._several and not transformed

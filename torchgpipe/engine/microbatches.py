@@ -15,8 +15,9 @@ it.
 import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,16 +70,20 @@ class Chunk:
 # The input.
 
 
-class _FlatInput(NamedTuple):
+@dataclass(eq=False)
+class _FlatInput:
     """A mini-batch, flattened once for the rule, the split and all errors."""
 
     value: Any
     #: The name of the value in errors: "input" or "target".
     name: str
-    #: The tensors and plain values, with their paths.
-    leaves: list[Leaf]
     tensors: Tensors
     kind: Kind
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """The tensors and plain values, with their paths."""
+        return leaves_of(self.value)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -110,11 +115,11 @@ def _flatten(value: Any, name: str) -> _FlatInput:
     if isinstance(value, Tensor):
         # Most models are called with one tensor without attributes, which needs no structure.
         kind = annotated([value], bare) if value.__dict__ else bare
-        return _FlatInput(value, name, [Leaf((), value, False)], (value,), kind)
+        return _FlatInput(value, name, (value,), kind)
     if isinstance(value, tuple) and not value:
         raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
     tensors, structure = flatten_nested(value)
-    return _FlatInput(value, name, leaves_of(value), tensors, annotated(tensors, structure))
+    return _FlatInput(value, name, tensors, annotated(tensors, structure))
 
 
 def cut(
