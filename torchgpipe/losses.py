@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
-from torchgpipe.base.structure import call, leaves_of
+from torchgpipe.base.structure import Gradients, call, leaves_of
 from torchgpipe.divisors import LossMonitor, counted_labels, no_mean_over_samples, reduction_of
 from torchgpipe.engine.gradients import leaf_of
 from torchgpipe.engine.microbatches import Chunk, cut
@@ -406,7 +406,7 @@ class Losses:
             result += batch.tensors
         return result
 
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def gradients(self) -> Gradients:
         """Return the tensors of the target that have a gradient, each with its gradient."""
         result = []
         for batch, leaves in zip(self.targets, self._leaves):

@@ -33,7 +33,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.base.devices import autocast_types
-from torchgpipe.base.locks import _open_all
+from torchgpipe.base.locks import Lock, _open_all
 from torchgpipe.base.private import (
     DISPATCH_MODES,
     FUNCTION_MODES,
@@ -68,7 +68,7 @@ class MiniBatch:
         #: Returns the parts of a tensor from all replicas, if replicas have other parts of the
         #: mini-batch.
         self.gather: Callable[[Tensor], Sequence[Tensor]] | None = None
-        self._at_end: list[tuple[Callable[[], None], AbstractContextManager[Any]]] = []
+        self._at_end: list[tuple[Callable[[], None], Lock]] = []
         self._values: dict[Hashable, object] = {}
 
     def value(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -78,7 +78,7 @@ class MiniBatch:
             self._values[key] = make()
         return self._values[key]  # type: ignore[return-value]
 
-    def at_end(self, function: Callable[[], None], lock: AbstractContextManager[Any]) -> None:
+    def at_end(self, function: Callable[[], None], lock: Lock) -> None:
         """Call a function under a lock when forward has ended, unless a micro-batch fails."""
         self._at_end.append((function, lock))
 
@@ -101,7 +101,7 @@ class MicroBatch(NamedTuple):
     j: int
     cell: int
     mini_batch: MiniBatch
-    lock: AbstractContextManager[Any]
+    lock: Lock
     losses: Any = None
 
 

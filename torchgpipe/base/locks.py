@@ -31,6 +31,10 @@ _of_steps: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictiona
 _of_layers: 'weakref.WeakKeyDictionary[nn.Module, Any]' = weakref.WeakKeyDictionary()
 
 
+#: A lock, or several of them, as a context.
+Lock = AbstractContextManager[Any]
+
+
 def new_lock() -> Any:
     """Create a reentrant lock."""
     lock = threading.RLock()
@@ -51,7 +55,7 @@ _lock = new_lock()
 generator_lock = new_lock()
 
 
-def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
+def layer_lock(layers: Collection[nn.Module]) -> Lock:
     """Return a context in which no other thread runs any of these layers."""
     locks = []
     with _lock:
@@ -62,14 +66,14 @@ def layer_lock(layers: Collection[nn.Module]) -> AbstractContextManager[Any]:
     return together(*locks)
 
 
-def step_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+def step_lock(modules: Iterable[nn.Module]) -> Lock:
     """Return a context in which no other step uses any of these modules (rule 16)."""
     with _lock:
         locks = [_of_steps.setdefault(module, new_lock()) for module in modules]
     return together(*locks)
 
 
-def together(*contexts: Any) -> AbstractContextManager[Any]:
+def together(*contexts: Any) -> Lock:
     """Return a context in which a thread holds the locks of several contexts."""
     locks: set[Any] = set()
     for context in contexts:
@@ -104,7 +108,7 @@ class _Several:
             lock.release()
 
 
-def is_held(context: AbstractContextManager[Any]) -> bool:
+def is_held(context: Lock) -> bool:
     """Return whether the calling thread holds any lock of :func:`layer_lock`."""
     locks = getattr(context, 'locks', [context])
     return any(lock._is_owned() for lock in locks)

@@ -147,6 +147,9 @@ def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
 
 Tensors = tuple[Tensor, ...]
 
+#: Tensors, each with its gradient.
+Gradients = list[tuple[Tensor, Tensor]]
+
 #: A tensor, or any structure of tensors: see :mod:`torchgpipe.base.structure`.
 Value = Any
 

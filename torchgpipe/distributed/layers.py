@@ -32,13 +32,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchgpipe.base.structure import Gradients
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.materialize import materialize, seeded
 from torchgpipe.model.weights import Weights, open_weights
 from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.parameter import sharded_parameters
-from torchgpipe.shard.sums import Gradients, like, local
+from torchgpipe.shard.sums import like, local
 
 
 def check_plan(plan: Mapping[str, Any], module: nn.Module, size: int) -> None:

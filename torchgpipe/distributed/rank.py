@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
+from torchgpipe.base.structure import Gradients
 from torchgpipe.distributed.agreement import (
     Facts,
     Shared,
@@ -44,7 +45,7 @@ from torchgpipe.model.weights import Weights
 from torchgpipe.schedule.messages import ACTIVE, edges
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
-from torchgpipe.shard.sums import Gradients, local, split_axes
+from torchgpipe.shard.sums import local, split_axes
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
 

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchgpipe.base.structure import Gradients
 from torchgpipe.distributed.agreement import digests
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.engine.gradients import Give, give
@@ -56,7 +57,6 @@ from torchgpipe.engine.streams import (
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Row, UnitAction, with_unit_actions
 from torchgpipe.shard.sums import (
-    Gradients,
     Sum,
     added,
     check_dense,

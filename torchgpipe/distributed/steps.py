@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.settings import checkpoint_stops
-from torchgpipe.base.structure import Arguments, flatten_nested
+from torchgpipe.base.structure import Arguments, Gradients, flatten_nested
 from torchgpipe.distributed.agreement import Facts, digest, digests
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.transport import Evaluation, Header, Messages, Training, Way
@@ -41,7 +41,7 @@ from torchgpipe.losses import (
 from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, with_messages
-from torchgpipe.shard.sums import Gradients, added
+from torchgpipe.shard.sums import added
 from torchgpipe.step import find_schedule, read_schedule, recomputing
 
 #: The types that a loss may have.

@@ -40,7 +40,7 @@ from torch.profiler import record_function
 
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.base.private import is_profiled, tree_leaves, versions
-from torchgpipe.base.structure import Kind, bare, is_plain, leaves_of
+from torchgpipe.base.structure import Gradients, Kind, bare, is_plain, leaves_of
 from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.engine.backward_order import graph_leaves
 from torchgpipe.engine.cell import Cell
@@ -457,7 +457,7 @@ class Training(_OnRanks, Step):
         #: Micro-batch and both stages of each message with a tensor that requires grad.
         self._learning: set[tuple[int, int, int]] = set()
         #: Pairs of a tensor and its gradient. Other ranks may have parts of the gradient.
-        self.gradients: list[tuple[Tensor, Tensor]] = []
+        self.gradients: Gradients = []
         self._give = self.gradients.extend  # type: ignore[assignment]
 
     def _enter(self, j: int) -> None:

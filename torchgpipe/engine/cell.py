@@ -21,7 +21,6 @@ itself.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -32,6 +31,7 @@ from torch import Tensor, default_generator, nn
 
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.errors import add_note, changed_input
+from torchgpipe.base.locks import Lock
 from torchgpipe.base.structure import (
     Arguments,
     Kind,
@@ -181,53 +181,45 @@ class Cell:
         return output
 
 
+@dataclass(eq=False)
 class Cells:
-    """The cells of one partition in one forward pass. Only one thread at a time runs them.
+    """The cells of one partition in one forward pass. Only one thread at a time runs them."""
 
-    Args:
-        held: The context in which a recomputation has the layers.
-        stream: The compute stream.
-        host_stream: Moves inputs of checkpointed cells to the host and back. By default, they
-            stay on the device.
-    """
+    _partition: Partition
+    _recomputed: Collection[int]
+    _state: ThreadState
+    _one_worker: bool
+    #: The context in which a recomputation has the layers.
+    _held: Lock
+    #: The compute stream.
+    _stream: AbstractStream
+    #: Moves inputs of checkpointed cells to the host and back. By default, they do not move.
+    _host_stream: AbstractStream = CPUStream
+    #: Detects after the forward pass whether layers drew that were not known to draw.
+    monitor: DrawMonitor | None = None
+    #: The observed behaviour of the layers; ``None`` where it does not matter.
+    observed: Observed | None = None
+    #: The layers in the state that the first checkpointed cell finds.
+    _layers: Layers | None = None
+    #: The draws of cells without a generator to save.
+    _no_draws: Draws | None = None
 
-    def __init__(
-        self,
-        partition: Partition,
-        recomputed: Collection[int],
-        state: ThreadState,
-        one_worker: bool,
-        held: AbstractContextManager[Any],
-        stream: AbstractStream,
-        host_stream: AbstractStream = CPUStream,
-    ) -> None:
+    def __post_init__(self) -> None:
+        partition = self._partition
         if partition.pending:
             compare_earlier(partition)
-        self._partition = partition
-        self._state = state
-        self._held = held
-        self._stream = stream
-        self._host_stream = host_stream
         self._modules = [*partition.layers.modules()]
-        # Without a backward, there is nothing to recompute.
-        self._recomputed = recomputed if state.grad else ()
         self._trainable = False
         #: The modules that are excluded from recomputation.
         self.no_recompute: list[nn.Module] = []
+        if not self._state.grad:
+            self._recomputed = ()  # Without a backward, there is nothing to recompute.
         if self._recomputed:
             self._trainable = any(x.requires_grad for x in partition.layers.parameters())
             self.no_recompute = [module for module in self._modules if MARK in module.__dict__]
-        #: The observed behaviour of the layers; ``None`` where it does not matter.
-        self.observed: Observed | None = None
-        if self._recomputed or not one_worker:
+        if self._recomputed or not self._one_worker:
             mode = tuple([module.training for module in self._modules])
             self.observed = partition.observed[mode]
-        #: The layers in the state that the first checkpointed cell finds.
-        self._layers: Layers | None = None
-        #: Detects after the forward pass whether layers drew that were not known to draw.
-        self.monitor: DrawMonitor | None = None
-        #: The draws of cells without a generator to save.
-        self._no_draws: Draws | None = None
 
     @property
     def draws(self) -> Drawing:
@@ -295,9 +287,9 @@ class Cells:
             draws,
             state,
             self._stream,
+            results,
             error_of_change,
             self._partition.pending,
-            results,
             offload,
         )
 

@@ -60,7 +60,7 @@ from torchgpipe.base.private import (
     tree_map_only,
     versions,
 )
-from torchgpipe.base.structure import PLAIN_TYPES, Slot
+from torchgpipe.base.structure import PLAIN_TYPES, Gradients, Slot
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 
 #: Functions that compute some gradients of weights and accumulate them.
@@ -438,7 +438,7 @@ class Leaves:
         """The ``id`` of each leaf."""
         return {id(leaf) for _, leaf in self._leaves.values()}
 
-    def take(self, only: Container[int] | None = None) -> list[tuple[Tensor, Tensor]]:
+    def take(self, only: Container[int] | None = None) -> Gradients:
         """Return parameters, or their copies, with their gradients, and clear ``leaf.grad``.
 
         A parameter also gets the memory that a layer has given its leaf by ``leaf.data = …``.
@@ -488,7 +488,7 @@ def _put(module: nn.Module, name: str, new: Tensor, old: Tensor | None = None) -
         parameters[name] = new
 
 
-def give(gradients: list[tuple[Tensor, Tensor]]) -> None:
+def give(gradients: Gradients) -> None:
     """Run backward from tensors with given gradients, through the hooks of these tensors.
 
     Args:

@@ -10,7 +10,7 @@ concurrently ("cannot enter context"). In a pipeline, two threads would do so.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.devices import CPU, is_cpu, memory_key
-from torchgpipe.base.locks import layer_lock, new_lock, step_lock, together
+from torchgpipe.base.locks import Lock, layer_lock, new_lock, step_lock, together
 from torchgpipe.base.private import compiled_codes, is_compiled, is_compiled_module, own_context
 from torchgpipe.base.structure import Slot
 from torchgpipe.engine.checkpoint.observation import Observed
@@ -224,10 +224,10 @@ class Partition:
     #: module that may change.
     serialized = False
     #: Held while the layers run: see :mod:`torchgpipe.base.locks`.
-    lock: AbstractContextManager[Any] = no_context
+    lock: Lock = no_context
     #: Held while the modules have other attributes, such as in a recomputation. No other
     #: partition runs any of these modules meanwhile.
-    lock_alone: AbstractContextManager[Any] = no_context
+    lock_alone: Lock = no_context
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ class Engine:
         return not self.one_worker and any(partition.shared for partition in self.partitions)
 
     @cached_property
-    def step_lock(self) -> AbstractContextManager[Any]:
+    def step_lock(self) -> Lock:
         """The lock of a step: see :mod:`torchgpipe.base.locks`."""
         modules = []
         for partition in self.partitions:

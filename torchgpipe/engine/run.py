@@ -17,7 +17,6 @@ it.
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from torchgpipe.base.context import MicroBatch, MiniBatch, ThreadState, context
 from torchgpipe.base.errors import add_note
-from torchgpipe.base.locks import generator_lock, is_held, released_generator
+from torchgpipe.base.locks import Lock, generator_lock, is_held, released_generator
 from torchgpipe.engine.aliasing import Aliasing
 from torchgpipe.engine.cell import Cell, Cells
 from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor
@@ -54,7 +53,7 @@ class PartitionRun:
     #: The function that cells call: the layers, and after the last ones the loss of an evaluation.
     layers: Callable[..., Any]
     #: The context in which cells have the layers (rule 14).
-    held: AbstractContextManager[Any]
+    held: Lock
     #: The compute stream.
     stream: AbstractStream
     #: By micro-batch, the stream that copies it into or out of the partition's memory.
@@ -74,7 +73,7 @@ class Run:
     """
 
     #: Held together with the lock of the model, from start to end.
-    _steps: AbstractContextManager[Any] = no_context
+    _steps: Lock = no_context
     #: Whether the run includes backward, so that cells may replace parameters of modules.
     has_backward = False
     #: Records the normalizers of losses within layers, where they matter.
@@ -150,9 +149,7 @@ class Run:
             held = self._hold(partition, partition.lock)
         return PartitionRun(cells, partition.layers, held, stream, copy_streams)
 
-    def _hold(
-        self, partition: Partition, lock: AbstractContextManager[Any]
-    ) -> AbstractContextManager[Any]:
+    def _hold(self, partition: Partition, lock: Lock) -> Lock:
         if self._shared is None:
             return lock
         return self._shared.held(partition.j, lock)

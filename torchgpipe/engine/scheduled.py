@@ -17,7 +17,6 @@ returns the error message for [Note: Collectives] of :mod:`torchgpipe.base.conte
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,8 +27,9 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
-from torchgpipe.base.locks import layer_lock, step_lock, together
+from torchgpipe.base.locks import Lock, layer_lock, step_lock, together
 from torchgpipe.base.private import backward_from
+from torchgpipe.base.structure import Gradients
 from torchgpipe.engine.backward_order import Wait, copy_tensor
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.observation import are_same, state_of
@@ -109,7 +109,7 @@ class Loss(Protocol):
     def __call__(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``."""
 
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def gradients(self) -> Gradients:
         """Return other tensors that have a gradient in the end, each with its gradient."""
 
 
@@ -196,7 +196,7 @@ class Step(Run):
         #: Held by forwards that draw from the generator of the CPU, and by backwards. In backward,
         #: a layer may restore an earlier state of the generator, as `torch.utils.checkpoint` does.
         #: Then concurrent draws would be lost or repeated. Held by all actions if modes see them.
-        self._generator_lock: AbstractContextManager[Any] = no_context
+        self._generator_lock: Lock = no_context
         if not engine.one_worker and (
             self._state.has_modes
             or engine.backward_draws is not Drawing.NO
@@ -275,7 +275,7 @@ class Step(Run):
             self._swaps.setdefault(last, []).extend(swaps)
         return swaps_of_step
 
-    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def _gradients(self) -> Gradients:
         """Return tensors with their accumulated gradients, and release these here."""
         gradients = [*self._leaves.take(), *self._losses.gradients()]
         # All others have been used: these are of the input. Only the list may refer to gradients,

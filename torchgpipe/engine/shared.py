@@ -23,13 +23,14 @@ its tensors, because these partitions run in order: see [Note: Order of draws].
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchgpipe.base.devices import memory_key
+from torchgpipe.base.locks import Lock
 from torchgpipe.base.private import versions
 from torchgpipe.base.structure import Slot
 from torchgpipe.engine.backward_order import Copy, Wait, fork
@@ -67,7 +68,7 @@ class SharedTensors:
         #: Tensors and their copies, by the tensor's ``id`` and the copy's memory.
         self._copies: dict[tuple[int, Any], tuple[Tensor, Tensor]] = {}
 
-    def held(self, j: int, lock: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    def held(self, j: int, lock: Lock) -> Lock:
         """Return a context that holds the layers of a partition, with copies in their places."""
         if j not in self._copied:
             return lock
@@ -174,7 +175,7 @@ class _Held:
 
     def __init__(
         self,
-        lock: AbstractContextManager[Any],
+        lock: Lock,
         copied: list[tuple[Slot, Tensor]],
         replaced: list[Slot],
     ) -> None:

@@ -126,6 +126,7 @@ class Checkpointing:
             Draws(generators_of(device), Recorder()),
             None,
             current_stream(device),
+            None,
         )
         output = self._recomputation.first_pass([*self._batch])
         self._recomputation.mark(output, [get_phony(device, requires_grad=True)], always=True)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-#: Pairs of a tensor and its gradient.
-Gradients = list[tuple[Tensor, Tensor]]
+from torchgpipe.base.structure import Gradients
 
 
 def added(gradients: Gradients, more: Gradients) -> Gradients:

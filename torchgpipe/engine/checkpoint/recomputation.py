@@ -31,6 +31,7 @@ backward of the first pass's code uses them. Only the values show whether they a
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from sys import _getframe
@@ -88,19 +89,21 @@ class Saved(NamedTuple):
         return Saved(code, elements)
 
 
+@dataclass(eq=False)
 class RecomputedTensors:
     """The tensors of one recomputation, for the nodes of one backward pass."""
 
-    def __init__(self, saved: list[int], compiled: dict[int, Saved], hooks: Hooks | None) -> None:
-        self._saved = saved
-        self._compiled = compiled
-        self._hooks = hooks
-        #: The number of tensors saved so far.
-        self.number = 0
-        self._tensors: dict[int, tuple[Any, int | None]] = {}
-        #: The Python node that unpacks its tensors now, and these tensors.
-        self._node: weakref.ref[Any] | None = None
-        self._unpacked: dict[int, Tensor] = {}
+    #: By number, a fingerprint of the tensor that the first pass would have saved.
+    _saved: list[int]
+    _compiled: dict[int, Saved]
+    _hooks: Hooks | None
+    #: The number of tensors saved so far.
+    number: int = 0
+    #: The Python node that unpacks its tensors now, and these tensors.
+    _node: weakref.ref[Any] | None = None
+    _unpacked: dict[int, Tensor] = field(default_factory=dict)
+    #: The packed tensors that no node has taken yet, and their versions.
+    _tensors: dict[int, tuple[Any, int | None]] = field(default_factory=dict)
 
     @uncompiled
     def keep(self, tensor: Tensor) -> int:
@@ -205,42 +208,36 @@ class Life(Enum):
     RELEASED = 2
 
 
+@dataclass(eq=False, repr=False)
 class Recomputation:
-    """The recomputation of one checkpointed call, which all nodes of the call share.
+    """The recomputation of one checkpointed call, which all nodes of the call share."""
 
-    Args:
-        layers: The state of its layers at the start of the call.
-        stream: The stream on which it runs.
-    """
+    _function: Call
+    _state: ThreadState
+    _draws: Draws
+    #: The state of its layers at the start of the call.
+    layers: CellState | None
+    #: The stream on which it runs.
+    _stream: AbstractStream
+    #: The results of layers that are excluded from recomputation, if there are any.
+    _results: Results | None
+    #: Returns the error message about an input that the first pass changed.
+    _blame: Callable[[Any], str] = changed_input
+    #: Outputs that cannot be compared with the first pass yet.
+    _pending: deque[PendingComparison] = field(default_factory=deque)
+    _offload: Offload | None = None
+    _life: Life = Life.FIRST_PASS
+    #: Puts the inputs in their places, of which one input may have several.
+    _spread: Kind = list
+    #: The tensors of :meth:`prefetch`.
+    _ahead: RecomputedTensors | None = None
 
-    def __init__(
-        self,
-        function: Call,
-        state: ThreadState,
-        draws: Draws,
-        layers: CellState | None,
-        stream: AbstractStream,
-        blame: Callable[[Any], str] = changed_input,
-        pending: deque[PendingComparison] | None = None,
-        results: Results | None = None,
-        offload: Offload | None = None,
-    ) -> None:
-        self._life = Life.FIRST_PASS
-        self._function = function
-        self._results = results
-        self._offload = offload
-        self._blame = blame
-        self._pending: deque[PendingComparison] = deque() if pending is None else pending
-        self._state = state
-        self._draws = draws
-        self.layers = layers
-        self._stream = stream
-        #: Puts the inputs in their places, of which one input may have several.
-        self._spread: Kind = list
+    def __post_init__(self) -> None:
+        #: By number of a saved tensor, a fingerprint.
         self._saved: list[int] = []
         self._compiled: dict[int, Saved] = {}
+        #: The tensors of each backward pass, by its number.
         self._fills: dict[int, RecomputedTensors] = {}
-        self._ahead: RecomputedTensors | None = None
 
     def first_pass(self, tensors: list[Tensor]) -> list[Tensor]:
         """Call the function for the first time. Its graph saves numbers in place of tensors."""

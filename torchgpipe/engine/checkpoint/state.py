@@ -33,7 +33,6 @@ dictionary of attributes::
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple, TypeVar
@@ -43,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchgpipe.base.context import context
+from torchgpipe.base.locks import Lock
 from torchgpipe.base.private import HOOKS, FakeTensor, remove_hooks, unseen, versions
 from torchgpipe.base.structure import (
     Memories,
@@ -95,9 +95,7 @@ class Layers:
         lock: Held while the modules have other attributes.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], observed: Observed, lock: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], observed: Observed, lock: Lock) -> None:
         self.modules = modules
         self.observed = observed
         self.lock = lock
@@ -135,9 +133,8 @@ class Layers:
         self._copied: dict[int, Container] = {}
         self._copied_before = observed.copied
         observed.copied = self._copied
-        #: The hooks of modules at the end of the first cell, alone and with other attributes.
+        #: The hooks of modules at the end of the first cell.
         self.hooks: dict[nn.Module, Attributes] = {}
-        self.with_hooks: dict[nn.Module, Attributes] = {}
 
     @property
     def is_stale(self) -> bool:
@@ -223,12 +220,10 @@ class Layers:
     def end(self, state: 'CellState', watch: LayerRecorder | None) -> None:
         """Complete the state at the end of its first pass."""
         if not self.hooks:  # at this time, because a hook may remove itself
-            for module, attributes in self.attributes.items():
+            for module in self.modules:
                 # Not as a dict, because the handle of a hook has a weak reference to its
                 # dictionary.
-                hooks = {name: module.__dict__[name].copy() for name in HOOKS}
-                self.hooks[module] = hooks
-                self.with_hooks[module] = {**attributes, **hooks}
+                self.hooks[module] = {name: module.__dict__[name].copy() for name in HOOKS}
         if watch is not None:
             state.learn(watch)
         elif versions(state.tensors) != state.versions:
@@ -457,10 +452,7 @@ class CellState:
         self, module: nn.Module, memories: Memories, copies: dict[int, Any]
     ) -> Attributes:
         layers = self.layers
-        if module in self.attributes:
-            attributes = {**self.attributes[module], **layers.hooks[module]}
-        else:
-            attributes = layers.with_hooks[module].copy()
+        attributes = {**self.attributes_of(module), **layers.hooks[module]}
         if layers.observed.asks_phase:
             # Such layers handle their attributes themselves.
             training = attributes.get('training', module.training)
