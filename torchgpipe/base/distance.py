@@ -102,7 +102,11 @@ def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     return None
 
 
-def _is_split(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
+def _is_split(
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    dim: int,
+) -> bool:
     size = 0
     for part in parts:
         if part.dim() != whole.dim():

@@ -34,7 +34,11 @@ def parse_checkpoint(checkpoint: Any, n: int) -> Checkpoint:
     return checkpoint  # type: ignore[no-any-return]
 
 
-def checkpoint_stops(checkpoint: Checkpoint, m: int, n: int) -> tuple[int, ...]:
+def checkpoint_stops(
+    checkpoint: Checkpoint,
+    m: int,
+    n: int,
+) -> tuple[int, ...]:
     """Return the number of checkpointed micro-batches in each partition, from the first one on.
 
     >>> checkpoint_stops('except_last', m=4, n=2)

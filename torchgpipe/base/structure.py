@@ -386,7 +386,11 @@ class Structure:
         return _restore, (example, self._leaves, self._cls)
 
 
-def _restore(example: Any, leaves: list[Any], cls: type | None) -> Structure:
+def _restore(
+    example: Any,
+    leaves: list[Any],
+    cls: type | None,
+) -> Structure:
     return Structure(tree_flatten(example)[1], leaves, cls)
 
 

@@ -102,7 +102,10 @@ class Aliasing:
         return self._aliases[i].common
 
     def cross(
-        self, i: int, tensors: list[Tensor], copy: Callable[[list[Tensor]], list[Tensor]]
+        self,
+        i: int,
+        tensors: list[Tensor],
+        copy: Callable[[list[Tensor]], list[Tensor]],
     ) -> list[Tensor]:
         """Copy tensors over a boundary between partitions, and follow those that share memory."""
         aliases = self._aliases[i]
@@ -138,7 +141,13 @@ class Aliasing:
         """Return whether all micro-batches share a tensor, or it is a copy of such a tensor."""
         return is_among(x, self.common(i))
 
-    def arrive(self, i: int, aliased: list[Tensor], common: list[Tensor], skips: set[Key]) -> None:
+    def arrive(
+        self,
+        i: int,
+        aliased: list[Tensor],
+        common: list[Tensor],
+        skips: set[Key],
+    ) -> None:
         """Record tensors that come from another process.
 
         Args:
@@ -153,7 +162,13 @@ class Aliasing:
         if aliased or common:
             self.watched.add(i)
 
-    def before(self, i: int, j: int, cell: Cell, tensors: list[Tensor]) -> _Before:
+    def before(
+        self,
+        i: int,
+        j: int,
+        cell: Cell,
+        tensors: list[Tensor],
+    ) -> _Before:
         """Record the input of a cell in partition ``j``."""
         aliases = self._aliases[i]
         number = len(tensors) - len(cell.popped)
@@ -167,7 +182,12 @@ class Aliasing:
         self._watch(j, aliases, before)
         return before
 
-    def _watch(self, j: int, aliases: _Aliases, before: _Before) -> None:
+    def _watch(
+        self,
+        j: int,
+        aliases: _Aliases,
+        before: _Before,
+    ) -> None:
         """Watch the tensors that partition ``j`` may not change."""
         if self._shared and self._several:
             before.watch(

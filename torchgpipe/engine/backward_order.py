@@ -145,7 +145,12 @@ class Checkpoint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, recomputation: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        recomputation: Any,
+        number: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
         ctx.number = number
@@ -206,7 +211,10 @@ Grads = tuple[Tensor | None, ...]
 
 
 def copy_tensor(
-    tensor: Tensor, source: AbstractStream, target: AbstractStream, compute: AbstractStream
+    tensor: Tensor,
+    source: AbstractStream,
+    target: AbstractStream,
+    compute: AbstractStream,
 ) -> Tensor:
     """Copy a tensor to the device of ``target``, whose compute stream will read it."""
     ends = [observer.copy(source, target) for observer in observers]
@@ -241,7 +249,10 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor
+        ctx: Any,
+        prev_stream: AbstractStream,
+        next_stream: AbstractStream,
+        *input: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         # In backward, autograd's threads have their own current streams.
@@ -279,7 +290,10 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor
+        ctx: Any,
+        prev_stream: AbstractStream,
+        next_stream: AbstractStream,
+        *input: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)

@@ -232,7 +232,10 @@ class Cells:
         self.observed.watch_draws()
 
     def run(
-        self, i: int, cell: Cell, tensors: list[Tensor]
+        self,
+        i: int,
+        cell: Cell,
+        tensors: list[Tensor],
     ) -> tuple[list[Tensor], Recomputation | None]:
         """Run the cell of micro-batch ``i``.
 
@@ -255,7 +258,10 @@ class Cells:
         return output, None
 
     def _checkpoint(
-        self, cell: Cell, tensors: list[Tensor], observed: Observed
+        self,
+        cell: Cell,
+        tensors: list[Tensor],
+        observed: Observed,
     ) -> tuple[list[Tensor], Recomputation]:
         """Run the first pass of a checkpointed cell."""
         if self._layers is None or self._layers.is_stale:
@@ -302,7 +308,10 @@ class Cells:
         return output, recomputation
 
     def _draws(
-        self, observed: Observed, watch: LayerRecorder | None, monitor: DrawMonitor | None
+        self,
+        observed: Observed,
+        watch: LayerRecorder | None,
+        monitor: DrawMonitor | None,
     ) -> Draws:
         generators: list[Any] = [*generators_of(self._partition.device)]
         if watch is not None:
@@ -403,7 +412,11 @@ REMEDIES = [
 
 
 def add_culprit(
-    error: Exception, partition: Partition, i: int, m: int, layer: str | None = None
+    error: Exception,
+    partition: Partition,
+    i: int,
+    m: int,
+    layer: str | None = None,
 ) -> None:
     """Add the source to an error that a partition's layers or their result raised."""
     note = f'in {_place(partition, i, m)}'
@@ -416,7 +429,11 @@ def add_culprit(
             add_note(error, remedy.note)
 
 
-def _place(partition: Partition, i: int, m: int) -> str:
+def _place(
+    partition: Partition,
+    i: int,
+    m: int,
+) -> str:
     return f'partition {partition.j} on {partition.device}, micro-batch {i} of {m}'
 
 
@@ -431,7 +448,11 @@ def left_grad_mode(grad: bool) -> RuntimeError:
     )
 
 
-def blame(partition: Partition, kind: Kind, tensors: Sequence[Tensor]) -> str:
+def blame(
+    partition: Partition,
+    kind: Kind,
+    tensors: Sequence[Tensor],
+) -> str:
     """Return an error message that names the layer which changed a checkpointed cell's input.
 
     If the input requires grad, autograd raises. Otherwise a recomputation would start from the

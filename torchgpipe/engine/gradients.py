@@ -100,7 +100,13 @@ class Weight(nn.Parameter):
     deferred: DeferredWork
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Call a function, with a split backward where possible."""
         kwargs = kwargs or {}
         # Python functions of PyTorch, such as `torch.autograd.grad`, also list plain tensors.
@@ -121,7 +127,13 @@ PLAIN_TYPES.add(Weight)
 class FakeWeights(TorchFunctionMode):
     """A mode in which fake parameters have a split backward, as a :class:`Weight` has."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _SPLIT:
             output = _SPLIT[func](*args, **kwargs)
@@ -135,7 +147,11 @@ def _plain(weight: Weight) -> Tensor:
     return plain
 
 
-def _splits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _splits(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> bool:
     """Return whether a call defers its gradients of weights."""
     deferred = getattr(weight, 'deferred', None)
     return (
@@ -216,7 +232,10 @@ def _register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
 
 
 def _split(
-    function: '_Linear | _Convolution', input: Tensor, weight: Tensor, bias: Tensor | None
+    function: '_Linear | _Convolution',
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     output: Any = _Split.apply(function, input, weight, bias)  # type: ignore[no-untyped-call]
     type(output.grad_fn).register_hook = _register_hook
@@ -227,7 +246,10 @@ WeightAndBias = tuple[Weight, Weight | None]
 
 
 def _weight_grads(
-    function: '_Linear | _Convolution', grad: Tensor, input: Tensor, leaves: WeightAndBias
+    function: '_Linear | _Convolution',
+    grad: Tensor,
+    input: Tensor,
+    leaves: WeightAndBias,
 ) -> tuple[Tensor | None, Tensor | None]:
     weight, bias = leaves
     weight_grad = None
@@ -276,13 +298,28 @@ def _add(leaf: Tensor, grad: Tensor) -> None:
 class _Linear(NamedTuple):
     """A linear layer."""
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
         return F.linear(input, weight, bias)
 
-    def input_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    def input_grad(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         return grad @ weight
 
-    def weight_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    def weight_grad(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         return grad.reshape(-1, grad.shape[-1]).t() @ input.reshape(-1, input.shape[-1])
 
     def bias_grad(self, grad: Tensor) -> Tensor:
@@ -297,7 +334,12 @@ class _Convolution(NamedTuple):
     dilation: list[int]
     groups: int
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
         output: Tensor = _aten.convolution(input, weight, bias, *self._options())
         return output
 
@@ -306,14 +348,30 @@ class _Convolution(NamedTuple):
         output_padding = [0] * len(self.stride)
         return self.stride, self.padding, self.dilation, transposed, output_padding, self.groups
 
-    def _backward(self, grad: Tensor, input: Tensor, weight: Tensor, mask: list[bool]) -> Any:
+    def _backward(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        mask: list[bool],
+    ) -> Any:
         return _aten.convolution_backward(grad, input, weight, None, *self._options(), mask)
 
-    def input_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    def input_grad(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         input_grad, _, _ = self._backward(grad, input, weight, [True, False, False])
         return input_grad  # type: ignore[no-any-return]
 
-    def weight_grad(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    def weight_grad(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         _, weight_grad, _ = self._backward(grad, input, weight, [False, True, False])
         return weight_grad  # type: ignore[no-any-return]
 
@@ -324,7 +382,11 @@ class _Convolution(NamedTuple):
 _aten: Any = torch.ops.aten
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Any:
     # Other shapes are broadcast, and their gradients are sums over more dimensions.
     usual = weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
     if not usual or not _splits(input, weight, bias):
@@ -460,7 +522,11 @@ class Leaves:
         return gradients
 
 
-def _register(register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _register(
+    register: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Register a hook of a leaf's parameter. A recomputation does not register it again."""
     if context.recomputing:
         return RemovableHandle(OrderedDict())
@@ -473,13 +539,21 @@ def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[...,
 
 
 def _run_within(
-    swaps: Sequence[Swap], function: Callable[..., Any], *args: Any, **kwargs: Any
+    swaps: Sequence[Swap],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     with substituted(swaps):
         return function(*args, **kwargs)
 
 
-def _put(module: nn.Module, name: str, new: Tensor, old: Tensor | None = None) -> None:
+def _put(
+    module: nn.Module,
+    name: str,
+    new: Tensor,
+    old: Tensor | None = None,
+) -> None:
     """Set a parameter of a module. If ``old`` is given, replace only this one."""
     # In a recomputation, modules may have other dictionaries than when the step began. In
     # TorchScript it is not a dictionary. And the layer may have set another parameter.

@@ -201,7 +201,12 @@ def _batch_dims(flat: _FlatInput, rule: Any) -> list[int | None]:
     return dims
 
 
-def _batch_size(flat: _FlatInput, dims: Sequence[int | None], chunks: int, empty: str) -> int:
+def _batch_size(
+    flat: _FlatInput,
+    dims: Sequence[int | None],
+    chunks: int,
+    empty: str,
+) -> int:
     name = flat.name
     sizes: dict[int, int] = {}
     for k, (x, dim) in enumerate(zip(flat.tensors, dims)):
@@ -231,7 +236,9 @@ def _batch_size(flat: _FlatInput, dims: Sequence[int | None], chunks: int, empty
 
 
 def _other_sizes(
-    flat: _FlatInput, sizes: Mapping[int, int], lists: Mapping[Path, object]
+    flat: _FlatInput,
+    sizes: Mapping[int, int],
+    lists: Mapping[Path, object],
 ) -> ValueError:
     name = flat.name
     ways = (
@@ -282,7 +289,11 @@ def _per_sample(path: Path, name: str) -> str:
     )
 
 
-def _not_cut(name: str, x: Tensor, dim: int) -> ValueError:
+def _not_cut(
+    name: str,
+    x: Tensor,
+    dim: int,
+) -> ValueError:
     if x.is_nested:
         reason = 'is a nested tensor'
         fix = 'pad it, or make it nested in the first layer'
@@ -328,7 +339,11 @@ def _entries(rule: Any) -> dict[Any, Any]:
     return dict(rule) if isinstance(rule, Mapping) else dict(enumerate(rule))
 
 
-def _fit_rule(rule: Any, flat: _FlatInput, layers: Iterable[nn.Module]) -> Any:
+def _fit_rule(
+    rule: Any,
+    flat: _FlatInput,
+    layers: Iterable[nn.Module],
+) -> Any:
     """Convert the rule for the batch dimension to the keys of an input.
 
     Raises:
@@ -362,7 +377,11 @@ def _fit_rule(rule: Any, flat: _FlatInput, layers: Iterable[nn.Module]) -> Any:
     return fitted
 
 
-def check_arguments(name: str, layer: nn.Module, input: Arguments) -> None:
+def check_arguments(
+    name: str,
+    layer: nn.Module,
+    input: Arguments,
+) -> None:
     """Check that a first layer takes several arguments."""
     try:
         signature = inspect.signature(layer.forward)
@@ -392,7 +411,11 @@ def _names_of_arguments(layer: nn.Module) -> list[str] | None:
     return list(parameters)
 
 
-def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:
+def _check_used(
+    rule: Any,
+    paths: Sequence[Path],
+    where: str,
+) -> None:
     """Check that each key of a rule exists in a value."""
     if not isinstance(rule, _BY_KEYS):
         return
@@ -406,7 +429,11 @@ def _check_used(rule: Any, paths: Sequence[Path], where: str) -> None:
         _check_used(entry, paths_within[key], where)
 
 
-def _check_known(entries: Iterable[Any], keys: Container[Any], where: str) -> None:
+def _check_known(
+    entries: Iterable[Any],
+    keys: Container[Any],
+    where: str,
+) -> None:
     for entry in entries:
         if entry not in keys:
             raise ValueError(
@@ -416,7 +443,12 @@ def _check_known(entries: Iterable[Any], keys: Container[Any], where: str) -> No
             )
 
 
-def check_rule(name: str, rule: Any, allowed: Sequence[Any], functions: bool = False) -> None:
+def check_rule(
+    name: str,
+    rule: Any,
+    allowed: Sequence[Any],
+    functions: bool = False,
+) -> None:
     """Check that a rule consists of integers, allowed values and, optionally, functions.
 
     Raises:
@@ -558,7 +590,12 @@ def _outline(batch: Chunk) -> str:
     return outline
 
 
-def _rule_of(rule: Any, path: Path, x: Tensor, batch_dim: int) -> Any:
+def _rule_of(
+    rule: Any,
+    path: Path,
+    x: Tensor,
+    batch_dim: int,
+) -> Any:
     """Return the dimension, reduction or function for a tensor of the output."""
     entry, named = look_up(rule, path)
     if entry is DEFAULT or entry is None:
@@ -608,7 +645,11 @@ def _name_of_output(batch: Chunk, k: int) -> str:
     return 'output' + path_name(_paths(batch)[k])
 
 
-def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:
+def _mixed(
+    xs: Sequence[Tensor],
+    rule: Any,
+    name: str,
+) -> ValueError:
     shapes = ', '.join(map(str, dict.fromkeys(tuple(x.shape) for x in xs)))
     if isinstance(rule, int):
         how = f'along dimension {rule}'
@@ -625,7 +666,13 @@ def _mixed(xs: Sequence[Tensor], rule: Any, name: str) -> ValueError:
     )
 
 
-def _not_joined(i: int, x: Tensor, sizes: Sequence[int] | None, dim: int, name: str) -> ValueError:
+def _not_joined(
+    i: int,
+    x: Tensor,
+    sizes: Sequence[int] | None,
+    dim: int,
+    name: str,
+) -> ValueError:
     went = '' if sizes is None else f'went into the pipeline with {sizes[i]} samples and '
     if x.dim() == 0:
         return ValueError(

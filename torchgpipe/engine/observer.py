@@ -14,7 +14,12 @@ class Observer(Protocol):
     """An observer of cells, actions and copies. It is called in the threads that run them."""
 
     def cell(
-        self, i: int, m: int, j: int, value: Value, skips: Sequence[Tensor | None]
+        self,
+        i: int,
+        m: int,
+        j: int,
+        value: Value,
+        skips: Sequence[Tensor | None],
     ) -> Callable[[Value], None]:
         """Record the start of a cell's layers in any pass; return a function for their output."""
 

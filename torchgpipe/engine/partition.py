@@ -169,7 +169,11 @@ def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
         nodes += [next_node for next_node, _ in node.next_functions]
 
 
-def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def compiled(
+    layers: nn.Sequential,
+    *args: Any,
+    **kwargs: Any,
+) -> Callable[..., Any]:
     """Return a function that calls layers in order, compiled together where possible."""
 
     def is_excluded(name: str) -> bool:
@@ -183,7 +187,12 @@ def compiled(layers: nn.Sequential, *args: Any, **kwargs: Any) -> Callable[..., 
     return partial(_run_all, runs)
 
 
-def _run(layers: nn.Sequential, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+def _run(
+    layers: nn.Sequential,
+    names: tuple[str, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run the forward of some of the layers."""
     first, *rest = names
     value = layers._modules[first](*args, **kwargs)
@@ -197,7 +206,11 @@ def _own_code(function: Any) -> Callable[..., Any]:
     return FunctionType(function.__code__.replace(), function.__globals__)
 
 
-def _run_all(runs: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+def _run_all(
+    runs: Sequence[Callable[..., Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     first, *rest = runs
     value = first(*args, **kwargs)
     for run in rest:

@@ -101,7 +101,13 @@ class PlainCall(Run):
     torch.Size([4, 2])
     """
 
-    def __init__(self, engine: Engine, batches: list[Chunk], *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batches: list[Chunk],
+        *args: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
         self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
@@ -183,7 +189,12 @@ class PlainCall(Run):
 
     # The transport.
 
-    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
+    def _bring(
+        self,
+        i: int,
+        j: int,
+        popped: Sequence[Skip],
+    ) -> list[Tensor]:
         partition = self._engine.partitions[j]
         tensors = [*self._batches[i].tensors]
         # Skips first: they are ready. Behind the batch, they would wait for its computation.
@@ -199,7 +210,13 @@ class PlainCall(Run):
             return _wait(run.copy_streams[i], run.stream, tensors)  # 1
         return tensors
 
-    def _copy(self, i: int, prev_j: int, next_j: int, tensors: list[Tensor]) -> list[Tensor]:
+    def _copy(
+        self,
+        i: int,
+        prev_j: int,
+        next_j: int,
+        tensors: list[Tensor],
+    ) -> list[Tensor]:
         """Return tensors in the memory of another partition."""
         if not self._engine.apart(prev_j, next_j):
             return tensors
@@ -213,7 +230,12 @@ class PlainCall(Run):
             ]
 
     def _send(
-        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+        self,
+        i: int,
+        j: int,
+        cell: Cell,
+        output: list[Tensor],
+        recomputation: Recomputation | None,
     ) -> None:
         """Add the nodes that backward runs first to an output, in place."""
         departs = self._engine.partitions[j].departs
@@ -233,7 +255,11 @@ class PlainCall(Run):
         self._keep(i, j, cell, output)
 
     def _depart(
-        self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
+        self,
+        i: int,
+        j: int,
+        output: list[Tensor],
+        recomputation: Recomputation | None,
     ) -> None:
         """Add the nodes of an output that goes to another memory, in place.
 
@@ -254,7 +280,11 @@ class PlainCall(Run):
             self._tie(i, j, output, recomputation)
 
     def _tie(
-        self, i: int, j: int, output: list[Tensor], recomputation: Recomputation | None
+        self,
+        i: int,
+        j: int,
+        output: list[Tensor],
+        recomputation: Recomputation | None,
     ) -> None:
         """Tie an output to the nodes that run before or after the rest of its backward."""
         k = find_grad(output)
@@ -288,7 +318,9 @@ def _recompute(output: Tensor, recomputation: Recomputation) -> Tensor:
 
 
 def _wait(
-    prev_stream: AbstractStream, next_stream: AbstractStream, tensors: Sequence[Tensor]
+    prev_stream: AbstractStream,
+    next_stream: AbstractStream,
+    tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     return [*Wait.apply(prev_stream, next_stream, *tensors)]  # type: ignore[no-untyped-call]
 

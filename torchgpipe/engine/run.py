@@ -124,7 +124,10 @@ class Run:
             run.cells.monitor = self._monitor
 
     def _prepare(
-        self, partition: Partition, recomputed: Collection[int], offload: bool
+        self,
+        partition: Partition,
+        recomputed: Collection[int],
+        offload: bool,
     ) -> PartitionRun:
         workers = self._engine.workers
         device = partition.device
@@ -219,12 +222,22 @@ class Run:
         """Run an action of a schedule."""
         raise NotImplementedError
 
-    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
+    def _bring(
+        self,
+        i: int,
+        j: int,
+        popped: Sequence[Skip],
+    ) -> list[Tensor]:
         """Return the batch and then the skips, in the graph and the memory of a cell."""
         raise NotImplementedError
 
     def _send(
-        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+        self,
+        i: int,
+        j: int,
+        cell: Cell,
+        output: list[Tensor],
+        recomputation: Recomputation | None,
     ) -> None:
         """Pass the output of a cell on to the next cells."""
         raise NotImplementedError
@@ -271,7 +284,13 @@ class Run:
         finally:
             context.micro_batch = outside
 
-    def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
+    def _keep(
+        self,
+        i: int,
+        j: int,
+        cell: Cell,
+        output: Sequence[Tensor],
+    ) -> None:
         """Keep the output of a cell for the next cells."""
         outgoing = self._engine.partitions[j].outgoing
         if outgoing:

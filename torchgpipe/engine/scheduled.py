@@ -320,7 +320,12 @@ class Step(Run):
             if deferred is not None:
                 deferred.work = None
 
-    def _add_notes(self, error: Exception, i: int, j: int) -> None:
+    def _add_notes(
+        self,
+        error: Exception,
+        i: int,
+        j: int,
+    ) -> None:
         """Add the cell, and a way out, to an error of a backward."""
         device = self._engine.partitions[j].device
         m = len(self._batches)
@@ -404,7 +409,12 @@ class Step(Run):
 
     # The transport.
 
-    def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
+    def _bring(
+        self,
+        i: int,
+        j: int,
+        popped: Sequence[Skip],
+    ) -> list[Tensor]:
         tensors = [*self._batches[i].tensors]
         sources = [(j - 1, k) for k in range(len(tensors))]
         for skip in popped:
@@ -416,7 +426,11 @@ class Step(Run):
         return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
 
     def _carry(
-        self, i: int, j: int, sources: Sequence[tuple[int, int]], tensors: list[Tensor]
+        self,
+        i: int,
+        j: int,
+        sources: Sequence[tuple[int, int]],
+        tensors: list[Tensor],
     ) -> list[Tensor]:
         """Return tensors in the graph of a cell, and keep its leaves for their gradients."""
         if self._engine.partitions[j].arrives:
@@ -430,7 +444,13 @@ class Step(Run):
         # A leaf could not be changed in place.
         return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
 
-    def _copied(self, i: int, j: int, prev_j: int, x: Tensor) -> Tensor:
+    def _copied(
+        self,
+        i: int,
+        j: int,
+        prev_j: int,
+        x: Tensor,
+    ) -> Tensor:
         if not self._engine.apart(prev_j, j):
             return x
         run = self._runs[j]
@@ -439,7 +459,12 @@ class Step(Run):
         return copy.requires_grad_(x.requires_grad)
 
     def _send(
-        self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
+        self,
+        i: int,
+        j: int,
+        cell: Cell,
+        output: list[Tensor],
+        recomputation: Recomputation | None,
     ) -> None:
         """Keep the output of a cell as leaves, and the edges for gradients into its graph."""
         if self._engine.partitions[j].departs:
@@ -461,7 +486,13 @@ class Step(Run):
             graph.roots.append((0, edge_of(loss, own_node and not loss.is_leaf)))
             self._grads[i, j] = {0: torch.ones_like(loss)}
 
-    def _send_back(self, i: int, j: int, prev_j: int, grad: Tensor) -> Tensor:
+    def _send_back(
+        self,
+        i: int,
+        j: int,
+        prev_j: int,
+        grad: Tensor,
+    ) -> Tensor:
         """Copy a gradient to the source partition of its tensor."""
         if not self._engine.apart(prev_j, j):
             return grad

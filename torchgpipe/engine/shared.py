@@ -108,7 +108,12 @@ class SharedTensors:
                     continue  # No cell could see a change in the middle of the pass.
                 self._places.append(_Place(slot, partition, tensors, versions(tensors)))
 
-    def _copy_for(self, partition: Partition, tensor: Tensor, put_last: PutLast) -> Tensor:
+    def _copy_for(
+        self,
+        partition: Partition,
+        tensor: Tensor,
+        put_last: PutLast,
+    ) -> Tensor:
         key = id(tensor), partition.memory
         if key not in self._copies:
             # Not an inference tensor even in inference mode, so that changes are detected.
@@ -117,7 +122,12 @@ class SharedTensors:
             self._copies[key] = tensor, copy
         return self._copies[key][1]
 
-    def _copy(self, tensor: Tensor, device: torch.device, put_last: PutLast) -> Tensor:
+    def _copy(
+        self,
+        tensor: Tensor,
+        device: torch.device,
+        put_last: PutLast,
+    ) -> Tensor:
         home = current_stream(tensor.device)
         target = current_stream(device)
         leaving = self._copy_stream(tensor.device)
@@ -128,7 +138,12 @@ class SharedTensors:
         copy = _apply(Copy, leaving, arriving, source)
         return _apply(Wait, arriving, target, copy)
 
-    def _return_late(self, home: torch.device, phony: Tensor, put_last: PutLast) -> None:
+    def _return_late(
+        self,
+        home: torch.device,
+        phony: Tensor,
+        put_last: PutLast,
+    ) -> None:
         """Make a device run backward through its cells before it waits for a gradient."""
         for partition in self._engine.partitions:
             if partition.departs and partition.memory == memory_key(home):
@@ -163,7 +178,10 @@ def _tensors_of(partition: Partition) -> list[Tensor | None]:
 
 
 def _apply(
-    function: Any, prev_stream: AbstractStream, next_stream: AbstractStream, tensor: Tensor
+    function: Any,
+    prev_stream: AbstractStream,
+    next_stream: AbstractStream,
+    tensor: Tensor,
 ) -> Tensor:
     """Apply an autograd function of streams to one tensor."""
     result: tuple[Tensor] = function.apply(prev_stream, next_stream, tensor)

@@ -113,7 +113,9 @@ def verify_layers(module: nn.Sequential) -> None:
 
 
 def verify_shared(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+    module: nn.Sequential,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
 ) -> None:
     """Check that all layers that share a tensor can use it.
 
@@ -319,7 +321,9 @@ def _resolve(device: Device) -> torch.device:
 
 
 def split(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+    module: nn.Sequential,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
 ) -> list[nn.Sequential]:
     """Split a verified module by a checked balance, and move each partition to its device.
 

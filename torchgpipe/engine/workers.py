@@ -256,7 +256,11 @@ class WorkerPlan:
 
     @staticmethod
     @lru_cache(maxsize=32)
-    def of_forward(start: int, stop: int, devices: tuple[torch.device, ...]) -> 'WorkerPlan':
+    def of_forward(
+        start: int,
+        stop: int,
+        devices: tuple[torch.device, ...],
+    ) -> 'WorkerPlan':
         """Return the plan of the plain call: micro-batches pass through partitions in order.
 
         Args:
@@ -288,7 +292,9 @@ class WorkerPlan:
 
 
 def _plan(
-    grid: Grid, devices: Sequence[torch.device], pairs: Iterable[tuple[Action, Action]]
+    grid: Grid,
+    devices: Sequence[torch.device],
+    pairs: Iterable[tuple[Action, Action]],
 ) -> WorkerPlan:
     """Return a plan of a schedule's steps and of pairs whose second action waits for the first."""
     plan = WorkerPlan(device_key(devices[-1]))

@@ -105,7 +105,11 @@ def _actions(
     return [Action(stage, kind, i) for i in micro_batches]
 
 
-def _gpipe(n: int, m: int, v: int) -> Rows:
+def _gpipe(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """Fill and drain: Huang et al., "GPipe" (2019). Backward takes the last micro-batch first."""
     rows = []
     for s in range(n):
@@ -115,7 +119,11 @@ def _gpipe(n: int, m: int, v: int) -> Rows:
     return rows
 
 
-def _1f1b(n: int, m: int, v: int) -> Rows:
+def _1f1b(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """One forward, one backward. At most ``n - s`` micro-batches are in flight.
 
     Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021), there
@@ -124,7 +132,11 @@ def _1f1b(n: int, m: int, v: int) -> Rows:
     return [_alternate(s, m, warm_up=n - s) for s in range(n)]
 
 
-def _zb_h1(n: int, m: int, v: int) -> Rows:
+def _zb_h1(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """Zero bubble in the memory of 1F1B. Stage ``s`` defers its W by ``s`` micro-batches.
 
     Qi et al., "Zero Bubble Pipeline Parallelism" (2023), there the handcrafted schedule ZB-H1.
@@ -132,7 +144,11 @@ def _zb_h1(n: int, m: int, v: int) -> Rows:
     return [_alternate(s, m, warm_up=n - s, delay=s) for s in range(n)]
 
 
-def _zb_h2(n: int, m: int, v: int) -> Rows:
+def _zb_h2(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """Zero bubble with a longer warm-up, in about twice the memory: ZB-H2 of the same paper."""
     rows = []
     for s in range(n):
@@ -166,7 +182,11 @@ def _alternate(
     return row
 
 
-def _interleaved(n: int, m: int, v: int) -> Rows:
+def _interleaved(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """1F1B over several stages per device, which groups of ``n`` micro-batches pass in turn.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021).
@@ -196,7 +216,11 @@ def _interleaved(n: int, m: int, v: int) -> Rows:
     return rows
 
 
-def _looped_bfs(n: int, m: int, v: int) -> Rows:
+def _looped_bfs(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """Breadth-first: all micro-batches go through a device's stage before the next one.
 
     Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
@@ -213,7 +237,11 @@ def _looped_bfs(n: int, m: int, v: int) -> Rows:
     return rows
 
 
-def _zb_v(n: int, m: int, v: int) -> Rows:
+def _zb_v(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """Zero bubble in the memory of 1F1B. Device ``d`` has stages ``d`` and ``2n - 1 - d``.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there ZB-V.
@@ -224,7 +252,11 @@ def _zb_v(n: int, m: int, v: int) -> Rows:
     return [_forth_and_back(device, n, full) for device in range(n)]
 
 
-def _forth_and_back(device: int, n: int, m: int) -> list[Action]:
+def _forth_and_back(
+    device: int,
+    n: int,
+    m: int,
+) -> list[Action]:
     """Return the actions of a device with a stage on the way forth, and another one back."""
     forth = device
     back = 2 * n - 1 - device
@@ -261,7 +293,11 @@ def _forth_and_back(device: int, n: int, m: int) -> list[Action]:
     return row
 
 
-def _v_half(n: int, m: int, v: int) -> Rows:
+def _v_half(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """Half of the activations of 1F1B. The stages have the places of ``zb-v``.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there V-Half.
@@ -269,7 +305,11 @@ def _v_half(n: int, m: int, v: int) -> Rows:
     return _blocks(n, m, max(2, n))
 
 
-def _v_min(n: int, m: int, v: int) -> Rows:
+def _v_min(
+    n: int,
+    m: int,
+    v: int,
+) -> Rows:
     """At most two fifths of the activations of 1F1B: V-Min of the same paper.
 
     With less than five devices, a whole number of activations is further from it.
@@ -277,7 +317,11 @@ def _v_min(n: int, m: int, v: int) -> Rows:
     return _blocks(n, m, max(2, 4 * n // 5))
 
 
-def _blocks(n: int, m: int, most: int) -> Rows:
+def _blocks(
+    n: int,
+    m: int,
+    most: int,
+) -> Rows:
     """Return the building block of the same paper for each micro-batch, in limited memory.
 
     In a block, F and I of one micro-batch follow each other through the V, each in a unit of time.
@@ -412,7 +456,11 @@ def plain_call(
     return schedule, []
 
 
-def forward_order(partitions: int, start: int, stop: int) -> Pairs:
+def forward_order(
+    partitions: int,
+    start: int,
+    stop: int,
+) -> Pairs:
     """Return pairs of forwards, the second of which waits for the first.
 
     The output of a partition takes memory. Therefore a partition does not start micro-batch ``i``

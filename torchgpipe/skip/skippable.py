@@ -299,7 +299,12 @@ class Skippable(nn.Module):
         _rename(destination, names)
         return destination
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,
+    ) -> None:
         # Names without the level are taken too, from a model before it was skippable.
         mine = set(super().state_dict(prefix=prefix, keep_vars=True))
         level = prefix + 'module.'
@@ -513,5 +518,9 @@ def _verify_layer(
         popped.add(key)
 
 
-def _redeclared(layer_name: str, key: Key, what: str) -> str:
+def _redeclared(
+    layer_name: str,
+    key: Key,
+    what: str,
+) -> str:
     return f"'{layer_name}' redeclared '{key[1]}' as {what} but not isolated by namespace"

@@ -88,7 +88,12 @@ class SkipTracker:
         """Keep a skip tensor."""
         self.tensors[ns, name] = tensor
 
-    def load(self, batch: Any, ns: Namespace | None, name: str) -> Tensor | None:
+    def load(
+        self,
+        batch: Any,
+        ns: Namespace | None,
+        name: str,
+    ) -> Tensor | None:
         """Return a skip tensor and let go of it; :exc:`KeyError` if there is none."""
         return self.tensors.pop((ns, name))
 
@@ -211,7 +216,11 @@ def take(
     return skips, popped, absent
 
 
-def arrive(popped: dict[Key, Kind], absent: Iterable[Key], tensors: list[Tensor]) -> SkipTracker:
+def arrive(
+    popped: dict[Key, Kind],
+    absent: Iterable[Key],
+    tensors: list[Tensor],
+) -> SkipTracker:
     """Return a tracker with the skips that a cell pops, removed from the end of its input."""
     tracker = SkipTracker()
     tracker.tensors.update(dict.fromkeys(absent))

@@ -56,7 +56,11 @@ def _may_contain(type_of_value: type) -> bool:
     return type_of_value in _CONTAINERS or issubclass(type_of_value, (tuple, type(None)))
 
 
-def contents_of(name: str, value: Any, most: float = math.inf) -> list[Any] | None:
+def contents_of(
+    name: str,
+    value: Any,
+    most: float = math.inf,
+) -> list[Any] | None:
     """Return the keys (or indices) and items of a container, including nested ones.
 
     Returns:
@@ -103,7 +107,9 @@ def tensors_in(value: Any) -> list[tuple[Path, Tensor]]:
 
 
 def copy_of_value(
-    value: Any, replace: Callable[[Path, Tensor], Tensor], copies: dict[int, Any] | None = None
+    value: Any,
+    replace: Callable[[Path, Tensor], Tensor],
+    copies: dict[int, Any] | None = None,
 ) -> Any:
     """Copy a value: its containers and the containers in it, but not their other items.
 
@@ -115,7 +121,10 @@ def copy_of_value(
 
 
 def _copy(
-    value: Any, path: Path, replace: Callable[[Path, Tensor], Tensor], copies: dict[int, Any]
+    value: Any,
+    path: Path,
+    replace: Callable[[Path, Tensor], Tensor],
+    copies: dict[int, Any],
 ) -> Any:
     if isinstance(value, Tensor):
         return replace(path, value)
@@ -273,7 +282,13 @@ class LayerRecorder(Recorder):
 
         self._watched.update(storage_id(x) for x in tensors if x is not None and is_plain(x))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         for x in operation_of(func).written_by(args, kwargs or {}):
             if is_plain(x) and storage_id(x) in self._watched:
                 with unseen():

@@ -344,7 +344,13 @@ class Recorder(DispatchMode):
         finally:
             DISPATCH_MODES.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         operation = operation_of(func)
         if not operation.may_draw:

@@ -163,7 +163,12 @@ class RecomputedTensors:
         return tensor
 
 
-def _check_code(k: int, first: Saved | None, code: object | None, tensor: Tensor) -> None:
+def _check_code(
+    k: int,
+    first: Saved | None,
+    code: object | None,
+    tensor: Tensor,
+) -> None:
     """Compare saved tensor ``k`` with the first pass: [Note: Saved by compiled code].
 
     Raises:
@@ -284,7 +289,10 @@ class Recomputation:
             self._input = self._offload.store(input, self._stream)
 
     def mark(
-        self, output: list[Tensor], before: Sequence[Tensor] = (), always: bool = False
+        self,
+        output: list[Tensor],
+        before: Sequence[Tensor] = (),
+        always: bool = False,
     ) -> Tensor | None:
         """Add a ``Checkpoint`` node to the output, in place.
 

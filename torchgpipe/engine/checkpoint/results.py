@@ -96,7 +96,10 @@ class Results:
     """The results of the marked layers of one cell, in the order of calls."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], marked: Sequence[nn.Module], draws: Draws
+        self,
+        modules: Sequence[nn.Module],
+        marked: Sequence[nn.Module],
+        draws: Draws,
     ) -> None:
         self._partition = modules[0]
         self._marked = marked
@@ -184,7 +187,11 @@ class Results:
         return output
 
     def _give(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Return the result of a layer again, in place of a call."""
         if self._next == len(self._results) or self._results[self._next].module is not module:

@@ -95,7 +95,12 @@ class Layers:
         lock: Held while the modules have other attributes.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], observed: Observed, lock: Lock) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        observed: Observed,
+        lock: Lock,
+    ) -> None:
         self.modules = modules
         self.observed = observed
         self.lock = lock
@@ -193,7 +198,12 @@ class Layers:
                     self._looked_at[module, name] = value
                     self._copy_container(module, name, value)
 
-    def _copy_container(self, module: nn.Module, name: str, value: Any) -> None:
+    def _copy_container(
+        self,
+        module: nn.Module,
+        name: str,
+        value: Any,
+    ) -> None:
         """Copy a value if it is a small container, unless there is a copy already."""
         self.containers.pop((module, name), None)
         contents = contents_of(name, value, FEW)
@@ -309,7 +319,12 @@ class CellState:
         """Return the attributes of a module, as references."""
         return self.attributes.get(module) or self.layers.attributes[module]
 
-    def _keep(self, place: Place, x: Tensor, may_copy: bool = True) -> None:
+    def _keep(
+        self,
+        place: Place,
+        x: Tensor,
+        may_copy: bool = True,
+    ) -> None:
         if place in self.layers.observed.written:
             self.changes[place] = x
         elif may_copy and not x.is_nested and size_of(x) <= SMALL:
@@ -318,7 +333,13 @@ class CellState:
             self.places.append(place)
             self.tensors.append(x)
 
-    def _keep_item(self, module: nn.Module, name: str, path: Path, x: Tensor) -> Tensor:
+    def _keep_item(
+        self,
+        module: nn.Module,
+        name: str,
+        path: Path,
+        x: Tensor,
+    ) -> Tensor:
         """Keep a tensor of an attribute. Return it without its graph, which would stay alive."""
         if x.grad_fn is not None:
             x = x.detach().requires_grad_()
@@ -449,7 +470,10 @@ class CellState:
         return [*restored.items()]
 
     def _restored_attributes(
-        self, module: nn.Module, memories: Memories, copies: dict[int, Any]
+        self,
+        module: nn.Module,
+        memories: Memories,
+        copies: dict[int, Any],
     ) -> Attributes:
         layers = self.layers
         attributes = {**self.attributes_of(module), **layers.hooks[module]}
@@ -467,7 +491,12 @@ class CellState:
         return attributes
 
     def _restored_item(
-        self, memories: Memories, module: nn.Module, name: str, path: Path, x: Tensor
+        self,
+        memories: Memories,
+        module: nn.Module,
+        name: str,
+        path: Path,
+        x: Tensor,
     ) -> Tensor:
         copy = self.copies.get((module, name, path))
         if copy is None:
@@ -501,12 +530,20 @@ def _same_elements(before: Tensor | None, now: Tensor | None) -> bool:
     )
 
 
-def _restored_tensor(x: Tensor, copy: Tensor, memories: Memories) -> Tensor:
+def _restored_tensor(
+    x: Tensor,
+    copy: Tensor,
+    memories: Memories,
+) -> Tensor:
     """Return a tensor with the kept values, which a recomputation may write to."""
     return _like(x, copy_of(copy, memories), copy.requires_grad)
 
 
-def _like(x: Tensor, data: Tensor, requires_grad: bool) -> Tensor:
+def _like(
+    x: Tensor,
+    data: Tensor,
+    requires_grad: bool,
+) -> Tensor:
     """Return a tensor with other data, of the type of parameter if it is one."""
     if not isinstance(x, nn.Parameter):
         return data.requires_grad_(requires_grad)

@@ -22,7 +22,11 @@ class Swap(NamedTuple):
     back: Callable[[], object]
 
 
-def entry(holder: Any, name: str, value: Any) -> Swap:
+def entry(
+    holder: Any,
+    name: str,
+    value: Any,
+) -> Swap:
     """Return the swap that sets an entry of a dictionary to another value."""
     previous = holder.get(name, _MISSING)
     back = partial(setitem, holder, name, previous)
