@@ -297,7 +297,7 @@ MUTATIONS = [
             'mutated.default(device)',
         ),
         # Steps by a schedule
-        (scheduled.Step._act, 'use_stream(self._runs[j].stream)', P.steps_by_a_schedule),
+        (scheduled.Step._act, 'use_stream(run.stream)', P.steps_by_a_schedule),
         (
             scheduled.Step._carry,
             'wait_stream(run.stream, run.copy_streams[i])',
@@ -317,13 +317,13 @@ MUTATIONS = [
         ),
         (
             scheduled.Step._send,
-            'Wait.apply(stream, departure, *output)',
+            'Wait.apply(run.stream, departure, *output)',
             P.steps_by_a_schedule,
             'mutated(output)',
         ),
         (
             scheduled.Step._send_back,
-            'wait_stream(departure, self._runs[j].stream)',
+            'wait_stream(run.copy_streams[i], run.stream)',
             P.steps_by_a_schedule,
         ),
         (

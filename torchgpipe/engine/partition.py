@@ -231,6 +231,8 @@ class Partition:
     #: Whether a batch or a skip comes from another memory, or goes to one.
     arrives = False
     departs = False
+    #: Whether the loss or the output is behind it.
+    is_last = False
     #: Whether another partition contains one of its modules.
     shares_modules = False
     #: Whether cells run one after the other, because the partition communicates, or shares a
@@ -308,7 +310,9 @@ class Engine:
         self.skip_layout = skip_layout or inspect_skip_layout(layers)
         self.partitions: list[Partition] = []
         for j, device in zip(range(len(layers)), devices):
-            self.partitions.append(Partition(j, layers[j], device, self.skip_layout))
+            partition = Partition(j, layers[j], device, self.skip_layout)
+            partition.is_last = j == len(layers) - 1
+            self.partitions.append(partition)
         self.workers = Workers()
         #: Held by a forward pass or a step: see :mod:`torchgpipe.base.locks`.
         self.lock = new_lock()

@@ -195,18 +195,17 @@ class PlainCall(Run):
         j: int,
         popped: Sequence[Skip],
     ) -> list[Tensor]:
-        partition = self._engine.partitions[j]
+        run = self._runs[j]
         tensors = [*self._batches[i].tensors]
         # Skips first: they are ready. Behind the batch, they would wait for its computation.
         skips: list[Tensor] = []
         for skip in popped:
             if skip.tensor is not None:
                 skips += self._copy(i, skip.j, j, [skip.tensor])
-        if partition.moves:
+        if run.partition.moves:
             tensors = self.aliasing.cross(i, tensors, partial(self._copy, i, j - 1, j))
         tensors += skips
-        if partition.arrives:
-            run = self._runs[j]
+        if run.partition.arrives:
             return _wait(run.copy_streams[i], run.stream, tensors)  # 1
         return tensors
 
@@ -238,7 +237,8 @@ class PlainCall(Run):
         recomputation: Recomputation | None,
     ) -> None:
         """Add the nodes that backward runs first to an output, in place."""
-        departs = self._engine.partitions[j].departs
+        partition = self._runs[j].partition
+        departs = partition.departs
         if recomputation is not None:
             before: tuple[Tensor, ...] = ()
             if not departs:
@@ -249,7 +249,7 @@ class PlainCall(Run):
                 self._before[j] = phony
         if departs:
             self._depart(i, j, output, recomputation)
-        elif recomputation is None and self._orders and j == len(self._runs) - 1:
+        elif recomputation is None and self._orders and partition.is_last:
             # Other outputs have no edge: [Note: Unchanged outputs].
             self._tie(i, j, output, None)
         self._keep(i, j, cell, output)

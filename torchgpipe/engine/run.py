@@ -49,6 +49,7 @@ _NO_FORWARD_MODE = (
 class PartitionRun:
     """One partition in one run."""
 
+    partition: Partition
     cells: Cells
     #: The function that cells call: the layers, and after the last ones the loss of an evaluation.
     layers: Callable[..., Any]
@@ -150,7 +151,7 @@ class Run:
         held = held_alone
         if not self.has_backward and not cells.no_recompute:
             held = self._hold(partition, partition.lock)
-        return PartitionRun(cells, partition.layers, held, stream, copy_streams)
+        return PartitionRun(partition, cells, partition.layers, held, stream, copy_streams)
 
     def _hold(self, partition: Partition, lock: Lock) -> Lock:
         if self._shared is None:
@@ -195,10 +196,10 @@ class Run:
         """Check that workers do not wait for layers of the cell that calls this pipeline."""
         if context.micro_batch is None:
             return
-        for partition in self._engine.partitions:
-            if is_held(partition.lock_alone):
+        for j, run in enumerate(self._runs):
+            if is_held(run.partition.lock_alone):
                 raise RuntimeError(
-                    f'a layer called a GPipe whose partition {partition.j} has layers of the '
+                    f'a layer called a GPipe whose partition {j} has layers of the '
                     'calling partition, so its workers would wait for the caller. Call the layers '
                     "instead, or put all of its partitions on one device, as in devices=['cpu', "
                     "'cpu']"
@@ -253,8 +254,8 @@ class Run:
 
     def _run_cell(self, i: int, j: int) -> None:
         """Run micro-batch ``i`` in partition ``j``."""
-        partition = self._engine.partitions[j]
         run = self._runs[j]
+        partition = run.partition
         m = len(self._batches)
         cell = Cell(partition, run.layers, i, m, self._batches[i].kind)
         outside = context.micro_batch
@@ -292,7 +293,7 @@ class Run:
         output: Sequence[Tensor],
     ) -> None:
         """Keep the output of a cell for the next cells."""
-        outgoing = self._engine.partitions[j].outgoing
+        outgoing = self._runs[j].partition.outgoing
         if outgoing:
             keep(self._skips[i], outgoing, j, cell.stashed, output)
         number = len(output) - len(cell.stashed)

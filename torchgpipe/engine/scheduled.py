@@ -12,8 +12,8 @@ only tensors that layers have saved keep it alive. The graph of a cell, its leav
 its gradient are freed with its backward. Copies are recorded with the allocator on the stream that
 reads them, as in :mod:`torchgpipe.engine.streams`.
 
-:class:`Unordered` checks that modules which run out of order have not changed. :func:`beside`
-returns the error message for [Note: Collectives] of :mod:`torchgpipe.base.context`.
+A module that changes when it is called has to run in the order of the model. The step raises at
+its end if another one has changed.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -46,8 +46,8 @@ from torchgpipe.schedule.schedule import Action
 from torchgpipe.skip.transfer import Skip
 
 
-def beside(j: int) -> str:
-    """Return an error message for a collective in partition ``j``."""
+def _without_order(j: int) -> str:
+    """Return the error message for a collective in partition ``j``: [Note: Collectives]."""
     return (
         f'partition {j} communicates with other processes, or the loss does, while other '
         'workers may do so beside it: the ranks would not come to their collectives in the '
@@ -64,39 +64,40 @@ _CHANGED = (
 )
 
 
-class Unordered:
-    """The present state of layers that do not run one micro-batch after the other."""
+def _states_out_of_order(
+    engine: Engine, rows: Sequence[Sequence[Action]]
+) -> list[tuple[nn.Module, list[Any]]]:
+    """Return modules that do not run one micro-batch after the other, with their states."""
+    modules = [*engine.changing]
+    orders: dict[int, list[int]] = {}
+    for row in rows:
+        for action in row:
+            if action.kind == 'F':
+                orders.setdefault(action.stage, []).append(action.micro_batch)
+    for stage, order in orders.items():
+        if order != sorted(order):
+            modules += engine.partitions[stage].layers.modules()
+    return [(module, state_of(module)) for module in modules]
 
-    def __init__(self, engine: Engine, rows: Sequence[Sequence[Action]]) -> None:
-        modules = [*engine.changing]
-        orders: dict[int, list[int]] = {}
-        for row in rows:
-            for action in row:
-                if action.kind == 'F':
-                    orders.setdefault(action.stage, []).append(action.micro_batch)
-        for stage, order in orders.items():
-            if order != sorted(order):
-                modules += engine.partitions[stage].layers.modules()
-        self._before = [(module, state_of(module)) for module in modules]
 
-    def check(self) -> None:
-        """Check that no layer has changed since.
+def _check_unchanged(states: Sequence[tuple[nn.Module, list[Any]]]) -> None:
+    """Check that modules are in these states.
 
-        Raises:
-            RuntimeError: Some layers have changed.
-        """
-        changed = set()
-        for module, before in self._before:
-            if not are_same(before, state_of(module)):
-                changed.add(type(module).__name__)
-        if changed:
-            names = ', '.join(sorted(changed))
-            raise RuntimeError(
-                f'layers that change when they are called ({names}) run in another '
-                'order here than in the model: they stand in several partitions, or the schedule '
-                "takes micro-batches in another order. Use schedule='1f1b' or 'gpipe', put all "
-                'places of a layer into one partition, or give each place a layer of its own'
-            )
+    Raises:
+        RuntimeError: Some modules have changed.
+    """
+    changed = set()
+    for module, state in states:
+        if not are_same(state, state_of(module)):
+            changed.add(type(module).__name__)
+    if changed:
+        names = ', '.join(sorted(changed))
+        raise RuntimeError(
+            f'layers that change when they are called ({names}) run in another '
+            'order here than in the model: they stand in several partitions, or the schedule '
+            "takes micro-batches in another order. Use schedule='1f1b' or 'gpipe', put all "
+            'places of a layer into one partition, or give each place a layer of its own'
+        )
 
 
 class Loss(Protocol):
@@ -111,6 +112,10 @@ class Loss(Protocol):
 
     def gradients(self) -> Gradients:
         """Return other tensors that have a gradient in the end, each with its gradient."""
+
+
+#: A micro-batch and a partition.
+CellIndex = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -156,11 +161,11 @@ class Step(Run):
             batches[i] = Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
 
         # By micro-batch and partition.
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[CellIndex, _Graph] = {}
         #: The gradients of a cell's outputs, by their indices.
-        self._grads: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._grads: dict[CellIndex, dict[int, Tensor]] = {}
         #: The second halves of backwards; and the lists to which layers defer them, by partition.
-        self._work: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._work: dict[CellIndex, list[Callable[[], None]]] = {}
         self._deferred: dict[int, DeferredWork] = {}
         for row in rows:
             for action in row:
@@ -232,15 +237,16 @@ class Step(Run):
         act: Callable[[Action], None] = self._act
         if engine.observer is not None:
             act = partial(engine.observer.act, self._act)
-        watch = None if plan.in_order else Unordered(engine, self._rows)
+        states = []
+        if not plan.in_order:
+            states = _states_out_of_order(engine, self._rows)
         try:
             with substituted(self._put_leaves(engine.partitions)):
                 interpret(plan, act, engine.workers)
         finally:
             for partition in engine.partitions:
                 self._leaves.put_back(partition.layers.modules())
-        if watch is not None:
-            watch.check()
+        _check_unchanged(states)
         if self._recorder is not None:
             engine.backward_draws = Drawing.of(self._recorder.draws)
 
@@ -268,11 +274,12 @@ class Step(Run):
             else:
                 swaps_of_step += swaps
 
-        last = partitions[-1].j
-        swaps = self._leaves.swaps(self._losses.modules, {})
-        if swaps and last == len(self._runs) - 1:
-            self._loss = within(swaps, self._losses)
-            self._swaps.setdefault(last, []).extend(swaps)
+        last = partitions[-1]
+        if last.is_last:
+            swaps = self._leaves.swaps(self._losses.modules, {})
+            if swaps:
+                self._loss = within(swaps, self._losses)
+                self._swaps.setdefault(last.j, []).extend(swaps)
         return swaps_of_step
 
     def _gradients(self) -> Gradients:
@@ -292,19 +299,18 @@ class Step(Run):
         """Run an action."""
         j, kind, i = action
         outside = context.no_order
+        run = self._runs[j]
         deferred = self._deferred.get(j)
         if deferred is not None:
             # The list to which layers defer gradients of weights, for `W`.
             deferred.work = self._work.setdefault((i, j), [])
-        if self._communicating not in (None, self._engine.partitions[j].worker):
-            context.no_order = partial(beside, j)
+        if self._communicating not in (None, run.partition.worker):
+            context.no_order = partial(_without_order, j)
         # A forward draws only if a cell was seen to. Any backward may restore a generator.
         draws = kind != 'F' or self._state.has_modes or self._may_draw(j)
+        lock = self._generator_lock if draws else no_context
         try:
-            with (
-                use_stream(self._runs[j].stream),
-                self._generator_lock if draws else no_context,
-            ):
+            with use_stream(run.stream), lock:
                 if kind != 'F':
                     self._state.run_backward(partial(self._ACTIONS[kind], self, i, j))
                 elif self._engine.one_worker:
@@ -334,10 +340,11 @@ class Step(Run):
             add_note(error, _CHANGED)
 
     def _may_draw(self, j: int) -> bool:
-        if self._runs[j].cells.draws is not Drawing.NO:
+        run = self._runs[j]
+        if run.cells.draws is not Drawing.NO:
             return True
         # The loss runs after the last cell, in the same action.
-        return j == len(self._runs) - 1 and self._engine.loss_draws is not Drawing.NO
+        return run.partition.is_last and self._engine.loss_draws is not Drawing.NO
 
     def _loss_of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``.
@@ -381,14 +388,15 @@ class Step(Run):
             grad = leaf.grad
             if grad is None:
                 continue
-            if self._engine.partitions[j].arrives:
+            if self._runs[j].partition.arrives:
                 grad = self._send_back(i, j, prev_j, grad)
             self._grads.setdefault((i, prev_j), {})[k] = grad
 
     def _run_with_leaves(self, j: int, run: Callable[[], object]) -> None:
         """Run backward with leaves in the modules, as layers may call them in their backward."""
-        loss_lock = self._loss_lock if j == len(self._runs) - 1 else no_context
-        with self._runs[j].held, loss_lock, substituted(self._swaps[j]):
+        partition_run = self._runs[j]
+        loss_lock = self._loss_lock if partition_run.partition.is_last else no_context
+        with partition_run.held, loss_lock, substituted(self._swaps[j]):
             run()
 
     def _split_backward(self, i: int, j: int) -> None:
@@ -433,11 +441,13 @@ class Step(Run):
         tensors: list[Tensor],
     ) -> list[Tensor]:
         """Return tensors in the graph of a cell, and keep its leaves for their gradients."""
-        if self._engine.partitions[j].arrives:
-            run = self._runs[j]
-            tensors = [self._copied(i, j, prev_j, x) for (prev_j, _), x in zip(sources, tensors)]
+        run = self._runs[j]
+        if run.partition.arrives:
+            for k, (prev_j, _) in enumerate(sources):
+                tensors[k] = self._copied(i, j, prev_j, tensors[k])
             wait_stream(run.stream, run.copy_streams[i])
-        graph = self._graphs[i, j] = _Graph([], [])
+        graph = _Graph([], [])
+        self._graphs[i, j] = graph
         for (prev_j, k), x in zip(sources, tensors):
             if x.requires_grad:
                 graph.leaves.append((prev_j, k, x))
@@ -455,7 +465,12 @@ class Step(Run):
             return x
         run = self._runs[j]
         prev_stream = self._runs[prev_j].copy_streams[i]
-        copy = copy_tensor(x.detach(), prev_stream, run.copy_streams[i], run.stream)
+        copy = copy_tensor(
+            x.detach(),
+            prev_stream,
+            run.copy_streams[i],
+            run.stream,
+        )
         return copy.requires_grad_(x.requires_grad)
 
     def _send(
@@ -467,24 +482,26 @@ class Step(Run):
         recomputation: Recomputation | None,
     ) -> None:
         """Keep the output of a cell as leaves, and the edges for gradients into its graph."""
-        if self._engine.partitions[j].departs:
-            stream = self._runs[j].stream
-            departure = self._runs[j].copy_streams[i]
-            output = [*Wait.apply(stream, departure, *output)]  # type: ignore[no-untyped-call]
+        run = self._runs[j]
+        if run.partition.departs:
+            departure = run.copy_streams[i]
+            output = [*Wait.apply(run.stream, departure, *output)]  # type: ignore[no-untyped-call]
         graph = self._graphs[i, j]
         graph.recomputation = recomputation
         # `DeferredWork.begin` is a hook of the root, so no layer may reach this node.
         own_node = j in self._deferred
-        if j < len(self._runs) - 1:
-            self._keep(i, j, cell, [leaf_of(y) for y in output])
-            for k, y in enumerate(output):
-                if y.requires_grad:
-                    graph.roots.append((k, edge_of(y, own_node)))
-        else:
+        if run.partition.is_last:
             self._keep(i, j, cell, [y.detach() for y in output if self.keeps_output])
             loss = self._loss_of(i, cell.kind(output))
-            graph.roots.append((0, edge_of(loss, own_node and not loss.is_leaf)))
             self._grads[i, j] = {0: torch.ones_like(loss)}
+            output = [loss]
+            # A loss that is a leaf has no graph to run through.
+            own_node = own_node and not loss.is_leaf
+        else:
+            self._keep(i, j, cell, [leaf_of(y) for y in output])
+        for k, y in enumerate(output):
+            if y.requires_grad:
+                graph.roots.append((k, edge_of(y, own_node)))
 
     def _send_back(
         self,
@@ -496,7 +513,12 @@ class Step(Run):
         """Copy a gradient to the source partition of its tensor."""
         if not self._engine.apart(prev_j, j):
             return grad
+        run = self._runs[j]
         prev_run = self._runs[prev_j]
-        departure = self._runs[j].copy_streams[i]
-        wait_stream(departure, self._runs[j].stream)  # rule 12
-        return copy_tensor(grad, departure, prev_run.copy_streams[i], prev_run.stream)
+        wait_stream(run.copy_streams[i], run.stream)  # rule 12
+        return copy_tensor(
+            grad,
+            run.copy_streams[i],
+            prev_run.copy_streams[i],
+            prev_run.stream,
+        )
