@@ -88,7 +88,11 @@ def current_device() -> torch.device:
     return torch.device(str(accelerator()), torch.accelerator.current_device_index())
 
 
-def memory_key(device: torch.device) -> tuple[str, int]:
+#: The type of a device, and its index or another number.
+DeviceKey = tuple[str, int]
+
+
+def memory_key(device: torch.device) -> DeviceKey:
     """Return the key of a device's memory. All CPU devices share one memory.
 
     >>> memory_key(torch.device('cpu:1')), memory_key(torch.device('cuda'))

@@ -35,6 +35,14 @@ from torchgpipe.base.private import (
     tree_unflatten,
 )
 
+Tensors = tuple[Tensor, ...]
+
+#: Tensors, each with its gradient.
+Gradients = list[tuple[Tensor, Tensor]]
+
+#: The results of a backward.
+Grads = tuple[Tensor | None, ...]
+
 # Memory: identity, versions, sizes and copies.
 
 #: Copies of memories, by the :func:`storage_id` of their sources.
@@ -144,11 +152,6 @@ def _view(memory: torch.UntypedStorage, x: Tensor) -> Tensor:
         x.stride(),
     )
 
-
-Tensors = tuple[Tensor, ...]
-
-#: Tensors, each with its gradient.
-Gradients = list[tuple[Tensor, Tensor]]
 
 #: A tensor, or any structure of tensors: see :mod:`torchgpipe.base.structure`.
 Value = Any
@@ -402,11 +405,11 @@ class Repeated:
     #: By place, the index of its tensor. At their first places, indices ascend.
     where: tuple[int, ...]
 
-    def spread(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def spread(self, tensors: Sequence[Tensor]) -> Tensors:
         """Return the tensor of each place."""
         return tuple([tensors[k] for k in self.where])
 
-    def collect(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def collect(self, tensors: Sequence[Tensor]) -> Tensors:
         """Return each tensor once, from the tensors of all places.
 
         If the number of places differs, return all tensors.
@@ -489,7 +492,7 @@ def once(
     tensors: Sequence[Tensor],
     kind: Kind,
     keys: Iterable[Hashable] = (),
-) -> tuple[tuple[Tensor, ...], Kind]:
+) -> tuple[Tensors, Kind]:
     """Return each tensor once, and the kind that reconstructs the value from them."""
     numbers: dict[Hashable, int] = {}
     where = []
@@ -501,7 +504,7 @@ def once(
     return repeated.collect(tensors), repeated
 
 
-def flatten(value: Any) -> tuple[tuple[Tensor, ...], Kind]:
+def flatten(value: Any) -> tuple[Tensors, Kind]:
     """Return the tensors of a value, and the kind that reconstructs the value from tensors.
 
     >>> import torch

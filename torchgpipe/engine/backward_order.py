@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.base.structure import Grads, Tensors
 from torchgpipe.engine.observer import observers
 from torchgpipe.engine.streams import (
     AbstractStream,
@@ -131,9 +132,7 @@ class Tie(torch.autograd.Function):
         return input.detach(), phony.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None) -> Grads:
         return grad_input, *[None] * ctx.number
 
 
@@ -150,7 +149,7 @@ class Checkpoint(torch.autograd.Function):
         recomputation: Any,
         number: int,
         *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
         ctx.number = number
@@ -159,7 +158,7 @@ class Checkpoint(torch.autograd.Function):
         return *marked, phony.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         # The layers' own nodes run next, and take the tensors of the recomputation.
         ctx.recomputation.recompute(ctx)
         phonies = [None] * ctx.number
@@ -207,9 +206,6 @@ def find_grad(tensors: Sequence[Tensor]) -> int | None:
     return first
 
 
-Grads = tuple[Tensor | None, ...]
-
-
 def copy_tensor(
     tensor: Tensor,
     source: AbstractStream,
@@ -229,7 +225,7 @@ def copy_tensor(
     return copied
 
 
-def _like(ctx: Any, input: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _like(ctx: Any, input: Tensors, output: Tensors) -> Tensors:
     """Make each output require grad only if its own input does."""
     frozen = [y for x, y in zip(input, output) if not x.requires_grad]
     ctx.mark_non_differentiable(*frozen)
@@ -253,7 +249,7 @@ class Copy(torch.autograd.Function):
         prev_stream: AbstractStream,
         next_stream: AbstractStream,
         *input: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         ctx.streams = prev_stream, next_stream
         # In backward, autograd's threads have their own current streams.
         ctx.prev_compute = current_stream(get_device(prev_stream))
@@ -294,7 +290,7 @@ class Wait(torch.autograd.Function):
         prev_stream: AbstractStream,
         next_stream: AbstractStream,
         *input: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         ctx.streams = prev_stream, next_stream
         ctx.set_materialize_grads(False)
         wait_stream(next_stream, prev_stream)

@@ -76,6 +76,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
+from torchgpipe.base.structure import Tensors
 from torchgpipe.engine.backward_order import Copy, Recompute, Wait, find_grad, fork, get_phony, tie
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor
@@ -240,7 +241,7 @@ class PlainCall(Run):
         partition = self._runs[j].partition
         departs = partition.departs
         if recomputation is not None:
-            before: tuple[Tensor, ...] = ()
+            before: Tensors = ()
             if not departs:
                 # There is no copy to overlap with, so `Checkpoint` recomputes, and comes first.
                 before = _recompute(output[0], recomputation), *self._phonies(i, j)
@@ -296,7 +297,7 @@ class PlainCall(Run):
         if phonies or self._orders:
             output[k], self._before[j] = tie(output[k], *phonies)
 
-    def _phonies(self, i: int, j: int) -> tuple[Tensor, ...]:
+    def _phonies(self, i: int, j: int) -> Tensors:
         """Return the phonies of nodes that run later in backward than the output of a cell."""
         if not self._orders:
             return ()

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.base.context import context
+from torchgpipe.base.devices import DeviceKey
 from torchgpipe.base.locks import new_lock
 from torchgpipe.base.private import unseen
 from torchgpipe.engine.streams import AbstractStream, get_device, new_stream
@@ -93,7 +94,7 @@ class Future(Generic[T]):
 Task = tuple[Callable[[Outcome], None], Callable[[], Any]]
 
 
-def device_key(device: Any) -> tuple[str, int]:
+def device_key(device: Any) -> DeviceKey:
     """Return the key of a device's worker. ``cpu`` is ``cpu:0``; ``cpu:1`` has another worker."""
     return device.type, device.index or 0
 
@@ -143,10 +144,10 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[tuple[str, int], Worker] = {}
+        self._workers: dict[DeviceKey, Worker] = {}
         self._lock = new_lock()
-        self._copy_streams: dict[tuple[str, int], list[AbstractStream]] = {}
-        self._host_streams: dict[tuple[str, int], AbstractStream] = {}
+        self._copy_streams: dict[DeviceKey, list[AbstractStream]] = {}
+        self._host_streams: dict[DeviceKey, AbstractStream] = {}
         weakref.finalize(self, _stop, self._workers, self._lock)
 
     def __reduce__(self) -> tuple[type['Workers'], tuple[()]]:
@@ -220,7 +221,7 @@ class Workers:
         _stop(self._workers, self._lock)
 
 
-def _stop(workers: dict[tuple[str, int], Worker], lock: Any) -> None:
+def _stop(workers: dict[DeviceKey, Worker], lock: Any) -> None:
     with lock:
         stopped = list(workers.values())
         # Removed first: if an interrupt ends the wait early, the next forward starts new threads,

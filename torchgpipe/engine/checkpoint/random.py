@@ -59,6 +59,9 @@ class Generator(Protocol):
         """Set its state."""
 
 
+States = dict[Generator, Tensor]
+
+
 class _DeviceGenerator:
     """The default generator of an accelerator."""
 
@@ -92,7 +95,7 @@ def state_of(generator: Generator) -> Tensor:
         return generator.get_state()
 
 
-def states_of(generators: Iterable[Generator]) -> dict[Generator, Tensor]:
+def states_of(generators: Iterable[Generator]) -> States:
     """Return copies of the states of several generators."""
     return {generator: state_of(generator) for generator in generators}
 
@@ -140,9 +143,9 @@ class Draws:
         self._recorder = recorder
         self.monitor = monitor
         #: The states at the start of the first pass.
-        self._before: dict[Generator, Tensor] = {}
+        self._before: States = {}
         #: The states that a recomputation has set.
-        self._last: dict[Generator, Tensor] = {}
+        self._last: States = {}
         #: The states before and after the first pass, for generators that were drawn from.
         self.states: dict[Generator, tuple[Tensor, Tensor]] = {}
 
@@ -197,11 +200,11 @@ class Draws:
                 raise disturbed()
         return output
 
-    def position(self) -> dict[Generator, Tensor]:
+    def position(self) -> States:
         """Return the present states of the generators."""
         return states_of(self._before)
 
-    def go_to(self, start: dict[Generator, Tensor], end: dict[Generator, Tensor]) -> None:
+    def go_to(self, start: States, end: States) -> None:
         """Make the generators of a recomputation skip the draws of a marked layer.
 
         Raises:
@@ -330,7 +333,7 @@ class Recorder(DispatchMode):
         self.draws = False
         #: The generator arguments of operations by key, and the states of generators before.
         self.generators: dict[int, torch.Generator] = {}
-        self.before: dict[Generator, Tensor] = {}
+        self.before: States = {}
 
     @classmethod
     def is_infra_mode(cls) -> bool:

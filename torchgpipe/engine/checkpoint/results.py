@@ -28,6 +28,7 @@ from torchgpipe.base.structure import (
     PLAIN,
     Kind,
     Memories,
+    Tensors,
     annotated,
     check_nested,
     copy_of,
@@ -36,7 +37,7 @@ from torchgpipe.base.structure import (
     share_memory,
 )
 from torchgpipe.engine.backward_order import get_phony
-from torchgpipe.engine.checkpoint.random import Draws, Generator
+from torchgpipe.engine.checkpoint.random import Draws, States
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
 
 T = TypeVar('T')
@@ -88,8 +89,8 @@ class _Result(NamedTuple):
     requires_grad: list[bool]
     kind: Kind
     #: The states of generators before and after the call.
-    start: dict[Generator, Tensor]
-    end: dict[Generator, Tensor]
+    start: States
+    end: States
 
 
 class Results:
@@ -235,7 +236,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [copy_of(x, memories) for x in tensors]
 
 
-def _flatten(output: Any) -> tuple[tuple[Tensor, ...], Kind]:
+def _flatten(output: Any) -> tuple[Tensors, Kind]:
     if isinstance(output, PLAIN):
         return (), lambda tensors: output
     try:
