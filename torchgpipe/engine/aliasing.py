@@ -133,7 +133,9 @@ class Aliasing:
         aliases = self._aliases[i]
         aliased = []
         for k, x in enumerate(tensors):
-            rest = [*aliases.once_shared, *tensors[:k], *tensors[k + 1 :]]
+            rest = [*tensors]
+            del rest[k]
+            rest += aliases.once_shared
             aliased.append(bool(aliases.with_batch) or share_memory([x], rest))
         return aliased
 
@@ -172,7 +174,8 @@ class Aliasing:
         """Record the input of a cell in partition ``j``."""
         aliases = self._aliases[i]
         number = len(tensors) - len(cell.popped)
-        before = _Before(tensors[:number], [*aliases.common], {}, [])
+        batch = tensors[:number]
+        before = _Before(batch, [*aliases.common], {}, [])
         # Other skips are not kept, because they live no longer than the layers need them.
         for key, x in zip(cell.popped, tensors[number:]):
             if key in aliases.common_skips:

@@ -320,7 +320,9 @@ class _Linear(NamedTuple):
         input: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        return grad.reshape(-1, grad.shape[-1]).t() @ input.reshape(-1, input.shape[-1])
+        # A matrix of all samples: other dimensions than the last one belong to the batch.
+        grad = grad.reshape(-1, grad.shape[-1])
+        return grad.t() @ input.reshape(-1, input.shape[-1])
 
     def bias_grad(self, grad: Tensor) -> Tensor:
         return grad.reshape(-1, grad.shape[-1]).sum(0)
@@ -388,8 +390,10 @@ def _linear(
     bias: Tensor | None = None,
 ) -> Any:
     # Other shapes are broadcast, and their gradients are sums over more dimensions.
-    usual = weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
-    if not usual or not _splits(input, weight, bias):
+    has_bias_of_rows = bias is None or bias.shape == weight.shape[:1]
+    if weight.dim() != 2 or not has_bias_of_rows:
+        return None
+    if not _splits(input, weight, bias):
         return None
     return _split(_Linear(), input, weight, bias)
 
@@ -404,7 +408,9 @@ def _convolution(
     groups: int = 1,
 ) -> Any:
     # An input without a batch, or padding by name, has another backward.
-    if not _splits(input, weight, bias) or input.dim() != weight.dim() or isinstance(padding, str):
+    if input.dim() != weight.dim() or isinstance(padding, str):
+        return None
+    if not _splits(input, weight, bias):
         return None
     dims = weight.dim() - 2
     function = _Convolution(

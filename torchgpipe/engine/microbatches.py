@@ -212,7 +212,8 @@ def _batch_size(
     for k, (x, dim) in enumerate(zip(flat.tensors, dims)):
         if dim is None:
             continue
-        if x.layout is not torch.strided or x.is_nested or not -x.dim() <= dim < x.dim():
+        is_strided = x.layout is torch.strided and not x.is_nested
+        if not is_strided or not -x.dim() <= dim < x.dim():
             raise _not_cut(flat.name_of(k), x, dim)
         sizes[k] = x.shape[dim]
     if not sizes:
@@ -545,7 +546,8 @@ def gather(
     for k, xs in enumerate(zip(*[batch.tensors for batch in batches])):
         entry = batch_dim
         if rule is not None:
-            entry = _rule_of(rule, paths[k] if paths else (), xs[0], batch_dim)
+            path = paths[k] if paths else ()
+            entry = _rule_of(rule, path, xs[0], batch_dim)
         key = (*map(id, xs), entry)
         if key not in gathered:
             if shared and is_among(xs[0], shared):
@@ -614,29 +616,30 @@ def _join(
     rule: Any,
 ) -> Tensor:
     """Gather tensor ``k`` of all micro-batches."""
-    if isinstance(rule, int):
-        # A single micro-batch is the mini-batch, so its output may have any size.
-        expected = sizes if len(xs) > 1 else None
-        for i, x in enumerate(xs):
-            has_dim = -x.dim() <= rule < x.dim()
-            if not has_dim or (expected is not None and x.shape[rule] != expected[i]):
-                raise _not_joined(i, x, sizes, rule, _name_of_output(first, k))
     shapes = set()
-    for x in xs:
+    for i, x in enumerate(xs):
         shape = list(x.shape)
         if isinstance(rule, int):
+            has_dim = -x.dim() <= rule < x.dim()
+            # A single micro-batch is the mini-batch, so its output may have any size.
+            expected = sizes[i] if sizes and len(xs) > 1 else None
+            if not has_dim or expected not in (None, shape[rule]):
+                raise _not_joined(i, x, sizes, rule, _name_of_output(first, k))
             del shape[rule]
         shapes.add(tuple(shape))
     if len(shapes) > 1:
         raise _mixed(xs, rule, _name_of_output(first, k))
 
     if isinstance(rule, int):
-        return xs[0] if len(xs) == 1 else torch.cat(list(xs), rule)
+        if len(xs) == 1:
+            return xs[0]
+        return torch.cat(list(xs), rule)
     if callable(rule):
         return rule(xs)  # type: ignore[no-any-return]
     if rule in ('mean', MICRO_BATCH_MEAN):
         assert sizes is not None
-        xs = [x * (size / sum(sizes)) for x, size in zip(xs, sizes)]
+        whole = sum(sizes)
+        xs = [x * (size / whole) for x, size in zip(xs, sizes)]
     stacked = torch.stack(list(xs))
     return stacked if rule == 'stack' else stacked.sum(0)
 
@@ -650,7 +653,7 @@ def _mixed(
     rule: Any,
     name: str,
 ) -> ValueError:
-    shapes = ', '.join(map(str, dict.fromkeys(tuple(x.shape) for x in xs)))
+    shapes = ', '.join(dict.fromkeys(str(tuple(x.shape)) for x in xs))
     if isinstance(rule, int):
         how = f'along dimension {rule}'
     elif callable(rule):

@@ -66,6 +66,12 @@ def tensor_of(slot: Slot) -> Any:
     return holder_of(slot).get(slot[1])
 
 
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module, without other modules in it, by name."""
+    items = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in items if tensor is not None]
+
+
 def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot, Tensor]]:
     """Yield the parameters and buffers of a module and all modules within, at each place.
 
@@ -73,9 +79,10 @@ def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot
     ['model.0.weight', 'model.0.bias']
     """
     for path, owner in module.named_modules(prefix=prefix):
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                yield f'{path}.{name}' if path else name, (owner, name), tensor
+        if path:
+            path += '.'
+        for name, tensor in tensors_of(owner):
+            yield path + name, (owner, name), tensor
 
 
 def parameters_by_name(module: nn.Module) -> list[nn.Parameter]:
@@ -116,18 +123,20 @@ def shared_slots(partitions: Sequence[nn.Module]) -> list[dict[Slot, bool]]:
     shared: list[dict[Slot, Tensor]] = [{} for _ in partitions]
     for j, partition in enumerate(partitions):
         for module in modules_of(partition):
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
+            for name, tensor in tensors_of(module):
                 first_j, modules = owners.setdefault(id(tensor), (j, set()))
                 modules.add(module)
                 if first_j < j:
                     shared[j][module, name] = tensor
 
-    is_tied: list[dict[Slot, bool]] = []
+    ties: list[dict[Slot, bool]] = []
     for slots in shared:
-        is_tied.append({slot: len(owners[id(tensor)][1]) > 1 for slot, tensor in slots.items()})
-    return is_tied
+        is_tied = {}
+        for slot, tensor in slots.items():
+            _, modules = owners[id(tensor)]
+            is_tied[slot] = len(modules) > 1
+        ties.append(is_tied)
+    return ties
 
 
 def only_computes(module: nn.Module) -> bool:
@@ -280,7 +289,10 @@ class Partition:
 
         See [Note: Collectives] of :mod:`torchgpipe.base.context`.
         """
-        return any(getattr(x, 'communicates', False) is True for x in modules_of(self.layers))
+        for module in modules_of(self.layers):
+            if getattr(module, 'communicates', False) is True:
+                return True
+        return False
 
 
 class Engine:

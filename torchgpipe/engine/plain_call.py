@@ -111,7 +111,8 @@ class PlainCall(Run):
     ) -> None:
         super().__init__(engine, batches, *args, **options)
         #: Whether there are edges of order.
-        self._orders = self._state.grad and len(batches) > 1 and not self._state.transformed
+        state = self._state
+        self._orders = state.grad and len(batches) > 1 and not state.transformed
         #: By partition, the phony to which the output of the next micro-batch is tied.
         self._before: dict[int, Tensor] = {}
         #: By partition, phonies for the output of the first micro-batch, the last in backward.
@@ -204,7 +205,8 @@ class PlainCall(Run):
             if skip.tensor is not None:
                 skips += self._copy(i, skip.j, j, [skip.tensor])
         if run.partition.moves:
-            tensors = self.aliasing.cross(i, tensors, partial(self._copy, i, j - 1, j))
+            copy = partial(self._copy, i, j - 1, j)
+            tensors = self.aliasing.cross(i, tensors, copy)
         tensors += skips
         if run.partition.arrives:
             return _wait(run.copy_streams[i], run.stream, tensors)  # 1

@@ -179,7 +179,14 @@ class Run:
         # A layer of another pipeline may be the caller.
         with released_generator(), self._engine.lock, self._steps:
             try:
-                self._run_all()
+                if self._shared is None:
+                    self._run_cells()
+                else:
+                    self._shared.run(self._put_last, self._run_cells)
+                if self._monitor is not None:
+                    self._check_monitor(self._monitor, self._runs)
+                if context.micro_batch is None:  # It is the outermost run.
+                    self.mini_batch.end()
                 if parts:
                     part_contexts(inputs, self._tensors())
             except NotImplementedError as error:
@@ -204,16 +211,6 @@ class Run:
                     "instead, or put all of its partitions on one device, as in devices=['cpu', "
                     "'cpu']"
                 )
-
-    def _run_all(self) -> None:
-        if self._shared is None:
-            self._run_cells()
-        else:
-            self._shared.run(self._put_last, self._run_cells)
-        if self._monitor is not None:
-            self._check_monitor(self._monitor, self._runs)
-        if context.micro_batch is None:  # It is the outermost run.
-            self.mini_batch.end()
 
     def _run_cells(self) -> None:
         """Run all cells."""
@@ -257,7 +254,8 @@ class Run:
         run = self._runs[j]
         partition = run.partition
         m = len(self._batches)
-        cell = Cell(partition, run.layers, i, m, self._batches[i].kind)
+        kind = self._batches[i].kind
+        cell = Cell(partition, run.layers, i, m, kind)
         outside = context.micro_batch
         context.micro_batch = MicroBatch(
             i, m, j, next(_serial), self.mini_batch, partition.lock, self.losses
@@ -265,7 +263,8 @@ class Run:
         try:
             popped: Sequence[Skip] = ()
             if partition.incoming:
-                popped, cell.popped, cell.absent = take(self._skips[i], partition.incoming)
+                skips = self._skips[i]
+                popped, cell.popped, cell.absent = take(skips, partition.incoming)
             tensors = self._bring(i, j, popped)
             del popped  # From now on, only the list of tensors owns skips (rule 5).
             # Other threads must not draw while the cell draws, or its recomputation could not

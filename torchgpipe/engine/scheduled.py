@@ -158,7 +158,8 @@ class Step(Run):
         # The graph of the first cells ends at the input, which may have a graph of its own.
         self._input = [batch.tensors for batch in batches]
         for i, batch in enumerate(batches):
-            batches[i] = Chunk(tuple(map(leaf_of, batch.tensors)), batch.kind)
+            leaves = tuple(map(leaf_of, batch.tensors))
+            batches[i] = Chunk(leaves, batch.kind)
 
         # By micro-batch and partition.
         self._graphs: dict[CellIndex, _Graph] = {}
@@ -319,25 +320,17 @@ class Step(Run):
                     self._state.run(partial(self._run_cell, i, j), self._worker_threads)
         except Exception as error:
             if kind != 'F':
-                self._add_notes(error, i, j)
+                device = run.partition.device
+                m = len(self._batches)
+                note = f'in backward of partition {j} on {device}, micro-batch {i} of {m}'
+                add_note(error, note)
+                if 'modified by an inplace operation' in str(error):
+                    add_note(error, _CHANGED)
             raise
         finally:
             context.no_order = outside
             if deferred is not None:
                 deferred.work = None
-
-    def _add_notes(
-        self,
-        error: Exception,
-        i: int,
-        j: int,
-    ) -> None:
-        """Add the cell, and a way out, to an error of a backward."""
-        device = self._engine.partitions[j].device
-        m = len(self._batches)
-        add_note(error, f'in backward of partition {j} on {device}, micro-batch {i} of {m}')
-        if 'modified by an inplace operation' in str(error):
-            add_note(error, _CHANGED)
 
     def _may_draw(self, j: int) -> bool:
         run = self._runs[j]
@@ -371,10 +364,20 @@ class Step(Run):
     def _backward(self, i: int, j: int) -> None:
         """Run backward through the graph of a cell, and pass the gradients of its leaves on."""
         grads = self._grads.pop((i, j), {})
-        roots = [(edge, grads[k]) for k, edge in self._graphs[i, j].roots if k in grads]
-        if roots:
+        edges = []
+        grads_of_edges = []
+        for k, edge in self._graphs[i, j].roots:
+            if k in grads:
+                edges.append(edge)
+                grads_of_edges.append(grads[k])
+        if edges:
             self._recompute(i, j)  # unless the schedule has done so before
-            run: Callable[[], object] = partial(backward_from, *zip(*roots))
+            run: Callable[[], object] = partial(
+                backward_from,
+                tuple(edges),
+                tuple(grads_of_edges),
+            )
+            del grads_of_edges
             if j in self._swaps:
                 run = partial(self._run_with_leaves, j, run)
             if self._recorder is not None:
@@ -431,7 +434,8 @@ class Step(Run):
                 tensors.append(skip.tensor)
         if len(tensors) == 1 and i not in self.aliasing.watched:  # as mostly
             return self._carry(i, j, sources, tensors)
-        return self.aliasing.cross(i, tensors, partial(self._carry, i, j, sources))
+        carry = partial(self._carry, i, j, sources)
+        return self.aliasing.cross(i, tensors, carry)
 
     def _carry(
         self,
@@ -491,7 +495,8 @@ class Step(Run):
         # `DeferredWork.begin` is a hook of the root, so no layer may reach this node.
         own_node = j in self._deferred
         if run.partition.is_last:
-            self._keep(i, j, cell, [y.detach() for y in output if self.keeps_output])
+            kept = output if self.keeps_output else []
+            self._keep(i, j, cell, [y.detach() for y in kept])
             loss = self._loss_of(i, cell.kind(output))
             self._grads[i, j] = {0: torch.ones_like(loss)}
             output = [loss]

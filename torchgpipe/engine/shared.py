@@ -96,7 +96,8 @@ class SharedTensors:
     def _begin(self, put_last: PutLast) -> None:
         """Copy the tensors that partitions use from another memory."""
         for partition in self._engine.partitions:
-            for (slot, is_tied), tensor in zip(partition.shared.items(), _tensors_of(partition)):
+            tensors_of_slots = _tensors_of(partition)
+            for (slot, is_tied), tensor in zip(partition.shared.items(), tensors_of_slots):
                 if tensor is None:
                     continue
                 tensors = [tensor]

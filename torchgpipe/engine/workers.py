@@ -269,7 +269,8 @@ class WorkerPlan:
         """
         rows = []
         for j in range(len(devices)):
-            rows.append([Action(j, 'F', i) for i in range(start, stop)])
+            row = [Action(j, 'F', i) for i in range(start, stop)]
+            rows.append(row)
         grid, _ = steps(rows)
         return _plan(grid, devices, forward_order(len(devices), start, stop))
 
@@ -304,7 +305,8 @@ def _plan(
         device = devices[action.stage]
         owner = device_key(device)
         owners[action] = owner
-        plan.rows.setdefault(owner, (device, []))[1].append(action)
+        _, row = plan.rows.setdefault(owner, (device, []))
+        row.append(action)
         plan.order[action] = number
         plan.waits[action] = set()
         plan.tells[action] = set()

@@ -41,7 +41,9 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 def are_rebound(before: Attributes, now: Attributes) -> bool:
     """Return whether attributes refer to other objects than before."""
-    return len(before) != len(now) or any(map(is_not, before.values(), now.values()))
+    if len(before) != len(now):
+        return True
+    return any(map(is_not, before.values(), now.values()))
 
 
 def candidates_of(attributes: Attributes) -> list[str]:
@@ -158,10 +160,15 @@ def _copy(
 def state_of(module: nn.Module) -> list[Any]:
     """Return a module's tensors and attributes, with versions, to compare by :func:`are_same`."""
     values = attributes_of(module)
-    state = [*module._parameters.values(), *module._buffers.values(), *values.values()]
+    state = [
+        *module._parameters.values(),
+        *module._buffers.values(),
+        *values.values(),
+    ]
     for name, value in values.items():
         state += contents_of(name, value) or ()
-    return [*state, *versions([x for x in state if isinstance(x, Tensor)])]
+    tensors = [x for x in state if isinstance(x, Tensor)]
+    return state + versions(tensors)
 
 
 def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
@@ -280,7 +287,9 @@ class LayerRecorder(Recorder):
                 if isinstance(item, torch.Generator):
                     self.generators[generator_key(item)] = item
 
-        self._watched.update(storage_id(x) for x in tensors if x is not None and is_plain(x))
+        for x in tensors:
+            if x is not None and is_plain(x):
+                self._watched.add(storage_id(x))
 
     def __torch_dispatch__(
         self,

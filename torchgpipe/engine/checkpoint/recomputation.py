@@ -110,7 +110,8 @@ class RecomputedTensors:
         """Pack hook of the recomputation: keep the tensor under its number."""
         k = self.number
         self.number += 1
-        if k < len(self._saved) and self._saved[k] != hash((tensor.shape, tensor.dtype)):
+        fingerprint = hash((tensor.shape, tensor.dtype))
+        if k < len(self._saved) and self._saved[k] != fingerprint:
             if tensor.is_nested:
                 raise nested()
             raise other_path(
@@ -418,7 +419,9 @@ class Recomputation:
         return self._input
 
     def _recompute(self, leaves: list[Tensor], fill: RecomputedTensors) -> list[Tensor]:
-        function: Callable[[], list[Tensor]] = partial(self._function, self._spread(leaves))
+        input = self._spread(leaves)
+        function: Callable[[], list[Tensor]] = partial(self._function, input)
+        del input  # The cell removes skips from this list, and nothing else may keep them.
         if self._results is not None:
             function = partial(self._results.replay, function)
         draws = self._draws

@@ -183,7 +183,9 @@ class Results:
         end = self._draws.position()
         self._results.append(_Result(module, copies, requires_grad, kind, start, end))
         for k, x in enumerate(tensors):
-            if share_memory([x], [*input, *tensors[:k], *tensors[k + 1 :]]):
+            rest = [*tensors]
+            del rest[k]
+            if share_memory([x], [*input, *rest]):
                 self._shared.append((module, x.detach(), versions([x])))
         return output
 
@@ -195,11 +197,13 @@ class Results:
         **kwargs: Any,
     ) -> Any:
         """Return the result of a layer again, in place of a call."""
-        if self._next == len(self._results) or self._results[self._next].module is not module:
+        result = None
+        if self._next < len(self._results):
+            result = self._results[self._next]
+        if result is None or result.module is not module:
             raise other_path(
                 'it called a layer that is kept out of recomputation in another order'
             )
-        result = self._results[self._next]
         self._next += 1
         self._draws.go_to(result.start, result.end)
         tensors = _copies(result.tensors)

@@ -126,7 +126,9 @@ def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingCompa
             if elements is None or old.elements is None:
                 continue
             if not _is_readable(x):
-                late.append(PendingComparison(_to_host(elements), old.elements, _event(x.device)))
+                copied = _to_host(elements)
+                is_there = _event(x.device)
+                late.append(PendingComparison(copied, old.elements, is_there))
             elif not torch.equal(elements, old.elements) and not agree(elements, old.elements):
                 raise other_path(DIFFERENCE)
     return late
@@ -167,4 +169,10 @@ def agree(a: Tensor, b: Tensor) -> bool:
     # A kernel may add in another order, such as when memory is at another address.
     tolerance = torch.finfo(b.dtype).eps ** 0.5
     scale = b.abs().nan_to_num(0, 0, 0).max().item()
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return torch.allclose(
+        a,
+        b,
+        rtol=tolerance,
+        atol=tolerance * scale,
+        equal_nan=True,
+    )

@@ -144,7 +144,10 @@ class Layers:
     @property
     def is_stale(self) -> bool:
         """Whether forward has replaced a child of a module since the first cell."""
-        return any(are_rebound(before, x._modules) for x, before in self.children.items())
+        for module, before in self.children.items():
+            if are_rebound(before, module._modules):
+                return True
+        return False
 
     def find(self, watch: LayerRecorder | None) -> 'CellState':
         """Return the present state of the layers, at the start of a cell."""
@@ -233,7 +236,8 @@ class Layers:
             for module in self.modules:
                 # Not as a dict, because the handle of a hook has a weak reference to its
                 # dictionary.
-                self.hooks[module] = {name: module.__dict__[name].copy() for name in HOOKS}
+                attributes = module.__dict__
+                self.hooks[module] = {name: attributes[name].copy() for name in HOOKS}
         if watch is not None:
             state.learn(watch)
         elif versions(state.tensors) != state.versions:
@@ -344,7 +348,8 @@ class CellState:
         if x.grad_fn is not None:
             x = x.detach().requires_grad_()
         # A parameter is often also that of another module, and an optimizer writes to it.
-        self._keep((module, name, path), x, may_copy=not isinstance(x, nn.Parameter))
+        may_copy = not isinstance(x, nn.Parameter)
+        self._keep((module, name, path), x, may_copy)
         return x
 
     def _copy(self) -> None:
@@ -364,8 +369,10 @@ class CellState:
 
     def is_current(self) -> bool:
         """Return whether all tensors are as they were when the cell started."""
+        if versions(self.tensors) != self.versions:
+            return False
         small = self.layers.small
-        if versions(self.tensors) != self.versions or versions(small.tensors) != small.versions:
+        if versions(small.tensors) != small.versions:
             return False
         for module in self.layers.modules:
             before = self.buffers.get(module, {})
@@ -609,7 +616,8 @@ def _raise_changed(state: CellState) -> None:
             'micro-batch, as was never seen before in this mode, so its value from before is '
             'not there for the recomputation. Call the model again: from now on it is kept.'
         )
-    for place, expected, version in zip(state.places, state.versions, versions(state.tensors)):
+    present = versions(state.tensors)
+    for place, expected, version in zip(state.places, state.versions, present):
         if version != expected:
             raise RuntimeError(
                 f'{_name(state.layers, place)} has been modified by an inplace operation between '
