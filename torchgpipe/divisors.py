@@ -391,7 +391,10 @@ class LossMonitor(TorchFunctionMode):
         return same, ratio
 
 
-def _are_equal(divisions: Sequence[Division], counts: Sequence[float]) -> bool:
+def _are_equal(
+    divisions: Sequence[Division],
+    counts: Sequence[float],
+) -> bool:
     """Return whether all micro-batches have the same known elements and the same divisor."""
     elements = {division.elements for division in divisions}
     return None not in elements and len(elements) == len({*counts}) == 1

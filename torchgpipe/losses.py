@@ -327,7 +327,11 @@ class Losses:
         # The loss of a single micro-batch may not require grad.
         return scaled.detach().requires_grad_()
 
-    def _call(self, i: int, output: Any) -> tuple[Any, bool]:
+    def _call(
+        self,
+        i: int,
+        output: Any,
+    ) -> tuple[Any, bool]:
         """Call the function; return its result, and whether that is known to be a sum."""
         target = self._leaves[i].value
         if self.monitor is None:
@@ -441,7 +445,10 @@ def _scatter(
     return batches
 
 
-def counts_of(rule: Any, batches: Sequence[Chunk]) -> list[Any]:
+def counts_of(
+    rule: Any,
+    batches: Sequence[Chunk],
+) -> list[Any]:
     """Return the counts of each function in a rule of ``gather``, one for each micro-batch.
 
     Args:
@@ -494,7 +501,10 @@ def with_counts(rule: Any, counts: Iterator[Any]) -> Any:
     return partial(_mean_of, result, sum(result))
 
 
-def seen_means(rule: Any, sizes: Sequence[int]) -> LossMonitor | None:
+def seen_means(
+    rule: Any,
+    sizes: Sequence[int],
+) -> LossMonitor | None:
     """Return a monitor, if a rule of ``gather`` treats all parts as means over samples."""
     words = set()
     for part in _parts(rule):

@@ -71,14 +71,22 @@ class MiniBatch:
         self._at_end: list[tuple[Callable[[], None], Lock]] = []
         self._values: dict[Hashable, object] = {}
 
-    def value(self, key: Hashable, make: Callable[[], T]) -> T:
+    def value(
+        self,
+        key: Hashable,
+        make: Callable[[], T],
+    ) -> T:
         """Return a value that a layer keeps during the forward pass of this mini-batch."""
         # `setdefault` would call `make` for each layer that asks.
         if key not in self._values:
             self._values[key] = make()
         return self._values[key]  # type: ignore[return-value]
 
-    def at_end(self, function: Callable[[], None], lock: Lock) -> None:
+    def at_end(
+        self,
+        function: Callable[[], None],
+        lock: Lock,
+    ) -> None:
         """Call a function under a lock when forward has ended, unless a micro-batch fails."""
         self._at_end.append((function, lock))
 
@@ -355,7 +363,11 @@ class ThreadState(NamedTuple):
         # number that was set last, which was a worker's.
         torch.set_num_threads(self.num_threads)
 
-    def run(self, function: Callable[[], T], num_threads: int) -> T:
+    def run(
+        self,
+        function: Callable[[], T],
+        num_threads: int,
+    ) -> T:
         """Run a function in this state on a worker thread, with ``num_threads`` intra-op threads.
 
         Context variables that the function sets are lost after the call, because two threads
@@ -363,7 +375,11 @@ class ThreadState(NamedTuple):
         """
         return self.variables.copy().run(self._run, function, num_threads)
 
-    def _run(self, function: Callable[[], T], num_threads: int) -> T:
+    def _run(
+        self,
+        function: Callable[[], T],
+        num_threads: int,
+    ) -> T:
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         # The usual case. To enter all contexts takes longer than a small layer.
@@ -417,14 +433,22 @@ class ThreadState(NamedTuple):
             _Autocast(disabled, autocast.cache).set()
             return self.variables.copy().run(function)
 
-    def rerun(self, function: Callable[[], T], num_threads: int) -> T:
+    def rerun(
+        self,
+        function: Callable[[], T],
+        num_threads: int,
+    ) -> T:
         """Run a function in this state again, in backward, with ``num_threads`` intra-op threads.
 
         The recomputation itself sets grad mode, saved-tensor hooks and the pass.
         """
         return self.variables.copy().run(self._rerun, function, num_threads)
 
-    def _rerun(self, function: Callable[[], T], num_threads: int) -> T:
+    def _rerun(
+        self,
+        function: Callable[[], T],
+        num_threads: int,
+    ) -> T:
         number = torch.get_num_threads()
         has_modes = (
             FUNCTION_MODES.len()

@@ -141,7 +141,10 @@ def rng_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     return states
 
 
-def set_rng_states(devices: Iterable[torch.device], states: Mapping[str, Tensor]) -> None:
+def set_rng_states(
+    devices: Iterable[torch.device],
+    states: Mapping[str, Tensor],
+) -> None:
     """Set the generators of the CPU and of devices to the given states."""
     if 'cpu' in states:
         torch.set_rng_state(states['cpu'])

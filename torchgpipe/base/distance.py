@@ -94,7 +94,10 @@ def apart(
     return distances
 
 
-def split_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+def split_dim(
+    whole: Tensor,
+    parts: Sequence[Tensor],
+) -> int | None:
     """Return the dimension along which the concatenated parts have the shape of a tensor."""
     for dim in range(whole.dim()):
         if _is_split(whole, parts, dim):

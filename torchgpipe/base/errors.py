@@ -47,7 +47,10 @@ def nested() -> RuntimeError:
 # Text: tables, sizes, and durations with three digits.
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+) -> str:
     """Format rows in aligned columns: the first column to the left, the others to the right."""
     texts = [[*header]]
     for row in rows:

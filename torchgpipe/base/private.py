@@ -644,7 +644,10 @@ _set_ignored = find(
 _IGNORED = '_ddp_params_and_buffers_to_ignore'
 
 
-def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
+def ignore_in_ddp(
+    module: torch.nn.Module,
+    names: list[str],
+) -> None:
     """Add parameters and buffers of a module that ``DistributedDataParallel`` ignores.
 
     ``DistributedDataParallel`` does not have an argument for it.

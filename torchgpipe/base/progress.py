@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 T = TypeVar('T')
 
 
-def progress(items: Collection[T], description: str) -> Iterable[T]:
+def progress(
+    items: Collection[T],
+    description: str,
+) -> Iterable[T]:
     """Return the items, with a line on stderr that shows how many are done and the time left.
 
     There is no line without tqdm, outside the main thread, or if stderr is neither a terminal nor

@@ -58,7 +58,10 @@ def storage_id(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-def share_memory(tensors: Iterable[Tensor], candidates: Iterable[Tensor]) -> bool:
+def share_memory(
+    tensors: Iterable[Tensor],
+    candidates: Iterable[Tensor],
+) -> bool:
     """Return whether any tensor lies in the memory of any of the candidates."""
     memories = set()
     for y in candidates:
@@ -344,7 +347,10 @@ class Arguments:
         self.kwargs = kwargs
 
 
-def call(function: Callable[..., Any], value: Any) -> Any:
+def call(
+    function: Callable[..., Any],
+    value: Any,
+) -> Any:
     """Call a function with a value, or with several arguments from :class:`Arguments`."""
     if type(value) is Arguments:
         return function(*value.args, **value.kwargs)

@@ -67,7 +67,11 @@ class _Before(NamedTuple):
     aliased: dict[Key, Tensor]
     watched: list[_Watched]
 
-    def watch(self, tensors: Sequence[Tensor], error: str) -> None:
+    def watch(
+        self,
+        tensors: Sequence[Tensor],
+        error: str,
+    ) -> None:
         """Let :meth:`Aliasing.after` raise an error if the cell changes any of these tensors."""
         if tensors:
             self.watched.append(_Watched(tensors, versions(tensors), error))
@@ -123,7 +127,11 @@ class Aliasing:
             self.watched.add(i)
         return copied
 
-    def leave(self, i: int, tensors: Sequence[Tensor]) -> list[bool]:
+    def leave(
+        self,
+        i: int,
+        tensors: Sequence[Tensor],
+    ) -> list[bool]:
         """Return for each tensor that a cell passes on whether another one shares its memory.
 
         A memory that was shared before a boundary counts as well.
@@ -276,7 +284,11 @@ class Aliasing:
                 if other_key != key and share_memory([x], [y]):
                     aliases.with_skips.setdefault(key, set()).add(other_key)
 
-    def hand_on(self, j: int, tensors: Iterable[Tensor]) -> None:
+    def hand_on(
+        self,
+        j: int,
+        tensors: Iterable[Tensor],
+    ) -> None:
         """Raise if a partition modified a tensor after passing it on in another micro-batch.
 
         Raises:

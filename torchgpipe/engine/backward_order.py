@@ -84,7 +84,10 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
 # hide it. This is rule 11.
 
 
-def tie(input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
+def tie(
+    input: Tensor,
+    *phonies: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Join a tensor with phonies, and branch another phony off it, by one node.
 
     Args:
@@ -124,7 +127,11 @@ class Tie(torch.autograd.Function):
     """The autograd function behind :func:`tie`: ``Tie.apply(input, *phonies)``."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        *phonies: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         # No gradient of zeros, if only the phony is used.
         ctx.set_materialize_grads(False)
         ctx.number = len(phonies)
@@ -132,7 +139,11 @@ class Tie(torch.autograd.Function):
         return input.detach(), phony.detach()  # [Note: Identity without a view]
 
     @staticmethod
-    def backward(ctx: Any, grad_input: Tensor | None, grad_phony: Tensor | None) -> Grads:
+    def backward(
+        ctx: Any,
+        grad_input: Tensor | None,
+        grad_phony: Tensor | None,
+    ) -> Grads:
         return grad_input, *[None] * ctx.number
 
 

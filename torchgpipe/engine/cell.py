@@ -471,7 +471,10 @@ def blame(
     )
 
 
-def _failing_layer(partition: nn.Module, traceback: TracebackType | None) -> str | None:
+def _failing_layer(
+    partition: nn.Module,
+    traceback: TracebackType | None,
+) -> str | None:
     """Find the layer that was running, in the frames of the error. It costs nothing otherwise."""
     while traceback is not None:
         frame = traceback.tb_frame

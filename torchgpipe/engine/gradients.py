@@ -469,7 +469,11 @@ class Leaves:
                 swaps.append(Swap(put, partial(_put, module, name, x, leaf)))
         return swaps
 
-    def _leaf_of(self, x: Tensor, deferred: DeferredWork | None) -> nn.Parameter:
+    def _leaf_of(
+        self,
+        x: Tensor,
+        deferred: DeferredWork | None,
+    ) -> nn.Parameter:
         key = id(x), id(deferred)
         if key not in self._leaves:
             data = x.detach()
@@ -539,7 +543,10 @@ def _register(
     return register(*args, **kwargs)
 
 
-def within(swaps: Sequence[Swap], function: Callable[..., Any]) -> Callable[..., Any]:
+def within(
+    swaps: Sequence[Swap],
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
     """Return a function that runs with the leaves in place of the parameters."""
     return partial(_run_within, swaps, function)
 
@@ -586,7 +593,11 @@ class Give(torch.autograd.Function):
     """Return the given gradients in backward: ``Give.apply(gradients, *tensors)``."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        gradients: list[Tensor],
+        *tensors: Tensor,
+    ) -> Tensor:
         ctx.gradients = gradients
         return torch.zeros(())
 

@@ -187,7 +187,10 @@ def cut(
     return [Chunk(xs, kind) for xs in zip(*parts)], sizes, shared
 
 
-def _batch_dims(flat: _FlatInput, rule: Any) -> list[int | None]:
+def _batch_dims(
+    flat: _FlatInput,
+    rule: Any,
+) -> list[int | None]:
     """Return the batch dimension of each tensor; ``None`` if all micro-batches share it."""
     dims: list[int | None] = []
     for leaf in flat.tensor_leaves():
@@ -255,7 +258,10 @@ def _other_sizes(
     )
 
 
-def _lists_in(flat: _FlatInput, type_of_items: type) -> dict[Path, list[Any]]:
+def _lists_in(
+    flat: _FlatInput,
+    type_of_items: type,
+) -> dict[Path, list[Any]]:
     """Return the lists of a value whose items are split or plain, and all of a type."""
     lists: dict[Path, list[Any]] = {}
     for leaf in flat.leaves:
@@ -319,7 +325,10 @@ def _not_cut(
 DEFAULT = object()
 
 
-def look_up(rule: Any, path: Iterable[Any]) -> tuple[Any, bool]:
+def look_up(
+    rule: Any,
+    path: Iterable[Any],
+) -> tuple[Any, bool]:
     """Return the entry of a rule for a path, and whether the rule has keys of this path."""
     named = False
     for key in path:
@@ -469,7 +478,10 @@ def check_rule(
     )
 
 
-def value_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def value_of(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Return the single argument of a pipeline's call, or :class:`Arguments` for several."""
     if len(args) == 1 and not kwargs:
         return args[0]

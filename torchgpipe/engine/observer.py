@@ -23,10 +23,18 @@ class Observer(Protocol):
     ) -> Callable[[Value], None]:
         """Record the start of a cell's layers in any pass; return a function for their output."""
 
-    def act(self, run: Callable[[Action], None], action: Action) -> None:
+    def act(
+        self,
+        run: Callable[[Action], None],
+        action: Action,
+    ) -> None:
         """Run an action of a step by a schedule."""
 
-    def copy(self, source: AbstractStream, target: AbstractStream) -> Callable[[], None]:
+    def copy(
+        self,
+        source: AbstractStream,
+        target: AbstractStream,
+    ) -> Callable[[], None]:
         """Record the start of a copy, and return a function to call when it is queued."""
 
 

@@ -72,7 +72,10 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in items if tensor is not None]
 
 
-def named_slots(module: nn.Module, prefix: str = '') -> Iterator[tuple[str, Slot, Tensor]]:
+def named_slots(
+    module: nn.Module,
+    prefix: str = '',
+) -> Iterator[tuple[str, Slot, Tensor]]:
     """Yield the parameters and buffers of a module and all modules within, at each place.
 
     >>> [name for name, _, _ in named_slots(nn.Sequential(nn.Linear(2, 2)), 'model')]
@@ -162,7 +165,10 @@ def has_compiled(partition: nn.Module) -> bool:
     return 'forward' in partition.__dict__ or any(map(is_compiled_module, partition.modules()))
 
 
-def part_contexts(inputs: Iterable[Any], outputs: Iterable[Tensor]) -> None:
+def part_contexts(
+    inputs: Iterable[Any],
+    outputs: Iterable[Tensor],
+) -> None:
     """Give each compiled node its own context."""
     if not compiled_codes():
         return

@@ -176,7 +176,11 @@ class PlainCall(Run):
                 if monitor is not None and monitor is not self._monitor:
                     self._check_monitor(monitor, [run])
 
-    def _as_worker(self, function: Callable[[], None], num_threads: int) -> None:
+    def _as_worker(
+        self,
+        function: Callable[[], None],
+        num_threads: int,
+    ) -> None:
         """Run a function as workers do: they may wait for a lock that the calling thread holds."""
         outside = context.workers
         context.workers = outside | {id(self._engine.workers)}

@@ -243,7 +243,11 @@ class Run:
     def _put_last(self, j: int, phony: Tensor) -> None:
         """Make backward reach the fork of a phony only after partition ``j`` has finished."""
 
-    def _check_monitor(self, monitor: DrawMonitor, runs: Iterable[PartitionRun]) -> None:
+    def _check_monitor(
+        self,
+        monitor: DrawMonitor,
+        runs: Iterable[PartitionRun],
+    ) -> None:
         """Watch partitions again that were seen not to draw, if the monitor detected a draw."""
         if monitor.anyone_drew():
             for run in runs:

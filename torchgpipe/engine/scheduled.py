@@ -251,7 +251,11 @@ class Step(Run):
         if self._recorder is not None:
             engine.backward_draws = Drawing.of(self._recorder.draws)
 
-    def _put_leaves(self, partitions: Sequence[Partition], by_action: bool = False) -> list[Swap]:
+    def _put_leaves(
+        self,
+        partitions: Sequence[Partition],
+        by_action: bool = False,
+    ) -> list[Swap]:
         """Make leaves of the parameters.
 
         Args:
@@ -395,7 +399,11 @@ class Step(Run):
                 grad = self._send_back(i, j, prev_j, grad)
             self._grads.setdefault((i, prev_j), {})[k] = grad
 
-    def _run_with_leaves(self, j: int, run: Callable[[], object]) -> None:
+    def _run_with_leaves(
+        self,
+        j: int,
+        run: Callable[[], object],
+    ) -> None:
         """Run backward with leaves in the modules, as layers may call them in their backward."""
         partition_run = self._runs[j]
         loss_lock = self._loss_lock if partition_run.partition.is_last else no_context

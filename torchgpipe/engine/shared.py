@@ -78,7 +78,11 @@ class SharedTensors:
         """Return the copies of a partition by slot."""
         return dict(self._copied.get(j, ()))
 
-    def run(self, put_last: PutLast, function: Callable[[], None]) -> None:
+    def run(
+        self,
+        put_last: PutLast,
+        function: Callable[[], None],
+    ) -> None:
         """Call a function that runs cells.
 
         Backward reaches a phony last if ``put_last`` was called with its partition and the phony.

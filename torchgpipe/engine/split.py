@@ -166,7 +166,10 @@ def _verify_alone(module: nn.Module, pipeline: nn.Module) -> None:
         )
 
 
-def parse_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+def parse_balance(
+    balance: Iterable[int] | None,
+    layers: int,
+) -> list[int]:
     """Check a balance against the number of layers.
 
     Raises:
@@ -278,7 +281,10 @@ def parse_seed(seed: Any) -> int:
     return int(seed.__index__())
 
 
-def parse_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
+def parse_devices(
+    devices: Iterable[Device] | None,
+    partitions: int,
+) -> list[torch.device]:
     """Resolve one device per partition; by default all devices of the accelerator.
 
     Raises:

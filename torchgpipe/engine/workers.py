@@ -192,7 +192,11 @@ class Workers:
                 futures.append(future)
         return futures
 
-    def copy_streams(self, device: torch.device, m: int) -> list[AbstractStream]:
+    def copy_streams(
+        self,
+        device: torch.device,
+        m: int,
+    ) -> list[AbstractStream]:
         """Return ``m`` copy streams of a device, one for each micro-batch."""
         # Concurrent threads make more streams than needed, and get the same ones.
         streams = self._copy_streams.setdefault(device_key(device), [])
@@ -221,7 +225,10 @@ class Workers:
         _stop(self._workers, self._lock)
 
 
-def _stop(workers: dict[DeviceKey, Worker], lock: Any) -> None:
+def _stop(
+    workers: dict[DeviceKey, Worker],
+    lock: Any,
+) -> None:
     with lock:
         stopped = list(workers.values())
         # Removed first: if an interrupt ends the wait early, the next forward starts new threads,

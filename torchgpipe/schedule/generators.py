@@ -372,7 +372,10 @@ def _one_by_one(
     return [action for _, action in sorted(timed)]
 
 
-def _in_order(orders: list[list[Action]], most: int) -> Rows | None:
+def _in_order(
+    orders: list[list[Action]],
+    most: int,
+) -> Rows | None:
     """Return rows with F and I in these orders and W where they wait; ``None`` in a deadlock."""
     actions = {*chain.from_iterable(orders)}
     done = set[Action]()

@@ -417,7 +417,10 @@ class Schedule:
 ScheduleLike = str | os.PathLike[str] | Schedule
 
 
-def waits_for(action: Action, actions: Collection[Action]) -> list[Action]:
+def waits_for(
+    action: Action,
+    actions: Collection[Action],
+) -> list[Action]:
     """Return the predecessors of an action among the given actions.
 
     >>> waits_for(Action(0, 'B', 3), {Action.parse(x) for x in ('0F3', '1I3', '0B3', '1F3')})
@@ -480,7 +483,10 @@ def by_step(grid: Grid) -> Iterator[Action]:
         yield from filter(None, column)
 
 
-def in_flight(schedule: Schedule, start: str = 'F') -> dict[int, int]:
+def in_flight(
+    schedule: Schedule,
+    start: str = 'F',
+) -> dict[int, int]:
     r"""Return for each stage the most micro-batches that are in flight at a time.
 
     >>> in_flight(Schedule.parse('0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2'))

@@ -341,7 +341,10 @@ class Skippable(nn.Module):
         return reduced
 
 
-def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
+def _rename(
+    state_dict: dict[str, Any],
+    names: dict[str, str],
+) -> None:
     # All are taken out first, because the new name of one may be the old name of another.
     values = [state_dict.pop(name) for name in names]
     state_dict.update(zip(names.values(), values))
@@ -428,7 +431,11 @@ def _derive(
 
     @partial(uncompiled, recursive=False)  # PyTorch cannot compile a generator.
     @wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         generator = base.forward(self, *args, **kwargs)
         return run_generator(generator, self.namespaced, stashable, poppable)
 

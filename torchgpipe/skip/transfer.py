@@ -156,7 +156,10 @@ class Skip(NamedTuple):
     kind: Kind = bare
 
 
-def leave(tracker: SkipTracker, outgoing: Iterable[End]) -> dict[Key, Tensor]:
+def leave(
+    tracker: SkipTracker,
+    outgoing: Iterable[End],
+) -> dict[Key, Tensor]:
     """Return the skips that leave a cell, with all changes in place since they were stashed.
 
     Raises:

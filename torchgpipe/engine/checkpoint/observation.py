@@ -171,7 +171,10 @@ def state_of(module: nn.Module) -> list[Any]:
     return state + versions(tensors)
 
 
-def are_same(a: list[Any] | None, b: list[Any] | None) -> bool:
+def are_same(
+    a: list[Any] | None,
+    b: list[Any] | None,
+) -> bool:
     """Return whether two lists contain identical objects, or equal integers."""
     if a is None or b is None:
         return a is b

@@ -273,7 +273,11 @@ class Operation(NamedTuple):
     #: The position of its argument ``training``, if it writes only then.
     training: int | None = None
 
-    def generator_of(self, args: Any, kwargs: Any) -> torch.Generator | None:
+    def generator_of(
+        self,
+        args: Any,
+        kwargs: Any,
+    ) -> torch.Generator | None:
         """Return the generator among the arguments of a call, if there is one."""
         if self.generator is None:
             return None
@@ -282,7 +286,11 @@ class Operation(NamedTuple):
             generator = args[self.generator]
         return generator
 
-    def written_by(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    def written_by(
+        self,
+        args: Any,
+        kwargs: Any,
+    ) -> Iterator[Tensor]:
         """Yield the tensors that a call writes to."""
         if self.training is not None and not args[self.training]:
             return

@@ -133,7 +133,11 @@ class RecomputedTensors:
             self._tensors[k] = pack(alias), None
         return k
 
-    def take(self, k: int, release: bool = True) -> Tensor | None:
+    def take(
+        self,
+        k: int,
+        release: bool = True,
+    ) -> Tensor | None:
         """Return a tensor; ``None`` if it was released before."""
         node = current_node()
         if self._node is not None and self._node() is not node:
@@ -418,7 +422,11 @@ class Recomputation:
             return self._offload.fetch(tuple(self._input), self._stream)
         return self._input
 
-    def _recompute(self, leaves: list[Tensor], fill: RecomputedTensors) -> list[Tensor]:
+    def _recompute(
+        self,
+        leaves: list[Tensor],
+        fill: RecomputedTensors,
+    ) -> list[Tensor]:
         input = self._spread(leaves)
         function: Callable[[], list[Tensor]] = partial(self._function, input)
         del input  # The cell removes skips from this list, and nothing else may keep them.

@@ -111,7 +111,11 @@ class Results:
         #: Results that share memory with other tensors, with their versions.
         self._shared: list[tuple[nn.Module, Tensor, list[int]]] = []
 
-    def record(self, hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
+    def record(
+        self,
+        hooks: saved_tensors_hooks,
+        function: Callable[[], T],
+    ) -> T:
         """Run a cell for the first time."""
         output = self._with(partial(self._keep, hooks), function)
         for module, tensor, before in self._shared:
@@ -135,7 +139,11 @@ class Results:
             )
         return output
 
-    def _with(self, call: Callable[..., Any], function: Callable[[], T]) -> T:
+    def _with(
+        self,
+        call: Callable[..., Any],
+        function: Callable[[], T],
+    ) -> T:
         """Run a function while another function replaces the calls of marked layers.
 
         The other function is not part of a compiled layer around it. A marked layer that is
@@ -251,7 +259,10 @@ def _flatten(output: Any) -> tuple[Tensors, Kind]:
         raise
 
 
-def _without(hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
+def _without(
+    hooks: saved_tensors_hooks,
+    function: Callable[[], T],
+) -> T:
     """Call a function without these hooks, unless others are active within them."""
     if innermost_hooks() != (hooks.pack_hook, hooks.unpack_hook):
         return function()

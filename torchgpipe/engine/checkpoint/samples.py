@@ -97,7 +97,10 @@ def _to_host(elements: Tensor) -> Tensor:
     return elements.to('cpu', non_blocking=True)
 
 
-def compare(output: Sequence[Tensor], before: list[Sample]) -> list[PendingComparison]:
+def compare(
+    output: Sequence[Tensor],
+    before: list[Sample],
+) -> list[PendingComparison]:
     """Compare the output of a recomputation with the output of its first pass.
 
     Args:

@@ -577,7 +577,10 @@ def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
 assign = object.__setattr__
 
 
-def run_on(state: CellState, function: Callable[[], T]) -> T:
+def run_on(
+    state: CellState,
+    function: Callable[[], T],
+) -> T:
     """Run a recomputation with the state at the start of the first pass."""
     layers = state.layers
     with layers.lock:
