@@ -152,11 +152,13 @@ class GPipe(PipelineModule):
         self.devices = parse_devices(devices, len(self.balance))
         if seed is not None:
             seed = parse_seed(seed)
+        # All checks come first: an error must not leave a module whose layers have moved.
         verify_shared(module, self.balance, self.devices)
         if deferred_batch_norm:
             from torchgpipe.batchnorm import DeferredBatchNorm
 
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+        # A tensor on the meta device cannot move, so it gets its value on its device.
         tensors = [*module.parameters(), *module.buffers()]
         if weights is not None or init is not None or any(x.is_meta for x in tensors):
             self._materialize(module, weights, init, seed)
@@ -188,7 +190,7 @@ class GPipe(PipelineModule):
 
     def _call(self, input: Any) -> Any:
         if not self.devices:
-            flatten_nested(input)
+            flatten_nested(input)  # which checks the input, as for any other model
             return input
         mini_batch = self._split(input)
         run = PlainCall(self._running_engine(), mini_batch.batches, **mini_batch.options)
@@ -198,6 +200,7 @@ class GPipe(PipelineModule):
             run.losses = seen_means(mini_batch.rule, mini_batch.sizes)
         run.run()
         if run.losses:
+            # With `gather='mean'`, a loss in the model has to be a mean over samples.
             from torchgpipe.losses import no_mean_in_the_model
 
             run.losses.check(no_mean_in_the_model)

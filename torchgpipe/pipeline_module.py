@@ -106,6 +106,7 @@ class PipelineModule(LayerSequence):
             balance = balance.balance
         self.chunks = parse_chunks(chunks)
         if self.chunks > 1:
+            # With one micro-batch, such a layer sees all indices of the mini-batch.
             verify_counts(module)
         self.balance = parse_balance(balance, len(module))
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
@@ -121,6 +122,7 @@ class PipelineModule(LayerSequence):
         """Take the layers of a module: [Note: Two views of the layers]."""
         for module in (self, partitions, *partitions):
             module.training = training
+        # Not by `setattr`, which would register the partitions as children.
         self.__dict__['partitions'] = partitions
         self.__dict__['_names'] = tuple(names)
         self.__dict__['_known'] = tuple(layers.get(name) for name in self._names)
@@ -269,6 +271,7 @@ class PipelineModule(LayerSequence):
                     'model.train() before'
                 )
         if any(hooks_of(self)):
+            # Hooks of layers are called, because cells call the layers.
             raise RuntimeError(
                 f'{action} does not call this model as a whole, so it would leave out the '
                 'hooks that are registered on it; register them on its layers'
@@ -369,6 +372,7 @@ class PipelineModule(LayerSequence):
                 'partition; replace it in the GPipe itself, '
                 "model.set_submodule('name', layer), and partitions follow"
             )
+        # A child was replaced, added or removed since the last time, so partitions follow.
         if [*layers.items()] != before:
             self._replace(layers, partitions)
             self._known = tuple(layers.values())

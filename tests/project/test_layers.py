@@ -196,11 +196,16 @@ def cited(path):
 
 
 def test_the_code_cites_each_rule_of_the_engine():
+    """Each one is in the file that the table of the design page names, and nowhere else."""
     rules = layers.PAGE.read_text().partition('## Rules of the engine')[2].partition('\n## ')[0]
-    numbers = {*map(int, re.findall(r'^(\d+)\. ', rules, re.M))}
-    assert numbers == {*range(1, len(numbers) + 1)} and len(numbers) > 10
-    assert numbers == {
-        int(number)
+    table = re.findall(r'^\| (\d+) \| .* \| `(.*)` \|$', rules, re.M)
+    assert [int(number) for number, _ in table] == [*range(1, len(table) + 1)] and len(table) > 10
+    in_code = [
+        (number, str(path.relative_to(layers.PACKAGE)))
         for path in layers.FILES.values()
-        for number in re.findall(r'\brule (\d+)\b', path.read_text())
-    }
+        for number in re.findall(r'# Rule (\d+): ', path.read_text())
+    ]
+    assert sorted(in_code) == sorted(table)
+    for path in layers.FILES.values():
+        cited = {*re.findall(r'\brule (\d+)\b', path.read_text())}
+        assert cited <= {number for number, _ in table}, path

@@ -7,7 +7,7 @@
     partition 0       layer(x0)         layer(x1)
     partition 1                         …
 
-[Note: Collectives] Ranks have to reach their collectives in the same order (rule 4). Concurrent
+[Note: Collectives] Ranks have to reach their collectives in the same order. Concurrent
 workers reach their collectives in any order::
 
     rank 0    worker 0    collective of partition 0 ──────────────────────▶ waits for rank 1
@@ -168,6 +168,8 @@ def check_order() -> None:
     Raises:
         RuntimeError: They may. The message names the fix.
     """
+    # Rule 4: All ranks reach their collectives in the same order. Where the engine cannot keep
+    # that order, it raises.
     if context.no_order is not None:
         raise RuntimeError(context.no_order())
 

@@ -51,7 +51,9 @@ def _open_all() -> None:
 _lock = new_lock()
 
 #: Held by cells and recomputations that draw from the random generator of the CPU, which all
-#: threads share. A thread that holds it takes no other lock, except to read a state (rule 15).
+#: threads share.
+# Rule 15: A thread that holds the generator lock takes no further lock, except while it reads a
+# generator's state. A run that a layer of another pipeline starts releases it first.
 generator_lock = new_lock()
 
 
@@ -67,7 +69,9 @@ def layer_lock(layers: Collection[nn.Module]) -> Lock:
 
 
 def step_lock(modules: Iterable[nn.Module]) -> Lock:
-    """Return a context in which no other step uses any of these modules (rule 16)."""
+    """Return a context in which no other step uses any of these modules."""
+    # Rule 16: A step holds the step locks of its modules with parameters, and of the loss's
+    # modules, because it replaces their parameters.
     with _lock:
         locks = [_of_steps.setdefault(module, new_lock()) for module in modules]
     return together(*locks)
@@ -85,8 +89,10 @@ def together(*contexts: Any) -> Lock:
 
 
 class _Several:
-    """Several locks, acquired in one order (rule 14), so that no threads wait for each other."""
+    """Several locks, acquired in one order, so that no threads wait for each other."""
 
+    # Rule 14: A cell and a recomputation hold the locks of their layers from start to end. A
+    # thread takes several locks in one global order.
     def __init__(self, locks: Collection[Any]) -> None:
         self.locks = sorted(locks, key=id)
 

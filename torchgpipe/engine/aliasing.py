@@ -238,6 +238,8 @@ class Aliasing:
         Raises:
             RuntimeError: The cell changed a tensor that is also used elsewhere.
         """
+        # Rule 8: A change in place has the effect that it has in the unwrapped model, or it
+        # raises.
         for watched in before.watched:
             if versions(watched.tensors) != watched.versions:
                 raise RuntimeError(watched.error)

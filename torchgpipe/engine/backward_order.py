@@ -77,11 +77,12 @@ def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
 
 
 # [Note: Identity without a view]
-# The functions of this package that pass a tensor on return `tensor.detach()`. Autograd treats
-# the result as a new tensor, not as a view, so that the next layer may change it in place. The
-# result shares its version counter with the input. So autograd detects a change of a tensor that
-# an earlier layer has saved. Returning the input itself would forbid the change; `.data` would
-# hide it. This is rule 11.
+# Rule 11: An autograd function of the engine that passes a tensor on returns a detached alias of
+# it, never the tensor itself or a view of it. The functions of this package that pass a tensor on
+# return `tensor.detach()`. Autograd treats the result as a new tensor, not as a view, so that the
+# next layer may change it in place. The result shares its version counter with the input. So
+# autograd detects a change of a tensor that an earlier layer has saved. Returning the input itself
+# would forbid the change; `.data` would hide it.
 
 
 def tie(

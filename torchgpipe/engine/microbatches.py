@@ -174,10 +174,12 @@ def cut(
         tensors, kind = once(tensors, kind, keys)
         dims = [dim for _, dim in dict.fromkeys(keys)]
 
+    # As in `torch.tensor_split`, the first ones have one sample more.
     sizes = [size // m + (i < size % m) for i in range(m)]
     shared = [k for k, dim in enumerate(dims) if dim is None]
     if m == 1:
         return [Chunk(tensors, kind)], sizes, shared
+    # Views of the mini-batch, which share its memory and its version.
     parts: list[Sequence[Tensor]] = []
     for x, dim in zip(tensors, dims):
         if dim is None:
@@ -335,6 +337,7 @@ def look_up(
         if isinstance(rule, Mapping):
             rule = rule.get(key, DEFAULT)
         elif isinstance(rule, (list, tuple)):
+            # A rule may have fewer entries than the value.
             rule = rule[key] if isinstance(key, int) and key < len(rule) else DEFAULT
         else:
             break
@@ -468,6 +471,7 @@ def check_rule(
         for entry in _entries(rule).values():
             check_rule(name, entry, allowed, functions)
         return
+    # `True` would be taken for dimension 1.
     is_dimension = isinstance(rule, int) and not isinstance(rule, bool)
     if is_dimension or rule in allowed or (functions and callable(rule)):
         return
@@ -560,6 +564,7 @@ def gather(
         if rule is not None:
             path = paths[k] if paths else ()
             entry = _rule_of(rule, path, xs[0], batch_dim)
+        # A tensor in several places of the output is gathered once, and stays one tensor.
         key = (*map(id, xs), entry)
         if key not in gathered:
             if shared and is_among(xs[0], shared):

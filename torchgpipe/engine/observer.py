@@ -38,5 +38,6 @@ class Observer(Protocol):
         """Record the start of a copy, and return a function to call when it is queued."""
 
 
-#: The observers of copies, in all pipelines.
+#: The observers of copies, in all pipelines. A copy is made by an autograd function, which does
+#: not belong to a pipeline.
 observers: list[Observer] = []

@@ -163,7 +163,11 @@ class PlainCall(Run):
             context.no_order = outside
 
     def _run_in_order(self, start: int, stop: int) -> None:
-        """Run one cell after the other in the calling thread (rule 3): [Note: Order of draws]."""
+        """Run one cell after the other in the calling thread: [Note: Order of draws]."""
+        # Rule 3: Cells that draw from the CPU's random generator run in the order of the unwrapped
+        # model on one micro-batch after the other. The same holds for cells whose order the user's
+        # hooks or modes observe. In a step whose schedule does not allow this order, they run one
+        # after the other in the order of the schedule's steps.
         for i in range(start, stop):
             for j, run in enumerate(self._runs):
                 # If some cells draw, each cell that does not draw has its own monitor.
@@ -297,9 +301,14 @@ class PlainCall(Run):
         k = find_grad(output)
         if k is None:
             return
-        phonies = self._phonies(i, j)  # 4: rule 1
+        # Rule 1: In the backward of the plain call, a partition starts micro-batch `i` only after
+        # it has started micro-batch `i + 1`. An edge without data ensures it, except where a batch
+        # is passed on unchanged. In a step, the schedule gives the order.
+        phonies = self._phonies(i, j)  # 4
         if recomputation is not None:
-            phonies = _recompute(output[k], recomputation), *phonies  # 3: rule 2
+            # Rule 2: A recomputation is queued before the wait for its gradient. It therefore
+            # overlaps with the transfer of the gradient.
+            phonies = _recompute(output[k], recomputation), *phonies  # 3
         if phonies or self._orders:
             output[k], self._before[j] = tie(output[k], *phonies)
 

@@ -270,7 +270,10 @@ class Run:
                 skips = self._skips[i]
                 popped, cell.popped, cell.absent = take(skips, partition.incoming)
             tensors = self._bring(i, j, popped)
-            del popped  # From now on, only the list of tensors owns skips (rule 5).
+            # Rule 5: Between cells, the run owns batches and skips. A cell removes its skips from
+            # the list that it is given, so that they live only as long as the layers and the graph
+            # need them. No other variable may refer to them.
+            del popped
             # Other threads must not draw while the cell draws, or its recomputation could not
             # repeat it. The workers of an inner pipeline need the lock themselves.
             observed = run.cells.observed

@@ -119,6 +119,8 @@ class SharedTensors:
         tensor: Tensor,
         put_last: PutLast,
     ) -> Tensor:
+        # Rule 10: A tensor that partitions share has one memory. Other memories have a copy of it
+        # during one forward pass.
         key = id(tensor), partition.memory
         if key not in self._copies:
             # Not an inference tensor even in inference mode, so that changes are detected.
@@ -137,6 +139,7 @@ class SharedTensors:
         target = current_stream(device)
         leaving = self._copy_stream(tensor.device)
         arriving = self._copy_stream(device)
+        # The waits are nodes of the graph, so backward waits as well, in the opposite direction.
         source, phony = fork(_apply(Wait, home, leaving, tensor))
         if phony.requires_grad:
             self._return_late(tensor.device, phony, put_last)
@@ -169,6 +172,7 @@ class SharedTensors:
         for partition in self._engine.partitions:
             present.update(zip(partition.shared, _tensors_of(partition)))
         for place in self._places:
+            # A layer may assign another tensor to the slot instead of changing this one.
             is_replaced = (
                 place.slot in self._replaced or present[place.slot] is not place.tensors[0]
             )

@@ -188,6 +188,7 @@ def parse_balance(
             f'balance must be an iterable of integers, one per partition, but got {balance!r}'
         ) from None
     for j, number in enumerate(numbers):
+        # NumPy's integers have an index as well. `True` counts as 1, but is no number of layers.
         if isinstance(number, bool) or not hasattr(number, '__index__'):
             raise TypeError(
                 f'balance must be made of integers, but partition {j} has {number!r} '
@@ -336,6 +337,7 @@ def split(
     Layers keep their names. Tensors that several layers share stay shared, on the device of the
     first one. All CPU devices share one memory, so ``cpu:1`` moves nothing.
     """
+    # By name, not by `children()`, which leaves out a layer that is in two places.
     layers = iter(module._modules.items())
     partitions: list[Any] = []
     for number in balance:

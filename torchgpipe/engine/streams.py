@@ -107,6 +107,7 @@ class _Current:
         self._stream = stream
 
     def __enter__(self) -> None:
+        # `set_stream` also makes the stream's device current.
         self._device = torch.accelerator.current_device_index()
         self._before = torch.accelerator.current_stream(self._stream.device)
         torch.accelerator.set_stream(self._stream)
@@ -134,6 +135,8 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
     >>> wait_stream(CPUStream, CPUStream)  # does nothing
     """
+    # Rule 12: The stream that reads a tensor waits for the stream that writes it, in forward and
+    # in backward. The host waits only where the CPU reads from an accelerator.
     if target is CPUStream:
         return
     if is_accelerator(source):
@@ -151,6 +154,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
 
     >>> record_stream(torch.ones(2), CPUStream)  # does nothing
     """
+    # Rule 13: A tensor that is allocated on one stream and used on another one is recorded with
+    # the allocator.
     if is_accelerator(stream) and tensor.device.type == as_accelerator(stream).device.type:
         if tensor.is_conj() or tensor.is_neg():
             # For such a view, PyTorch would record a copy, and write that copy back.

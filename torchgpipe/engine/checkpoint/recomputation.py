@@ -459,6 +459,10 @@ class Recomputation:
 
     def forget(self) -> None:
         """Release the data for another run: [Note: Ownership of a recomputation]."""
+        # Rule 6: No reference cycle passes through the autograd graph, because Python's garbage
+        # collector cannot see it.
+        # Rule 7: The graph owns the input of a checkpointed cell, and the last recomputation frees
+        # it. The node that saved a recomputed tensor frees that tensor.
         self._life = Life.RELEASED
         del self._function, self._draws, self.layers, self._state
         del self._blame, self._results, self._input

@@ -167,12 +167,14 @@ class Results:
     ) -> Any:
         """Call a layer, and keep its result."""
         if self._inside:
+            # A marked layer within a marked one is a part of that one's result.
             return forward(*args, **kwargs)
         input = []
         for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf.value, Tensor):
                 input.append(leaf.value)
         before = versions(input)
+        # The recomputation skips the draws between these two positions.
         start = self._draws.position()
         self._inside = True
         try:
@@ -190,6 +192,7 @@ class Results:
         requires_grad = [x.requires_grad for x in tensors]
         end = self._draws.position()
         self._results.append(_Result(module, copies, requires_grad, kind, start, end))
+        # In a recomputation, results are copies, so a change in place reaches only one of them.
         for k, x in enumerate(tensors):
             rest = [*tensors]
             del rest[k]

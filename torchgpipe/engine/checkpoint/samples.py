@@ -126,6 +126,7 @@ def compare(
                     f'the first pass {old.dtype} of shape {tuple(old.shape)}'
                 )
             elements = elements_of(x)
+            # Tensors of integers and tensors without data do not have a sample.
             if elements is None or old.elements is None:
                 continue
             if not _is_readable(x):
@@ -149,6 +150,7 @@ def compare_pending(late: deque[PendingComparison], j: int) -> None:
         except IndexError:  # Another thread was faster.
             return
         if not pair.is_there():
+            # The other ones were queued later.
             late.appendleft(pair)
             return
         with unseen():

@@ -584,6 +584,8 @@ def run_on(
     """Run a recomputation with the state at the start of the first pass."""
     layers = state.layers
     with layers.lock:
+        # Rule 9: A tensor that is kept for later use is copied, or compared by its version. If the
+        # version has changed, the later use raises.
         if state.lost is not None or versions(state.tensors) != state.versions:
             _raise_changed(state)
         with unseen() if state.copies else no_context:
