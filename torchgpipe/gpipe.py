@@ -17,7 +17,6 @@ from torchgpipe.base.settings import (
     Checkpoint,
     Settings,
     checkpoint_stops,
-    stops_of_mode,
 )
 from torchgpipe.base.structure import Arguments, Value, flatten_nested
 from torchgpipe.engine.microbatches import (
@@ -284,10 +283,7 @@ class GPipe(PipelineModule):
             check_arguments(self._names[0], self[0], input)
         batches, sizes, common = cut(input, self.chunks, self.batch_dim, layers=self)
         mode = self.checkpoint if self.training else 'never'
-        if isinstance(mode, str):
-            stops = stops_of_mode(mode, len(batches), len(self.devices))
-        else:
-            stops = checkpoint_stops(mode, len(batches), len(self.devices))
+        stops = checkpoint_stops(mode, len(batches), len(self.devices))
         rule = self.gather
         if rule:
             from torchgpipe.losses import counts_of, with_counts

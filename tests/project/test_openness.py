@@ -97,14 +97,14 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.              9930     6.8      27       0       0       0       0       0
+.              9900     6.8      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
-base          10748     7.0      23       0       0       0       2       0
+base          10577     7.1      23       0       0       0       2       0
 distributed   44399     8.9     356      24      26       0     901       5
-engine        39005     7.5     103       0       1       0       0       0
+engine        39004     7.5     103       0       1       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0
-plan          33945     9.0     277       0      19       0     275       5
+plan          34101     8.9     277       0      19       0     275       5
 schedule       5593     7.2      21       0       0       0       0       0
 sequential    29876     8.5     229       0      16       0     493       4
 shard         25134     8.3     111       0       6       0     269       0

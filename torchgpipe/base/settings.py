@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import lru_cache
 from typing import Any
 
 #: The axes of a mesh, by name, from the outermost one; one that a mesh lacks has size 1.
@@ -70,10 +69,6 @@ def checkpoint_stops(
             )
         stops.append(stop_of[mode])
     return tuple(stops)
-
-
-#: The same for one mode of all partitions, cached because it does not change between steps.
-stops_of_mode = lru_cache(maxsize=64)(checkpoint_stops)
 
 
 @dataclass(frozen=True)

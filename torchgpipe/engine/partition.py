@@ -325,10 +325,10 @@ class Engine:
     ) -> None:
         layers = list(partitions)
         devices = devices or [CPU] * len(layers)
-        self.skip_layout = skip_layout or inspect_skip_layout(layers)
+        layout = skip_layout or inspect_skip_layout(layers)
         self.partitions: list[Partition] = []
         for j, device in zip(range(len(layers)), devices):
-            partition = Partition(j, layers[j], device, self.skip_layout)
+            partition = Partition(j, layers[j], device, layout)
             partition.is_last = j == len(layers) - 1
             self.partitions.append(partition)
         self.workers = Workers()

@@ -247,7 +247,8 @@ class Step(Run):
         finally:
             for partition in engine.partitions:
                 self._leaves.put_back(partition.layers.modules())
-        _check_unchanged(states)
+        if states:
+            _check_unchanged(states)
         if self._recorder is not None:
             engine.backward_draws = Drawing.of(self._recorder.draws)
 

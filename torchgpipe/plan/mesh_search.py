@@ -39,12 +39,12 @@ from torch import nn
 from torchgpipe.base.context import uncollected
 from torchgpipe.base.devices import CPU, Device, accelerator
 from torchgpipe.base.errors import format_bytes
-from torchgpipe.base.progress import progress
 from torchgpipe.base.settings import AXES, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts, memory_limits
 from torchgpipe.plan.profile import profile
+from torchgpipe.plan.progress import progress
 from torchgpipe.plan.search import SHARDINGS, MeshPlan, Plan, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import (

@@ -52,7 +52,6 @@ from torchgpipe.base.devices import (
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.locks import generator_lock
 from torchgpipe.base.private import versions
-from torchgpipe.base.progress import progress
 from torchgpipe.base.structure import Value, call, flatten, size_of
 from torchgpipe.engine.backward_order import get_phony, graph_leaves, join
 from torchgpipe.engine.checkpoint.swaps import substituted
@@ -63,6 +62,7 @@ from torchgpipe.engine.split import verify_module
 from torchgpipe.engine.streams import use_device
 from torchgpipe.plan.balance import Profile
 from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
+from torchgpipe.plan.progress import progress
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.skip.transfer import Key, SkipTracker, use_skip_tracker

@@ -32,8 +32,7 @@ from torch import nn
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.base.errors import duration, format_bytes, table
 from torchgpipe.base.html import figure_as_html, rows_as_html, text_as_html
-from torchgpipe.base.progress import progress
-from torchgpipe.base.settings import AXES, Settings, name_of, stops_of_mode
+from torchgpipe.base.settings import AXES, Settings, checkpoint_stops, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
 from torchgpipe.plan.balance import (
@@ -59,6 +58,7 @@ from torchgpipe.plan.costs import (
 )
 from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
+from torchgpipe.plan.progress import progress
 from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, simulate
 from torchgpipe.plan.transformers import RECOMPUTATIONS
 from torchgpipe.schedule import NAMES, Schedule, make
@@ -204,7 +204,7 @@ class Plan(Settings):
                 f'the balance is {self.balance}, with costs of '
                 f'{len(self.costs.stages)} stages on devices {self.devices}'
             )
-        stops_of_mode(self.checkpoint, 1, 1)
+        checkpoint_stops(self.checkpoint, 1, 1)
         self._check_schedule()
 
     def _check_schedule(self) -> None:

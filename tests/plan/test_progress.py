@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.devices import cpu_only
 from torchgpipe.balance import profile
-from torchgpipe.base.progress import progress
 from torchgpipe.plan import Transformer, plan
+from torchgpipe.plan.progress import progress
 
 
 class Stream(io.StringIO):
