@@ -53,7 +53,12 @@ def verify_module(module: nn.Module) -> None:
             '*model.blocks, model.last)'
         )
     _verify_plain(module)
-    _verify_names(module._modules)
+    # Code that goes through attributes would confuse the two without an error.
+    if 'partitions' in module._modules:
+        raise ValueError(
+            "a layer to be partitioned cannot be called 'partitions', which is what "
+            'a GPipe calls its parts; give it another name'
+        )
 
 
 def _verify_plain(module: nn.Sequential) -> None:
@@ -80,15 +85,6 @@ def _verify_plain(module: nn.Sequential) -> None:
     for name, layer in module._modules.items():
         if layer is None:
             raise ValueError(f"layer '{name}' is None")
-
-
-def _verify_names(names: Iterable[str]) -> None:
-    # Code that goes through attributes would confuse the two without an error.
-    if 'partitions' in names:
-        raise ValueError(
-            "a layer to be partitioned cannot be called 'partitions', which is what "
-            'a GPipe calls its parts; give it another name'
-        )
 
 
 def verify_layers(module: nn.Sequential) -> None:

@@ -112,29 +112,26 @@ def copy_of_value(
     value: Any,
     replace: Callable[[Path, Tensor], Tensor],
     copies: dict[int, Any] | None = None,
+    path: Path = (),
 ) -> Any:
     """Copy a value: its containers and the containers in it, but not their other items.
 
     Args:
+        replace: Returns the substitute for the tensor at a path.
         copies: Copies of other values, by the ``id`` of each container. A container that several
             values share is copied once.
     """
-    return _copy(value, (), replace, {} if copies is None else copies)
-
-
-def _copy(
-    value: Any,
-    path: Path,
-    replace: Callable[[Path, Tensor], Tensor],
-    copies: dict[int, Any],
-) -> Any:
+    if copies is None:
+        copies = {}
     if isinstance(value, Tensor):
         return replace(path, value)
     if id(value) in copies:
         return copies[id(value)]
 
     if isinstance(value, tuple):
-        items = [_copy(item, (*path, k), replace, copies) for k, item in enumerate(value)]
+        items = []
+        for k, item in enumerate(value):
+            items.append(copy_of_value(item, replace, copies, (*path, k)))
         if not any(map(is_not, items, value)):
             return value
         if hasattr(value, '_fields'):  # a named tuple
@@ -149,7 +146,7 @@ def _copy(
     if type(value) is set:
         copy.clear()
     for key, item in _items_of(value):
-        item = _copy(item, (*path, key), replace, copies)
+        item = copy_of_value(item, replace, copies, (*path, key))
         if type(value) is set:
             copy.add(item)
         else:

@@ -180,20 +180,18 @@ class Draws:
         """
         if self.monitor is not None and self.monitor.drawn:
             function = partial(_without_draws, function)
-        with generator_lock if _cpu in self.states else no_context:
-            return self._replay(function)
-
-    def _replay(self, function: Callable[[], T]) -> T:
-        present = states_of(self.states)
-        try:
-            for generator, (before, _) in self.states.items():
-                generator.set_state(before)
-                self._last[generator] = before
-            output = function()
-            end = states_of(self.states)
-        finally:
-            for generator, state in present.items():
-                generator.set_state(state)
+        lock = generator_lock if _cpu in self.states else no_context
+        with lock:
+            present = states_of(self.states)
+            try:
+                for generator, (before, _) in self.states.items():
+                    generator.set_state(before)
+                    self._last[generator] = before
+                output = function()
+                end = states_of(self.states)
+            finally:
+                for generator, state in present.items():
+                    generator.set_state(state)
         for generator, (_, after) in self.states.items():
             # Layers may well draw in their first pass only.
             if not _is_one_of(end[generator], after, self._last[generator]):
