@@ -146,7 +146,14 @@ class GPipe(PipelineModule):
                 'DistributedGPipe(module, plan, mesh=init_mesh(**plan.mesh))'
             )
         devices = self._set(
-            module, balance, devices, chunks, checkpoint, batch_dim, gather, offload
+            module,
+            balance,
+            devices,
+            chunks,
+            checkpoint,
+            batch_dim,
+            gather,
+            offload,
         )
         self.devices = parse_devices(devices, len(self.balance))
         if seed is not None:
@@ -163,7 +170,12 @@ class GPipe(PipelineModule):
             self._materialize(module, weights, init, seed)
         partitions = nn.ModuleList(split(module, self.balance, self.devices))
         self._engine: Engine | None = Engine([*partitions], self.devices)
-        self._place(module._modules, module._modules, partitions, module.training)
+        self._place(
+            module._modules,
+            module._modules,
+            partitions,
+            module.training,
+        )
 
     def _materialize(
         self,
@@ -281,7 +293,12 @@ class GPipe(PipelineModule):
     def _split(self, input: Value) -> _MicroBatches:
         if isinstance(input, Arguments):
             check_arguments(self._names[0], self[0], input)
-        batches, sizes, common = cut(input, self.chunks, self.batch_dim, layers=self)
+        batches, sizes, common = cut(
+            input,
+            self.chunks,
+            self.batch_dim,
+            layers=self,
+        )
         mode = self.checkpoint if self.training else 'never'
         stops = checkpoint_stops(mode, len(batches), len(self.devices))
         rule = self.gather

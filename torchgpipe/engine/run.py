@@ -151,7 +151,14 @@ class Run:
         held = held_alone
         if not self.has_backward and not cells.no_recompute:
             held = self._hold(partition, partition.lock)
-        return PartitionRun(partition, cells, partition.layers, held, stream, copy_streams)
+        return PartitionRun(
+            partition,
+            cells,
+            partition.layers,
+            held,
+            stream,
+            copy_streams,
+        )
 
     def _hold(self, partition: Partition, lock: Lock) -> Lock:
         if self._shared is None:
