@@ -346,7 +346,7 @@ MUTATIONS = [
         ),
         (recomputation.Recomputation._run_again, 'use_stream(self._stream)', P.hooks_pack_inputs),
         (
-            plain_call._recompute,
+            plain_call._recompute_node,
             'output.device',
             P.recomputations_overlap_with_what_comes_before,
             'mutated(torch.device("cpu"))',

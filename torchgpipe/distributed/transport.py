@@ -419,9 +419,9 @@ class _OnRanks(Run):
             )
         return header
 
-    def _keep(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
+    def _keep_output(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
         self._aliased[i, j] = self.aliasing.leave(i, output)
-        super()._keep(i, j, cell, output)
+        super()._keep_output(i, j, cell, output)
 
     def _keys(self, j: int, next_j: int) -> list[Any]:
         """Return the keys of the skips that go from one stage to another."""
@@ -464,7 +464,7 @@ class Training(_OnRanks, Step):
         super()._enter(j)
         if j not in self._ready:  # Before, parameters may be shards.
             self._ready.add(j)
-            self._put_leaves(self._engine.partitions[j : j + 1], by_action=True)
+            self._make_leaves(self._engine.partitions[j : j + 1], by_action=True)
 
     def _act_on_unit(self, action: UnitAction) -> None:
         if action.kind == 'REDUCE_GRAD':
@@ -528,7 +528,7 @@ class Evaluation(_OnRanks):
     def _send(
         self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
     ) -> None:
-        self._keep(i, j, cell, output)
+        self._keep_output(i, j, cell, output)
 
 
 def _has_numbers(value: Any) -> bool:

@@ -97,7 +97,7 @@ class Cell:
 
     _partition: Partition
     #: The function to call, which is the layers of the partition, or includes them.
-    _layers: Callable[..., Any]
+    _function: Callable[..., Any]
     _i: int
     _m: int
     #: The kind of the batch, before and after the call.
@@ -139,9 +139,9 @@ class Cell:
         try:
             # Inlined, not by `call`: each Python call counts here.
             if type(value) is Arguments:
-                value = self._layers(*value.args, **value.kwargs)
+                value = self._function(*value.args, **value.kwargs)
             else:
-                value = self._layers(value)
+                value = self._function(value)
             if torch.is_grad_enabled() is not grad:
                 raise left_grad_mode(grad)
         except Exception as error:
@@ -200,7 +200,7 @@ class Cells:
     #: The observed behaviour of the layers; ``None`` where it does not matter.
     observed: Observed | None = None
     #: The layers in the state that the first checkpointed cell finds.
-    _layers: Layers | None = None
+    _kept_layers: Layers | None = None
     #: The draws of cells without a generator to save.
     _no_draws: Draws | None = None
 
@@ -264,14 +264,14 @@ class Cells:
         observed: Observed,
     ) -> tuple[list[Tensor], Recomputation]:
         """Run the first pass of a checkpointed cell."""
-        if self._layers is None or self._layers.is_stale:
+        if self._kept_layers is None or self._kept_layers.is_stale:
             self._modules = [*self._partition.layers.modules()]
-            self._layers = Layers(self._modules, observed, self._held)
+            self._kept_layers = Layers(self._modules, observed, self._held)
         # The mode of the watch makes each operation slower, so later cells run without it.
         watch = None
         if not observed.watched or observed.draws is Drawing.UNKNOWN:
             watch = LayerRecorder(self._modules)
-        state = self._layers.find(watch)
+        state = self._kept_layers.find(watch)
         # If other cells draw, each cell that does not draw has its own monitor.
         monitor = self.monitor
         if monitor is None and watch is None and observed.draws is Drawing.NO:
@@ -300,10 +300,10 @@ class Cells:
         )
 
         output = recomputation.first_pass(tensors)
-        self._layers.end(state, watch)
+        self._kept_layers.end(state, watch)
         if watch is not None:
             observed.learn(watch)
-        elif monitor is not None and monitor is not self.monitor and monitor.anyone_drew():
+        elif monitor is not None and monitor is not self.monitor and monitor.check():
             observed.watch_draws()
         return output, recomputation
 

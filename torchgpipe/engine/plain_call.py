@@ -254,7 +254,7 @@ class PlainCall(Run):
             before: Tensors = ()
             if not departs:
                 # There is no copy to overlap with, so `Checkpoint` recomputes, and comes first.
-                before = _recompute(output[0], recomputation), *self._phonies(i, j)
+                before = _recompute_node(output[0], recomputation), *self._phonies(i, j)
             phony = recomputation.mark(output, before)
             if phony is not None and not departs:
                 self._before[j] = phony
@@ -263,7 +263,7 @@ class PlainCall(Run):
         elif recomputation is None and self._orders and partition.is_last:
             # Other outputs have no edge: [Note: Unchanged outputs].
             self._tie(i, j, output, None)
-        self._keep(i, j, cell, output)
+        self._keep_output(i, j, cell, output)
 
     def _depart(
         self,
@@ -308,7 +308,7 @@ class PlainCall(Run):
         if recomputation is not None:
             # Rule 2: A recomputation is queued before the wait for its gradient. It therefore
             # overlaps with the transfer of the gradient.
-            phonies = _recompute(output[k], recomputation), *phonies  # 3
+            phonies = _recompute_node(output[k], recomputation), *phonies  # 3
         if phonies or self._orders:
             output[k], self._before[j] = tie(output[k], *phonies)
 
@@ -327,7 +327,7 @@ class PlainCall(Run):
         self._last.setdefault(j, []).append(phony)
 
 
-def _recompute(output: Tensor, recomputation: Recomputation) -> Tensor:
+def _recompute_node(output: Tensor, recomputation: Recomputation) -> Tensor:
     """Return the phony of a node that ensures in backward that a cell has run again."""
     phony = get_phony(output.device, requires_grad=True)
     return Recompute.apply(phony, recomputation)  # type: ignore[no-any-return,no-untyped-call]

@@ -52,7 +52,7 @@ class PartitionRun:
     partition: Partition
     cells: Cells
     #: The function that cells call: the layers, and after the last ones the loss of an evaluation.
-    layers: Callable[..., Any]
+    function: Callable[..., Any]
     #: The context in which cells have the layers (rule 14).
     held: Lock
     #: The compute stream.
@@ -168,7 +168,7 @@ class Run:
     def wrap_last(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap the function that cells of the last partition call."""
         last = self._runs[-1]
-        last.layers = wrap(last.layers)
+        last.function = wrap(last.function)
 
     def run(self) -> None:
         """Run all cells; afterwards the batches hold the outputs.
@@ -256,7 +256,7 @@ class Run:
         runs: Iterable[PartitionRun],
     ) -> None:
         """Watch partitions again that were seen not to draw, if the monitor detected a draw."""
-        if monitor.anyone_drew():
+        if monitor.check():
             for run in runs:
                 run.cells.watch_draws()
 
@@ -266,7 +266,7 @@ class Run:
         partition = run.partition
         m = len(self._batches)
         kind = self._batches[i].kind
-        cell = Cell(partition, run.layers, i, m, kind)
+        cell = Cell(partition, run.function, i, m, kind)
         outside = context.micro_batch
         context.micro_batch = MicroBatch(
             i, m, j, next(_serial), self.mini_batch, partition.lock, self.losses
@@ -298,7 +298,7 @@ class Run:
         finally:
             context.micro_batch = outside
 
-    def _keep(
+    def _keep_output(
         self,
         i: int,
         j: int,

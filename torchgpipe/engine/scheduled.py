@@ -150,8 +150,8 @@ class Step(Run):
     ) -> None:
         super().__init__(engine, batches, **options)
         self._rows = rows
-        self._losses = loss
-        self._loss: Callable[..., Any] = loss
+        self._loss = loss
+        self._compute_loss: Callable[..., Any] = loss
         self._leaves = Leaves()
         #: Swaps of partitions whose modules have leaves only while their actions run.
         self._swaps: dict[int, list[Swap]] = {}
@@ -184,14 +184,14 @@ class Step(Run):
         """Set the locks of the step, whose loss has these modules."""
         engine = self._engine
         #: Partitions whose modules are also in another partition, or in the loss.
-        self._apart: set[int] = set()
+        self._sharing: set[int] = set()
         locks = []
         for partition in engine.partitions:
             if not modules.isdisjoint(partition.layers.modules()):
-                self._apart.add(partition.j)
+                self._sharing.add(partition.j)
                 locks.append(partition.lock)
             elif partition.shares_modules:
-                self._apart.add(partition.j)
+                self._sharing.add(partition.j)
         #: Held while the loss has leaves in place of its parameters.
         self._loss_lock = no_context
         self._steps = engine.step_lock
@@ -242,7 +242,7 @@ class Step(Run):
         if not plan.in_order:
             states = _states_out_of_order(engine, self._rows)
         try:
-            with substituted(self._put_leaves(engine.partitions)):
+            with substituted(self._make_leaves(engine.partitions)):
                 interpret(plan, act, engine.workers)
         finally:
             for partition in engine.partitions:
@@ -252,7 +252,7 @@ class Step(Run):
         if self._recorder is not None:
             engine.backward_draws = Drawing.of(self._recorder.draws)
 
-    def _put_leaves(
+    def _make_leaves(
         self,
         partitions: Sequence[Partition],
         by_action: bool = False,
@@ -273,24 +273,24 @@ class Step(Run):
             modules = partition.layers.modules()
             copies = {} if self._shared is None else self._shared.copies(j)
             swaps = self._leaves.swaps(modules, copies, self._deferred.get(j))
-            if by_action or copies or j in self._apart:
+            if by_action or copies or j in self._sharing:
                 run = self._runs[j]
-                run.layers = within(swaps, run.layers)
+                run.function = within(swaps, run.function)
                 self._swaps[j] = swaps
             else:
                 swaps_of_step += swaps
 
         last = partitions[-1]
         if last.is_last:
-            swaps = self._leaves.swaps(self._losses.modules, {})
+            swaps = self._leaves.swaps(self._loss.modules, {})
             if swaps:
-                self._loss = within(swaps, self._losses)
+                self._compute_loss = within(swaps, self._loss)
                 self._swaps.setdefault(last.j, []).extend(swaps)
         return swaps_of_step
 
     def _gradients(self) -> Gradients:
         """Return tensors with their accumulated gradients, and release these here."""
-        gradients = [*self._leaves.take(), *self._losses.gradients()]
+        gradients = [*self._leaves.take(), *self._loss.gradients()]
         # All others have been used: these are of the input. Only the list may refer to gradients,
         # so that autograd need not copy them.
         for (i, _), grads in self._grads.items():
@@ -354,9 +354,9 @@ class Step(Run):
             # The monitor of all cells also covers the loss.
             is_covered = engine.loss_draws is Drawing.NO and self._monitor is not None
             if engine.one_worker or is_covered or engine.loss_draws is Drawing.YES:
-                return self._loss(i, output)  # type: ignore[no-any-return]
+                return self._compute_loss(i, output)  # type: ignore[no-any-return]
             recorder = Recorder()
-            loss: Tensor = recorder.run(partial(self._loss, i, output))
+            loss: Tensor = recorder.run(partial(self._compute_loss, i, output))
             engine.loss_draws = Drawing.of(recorder.draws)
             return loss
 
@@ -505,14 +505,14 @@ class Step(Run):
         own_node = j in self._deferred
         if run.partition.is_last:
             kept = output if self.keeps_output else []
-            self._keep(i, j, cell, [y.detach() for y in kept])
+            self._keep_output(i, j, cell, [y.detach() for y in kept])
             loss = self._loss_of(i, cell.kind(output))
             self._grads[i, j] = {0: torch.ones_like(loss)}
             output = [loss]
             # A loss that is a leaf has no graph to run through.
             own_node = own_node and not loss.is_leaf
         else:
-            self._keep(i, j, cell, [leaf_of(y) for y in output])
+            self._keep_output(i, j, cell, [leaf_of(y) for y in output])
         for k, y in enumerate(output):
             if y.requires_grad:
                 graph.roots.append((k, edge_of(y, own_node)))

@@ -752,7 +752,7 @@ def look():
             cycle = [torch.ones(3, requires_grad=True).exp(), None]
             cycle[1] = cycle
         for _ in range(5):
-            DrawMonitor().anyone_drew()
+            DrawMonitor().check()
 
 gc.set_threshold(3)
 threads = [threading.Thread(target=look) for _ in range(3)]

@@ -166,7 +166,7 @@ def test_a_mode_of_the_user_s_does_not_see_samples():
 
     x = torch.rand(200)
     with See():
-        kept = samples.keep([x])
+        kept = samples.samples_of([x])
         assert samples.compare([x], kept) == [] and not seen
         x.sum()
     assert len(seen) == 1

@@ -250,7 +250,7 @@ class DrawMonitor:
         self.drawn = False
         self._before = state_of(_cpu)
 
-    def anyone_drew(self) -> bool:
+    def check(self) -> bool:
         """Return whether the generator's state has changed, and store the answer."""
         self.drawn = not same(self._before, state_of(_cpu))
         return self.drawn

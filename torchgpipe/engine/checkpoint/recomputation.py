@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from sys import _getframe
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ from torchgpipe.engine.checkpoint.samples import (
     agree,
     compare,
     elements_of,
-    keep,
+    samples_of,
 )
 from torchgpipe.engine.checkpoint.state import CellState, run_on
 from torchgpipe.engine.streams import AbstractStream, use_stream
@@ -226,7 +226,7 @@ class Recomputation:
     _state: ThreadState
     _draws: Draws
     #: The state of its layers at the start of the call.
-    layers: CellState | None
+    cell_state: CellState | None
     #: The stream on which it runs.
     _stream: AbstractStream
     #: The results of layers that are excluded from recomputation, if there are any.
@@ -273,11 +273,11 @@ class Recomputation:
 
         self._versions = versions(input)
         self._changed = self._versions != before
-        self._samples = keep(output)
-        self._keep(input)
+        self._samples = samples_of(output)
+        self._keep_input(input)
         return output
 
-    def _keep(self, input: Tensors) -> None:
+    def _keep_input(self, input: Tensors) -> None:
         """Keep the input, packed by the user's hooks, or in host memory by an offload.
 
         An input that the first pass changed is kept as it is, because the recomputation raises.
@@ -386,7 +386,7 @@ class Recomputation:
                 leaves = []
                 for x, requires_grad in zip(self._take_input(), self._requires_grad):
                     leaves.append(x.detach().requires_grad_(requires_grad))
-                output = self._recompute(leaves, fill)
+                output = self._repeat_call(leaves, fill)
                 if fill.number != len(self._saved):
                     raise other_path(
                         f'it saved {fill.number} tensors for backward, the first '
@@ -394,9 +394,9 @@ class Recomputation:
                     )
                 self._pending.extend(compare(output, self._samples))
         except Exception as error:
-            if self.layers is not None:
+            if self.cell_state is not None:
                 # The watch may have missed a change, so the next first pass is watched again.
-                self.layers.layers.observed.watch_again()
+                self.cell_state.layers.observed.watch_again()
             add_note(error, f'in the recomputation of {self._function}')
             raise
         return fill
@@ -422,7 +422,7 @@ class Recomputation:
             return self._offload.fetch(tuple(self._input), self._stream)
         return self._input
 
-    def _recompute(
+    def _repeat_call(
         self,
         leaves: list[Tensor],
         fill: RecomputedTensors,
@@ -435,15 +435,15 @@ class Recomputation:
         draws = self._draws
         if draws.states or (draws.monitor is not None and draws.monitor.drawn):
             function = partial(draws.replay, function)
-        if self.layers is not None:
-            function = partial(run_on, self.layers, function)
+        if self.cell_state is not None:
+            function = partial(run_on, self.cell_state, function)
         # If an interrupt leaves these hooks active, autograd removes them at the end of the pass.
         was_checkpointing = context.checkpointing
         was_recomputing = context.recomputing
         context.checkpointing = False
         context.recomputing = True
         try:
-            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _own_gradient):
+            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _refuse_gradient):
                 output = self._state.rerun(function, self._num_threads)
         except Exception:
             # Most likely PyTorch's "a leaf Variable that requires grad …", which shows the line.
@@ -464,13 +464,13 @@ class Recomputation:
         # Rule 7: The graph owns the input of a checkpointed cell, and the last recomputation frees
         # it. The node that saved a recomputed tensor frees that tensor.
         self._life = Life.RELEASED
-        del self._function, self._draws, self.layers, self._state
+        del self._function, self._draws, self.cell_state, self._state
         del self._blame, self._results, self._input
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
         if self._life is Life.FIRST_PASS:
-            _own_gradient(k)
+            _refuse_gradient(k)
         fill = self._fills.get(backward_pass())
         if fill is not None:
             tensor = fill.take(k)
@@ -501,7 +501,7 @@ def _raise_again(node: Any = None) -> None:
         raise
 
 
-def _own_gradient(k: int) -> Tensor:
+def _refuse_gradient(k: int) -> NoReturn:
     raise RuntimeError(
         'a layer asked for gradients within its own forward, from which checkpointing has taken '
         "the tensors; use checkpoint='never' for such a model"

@@ -1,7 +1,7 @@
 """Samples: some elements of tensors, by which two passes over the same layers are compared.
 
 [Note: Samples of other devices] A read of an element on an accelerator waits for the accelerator.
-So :func:`keep` and :func:`compare` copy samples to the CPU without waiting. An event shows when
+So :func:`samples_of` and :func:`compare` copy samples to the CPU without waiting. An event shows when
 the copies are complete, and then they are compared. The next forward pass raises if they differ::
 
     forward          sample ── copy ──▶ a
@@ -43,7 +43,7 @@ class PendingComparison(NamedTuple):
     is_there: Callable[[], bool]
 
 
-def keep(output: Sequence[Tensor]) -> list[Sample]:
+def samples_of(output: Sequence[Tensor]) -> list[Sample]:
     """Return samples of a first pass's output, which outlive the output."""
     samples = []
     with unseen():
