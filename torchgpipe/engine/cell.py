@@ -92,7 +92,7 @@ class Sequential(nn.Sequential):
 class Cell:
     """The computation of a cell, in the first pass and in its recomputation.
 
-    A graph may own it through a recomputation, so it owns no tensor.
+    A graph may own it through a recomputation, so it owns no tensor of a graph.
     """
 
     _partition: Partition
@@ -100,8 +100,9 @@ class Cell:
     _function: Callable[..., Any]
     _i: int
     _m: int
-    #: The kind of the batch, before and after the call.
+    #: Reconstructs the input from the batch.
     input_kind: Kind
+    #: After the call, reconstructs the output from the batch.
     kind: Kind = bare
     #: The skips from other partitions, which follow the batch, each with its kind.
     popped: dict[Key, Kind] = field(default_factory=dict)
@@ -124,6 +125,7 @@ class Cell:
         partition = self._partition
         tracker = None
         if partition.has_skips:
+            # This removes the skips from the list.
             tracker = arrive(self.popped, self.absent, tensors)
         value: Any = self.input_kind(tensors)
         end_of_observation = None
@@ -165,7 +167,7 @@ class Cell:
         return output
 
     def _tensors_of(self, value: Any) -> Sequence[Tensor]:
-        """Return the tensors of the layers' result, and keep its kind in the first pass."""
+        """Return the tensors of the layers' result, in the first pass with all of its kind."""
         try:
             if self._is_first_pass:
                 output, self.kind = result_of(value)
@@ -245,11 +247,12 @@ class Cells:
         observed = self.observed
         if observed is None:
             return cell(tensors), None
-        if i in self._recomputed:
+        is_checkpointed = i in self._recomputed
+        if is_checkpointed and not self._trainable:
             # A cell without anything to train has no graph, so there is no memory to save.
-            trainable = self._trainable or any(x.requires_grad for x in tensors)
-            if trainable:
-                return self._checkpoint(cell, tensors, observed)
+            is_checkpointed = any(x.requires_grad for x in tensors)
+        if is_checkpointed:
+            return self._checkpoint(cell, tensors, observed)
         if observed.draws is not Drawing.UNKNOWN:
             return cell(tensors), None
         recorder = Recorder()
@@ -285,6 +288,7 @@ class Cells:
         if self._host_stream is not CPUStream:
             offload = Offload(self._host_stream)
         error_of_change = changed_input
+        # To find the layer, the layers run by themselves, which they cannot with skips.
         if not cell.popped:
             error_of_change = partial(blame, self._partition, cell.input_kind)
         recomputation = Recomputation(

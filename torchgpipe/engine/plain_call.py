@@ -2,13 +2,18 @@
 
 ::
 
-    batch ─(Copy)─(Wait)─▶ cell ─(Wait)─▶ Recompute ─▶ order ─▶ batch
-                     1               2         3          4
+    batch ─(Copy)─(Wait)─▶ cell ─▶ Checkpoint ─(Wait)─▶ Tie ─▶ batch
+                     1                            2      ▲
+                                         Recompute ──phony── Tie of the previous micro-batch
+                                             3                4
 
 1. The compute stream waits for the copy stream that copied the batch from another memory.
 2. The copy stream that copies the batch to another memory waits for the compute stream.
 3. In backward, the recomputation is queued before the wait of step 2.
 4. An edge leads to the previous micro-batch: [Note: Order of backward].
+
+Nodes in parentheses are there only if a batch or a skip comes from or goes to another memory.
+Otherwise, `Checkpoint` takes the phonies, and there is no `Tie`.
 
 Skips from and to other partitions pass through the same steps, together with the batch. A skip is
 copied once, from its source directly to its destination.
@@ -41,7 +46,7 @@ tensors may share the output's memory (another output, a view, a tensor that a l
 history would not show that a later partition changes the output in place. Therefore there is no
 edge if the batch is otherwise passed on unchanged: it neither goes to another memory nor comes
 from a checkpoint. In backward, micro-batches reach such a partition in the order in which they
-leave the next one.
+leave the next one. After the last partition there is no next one, so its outputs have an edge.
 
 [Note: Order of draws]
 Cells that draw from the CPU's random generator run in the order in which the unwrapped model would
@@ -114,7 +119,7 @@ class PlainCall(Run):
         state = self._state
         self._orders = state.grad and len(batches) > 1 and not state.transformed
         #: By partition, the phony to which the output of the next micro-batch is tied.
-        self._before: dict[int, Tensor] = {}
+        self._earlier: dict[int, Tensor] = {}
         #: By partition, phonies for the output of the first micro-batch, the last in backward.
         self._last: dict[int, list[Tensor]] = {}
 
@@ -123,7 +128,8 @@ class PlainCall(Run):
         engine = self._engine
         m = len(self._batches)
         start = 0
-        # No two cells could run concurrently, or user code may see when a cell runs.
+        # No two cells could run concurrently, user code may see when a cell runs, or a partition
+        # communicates or shares a module that may change.
         in_order = (
             engine.one_worker
             or m == 1
@@ -185,7 +191,11 @@ class PlainCall(Run):
         function: Callable[[], None],
         num_threads: int,
     ) -> None:
-        """Run a function as workers do: they may wait for a lock that the calling thread holds."""
+        """Run a function as workers do.
+
+        A layer that calls this pipeline again would wait for a worker that waits for the layer.
+        The pipeline finds itself among the workers of the thread then, and raises.
+        """
         outside = context.workers
         context.workers = outside | {id(self._engine.workers)}
         try:
@@ -232,7 +242,9 @@ class PlainCall(Run):
             return tensors
         prev_run = self._runs[prev_j]
         next_run = self._runs[next_j]
-        with use_stream(prev_run.stream):  # It is not current in this thread.
+        # `Copy` keeps the current stream of the source as the one that reads the gradient. In this
+        # thread, that is not the compute stream of the other partition.
+        with use_stream(prev_run.stream):
             return [
                 *Copy.apply(  # type: ignore[no-untyped-call]
                     prev_run.copy_streams[i], next_run.copy_streams[i], *tensors
@@ -251,13 +263,15 @@ class PlainCall(Run):
         partition = self._runs[j].partition
         departs = partition.departs
         if recomputation is not None:
-            before: Tensors = ()
+            phonies: Tensors = ()
             if not departs:
-                # There is no copy to overlap with, so `Checkpoint` recomputes, and comes first.
-                before = _recompute_node(output[0], recomputation), *self._phonies(i, j)
-            phony = recomputation.mark(output, before)
+                # There is no copy to overlap with, so `Checkpoint` recomputes. `Recompute` runs
+                # after it, and does nothing. It is there because a graph of torchgpipe has one
+                # such node for each checkpointed cell since 0.0.7.
+                phonies = _recompute_node(output[0], recomputation), *self._phonies(i, j)
+            phony = recomputation.mark(output, phonies)
             if phony is not None and not departs:
-                self._before[j] = phony
+                self._earlier[j] = phony
         if departs:
             self._depart(i, j, output, recomputation)
         elif recomputation is None and self._orders and partition.is_last:
@@ -310,15 +324,15 @@ class PlainCall(Run):
             # overlaps with the transfer of the gradient.
             phonies = _recompute_node(output[k], recomputation), *phonies  # 3
         if phonies or self._orders:
-            output[k], self._before[j] = tie(output[k], *phonies)
+            output[k], self._earlier[j] = tie(output[k], *phonies)
 
     def _phonies(self, i: int, j: int) -> Tensors:
         """Return the phonies of nodes that run later in backward than the output of a cell."""
         if not self._orders:
             return ()
         phonies = []
-        if j in self._before:
-            phonies.append(self._before[j])
+        if j in self._earlier:
+            phonies.append(self._earlier[j])
         if i == 0:
             phonies += self._last.get(j, ())
         return tuple(phonies)

@@ -1,7 +1,7 @@
 """A run of micro-batches through partitions: the common part of the plain call and a step.
 
-:class:`Run` runs cells. A cell starts when its partition has finished the previous micro-batch and
-the previous partition has finished this one. So only one thread at a time uses a micro-batch.
+:class:`Run` runs cells. A cell starts when the previous cell of its partition has ended, and the
+previous partition has finished this micro-batch. So only one thread at a time uses a micro-batch.
 Subclasses define the transport, which moves tensors from cell to cell: over edges of a graph
 (:mod:`torchgpipe.engine.plain_call`), or as leaves and messages
 (:mod:`torchgpipe.engine.scheduled`)::
@@ -117,7 +117,8 @@ class Run:
                 run.copy_streams = copy_streams[partition.j]
             self._runs.append(run)
 
-        #: Detects draws in the whole pass. If some partitions draw, cells have their own monitors.
+        #: Detects draws in the whole pass, if no partition is known to draw. Otherwise, cells that
+        #: do not draw have their own monitors.
         self._monitor: DrawMonitor | None = None
         if all(run.cells.draws is Drawing.NO for run in self._runs):
             self._monitor = DrawMonitor()
@@ -149,6 +150,8 @@ class Run:
             workers.host_stream(device) if offload else CPUStream,
         )
         held = held_alone
+        # A step has leaves in place of parameters, and a marked layer has another forward, also in
+        # the first pass.
         if not self.has_backward and not cells.no_recompute:
             held = self._hold(partition, partition.lock)
         return PartitionRun(
@@ -174,15 +177,18 @@ class Run:
         """Run all cells; afterwards the batches hold the outputs.
 
         Raises:
-            BaseException: The first error that a cell raised. No other cells were started since
-                then, and concurrent cells have ended.
+            BaseException: The error of the cell that comes first in the order of the schedule. No
+                later cells were started since then, and concurrent cells have ended.
         """
         if not self._engine.one_worker:
             self._engine.workers.check_caller()
             self._check_layers()
-        # Autograd runs the graph in several threads then: see `part_contexts`.
-        parts = self._engine.several_memories and self._state.grad
-        inputs = [x.grad_fn for x in self._tensors()] if parts else []
+        # Autograd runs such a graph in several threads, which must not enter one copy of the
+        # context variables at once.
+        separates_contexts = self._engine.several_memories and self._state.grad
+        inputs = []
+        if separates_contexts:
+            inputs = [x.grad_fn for x in self._tensors()]
         # A layer of another pipeline may be the caller.
         with released_generator(), self._engine.lock, self._steps:
             try:
@@ -194,7 +200,7 @@ class Run:
                     self._check_monitor(self._monitor, self._runs)
                 if context.micro_batch is None:  # It is the outermost run.
                     self.mini_batch.end()
-                if parts:
+                if separates_contexts:
                     part_contexts(inputs, self._tensors())
             except NotImplementedError as error:
                 if 'jvp' in str(error):
@@ -284,8 +290,9 @@ class Run:
             # Other threads must not draw while the cell draws, or its recomputation could not
             # repeat it. The workers of an inner pipeline need the lock themselves.
             observed = run.cells.observed
-            draws = observed is not None and observed.draws is not Drawing.NO
-            lock = generator_lock if draws and not partition.has_pipeline else no_context
+            # Without observations, there is one worker and no recomputation.
+            may_draw = observed is not None and observed.draws is not Drawing.NO
+            lock = generator_lock if may_draw and not partition.has_pipeline else no_context
             with run.held, lock:
                 if partition.has_skips or i in self.aliasing.watched:
                     before = self.aliasing.before(i, j, cell, tensors)

@@ -153,7 +153,8 @@ class Step(Run):
         self._loss = loss
         self._compute_loss: Callable[..., Any] = loss
         self._leaves = Leaves()
-        #: Swaps of partitions whose modules have leaves only while their actions run.
+        #: Swaps of partitions whose modules have leaves only while their actions run. Those of the
+        #: loss are in the last partition.
         self._swaps: dict[int, list[Swap]] = {}
         # The graph of the first cells ends at the input, which may have a graph of its own.
         self._input = [batch.tensors for batch in batches]
@@ -165,8 +166,9 @@ class Step(Run):
         self._graphs: dict[CellIndex, _Graph] = {}
         #: The gradients of a cell's outputs, by their indices.
         self._grads: dict[CellIndex, dict[int, Tensor]] = {}
-        #: The second halves of backwards; and the lists to which layers defer them, by partition.
+        #: The second halves of backwards.
         self._work: dict[CellIndex, list[Callable[[], None]]] = {}
+        #: By partition, where its layers find the list of the current action.
         self._deferred: dict[int, DeferredWork] = {}
         for row in rows:
             for action in row:
@@ -312,7 +314,8 @@ class Step(Run):
             deferred.work = self._work.setdefault((i, j), [])
         if self._communicating not in (None, run.partition.worker):
             context.no_order = partial(_without_order, j)
-        # A forward draws only if a cell was seen to. Any backward may restore a generator.
+        # A forward draws if a cell was seen to, or was not seen yet. Any backward may restore a
+        # generator.
         draws = kind != 'F' or self._state.has_modes or self._may_draw(j)
         lock = self._generator_lock if draws else no_context
         try:
@@ -382,7 +385,6 @@ class Step(Run):
                 tuple(edges),
                 tuple(grads_of_edges),
             )
-            del grads_of_edges
             if j in self._swaps:
                 run = partial(self._run_with_leaves, j, run)
             if self._recorder is not None:
@@ -398,6 +400,8 @@ class Step(Run):
                 continue
             if self._runs[j].partition.arrives:
                 grad = self._send_back(i, j, prev_j, grad)
+            # Not added up: an output goes to one cell, as a batch or as a skip. A tensor in
+            # several places is one output.
             self._grads.setdefault((i, prev_j), {})[k] = grad
 
     def _run_with_leaves(

@@ -251,7 +251,7 @@ class DrawMonitor:
         self._before = state_of(_cpu)
 
     def check(self) -> bool:
-        """Return whether the generator's state has changed, and store the answer."""
+        """Return whether the generator's state has changed, and store the answer in ``drawn``."""
         self.drawn = not same(self._before, state_of(_cpu))
         return self.drawn
 

@@ -9,8 +9,8 @@ graph (rule 6). An arrow is a strong reference::
     Recompute, Checkpoint, layers' nodes ──▶ Recomputation ──▶ input ──▶ earlier nodes
 
 So a recomputation is possible as long as any hollow node lives, even if only a gradient of a
-gradient still refers to it. The last run of Checkpoint frees the input and all other data of the
-:class:`Recomputation` (rule 7).
+gradient still refers to it. The last run frees the input, the function and the state for another
+run (rule 7). What remains of the :class:`Recomputation` has no tensor with a graph.
 
 [Note: Lifetime of a recomputed tensor]
     run ──keep──▶ RecomputedTensors.tensors[k] ──take──▶ the node that saved it ──▶ freed
@@ -213,7 +213,7 @@ class Life(Enum):
     FIRST_PASS = 0
     #: The call can run again. It does in each backward pass, as long as these retain the graph.
     REPEATABLE = 1
-    #: The last run has begun, and the data for another one are freed. The tensors of this run stay
+    #: The last run has ended, and the data for another one are freed. The tensors of this run stay
     #: until their nodes take them.
     RELEASED = 2
 
@@ -296,7 +296,7 @@ class Recomputation:
     def mark(
         self,
         output: list[Tensor],
-        before: Sequence[Tensor] = (),
+        phonies: Sequence[Tensor] = (),
         always: bool = False,
     ) -> Tensor | None:
         """Add a ``Checkpoint`` node to the output, in place.
@@ -304,7 +304,7 @@ class Recomputation:
         Args:
             output: The output of the first pass. Tensors that need no gradient stay out of the
                 graph, as they do without checkpointing.
-            before: Phonies of nodes that run after this one in backward.
+            phonies: Phonies of nodes that run after this one in backward.
             always: Whether to make the output require grad if no tensor in it does.
 
         Returns:
@@ -315,9 +315,9 @@ class Recomputation:
             ks = [k for k, y in enumerate(output) if y.is_floating_point()]
         if not ks:
             return None
-        tensors = [*before, *[output[k] for k in ks]]
+        tensors = [*phonies, *[output[k] for k in ks]]
         *marked, phony = Checkpoint.apply(  # type: ignore[no-untyped-call]
-            self, len(before), *tensors
+            self, len(phonies), *tensors
         )
         for k, y in zip(ks, marked):
             output[k] = y
@@ -326,13 +326,15 @@ class Recomputation:
     @uncompiled
     def _number(self, tensor: Tensor) -> int:
         """Pack hook of the first pass: keep a number and a fingerprint, not the tensor."""
-        # An integer, because Python's garbage collector traverses other objects in a graph.
+        # An integer, because other objects that Python nodes save are traversed by Python's
+        # garbage collector.
         if tensor.is_nested:
             check_nested(tensor)
         saved = self._saved
         k = len(saved)
         saved.append(hash((tensor.shape, tensor.dtype)))
         frame = _getframe(1)
+        # [Note: Saved by compiled code]
         if APPLY is None or frame.f_code is APPLY:
             code = compiled_code(frame)
             if code is not None:
@@ -353,9 +355,9 @@ class Recomputation:
         fill = self._run_again()
         number = backward_pass()
         self._fills[number] = fill
-        if number != -1:
-            drop: Callable[..., Any] = self._fills.pop
-            at_end_of_backward(partial(drop, number, None))
+        if number != -1:  # Outside of a backward pass, such as for a user who reads saved tensors.
+            remove: Callable[..., Any] = self._fills.pop
+            at_end_of_backward(partial(remove, number, None))
         return fill
 
     def prefetch(self) -> None:
@@ -381,7 +383,8 @@ class Recomputation:
             hooks = self._state.hooks_of_recomputation()
         fill = RecomputedTensors(self._saved, self._compiled, hooks)
         try:
-            # Autograd may call this on another stream than the one whose nodes take the tensors.
+            # `Recompute` belongs to a copy stream. The nodes that take the tensors belong to this
+            # stream.
             with use_stream(self._stream):
                 leaves = []
                 for x, requires_grad in zip(self._take_input(), self._requires_grad):
@@ -406,12 +409,13 @@ class Recomputation:
         if self._changed:
             return self._input
         if self._state.hooks is not None:
+            # As PyTorch, which does not check versions behind hooks of the user.
             _, unpack = self._state.hooks
             return [unpack(x) for x in self._input]
-        aliases = self._input
+        watched = self._input
         if self._offload is not None:
-            aliases = self._offload.aliases
-        now = versions(aliases)
+            watched = self._offload.aliases
+        now = versions(watched)
         if now != self._versions:
             raise RuntimeError(
                 'the input of a checkpointed micro-batch has been modified by an inplace '
@@ -437,7 +441,8 @@ class Recomputation:
             function = partial(draws.replay, function)
         if self.cell_state is not None:
             function = partial(run_on, self.cell_state, function)
-        # If an interrupt leaves these hooks active, autograd removes them at the end of the pass.
+        # A Ctrl-C may come before the hooks count as entered. They stay active then, until
+        # autograd restores the thread at the end of the backward pass.
         was_checkpointing = context.checkpointing
         was_recomputing = context.recomputing
         context.checkpointing = False
@@ -446,7 +451,8 @@ class Recomputation:
             with torch.enable_grad(), saved_tensors_hooks(fill.keep, _refuse_gradient):
                 output = self._state.rerun(function, self._num_threads)
         except Exception:
-            # Most likely PyTorch's "a leaf Variable that requires grad …", which shows the line.
+            # A changed input cannot be recomputed. It runs all the same, because PyTorch's "a leaf
+            # Variable that requires grad …" is in the context of the error, and shows the line.
             if self._changed:
                 raise RuntimeError(self._blame(self._spread(leaves)))  # noqa: B904
             raise
@@ -471,13 +477,15 @@ class Recomputation:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
         if self._life is Life.FIRST_PASS:
             _refuse_gradient(k)
+        # This pass has run the cell again, and no other pass reads its tensors.
         fill = self._fills.get(backward_pass())
         if fill is not None:
             tensor = fill.take(k)
             if tensor is not None:
                 return tensor
 
-        # A tensor of `prefetch`, or of a pass around this one.
+        # `prefetch` or a pass around this one has run the cell. A nested pass leaves the tensors
+        # there, if it retains the graph.
         release = not retains_graph()
         for fill in (self._ahead, *self._fills.values()):
             if fill is not None:
@@ -485,13 +493,14 @@ class Recomputation:
                 if tensor is not None:
                     return tensor
 
+        # This pass does not lead through `Checkpoint`, such as for a gradient of a gradient.
         tensor = self._refill().take(k)
         assert tensor is not None
         return tensor
 
 
 def _raise_again(node: Any = None) -> None:
-    """Raise PyTorch's error, from the node whose graph was freed if it is given."""
+    """Raise PyTorch's error about a freed graph, by reading the tensors of a freed node if any."""
     try:
         if node is not None:
             node.saved_tensors  # raises PyTorch's own error

@@ -1,8 +1,9 @@
 """Samples: some elements of tensors, by which two passes over the same layers are compared.
 
 [Note: Samples of other devices] A read of an element on an accelerator waits for the accelerator.
-So :func:`samples_of` and :func:`compare` copy samples to the CPU without waiting. An event shows when
-the copies are complete, and then they are compared. The next forward pass raises if they differ::
+So :func:`samples_of` and :func:`compare` copy samples to the CPU without waiting. An event shows
+when the copies are complete, and then they are compared. The next forward pass raises if they
+differ::
 
     forward          sample ── copy ──▶ a
     recomputation    sample ── copy ──▶ b, then an event
