@@ -366,6 +366,10 @@ class Recomputation:
         The caller then calls :meth:`drop` after this pass.
         """
         if self._life is Life.REPEATABLE:
+            monitor = self._draws.monitor
+            if monitor is not None:
+                # In a step, the pass that the monitor watches has not ended yet.
+                monitor.check()
             self._ahead = self._run_again()
             self.forget()
 
