@@ -24,6 +24,7 @@ its tensors, because these partitions run in order: see [Note: Order of draws].
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -197,19 +198,15 @@ def _apply(
     return result[0]
 
 
+@dataclass(eq=False)
 class _Held:
     """The context of :meth:`SharedTensors.held`."""
 
-    def __init__(
-        self,
-        lock: Lock,
-        copied: list[tuple[Slot, Tensor]],
-        replaced: list[Slot],
-    ) -> None:
-        self._lock = lock
-        self._copied = copied
-        self._replaced = replaced
-        self._entered: list[ExitStack] = []
+    _lock: Lock
+    _copied: list[tuple[Slot, Tensor]]
+    _replaced: list[Slot]
+    # A list, because a cell may run within another one of the same thread.
+    _entered: list[ExitStack] = field(default_factory=list)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
@@ -218,7 +215,6 @@ class _Held:
             for slot, copy in self._copied:
                 swaps.append(entry(holder_of(slot), slot[1], copy))
             stack.enter_context(substituted(swaps))
-            # A list, because a cell may run within another one of the same thread.
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:

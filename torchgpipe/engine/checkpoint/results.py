@@ -15,6 +15,7 @@ change of the layer's input, or of tensors that share memory with its result.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -93,23 +94,21 @@ class _Result(NamedTuple):
     end: States
 
 
+@dataclass(eq=False)
 class Results:
     """The results of the marked layers of one cell, in the order of calls."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        marked: Sequence[nn.Module],
-        draws: Draws,
-    ) -> None:
-        self._partition = modules[0]
-        self._marked = marked
-        self._draws = draws
-        self._results: list[_Result] = []
-        self._next = 0
-        self._inside = False
-        #: Results that share memory with other tensors, with their versions.
-        self._shared: list[tuple[nn.Module, Tensor, list[int]]] = []
+    #: The modules of the partition, which is the first one.
+    _modules: Sequence[nn.Module]
+    _marked: Sequence[nn.Module]
+    _draws: Draws
+    _results: list[_Result] = field(default_factory=list)
+    #: The index of the next result in a recomputation.
+    _next: int = 0
+    #: Whether a marked layer is running.
+    _inside: bool = False
+    #: Results that share memory with other tensors, with their versions.
+    _shared: list[tuple[nn.Module, Tensor, list[int]]] = field(default_factory=list)
 
     def record(
         self,
@@ -225,7 +224,7 @@ class Results:
         return result.kind(tensors)
 
     def _refuse(self, layer: nn.Module, why: str) -> RuntimeError:
-        names = {module: name for name, module in self._partition.named_modules()}
+        names = {module: name for name, module in self._modules[0].named_modules()}
         return RuntimeError(
             f"layer '{names[layer]}' ({type(layer).__name__}) cannot be kept out of "
             f'recomputation: {why}, which a recomputation would not do. Let it '
