@@ -97,11 +97,11 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.              9900     6.8      27       0       0       0       0       0
+.              9903     6.7      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
 base          10577     7.1      23       0       0       0       2       0
 distributed   44399     8.9     356      24      26       0     901       5
-engine        39004     7.5     103       0       1       0       0       0
+engine        38934     7.5     102       0       1       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0
 plan          34101     8.9     277       0      19       0     275       5
