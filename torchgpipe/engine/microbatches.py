@@ -77,8 +77,22 @@ class _FlatInput:
     value: Any
     #: The name of the value in errors: "input" or "target".
     name: str
-    tensors: Tensors
-    kind: Kind
+    tensors: Tensors = ()
+    kind: Kind = bare
+
+    def flatten(self) -> None:
+        """Set the tensors and the kind."""
+        value = self.value
+        if isinstance(value, Tensor):
+            # Most models are called with one tensor without attributes, which needs no structure.
+            self.tensors = (value,)
+            if value.__dict__:
+                self.kind = annotated([value], bare)
+            return
+        if isinstance(value, tuple) and not value:
+            raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
+        self.tensors, structure = flatten_nested(value)
+        self.kind = annotated(self.tensors, structure)
 
     @cached_property
     def leaves(self) -> list[Leaf]:
@@ -109,17 +123,6 @@ class _FlatInput:
         if isinstance(self.value, Arguments):
             return leaf.path[1:]  # without "args" or "kwargs"
         return leaf.path
-
-
-def _flatten(value: Any, name: str) -> _FlatInput:
-    if isinstance(value, Tensor):
-        # Most models are called with one tensor without attributes, which needs no structure.
-        kind = annotated([value], bare) if value.__dict__ else bare
-        return _FlatInput(value, name, (value,), kind)
-    if isinstance(value, tuple) and not value:
-        raise ValueError('the input is an empty tuple; a pipeline needs at least one tensor')
-    tensors, structure = flatten_nested(value)
-    return _FlatInput(value, name, tensors, annotated(tensors, structure))
 
 
 def cut(
@@ -154,11 +157,13 @@ def cut(
         ValueError: Batch sizes disagree, are zero, or there is no tensor to split. Or a key of the
             rule does not exist in the input.
     """
-    flat = _flatten(input, what)
+    flat = _FlatInput(input, what)
     if layers is not None and isinstance(batch_dim, _BY_KEYS):
         batch_dim = _fit_rule(batch_dim, flat, layers)
-    if isinstance(input, Tensor) and isinstance(batch_dim, int):  # as mostly
-        dims: list[int | None] = [batch_dim]
+    flat.flatten()
+    if isinstance(input, Tensor):
+        # A single tensor is always split. Keys of a rule do not apply to it.
+        dims: list[int | None] = [batch_dim if isinstance(batch_dim, int) else 0]
     else:
         dims = _batch_dims(flat, batch_dim)
     size = _batch_size(flat, dims, chunks, empty)
@@ -196,9 +201,7 @@ def _batch_dims(
     """Return the batch dimension of each tensor; ``None`` if all micro-batches share it."""
     dims: list[int | None] = []
     for leaf in flat.tensor_leaves():
-        # An input that is a tensor is always split: `_batch_size` raises if it is a scalar.
-        is_scalar = leaf.value.dim() == 0 and bool(leaf.path)
-        if leaf.shared or is_scalar:
+        if leaf.shared or leaf.value.dim() == 0:
             dims.append(None)
             continue
         dim, _ = look_up(rule, flat.rule_path(leaf))
@@ -387,7 +390,7 @@ def _fit_rule(
     if names is not None:
         _check_known(entries, {*aliases, *arguments}, 'the call')
     _check_used(fitted, paths, 'the call')
-    return fitted
+    return fitted.get(0, 0) if isinstance(value, Tensor) else fitted
 
 
 def check_arguments(
