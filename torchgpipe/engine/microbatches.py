@@ -174,8 +174,8 @@ def cut(
     # A tensor in several places with the same rule is also one tensor in each micro-batch.
     tensors = flat.tensors
     kind = flat.kind
-    keys = [*zip(map(id, tensors), dims)]
-    if len({*keys}) < len(keys):
+    if len(tensors) > 1:
+        keys = [*zip(map(id, tensors), dims)]
         tensors, kind = once(tensors, kind, keys)
         dims = [dim for _, dim in dict.fromkeys(keys)]
 

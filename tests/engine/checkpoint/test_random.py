@@ -565,7 +565,7 @@ def test_in_v026_a_step_of_layers_that_begin_to_draw_gave_gradients_first(device
     gpipe.step(x, x, squares)
     gpipe.zero_grad()
     monkeypatch.setattr(Maybe, 'on', True)
-    with pytest.raises(RuntimeError, match='it drew random numbers where the first pass was not'):
+    with pytest.raises(RuntimeError, match='it drew random numbers|its output has other values'):
         gpipe.step(x, x, squares)
     assert gpipe[0].weight.grad is None
     gpipe.step(x, x, squares)

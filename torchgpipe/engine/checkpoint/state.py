@@ -483,7 +483,9 @@ class CellState:
         copies: dict[int, Any],
     ) -> Attributes:
         layers = self.layers
-        attributes = {**self.attributes_of(module), **layers.hooks[module]}
+        # In two steps, because a copy of a large dictionary is fast.
+        attributes = self.attributes_of(module).copy()
+        attributes.update(layers.hooks[module])
         if layers.observed.asks_phase:
             # Such layers handle their attributes themselves.
             training = attributes.get('training', module.training)
