@@ -148,9 +148,10 @@ class RecomputedTensors:
         if k not in self._tensors:
             return None
         tensor: Tensor
-        tensor, version = self._tensors[k]
         if release:
-            del self._tensors[k]
+            tensor, version = self._tensors.pop(k)
+        else:
+            tensor, version = self._tensors[k]
         if self._hooks is not None:
             _, unpack = self._hooks
             tensor = unpack(tensor)
@@ -480,8 +481,6 @@ class Recomputation:
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""
-        if self._life is Life.FIRST_PASS:
-            _refuse_gradient(k)
         # This pass has run the cell again, and no other pass reads its tensors.
         fill = self._fills.get(backward_pass())
         if fill is not None:
@@ -498,6 +497,8 @@ class Recomputation:
                 if tensor is not None:
                     return tensor
 
+        if self._life is Life.FIRST_PASS:
+            _refuse_gradient(k)
         # This pass does not lead through `Checkpoint`, such as for a gradient of a gradient.
         tensor = self._refill().take(k)
         assert tensor is not None
