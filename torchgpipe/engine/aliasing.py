@@ -183,7 +183,12 @@ class Aliasing:
         aliases = self._aliases[i]
         number = len(tensors) - len(cell.popped)
         batch = tensors[:number]
-        before = _Before(batch, [*aliases.common], {}, [])
+        before = _Before(
+            batch=batch,
+            common=[*aliases.common],
+            aliased={},
+            watched=[],
+        )
         # Other skips are not kept, because they live no longer than the layers need them.
         for key, x in zip(cell.popped, tensors[number:]):
             if key in aliases.common_skips:

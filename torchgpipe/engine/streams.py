@@ -160,7 +160,8 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
         if tensor.is_conj() or tensor.is_neg():
             # For such a view, PyTorch would record a copy, and write that copy back.
             memory = tensor.untyped_storage()
-            tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+            tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            tensor.set_(memory)
         tensor.record_stream(as_accelerator(stream))
 
 

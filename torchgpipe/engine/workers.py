@@ -73,8 +73,6 @@ def _put_graph(graphs: 'SimpleQueue[tuple[Tensor, Tensor]]') -> None:
 class Future(Generic[T]):
     """The future outcome of a worker's task: the value of a function, or its error."""
 
-    __slots__ = ('_outcomes', 'put')
-
     def __init__(self) -> None:
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.put = self._outcomes.put
@@ -110,7 +108,10 @@ class Worker:
         # A daemon, so that the interpreter does not wait for it before it runs exit handlers. The
         # handler of `Workers` stops it.
         self.thread = threading.Thread(
-            target=_work, args=(self.tasks, owner), name=name, daemon=True
+            target=_work,
+            args=(self.tasks, owner),
+            name=name,
+            daemon=True,
         )
         self.thread.start()
 
