@@ -314,7 +314,7 @@ class Engine:
     observer: Observer | None = None
     #: Whether the loss of a step draws.
     loss_draws = Drawing.UNKNOWN
-    #: Whether the backward of any cell draws, as that of an `autograd.Function` may do.
+    #: Whether the backward of any cell draws, such as in an `autograd.Function`.
     backward_draws = Drawing.UNKNOWN
 
     def __init__(

@@ -354,9 +354,7 @@ def still_shared(module: nn.Module) -> Iterator[None]:
     """
     first_slots: dict[int, Slot] = {}
     repeated: list[tuple[Slot, Slot]] = []
-    tensors = []  # which stay alive, so that their ids are not used again
     for _, slot, tensor in named_slots(module):
-        tensors.append(tensor)
         first_slot = first_slots.setdefault(id(tensor), slot)
         if slot != first_slot:
             repeated.append((slot, first_slot))

@@ -439,7 +439,6 @@ class Recomputation:
     ) -> list[Tensor]:
         input = self._spread(leaves)
         function: Callable[[], list[Tensor]] = partial(self._function, input)
-        del input  # The cell removes skips from this list, and nothing else may keep them.
         if self._results is not None:
             function = partial(self._results.replay, function)
         draws = self._draws
