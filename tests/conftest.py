@@ -17,10 +17,8 @@ import torch._dynamo
 from tests import accelerator
 from tests.clock import Clock
 from tests.devices import ACCELERATOR
-from tests.everywhere import Everywhere
 from tests.helpers import threads
 from tests.shard.processes import IMPORTED
-from tests.whole import short
 from torchgpipe.plan import profile
 
 # Modules imported by now stay. Tests often collect garbage, which need not look at them.
@@ -28,6 +26,9 @@ gc.freeze()
 
 #: A kernel of the simulated accelerator begins later by up to so much.
 MOST_MICROSECONDS = int(os.environ.get('TORCHGPIPE_SIM_MOST', 100))
+
+#: Marks of tests that run with ``--whole`` only.
+LEFT_OUT = {'slow', 'accelerator', 'sim'}
 
 #: Of a test that needs the simulated accelerator, where that is required: why there is none.
 MISSING = pytest.StashKey()
@@ -128,7 +129,7 @@ def pytest_addoption(parser):
     parser.addoption(
         '--whole',
         action='store_true',
-        help='run all tests, also slow ones and all combinations of parameters',
+        help='run all tests, also slow ones',
     )
 
 
@@ -150,17 +151,12 @@ def pytest_report_header(config):
     return None if config.getoption('whole') else 'a part of the tests: --whole runs all of them'
 
 
-def pytest_configure(config):
-    """Look after tests that have a device in them."""
-    config.pluginmanager.register(Everywhere())
-
-
 def pytest_collection_modifyitems(config, items):
     """Leave out tests that need ``--whole``, unless tests are named. Prepare accelerators."""
     if not config.getoption('whole') and not any('::' in arg for arg in config.args):
-        chosen = set(short(items))
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+        left_out = [item for item in items if LEFT_OUT & set(item.keywords)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not LEFT_OUT & set(item.keywords)]
     _see_to_accelerators(items)
 
 

@@ -1,4 +1,4 @@
-"""Where tests run: in one worker of the CPU, in a worker for each partition, on accelerators."""
+"""Where tests run: on the CPU with a worker for each partition, or on accelerators."""
 
 import pytest
 import torch
@@ -55,26 +55,17 @@ DEVICES = {
 }
 
 
-def _on(*names):
-    """Let a test run on several kinds of devices, the last of which are accelerators."""
-    return pytest.mark.parametrize(
-        'devices',
-        [
-            pytest.param(
-                DEVICES[name],
-                id=name,
-                marks=[pytest.mark.accelerator] if name == 'accelerators' else [],
-            )
-            for name in names
-        ],
-    )
+devices = pytest.mark.parametrize(
+    'devices',
+    [
+        pytest.param(DEVICES['a worker each'], id='cpu'),
+        pytest.param(
+            DEVICES['accelerators'],
+            id='accelerators',
+            marks=pytest.mark.accelerator,
+        ),
+    ],
+)
 
-
-devices = _on('one worker', 'a worker each', 'accelerators')
-one_worker = _on('one worker', 'accelerators')
-workers = _on('a worker each', 'accelerators')
-#: For tests marked as `cpu_only`.
-cpus = _on('one worker', 'a worker each')
-
-#: `@cpu_only('reason')` is for tests that have a device in them, and cannot run on accelerators.
-cpu_only = pytest.mark.cpu_only
+#: For tests with operations that the simulated accelerator does not have.
+cpus = pytest.mark.parametrize('devices', [pytest.param(DEVICES['a worker each'], id='cpu')])

@@ -10,35 +10,15 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext as nothing
 
-import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import accelerator
-from tests.devices import DEVICES
 from torchgpipe import GPipe
 from torchgpipe.engine import backward_order, partition, shared, split
 from torchgpipe.engine.cell import compare_earlier
 from torchgpipe.engine.streams import use_device
-
-MODES = ['always', 'except_last', 'never']
-
-modes = pytest.mark.parametrize('mode', MODES)
-
-#: Each mode on another kind of devices, for long tests that look at neither.
-modes_on_devices = pytest.mark.parametrize(
-    'devices, mode',
-    [
-        pytest.param(
-            DEVICES[name],
-            mode,
-            id=f'{name}-{mode}',
-            marks=[pytest.mark.accelerator] if name == 'accelerators' else [],
-        )
-        for name, mode in zip(DEVICES, MODES)
-    ],
-)
 
 
 def tensors_of(value):

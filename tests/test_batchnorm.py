@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
-from tests.helpers import MODES, assert_same, call, micro_batches
+from tests.devices import devices
+from tests.helpers import assert_same, call, micro_batches
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 
@@ -33,8 +33,7 @@ def piped(layer, chunks, mode='never', devices=('cpu',)):
     )
 
 
-@one_worker
-@pytest.mark.parametrize('mode', MODES)
+@devices
 @pytest.mark.parametrize('momentum', [0.1, 0.7, None])
 @pytest.mark.parametrize(
     'layer, shape',
@@ -46,10 +45,10 @@ def piped(layer, chunks, mode='never', devices=('cpu',)):
     ],
 )
 def test_running_statistics_with_a_varying_number_of_micro_batches(
-    devices, layer, shape, momentum, mode
+    devices, layer, shape, momentum
 ):
     plain = layer(3, momentum=momentum).double()
-    gpipe = piped(plain, 4, mode, devices=devices(1))
+    gpipe = piped(plain, 4, 'except_last', devices=devices(1))
     for size in (16, 9, 3 if len(shape) > 1 else 8, 16):
         x = torch.randn(size, *shape, dtype=torch.double, requires_grad=True) * 2 + 3
         plain(x)
@@ -59,7 +58,7 @@ def test_running_statistics_with_a_varying_number_of_micro_batches(
     assert torch.allclose(call(gpipe, x).cpu(), plain(x), rtol=0, atol=1e-12)
 
 
-@one_worker
+@devices
 def test_each_micro_batch_is_normalised_by_itself(devices):
     plain = nn.BatchNorm2d(3).double()
     gpipe = piped(plain, 4, devices=devices(1))
@@ -68,7 +67,7 @@ def test_each_micro_batch_is_normalised_by_itself(devices):
     assert_same([call(gpipe, x)], [expected])
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'dtype, rtol',
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
@@ -82,7 +81,7 @@ def test_float_types(devices, dtype, rtol):
     assert_same_statistics(gpipe[0], plain, rtol)
 
 
-@one_worker
+@devices
 def test_low_precision_input_with_float32_statistics(devices):
     plain = nn.BatchNorm2d(3)
     gpipe = piped(plain, 4, devices=devices(1))
@@ -91,7 +90,7 @@ def test_low_precision_input_with_float32_statistics(devices):
     assert_same_statistics(gpipe[0], plain, 1e-5)
 
 
-@one_worker
+@devices
 def test_a_large_mean_does_not_cancel_the_variance(devices):
     plain = nn.BatchNorm1d(1)
     gpipe = piped(plain, 8, devices=devices(1))
@@ -103,11 +102,10 @@ def test_a_large_mean_does_not_cancel_the_variance(devices):
     assert naive.item() != pytest.approx(x.double().var().item(), rel=0.5)
 
 
-@one_worker
-@pytest.mark.parametrize('mode', MODES)
-def test_a_layer_in_evaluation_mode_stays_as_it_is(devices, mode):
+@devices
+def test_a_layer_in_evaluation_mode_stays_as_it_is(devices):
     plain = nn.BatchNorm1d(3).double()
-    gpipe = piped(plain, 4, mode, devices=devices(1))
+    gpipe = piped(plain, 4, 'except_last', devices=devices(1))
     gpipe[0].eval(), plain.eval()
     x = torch.randn(8, 3, dtype=torch.double) + 5
     assert torch.allclose(call(gpipe, x).cpu(), plain(x), rtol=0, atol=1e-12)
@@ -115,18 +113,17 @@ def test_a_layer_in_evaluation_mode_stays_as_it_is(devices, mode):
     assert gpipe[0].num_batches_tracked == 0
 
 
-@one_worker
-@pytest.mark.parametrize('mode', MODES)
-def test_a_layer_with_frozen_parameters_tracks(devices, mode):
+@devices
+def test_a_layer_with_frozen_parameters_tracks(devices):
     plain = nn.BatchNorm1d(3).double().requires_grad_(False)
-    gpipe = piped(plain, 4, mode, devices=devices(1))
+    gpipe = piped(plain, 4, 'except_last', devices=devices(1))
     x = torch.randn(8, 3, dtype=torch.double)
     plain(x), call(gpipe, x)
     assert_same_statistics(gpipe[0], plain)
     assert not call(gpipe, x).requires_grad
 
 
-@one_worker
+@devices
 def test_a_failed_mini_batch_leaves_nothing_for_the_next(devices):
     def fail(module, args):
         if args[0][0, 0] > 50:
@@ -144,7 +141,7 @@ def test_a_failed_mini_batch_leaves_nothing_for_the_next(devices):
     assert_same_statistics(gpipe[0], plain)
 
 
-@one_worker
+@devices
 def test_a_layer_that_is_called_twice_moves_twice(devices):
     class Twice(nn.Module):
         def __init__(self, norm):
@@ -178,13 +175,12 @@ class Skip(nn.Module):
         return x if int(x[0, 0]) in self.skips else x + self.norm(x)
 
 
-@one_worker
-@pytest.mark.parametrize('mode', MODES)
+@devices
 @pytest.mark.parametrize('skips', [{3}, {0}, {0, 3}, {1, 2}, {0, 1, 2}, {0, 1, 2, 3}])
-def test_a_block_that_some_micro_batches_skip(devices, skips, mode):
+def test_a_block_that_some_micro_batches_skip(devices, skips):
     """In v0.3.0, if the last one skipped, statistics stood still and leaked into the next."""
     plain = nn.BatchNorm1d(2).double()
-    gpipe = piped(Skip(plain, skips), 4, mode, devices=devices(1))
+    gpipe = piped(Skip(plain, skips), 4, 'except_last', devices=devices(1))
     for scale in (100, 1, 10):
         x = torch.randn(8, 2, dtype=torch.double) * scale
         x[:, 0] = torch.arange(4).repeat_interleave(2)
@@ -196,8 +192,7 @@ def test_a_block_that_some_micro_batches_skip(devices, skips, mode):
 
 
 @devices
-@pytest.mark.parametrize('mode', MODES)
-def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices, mode):
+def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices):
     """In v0.3.0, statistics moved once per micro-batch of the outer pipeline."""
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
     # An accelerator's partition has all that is in it on that accelerator.
@@ -207,11 +202,15 @@ def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices, mode
         [1, 2],
         devices=of_inner,
         chunks=2,
-        checkpoint=mode,
+        checkpoint='except_last',
         deferred_batch_norm=True,
     )
     outer = GPipe(
-        nn.Sequential(inner, nn.Identity()), [1, 1], devices=devices(2), chunks=2, checkpoint=mode
+        nn.Sequential(inner, nn.Identity()),
+        [1, 1],
+        devices=devices(2),
+        chunks=2,
+        checkpoint='except_last',
     )
     for _ in range(3):
         x = torch.randn(8, 3, dtype=torch.double)
@@ -253,7 +252,7 @@ def test_conversion_shares_parameters_and_keeps_the_rest():
     assert DeferredBatchNorm.convert_deferred_batch_norm(deferred, chunks=2).chunks == 2
 
 
-@one_worker
+@devices
 def test_without_affine_parameters(devices):
     plain = nn.BatchNorm1d(3, affine=False).double()
     gpipe = piped(plain, 2, devices=devices(1))
@@ -298,7 +297,7 @@ def test_an_input_without_channels_is_refused():
         DeferredBatchNorm(3)(torch.rand(3))
 
 
-@one_worker
+@devices
 def test_without_deferring_the_statistics_differ(devices):
     """The counterpart of the tests above: they can fail."""
     plain = nn.BatchNorm1d(3).double()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.devices import cpu_only, one_worker, places, workers
+from tests.devices import devices, places
 from tests.helpers import (
     Child,
     assert_same,
@@ -45,7 +45,7 @@ def test_the_public_names():
     assert not torchgpipe.is_checkpointing() and not torchgpipe.is_recomputing()
 
 
-@workers
+@devices
 def test_attributes(devices):
     class Text:
         def __str__(self):
@@ -113,7 +113,7 @@ def test_a_balance_that_is_not_made_of_integers(balance):
         pipe(balance=balance)
 
 
-@workers
+@devices
 def test_a_balance_of_integers_of_another_type(devices):
     assert pipe(balance=torch.tensor([3, 5])).balance == [3, 5]
 
@@ -128,7 +128,7 @@ def test_too_few_devices(devices):
         pipe(devices=devices)
 
 
-@one_worker
+@devices
 def test_devices_that_are_not_needed_are_dropped(devices):
     assert len(pipe(devices=devices(5)).devices) == 2
 
@@ -172,7 +172,7 @@ def test_checkpoint_modes_of_another_number_of_partitions():
         pipe(checkpoint=['always'])
 
 
-@one_worker
+@devices
 def test_the_checkpoint_mode_stays_what_was_given_and_may_be_changed(devices):
     modes = ['always', 'never']
     assert pipe(checkpoint=modes, devices=devices(2)).checkpoint is modes
@@ -183,7 +183,7 @@ def test_the_checkpoint_mode_stays_what_was_given_and_may_be_changed(devices):
         call(model, torch.rand(2, 4).double())
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'mode, count',
     [
@@ -213,7 +213,7 @@ def test_checkpoint_nodes_in_the_graph(devices, mode, count):
     assert numbers(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
 
 
-@workers
+@devices
 @pytest.mark.parametrize(
     'input, error, text',
     [
@@ -233,7 +233,7 @@ def test_input_that_is_refused(devices, input, error, text):
         pipe(devices=devices(2))(input)
 
 
-@workers
+@devices
 def test_two_positional_inputs(devices):
     model = pipe(devices=devices(2))
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_two_positional_inputs(devices):
         model()
 
 
-@workers
+@devices
 @pytest.mark.parametrize(
     'returned, text',
     [
@@ -273,7 +273,7 @@ def test_a_partition_that_returns_something_else(devices, returned, text, where)
     assert f"layer '{where}'" in error.value.__notes__[0]
 
 
-@workers
+@devices
 @pytest.mark.parametrize(
     'function', [torch.sum, torch.Tensor.t, lambda x: x[:1], lambda x: torch.cat([x, x])]
 )
@@ -297,7 +297,7 @@ def test_an_output_of_another_batch_size(devices, function, chunks):
         )
 
 
-@workers
+@devices
 def test_a_batch_size_that_changes_and_changes_back(devices):
     model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2))).double()
     x = torch.rand(5, 2, 3, dtype=torch.double)
@@ -305,7 +305,7 @@ def test_a_batch_size_that_changes_and_changes_back(devices):
     assert_same([call(pipe(model, [1, 2], chunks=3, devices=devices(2)), x)], [expected])
 
 
-@one_worker
+@devices
 def test_an_empty_sequential_returns_its_input(devices):
     model = GPipe(nn.Sequential(), [])
     x = torch.rand(42, device=devices.first)
@@ -314,7 +314,7 @@ def test_an_empty_sequential_returns_its_input(devices):
         model('text')
 
 
-@workers
+@devices
 def test_moving_is_denied(devices):
     model = pipe(devices=devices(2))
     elsewhere = 'meta' if devices.first.type == 'cpu' else 'cpu'
@@ -342,7 +342,6 @@ def test_moving_is_denied(devices):
     assert {parameter.device.type for parameter in model.parameters()} == {devices.first.type}
 
 
-@cpu_only('where an accelerator has no number, it is the current one; see below')
 def test_a_move_that_moves_nothing_is_not():
     """Accelerate, and loops of its kind, move each model to the device of a process."""
     model = pipe()
@@ -367,7 +366,7 @@ def test_a_move_to_the_accelerator_that_has_all_is_not():
             pipe(devices=[device, other]).to(device)
 
 
-@workers
+@devices
 def test_changing_the_dtype_is_not(devices):
     model = pipe(devices=devices(2))
     for change, dtype in (
@@ -380,7 +379,7 @@ def test_changing_the_dtype_is_not(devices):
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-@workers
+@devices
 def test_copies_work(devices):
     model = pipe(chunks=2, checkpoint='always', devices=devices(2))
     x = torch.rand(4, 4, dtype=torch.double, device=devices.first)
@@ -401,7 +400,7 @@ def test_copies_work(devices):
         assert [m for m in other.partitions[1]] == list(other)[4:]
 
 
-@workers
+@devices
 def test_a_pickle_of_version_0_4_0(devices):
     model, x = pipe(devices=devices(2)), torch.rand(4, 4, dtype=torch.double)
     state = model.__getstate__()
@@ -412,7 +411,7 @@ def test_a_pickle_of_version_0_4_0(devices):
     assert_same([call(other, x)], [call(model, x)])
 
 
-@workers
+@devices
 def test_workers_are_reused_lazy_and_end_with_the_model(devices):
     before = threads()
     model = pipe(devices=devices.distinct(2), chunks=2)
@@ -428,7 +427,6 @@ def test_workers_are_reused_lazy_and_end_with_the_model(devices):
     assert threads() == before
 
 
-@cpu_only('a forked process cannot use the accelerators of its parent')
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_a_forked_process_starts_workers_of_its_own():
     model = pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1])
@@ -441,7 +439,7 @@ def test_a_forked_process_starts_workers_of_its_own():
     assert Child(run).wait() == 0
 
 
-@workers
+@devices
 def test_two_threads_may_call_the_same_model(devices):
     model = pipe(chunks=4, devices=devices(2))
     xs = [torch.rand(4, 4, dtype=torch.double, device=devices.first) for _ in range(2)]
@@ -461,7 +459,7 @@ def test_two_threads_may_call_the_same_model(devices):
     assert not wrong
 
 
-@workers
+@devices
 @pytest.mark.parametrize('outer_mode', ['always', 'never'])
 @pytest.mark.parametrize('inner_mode', ['always', 'never'])
 @pytest.mark.parametrize('hooks', [False, True])
@@ -495,7 +493,6 @@ def test_a_pipeline_in_a_pipeline(devices, inner_mode, outer_mode, hooks):
     assert_same([output, *gradients(model)], [expected, *gradients(reference)])
 
 
-@cpu_only('an error before any device is used')
 @pytest.mark.parametrize('seed', ['x', 1.5, True])
 def test_a_seed_is_an_integer(seed):
     """In v0.21, it was an OverflowError."""
@@ -503,7 +500,6 @@ def test_a_seed_is_an_integer(seed):
         GPipe(nn.Sequential(nn.Linear(2, 2, device='meta')), [1], devices=['cpu'], seed=seed)
 
 
-@cpu_only('an error before any device is used')
 @pytest.mark.parametrize('make', [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_counts_over_the_mini_batch(make):
     """In v0.21, its gradient was silently another one."""
@@ -513,7 +509,6 @@ def test_an_embedding_that_counts_over_the_mini_batch(make):
     GPipe(layers, [1], devices=['cpu'], chunks=1)
 
 
-@cpu_only('the text of an error')
 def test_a_step_names_the_way_out_if_a_layer_writes_to_its_weight():
     class Clipped(nn.Linear):
         def forward(self, x):
@@ -529,7 +524,6 @@ def test_a_step_names_the_way_out_if_a_layer_writes_to_its_weight():
     assert "checkpoint='always'" in ''.join(caught.value.__notes__)
 
 
-@cpu_only('the text of an error')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_forward_mode_in_training_names_a_way_that_works(mode):
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

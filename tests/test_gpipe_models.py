@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from tests.devices import cpu_only
-from tests.helpers import assert_same, gradients, modes_on_devices
+from tests.devices import devices
+from tests.helpers import assert_same, gradients
 from tests.models import MODELS, mean_square
 from torchgpipe import Arguments, GPipe
 from torchgpipe.base.structure import flatten, flatten_nested
@@ -48,15 +48,15 @@ def step(net, case, sample):
 
 
 @models
-@modes_on_devices
-def test_three_steps_of_uneven_batches(devices, mode, case):
+@devices
+def test_three_steps_of_uneven_batches(devices, case):
     plain = case.make().double()
     gpipe = GPipe(
         copy.deepcopy(plain),
         case.balance,
         devices=devices(3),
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
         **getattr(case, 'options', {}),
     )
     optimizers = [torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in (plain, gpipe)]
@@ -68,7 +68,6 @@ def test_three_steps_of_uneven_batches(devices, mode, case):
         assert_same(gpipe.state_dict().values(), plain.state_dict().values())
 
 
-@cpu_only('there are tests of check_parity on accelerators')
 @models
 def test_check_parity_says_so(case):
     parity = check_parity(

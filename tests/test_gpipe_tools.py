@@ -18,11 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
-from tests.devices import cpu_only
-from tests.helpers import MODES, assert_same, gradients
+from tests.helpers import assert_same, gradients
+from tests.marks import MODES
 from torchgpipe import GPipe
-
-pytestmark = cpu_only('about names and states, and what tools make of them')
 
 modes = pytest.mark.parametrize('mode', MODES)
 
@@ -114,10 +112,9 @@ def test_distributed_checkpoint_from_the_unwrapped_module():
     assert_same(target.state_dict().values(), source.state_dict().values())
 
 
-@modes
-def test_functional_call(mode):
+def test_functional_call():
     """The recomputation also uses the given parameters."""
-    plain, gpipe = module(), pipe(checkpoint=mode)
+    plain, gpipe = module(), pipe(checkpoint='except_last')
     given = {
         name: tensor.detach().clone().requires_grad_(name.endswith(('weight', 'bias')))
         for name, tensor in module(seed=1).state_dict().items()
@@ -165,7 +162,6 @@ def test_averages_are_saved_and_loaded():
         assert_same([other(x)], [averages[0](x)])
 
 
-@modes
 @pytest.mark.parametrize('wrapped_first', [True, False])
 @pytest.mark.parametrize(
     'change',
@@ -183,12 +179,12 @@ def test_averages_are_saved_and_loaded():
     ],
     ids=['prune', 'prune all', 'weight norm', 'parametrize'],
 )
-def test_layers_that_are_changed(change, wrapped_first, mode):
+def test_layers_that_are_changed(change, wrapped_first):
     plain, other = module(), module()
     change(plain)
     if not wrapped_first:
         change(other)
-    gpipe = GPipe(other, [1, 4], devices=['cpu'] * 2, chunks=2, checkpoint=mode)
+    gpipe = GPipe(other, [1, 4], devices=['cpu'] * 2, chunks=2, checkpoint='except_last')
     if wrapped_first:
         change(gpipe)
     for net in (plain, gpipe):

@@ -11,11 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchgpipe.shard as ts
-from tests.devices import cpu_only
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
-
-pytestmark = cpu_only('it is about losses, not where they are')
 
 #: Three micro-batches of 7 samples: of the second one nothing counts.
 PADDED = torch.tensor([1, -100, 3, -100, -100, 2, 0])
@@ -439,7 +436,6 @@ def test_a_scale_that_gives_no_loss(scale, error, what):
     assert 'in the loss of micro-batch' in raised.value.__notes__[0]
 
 
-@cpu_only('what a loss is does not depend on the device')
 def test_in_v080_a_micro_batch_with_nothing_to_learn_from_was_refused():
     """As one without any object, for a detector."""
 

@@ -9,13 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.cases import cases
-from tests.devices import cpu_only
 from tests.helpers import assert_same
 from tests.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
 from torchgpipe.divisors import BY_WEIGHT, LOSSES
-
-pytestmark = cpu_only('it is about losses, not where they are')
 
 #: Of 7 samples, each with 5 values and their weights.
 WEIGHTED = torch.stack([PROBABILITIES, PROBABILITIES.flip(0).square()], 1)
@@ -124,9 +120,9 @@ def with_norm(output, target, weight=torch.ones(3, requires_grad=True), count=6)
     return SUM(output, target) / len(target) + norm + F.mse_loss(weight, weight * 2, weight=weight)
 
 
-@cases(
-    'loss_fn',
-    [
+def test_a_sum_within_a_mean_over_samples():
+    """A transform of a loss of classes was an error of PyTorch's."""
+    for loss_fn in [
         in_place,
         divided_in_place,
         with_norm,
@@ -138,11 +134,8 @@ def with_norm(output, target, weight=torch.ones(3, requires_grad=True), count=6)
             output, target
         ).mean(),
         lambda output, target: torch.vmap(F.cross_entropy)(output, target.argmax(1)).mean(),
-    ],
-)
-def test_a_sum_within_a_mean_over_samples(loss_fn):
-    """A transform of a loss of classes was an error of PyTorch's."""
-    same(loss_fn, PROBABILITIES)
+    ]:
+        same(loss_fn, PROBABILITIES)
 
 
 @pytest.mark.parametrize(
@@ -233,22 +226,21 @@ def test_other_means_are_not_by_weights():
     )
 
 
-@cases(
-    'loss_fn',
-    [
+def test_which_means_are_by_weights():
+    """Those that do not change if all weights are twice as large."""
+    for loss_fn in [
         each
         for each, signature in LOSSES.items()
         if 'weight' in signature.parameters
         if 'linear_weight' not in signature.parameters
-    ],
-)
-def test_which_means_are_by_weights(loss_fn):
-    """Those that do not change if all weights are twice as large."""
-    x, target = torch.tensor([[0.2, 0.7], [0.4, 0.3]]), torch.ones(2, 2)
-    if loss_fn in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
-        target = torch.tensor([0, 1])
-    weight = torch.ones_like(x if target.dim() == 2 else x[0])
-    is_by_weight = torch.allclose(
-        loss_fn(x, target, weight=weight), loss_fn(x, target, weight=2 * weight)
-    )
-    assert is_by_weight == (loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn].parameters)
+    ]:
+        x, target = torch.tensor([[0.2, 0.7], [0.4, 0.3]]), torch.ones(2, 2)
+        if loss_fn in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
+            target = torch.tensor([0, 1])
+        weight = torch.ones_like(x if target.dim() == 2 else x[0])
+        is_by_weight = torch.allclose(
+            loss_fn(x, target, weight=weight), loss_fn(x, target, weight=2 * weight)
+        )
+        assert is_by_weight == (
+            loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn].parameters
+        )

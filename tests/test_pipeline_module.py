@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import workers
-from tests.helpers import (
-    assert_same,
-    call,
-    gradients,
-    small_model,
-)
+from tests.devices import devices
+from tests.helpers import assert_same, call, gradients, small_model
 from tests.test_gpipe import pipe
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
@@ -37,7 +32,7 @@ class Company(nn.Module):
         return x + (yield pop('alone'))
 
 
-@workers
+@devices
 def test_the_sequence_protocol(devices):
     layers = list(small_model())
     model = pipe(nn.Sequential(*layers), devices=devices(2))
@@ -48,7 +43,7 @@ def test_the_sequence_protocol(devices):
             model[index]
 
 
-@workers
+@devices
 def test_names_are_those_of_the_module(devices):
     module = nn.Sequential(
         OrderedDict(a=nn.Linear(1, 1), b=nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
@@ -68,7 +63,7 @@ def test_names_are_those_of_the_module(devices):
         model.get_submodule('c')
 
 
-@workers
+@devices
 def test_layers_keep_the_modes_that_they_had(devices):
     model = small_model()
     model[1].eval()
@@ -76,7 +71,7 @@ def test_layers_keep_the_modes_that_they_had(devices):
     assert gpipe.training and gpipe.partitions[0].training and not gpipe[1].training
 
 
-@workers
+@devices
 @pytest.mark.parametrize('replace', [setattr, nn.Module.set_submodule, nn.Module.add_module])
 def test_a_layer_that_is_replaced_is_so_in_its_partition(devices, replace):
     plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
@@ -98,7 +93,7 @@ def test_a_layer_that_is_replaced_is_so_in_its_partition(devices, replace):
     assert list(gpipe.partitions[0]) == list(gpipe)[:4]
 
 
-@workers
+@devices
 def test_skips_go_their_way_when_layers_that_have_them_come_later(devices):
     plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
     gpipe = pipe(copy.deepcopy(plain), chunks=2, devices=devices(2))
@@ -108,7 +103,7 @@ def test_skips_go_their_way_when_layers_that_have_them_come_later(devices):
     assert_same([call(gpipe, x)], [plain[6:](plain[2:5](stashed) + stashed)])
 
 
-@workers
+@devices
 def test_partitions_follow_before_anything_asks_for_them(devices):
     """Each of these is the first to look at a layer that has been replaced."""
     for look in (
@@ -126,7 +121,7 @@ def test_partitions_follow_before_anything_asks_for_them(devices):
     assert not model.eval()[1].training
 
 
-@workers
+@devices
 def test_a_layer_can_not_be_replaced_in_a_partition_or_by_what_does_not_fit(devices):
     """An optimizer made of the parameters of the model would not know of it."""
     x = torch.rand(2, 4, dtype=torch.double, device=devices.first)
@@ -155,7 +150,7 @@ def test_a_layer_can_not_be_replaced_in_a_partition_or_by_what_does_not_fit(devi
         model(x)
 
 
-@workers
+@devices
 def test_modules_that_are_added_later(devices):
     gpipe = pipe(chunks=2, devices=devices(2))
     gpipe.criterion = nn.Linear(1, 1)
@@ -165,7 +160,7 @@ def test_modules_that_are_added_later(devices):
     assert 'criterion.weight' in gpipe.state_dict() and len(list(gpipe.parameters())) == 10
 
 
-@workers
+@devices
 def test_layers_with_names_of_its_own(devices):
     """Attribute access returns the attribute. Functions that take names find the layer."""
     names = ['_engine', '_names', 'balance', 'chunks', 'devices', 'checkpoint']
@@ -189,7 +184,7 @@ def test_a_layer_that_is_called_partitions():
         pipe(nn.Sequential(OrderedDict(partitions=nn.Linear(1, 1))), [1])
 
 
-@workers
+@devices
 def test_the_mode_is_that_of_all_modules(devices):
     model = pipe(small_model().eval(), devices=devices(2))
     assert not any(module.training for module in model.modules())

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases import cases
-from tests.devices import cpu_only
 from tests.engine.steps import layers, loss_of, train
 from torchgpipe import GPipe
 from torchgpipe.schedule import Schedule, make
 
 
-@cpu_only('it is refused before')
 @pytest.mark.parametrize('how', ['eval', 'no_grad', 'inference'])
 def test_a_step_is_for_training(how):
     gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2).train(how != 'eval')
@@ -41,17 +38,15 @@ BAD = [
 ]
 
 
-@cpu_only('it is refused before')
-@cases('options, message', BAD)
-def test_bad_input(options, message):
-    gpipe = GPipe(layers(), [4, 4], devices=['cpu:0', 'cpu:1'], chunks=4)
-    x = torch.randn(8, 4, dtype=torch.double)
-    given = {'target': x[:, :3], 'loss_fn': loss_of, **options}
-    with pytest.raises(ValueError, match=message):
-        gpipe.step(x, **given)
+def test_bad_input():
+    for options, message in BAD:
+        gpipe = GPipe(layers(), [4, 4], devices=['cpu:0', 'cpu:1'], chunks=4)
+        x = torch.randn(8, 4, dtype=torch.double)
+        given = {'target': x[:, :3], 'loss_fn': loss_of, **options}
+        with pytest.raises(ValueError, match=message):
+            gpipe.step(x, **given)
 
 
-@cpu_only('it is refused before')
 @pytest.mark.parametrize(
     'register',
     [
@@ -71,7 +66,6 @@ def test_hooks_of_the_model_itself(register):
     gpipe.step(x, x[:, :3], loss_of)
 
 
-@cpu_only('it is refused before')
 def test_partitions_that_do_not_go_by_devices():
     gpipe = GPipe(layers(), [4, 2, 2], devices=['cpu:0', 'cpu:1', 'cpu:0'])
     x = torch.randn(4, 4, dtype=torch.double)
@@ -79,7 +73,6 @@ def test_partitions_that_do_not_go_by_devices():
         gpipe.step(x, x[:, :3], loss_of, schedule='zb-v')
 
 
-@cpu_only('it is refused before')
 def test_a_way_out_of_devices_in_another_order():
     gpipe = GPipe(layers(), [2, 2, 2, 2], devices=['cpu:0', 'cpu:1'] * 2, chunks=3)
     x = torch.randn(6, 4, dtype=torch.double)
@@ -87,7 +80,6 @@ def test_a_way_out_of_devices_in_another_order():
         gpipe.step(x, x[:, :3], loss_of, schedule='zb-v')
 
 
-@cpu_only('it is refused before')
 def test_nothing_to_train():
     gpipe = GPipe(layers().requires_grad_(False), [4, 4], devices=['cpu'] * 2)
     x = torch.randn(4, 4, dtype=torch.double)
@@ -95,7 +87,6 @@ def test_nothing_to_train():
         gpipe.step(x, x[:, :3], loss_of)
 
 
-@cpu_only('it is about files')
 def test_a_schedule_from_a_file(tmp_path):
     path = tmp_path / 'schedule.CSV'
     path.write_text(make('1f1b', 2, 3).to_csv())
@@ -108,7 +99,6 @@ def test_a_schedule_from_a_file(tmp_path):
         gpipe.step(torch.zeros(3, 4).double(), torch.zeros(3, 3).double(), loss_of, schedule=path)
 
 
-@cpu_only('it is about files')
 def test_a_schedule_from_a_file_with_a_mark_of_its_encoding(tmp_path):
     """In v0.8.0, the mark was taken for a part of the first action."""
     path = tmp_path / 'schedule.csv'

@@ -9,7 +9,8 @@ from torch import nn
 
 from tests import accelerator
 from tests.accelerator import on
-from tests.helpers import MODES, assert_same, gradients
+from tests.helpers import assert_same, gradients
+from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
@@ -73,12 +74,11 @@ def test_skips_between_four_devices(mode, seed):
         )
 
 
-@modes
-def test_the_current_streams_are_those_of_the_caller(mode):
+def test_the_current_streams_are_those_of_the_caller():
     accelerator.set_delays(0, 300)
     model = layers()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [3, 3, 3, 3], chunks=5, checkpoint=mode)
+    gpipe = GPipe(model, [3, 3, 3, 3], chunks=5, checkpoint='except_last')
     x = torch.randn(11, 6, dtype=torch.double)
     with ExitStack() as stack:
         for device in gpipe.devices:
@@ -104,8 +104,7 @@ def test_no_stream_uses_the_memory_of_the_host():
 
 
 @seeds
-@modes
-def test_an_input_that_is_handed_on_has_its_gradient(seed, mode):
+def test_an_input_that_is_handed_on_has_its_gradient(seed):
     class Both(nn.Module):
         def forward(self, x, table):
             return x * table, table
@@ -115,7 +114,7 @@ def test_an_input_that_is_handed_on_has_its_gradient(seed, mode):
             return value[0] + value[1]
 
     accelerator.set_delays(seed, 300)
-    model = GPipe(nn.Sequential(Both(), Add()), [1, 1], chunks=5, checkpoint=mode)
+    model = GPipe(nn.Sequential(Both(), Add()), [1, 1], chunks=5, checkpoint='except_last')
     table = torch.ones(1000, device='sim', requires_grad=True)
     model(torch.ones(5, 1000, device='sim'), NoChunk(table)).sum().backward()
     assert table.grad.tolist() == [10] * 1000
@@ -133,7 +132,6 @@ def test_forward_without_grad(seed):
             assert_same([gpipe(x.to('sim')).cpu()], [reference(x)])
 
 
-@modes
 @pytest.mark.parametrize(
     'devices',
     [
@@ -143,21 +141,20 @@ def test_forward_without_grad(seed):
         ['sim:3', 'sim:3', 'sim:3'],
     ],
 )
-def test_mixed_devices(devices, mode):
+def test_mixed_devices(devices):
     accelerator.set_delays(3, 200)
     model = layers()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [4, 4, 4], devices=devices, chunks=3, checkpoint=mode)
+    gpipe = GPipe(model, [4, 4, 4], devices=devices, chunks=3, checkpoint='except_last')
     x = torch.randn(7, 6, dtype=torch.double)
     reference(x).square().sum().backward()
     gpipe(x.to(gpipe.devices[0])).square().sum().backward()
     assert_same(gradients(gpipe), gradients(reference))
 
 
-@modes
-def test_dropout_is_drawn_again(mode):
+def test_dropout_is_drawn_again():
     model = nn.Sequential(nn.Dropout(), nn.Dropout())
-    gpipe = GPipe(model, [1, 1], devices=['sim:0', 'sim:1'], chunks=4, checkpoint=mode)
+    gpipe = GPipe(model, [1, 1], devices=['sim:0', 'sim:1'], chunks=4, checkpoint='except_last')
     x = torch.rand(8, 16, device='sim:0', requires_grad=True)
     output = gpipe(x)
     output.sum().backward()
@@ -165,8 +162,7 @@ def test_dropout_is_drawn_again(mode):
     assert 0 < (output == 0).sum().item() < output.numel()
 
 
-@modes
-def test_deferred_batch_norm(mode):
+def test_deferred_batch_norm():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     reference = copy.deepcopy(model)
     gpipe = GPipe(
@@ -174,7 +170,7 @@ def test_deferred_batch_norm(mode):
         [1, 2],
         devices=['sim:0', 'sim:1'],
         chunks=2,
-        checkpoint=mode,
+        checkpoint='except_last',
         deferred_batch_norm=True,
     )
     x = torch.randn(8, 4, dtype=torch.double)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import MODES
+from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.balance import profile

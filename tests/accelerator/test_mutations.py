@@ -15,7 +15,7 @@ import torchgpipe
 from tests import accelerator
 from tests.accelerator.mutations import MUTATIONS
 from tests.accelerator.programs import IN_MODES, OTHERS, without_grad
-from tests.helpers import MODES
+from tests.marks import MODES
 
 pytestmark = pytest.mark.sim
 

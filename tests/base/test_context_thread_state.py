@@ -14,11 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices import cpu_only, cpus
-from tests.helpers import STEPS, Spy, WeakLog, assert_same, gradients, modes, nothing, train_both
+from tests.devices import cpus
+from tests.helpers import STEPS, Spy, WeakLog, assert_same, gradients, nothing, train_both
+from tests.marks import modes
 from torchgpipe import GPipe, is_recomputing
-
-pytestmark = cpu_only('about the state of threads, which are the same for any device')
 
 
 def pipe(model, devices, mode, chunks=4):
@@ -49,17 +48,16 @@ def test_grad_and_inference_mode(devices, see, context):
 
 
 @cpus
-@modes
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('where', ['forward', 'backward', 'both'])
-def test_autocast(devices, mode, dtype, where):
+def test_autocast(devices, dtype, where):
     """Outputs, their dtype and gradients equal the unwrapped model's for the same
     micro-batches."""
     dtypes = []
     model = nn.Sequential(
         nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)), nn.Linear(8, 8), nn.Tanh()
     )
-    gpipe = pipe(model, devices, mode)
+    gpipe = pipe(model, devices, 'except_last')
     x = torch.rand(8, 8)
 
     @contextmanager
@@ -161,20 +159,18 @@ def test_saved_tensor_hooks(devices, mode):
 
 
 @cpus
-@modes
-def test_save_on_cpu(devices, mode):
+def test_save_on_cpu(devices):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
     train_both(
         model,
-        pipe(model, devices, mode),
+        pipe(model, devices, 'except_last'),
         torch.rand(5, 4, dtype=torch.double),
         context=save_on_cpu,
     )
 
 
 @cpus
-@modes
-def test_context_variables(devices, mode):
+def test_context_variables(devices):
     scale = contextvars.ContextVar('scale', default=1.0)
 
     class Scale(nn.Module):
@@ -191,7 +187,10 @@ def test_context_variables(devices, mode):
 
     model = nn.Sequential(Scale(), nn.Linear(4, 4), Scale(), nn.Linear(4, 4)).double()
     train_both(
-        model, pipe(model, devices, mode), torch.rand(5, 4, dtype=torch.double), context=scaled
+        model,
+        pipe(model, devices, 'except_last'),
+        torch.rand(5, 4, dtype=torch.double),
+        context=scaled,
     )
 
 
@@ -295,11 +294,10 @@ def test_in_v030_workers_did_not_see_modes(devices, mode, Mode, until):
 
 
 @cpus
-@modes
-def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(devices, mode):
+def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(devices):
     seen = []
     model = nn.Sequential(*[Spy(lambda _, k=k: seen.append(k)) for k in range(4)])
-    gpipe = pipe(model, devices, mode)
+    gpipe = pipe(model, devices, 'except_last')
     for _ in range(3):
         for context in (saved_tensors_hooks(id, id), CountCalls()):
             with context:
@@ -309,15 +307,14 @@ def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(
 
 
 @cpus
-@modes
 @pytest.mark.parametrize('reentrant', [False, True])
-def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
+def test_a_checkpoint_around_a_pipeline(devices, reentrant):
     """In v0.3.0, of 40 backwards on workers 16 were silently wrong, and 24 raised."""
     model = nn.Sequential(
         nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Sigmoid()
     ).double()
     reference = copy.deepcopy(model)
-    gpipe = pipe(model, devices, mode)
+    gpipe = pipe(model, devices, 'except_last')
     for _ in range(10):
         x = torch.rand(9, 4, dtype=torch.double, requires_grad=True)
         y = x.detach().clone().requires_grad_()
@@ -330,12 +327,11 @@ def test_a_checkpoint_around_a_pipeline(devices, mode, reentrant):
 
 
 @cpus
-@modes
-def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
+def test_a_pipeline_within_a_checkpointed_layer(devices):
     """In v0.3.0 it was refused: its workers saved tensors in any order."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.BatchNorm1d(4)).double()
     reference = copy.deepcopy(model)
-    inner = GPipe(model, [2, 2], devices=devices(2), chunks=1, checkpoint=mode)
+    inner = GPipe(model, [2, 2], devices=devices(2), chunks=1, checkpoint='except_last')
     outer = GPipe(
         nn.Sequential(inner, nn.Linear(4, 4).double()),
         [1, 1],
@@ -355,15 +351,14 @@ def test_a_pipeline_within_a_checkpointed_layer(devices, mode):
 
 
 @cpus
-@modes
 @pytest.mark.parametrize(
     'call',
     [lambda gpipe, x: gpipe(x), lambda gpipe, x: gpipe.step(x, x, nn.MSELoss())],
     ids=['call', 'step'],
 )
-def test_mutation_on_saved_tensors_is_refused(devices, mode, call):
+def test_mutation_on_saved_tensors_is_refused(devices, call):
     """With workers, gradients were wrong now and then; after a change of the input, always."""
-    gpipe = pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices, mode)
+    gpipe = pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices, 'except_last')
     x = torch.rand(4, 4)
     with allow_mutation_on_saved_tensors():
         with pytest.raises(RuntimeError, match='allow_mutation_on_saved_tensors'):
@@ -444,14 +439,13 @@ def test_in_v030_a_trace_held_constants(devices, trace):
 
 
 @cpus
-@modes
 @pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
 @pytest.mark.parametrize('box', [lambda x: x, lambda x: {'outputs': [x]}], ids=['bare', 'nested'])
-def test_the_last_output_in_a_context_variable(devices, mode, step, box):
+def test_the_last_output_in_a_context_variable(devices, step, box):
     """In v0.3.0 each step's output stayed alive, by the context of the next one."""
     last = contextvars.ContextVar('last')
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-    gpipe = pipe(model, devices, mode)
+    gpipe = pipe(model, devices, 'except_last')
     gpipe.register_forward_hook(lambda module, args, output: (last.set(box(output)), None)[1])
     log = WeakLog(gpipe)
 

@@ -11,13 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices import cpu_only
 from tests.helpers import Spy, assert_same, nothing
 from torchgpipe import GPipe
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.private import DISPATCH_MODES, FUNCTION_MODES
-
-pytestmark = cpu_only('about the state of threads, which are the same for any device')
 
 
 class See(TorchFunctionMode):

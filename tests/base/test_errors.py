@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices, one_worker, workers
-from tests.helpers import MODES, Spy, WeakLog, assert_same, call, gradients, threads, train_both
+from tests.devices import devices
+from tests.helpers import Spy, WeakLog, assert_same, call, gradients, threads, train_both
+from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.workers import Workers
@@ -52,7 +53,7 @@ def test_type_traceback_and_note(devices):
     del error
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_an_error_in_backward_is_named_too(devices, mode):
     gpipe = GPipe(
@@ -73,7 +74,6 @@ def test_an_error_in_backward_is_named_too(devices, mode):
     del error
 
 
-@cpu_only('one worker, whose order of cells is the same on any device')
 def test_on_one_worker_nothing_starts_after_the_first_failure():
     log = []
 
@@ -93,7 +93,7 @@ def test_on_one_worker_nothing_starts_after_the_first_failure():
     assert log == [(0, 0), (0, 1), (0, 2)]
 
 
-@workers
+@devices
 def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices):
     log = []
     lock = threading.Lock()
@@ -122,7 +122,7 @@ def test_the_first_failure_in_clock_order_wins_and_nothing_later_starts(devices)
     del error
 
 
-@workers
+@devices
 def test_on_one_worker_later_cells_of_the_clock_do_not_start(devices):
     log = []
     first, second = devices.distinct(2)
@@ -141,7 +141,7 @@ def test_on_one_worker_later_cells_of_the_clock_do_not_start(devices):
     assert log == []
 
 
-@workers
+@devices
 def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another_worker(devices):
     log = []
     first, second = devices.distinct(2)
@@ -243,7 +243,7 @@ def test_keyboard_interrupt_while_cells_run(devices, ctrl_c):
     assert len(threads()) == before
 
 
-@workers
+@devices
 def test_keyboard_interrupt_waits_for_the_cells_under_way(devices, ctrl_c):
     ended = []
 
@@ -260,7 +260,7 @@ def test_keyboard_interrupt_waits_for_the_cells_under_way(devices, ctrl_c):
     assert ended == ['partition 0']
 
 
-@workers
+@devices
 def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(
     devices, ctrl_c, monkeypatch
 ):
@@ -304,7 +304,7 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(
     assert alive.alive() == 0
 
 
-@workers
+@devices
 def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_those_beside_it(devices, ctrl_c):
     log, started, raised = [], threading.Event(), threading.Event()
 
@@ -334,7 +334,7 @@ def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_those_beside_it(de
     assert log == ['partition 0']
 
 
-@workers
+@devices
 def test_keyboard_interrupt_comes_before_a_failure_beside_it(devices, ctrl_c):
     barrier = threading.Barrier(2)
 
@@ -403,7 +403,7 @@ def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devic
         output.sum().backward()
 
 
-@one_worker
+@devices
 def test_an_in_place_change_by_a_layer_that_can_not_be_named(devices):
     class NeedsGrad(nn.Module):
         def forward(self, x):
@@ -422,7 +422,7 @@ def test_an_in_place_change_by_a_layer_that_can_not_be_named(devices):
         output.sum().backward()
 
 
-@one_worker
+@devices
 def test_an_in_place_change_between_a_stash_and_its_pop_leaves_no_skip_behind(devices):
     gpipe = GPipe(
         nn.Sequential(Stash(), AddOne(), Pop(), nn.Linear(2, 2)),
@@ -436,7 +436,7 @@ def test_an_in_place_change_between_a_stash_and_its_pop_leaves_no_skip_behind(de
     assert current_skip_tracker().tensors == {}
 
 
-@one_worker
+@devices
 def test_an_in_place_change_of_one_of_two_inputs(devices):
     class Multiply(nn.Module):
         def forward(self, input):
@@ -452,7 +452,7 @@ def test_an_in_place_change_of_one_of_two_inputs(devices):
     assert a.grad is None
 
 
-@one_worker
+@devices
 def test_an_in_place_change_behind_the_back_of_autograd(devices):
     class Sneaky(nn.Linear):
         def forward(self, x):
@@ -470,7 +470,7 @@ def test_an_in_place_change_behind_the_back_of_autograd(devices):
         gpipe(torch.rand(4, 2, device=devices.first)).sum().backward()
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'model, balance, culprit',
     [
@@ -499,7 +499,7 @@ def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culpr
     assert f"in partition 1 on {gpipe.devices[1]}, micro-batch 0 of 1, layer '" in note
 
 
-@workers
+@devices
 @pytest.mark.parametrize('chunks', [1, 3])
 def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devices, chunks):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)).double()
@@ -509,7 +509,7 @@ def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devic
     train_both(model, gpipe, torch.randn(5, 2, dtype=torch.double))
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('mode', MODES)
 def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, mode):
     class Exp(nn.Module):
@@ -531,7 +531,7 @@ def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, 
         call(gpipe, x).sum().backward()
 
 
-@one_worker
+@devices
 def test_a_note_that_an_exception_does_not_take(devices):
     """In v0.3.0 it came out as the AttributeError of the note."""
 
@@ -547,10 +547,8 @@ def test_a_note_that_an_exception_does_not_take(devices):
         gpipe(torch.rand(2, device=devices.first))
 
 
-@cpu_only('the simulated accelerator has no sparse tensors')
 @pytest.mark.parametrize('workers', [['cpu'] * 2, ['cpu:0', 'cpu:1']])
-@pytest.mark.parametrize('mode', MODES)
-def test_sparse_tensors_between_partitions(workers, mode):
+def test_sparse_tensors_between_partitions(workers):
     """In v0.3.0, errors of PyTorch's from within the library."""
 
     class Sparse(nn.Linear):
@@ -564,7 +562,9 @@ def test_sparse_tensors_between_partitions(workers, mode):
             return super().forward(sparse.to_dense() + dense)
 
     model = nn.Sequential(Sparse(2, 2), Dense(2, 2)).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=workers, chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 1], devices=workers, chunks=2, checkpoint='except_last'
+    )
     x = torch.rand(4, 2, dtype=torch.double)
     model(x).sum().backward()
     gpipe(x).sum().backward()
@@ -576,7 +576,7 @@ def test_sparse_tensors_between_partitions(workers, mode):
         gpipe(x.to_sparse())
 
 
-@one_worker
+@devices
 def test_another_shape_of_an_output_in_recomputation(devices):
     """In v0.3.0, "size mismatch" of PyTorch's."""
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe.base.html import Box, figure_as_html, rows_as_html, text_as_html
 from torchgpipe.distributed import dry_run
 from torchgpipe.plan import Transformer, plan
@@ -124,7 +123,6 @@ def test_a_comparison_has_one_axis_of_time():
     assert texts(html)[0] == 'predicted device 0 100 %' and 'measured cpu:0 25 %' in texts(html)
 
 
-@cpu_only('a picture of predictions is the same for all devices')
 @pytest.mark.parametrize('schedules', [['1f1b'], ['plain call'], ['interleaved']])
 def test_a_plan_shows_its_table_and_its_step(schedules):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -164,14 +162,12 @@ def of_a_dry_run():
     )
 
 
-@cpu_only('reports are the same for all devices')
 @pytest.mark.parametrize('make_one', [of_a_mesh, of_a_dry_run])
 def test_a_report_with_its_figure(make_one):
     found = make_one()
     assert found._repr_html_().startswith(text_as_html(str(found)) + '<img ')
 
 
-@cpu_only('reports are the same for all devices')
 @pytest.mark.parametrize('make_one', [of_a_mesh, of_a_dry_run])
 def test_a_report_without_matplotlib(make_one, no_matplotlib):
     found = make_one()

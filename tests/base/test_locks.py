@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices
-from tests.helpers import Call, assert_same, call, gradients, modes
+from tests.devices import cpus, devices
+from tests.helpers import Call, assert_same, call, gradients
 from torchgpipe import GPipe
 from torchgpipe.base.locks import _Several, layer_lock
 
@@ -60,7 +60,6 @@ def make():
     ).double()
 
 
-@cpu_only('about locks of the host')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_forward_passes_and_steps_of_one_model_exclude_each_other(mode):
     """Or a forward pass would find the leaves of a step in place of parameters."""
@@ -86,11 +85,10 @@ def test_forward_passes_and_steps_of_one_model_exclude_each_other(mode):
 
 
 @devices
-@modes
-def test_two_threads_train_one_model(devices, mode):
+def test_two_threads_train_one_model(devices):
     """In v0.3.0, 47 of 72 steps were counted, and buffers were replaced for good."""
     model = make()
-    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=3, checkpoint='except_last')
     x = torch.randn(9, 4, dtype=torch.double)
     call(gpipe, x).sum().backward()
     one = gradients(gpipe)
@@ -110,12 +108,10 @@ def test_two_threads_train_one_model(devices, mode):
     assert_same(gradients(gpipe), [24 * grad for grad in one], 1e-9)
 
 
-@cpu_only('two pipelines share the layers in two balances, so these are in one memory')
 @cpus
-@modes
-def test_a_server_that_evaluates_while_it_trains(devices, mode):
+def test_a_server_that_evaluates_while_it_trains(devices):
     model = make()
-    trained = GPipe(model, [3, 3], devices=devices(2), chunks=3, checkpoint=mode)
+    trained = GPipe(model, [3, 3], devices=devices(2), chunks=3, checkpoint='except_last')
     server = GPipe(nn.Sequential(*model), [2, 2, 2], devices=devices(3), chunks=2)
     x = torch.randn(9, 4, dtype=torch.double)
 
@@ -133,8 +129,7 @@ def test_a_server_that_evaluates_while_it_trains(devices, mode):
 
 
 @devices
-@modes
-def test_deferred_batch_norm_in_two_threads(devices, mode):
+def test_deferred_batch_norm_in_two_threads(devices):
     """In v0.3.0 it was off by 2.3 to 3.0: both had one place for their unfinished mini-batches."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).double()
     gpipe = GPipe(
@@ -142,7 +137,7 @@ def test_deferred_batch_norm_in_two_threads(devices, mode):
         [1, 1],
         devices=devices(2),
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
         deferred_batch_norm=True,
     )
     batches = [torch.randn(9, 4, dtype=torch.double) * k + k for k in range(1, 9)]
@@ -172,7 +167,6 @@ def test_a_retained_graph_in_two_threads(devices):
         assert_same(gradients(gpipe), [2 * grad for grad in one], 1e-9)
 
 
-@cpu_only('layers that two models share are on one device')
 def test_models_that_share_layers_in_another_order_do_not_wait_for_each_other():
     a, b, c = (nn.Linear(4, 4) for _ in range(3))
     one = GPipe(nn.Sequential(a, b, c), [1, 2], devices=['cpu', 'cpu'], chunks=4)

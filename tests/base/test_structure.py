@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from tests.cases import cases
 from torchgpipe.base.structure import NoChunk, flatten, flatten_nested, leaves_of, path_name
 
 X, Y = torch.zeros(2), torch.ones(3)
@@ -95,17 +94,17 @@ def same(a, b):
     return a == b
 
 
-@cases('value', VALUES)
-def test_it_comes_out_as_it_went_in(value):
-    tensors, kind = flatten(value)
-    assert same(kind(tensors), value)
-    assert kind == flatten(value)[1]
-    assert [leaf.value for leaf in leaves_of(value) if isinstance(leaf.value, torch.Tensor)] == [
-        *tensors
-    ]
-    doubled = kind([x.double() for x in tensors])
-    assert type(doubled) is type(value)
-    assert all(x.dtype == torch.double for x in flatten(doubled)[0])
+def test_it_comes_out_as_it_went_in():
+    for value in VALUES:
+        tensors, kind = flatten(value)
+        assert same(kind(tensors), value)
+        assert kind == flatten(value)[1]
+        assert [
+            leaf.value for leaf in leaves_of(value) if isinstance(leaf.value, torch.Tensor)
+        ] == [*tensors]
+        doubled = kind([x.double() for x in tensors])
+        assert type(doubled) is type(value)
+        assert all(x.dtype == torch.double for x in flatten(doubled)[0])
 
 
 def test_a_dataclass_is_not_initialised_again():
@@ -149,9 +148,8 @@ class Opaque:
     """A type that cannot be taken apart."""
 
 
-@cases(
-    'value, where',
-    [
+def test_a_leaf_that_will_not_do_is_named():
+    for value, where in [
         (Opaque(), 'Opaque as the value'),
         ({'a': [X, Opaque()]}, r"Opaque as value\['a'\]\[1\]"),
         (Pair(X, {1}), r'set as value\.y'),
@@ -160,11 +158,9 @@ class Opaque:
         (None, 'NoneType as the value'),
         ([1, None], 'list as the value'),
         (Frozen, 'type as the value'),
-    ],
-)
-def test_a_leaf_that_will_not_do_is_named(value, where):
-    with pytest.raises(TypeError, match=f'expected Tensor, but got {where}; .*pytree'):
-        flatten(value)
+    ]:
+        with pytest.raises(TypeError, match=f'expected Tensor, but got {where}; .*pytree'):
+            flatten(value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from benchmarks import experiments
 from benchmarks.commands import MODULES
 from benchmarks.harness.page import PAGE
 from benchmarks.harness.published import EXPERIMENTS
-from tests.cases import cases
 
 
 def test_help(run):
@@ -49,9 +48,8 @@ def test_all_experiments_are_in_the_list():
     assert {module.__name__ for module in MODULES} == {info.name for info in found}
 
 
-@cases(
-    'args, reason',
-    [
+def test_a_wrong_option_gets_one_clear_line(run):
+    for args, reason in [
         (['digits', '--epochs', '0'], '--epochs'),
         (['digits', '--epochs', 'x'], '--epochs'),
         (['digits', '--chunks', '0'], '--chunks'),
@@ -86,12 +84,10 @@ def test_all_experiments_are_in_the_list():
         (['arcface', '--output', '/proc/nothing'], '/proc/nothing'),
         (['pictures', '/proc/nothing'], '/proc/nothing'),
         (['pictures'], 'DIR'),
-    ],
-)
-def test_a_wrong_option_gets_one_clear_line(run, args, reason):
-    code, out, err = run(*args)
-    assert code != 0 and not out
-    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+    ]:
+        code, out, err = run(*args)
+        assert code != 0 and not out
+        assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('name', EXPERIMENTS)

@@ -25,7 +25,6 @@ from benchmarks.harness.processes import is_available
 from benchmarks.harness.tokens import read, samples_at, starts_of
 from benchmarks.models.gpt import GPT, init_gpt2, layers
 from tests.benchmarks import killing
-from tests.cases import cases
 from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import MACHINES
@@ -156,9 +155,8 @@ def test_it_learns_as_a_plain_loop_does(tmp_path, run):
     assert (tmp_path / 'train-gpt.png').exists() and (tmp_path / 'train-gpt.svg').exists()
 
 
-@cases(
-    'args, reason',
-    [
+def test_a_wrong_option_gets_one_line_before_any_process_starts(run, tmp_path, monkeypatch):
+    for args, reason in [
         (['--data', '4', '--global-batch-size', '6'], '6 is not a multiple of --data 4'),
         (['--micro-batch-size', '5'], '--micro-batch-size 5'),
         (['--n-head', '3'], '--n-embd 16 is not a multiple of --n-head 3'),
@@ -185,16 +183,12 @@ def test_it_learns_as_a_plain_loop_does(tmp_path, run):
         (['--log', '/proc/nothing/log'], '/proc/nothing'),
         (['--offload', '--pipe', '2'], '--pipe 1'),
         (['--dtype', 'int8'], "'bfloat16'"),
-    ],
-)
-def test_a_wrong_option_gets_one_line_before_any_process_starts(
-    run, tmp_path, monkeypatch, args, reason
-):
-    monkeypatch.setattr(train_gpt, 'launch', None)
-    monkeypatch.setattr(train_gpt, 'train', None)
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *args)
-    assert code == 2 and not out
-    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+    ]:
+        monkeypatch.setattr(train_gpt, 'launch', None)
+        monkeypatch.setattr(train_gpt, 'train', None)
+        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *args)
+        assert code == 2 and not out
+        assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
 
 
 def test_the_guide_has_a_word_on_each_option():
@@ -203,6 +197,7 @@ def test_the_guide_has_a_word_on_each_option():
     assert '`--no-such-option' not in page
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_and_draws_the_needs_of_each_rank(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, 'launch', None)
     monkeypatch.setattr(train_gpt, 'train', None)
@@ -257,9 +252,8 @@ def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
     assert first == pytest.approx([x['loss'] for x in lines_of(tmp_path / 'log')], rel=1e-9)
 
 
-@cases(
-    'args, reason',
-    [
+def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
+    for args, reason in [
         (['--devices', 2], '--devices and --machine are for --plan auto'),
         (['--machine', 'H100'], '--devices and --machine are for --plan auto'),
         (
@@ -279,53 +273,43 @@ def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
             ['--plan', 'auto', '--devices', 2, '--machine', 'H1'],
             "'H1' is not one of 'A100', 'H100'",
         ),
-    ],
-)
-def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path, args, reason):
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dtype', 'float32', *args)
-    assert (code, out) == (2, '') and reason in err
+    ]:
+        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dtype', 'float32', *args)
+        assert (code, out) == (2, '') and reason in err
 
 
 @pytest.mark.slow
-@cases(
-    'schedule, options',
-    [
-        (schedule, [])
-        for schedule in ('gpipe', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-v')
-    ]
-    + [('1f1b', ['--shard']), ('1f1b', ['--dtype', 'bfloat16'])],
-)
-def test_a_dry_run_of_each_schedule(run, tmp_path, schedule, options):
-    code, out, _ = run(
-        'train-gpt',
-        *TINY,
-        '--output',
-        tmp_path,
-        '--data',
-        '2',
-        '--pipe',
-        '2',
-        '--schedule',
-        schedule,
-        '--dry-run',
-        *options,
-    )
-    assert code == 0 and out.startswith('4 ranks')
+def test_a_dry_run_of_each_schedule(run, tmp_path):
+    schedules = ('gpipe', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-v')
+    others = [('1f1b', ['--shard']), ('1f1b', ['--dtype', 'bfloat16'])]
+    for schedule, options in [*((schedule, []) for schedule in schedules), *others]:
+        code, out, _ = run(
+            'train-gpt',
+            *TINY,
+            '--output',
+            tmp_path,
+            '--data',
+            '2',
+            '--pipe',
+            '2',
+            '--schedule',
+            schedule,
+            '--dry-run',
+            *options,
+        )
+        assert code == 0 and out.startswith('4 ranks')
 
 
-@cases(
-    'args, reason',
-    [
+def test_a_dry_run_that_cannot_be_made_gets_one_line(run, tmp_path):
+    for args, reason in [
         (['--memory', '80'], "'80' is no size above zero"),
         (['--memory', '0GiB'], 'no size above zero'),
         (['--plan', 'auto'], '--plan measures layers'),
         (['--experts', '4', '--data', '2'], 'a dry run has no values'),
-    ],
-)
-def test_a_dry_run_that_cannot_be_made_gets_one_line(run, tmp_path, args, reason):
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dry-run', *args)
-    assert code == 2 and not out
-    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+    ]:
+        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dry-run', *args)
+        assert code == 2 and not out
+        assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
 
 
 def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
@@ -500,6 +484,7 @@ def test_it_stops_before_the_optimizer_uses_what_is_not_finite(tmp_path, run):
     assert re.search(r'^step 2: the loss is nan.* not finite on ranks \[0\]', err)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_training_is_refused(run, tmp_path):
     save = [*TINY, '--output', tmp_path, '--save', tmp_path / 'saved', '--steps', 1]
     assert run('train-gpt', *save)[0] == 0

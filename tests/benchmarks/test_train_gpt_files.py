@@ -29,7 +29,6 @@ from tests.benchmarks.test_train_gpt import (
     options_of,
     plain_curve,
 )
-from tests.cases import cases
 from torchgpipe.base.devices import CPU
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
@@ -70,28 +69,27 @@ def damage(path):
     file.write_bytes(file.read_bytes()[:-1] + b'?')
 
 
-@cases(
-    'damaged',
-    [
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(run, tmp_path, trained):
+    for damaged in [
         damage,
         lambda path: next(path.glob('*.distcp')).unlink(),
         lambda path: (path / '.metadata').unlink(),
         lambda path: (path / '.metadata').write_text('x'),
         lambda path: (shutil.rmtree(path), path.write_text('a file')),
-    ],
-)
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(run, tmp_path, trained, damaged):
-    expected = lines_of(tmp_path / 'log')
-    damaged(tmp_path / 'saved/step-6')
-    code, out, err = run('train-gpt', *trained, '--resume')
-    assert code == 0, err
-    assert 'step-6 is not loaded' in err and 'continues after step 4' in out
-    *others, last = names(tmp_path)
-    assert others[:3] == ['step-2', 'step-4', 'step-6'] and last.startswith('step-6.damaged')
-    assert_same(lines_of(tmp_path / 'log'), expected)
-    assert 'continues after step 6' in run('train-gpt', *trained, '--resume')[1]
+    ]:
+        expected = lines_of(tmp_path / 'log')
+        damaged(tmp_path / 'saved/step-6')
+        code, out, err = run('train-gpt', *trained, '--resume')
+        assert code == 0, err
+        assert 'step-6 is not loaded' in err and 'continues after step 4' in out
+        *others, last = names(tmp_path)
+        assert others[:3] == ['step-2', 'step-4', 'step-6'] and last.startswith('step-6.damaged')
+        assert_same(lines_of(tmp_path / 'log'), expected)
+        assert 'continues after step 6' in run('train-gpt', *trained, '--resume')[1]
 
 
+@pytest.mark.slow
 def test_without_a_whole_checkpoint_nothing_begins_again(run, tmp_path, trained):
     before = (tmp_path / 'log').read_bytes()
     for step in (2, 4, 6):
@@ -102,28 +100,26 @@ def test_without_a_whole_checkpoint_nothing_begins_again(run, tmp_path, trained)
     assert (tmp_path / 'log').read_bytes() == before
 
 
-@cases(
-    'args, reason',
-    [
+def test_a_training_continues_as_it_began(run, tmp_path, trained):
+    for args, reason in [
         (['--steps', 5], 'step-6, but --steps is 5'),
         (['--weight-decay', 0.2], 'weight_decay 0.1 the'),
         (['--dtype', 'float32'], 'dtype float64 there'),
         (['--log', '/'], 'cannot write to the log'),
         (['--log', ROOT / 'README.md'], 'is no log of JSON lines'),
         (['--seed', 1], 'seed 0 there'),
-    ],
-)
-def test_a_training_continues_as_it_began(run, tmp_path, trained, args, reason):
-    before = {
-        path: path.read_bytes()
-        for path in tmp_path.rglob('*')
-        if path.is_file() and path.name != 'training.lock'
-    }
-    code, out, err = run('train-gpt', *trained, '--resume', *args)
-    assert code == 2 and not out and reason in err and err.count('\n') == 1
-    assert all(path.read_bytes() == data for path, data in before.items())
+    ]:
+        before = {
+            path: path.read_bytes()
+            for path in tmp_path.rglob('*')
+            if path.is_file() and path.name != 'training.lock'
+        }
+        code, out, err = run('train-gpt', *trained, '--resume', *args)
+        assert code == 2 and not out and reason in err and err.count('\n') == 1
+        assert all(path.read_bytes() == data for path, data in before.items())
 
 
+@pytest.mark.slow
 def test_another_text_of_the_same_length_is_refused(run, tmp_path):
     text = tmp_path / 'text'
     text.write_text('abcd' * 999)
@@ -149,6 +145,7 @@ def test_another_text_of_the_same_length_is_refused(run, tmp_path):
     assert run('train-gpt', *words, '--resume')[0] == 0
 
 
+@pytest.mark.slow
 def test_a_log_keeps_the_lines_of_an_older_training(run, tmp_path, trained):
     before = (tmp_path / 'log').read_text()
     code, _, err = run('train-gpt', *trained, '--save', tmp_path / 'mistyped', '--resume')
@@ -157,6 +154,7 @@ def test_a_log_keeps_the_lines_of_an_older_training(run, tmp_path, trained):
     assert len(lines_of(tmp_path / 'log')) == 12 and len(lines_of(tmp_path / 'log.0')) == 12
 
 
+@pytest.mark.slow
 def test_two_trainings_in_one_folder(run, tmp_path, trained):
     with TrainingFolder(str(tmp_path / 'saved')).locked():
         code, _, err = run('train-gpt', *trained, '--resume')
@@ -235,32 +233,33 @@ def test_a_checkpoint_comes_before_the_validation_of_its_step(tmp_path, options)
 
 
 @pytest.mark.slow
-@cases(
-    'data, pipe, batch, size, experts',
-    [(3, 1, 18, 1, 3), (4, 1, 16, 2, 4), (2, 1, 16, 1, 4), (3, 1, 18, 2, 0), (3, 2, 18, 3, 0)],
-)
-def test_validations_of_samples_that_replicas_cannot_share(
-    tmp_path, data, pipe, batch, size, experts
-):
+def test_validations_of_samples_that_replicas_cannot_share(tmp_path):
     """Of 142 samples, neither batches nor replicas take an equal part."""
-    words = [
-        '--global-batch-size',
-        batch,
-        '--experts',
-        experts,
-        '--vocab-size',
-        257,
-        '--eval-batches',
-        0,
-        '--steps',
-        3,
-    ]
-    alone = launched(tmp_path / 'alone', *words, '--micro-batch-size', size * data)
-    spread = launched(
-        tmp_path / 'spread', *words, *mesh_of(data, pipe, 1), '--micro-batch-size', size
-    )
-    assert_same(spread, alone)
-    assert 'val_loss' in alone[-1]
+    for data, pipe, batch, size, experts in [
+        (3, 1, 18, 1, 3),
+        (4, 1, 16, 2, 4),
+        (2, 1, 16, 1, 4),
+        (3, 1, 18, 2, 0),
+        (3, 2, 18, 3, 0),
+    ]:
+        words = [
+            '--global-batch-size',
+            batch,
+            '--experts',
+            experts,
+            '--vocab-size',
+            257,
+            '--eval-batches',
+            0,
+            '--steps',
+            3,
+        ]
+        alone = launched(tmp_path / 'alone', *words, '--micro-batch-size', size * data)
+        spread = launched(
+            tmp_path / 'spread', *words, *mesh_of(data, pipe, 1), '--micro-batch-size', size
+        )
+        assert_same(spread, alone)
+        assert 'val_loss' in alone[-1]
 
 
 @pytest.mark.slow
@@ -281,28 +280,30 @@ def test_samples_of_lost_steps_are_dropped_on_a_mesh_with_fewer_replicas(tmp_pat
 
 
 @pytest.mark.slow
-@cases(
-    'encoding, options',
-    [('latin-1', []), ('latin-1', ['--data', 2]), ('ascii', []), ('latin-1', ['--dry-run'])],
-)
-def test_a_terminal_without_unicode(tmp_path, encoding, options):
-    done = subprocess.run(
-        [*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path, *options))],
-        cwd=ROOT,
-        capture_output=True,
-        env={**os.environ, 'PYTHONIOENCODING': encoding},
-    )
-    assert done.returncode == 0, done.stderr
-    assert b'train-gpt.png' in done.stdout or b'dry-run.png' in done.stdout
+def test_a_terminal_without_unicode(tmp_path):
+    for encoding, options in [
+        ('latin-1', []),
+        ('latin-1', ['--data', 2]),
+        ('ascii', []),
+        ('latin-1', ['--dry-run']),
+    ]:
+        done = subprocess.run(
+            [*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path, *options))],
+            cwd=ROOT,
+            capture_output=True,
+            env={**os.environ, 'PYTHONIOENCODING': encoding},
+        )
+        assert done.returncode == 0, done.stderr
+        assert b'train-gpt.png' in done.stdout or b'dry-run.png' in done.stdout
 
 
-@cases('words', [['--steps', 1, '--generate', 3], ['--dry-run']])
-def test_results_without_matplotlib(run, tmp_path, monkeypatch, words):
-    monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *words)
-    assert code == 0 and 'there is no picture: ' in err
-    assert 'validation loss' in out or json.loads((tmp_path / 'dry-run.json').read_text())
+def test_results_without_matplotlib(run, tmp_path, monkeypatch):
+    for words in [['--steps', 1, '--generate', 3], ['--dry-run']]:
+        monkeypatch.setitem(sys.modules, 'matplotlib', None)
+        monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *words)
+        assert code == 0 and 'there is no picture: ' in err
+        assert 'validation loss' in out or json.loads((tmp_path / 'dry-run.json').read_text())
 
 
 def test_a_text_of_a_small_vocabulary(run, tmp_path):
@@ -331,43 +332,38 @@ def test_a_rank_without_a_world(run, tmp_path, monkeypatch):
     assert code == 2 and 'RANK is set, but WORLD_SIZE is no number' in err
 
 
-@cases(
-    'args, stages',
-    [
+@pytest.mark.slow
+def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path):
+    for args, stages in [
         (['--offload', '--n-layer', 3], 5),
         (['--pipe', 4, '--n-layer', 2], 4),
         (['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8], 6),
         (['--pipe', 2, '--schedule', 'zb-v'], 4),
-    ],
-)
-def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path, args, stages):
-    code, _, err = run('train-gpt', *TINY, '--output', tmp_path, *args, '--dry-run')
-    assert code == 0, err
-    report = json.loads((tmp_path / 'dry-run.json').read_text())
-    config = options_of(tmp_path, *args)
-    settings = train_gpt.settings_of(config)
-    assert report['balance'] == [*settings.balance] and len(settings.balance) == stages
-    assert [f'cpu:{place}' for place in report['places']] == [*settings.devices]
-    module, _ = train_gpt.arguments_of(config, CPU)
-    assert sum(settings.balance) == len(module)
+    ]:
+        code, _, err = run('train-gpt', *TINY, '--output', tmp_path, *args, '--dry-run')
+        assert code == 0, err
+        report = json.loads((tmp_path / 'dry-run.json').read_text())
+        config = options_of(tmp_path, *args)
+        settings = train_gpt.settings_of(config)
+        assert report['balance'] == [*settings.balance] and len(settings.balance) == stages
+        assert [f'cpu:{place}' for place in report['places']] == [*settings.devices]
+        module, _ = train_gpt.arguments_of(config, CPU)
+        assert sum(settings.balance) == len(module)
 
 
 @pytest.mark.slow
-@cases(
-    'args',
-    [
+def test_a_training_has_the_balance_of_its_settings(tmp_path):
+    for args in [
         ['--offload', '--n-layer', 3],
         ['--pipe', 4, '--n-layer', 2],
         ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8],
         ['--pipe', 3, '--global-batch-size', 12],
-    ],
-)
-def test_a_training_has_the_balance_of_its_settings(tmp_path, args):
-    settings = train_gpt.settings_of(options_of(tmp_path, *args))
-    words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
-    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f'balance {[*settings.balance]}, schedule {settings.schedule}' in done.stdout
+    ]:
+        settings = train_gpt.settings_of(options_of(tmp_path, *args))
+        words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
+        done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f'balance {[*settings.balance]}, schedule {settings.schedule}' in done.stdout
 
 
 def test_flops_count_the_router_of_experts(tmp_path):

@@ -5,13 +5,10 @@ import time
 import torch
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, agreement, init_mesh
 from torchgpipe.timeline import record
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def recorded(shift):

@@ -11,13 +11,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.shard.processes import outcomes, run
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.agreement import digests
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def linear():

@@ -6,13 +6,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch
 from tests.shard.processes import run
 from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def world_of(axes):

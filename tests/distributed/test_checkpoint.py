@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.devices import cpu_only
 from tests.distributed.failing import Fault
 from tests.distributed.saving import LAYOUTS, World, adam, made, steps
 from tests.shard.processes import Failure, outcomes, run
-
-pytestmark = cpu_only('processes meet by gloo')
 
 SIX = ['gpipe', 'plain', 'pipe', 'replicate', 'shard', 'tensor']
 
@@ -119,6 +116,7 @@ def resumed(folder, layout):
     return done, steps(world, optimizer, range(max(done), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['raise', pytest.param('kill', marks=pytest.mark.slow)])
 def test_a_run_that_has_ended_is_resumed(how, tmp_path):
     """On two ranks and on as many as before, as if nothing had been."""

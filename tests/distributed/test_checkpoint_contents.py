@@ -14,13 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch
 from tests.distributed.saving import World, adam, fresh, made, same, steps, values
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def drawn(folder):
@@ -41,6 +38,7 @@ def drawn(folder):
     return expected.tolist()
 
 
+@pytest.mark.slow
 def test_random_state(tmp_path):
     one, another = run(2, drawn, str(tmp_path / 'model'))
     assert one != another
@@ -56,6 +54,7 @@ def saved_several(folder):
         made(layout, f'{folder}/{layout}')
 
 
+@pytest.mark.slow
 def test_what_ranks_share_is_written_once(tmp_path):
     """And PyTorch alone reads it."""
     run(4, saved_several, str(tmp_path))

@@ -12,16 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from tests.devices import cpu_only
 from tests.distributed.models import perceptron
 from tests.distributed.saving import World, adam, fresh, made, same, steps, values
+from tests.marks import slow
 from tests.shard.processes import Failure, outcomes, run
-from tests.whole import first
 from torchgpipe.distributed import load_checkpoint, save_checkpoint
 from torchgpipe.distributed.checkpoint import check_model, check_optimizer
-
-pytestmark = cpu_only('processes meet by gloo')
-
 
 # --- interrupted
 # -----------------------------------------------------------------------------------------
@@ -56,6 +52,7 @@ def interrupted(folder, event):
     return before
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_the_last_one(tmp_path):
     ranks = run(2, interrupted, str(tmp_path / 'model'), 'raise')
     other = fresh()
@@ -189,7 +186,8 @@ def behind(folder, layout):
     return losses
 
 
-@pytest.mark.parametrize('layout', first(1, ['shard', 'tensor']))
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', ['shard', slow('tensor')])
 def test_training_goes_on_while_a_checkpoint_is_written(layout, tmp_path):
     run(4, behind, str(tmp_path / 'model'), layout)
     assert sorted(os.listdir(tmp_path)) == ['model', 'model2']

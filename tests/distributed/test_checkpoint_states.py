@@ -8,13 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from tests.devices import cpu_only
 from tests.distributed.models import MODELS, batch
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 class Loader:
@@ -80,6 +77,7 @@ def loaded(folder, axes, names):
     return found.get('step'), loader.at, scheduler.get_last_lr(), loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('axes', [{'pipe': 2}, {'data': 2}])
 def test_a_training_goes_on_with_all_that_belongs_to_it(tmp_path, axes):
     losses = run(2, saved, tmp_path / 'c', axes)
@@ -90,6 +88,7 @@ def test_a_training_goes_on_with_all_that_belongs_to_it(tmp_path, axes):
         assert loss == pytest.approx(losses[0], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_an_optimizer_by_names_goes_on_elsewhere(tmp_path):
     """On the other mesh, and in one process, where groups have other names in them."""
     loss, _ = run(2, saved, tmp_path / 'c', {'pipe': 2})
@@ -104,6 +103,7 @@ def test_an_optimizer_by_names_goes_on_elsewhere(tmp_path):
     assert optimizer.param_groups[0]['param_names'] == [*dict(model.named_parameters())]
 
 
+@pytest.mark.slow
 def test_states_of_replicas_need_as_many_of_them(tmp_path):
     run(2, saved, tmp_path / 'c', {'data': 2})
     with pytest.raises(RuntimeError, match="extra 'loader' is another one for each of 2 replicas"):

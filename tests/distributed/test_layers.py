@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.distributed.models import tied
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def layer(width):

@@ -6,13 +6,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import Block
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.shard.nn import Experts
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 class Mixture(nn.Module):
@@ -72,6 +69,7 @@ MESHES = [({'data': 2}, [3]), ({'pipe': 2}, [2, 1]), ({'data': 2, 'pipe': 2}, [2
 SPLIT = [({'tensor': 2}, [3]), ({'tensor': 2, 'pipe': 2}, [2, 1]), ({'tensor': 2, 'data': 2}, [3])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('on_meta', [False, True])
 @pytest.mark.parametrize(
     'make, meshes', [(whole_block, SPLIT), (inner_block, SPLIT), (same_experts, MESHES)]

@@ -7,7 +7,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import MODELS, Block, batch, full, train
 from tests.distributed.test_model import alone, check, part
 from tests.shard.processes import outcomes, run
@@ -16,8 +15,6 @@ from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.layers import check_plan
 from torchgpipe.plan import Transformer
 from torchgpipe.shard.sums import like
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def plan():
@@ -37,6 +34,7 @@ def trained(axes, name, stages, data, schedule):
     return train(model, lambda x: part(x, axes.get('data', 1), rank), schedule=schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['perceptron', pytest.param('tied', marks=pytest.mark.slow)])
 def test_tensor_and_pipe(name):
     found = run(4, trained, {'tensor': 2, 'pipe': 2}, name, 2, 'replicate', '1f1b')
@@ -79,6 +77,7 @@ def planned(axes):
     return train(model, lambda x: part(x, data, mesh.get_local_rank('data')), schedule='auto')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('axes', [{'data': 2, 'pipe': 2}, {'pipe': 2, 'tensor': 2}])
 def test_a_plan_for_a_mesh(axes):
     check(run(4, planned, axes), alone('perceptron'))
@@ -152,6 +151,7 @@ def adapted():
     return train(model, lambda x: x, sizes=(8, 8))[0][-1][0]
 
 
+@pytest.mark.slow
 def test_frozen_layers_that_are_split_are_recomputed():
     assert len({*run(4, adapted, timeout=60)}) == 1
 

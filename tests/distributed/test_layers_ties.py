@@ -6,13 +6,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import Block, Head, batch, tied
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.layers import Ties
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def tied_values():

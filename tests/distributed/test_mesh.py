@@ -7,13 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.devices import cpu_only
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed import mesh as meshes
 from torchgpipe.distributed.mesh import alike, axis_of, groups_of_edges, whole_group
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def wrong():
@@ -153,6 +150,7 @@ def edges(queues, limit, world=4):
     )
 
 
+@pytest.mark.slow
 def test_messages_have_a_group_for_each_edge_or_one_for_each_direction():
     one, each, few = (run(4, edges, *options) for options in ((False, 32), (True, 32), (True, 1)))
     for rank in range(4):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.distributed.models import MODELS, batch, train
 from tests.distributed.saving import fresh
+from tests.marks import slow
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import Costs, StageCosts, search_schedule
@@ -19,8 +18,6 @@ from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 
 LAYERS = 8
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def part(x, data, rank, even=False):
@@ -98,7 +95,7 @@ def test_schedules(schedule, stages, places):
 
 
 @pytest.mark.parametrize('name', ['v-half', 'v-min'])
-@pytest.mark.parametrize('model', first(1, ['unet', 'tied']))
+@pytest.mark.parametrize('model', ['unet', slow('tied')])
 def test_a_v_of_four_ranks(name, model):
     found = run(
         4,
@@ -157,7 +154,7 @@ def test_models(name, data):
     check(found, alone(name))
 
 
-@pytest.mark.parametrize('data', first(1, ['shard', 'replicate']))
+@pytest.mark.parametrize('data', ['shard', slow('replicate')])
 def test_batch_norm_sees_all_replicas(data):
     sizes = (12, 6, 12)
     found = run(

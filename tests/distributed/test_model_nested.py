@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.engine.checkpoint.test_state_use import COUNTING, Registering
 from tests.engine.test_gradients_nested import LAYERS, WRITING, Equilibrium, loss_of
 from tests.helpers import assert_same, micro_batches
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
-
-pytestmark = cpu_only('processes meet by gloo')
 
 CASES = {
     **LAYERS,
@@ -57,6 +54,7 @@ def train(schedule, mode):
     return different
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mode', ['never', 'always'])
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
 def test_two_ranks(schedule, mode):

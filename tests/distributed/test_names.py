@@ -6,14 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.sequential import to_sequential
-
-pytestmark = cpu_only('processes meet by gloo')
 
 NAMES = ['sliding', 'full', 'other']
 

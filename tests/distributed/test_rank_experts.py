@@ -8,15 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import DOUBLE, batch, full
 from tests.distributed.saving import OFFLOAD
 from tests.distributed.test_model import check
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint
 from torchgpipe.shard.nn import Experts
-
-pytestmark = cpu_only('processes meet by gloo')
 
 CHUNKS = 3
 

@@ -7,12 +7,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch, full, perceptron, tied
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def accumulated(axes, data, make):

@@ -7,14 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch, full, perceptron
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def wide():

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch, full, perceptron, tied
 from tests.distributed.saving import OFFLOAD, PLAN
 from tests.distributed.test_model import alone, check, trained
@@ -23,8 +22,6 @@ from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.reduction import Unit, grouped
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.shard import sums
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def made(layers, stages, axes, **options):

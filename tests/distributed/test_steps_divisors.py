@@ -6,12 +6,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-
-pytestmark = cpu_only('processes meet by gloo')
 
 MESHES = [{'data': 2}, {'pipe': 2}, {'data': 2, 'pipe': 2}]
 

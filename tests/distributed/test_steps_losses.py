@@ -7,15 +7,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import Block, batch, full, perceptron
 from tests.distributed.saving import fresh
+from tests.marks import slow
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, GradScaler, init_mesh
 from torchgpipe.shard.nn import Experts
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def built(axes, **options):
@@ -44,7 +41,7 @@ def loss_parameter(data):
     return model.step(x, target, loss).item(), loss.weight.grad.item()
 
 
-@pytest.mark.parametrize('data', first(1, ['shard', 'replicate']))
+@pytest.mark.parametrize('data', ['shard', slow('replicate')])
 def test_parameters_of_the_loss_are_reduced_too(data):
     loss, (x, target) = Scaled(), batch(0, 5)
     value = loss(fresh()(x), target)

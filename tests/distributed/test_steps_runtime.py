@@ -4,13 +4,10 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
-from tests.devices import cpu_only
 from tests.distributed.models import perceptron, train, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, transport
 from torchgpipe.schedule import Action
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 class Runtime(schedules._PipelineScheduleRuntime):

@@ -5,13 +5,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tests.devices import cpu_only
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.skip import pop, skippable, stash
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 class Do(nn.Module):

@@ -7,15 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, steps
 from torchgpipe.distributed.transport import AHEAD, Messages, outline
 from torchgpipe.schedule import make
 from torchgpipe.schedule.messages import receiving_early, with_messages
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def sent():

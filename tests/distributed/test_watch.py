@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.failing import Fault, endings
 from tests.distributed.models import Block, batch
+from tests.marks import slow
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed import watch as watchers
 from torchgpipe.distributed.reports import Record, blame
@@ -35,8 +34,6 @@ from torchgpipe.distributed.watch import (
     whereabouts,
 )
 from torchgpipe.timeline import record
-
-pytestmark = cpu_only('processes meet by gloo')
 
 LIMIT = timedelta(seconds=3)
 
@@ -151,7 +148,7 @@ def two_ranks(release):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('tcp', first(1, [True, False]))
+@pytest.mark.parametrize('tcp', [True, slow(False)])
 def test_is_killed_with_a_long_timeout(tcp):
     """The other one may have the store, which it keeps for a while; it finds out all the same."""
     (code, text), _ = endings(2, two_ranks, tcp=tcp, group_timeout=1800)
@@ -382,7 +379,7 @@ def healthy(release):
     steps(built())
 
 
-@pytest.mark.parametrize('tcp', first(1, [True, False]))
+@pytest.mark.parametrize('tcp', [True, slow(False)])
 def test_nothing_is_printed_when_all_goes_well(tcp):
     """Whichever rank ends first, and takes the store along."""
     assert endings(3, healthy, tcp=tcp) == [(0, '')] * 3
@@ -507,6 +504,7 @@ class Injector:
         return self.line
 
 
+@pytest.mark.slow
 def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
     """Each line raises in some of 10,000 turns; later, a failed rank is still named.
 

@@ -13,14 +13,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 class Case(NamedTuple):

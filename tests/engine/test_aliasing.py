@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus
+from tests.devices import cpus
 from tests.engine.steps import loss_of
 from tests.helpers import Layer, assert_same, gradients, memory_of
 from tests.skip.layers import Pop
@@ -181,7 +181,6 @@ def test_tensors_without_versions_or_a_memory_of_their_own_are_handed_on():
 
 
 @cpus
-@cpu_only('on accelerators, what is changed is a copy')
 @pytest.mark.parametrize('how', ['call', 'step'])
 def test_a_single_micro_batch_may_change_what_others_would_share(devices, how):
     def add(linear, xs):
@@ -201,7 +200,6 @@ def test_a_single_micro_batch_may_change_what_others_would_share(devices, how):
 
 
 @cpus
-@cpu_only('versions are the same anywhere')
 @pytest.mark.parametrize('how', ['call', 'step'])
 def test_a_skip_may_not_be_changed_by_a_layer_that_has_it_otherwise(devices, how):
     kept = []

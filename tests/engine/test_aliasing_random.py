@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, places
-from tests.helpers import MODES, assert_same
+from tests.devices import places
+from tests.helpers import assert_same
+from tests.marks import MODES
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.skip import pop, skippable, stash
@@ -241,7 +242,6 @@ def run_case(seed, accelerators=False):
 
 
 @pytest.mark.slow
-@cpu_only('fewer run on accelerators')
 @pytest.mark.parametrize('block', range(-(-CASES // BLOCK)))
 def test_programs(block):
     became = [run_case(seed) for seed in range(BLOCK * block, BLOCK * block + BLOCK)]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices
-from tests.helpers import MODES, Layer, assert_same, gradients
+from tests.devices import cpus, devices
+from tests.helpers import Layer, assert_same, gradients
+from tests.marks import MODES
 from torchgpipe import GPipe
 from torchgpipe.engine import partition
 
@@ -60,7 +61,6 @@ def models():
     }
 
 
-@cpu_only('on accelerators a copy parts what shares a memory, which is another test')
 @cpus
 @pytest.mark.parametrize('name', models())
 @pytest.mark.parametrize('chunks', [1, 2, 5])
@@ -88,7 +88,6 @@ def test_in_v030_gradients_were_wrong(devices, name, chunks, mode):
             train(gpipe)
 
 
-@cpu_only('stands in for several memories, in one that tells more of a failure')
 @pytest.mark.parametrize('name', ['twice', 'twice, passed on'])
 def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
     """In v0.8.0 these were two copies, and to change one in place was refused."""
@@ -107,7 +106,6 @@ def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
     assert_same(results[1], results[0])
 
 
-@cpu_only('stands in for several memories, in one that tells more of a failure')
 def test_a_copy_parts_what_shared_a_memory(monkeypatch):
     """As if each partition had a memory of its own."""
     monkeypatch.setattr(partition.Engine, 'apart', lambda self, j, k: True)
@@ -128,7 +126,6 @@ def test_a_copy_parts_what_shared_a_memory(monkeypatch):
     gpipe(torch.randn(4, 4)).sum().backward()
 
 
-@cpu_only("on its way to an accelerator the backbone's output is copied, so it is not changed")
 @cpus
 @pytest.mark.parametrize('mode', MODES)
 def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode):
@@ -162,7 +159,6 @@ def test_that_there_are_several_micro_batches_of_is_said(devices):
     assert 'inplace=False' in error.value.__notes__[1]
 
 
-@cpu_only('an error of autograd, the same anywhere')
 @pytest.mark.parametrize('chunks, j', [(1, 0), (2, 1)])
 def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
     class ChangeView(nn.Linear):
@@ -179,7 +175,6 @@ def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
     assert len(error.value.__notes__) == 1
 
 
-@cpu_only('on accelerators a copy parts what shares a memory, which is another test')
 def test_a_block_that_is_cut_in_two():
     """The everyday form: a residual block whose second half works in place."""
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.devices import ACCELERATOR, cpu_only, places
+from tests.devices import ACCELERATOR, places
 from tests.helpers import sleep
 from torchgpipe.engine.backward_order import Copy, Wait
 from torchgpipe.engine.streams import (
@@ -18,8 +18,6 @@ from torchgpipe.engine.streams import (
     use_stream,
     wait_stream,
 )
-
-pytestmark = cpu_only('about the graph; waits are taken out in tests/accelerator')
 
 cpu = torch.device('cpu')
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.engine.backward_order import find_grad
 
@@ -26,7 +25,6 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-@cpu_only('about values: test_microbatches_values.py takes them through accelerators')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 @pytest.mark.parametrize('size', [1, 2, 5])
 @pytest.mark.parametrize('chunks', [1, 3])

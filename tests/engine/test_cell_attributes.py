@@ -7,8 +7,8 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from tests.devices import cpu_only, devices
-from tests.helpers import assert_same, gradients, micro_batches, modes, on_first
+from tests.devices import devices
+from tests.helpers import assert_same, gradients, micro_batches, on_first
 from tests.shard.processes import run
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -83,13 +83,16 @@ def expected_of(net, x, target):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', SCHEDULES)
-def test_attributes_are_passed_on(devices, mode, schedule):
+def test_attributes_are_passed_on(devices, schedule):
     """Before, they were lost, except in the plain call without checkpoints on one worker."""
     net = model()
     gpipe = GPipe(
-        copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3, checkpoint=mode
+        copy.deepcopy(net),
+        [1] * 4,
+        devices=placed(devices, schedule),
+        chunks=3,
+        checkpoint='except_last',
     )
     for _ in range(2):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
@@ -136,11 +139,9 @@ def train(schedule, mode):
     return True
 
 
-@cpu_only('processes meet by gloo')
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', 'zb-h1'])
-def test_attributes_are_passed_on_to_ranks(schedule, mode):
-    assert all(run(2, train, schedule, mode))
+def test_attributes_are_passed_on_to_ranks(schedule):
+    assert all(run(2, train, schedule, 'except_last'))
 
 
 class Growing(nn.Module):
@@ -175,10 +176,8 @@ def grow(mode):
     return losses
 
 
-@cpu_only('processes meet by gloo')
-@modes
-def test_an_attribute_that_changes_has_a_header_each_time(mode):
-    for losses in run(2, grow, mode):
+def test_an_attribute_that_changes_has_a_header_each_time():
+    for losses in run(2, grow, 'except_last'):
         for loss, expected in losses:
             assert loss == pytest.approx(expected)
 
@@ -220,11 +219,12 @@ def train_in_parts(net, x, target):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1'])
-def test_skips_have_their_attributes(devices, mode, schedule):
+def test_skips_have_their_attributes(devices, schedule):
     net = skips()
-    gpipe = GPipe(copy.deepcopy(net), [1, 1, 1], devices=devices(3), chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(net), [1, 1, 1], devices=devices(3), chunks=3, checkpoint='except_last'
+    )
     x, target = torch.randn(2, 7, 4, dtype=torch.double)
     train_in_parts(net, x, target)
     x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
@@ -254,10 +254,8 @@ def train_skips(mode):
     return True
 
 
-@cpu_only('processes meet by gloo')
-@modes
-def test_skips_have_their_attributes_on_ranks(mode):
-    assert all(run(2, train_skips, mode))
+def test_skips_have_their_attributes_on_ranks():
+    assert all(run(2, train_skips, 'except_last'))
 
 
 class Appending(nn.Linear):
@@ -273,13 +271,16 @@ class Appending(nn.Linear):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', SCHEDULES)
-def test_each_partition_has_containers_of_its_own(devices, mode, schedule):
+def test_each_partition_has_containers_of_its_own(devices, schedule):
     """Otherwise a recomputation would append to the list of the next partition."""
     net = nn.Sequential(*[Appending(4, 4) for _ in range(4)]).double()
     gpipe = GPipe(
-        copy.deepcopy(net), [1] * 4, devices=placed(devices, schedule), chunks=3, checkpoint=mode
+        copy.deepcopy(net),
+        [1] * 4,
+        devices=placed(devices, schedule),
+        chunks=3,
+        checkpoint='except_last',
     )
     x, target = torch.randn(2, 7, 4, dtype=torch.double)
     train_in_parts(net, x, target)
@@ -302,10 +303,11 @@ class Factor(nn.Module):
 
 
 @devices
-@modes
-def test_shared_tensors_have_their_attributes(devices, mode):
+def test_shared_tensors_have_their_attributes(devices):
     net = nn.Sequential(Factor(), nn.Linear(4, 4)).double()
-    gpipe = GPipe(copy.deepcopy(net), [1, 1], devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(net), [1, 1], devices=devices(2), chunks=3, checkpoint='except_last'
+    )
     x = torch.randn(7, 4, dtype=torch.double)
     table = with_factor(torch.randn(4, dtype=torch.double), 3)
     expected = net[1](net[0](x, table))
@@ -328,13 +330,12 @@ class Setting(nn.Module):
 
 
 @devices
-@modes
 @pytest.mark.parametrize(
     'value', [lambda x: x * 2, lambda x: {'mask': [x.detach()]}, lambda x: object()]
 )
-def test_other_values_are_refused_by_name(devices, mode, value):
+def test_other_values_are_refused_by_name(devices, value):
     net = nn.Sequential(nn.Linear(2, 2), Setting(value), nn.Linear(2, 2))
-    gpipe = GPipe(net, [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    gpipe = GPipe(net, [2, 1], devices=devices(2), chunks=2, checkpoint='except_last')
     x = on_first(gpipe, torch.randn(4, 2))
     for call in (lambda: gpipe(x), lambda: gpipe.step(x, x.to(gpipe.devices[-1]), square)):
         with pytest.raises(TypeError, match="a tensor has the attribute 'extra', a ") as raised:
@@ -343,8 +344,7 @@ def test_other_values_are_refused_by_name(devices, mode, value):
 
 
 @devices
-@modes
-def test_marks_of_the_compiler_are_not_passed_on(devices, mode):
+def test_marks_of_the_compiler_are_not_passed_on(devices):
     """Such as those that it sets on outputs of a compiled layer, in sets."""
 
     class Marking(nn.Module):
@@ -359,7 +359,7 @@ def test_marks_of_the_compiler_are_not_passed_on(devices, mode):
         [1, 1],
         devices=devices(2),
         chunks=2,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     x = on_first(gpipe, torch.ones(4, 4))
     torch._dynamo.mark_dynamic(x, 0)

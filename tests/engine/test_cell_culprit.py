@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.devices import devices, one_worker, places
+from tests.devices import devices, places
 from tests.helpers import Call
 from torchgpipe import GPipe
 
@@ -22,7 +22,7 @@ def train(gpipe, x):
     gpipe(x).sum().backward()
 
 
-@one_worker
+@devices
 def test_a_first_layer_in_place_on_an_input_that_requires_grad(devices):
     gpipe = GPipe(nn.Sequential(nn.ReLU(inplace=True)), [1], devices=devices(1), chunks=2)
     x = torch.rand(4, 2, device=devices.first, requires_grad=True) * 1
@@ -30,7 +30,7 @@ def test_a_first_layer_in_place_on_an_input_that_requires_grad(devices):
     assert place.endswith("layer '0'") and 'chunks=1' in remedy
 
 
-@one_worker
+@devices
 def test_too_few_values_to_normalise(devices):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1], devices=devices(2), chunks=4
@@ -44,7 +44,7 @@ def transformed(x):
     return x * torch.func.grad(lambda x: x.square().sum())(x)
 
 
-@one_worker
+@devices
 def test_a_transform_in_a_checkpointed_layer(devices):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(2, 2), Call(transformed)),
@@ -88,7 +88,7 @@ def change_one_of_several_views(x):
     return (x * 1).requires_grad_().chunk(2)[0].add_(1)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'layers, options',
     [
@@ -107,7 +107,7 @@ def test_what_does_not_come_of_the_pipeline_has_no_remedy_of_it(layers, options,
     assert place.startswith('in partition ')
 
 
-@one_worker
+@devices
 def test_an_input_that_is_changed_before_the_only_backward(devices):
     gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices(1), checkpoint='always')
     x = torch.rand(4, 2, device=devices.first)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only, cpus, devices, workers
-from tests.helpers import assert_same, gradients, micro_batches, modes, on_first
+from tests.devices import cpus, devices
+from tests.helpers import assert_same, gradients, micro_batches, on_first
 from torchgpipe import GPipe
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
@@ -210,25 +210,23 @@ def check(model, gpipe, schedule, steps=2):
 
 
 @devices
-@modes
 @split_schedules
 @pytest.mark.parametrize('layer', LAYERS)
-def test_a_nested_backward_and_odd_shapes(devices, mode, schedule, layer):
+def test_a_nested_backward_and_odd_shapes(devices, schedule, layer):
     """In v0.21, a nested pass deferred its gradients of weights, too, silently."""
     model = make(LAYERS[layer])
-    check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
+    check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_a_layer_in_two_partitions(devices, mode, schedule):
+def test_a_nested_backward_of_a_layer_in_two_partitions(devices, schedule):
     """Then modules have leaves only while an action of the partition runs."""
     inner = LAYERS['adjoint']()
     model = nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh()) for j in range(4)]
     ).double()
-    check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
+    check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
 
 
 class LossWithLayer(nn.Module):
@@ -244,11 +242,10 @@ class LossWithLayer(nn.Module):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_the_loss(devices, mode, schedule):
+def test_a_nested_backward_of_the_loss(devices, schedule):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
-    gpipe = pipeline(model, schedule, devices, checkpoint=mode)
+    gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
     expected = LossWithLayer(LAYERS['adjoint']().double())
     loss = copy.deepcopy(expected).to(gpipe.devices[-1])
     x, target = torch.randn(2, 7, 4, dtype=torch.double)
@@ -259,17 +256,13 @@ def test_a_nested_backward_of_the_loss(devices, mode, schedule):
     assert_same(gradients(loss), gradients(expected), 1e-10)
 
 
-@cpu_only('the loss and the first partition are on one device')
 @cpus
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(
-    devices, mode, schedule
-):
+def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(devices, schedule):
     model = nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 4), LAYERS['adjoint']()) for _ in range(4)]
     ).double()
-    gpipe = pipeline(model, schedule, devices, checkpoint=mode)
+    gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
     expected, loss = LossWithLayer(model[0][1]), LossWithLayer(gpipe[0][1])
     for _ in range(3):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
@@ -280,13 +273,12 @@ def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
 @pytest.mark.parametrize('layer', [Equilibrium, lambda: Probed(4, 4)])
-def test_a_nested_backward_through_a_graph_that_it_retains(devices, mode, schedule, layer):
+def test_a_nested_backward_through_a_graph_that_it_retains(devices, schedule, layer):
     """In v0.21, products of a solver added to the gradient, or "backward … a second time"."""
     model = make(layer)
-    check(model, pipeline(model, schedule, devices, checkpoint=mode), schedule)
+    check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
 
 
 @devices
@@ -323,7 +315,6 @@ class Memory(nn.Module):
         return x * self.layer(self.memory).flatten()
 
 
-@cpu_only('the simulated accelerator has no convolutions')
 @cpus
 @split_schedules
 @pytest.mark.parametrize('mode', ['never', 'always'])
@@ -433,7 +424,7 @@ class Failing(nn.Module):
         return older + newer
 
 
-@workers
+@devices
 def test_a_failed_backward_leaves_no_nodes_in_the_queue_of_its_thread(devices):
     """In v0.21, they were freed at the end of the thread: if Python had ended, it aborted."""
     alive = weakref.WeakSet()

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.devices import cpu_only, cpus, devices, workers
-from tests.helpers import Spy, assert_same, gradients, modes, on_first
+from tests.devices import cpus, devices
+from tests.helpers import Spy, assert_same, gradients, on_first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import gradients as engine_gradients
 from torchgpipe.engine.scheduled import Step
@@ -252,16 +252,14 @@ def make(name):
     return nn.Sequential(*found).double(), shape, number
 
 
-@cpu_only('the simulated accelerator has no convolutions')
 @cpus
-@modes
 @pytest.mark.parametrize('name', LAYERS)
-def test_each_kind_of_layer(devices, mode, name, log):
+def test_each_kind_of_layer(devices, name, log):
     model, shape, number = make(name)
     model = nn.Sequential(nn.Tanh(), *model)
     other = nn.Sequential(nn.Tanh(), *make(name)[0])  # no copy: TorchScript's have a graph
     other.load_state_dict(model.state_dict())
-    gpipe = GPipe(other, [len(model)], devices=devices(1), chunks=3, checkpoint=mode)
+    gpipe = GPipe(other, [len(model)], devices=devices(1), chunks=3, checkpoint='except_last')
     for _ in range(2):
         x = torch.randn(7, *shape, dtype=torch.double, requires_grad=True)
         y = x.detach().requires_grad_()
@@ -278,7 +276,6 @@ def test_each_kind_of_layer(devices, mode, name, log):
         assert all(kind == 'W' for kind, count in deferred if count)
 
 
-@cpu_only('the simulated accelerator has no convolutions')
 @cpus
 @pytest.mark.parametrize('create_graph', [False, True])
 @pytest.mark.parametrize(
@@ -322,15 +319,16 @@ def test_a_layer_that_learns_within_its_forward(devices):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', SPLIT)
-def test_weights_come_with_w(devices, mode, schedule, log):
+def test_weights_come_with_w(devices, schedule, log):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
     model[3].weight = model[0].weight
     places = devices(4)
     if schedule in V_SHAPED:
         places = [*places[:2], *reversed(places[:2])]
-    gpipe = GPipe(copy.deepcopy(model), [1] * 4, devices=places, chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1] * 4, devices=places, chunks=3, checkpoint='except_last'
+    )
     x = torch.randn(7, 4, dtype=torch.double)
     loss_of(model(x), x).backward()
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
@@ -340,8 +338,7 @@ def test_weights_come_with_w(devices, mode, schedule, log):
 
 
 @devices
-@modes
-def test_what_is_not_used_has_no_gradient(devices, mode):
+def test_what_is_not_used_has_no_gradient(devices):
     """Not zeros, by which an optimizer with momentum or weight decay would change it."""
 
     class Two(nn.Module):
@@ -357,7 +354,7 @@ def test_what_is_not_used_has_no_gradient(devices, mode):
         [1, 2],
         devices=devices(2),
         chunks=2,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     x = torch.randn(4, 4)
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
@@ -415,7 +412,6 @@ def test_tensors_of_other_classes_stay_so(devices):
     assert_same(gradients(gpipe), gradients(model))
 
 
-@cpu_only('autocast and compilation of the CPU')
 def test_what_is_compiled_is_not_split(log):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'], chunks=2
@@ -431,7 +427,6 @@ def test_what_is_compiled_is_not_split(log):
     assert_same(gradients(gpipe), gradients(expected), 1e-6)
 
 
-@cpu_only('hooks of the calling thread')
 def test_under_hooks_of_the_user_s():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=['cpu:0', 'cpu:1'], chunks=2)
@@ -442,7 +437,7 @@ def test_under_hooks_of_the_user_s():
     assert_same(gradients(gpipe), gradients(model))
 
 
-@workers
+@devices
 def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeypatch):
     """Partition 0 goes back while partition 1 is held before its first W."""
     sent, add = threading.Event(), engine_gradients._add
@@ -476,6 +471,7 @@ def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeyp
     assert sent.is_set()
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
@@ -512,7 +508,6 @@ def test_a_fault_in_a_second_half(devices, mode, monkeypatch):
         gpipe.zero_grad()
 
 
-@cpu_only('it counts objects of the host')
 @pytest.mark.parametrize('fails', [False, True])
 def test_nothing_is_left_behind(fails, monkeypatch):
     """No cycle through nodes of the graph, which Python's garbage collector would not see."""
@@ -554,7 +549,7 @@ def test_a_weight_is_a_parameter_for_all_that_look_at_it():
 # ----------------------------------------------------------------------------------
 
 
-@workers
+@devices
 def test_a_recomputation_starts_before_its_gradient_is_there(devices):
     again, calls = threading.Event(), []
 

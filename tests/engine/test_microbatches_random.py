@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, places
+from tests.devices import places
 from tests.engine.nestings import Bare, Color, Nest, Several
 from tests.engine.random_layers import (
     LENGTH,
@@ -34,8 +34,8 @@ from tests.engine.random_layers import (
     Sum,
     Use,
 )
-from tests.helpers import MODES, assert_same, gradients
-from tests.whole import first
+from tests.helpers import assert_same, gradients
+from tests.marks import MODES, slow_after
 from torchgpipe import Arguments, GPipe, NoChunk, no_recompute
 from torchgpipe.base.context import context
 from torchgpipe.skip import Namespace
@@ -304,21 +304,19 @@ def run_case(seed, accelerators=False):
 
 
 @pytest.mark.slow
-@cpu_only('there are fewer cases on accelerators, as each takes longer')
-@pytest.mark.parametrize('block', first(1, range(BLOCKS)))
+@pytest.mark.parametrize('block', slow_after(1, range(BLOCKS)))
 def test_cases(block):
     for seed in range(BLOCK * block, BLOCK * block + BLOCK):
         run_case(seed)
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('block', first(1, range(4)))
+@pytest.mark.parametrize('block', slow_after(1, range(4)))
 def test_cases_on_accelerators(block):
     for seed in range(10 * block, 10 * block + 10):
         run_case(seed, accelerators=True)
 
 
-@cpu_only('cases run on accelerators')
 def test_a_wrong_number_would_be_found(monkeypatch):
     """As where a layer is not the same in a pipeline."""
     monkeypatch.setattr(

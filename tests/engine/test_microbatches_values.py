@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only, devices, one_worker, places, workers
-from tests.helpers import Layer, assert_same, gradients, micro_batches, modes
+from tests.devices import devices, places
+from tests.helpers import Layer, assert_same, gradients, micro_batches
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
@@ -73,15 +73,19 @@ def network():
     return nn.Sequential(Start(4, 4), Block(4, 4), Block(4, 4), End(4, 2)).double()
 
 
-@modes
 @devices
 @pytest.mark.parametrize('masked', [True, False])
 @pytest.mark.parametrize('size, chunks', [(6, 3), (4, 1), (2, 2)])
-def test_structures(devices, mode, masked, size, chunks):
+def test_structures(devices, masked, size, chunks):
     model = network()
     reference = copy.deepcopy(model)
     gpipe = GPipe(
-        model, [1, 2, 1], devices=devices(3), chunks=chunks, checkpoint=mode, gather='mean'
+        model,
+        [1, 2, 1],
+        devices=devices(3),
+        chunks=chunks,
+        checkpoint='except_last',
+        gather='mean',
     )
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (gpipe, reference)]
     for _ in range(3):
@@ -136,12 +140,11 @@ class Meaning(nn.Linear):
         return super().forward(torch.stack(value['all']) @ value['table']) * value['sum']
 
 
-@modes
 @devices
-def test_a_value_without_a_batch_between_partitions(devices, mode):
+def test_a_value_without_a_batch_between_partitions(devices):
     model = nn.Sequential(Words(4, 4), Sentence(), Meaning(4, 4)).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(model, [2, 1], devices=devices(2), chunks=3, checkpoint='except_last')
     x = torch.rand(7, 4).double()
     output, expected = (
         gpipe(x.to(devices.first)),
@@ -152,7 +155,7 @@ def test_a_value_without_a_batch_between_partitions(devices, mode):
     assert_same([output, *gradients(gpipe)], [expected, *gradients(reference)])
 
 
-@workers
+@devices
 def test_a_shared_tensor_that_comes_out_is_one(devices):
     """This also holds if it has the shape of a micro-batch, and after copies."""
 
@@ -175,7 +178,7 @@ def test_a_shared_tensor_that_comes_out_is_one(devices):
         assert table.grad.tolist() == [[1, 1]]
 
 
-@one_worker
+@devices
 def test_the_batch_and_a_shared_tensor_in_one_memory(devices):
     class Add(nn.Module):
         def forward(self, x, everything):
@@ -198,12 +201,13 @@ class Attention(nn.Module):
         return self.layer(x)
 
 
-@modes
 @devices
-def test_another_batch_dimension(devices, mode):
+def test_another_batch_dimension(devices):
     model = nn.Sequential(Attention(), nn.Linear(4, 4), Attention()).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 2], devices=devices(2), chunks=3, checkpoint=mode, batch_dim=1)
+    gpipe = GPipe(
+        model, [1, 2], devices=devices(2), chunks=3, checkpoint='except_last', batch_dim=1
+    )
     x = torch.rand(4, 5, 4).double()
     expected, output = reference(x), gpipe(x.to(devices.first))
     expected.square().sum().backward()
@@ -217,7 +221,7 @@ def test_another_batch_dimension(devices, mode):
     )
 
 
-@workers
+@devices
 def test_rules_by_part(devices):
     class Mix(nn.Module):
         def forward(self, value):
@@ -269,8 +273,7 @@ def test_a_shared_tensor_that_changes_in_place(devices):
 
 
 @pytest.mark.accelerator
-@modes
-def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
+def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream():
     """PyTorch warns if not, and lets one stream wait for the other."""
 
     class Pass(nn.Module):
@@ -282,7 +285,11 @@ def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream(mode):
             return value[0] + value[1]
 
     gpipe = GPipe(
-        nn.Sequential(Pass(), Add()), [1, 1], devices=places('aa'), chunks=3, checkpoint=mode
+        nn.Sequential(Pass(), Add()),
+        [1, 1],
+        devices=places('aa'),
+        chunks=3,
+        checkpoint='except_last',
     )
     x = torch.rand(6, 2, device=gpipe.devices[0])
     before = torch.is_warn_always_enabled()
@@ -370,9 +377,8 @@ def test_a_shared_tensor_that_changes_in_place_after_a_skip(devices, balance):
     assert gpipe(x, NoChunk(x[:2].clone()))[1].min() >= 1
 
 
-@modes
 @devices
-def test_structures_and_skips(devices, mode):
+def test_structures_and_skips(devices):
     class Double(nn.Linear):
         def forward(self, value):
             return {**value, 'x': super().forward(value['x'])}
@@ -383,7 +389,7 @@ def test_structures_and_skips(devices, mode):
         Pop(lambda value, mask: [value['x'] * mask * value['n']]),
     ).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last')
     value = {'x': torch.rand(5, 3).double().requires_grad_(), 'mask': torch.rand(5, 3).double()}
     (expected,) = reference(value)
     (output,) = gpipe({name: x.to(devices.first) for name, x in value.items()})
@@ -395,7 +401,7 @@ def test_structures_and_skips(devices, mode):
     )
 
 
-@one_worker
+@devices
 def test_one_keyword_named_input(devices):
     class Named(nn.Module):
         def forward(self, x):
@@ -406,7 +412,7 @@ def test_one_keyword_named_input(devices):
     assert gpipe(input=x).tolist() == gpipe(x=x).tolist() == [2, 2]
 
 
-@workers
+@devices
 def test_hooks_and_names_of_a_first_layer_with_several_arguments(devices):
     seen = []
     model = network()
@@ -419,7 +425,7 @@ def test_hooks_and_names_of_a_first_layer_with_several_arguments(devices):
     assert seen == [(1, ['table'])] * 3  # and once again, to recompute
 
 
-@one_worker
+@devices
 def test_costs_of_structures(devices):
     device = devices.first
     sample = Arguments(torch.rand(16, 4).double(), table=NoChunk(torch.rand(4).double()))
@@ -432,7 +438,7 @@ def test_costs_of_structures(devices):
     assert turned.batch_size == 16
 
 
-@one_worker
+@devices
 def test_a_partition_is_a_sequential_module(devices):
     gpipe = GPipe(network(), [2, 2], devices=devices(2)[:1] * 2)
     assert all(isinstance(partition, nn.Sequential) for partition in gpipe.partitions)
@@ -442,7 +448,7 @@ def test_a_partition_is_a_sequential_module(devices):
     assert again(state._replace(table=NoChunk(state.table)))['y'].shape == (2, 2)
 
 
-@workers
+@devices
 def test_dropout_in_functional_form_with_structures(devices):
     class Drop(nn.Module):
         def forward(self, value):
@@ -510,7 +516,6 @@ def test_a_rule_of_a_single_argument(devices, rule):
     assert_same([gpipe(x)], [x.cumsum(0).tanh().to(gpipe.devices[-1])])
 
 
-@cpu_only('it is refused before')
 @pytest.mark.parametrize(
     'rule, call, key',
     [
@@ -526,7 +531,6 @@ def test_a_rule_about_nothing(rule, call, key):
         call(gpipe, torch.zeros(6))
 
 
-@cpu_only('it is refused before')
 def test_a_rule_about_nothing_in_a_value():
     gpipe = GPipe(
         nn.Sequential(nn.Identity()), [1], devices=['cpu'], chunks=3, batch_dim={'x': {'mask': 1}}
@@ -537,9 +541,8 @@ def test_a_rule_about_nothing_in_a_value():
 
 
 @devices
-@modes
 @pytest.mark.parametrize('how', ['call', 'step'])
-def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, mode, how):
+def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, how):
     same = []
 
     def give(linear, x, again, whole):
@@ -559,7 +562,7 @@ def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, mod
         [1, 1, 1],
         devices=devices(3),
         chunks=2,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     x = torch.randn(4, 4, dtype=torch.double, device=devices.first)
     if how == 'step':
@@ -571,7 +574,6 @@ def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, mod
     assert all(same) and len(same) >= 4
 
 
-@cpu_only('how outputs are put together is the same anywhere')
 def test_what_places_of_a_value_are_one_may_differ_between_micro_batches():
     seen = []
 
@@ -608,7 +610,7 @@ class Images(nn.Module):
         return torch.stack([self.linear(image).mean(0) for image in images])
 
 
-@one_worker
+@devices
 def test_a_list_of_a_number_for_each_sample(devices):
     """In v0.21, each micro-batch got the whole list, silently."""
     x = torch.rand(4, 4, device=devices.first)
@@ -623,7 +625,7 @@ def test_a_list_of_a_number_for_each_sample(devices):
     assert_same([single({'x': x, 'lengths': [1, 2, 3, 4]})], [expected], 1e-6)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('sizes', [(5, 6, 7), (5, 5, 5)])
 def test_a_list_of_a_tensor_for_each_sample(devices, sizes):
     """In v0.21, chunks=1 refused it, and no advice helped."""

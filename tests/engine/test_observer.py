@@ -4,12 +4,12 @@ import copy
 
 import pytest
 
-from tests.devices import devices, one_worker
+from tests.devices import devices
 from tests.timeline.test_recorder import M, assert_nothing_observes, call, check, pipeline, step
 from torchgpipe.timeline import record
 
 
-@one_worker
+@devices
 def test_one_recording_of_a_model_at_a_time(devices):
     model = pipeline(devices)
     with record(model) as timeline:
@@ -32,7 +32,7 @@ def test_two_models_at_a_time(devices):
     assert_nothing_observes(one)
 
 
-@one_worker
+@devices
 def test_a_copy_of_a_model_is_not_recorded(devices):
     model = pipeline(devices)
     with record(model) as timeline:

@@ -13,17 +13,9 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 
-from tests.devices import DEVICES, cpu_only, devices, one_worker
-from tests.helpers import (
-    MODES,
-    assert_same,
-    gradients,
-    in_a_new_thread,
-    memory_of,
-    modes_on_devices,
-    on_first,
-)
-from tests.whole import first
+from tests.devices import DEVICES, devices
+from tests.helpers import assert_same, gradients, in_a_new_thread, memory_of, on_first
+from tests.marks import MODES, slow_after
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base import private
 from torchgpipe.base.context import context
@@ -150,13 +142,15 @@ def compare(layers, call, gpipe, sizes=(6, 6)):
     assert_same(steps(gpipe, call, sizes), steps(layers, one_by_one, sizes))
 
 
-@modes_on_devices
+@devices
 @MODELS
 @pytest.mark.parametrize('how', ['layers', 'partitions', 'model'])
-def test_the_numbers_are_those_of_the_model(how, make, balance, mode, devices):
+def test_the_numbers_are_those_of_the_model(how, make, balance, devices):
     """Before 0.5.0 a skip of compiled layers had no gradient, without an error."""
     layers, backend = make().double(), Backend()
-    gpipe = GPipe(copy.deepcopy(layers), balance, devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(layers), balance, devices=devices(2), chunks=3, checkpoint='except_last'
+    )
     compare(layers, compile_as(how, gpipe, backend), gpipe)
     assert bool(backend.graphs) == (how != 'model')
     assert list(gpipe.state_dict()) == list(layers.state_dict())
@@ -182,7 +176,7 @@ def test_micro_batches_of_several_sizes(how, devices):
 
 @pytest.mark.slow
 @devices
-@pytest.mark.parametrize('mode', first(1, MODES))
+@pytest.mark.parametrize('mode', slow_after(1, MODES))
 def test_a_compiled_step_around_it(mode, devices):
     layers, backend = layers_with_skips().double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [3, 5], devices=devices(2), chunks=3, checkpoint=mode)
@@ -199,7 +193,7 @@ def test_a_compiled_step_around_it(mode, devices):
 
 
 @pytest.mark.slow
-@one_worker
+@devices
 @pytest.mark.parametrize('frozen', [False, True])
 def test_frozen_layers_and_frozen_parameters(frozen, devices):
     layers = plain_layers().double()
@@ -251,7 +245,7 @@ def frames(request, monkeypatch):
 
 
 @pytest.mark.slow
-@one_worker
+@devices
 @pytest.mark.usefixtures('frames')
 @pytest.mark.parametrize(
     'first, second',
@@ -268,7 +262,7 @@ def test_other_compiled_code_that_saves_other_tensors(first, second, devices):
         gpipe(on_first(gpipe, x)).sum().backward()
 
 
-@one_worker
+@devices
 @pytest.mark.usefixtures('frames')
 def test_other_compiled_code_that_saves_the_same(devices):
     """Masks are compared, too."""
@@ -286,7 +280,7 @@ def test_other_compiled_code_that_saves_the_same(devices):
     assert x.grad.equal((x <= 0.3).float())
 
 
-@one_worker
+@devices
 @pytest.mark.usefixtures('frames')
 @pytest.mark.parametrize('stances', [('force_eager', 'default'), ('default', 'force_eager')])
 def test_only_one_of_both_passes_was_compiled(stances, devices):
@@ -302,7 +296,7 @@ def test_only_one_of_both_passes_was_compiled(stances, devices):
         output.sum().backward()
 
 
-@one_worker
+@devices
 def test_nothing_stays_of_what_checkpointed_compiled_code_saved(devices):
     seen = []
 
@@ -394,7 +388,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.slow
-@one_worker
+@devices
 @pytest.mark.parametrize('how', ['layers', 'partitions'])
 def test_what_a_layer_calls_that_stashes_is_compiled(how, devices):
     layers, backend = nn.Sequential(Around(), Pop(4, 4)).double(), Backend()
@@ -403,7 +397,7 @@ def test_what_a_layer_calls_that_stashes_is_compiled(how, devices):
     assert backend.graphs == 1
 
 
-@one_worker
+@devices
 def test_layers_between_those_that_stash_and_pop_are_compiled_together(devices):
     """PyTorch's own ones are compiled in the code of others only."""
     layers, backend = nn.Sequential(Stash(4, 4), nn.Linear(4, 4), nn.Tanh(), Pop(4, 4)), Backend()
@@ -413,7 +407,7 @@ def test_layers_between_those_that_stash_and_pop_are_compiled_together(devices):
 
 
 @pytest.mark.slow
-@one_worker
+@devices
 def test_the_compiler_does_not_give_up_on_many_partitions(devices):
     """Before 0.5.0 all partitions had one code, and it was compiled eight times at most."""
     widths = range(2, 13)
@@ -443,7 +437,7 @@ def test_deferred_batch_norm(devices):
     assert backend.graphs <= 6
 
 
-@one_worker
+@devices
 def test_copies_are_not_compiled_and_work(devices):
     backend = Backend()
     gpipe = GPipe(plain_layers().double(), [2, 4], devices=devices(2), chunks=2)
@@ -457,7 +451,6 @@ def test_copies_are_not_compiled_and_work(devices):
 
 
 @pytest.mark.slow
-@cpu_only('PyTorch has no code generator for the simulated accelerator')
 def test_inductor():
     """It needs a C++ compiler. Random numbers are its own, and the same in a recomputation."""
 

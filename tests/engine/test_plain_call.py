@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices, one_worker
-from tests.helpers import Spy, in_a_new_thread, modes, nodes
+from tests.devices import cpus, devices
+from tests.helpers import Spy, in_a_new_thread, nodes
+from tests.marks import modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.backward_order import Tie
@@ -16,17 +17,15 @@ from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.workers import WorkerPlan
 
 
-@one_worker
-@modes
-def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions(devices, mode):
+@devices
+def test_one_worker_takes_one_micro_batch_after_the_other_through_all_partitions(devices):
     log = []
     model = nn.Sequential(*[Spy(lambda x, j=j: log.append((int(x[0]), j))) for j in range(2)])
-    gpipe = GPipe(model, [1, 1], devices=[devices.first] * 2, chunks=3, checkpoint=mode)
+    gpipe = GPipe(model, [1, 1], devices=[devices.first] * 2, chunks=3, checkpoint='except_last')
     gpipe(torch.arange(3.0, device=devices.first))
     assert log == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-@cpu_only('about the order in which the host calls layers')
 def test_no_partition_runs_far_ahead_of_the_next_one():
     log = []
     lock = threading.Lock()
@@ -50,7 +49,6 @@ def test_no_partition_runs_far_ahead_of_the_next_one():
                 assert places.get(before, -1) < places[i, j]
 
 
-@cpu_only('about what workers tell each other')
 def test_what_a_cell_waits_for_on_other_workers():
     plan = WorkerPlan.of_forward(0, 4, (torch.device('cpu:0'), torch.device('cpu:1')))
     waits = {str(action): sorted(map(str, before)) for action, before in plan.waits.items()}
@@ -70,7 +68,6 @@ def test_what_a_cell_waits_for_on_other_workers():
     ]
 
 
-@cpu_only('about threads of the host; kernels are in tests/accelerator/test_overlap.py')
 def test_partitions_on_different_devices_run_at_the_same_time():
     barrier = threading.Barrier(2)
 
@@ -86,7 +83,6 @@ def test_partitions_on_different_devices_run_at_the_same_time():
     gpipe(x)
 
 
-@cpu_only('about threads of the host')
 def test_partitions_on_one_device_need_no_thread():
     before = set(threading.enumerate())
     seen = set()
@@ -155,7 +151,6 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
         log['recomputation'].clear(), log['backward'].clear()
 
 
-@cpu_only('between devices, what arrives is a copy of what has the edge')
 @cpus
 @modes
 def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
@@ -187,7 +182,6 @@ def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
         )
 
 
-@cpu_only('about the graph of one partition')
 def test_there_are_no_edges_to_nowhere():
     gpipe = GPipe(
         nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4, checkpoint='never'

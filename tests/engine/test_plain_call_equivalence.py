@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.devices import ACCELERATOR, devices, one_worker, places, workers
+from tests.devices import ACCELERATOR, devices, places
 from tests.helpers import (
-    MODES,
     Slow,
     as_if_on_several,
     assert_same,
@@ -18,10 +17,10 @@ from tests.helpers import (
     call,
     gradients,
     micro_batches,
-    modes,
     train_both,
     train_twice,
 )
+from tests.marks import MODES
 from torchgpipe import GPipe
 
 
@@ -96,10 +95,9 @@ def test_outputs_and_gradients(devices, case, chunks, size, modes, input_grad):
 
 
 @pytest.mark.parametrize('n', [1, 2, 3, 4])
-@modes
 @pytest.mark.parametrize('chunks', [1, 2, 3, 8])
 @devices
-def test_every_combination(n, mode, chunks, devices):
+def test_every_combination(n, chunks, devices):
     """The grid of the same promise: every batch size from 1 to 9."""
     model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
     balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
@@ -107,15 +105,18 @@ def test_every_combination(n, mode, chunks, devices):
         train_both(
             model,
             GPipe(
-                copy.deepcopy(model), balance, devices=devices(n), chunks=chunks, checkpoint=mode
+                copy.deepcopy(model),
+                balance,
+                devices=devices(n),
+                chunks=chunks,
+                checkpoint='except_last',
             ),
             torch.randn(size, 3, dtype=torch.double),
         )
 
 
 @devices
-@modes
-def test_five_steps_with_momentum_and_dropout(mode, devices):
+def test_five_steps_with_momentum_and_dropout(devices):
     """Float32, against the same micro-batches run unwrapped, one after the other."""
 
     def make():
@@ -130,7 +131,7 @@ def test_five_steps_with_momentum_and_dropout(mode, devices):
         )
 
     reference, model = make(), make()
-    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=4, checkpoint=mode)
+    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=4, checkpoint='except_last')
     # On the same devices, as these may have generators of their own.
     parts = [reference[3 * j : 3 * j + 3].to(device) for j, device in enumerate(gpipe.devices)]
 
@@ -176,7 +177,7 @@ def test_layers_with_state_of_their_own(devices):
     train_both(model, gpipe, torch.randn(7, 5, 3, dtype=torch.double))
 
 
-@workers
+@devices
 def test_integer_input(devices):
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).double()
     reference = copy.deepcopy(model)
@@ -188,7 +189,7 @@ def test_integer_input(devices):
     assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)])
 
 
-@workers
+@devices
 def test_gradients_accumulate(devices):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     reference = copy.deepcopy(model)
@@ -200,9 +201,8 @@ def test_gradients_accumulate(devices):
     assert_same(gradients(gpipe), gradients(reference))
 
 
-@one_worker
-@modes
-def test_no_gradient_is_computed_for_data_that_needs_none(devices, mode):
+@devices
+def test_no_gradient_is_computed_for_data_that_needs_none(devices):
     asked = []
 
     class Product(torch.autograd.Function):
@@ -229,33 +229,31 @@ def test_no_gradient_is_computed_for_data_that_needs_none(devices, mode):
         [1, 1],
         devices=devices(2),
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     gpipe(torch.rand(3, 2, device=devices.first)).sum().backward()
     assert asked == [False] * 3
 
 
 @pytest.mark.accelerator
-@modes
 @pytest.mark.parametrize('where', ['aaa', 'cac', 'aca'])
-def test_accelerators_and_mixed_devices(mode, where):
+def test_accelerators_and_mixed_devices(where):
     """With one accelerator, copies go to the CPU and back; with several, between them too."""
     model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint=mode)
+    gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint='except_last')
     for size in (1, 4, 9):
         assert_trains_alike(reference, gpipe, torch.randn(size, 3, dtype=torch.double))
 
 
 @pytest.mark.accelerator
-@modes
-def test_streams_do_not_race(mode, monkeypatch):
+def test_streams_do_not_race(monkeypatch):
     """Two partitions on one device, made to copy as if they were on two, behind slow kernels."""
     as_if_on_several(monkeypatch, 2)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
     reference = copy.deepcopy(model)
     slow = nn.Sequential(Slow(), model[0], Slow(), model[1], Slow(), model[2])
-    gpipe = GPipe(slow, [3, 3], devices=[ACCELERATOR] * 2, chunks=8, checkpoint=mode)
+    gpipe = GPipe(slow, [3, 3], devices=[ACCELERATOR] * 2, chunks=8, checkpoint='except_last')
     assert [partition.moves for partition in gpipe._engine.partitions] == [False, True]
     for _ in range(10):
         x = torch.randn(64, 64, dtype=torch.double)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.harness.live import LiveTensors
-from tests.devices import devices, one_worker
-from tests.helpers import MODES, STEPS, WeakLog, drop_failed_backward, modes
+from tests.devices import devices
+from tests.helpers import STEPS, WeakLog, drop_failed_backward
+from tests.marks import MODES
 from torchgpipe import GPipe
 
 
@@ -25,10 +26,9 @@ def make(devices, mode):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
-def test_nothing_is_alive_after_a_step(devices, mode, step):
-    gpipe, log = make(devices, mode)
+def test_nothing_is_alive_after_a_step(devices, step):
+    gpipe, log = make(devices, 'except_last')
     for _ in range(10):
         step(gpipe)
         assert log.alive() == 0
@@ -110,7 +110,7 @@ def test_the_peak_of_a_training_step(devices, n):
     assert live.peak > 1.5 * expected
 
 
-@one_worker
+@devices
 def test_a_buffer_that_carries_a_graph_keeps_nothing_alive(devices):
     class Carry(nn.Linear):
         def __init__(self):

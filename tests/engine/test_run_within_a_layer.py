@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus
+from tests.devices import cpus
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
 
@@ -50,7 +50,6 @@ def run(function):
         raise errors[0]
 
 
-@cpu_only('the generator of the CPU')
 @cpus
 @pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1'])
 @pytest.mark.parametrize('places', [['cpu:0', 'cpu:1'], ['cpu', 'cpu']])
@@ -86,7 +85,6 @@ def test_a_layer_that_takes_a_step_of_another_pipeline(devices, schedule, places
         assert_same(gradients(inner), gradients(auxiliary))
 
 
-@cpu_only('two workers over one memory')
 def test_layers_of_the_caller_are_refused():
     shared = nn.Linear(4, 4)
     inner = GPipe(nn.Sequential(nn.Linear(4, 4), shared), [1, 1], devices=['cpu:0', 'cpu:1'])

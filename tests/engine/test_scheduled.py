@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, cpu_only, cpus, devices, workers
+from tests.devices import DEVICES, cpus, devices
 from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.project.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
@@ -34,7 +34,7 @@ def squares(output, target):
 # ----------------------------------------------------------------------------------------
 
 
-@workers
+@devices
 @pytest.mark.parametrize('where', ['two partitions', 'a partition and the loss'])
 def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another(devices, where):
     """Its gradient got lost in about one step of sixty, and its hooks were called twice."""
@@ -71,7 +71,6 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
 
 
 @cpus
-@cpu_only('threads of the host meet')
 @pytest.mark.parametrize('where', ['layer', 'loss'])
 def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where):
     """In about two of eight runs, two threads that took a step each lost gradients."""
@@ -147,7 +146,6 @@ def draws_of(schedule, places, seed=0):
     return drawn
 
 
-@cpu_only('generators of the host')
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
 def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
     devices = {
@@ -238,7 +236,6 @@ def test_in_v080_a_step_let_changes_of_aliases_through(devices, how, name):
         model(input) if how == 'call' else model.step(input, target, squares)
 
 
-@cpu_only('stands in for several memories, in one that tells more of a failure')
 def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatch):
     in_two_memories(monkeypatch)
     layers = nn.Sequential(nn.Linear(4, 4), Stash(lambda x: (x, x)), Layer(doubled), Pop())
@@ -266,7 +263,6 @@ class Average(nn.Module):
 
 
 @cpus
-@cpu_only('work on accelerators races with the change until it raises')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 @pytest.mark.parametrize('view', [False, True])
 @pytest.mark.parametrize('how', ['call', 'step', 'no_grad'])
@@ -285,7 +281,6 @@ def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(
 
 
 @cpus
-@cpu_only('work on accelerators races with the change until it raises')
 def test_in_v080_so_did_what_it_stashed(devices):
     kept = torch.zeros(4, device=devices.first)
     layers = nn.Sequential(
@@ -404,7 +399,6 @@ OF_THE_CALL = (
 
 
 @pytest.mark.slow
-@cpu_only('the programs are those of the page, on the CPU')
 @pytest.mark.parametrize('number', range(len(REFUSALS)))
 def test_what_the_call_refuses_a_step_refuses(number, monkeypatch):
     calls, forward = [], GPipe.forward
@@ -432,7 +426,6 @@ def test_what_the_call_refuses_a_step_refuses(number, monkeypatch):
 
 @cpus
 @pytest.mark.parametrize('mode', ['always', 'never'])
-@cpu_only('versions are the same anywhere')
 def test_a_skip_may_be_changed_before_it_is_stashed(devices, mode):
     def before(x):
         y = x * 1
@@ -463,7 +456,6 @@ class Scale(nn.Module):
         return x + self.scale  # which backward does not need
 
 
-@cpu_only('devices with memories of their own have copies')
 @pytest.mark.parametrize('devices', [DEVICES['a worker each']])
 @pytest.mark.parametrize('chunks', [2, 3])
 @pytest.mark.parametrize('how', ['call', 'step'])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices
+from tests.devices import cpus, devices
 from tests.engine.steps import loss_of
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
@@ -61,7 +61,6 @@ def test_a_change_in_place_of_what_is_recomputed_from(devices):
 
 
 @cpus
-@cpu_only('on accelerators it is copied before')
 def test_a_change_in_place_of_a_batch_beside_a_skip(devices):
     layers = nn.Sequential(
         nn.Linear(4, 4), Stash(lambda x: (x, x * 2)), nn.ReLU(inplace=True), Pop()

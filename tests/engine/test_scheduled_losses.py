@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus
+from tests.devices import cpus
 from tests.engine.steps import layers, loss_of, train
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_sum(devices):
     def loss_fn(output, target):
@@ -24,7 +23,6 @@ def test_a_sum(devices):
     train(model, gpipe, 7, steps=1, loss_fn=loss_fn, normalizer=21 / 16)
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_scalar_may_have_dimensions(devices):
     model = layers()
@@ -32,7 +30,6 @@ def test_a_scalar_may_have_dimensions(devices):
     train(model, gpipe, 7, steps=1, loss_fn=lambda *args: loss_of(*args).reshape(1, 1))
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_mean_over_what_is_counted_in_targets(devices):
     """Of one micro-batch nothing is counted at all."""
@@ -54,7 +51,6 @@ def test_a_mean_over_what_is_counted_in_targets(devices):
         assert_same([found, *gradients(gpipe)], [loss.detach(), *gradients(model)])
 
 
-@cpu_only('it is refused before')
 def test_nothing_is_counted():
     gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2)
     x = torch.randn(4, 4, dtype=torch.double)
@@ -62,7 +58,6 @@ def test_nothing_is_counted():
         gpipe.step(x, x[:, :3], loss_of, normalizer=lambda target: 0)
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_loss_with_parameters(devices):
     class Loss(nn.Module):
@@ -83,7 +78,6 @@ def test_a_loss_with_parameters(devices):
     assert len(calls) == 1
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_loss_scale(devices):
     model = layers()
@@ -100,7 +94,6 @@ def test_a_loss_scale(devices):
     scaler.update()
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 @pytest.mark.parametrize('leaf', [False, True])
 def test_a_target_with_a_gradient(devices, leaf):
@@ -120,7 +113,6 @@ def test_a_target_with_a_gradient(devices, leaf):
     assert_same(*grads)
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_the_batch_of_a_target_is_where_it_is(devices):
     def loss_fn(output, target):
@@ -137,7 +129,6 @@ def test_the_batch_of_a_target_is_where_it_is(devices):
     assert_same(gradients(gpipe), gradients(model))
 
 
-@cpu_only('it is about losses, not where they are')
 @cpus
 def test_a_fault_in_the_loss(devices):
     def loss_fn(output, target):

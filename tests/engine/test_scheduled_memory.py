@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices
+from tests.devices import devices
 from tests.engine.steps import layers, loss_of
 from tests.helpers import memory_of, on_first
 from torchgpipe import GPipe
@@ -104,7 +104,6 @@ def most_alive(schedule, places, m):
     return [*most.values()]
 
 
-@cpu_only('each stage has a worker of its own')
 @pytest.mark.parametrize('n', [4, 8])
 @pytest.mark.parametrize('times', [2, 4])
 def test_a_half_and_two_fifths_of_the_activations_of_1f1b(n, times):
@@ -147,7 +146,6 @@ def test_outputs_are_kept_only_to_be_returned(devices, returns, expected):
     assert alive == expected
 
 
-@cpu_only('it counts objects of the host')
 def test_nothing_is_left_behind():
     gpipe = GPipe(
         layers(),

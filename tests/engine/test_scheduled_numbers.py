@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices
+from tests.devices import cpus, devices
 from tests.engine.steps import layers, loss_of, schedules, train
-from tests.helpers import MODES, assert_same, by_partitions, gradients, modes, on_first
+from tests.helpers import assert_same, by_partitions, gradients, on_first
+from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.schedule import NAMES, make
@@ -18,14 +19,15 @@ from torchgpipe.schedule.generators import V_SHAPED
 
 
 @schedules
-@modes
 @devices
-def test_numbers_are_those_of_the_unwrapped_model(devices, mode, schedule):
+def test_numbers_are_those_of_the_unwrapped_model(devices, schedule):
     model = layers()
     places = devices(4)
     if schedule in V_SHAPED:
         places = [*places[:2], *reversed(places[:2])]
-    gpipe = GPipe(copy.deepcopy(model), [2, 2, 2, 2], devices=places, chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2, 2, 2], devices=places, chunks=3, checkpoint='except_last'
+    )
     train(model, gpipe, 7, schedule=schedule)
 
 
@@ -125,7 +127,6 @@ def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
     assert not torch.equal(found[0], found[1])
 
 
-@cpu_only('accelerators have generators of their own')
 def test_dropout_where_a_schedule_does_not_admit_that_order():
     """The order is then the schedule's, and the same in each run."""
     model = nn.Sequential(
@@ -141,7 +142,6 @@ def test_dropout_where_a_schedule_does_not_admit_that_order():
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@cpu_only('accelerators have generators of their own')
 def test_who_begins_to_draw_is_noticed():
     """Not in that step, but it has its turn in the next one."""
 
@@ -198,7 +198,6 @@ def test_batch_norm(devices, deferred):
     assert_same(gpipe.state_dict().values(), plain.state_dict().values())
 
 
-@cpu_only('autocast of the CPU')
 @cpus
 def test_autocast(devices):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -260,9 +259,8 @@ def test_structures_and_several_arguments(devices):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', 'interleaved'])
-def test_shared_parameters_and_layers(devices, mode, schedule):
+def test_shared_parameters_and_layers(devices, schedule):
     """A weight of two layers, one layer in two places, and a frozen weight."""
 
     def make():
@@ -273,7 +271,7 @@ def test_shared_parameters_and_layers(devices, mode, schedule):
         return nn.Sequential(*model, model[0], frozen, nn.Tanh(), frozen, nn.Linear(4, 3)).double()
 
     places = devices(4) if schedule == '1f1b' else devices(2) * 2
-    gpipe = GPipe(make(), [2, 2, 2, 3], devices=places, chunks=3, checkpoint=mode)
+    gpipe = GPipe(make(), [2, 2, 2, 3], devices=places, chunks=3, checkpoint='except_last')
     train(make(), gpipe, 7, schedule=schedule)
 
 

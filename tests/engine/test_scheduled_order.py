@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from tests.devices import DEVICES, cpu_only, workers
-from tests.whole import first
+from tests.devices import DEVICES, devices
+from tests.marks import slow
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule, make
@@ -83,8 +83,9 @@ class GoBack(nn.Module):
         return Slow.apply(x * self.weight, self.meeting)
 
 
-@workers
-@pytest.mark.parametrize('draws', first(1, [True, False]))
+@pytest.mark.slow
+@devices
+@pytest.mark.parametrize('draws', [True, slow(False)])
 def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(devices, draws):
     meeting = Meeting()
     gpipe = GPipe(
@@ -102,7 +103,7 @@ def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(d
 
 
 @pytest.mark.slow
-@workers
+@devices
 def test_a_forward_that_draws_nothing_runs_beside_a_backward_where_others_draw(devices):
     meeting = Meeting()
     layers = nn.Sequential(Draw(False, meeting), nn.Dropout(0.1), GoBack(meeting))
@@ -132,8 +133,9 @@ class Noise(torch.autograd.Function):
             return grad * (torch.rand(1).item() if ctx.draws else 2), None, None
 
 
-@workers
-@pytest.mark.parametrize('draws', first(1, [True, False]))
+@pytest.mark.slow
+@devices
+@pytest.mark.parametrize('draws', [True, slow(False)])
 def test_in_v082_so_did_one_that_draws_in_backward_only(devices, draws):
     class Noisy(nn.Linear):
         def forward(self, x):
@@ -163,7 +165,6 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
 
 
-@cpu_only('accelerators have generators of their own')
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_dropout_in_checkpoints_of_layers(mode):
     model = nn.Sequential(nn.Linear(6, 6), Checkpointed(), nn.Linear(6, 6), Checkpointed())
@@ -182,7 +183,6 @@ def test_dropout_in_checkpoints_of_layers(mode):
             assert torch.allclose(expected.grad, found.grad)
 
 
-@cpu_only('about locks of the host')
 def test_in_v082_a_loss_kept_others_from_layers_that_it_does_not_use():
     """So two models whose losses call a third one, of layers of both, waited for each other."""
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
@@ -220,7 +220,6 @@ class Count(nn.Module):
         return x * self.calls.item() * self.number
 
 
-@cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('changes', ['buffer', 'attribute', 'nothing'])
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
 @pytest.mark.parametrize(
@@ -252,7 +251,6 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order(
         assert torch.allclose(loss, expected.detach())
 
 
-@cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('schedule', ['interleaved', 'looped-bfs'])
 def test_a_layer_in_one_partition_may_change_where_others_take_turns_with_it(schedule):
     """Its partition goes through micro-batches in order, and backward does not call it."""
@@ -269,7 +267,6 @@ def test_a_layer_in_one_partition_may_change_where_others_take_turns_with_it(sch
     assert count.calls == 5
 
 
-@cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('changes', ['buffer', 'nothing'])
 def test_micro_batches_in_another_order(changes):
     text = make('gpipe', 2, 2).to_csv()
@@ -290,7 +287,6 @@ def test_micro_batches_in_another_order(changes):
         gpipe.step(x, x, F.mse_loss, schedule=Schedule.parse(text))
 
 
-@cpu_only('about the order, which devices do not change')
 @pytest.mark.parametrize('why', ['hooks', 'a shared layer', 'draws', 'nothing'])
 def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
     met, ended, run_cell = [], threading.Event(), Step._run_cell
@@ -321,7 +317,6 @@ def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
     assert met == [why == 'nothing']
 
 
-@cpu_only('about the order, which devices do not change')
 def test_on_one_worker_forwards_run_in_the_order_of_the_model():
     """This also holds for layers that are known not to draw."""
     log = []

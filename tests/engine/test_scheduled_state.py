@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, workers
+from tests.devices import devices
 from tests.engine.steps import loss_of
 from torchgpipe import GPipe
 from torchgpipe.base.context import ThreadState, context
@@ -25,7 +25,7 @@ def two(devices, **options):
     return model, x, torch.randn(8, 4).to(model.devices[-1])
 
 
-@workers
+@devices
 def test_a_loss_that_draws_for_some_micro_batches_is_one_that_draws(devices):
     model, x, y = two(devices, checkpoint='never')
     calls = []
@@ -40,7 +40,7 @@ def test_a_loss_that_draws_for_some_micro_batches_is_one_that_draws(devices):
     assert len(calls) == 4 and model._engine.loss_draws is Drawing.YES
 
 
-@workers
+@devices
 def test_a_loss_that_does_not_draw_is_looked_at_once(devices):
     model, x, y = two(devices, checkpoint='never')
     modes = []
@@ -54,7 +54,7 @@ def test_a_loss_that_does_not_draw_is_looked_at_once(devices):
     assert modes[:4] == [1] * 4 and modes[4:] == [0] * 4
 
 
-@workers
+@devices
 def test_workers_forget_why_they_may_not_communicate(devices):
     """Each but the last one is told in a step, and all in a call."""
     model, x, y = two(devices)
@@ -67,7 +67,6 @@ def test_workers_forget_why_they_may_not_communicate(devices):
         assert [each.result() for each in told] == [None, None] and context.no_order is None
 
 
-@cpu_only('about the thread that takes the step')
 def test_what_an_interrupt_of_a_hook_leaves_behind_is_dropped():
     def interrupt(grad):
         # As if Ctrl-C came when a context has pushed them and does not count as entered.
@@ -96,7 +95,6 @@ class FailBack(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-@cpu_only('about where a gradient goes, which devices do not change')
 def test_a_weight_that_a_layer_has_kept_is_a_usual_one_after_a_step_that_failed():
     """Its gradient is not put off to a second half that never comes."""
     kept = []

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, one_worker, places, workers
+from tests.devices import devices as cpu_or_accelerators
+from tests.devices import places
 from tests.helpers import (
     assert_same,
     call,
@@ -17,10 +18,10 @@ from tests.helpers import (
     in_two_memories,
     memory_of,
     micro_batches,
-    modes,
     nodes,
     on_first,
 )
+from tests.marks import modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.backward_order import Copy
 from torchgpipe.engine.checkpoint import swaps
@@ -185,10 +186,11 @@ def test_without_grad_nothing_of_the_copy_remains(devices):
 
 
 @apart
-@modes
-def test_a_step_leaves_nothing_of_the_copy(devices, mode):
+def test_a_step_leaves_nothing_of_the_copy(devices):
     seen = []
-    gpipe = pipe(two(lambda weight: seen.append(memory_of(weight))), devices, checkpoint=mode)
+    gpipe = pipe(
+        two(lambda weight: seen.append(memory_of(weight))), devices, checkpoint='except_last'
+    )
     gc.disable()
     try:
         call(gpipe, rows()).sum().backward()
@@ -198,11 +200,10 @@ def test_a_step_leaves_nothing_of_the_copy(devices, mode):
 
 
 @apart
-@modes
-def test_a_frozen_parameter_is_copied_without_a_graph(devices, mode):
+def test_a_frozen_parameter_is_copied_without_a_graph(devices):
     seen = []
     model = two(seen.append).requires_grad_(False)
-    gpipe = pipe(model, devices, checkpoint=mode)
+    gpipe = pipe(model, devices, checkpoint='except_last')
     assert not call(gpipe, rows()).requires_grad
     x = on_first(gpipe, rows()).requires_grad_()
     gpipe(x).sum().backward()
@@ -296,7 +297,6 @@ def test_a_change_of_a_copied_parameter_raises(devices, chunks):
         call(gpipe, rows())
 
 
-@cpu_only('a change at home, which raises, is not ordered after the copy')
 @_on('cc')
 @pytest.mark.parametrize('change', [in_place, through_an_alias])
 def test_a_change_at_home_raises(devices, change):
@@ -312,7 +312,6 @@ def test_another_buffer_at_home_is_another_one_without_a_pipeline_too(devices):
     assert_same([call(gpipe, x)], [(x + 1).tanh()])
 
 
-@cpu_only('a change at home, which raises, is not ordered after the copy')
 @_on('cc')
 @pytest.mark.parametrize('change', [in_place, anew])
 def test_a_layer_on_two_devices_that_changes_its_buffer_raises(devices, change):
@@ -343,7 +342,7 @@ def test_what_is_there_no_longer_is_not_shared(devices):
     assert_same([call(gpipe, x)], [model(x)])
 
 
-@one_worker
+@cpu_or_accelerators
 @pytest.mark.parametrize('change', [in_place, anew])
 def test_in_one_worker_layers_may_change_what_they_have(devices, change):
     check_in_order(counts(change, leave), devices(1) * 2)
@@ -351,7 +350,6 @@ def test_in_one_worker_layers_may_change_what_they_have(devices, change):
     check_in_order(nn.Sequential(layer, nn.Tanh(), layer), devices(1) * 2)
 
 
-@cpu_only('several workers with one memory')
 @pytest.mark.parametrize('change', [in_place, anew])
 def test_in_one_memory_a_layer_may_change_what_it_has(change):
     layer = Count(change)
@@ -368,7 +366,6 @@ def check_in_order(model, devices):
     assert_same(gpipe.buffers(), reference.buffers())
 
 
-@cpu_only('several workers with one memory')
 def test_in_one_memory_layers_may_not_change_what_others_have():
     devices, x, model = ['cpu:0', 'cpu:1'], rows(), counts(in_place, leave)
     expected = copy.deepcopy(model)(x)
@@ -377,7 +374,6 @@ def test_in_one_memory_layers_may_not_change_what_others_have():
         pipe(model, devices)(x)
 
 
-@cpu_only('several workers with one memory')
 @pytest.mark.parametrize('several', [False, True])
 def test_nothing_is_put_in_place_in_one_memory_nor_where_nothing_is_shared(several, monkeypatch):
     if several:
@@ -505,11 +501,10 @@ def test_the_graph_is_as_it_is_without_sharing_where_nothing_is_trained(devices)
     assert graphs[0] == graphs[1]
 
 
-@modes
-@workers
-def test_a_parameter_may_be_changed_when_the_pass_has_ended(devices, mode):
+@cpu_or_accelerators
+def test_a_parameter_may_be_changed_when_the_pass_has_ended(devices):
     """The copy has the earlier values, however late the device runs it."""
-    gpipe = pipe(two(size=64), devices(2), checkpoint=mode)
+    gpipe = pipe(two(size=64), devices(2), checkpoint='except_last')
     weight, x = gpipe[0].weight, rows(7, 64)
     reference = weight.detach().cpu().clone()
     for _ in range(3):

@@ -9,17 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices, one_worker, places, workers
-from tests.helpers import (
-    MODES,
-    Spy,
-    assert_same,
-    call,
-    gradients,
-    in_two_memories,
-    micro_batches,
-    modes,
-)
+from tests.devices import devices, places
+from tests.helpers import Spy, assert_same, call, gradients, in_two_memories, micro_batches
+from tests.marks import MODES
 from tests.project.refusals import Pop, Stash
 from torchgpipe import GPipe, no_recompute
 from torchgpipe.balance import balance_by_size, balance_by_time, profile
@@ -87,13 +79,12 @@ def train(reference, gpipe, batches, make_optimizer=OPTIMIZERS['SGD'], tolerance
         assert_same([call(gpipe, x).cpu()], [reference(x)], tolerance)
 
 
-@modes
 @layouts
 @pytest.mark.parametrize('optimizer', OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_embedding_and_a_head(layout, mode, optimizer):
+def test_an_embedding_and_a_head(layout, optimizer):
     model = language_model()
     reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [2, 3], devices=devices_of(layout), chunks=3, checkpoint=mode)
+    gpipe = GPipe(model, [2, 3], devices=devices_of(layout), chunks=3, checkpoint='except_last')
     weight = gpipe[0].weight
     train(reference, gpipe, [tokens(), tokens(6), tokens(2)], optimizer)
     assert gpipe[4].weight is gpipe[0].weight is weight
@@ -134,7 +125,6 @@ def scales(number):
     return nn.Sequential(first, *[Scale(first.weight, first.table) for _ in range(number - 1)])
 
 
-@modes
 @pytest.mark.parametrize(
     'layout',
     [
@@ -142,7 +132,7 @@ def scales(number):
         *(pytest.param(letters, marks=pytest.mark.accelerator) for letters in ('aaaa', 'acac')),
     ],
 )
-def test_a_parameter_and_a_buffer_in_four_partitions(layout, mode):
+def test_a_parameter_and_a_buffer_in_four_partitions(layout):
     model = scales(4).double()
     gpipe = GPipe(
         copy.deepcopy(model),
@@ -151,19 +141,22 @@ def test_a_parameter_and_a_buffer_in_four_partitions(layout, mode):
             f'cpu:{j}' if device == 'cpu' else device for j, device in enumerate(places(layout))
         ],
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     assert [name for name, _ in gpipe.named_parameters()] == ['0.weight']
     train(model, gpipe, [torch.rand(7, 4).double() for _ in range(3)])
 
 
-@modes
 @layouts
-def test_a_module_within_another_one(layout, mode):
+def test_a_module_within_another_one(layout):
     embedding = nn.Embedding(7, 4)
     model = nn.Sequential(embedding, nn.Linear(4, 4), nn.Tanh(), Tied(embedding)).double()
     gpipe = GPipe(
-        copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3, checkpoint=mode
+        copy.deepcopy(model),
+        [2, 2],
+        devices=devices_of(layout),
+        chunks=3,
+        checkpoint='except_last',
     )
     train(model, gpipe, [tokens(), tokens(5)])
 
@@ -180,13 +173,16 @@ class Last(nn.Module):
         return self.layer(x)[0]
 
 
-@modes
 @layouts
-def test_a_recurrent_layer_twice(layout, mode):
+def test_a_recurrent_layer_twice(layout):
     layer = Last(nn.LSTM(4, 4, batch_first=True))
     model = nn.Sequential(layer, nn.Tanh(), layer).double()
     gpipe = GPipe(
-        copy.deepcopy(model), [1, 2], devices=devices_of(layout), chunks=3, checkpoint=mode
+        copy.deepcopy(model),
+        [1, 2],
+        devices=devices_of(layout),
+        chunks=3,
+        checkpoint='except_last',
     )
     train(model, gpipe, [torch.randn(7, 3, 4, dtype=torch.double) for _ in range(3)])
     copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))
@@ -320,9 +316,8 @@ def test_copies_of_a_model_share_as_it_does(gpipe, copied):
 
 
 @apart
-@modes
-def test_functional_call(gpipe, mode):
-    gpipe.checkpoint = mode
+def test_functional_call(gpipe):
+    gpipe.checkpoint = 'except_last'
     own, plain, x = gpipe[0].weight, unwrapped(gpipe), tokens()
     given = {name: (x * 2).detach().requires_grad_() for name, x in plain.named_parameters()}
     expected = torch.func.functional_call(plain, given, (x,)).square().sum()
@@ -356,10 +351,9 @@ def test_buffers_stay_shared_when_their_type_changes(gpipe):
 
 
 @apart
-@modes
-def test_passes_and_mini_batches_before_a_step(gpipe, mode):
+def test_passes_and_mini_batches_before_a_step(gpipe):
     """Two passes are in flight, and gradients add up over two backward passes."""
-    gpipe.checkpoint = mode
+    gpipe.checkpoint = 'except_last'
     plain, inputs = unwrapped(gpipe), [tokens(), tokens(4), tokens()]
     losses = [[call(module, x).square().sum() for x in inputs] for module in (plain, gpipe)]
     for a, b, c in losses:
@@ -368,12 +362,10 @@ def test_passes_and_mini_batches_before_a_step(gpipe, mode):
 
 
 @pytest.mark.slow
-@cpu_only('PyTorch compiles nothing for the simulated accelerator')
 @STAND_INS
-@modes
 @pytest.mark.filterwarnings('ignore:The .grad attribute')  # torch.compile looks at it
 @pytest.mark.parametrize('how', ['partition', 'layer'])
-def test_compiled(gpipe, mode, how):
+def test_compiled(gpipe, how):
     """There is another copy in each pass, and nothing is compiled again for that."""
     graphs = []
 
@@ -382,7 +374,7 @@ def test_compiled(gpipe, mode, how):
         return graph.forward
 
     torch.compiler.reset()
-    gpipe.checkpoint = mode
+    gpipe.checkpoint = 'except_last'
     plain = copy.deepcopy(nn.Sequential(*gpipe))
     compiled = list(gpipe.partitions) if how == 'partition' else list(gpipe)
     for module in compiled:
@@ -407,13 +399,11 @@ def process_group():
     torch.distributed.destroy_process_group()
 
 
-@cpu_only('gloo is for the CPU')
 @STAND_INS
-@modes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='without torch.distributed')
-def test_in_several_processes(gpipe, mode, process_group):
+def test_in_several_processes(gpipe, process_group):
     """A gradient is ready once, when all of it is there."""
-    gpipe.checkpoint = mode
+    gpipe.checkpoint = 'except_last'
     reference = copy.deepcopy(nn.Sequential(*gpipe))
     model = nn.parallel.DistributedDataParallel(gpipe)
     for _ in range(2):
@@ -477,7 +467,7 @@ def test_an_error_names_all_places_of_a_layer_in_a_partition(devices):
     assert "layer '1' or '2'" in error.value.__notes__[0]
 
 
-@one_worker
+@devices
 def test_the_layer_that_changes_the_input_is_found_behind_one_that_stands_twice(devices):
     class Turn(nn.Module):
         def forward(self, x):
@@ -511,7 +501,7 @@ class Where(nn.Module):
         return self.layer(x) if len(x) == self.rows else x
 
 
-@workers
+@devices
 def test_a_layer_that_only_computes_runs_in_two_partitions_at_once(devices):
     meet = threading.Barrier(2, timeout=10)
     act = nn.Tanh()
@@ -525,19 +515,22 @@ def test_a_layer_that_only_computes_runs_in_two_partitions_at_once(devices):
         call(gpipe, torch.rand(3, 4))
 
 
-@modes
 @layouts
-def test_a_layer_that_is_kept_out_of_recomputation(layout, mode):
+def test_a_layer_that_is_kept_out_of_recomputation(layout):
     act, linear = nn.Tanh(), nn.Linear(4, 4)
     model = nn.Sequential(linear, act, nn.Sequential(nn.Linear(4, 4), act), linear).double()
     gpipe = GPipe(
-        copy.deepcopy(model), [2, 2], devices=devices_of(layout), chunks=3, checkpoint=mode
+        copy.deepcopy(model),
+        [2, 2],
+        devices=devices_of(layout),
+        chunks=3,
+        checkpoint='except_last',
     )
     no_recompute(gpipe[0]), no_recompute(gpipe[1])
     train(model, gpipe, [torch.randn(7, 4).double() for _ in range(3)])
 
 
-@workers
+@devices
 def test_a_layer_that_may_do_more_sees_one_micro_batch_after_the_other(devices):
     running, seen = [], []
 
@@ -555,14 +548,14 @@ def test_a_layer_that_may_do_more_sees_one_micro_batch_after_the_other(devices):
     assert seen == [(3, 1)] * 4 + [(2, 1)] * 4
 
 
-@cpu_only('on several devices it is refused')
-@modes
 @pytest.mark.parametrize('devices', [['cpu', 'cpu'], ['cpu:0', 'cpu:1']])
-def test_batch_norm_in_two_partitions(devices, mode):
+def test_batch_norm_in_two_partitions(devices):
     """As in the unwrapped model, given one micro-batch after the other."""
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices, chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2], devices=devices, chunks=3, checkpoint='except_last'
+    )
     for _ in range(3):
         x = torch.randn(8, 4, dtype=torch.double)
         torch.cat([model(part) for part in micro_batches(x, 3)]).square().sum().backward()
@@ -586,9 +579,8 @@ def test_a_layer_keeps_its_attributes_when_several_devices_recompute():
         assert act.__dict__ is own
 
 
-@modes
 @layouts
-def test_deferred_batch_norm_in_two_partitions(layout, mode):
+def test_deferred_batch_norm_in_two_partitions(layout):
     """Each place moves the statistics by its own mini-batch, the first place first."""
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm).double()
@@ -597,7 +589,7 @@ def test_deferred_batch_norm_in_two_partitions(layout, mode):
         [2, 2],
         devices=devices_of(layout),
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
         deferred_batch_norm=True,
     )
     assert gpipe[1] is gpipe[3] and type(gpipe[1]) is DeferredBatchNorm
@@ -656,7 +648,6 @@ def nested(layer):
     return GPipe(nn.Sequential(layer), [1], devices=['cpu'])
 
 
-@cpu_only('it patches which CPU devices have a memory of their own')
 def test_what_can_not_have_a_copy(monkeypatch):
     in_two_memories(monkeypatch)
     layer, tied = nn.Linear(4, 4), nn.Linear(4, 4)

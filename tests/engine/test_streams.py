@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.helpers import Spy
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import backward_order, plain_call, run, workers
 from torchgpipe.engine import streams as streams_module
 from torchgpipe.engine.checkpoint import recomputation
 from torchgpipe.engine.partition import Engine
-
-pytestmark = cpu_only('streams that take notes stand in for those of a device')
 
 
 class Streams:

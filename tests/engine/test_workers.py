@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.helpers import Child, Spy
 from torchgpipe import GPipe
 from torchgpipe.engine import workers as workers_module
 from torchgpipe.engine.workers import Worker, Workers, _stop
-
-pytestmark = cpu_only('workers of any device are the same threads')
 
 cpu = torch.device('cpu')
 
@@ -78,6 +75,7 @@ def test_workers_start_when_asked_for_and_end_with_their_owner():
     assert set(threading.enumerate()) == before
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_owner_also_by_the_garbage_collector():
     gc.collect()
     before = set(threading.enumerate())

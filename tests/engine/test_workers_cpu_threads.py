@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.devices import ACCELERATOR, cpu_only
+from tests.devices import ACCELERATOR
 from tests.helpers import Spy
 from torchgpipe import GPipe
-
-here = cpu_only('about the cores of the CPU')
 
 CPUS = ['cpu:0', 'cpu:1', 'cpu:2']
 
@@ -40,7 +38,6 @@ def call(gpipe):
     return gpipe(torch.rand(3, 1, device=gpipe.devices[0].type, requires_grad=True))
 
 
-@here
 @pytest.mark.parametrize('number, share', [(6, 2), (7, 2), (3, 1), (2, 1), (1, 1)])
 def test_workers_divide_the_threads_of_the_caller(number, share):
     gpipe, seen = spying()
@@ -49,7 +46,6 @@ def test_workers_divide_the_threads_of_the_caller(number, share):
     assert seen == [share] * 9 and torch.get_num_threads() == number
 
 
-@here
 def test_a_change_of_the_caller_s_number_follows():
     gpipe, seen = spying()
     for number in (6, 9, 6):
@@ -58,7 +54,6 @@ def test_a_change_of_the_caller_s_number_follows():
     assert seen == [2] * 9 + [3] * 9 + [2] * 9
 
 
-@here
 @pytest.mark.parametrize('chunks, share', [(1, 6), (2, 3), (3, 2), (4, 2)])
 def test_no_more_workers_divide_them_than_there_are_micro_batches(chunks, share):
     gpipe, seen = spying()
@@ -68,7 +63,6 @@ def test_no_more_workers_divide_them_than_there_are_micro_batches(chunks, share)
     assert seen == [share] * 3 * chunks
 
 
-@here
 def test_cells_that_take_turns_have_all_of_them_where_the_first_micro_batch_tells():
     seen = []
 
@@ -82,7 +76,6 @@ def test_cells_that_take_turns_have_all_of_them_where_the_first_micro_batch_tell
     assert seen == [2] * 3 + [6] * 6
 
 
-@here
 @pytest.mark.parametrize('devices', [['cpu'], ['cpu', 'cpu:0']])
 def test_one_worker_has_all(devices):
     gpipe, seen = spying(devices)
@@ -102,7 +95,6 @@ def test_workers_of_accelerators_count_for_nothing(devices, share):
     assert set(seen) == {share}
 
 
-@here
 def test_a_recomputation_has_as_many_as_its_first_pass():
     gpipe, seen = spying(checkpoint='always')
     torch.set_num_threads(6)
@@ -121,7 +113,6 @@ def number_of_a_new_thread():
     return found[0]
 
 
-@here
 def test_other_threads_begin_with_what_they_would_have_without_workers():
     gpipe, seen = spying()
     torch.set_num_threads(6)
@@ -129,7 +120,6 @@ def test_other_threads_begin_with_what_they_would_have_without_workers():
     assert set(seen) == {2} and number_of_a_new_thread() == 6
 
 
-@here
 @pytest.mark.parametrize(
     'chunks, function, workers',
     [(3, id, {'cpu:0', 'cpu:1'}), (1, id, set()), (3, F.dropout, set())],
@@ -152,7 +142,6 @@ def test_only_the_caller_has_more_than_a_share(chunks, function, workers):
     assert {name for name, _ in seen} == {'MainThread', *(f'torchgpipe-{w}' for w in workers)}
 
 
-@here
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_cells_that_draw_take_turns_and_have_all(mode):
     gpipe, seen = spying(function=F.dropout, checkpoint=mode)
@@ -161,7 +150,6 @@ def test_cells_that_draw_take_turns_and_have_all(mode):
     assert set(seen) == {6}
 
 
-@here
 def test_under_hooks_of_the_user_s_likewise():
     gpipe, seen = spying()
     torch.set_num_threads(6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, cpus, devices, workers
+from tests.devices import cpus, devices
 from tests.engine.steps import loss_of
 from tests.helpers import Spy, WeakLog, assert_same, gradients, on_first
 from tests.skip.layers import Pop
@@ -22,7 +22,7 @@ from torchgpipe.skip import skippable
 
 
 @pytest.mark.parametrize('after', ['nothing', 'a plain call'])
-@workers
+@devices
 def test_workers_work_at_the_same_time(devices, after):
     """In forward and, where its threads are the workers, in backward."""
     barriers = {'forward': threading.Barrier(2), 'backward': threading.Barrier(2)}
@@ -61,7 +61,6 @@ def test_workers_work_at_the_same_time(devices, after):
 
 
 @pytest.mark.slow
-@cpu_only('it is about threads of the host')
 def test_threads_may_take_steps_of_the_same_model():
     """None may come first on one worker and last on another."""
     gpipe = GPipe(
@@ -91,7 +90,7 @@ def test_threads_may_take_steps_of_the_same_model():
     assert len(taken) == 300
 
 
-@workers
+@devices
 def test_a_layer_can_not_take_a_step_of_the_model_that_runs_it(devices):
     models = []
     model = nn.Sequential(
@@ -105,7 +104,6 @@ def test_a_layer_can_not_take_a_step_of_the_model_that_runs_it(devices):
 
 
 @cpus
-@cpu_only('it is about what layers do')
 def test_a_skip_that_is_not_stashed(devices):
     @skippable(stash=['skip'])
     class Forgets(nn.Module):
@@ -118,7 +116,6 @@ def test_a_skip_that_is_not_stashed(devices):
         gpipe.step(x, x, loss_of)
 
 
-@cpu_only('it is about hooks of the calling thread')
 def test_hooks_that_a_fault_leaves_behind_are_taken_away():
     def fail(x):
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
@@ -193,7 +190,7 @@ def test_a_fault_at_each_action(devices, schedule, mode, error):
             gpipe.zero_grad()
 
 
-@workers
+@devices
 def test_no_action_starts_after_a_fault(devices, monkeypatch):
     stopped, calls = threading.Event(), []
     note = _Progress.fail
@@ -233,7 +230,7 @@ def test_no_action_starts_after_a_fault(devices, monkeypatch):
     assert alive.alive() == 0
 
 
-@workers
+@devices
 def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
     """Actions in flight finish. No further action starts, and nothing is added or kept."""
     stopping, calls, ended = threading.Event(), [], []

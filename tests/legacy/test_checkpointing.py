@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import ACCELERATOR, one_worker
+from tests.devices import ACCELERATOR, devices
 from tests.helpers import memory_of, nodes
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import current_node
@@ -45,7 +45,7 @@ def leaf(devices, *shape, dtype=None):
     return torch.rand(shape, dtype=dtype, device=devices.first, requires_grad=True)
 
 
-@one_worker
+@devices
 def test_each_call_is_recomputed_just_before_its_backward(devices):
     log = []
     a, b = leaf(devices, 1), leaf(devices, 1)
@@ -59,7 +59,7 @@ def test_each_call_is_recomputed_just_before_its_backward(devices):
     assert log == ['b:forward', 'b:backward', 'a:forward', 'a:backward']
 
 
-@one_worker
+@devices
 def test_recomputation_comes_before_the_gradient(devices):
     log = []
 
@@ -78,7 +78,7 @@ def test_recomputation_comes_before_the_gradient(devices):
     assert log == ['compute', 'recompute', 'gradient']
 
 
-@one_worker
+@devices
 def test_gradients_are_those_of_the_function(devices):
     function = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     function.to(devices.first)
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_function(devices):
     assert torch.autograd.gradcheck(partial(checkpoint, function), (x,))
 
 
-@one_worker
+@devices
 def test_no_activation_outlives_the_first_pass(devices):
     refs = []
 
@@ -102,7 +102,7 @@ def test_no_activation_outlives_the_first_pass(devices):
     assert refs[1].expired()
 
 
-@one_worker
+@devices
 def test_a_function_that_requires_no_grad(devices):
     checkpointing = Checkpointing(lambda x: x * 2, Batch(torch.rand(1, device=devices.first)))
     batch = checkpointing.checkpoint()
@@ -112,14 +112,14 @@ def test_a_function_that_requires_no_grad(devices):
     batch.tensor.backward()
 
 
-@one_worker
+@devices
 def test_a_parameter_that_the_function_closes_over(devices):
     x, a = torch.rand(1, device=devices.first), leaf(devices, 1)
     checkpoint(lambda x: x * a, x).backward()
     assert torch.equal(a.grad, x)
 
 
-@one_worker
+@devices
 def test_integers_and_constants_stay_out_of_the_graph(devices):
     def function(x):
         return x * 2, torch.ones_like(x, dtype=torch.bool), torch.rand(1, device=x.device)
@@ -129,7 +129,7 @@ def test_integers_and_constants_stay_out_of_the_graph(devices):
     y.backward()
 
 
-@one_worker
+@devices
 def test_integers_as_the_only_output(devices):
     assert checkpoint(lambda x: x.argmax(), leaf(devices, 3)).dtype == torch.long
 
@@ -160,7 +160,7 @@ def test_random_numbers_are_drawn_again(device):
     assert not torch.equal(torch.rand(1, device=device), after)
 
 
-@one_worker
+@devices
 def test_recomputation_leaves_the_generator_where_it_was(devices):
     y = checkpoint(nn.Dropout(0.5), leaf(devices, 5))
     state = torch.get_rng_state()
@@ -168,7 +168,7 @@ def test_recomputation_leaves_the_generator_where_it_was(devices):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@one_worker
+@devices
 def test_both_passes_know_which_they_are(devices):
     log = []
 
@@ -185,14 +185,14 @@ def test_both_passes_know_which_they_are(devices):
         assert (is_checkpointing(), is_recomputing()) == (True, False)
 
 
-@one_worker
+@devices
 def test_the_graph_has_one_node_of_each(devices):
     y = checkpoint(lambda x: x * 2, leaf(devices, 1))
     kinds = [type(node) for node, _ in y.grad_fn.next_functions]
     assert kinds == [Checkpoint._backward_cls, Recompute._backward_cls]
 
 
-@one_worker
+@devices
 def test_a_second_backward_raises_as_pytorch_does(devices):
     y = checkpoint(lambda x: x.exp(), leaf(devices, 1))
     y.backward()
@@ -200,7 +200,7 @@ def test_a_second_backward_raises_as_pytorch_does(devices):
         y.backward()
 
 
-@one_worker
+@devices
 def test_a_retained_graph_is_recomputed_again(devices):
     x = leaf(devices, 1)
     passes = []
@@ -216,7 +216,7 @@ def test_a_retained_graph_is_recomputed_again(devices):
     assert torch.equal(x.grad, first) and passes == [False, True, True]
 
 
-@one_worker
+@devices
 def test_gradients_of_some_inputs_only(devices):
     a, b = leaf(devices, 1), leaf(devices, 1)
     y = checkpoint(lambda x: x.exp() * b, a)
@@ -224,7 +224,7 @@ def test_gradients_of_some_inputs_only(devices):
     assert torch.allclose(grad, a.exp()) and a.grad is None
 
 
-@one_worker
+@devices
 def test_a_recomputation_runs_in_no_node_of_the_layers(devices):
     """It is not run while a node unpacks saved tensors, because PyTorch then holds its lock."""
     log = []
@@ -241,7 +241,7 @@ def test_a_recomputation_runs_in_no_node_of_the_layers(devices):
     assert log == [Checkpoint._backward_cls, Recompute._backward_cls]
 
 
-@one_worker
+@devices
 def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass(devices):
     x = leaf(devices, 3)
     y = checkpoint(torch.exp, x)
@@ -252,7 +252,7 @@ def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass(devices):
     assert torch.equal(x.grad, x.exp())
 
 
-@one_worker
+@devices
 def test_a_gradient_of_a_gradient(devices):
     x = leaf(devices, 4, dtype=torch.double)
     assert torch.autograd.gradgradcheck(
@@ -260,7 +260,7 @@ def test_a_gradient_of_a_gradient(devices):
     )
 
 
-@one_worker
+@devices
 def test_hooks_of_a_parameter_see_its_whole_gradient_once(devices):
     weight = leaf(devices, 3)
     calls = []
@@ -273,7 +273,7 @@ def test_hooks_of_a_parameter_see_its_whole_gradient_once(devices):
     assert weight.grad.tolist() == [1, 1, 1]  # 4, clamped; not four times 1
 
 
-@one_worker
+@devices
 def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice(devices):
     class Multiply(torch.autograd.Function):
         @staticmethod
@@ -302,7 +302,7 @@ def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice(devices):
     assert passes == [False, True, False]
 
 
-@one_worker
+@devices
 def test_an_in_place_change_of_what_a_node_saved_is_noticed(devices):
     def function(x):
         y = x.exp()  # saves its result
@@ -313,14 +313,14 @@ def test_an_in_place_change_of_what_a_node_saved_is_noticed(devices):
         y.backward()
 
 
-@one_worker
+@devices
 def test_an_in_place_change_of_the_input_raises(devices):
     y = checkpoint(lambda x: x.relu_(), leaf(devices, 1) * 1)
     with pytest.raises(RuntimeError, match='was changed in place; change a copy instead'):
         y.backward()
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('more, less', [(2, 1), (1, 2)])
 def test_another_path_is_noticed(devices, more, less):
     def function(x):
@@ -333,7 +333,7 @@ def test_another_path_is_noticed(devices, more, less):
         y.backward()
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'more, less, numbers',
     [
@@ -352,7 +352,7 @@ def test_another_path_to_the_same_values_is_noticed(devices, more, less, numbers
         y.sum().backward()
 
 
-@one_worker
+@devices
 def test_another_shape_is_noticed(devices):
     def function(x):
         return (x.repeat(2) if is_recomputing() else x).exp().sum()
@@ -362,7 +362,7 @@ def test_another_shape_is_noticed(devices):
         y.backward()
 
 
-@one_worker
+@devices
 def test_an_error_in_the_recomputation_keeps_its_type(devices):
     def function(x):
         if is_recomputing():
@@ -374,7 +374,7 @@ def test_an_error_in_the_recomputation_keeps_its_type(devices):
         y.backward()
 
 
-@one_worker
+@devices
 def test_what_no_node_asked_for_is_freed_at_the_end_of_backward(devices):
     refs = []
 
@@ -396,7 +396,7 @@ def test_what_no_node_asked_for_is_freed_at_the_end_of_backward(devices):
     assert refs and refs[0].expired()
 
 
-@one_worker
+@devices
 def test_what_a_custom_function_saved_is_freed_when_another_node_asks(devices):
     refs, alive = [], []
 
@@ -422,7 +422,7 @@ def test_what_a_custom_function_saved_is_freed_when_another_node_asks(devices):
     assert alive == [3, 2, 1]
 
 
-@one_worker
+@devices
 def test_the_graph_of_a_recomputation_is_freed_when_it_ends(devices):
     """Its nodes may own more than their saved tensors."""
     refs, log = [], []
@@ -448,7 +448,7 @@ def test_the_graph_of_a_recomputation_is_freed_when_it_ends(devices):
     assert log == [[True]]
 
 
-@one_worker
+@devices
 def test_what_is_needed_to_recompute_is_freed_by_backward(devices):
     function = nn.Linear(3, 3).to(devices.first)
     ref = weakref.ref(function)
@@ -460,7 +460,7 @@ def test_what_is_needed_to_recompute_is_freed_by_backward(devices):
     assert ref() is None
 
 
-@one_worker
+@devices
 def test_the_input_is_freed_by_backward(devices):
     x = leaf(devices, 3) * 1
     ref = memory_of(x)
@@ -471,7 +471,7 @@ def test_the_input_is_freed_by_backward(devices):
     assert ref.expired()
 
 
-@one_worker
+@devices
 def test_a_layer_that_asks_for_gradients_within_its_forward(devices):
     def force(x):
         with torch.enable_grad():
@@ -482,7 +482,7 @@ def test_a_layer_that_asks_for_gradients_within_its_forward(devices):
         checkpoint(force, leaf(devices, 3))
 
 
-@one_worker
+@devices
 def test_a_layer_that_asks_for_gradients_within_its_recomputation(devices):
     def function(x):
         y = x.exp()
@@ -495,7 +495,7 @@ def test_a_layer_that_asks_for_gradients_within_its_recomputation(devices):
         y.sum().backward()
 
 
-@one_worker
+@devices
 def test_hooks_that_an_interrupt_left_behind_in_a_recomputation_are_dropped(devices):
     def function(x):
         if is_recomputing():
@@ -510,7 +510,7 @@ def test_hooks_that_an_interrupt_left_behind_in_a_recomputation_are_dropped(devi
     assert ThreadState.capture().plain
 
 
-@one_worker
+@devices
 def test_a_recomputation_that_failed_can_be_tried_again(devices):
     state = {'fail': True}
 
@@ -528,7 +528,7 @@ def test_a_recomputation_that_failed_can_be_tried_again(devices):
     assert torch.allclose(x.grad, x.exp())
 
 
-@one_worker
+@devices
 def test_what_a_function_draws_is_drawn_again(devices):
     x = torch.rand(5, 5, requires_grad=True, device=devices.first)
     y = checkpoint(lambda x: nn.functional.dropout(x, 0.5), x)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.helpers import assert_same
 from tests.skip.layers import Pop, Stash
 from torchgpipe.gpipe import verify_module
@@ -35,7 +34,6 @@ def test_the_check_of_a_module_has_its_old_place():
         verify_module(nn.ReLU())
 
 
-@cpu_only('about the class of 0.0.7 and its threads')
 def test_a_pipeline_by_itself():
     before = set(threading.enumerate())
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
@@ -47,7 +45,6 @@ def test_a_pipeline_by_itself():
     assert set(threading.enumerate()) == before
 
 
-@cpu_only('about a table of names')
 @pytest.mark.parametrize('layout', [None, SkipLayout(2, {(None, 'skip'): (0, 1)})])
 def test_skips_are_found_in_the_layers_or_given(layout):
     partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.devices import ACCELERATOR, one_worker
+from tests.devices import ACCELERATOR, devices
 from torchgpipe.dependency import fork, join
 from torchgpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
 from torchgpipe.stream import CPUStream, default_stream
@@ -14,7 +14,7 @@ def streams(devices):
     return [default_stream(devices.first)] * 2
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('requires_grad', [True, False])
 @pytest.mark.parametrize('through_main', [True, False])
 @pytest.mark.parametrize('copied', [True, False])
@@ -33,7 +33,7 @@ def test_the_gradient_is_that_of_the_tensor_itself(devices, requires_grad, throu
     assert skip.grad is None if not requires_grad else skip.grad.tolist() == [1]
 
 
-@one_worker
+@devices
 def test_adjoint_identity(devices):
     x = torch.rand(5, dtype=torch.double, requires_grad=True, device=devices.first)
     portal = Portal(x, tensor_life=2)
@@ -43,7 +43,7 @@ def test_adjoint_identity(devices):
     assert torch.equal((y * v).sum(), (x * x.grad).sum())
 
 
-@one_worker
+@devices
 def test_a_gradient_of_a_gradient(devices):
     x = torch.tensor([3.0], requires_grad=True, device=devices.first)
     portal = Portal(x * 1, tensor_life=2)
@@ -52,7 +52,7 @@ def test_a_gradient_of_a_gradient(devices):
     assert torch.autograd.grad(grad, x)[0].item() == 18
 
 
-@one_worker
+@devices
 def test_a_tensor_that_is_popped_and_not_used_gets_no_gradient(devices):
     x = torch.rand(1, requires_grad=True, device=devices.first)
     portal = Portal(x, tensor_life=2)
@@ -62,7 +62,7 @@ def test_a_tensor_that_is_popped_and_not_used_gets_no_gradient(devices):
     assert x.grad is None
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('life, uses', [(0, ''), (1, 'b'), (2, 'bo'), (3, 'boo'), (4, 'boob')])
 def test_a_tensor_lives_as_long_as_it_says(devices, life, uses):
     tensor = torch.rand(1, requires_grad=True, device=devices.first)
@@ -86,7 +86,7 @@ def test_a_tensor_lives_as_long_as_it_says(devices, life, uses):
             ask()
 
 
-@one_worker
+@devices
 def test_a_tensor_stashed_again_lives_for_one_use(devices):
     portal = Portal(torch.rand(1, requires_grad=True, device=devices.first), 3)
     phony = portal.blue()
@@ -96,7 +96,7 @@ def test_a_tensor_stashed_again_lives_for_one_use(devices):
     assert portal.tensor is None
 
 
-@one_worker
+@devices
 def test_a_gradient_is_used_once(devices):
     portal = Portal(None, 1)
     grad = torch.rand(1, device=devices.first)
@@ -114,7 +114,7 @@ def test_none_makes_no_node(monkeypatch):
     assert portal.tensor_life == 0
 
 
-@one_worker
+@devices
 def test_the_waiting_tensor_does_not_own_a_graph(devices):
     portal = Portal(torch.rand(1, requires_grad=True, device=devices.first) * 2, 2)
     phony = portal.blue()

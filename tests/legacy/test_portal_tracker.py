@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.devices import one_worker
+from tests.devices import devices
 from torchgpipe.checkpoint import enable_checkpointing, enable_recomputing
 from torchgpipe.microbatch import Batch
 from torchgpipe.skip import tracker as tracker_module
@@ -44,7 +44,7 @@ def test_a_portal_is_reused(tracker):
     assert tracker.portals[None, 'far'] is portal and tracker.load(batch, None, 'far').item() == 0
 
 
-@one_worker
+@devices
 def test_tensor_life_without_checkpointing(devices, tracker):
     stream = default_stream(devices.first)
     tracker.save(batch, None, 'far', torch.ones(1, device=devices.first))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, places
+from tests.devices import places
 from tests.helpers import assert_same, gradients
 from tests.sequential.transformers import GPT, GPTConfig
 from torchgpipe import Arguments, GPipe
@@ -66,7 +66,6 @@ class Count(nn.Module):
         return self.last(y)
 
 
-@cpu_only('the same on all devices')
 def test_numbers_are_those_of_the_model():
     model, reference = gpt(), gpt()
     model.hf_device_map = reference.hf_device_map = {'': 'cpu'}
@@ -87,7 +86,6 @@ def test_numbers_are_those_of_the_model():
     assert model.hf_device_map is reference.hf_device_map
 
 
-@cpu_only('the same on all devices')
 @pytest.mark.parametrize('frozen', [False, True])
 def test_modes_are_those_of_the_model(frozen):
     model, reference = gpt(0.5), gpt(0.5).eval()
@@ -104,7 +102,7 @@ def test_modes_are_those_of_the_model(frozen):
                 assert_same(model(**BATCH), reference(**BATCH))
 
 
-@cpu_only('the same on all devices')
+@pytest.mark.slow
 def test_a_copy_has_a_pipeline_of_its_own():
     model = gpt()
     pipeline = pipeline_of(model)
@@ -149,7 +147,6 @@ def test_buffers_that_were_moved():
     assert model.number.item() == pipeline.state_dict()['0.number'].item() == 3
 
 
-@cpu_only('the same on all devices')
 def test_parameters_of_a_model_on_meta():
     expected = gpt()
     with torch.device('meta'):
@@ -163,7 +160,6 @@ def test_parameters_of_a_model_on_meta():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@cpu_only('it is about names')
 def test_another_model():
     model = gpt()
     pipeline = pipeline_of(model)
@@ -183,7 +179,6 @@ def test_another_model():
         pipeline.in_place_of(model).__enter__()
 
 
-@cpu_only('it is about arguments')
 @pytest.mark.parametrize(
     'change',
     [
@@ -205,7 +200,7 @@ def test_tensors_that_are_replaced_meanwhile(change):
             model(torch.rand(4, 3))
 
 
-@cpu_only('it is about arguments')
+@pytest.mark.slow
 def test_a_call_unlike_the_sample():
     model = gpt()
     with pipeline_of(model).in_place_of(model):
@@ -215,7 +210,6 @@ def test_a_call_unlike_the_sample():
     assert model(IDS).loss is None
 
 
-@cpu_only('it is about shapes and types')
 def test_another_model_on_meta():
     pipeline = pipeline_of(gpt())
     with torch.device('meta'):
@@ -224,7 +218,6 @@ def test_another_model_on_meta():
                 pipeline.in_place_of(other).__enter__()
 
 
-@cpu_only('it is about attributes')
 def test_a_model_with_a_forward_of_its_own():
     model = gpt()
     pipeline = pipeline_of(model)

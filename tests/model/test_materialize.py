@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from benchmarks.harness.live import LiveTensors
-from tests.devices import DEVICES, cpu_only, devices, one_worker
+from tests.devices import DEVICES, devices
 from tests.helpers import assert_same, call, gradients
-from tests.whole import first
+from tests.marks import slow_after
 from torchgpipe import GPipe
 from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
@@ -149,7 +149,7 @@ def test_initial_values_are_those_of_the_model_built_on_the_cpu(devices):
     assert_same([call(gpipe.double().eval(), x)], [plain.double().eval()(x)])
 
 
-@one_worker
+@devices
 def test_within_the_context_of_another_device(devices):
     torch.manual_seed(1)
     plain = network()
@@ -160,7 +160,7 @@ def test_within_the_context_of_another_device(devices):
     assert_equal(gpipe, plain)
 
 
-@one_worker
+@devices
 def test_training_goes_on_as_usual(devices):
     torch.manual_seed(1)
     plain = network()
@@ -177,7 +177,7 @@ def test_training_goes_on_as_usual(devices):
     assert_same([x.cpu() for x in gpipe.buffers()], plain.buffers(), 1e-10)
 
 
-@one_worker
+@devices
 def test_what_has_a_value_keeps_it(devices):
     real = nn.Linear(4, 4)
     expected = real.weight.detach().clone()
@@ -189,7 +189,7 @@ def test_what_has_a_value_keeps_it(devices):
     assert not any(x.is_meta for x in module.parameters())
 
 
-@one_worker
+@devices
 def test_a_module_that_would_reset_what_has_a_value_is_not_asked(devices):
     scaled = on_meta(Scaled)
     scaled.norm = nn.BatchNorm1d(4)
@@ -216,7 +216,7 @@ def tied():
     return model
 
 
-@one_worker
+@devices
 def test_shared_tensors_stay_one(devices):
     torch.manual_seed(1)
     plain = tied()
@@ -229,7 +229,7 @@ def test_shared_tensors_stay_one(devices):
     assert_equal(gpipe, plain)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('name', ['0.0.weight', '0.2.weight', '3.weight'])
 def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices, name):
     plain = tied()
@@ -240,7 +240,7 @@ def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices, name):
     assert_equal(gpipe, plain)
 
 
-@one_worker
+@devices
 def test_requires_grad_strides_and_mode_stay(devices):
     module = on_meta(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(4, 4)))
     module[0].requires_grad_(False).to(memory_format=torch.channels_last)
@@ -290,7 +290,6 @@ def test_what_gets_no_value_is_named(make, name):
     assert name in str(error.value) and "'0." not in str(error.value)
 
 
-@cpu_only('values are drawn on the CPU')
 def test_a_reset_that_writes_where_pytorch_does_not_count():
     class Data(nn.Module):
         def __init__(self):
@@ -358,7 +357,6 @@ def test_weights(devices, kind, make, tmp_path):
     assert_equal(gpipe, plain)
 
 
-@cpu_only('values are drawn on the CPU')
 @pytest.mark.parametrize('kind', KINDS[1:])
 def test_weights_in_a_folder(kind, tmp_path):
     plain = network()
@@ -367,7 +365,6 @@ def test_weights_in_a_folder(kind, tmp_path):
     assert_equal(GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path), plain)
 
 
-@cpu_only('values are drawn on the CPU')
 def test_folders_without_one_file_of_weights(tmp_path):
     with pytest.raises(FileNotFoundError, match='has no weights'):
         GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path)
@@ -393,7 +390,6 @@ def draw(module):
         nn.init.zeros_(module.bias)
 
 
-@cpu_only('values are drawn on the CPU')
 def test_values_of_a_constructor_are_not_replaced_silently():
     with torch.device('meta'):
         model = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
@@ -420,7 +416,6 @@ def zeros():
     return layer
 
 
-@cpu_only('values are drawn on the CPU')
 @pytest.mark.parametrize(
     'make',
     [
@@ -439,7 +434,6 @@ def test_values_that_took_the_place_of_the_first_ones(make):
         GPipe(model, [1], devices=['cpu'])
 
 
-@cpu_only('values are drawn on the CPU')
 def test_buffers_that_weights_leave_out_begin_at_zero():
     """Batch normalization of older checkpoints has no number of mini-batches."""
     state = nn.Sequential(nn.BatchNorm1d(400)).state_dict()
@@ -469,7 +463,6 @@ class Reads(Mapping):
         return len(self.weights)
 
 
-@cpu_only('values are drawn on the CPU')
 def test_each_tensor_is_read_once():
     """Also a buffer that is in no state dict: such files may be large and far away."""
     plain = nn.Sequential(Table(), nn.Linear(4, 4))
@@ -481,7 +474,6 @@ def test_each_tensor_is_read_once():
     assert torch.equal(gpipe[0].table, plain[0].table)
 
 
-@cpu_only('values are drawn on the CPU')
 def test_a_function_gives_what_no_reset_gives():
     def ones(module):
         if isinstance(module, Scale):
@@ -500,7 +492,6 @@ def test_a_function_gives_what_no_reset_gives():
     assert GPipe(nn.Sequential(Scale()), [1], devices=['cpu'], init=ones)[0].scale.eq(1).all()
 
 
-@cpu_only('values are drawn on the CPU')
 def test_a_seed_gives_each_layer_its_own_values():
     def made(n, seed):
         with torch.device('meta'):
@@ -561,7 +552,6 @@ def pretrained(monkeypatch):
     return Model
 
 
-@cpu_only('values are drawn on the CPU')
 @pytest.mark.parametrize('grain', ['layer', 'operation'])
 def test_a_model_that_initializes_its_modules(pretrained, grain):
     """Also modules that the conversion takes apart, by their classes in the model."""
@@ -581,7 +571,6 @@ def test_a_model_that_initializes_its_modules(pretrained, grain):
     assert not any('original' in layer.__dict__ for layer in model)
 
 
-@cpu_only('values are drawn on the CPU')
 def test_a_model_that_was_changed_after_it_initialized_its_modules(pretrained):
     with torch.device('meta'):
         model = nn.Sequential(pretrained())
@@ -590,7 +579,6 @@ def test_a_model_that_was_changed_after_it_initialized_its_modules(pretrained):
         GPipe(model, [1], devices=['cpu'])
 
 
-@cpu_only('values are drawn on the CPU')
 def test_modules_without_the_model_that_initializes_them(pretrained):
     with torch.device('meta'):
         model = nn.Sequential(pretrained().first)
@@ -601,7 +589,6 @@ def test_modules_without_the_model_that_initializes_them(pretrained):
     assert GPipe(whole, [1], devices=['cpu'])[0].first.table.eq(3).all()
 
 
-@cpu_only('values are drawn on the CPU')
 def test_modules_of_a_file_that_imports_such_a_model(pretrained, monkeypatch):
     class Block(nn.Module):
         def __init__(self):
@@ -737,7 +724,7 @@ GPipe(model, [8, 8], devices=['cpu'] * 2, weights=weights)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads what Linux says of a process')
-@pytest.mark.parametrize('kind', first(1, KINDS[1:]))
+@pytest.mark.parametrize('kind', slow_after(1, KINDS[1:]))
 def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):
     state = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)]).state_dict()
     path = save(tmp_path, state, kind)

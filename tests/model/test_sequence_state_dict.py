@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, workers
+from tests.devices import devices
 from tests.helpers import assert_same, call
 from torchgpipe import GPipe
-
-pytestmark = cpu_only('names are the same, wherever the tensors are')
 
 
 def make(seed=0):
@@ -41,7 +39,7 @@ def test_keys_order_and_metadata_are_those_of_the_module():
     assert_same(wrapped.values(), plain.values())
 
 
-@workers
+@devices
 @pytest.mark.parametrize('deferred', [False, True])
 @pytest.mark.parametrize('balance', [[5], [1, 4], [1, 1, 1, 1, 1]])
 def test_states_move_between_wrapped_and_unwrapped_and_balances(devices, balance, deferred):
@@ -107,7 +105,7 @@ def test_loading_leaves_the_given_state_alone():
     assert list(old) == keys
 
 
-@workers
+@devices
 @pytest.mark.parametrize(
     'optimizer',
     [lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), lambda ps: torch.optim.Adam(ps, 0.1)],

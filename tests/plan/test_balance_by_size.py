@@ -3,10 +3,7 @@
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe.balance import balance_by_size
-
-pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 
 class Expand(nn.Module):

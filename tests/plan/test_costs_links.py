@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.devices import workers
+from tests.devices import devices
 from torchgpipe.plan import Costs, Link, StageCosts, costs, measure_links, plan, simulate
 from torchgpipe.schedule import make
 
@@ -14,7 +14,7 @@ def seconds(monkeypatch):
     monkeypatch.setattr(costs, '_seconds', lambda x, target: 1 + x.numel() / 2**20)
 
 
-@workers
+@devices
 def test_links_of_devices(devices, seconds):
     one, other, *_ = names = devices.distinct(2)
     matrix = measure_links(names)
@@ -29,13 +29,13 @@ def test_links_of_devices(devices, seconds):
     assert measure_links(['cpu:3', other])[0][1].latency > 0
 
 
-@workers
+@devices
 def test_a_copy_takes_time(devices):
     matrix = measure_links(devices.distinct(2))
     assert (matrix[0][1].latency > 0) is devices.are_accelerators
 
 
-@workers
+@devices
 def test_a_plan_measures_links(devices, seconds):
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
     found = plan(model, torch.rand(8, 8), devices=devices.distinct(2), timeout=0.01, chunks=[2])
@@ -48,7 +48,7 @@ def test_latency_is_paid_by_each_copy():
     assert slow.seconds == simulate(schedule, Costs(stages)).seconds + 2 * 0.5
 
 
-@workers
+@devices
 def test_both_devices_have_ended_when_the_clock_is_read(devices, monkeypatch):
     log = []
 

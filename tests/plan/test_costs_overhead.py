@@ -3,18 +3,18 @@
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, workers
+from tests.devices import devices
 from torchgpipe.plan import costs, measure_overhead, plan
 
 
-@workers
+@devices
 def test_only_workers_on_the_cpu_share_the_interpreter(devices):
     found = measure_overhead(devices.distinct(2))
     assert [*found] == ([] if devices.are_accelerators else [*'FBIWR'])
     assert devices.are_accelerators or min(found['F'], found['B']) > 0
 
 
-@workers
+@devices
 def test_a_plan_counts_it(devices, monkeypatch):
     monkeypatch.setattr(costs, '_each', lambda run: 2.0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -39,7 +39,6 @@ def test_it_is_what_one_more_micro_batch_takes(monkeypatch):
     assert measure_overhead(['cpu:0', 'cpu:1']) == {'F': 3, 'B': 3, 'I': 4.5, 'W': 4.5, 'R': 5}
 
 
-@cpu_only('it is measured for the CPU')
 def test_the_global_generator_stays_where_it_was():
     before = torch.get_rng_state()
     measure_overhead(['cpu:0', 'cpu:1'])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile
 from torchgpipe.plan import (
@@ -26,8 +25,6 @@ from torchgpipe.plan.costs import LayerProfile
 from torchgpipe.plan.mesh_search import HOPELESS, SCHEDULES, MeshSearch, _Case
 from torchgpipe.plan.search import schedule_of
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
-
-pytestmark = cpu_only('it computes numbers')
 
 H100 = MACHINES['H100']
 GPT = Transformer(14, 2048, 16, 50304, 2048)
@@ -76,6 +73,7 @@ def test_no_bound_is_above_the_simulation(one, overlap):
     assert bytes <= max(all.peak_bytes)
 
 
+@pytest.mark.slow
 def test_the_best_of_all():
     """A search with bounds finds the plan that simulating each candidate finds."""
     options = {'machine': H100, 'batch': 64, 'micro_batches': (1, 2, 4), 'virtual': 2}
@@ -210,6 +208,7 @@ def test_a_part_of_the_memory_is_for_others_by_default():
         assert (found.peaks == free.peaks) is fits and max(found.peaks) <= 0.9 * machine.memory
 
 
+@pytest.mark.slow
 def test_a_refusal_has_the_least_memory_that_is_possible():
     def refusal(limit, **options):
         with pytest.raises(ValueError, match='takes at least') as error:
@@ -435,6 +434,7 @@ def test_devices_or_a_mesh():
         plan(replace(GPT, dtype='int8'), mesh=2, machine=H100, batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('devices', [64, 4096])
 def test_gpt3_on_many_devices(devices):
     """Megatron's way is near: tensor parallel within a host, pipelines over hosts."""

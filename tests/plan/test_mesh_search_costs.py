@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.plan.test_mesh_search import GPT, H100, case, measured
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
 from torchgpipe.plan import Link, Machine, ParameterBytes, Transformer, plan
 from torchgpipe.plan.costs import TieProfile
 from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _virtual
-
-pytestmark = cpu_only('it computes numbers')
 
 #: By a half, so that a group over hosts has a slower link.
 HALF = replace(H100, devices_per_host=4)

@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.devices import cpu_only
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
 from torchgpipe.plan import MACHINES, Link, ParameterBytes, plan, simulate
 from torchgpipe.plan.costs import TieProfile
 from torchgpipe.plan.mesh_search import MeshSearch, _cases
 from torchgpipe.plan.search import schedule_of
 from torchgpipe.schedule import NAMES
-
-pytestmark = cpu_only('it computes numbers')
 
 STATES = [ParameterBytes(), ParameterBytes(4, 4, 8), ParameterBytes(8, 8, 16)]
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from tests.marks import slow_after
 from tests.plan.exhaustive import Orders
 from tests.schedule.queues import times_in_queues
 from tests.schedule.test_messages import stuck
-from tests.whole import first
 from torchgpipe.plan import Costs, Link, StageCosts, search_schedule, simulate
 from torchgpipe.plan.orders import _Listing
 from torchgpipe.schedule import NAMES, make
@@ -59,7 +59,8 @@ def best_named(costs, n, m, limit):
     return min(seconds, default=None)
 
 
-@pytest.mark.parametrize('ten', first(1, range(10)))
+@pytest.mark.slow
+@pytest.mark.parametrize('ten', slow_after(1, range(10)))
 def test_never_slower_than_the_best_named_one(ten):
     for seed in range(10 * ten, 10 * ten + 10):
         never_slower(*random_case(seed))
@@ -90,7 +91,8 @@ def never_slower(costs, n, m, limit):
     )
 
 
-@pytest.mark.parametrize('four', first(1, range(10)))
+@pytest.mark.slow
+@pytest.mark.parametrize('four', slow_after(1, range(10)))
 def test_close_to_the_optimum(four):
     """No order of the actions takes less than 95 % of its time."""
     found = [
@@ -178,6 +180,7 @@ def test_stages_without_time():
     assert search_schedule(Costs([StageCosts(0.0, 0.0)] * 2), 2, 4).gain == 0
 
 
+@pytest.mark.slow
 def test_little_effort_tries_the_named_schedules(monkeypatch):
     costs, runs, run = random_costs(random.Random(0), 8), [], _Listing.run
     monkeypatch.setattr(_Listing, 'run', lambda self: runs.append(0) or run(self))

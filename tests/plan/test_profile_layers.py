@@ -7,12 +7,10 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.devices import ACCELERATOR, cpu_only
+from tests.devices import ACCELERATOR
 from tests.plan.models import MODELS, resnet
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, balance_by_size, balance_by_time, profile
-
-pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 
 @pytest.mark.parametrize('make', MODELS)

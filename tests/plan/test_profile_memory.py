@@ -6,14 +6,11 @@ import torch
 from torch import nn
 
 from benchmarks.harness.live import LiveTensors
-from tests.devices import cpu_only
 from tests.plan.models import unet
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.balance import profile
 from torchgpipe.skip import skippable, stash
-
-pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 KIB = 1024
 

@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from tests.clock import Timed
-from tests.devices import cpu_only
 from tests.plan.models import frozen
 from torchgpipe.balance import balance_by_time, profile
 from torchgpipe.base.structure import bare
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.plan.profile import as_a_worker, profile_bytes
-
-pytestmark = cpu_only('the clock that a test moves is that of the host')
 
 #: Seconds for a number of samples, of 32 samples and of none.
 SECONDS = {

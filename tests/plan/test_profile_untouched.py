@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 import torchgpipe.balance
-from tests.devices import cpu_only
 from tests.plan.models import MODELS
 from torchgpipe.balance import balance_by_size, profile
 from torchgpipe.plan.profile import layerwise_sandbox
 from torchgpipe.skip.transfer import current_skip_tracker
-
-pytestmark = cpu_only('the same of any device; on accelerators in test_profile_layers.py')
 
 
 @pytest.mark.parametrize('make', MODELS)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases import cases
-from tests.devices import cpu_only, workers
+from tests.devices import devices
 from torchgpipe import GPipe
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
 from torchgpipe.plan import Link, Plan, plan
@@ -182,7 +181,6 @@ def test_near_the_closest_one_there_may_be_one_that_fits(monkeypatch):
         plan(costs, memory_limit=limits, **options)
 
 
-@cpu_only('accelerators have no intra-op threads')
 @pytest.mark.parametrize(
     'devices, share', [(['cpu:0', 'cpu:1'], 2), ([f'cpu:{j}' for j in range(5)], 1), (['cpu'], 4)]
 )
@@ -262,9 +260,8 @@ def test_links():
     assert slow.seconds > fast.seconds + 1
 
 
-@cases(
-    'options, what',
-    [
+def test_bad_input():
+    for options, what in [
         ({'devices': []}, 'devices must be one or more'),
         ({'devices': ['cpu', 'cpu:0']}, 'each of them once'),
         ({'devices': ['nowhere']}, "unknown device 'nowhere'"),
@@ -276,11 +273,9 @@ def test_links():
         ({'devices': GPUS, 'memory_limit': [1]}, 'memory_limit has 1 entries for 2 devices'),
         ({'devices': GPUS, 'memory_limit': -1}, 'memory_limit must be a number of bytes'),
         ({'devices': [f'cuda:{k}' for k in range(7)]}, 'shorter than intended partitions'),
-    ],
-)
-def test_bad_input(options, what):
-    with pytest.raises(ValueError, match=what):
-        plan(made_up(6), **options)
+    ]:
+        with pytest.raises(ValueError, match=what):
+            plan(made_up(6), **options)
 
 
 def test_fewer_layers_than_devices_are_refused():
@@ -318,7 +313,7 @@ def squares(output, target):
     return (output - target).square().mean()
 
 
-@workers
+@devices
 @pytest.mark.parametrize('name', ['plain call', '1f1b', 'zb-h1', 'interleaved', 'zb-v', 'v-half'])
 def test_a_model_made_by_a_plan(devices, name):
     x, target = torch.rand(2, 16, 8, device=devices.first, dtype=torch.float64).unbind()
@@ -352,7 +347,8 @@ def test_a_model_made_by_a_plan(devices, name):
             assert torch.allclose(own.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
 
 
-@workers
+@pytest.mark.slow
+@devices
 def test_a_searched_order(devices):
     """It is faster than named schedules in the same memory, and survives JSON."""
     layers = [LayerProfile(str(k), 1.0 + k % 3, 2.0 + k % 2, 4, 0, 0, 100, 10) for k in range(8)]
@@ -382,7 +378,7 @@ def test_a_searched_order(devices):
         assert torch.allclose(own.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
 
 
-@cpu_only('errors do not depend on the device')
+@pytest.mark.slow
 def test_an_order_is_searched_where_no_named_schedule_fits():
     layers = [LayerProfile(str(k), 1.0, 2.0, 4, 0, 0, 120, 16) for k in range(8)]
     options = {
@@ -404,7 +400,6 @@ def test_an_order_is_searched_where_no_named_schedule_fits():
     assert found.costs.stages[-1].resident_bytes == 8 * found.balance[-1]
 
 
-@cpu_only('what is refused does not depend on the device')
 def test_what_a_model_refuses():
     sample = torch.rand(8, 8)
     found = plan(stack(), sample, devices=['cpu:0', 'cpu:1'], timeout=0.0, schedules=['1f1b'])
@@ -418,7 +413,6 @@ def test_what_a_model_refuses():
         model.step(sample, sample, nn.functional.mse_loss, schedule='auto')
 
 
-@cpu_only('it compares measurements of the CPU')
 def test_a_given_profile_is_as_good_as_the_model():
     module = stack()
     costs = profile(module, torch.rand(8, 8), device='cpu', timeout=0.0)

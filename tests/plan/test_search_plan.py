@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.plan.test_search import GPUS, made_up
 from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.plan import Link, Plan, plan
@@ -57,7 +56,6 @@ def test_something_else_is_not_a_plan(change):
         Plan.from_dict([])
 
 
-@cpu_only('workers of the CPU are measured')
 def test_a_plan_changes_nothing():
     """Generators, parameters, buffers, modes and the number of threads stay."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
@@ -80,7 +78,6 @@ def test_a_plan_changes_nothing():
         assert state() == before
 
 
-@cpu_only('workers of the CPU have parts of the threads')
 def test_backward_of_the_plain_call_has_all_threads(monkeypatch):
     """One thread runs it, so it is measured with all; other schedules with a worker's part."""
     threads, now = [], [4]

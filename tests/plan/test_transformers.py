@@ -7,11 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
-from tests.devices import cpu_only
 from torchgpipe.distributed import dry_run
 from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
-
-pytestmark = cpu_only('it computes numbers')
 
 A100 = MACHINES['A100']
 

@@ -5,11 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.devices import cpu_only
 from torchgpipe.plan import MACHINES, Link, Machine
 from torchgpipe.plan.transformers import Product
-
-pytestmark = cpu_only('it computes numbers')
 
 #: A machine with two devices on a host, and numbers that are easy to compute with.
 MACHINE = Machine(

@@ -15,11 +15,7 @@ import pytest
 
 import torchgpipe
 from benchmarks.harness.launch import launch
-from tests.cases import cases
-from tests.devices import cpu_only
 from tests.project.refusals import REFUSALS, UNWRAPPED
-
-pytestmark = cpu_only('what the documentation shows runs on the CPU')
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted(
@@ -193,16 +189,16 @@ def raised_by(program):
     return f'{raised.type.__name__}: {raised.value}'
 
 
-@cases('k', range(len(ERRORS)))
-def test_an_error_is_quoted_as_it_is(k):
-    error, quoted = raised_by(REFUSALS[k]), ERRORS[k][0]
-    if k in PYTORCHS:
-        assert error == raised_by(UNWRAPPED[PYTORCHS.index(k)])
-    else:
-        assert matches(error, f'{quoted}…')
+@pytest.mark.slow
+def test_an_error_is_quoted_as_it_is():
+    for k in range(len(ERRORS)):
+        error, quoted = raised_by(REFUSALS[k]), ERRORS[k][0]
+        if k in PYTORCHS:
+            assert error == raised_by(UNWRAPPED[PYTORCHS.index(k)])
+        else:
+            assert matches(error, f'{quoted}…')
 
 
-@cpu_only('the programs have devices in them')
 @pytest.mark.parametrize('k', PYTORCHS)
 def test_an_error_of_pytorch_s_own_has_the_way_out_in_a_note(k):
     with pytest.raises(Exception) as raised:
@@ -235,9 +231,9 @@ def leads_somewhere(path, anchor, page):
     return target.exists() and (not anchor or anchor in slugs(target))
 
 
-@cases('page', PAGES)
-def test_links_lead_somewhere(page):
-    assert broken(page.read_text(), page) == []
+def test_links_lead_somewhere():
+    for page in PAGES:
+        assert broken(page.read_text(), page) == []
 
 
 def test_a_link_that_leads_nowhere_would_be_found():

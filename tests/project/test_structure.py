@@ -3,11 +3,10 @@
 import ast
 from collections import Counter
 
-from tests.devices import cpu_only
+import pytest
+
 from tests.project.test_layers import layers
 from tests.project.test_openness import code_lines, tokens_of
-
-pytestmark = cpu_only('it reads files')
 
 PATHS = [*layers.FILES.values()]
 
@@ -49,6 +48,7 @@ def test_no_two_classes_have_one_name():
     )
 
 
+@pytest.mark.slow
 def test_imports_are_a_small_part_of_the_code():
     code, imports = map(sum, zip(*(lines_of(path.read_text()) for path in PATHS)))
     assert imports <= 0.08 * code

@@ -6,11 +6,8 @@ from itertools import product
 
 import pytest
 
-from tests.devices import cpu_only
 from tests.project.surface import ERRORS, PROMISES, REFUSED, SETTINGS, Setting
 from tests.shard.processes import Failure, outcomes, run
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 def kept(name):

@@ -3,7 +3,6 @@ promise."""
 
 import pytest
 
-from tests.cases import cases
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 from torchgpipe.schedule.schedule import steps
@@ -64,29 +63,29 @@ def test_stages_that_are_interleaved_divide_the_bubble(n, m, v):
         assert warm_up == min(m * v, 2 * (n - device - 1) + (v - 1) * n + 1)
 
 
-@cases('n', range(1, 9))
-def test_there_is_no_bubble(n):
-    for m in (2 * n - 1, 2 * n, 5 * n):
-        schedule = make('zb-v', n, m)
-        assert max(spans(schedule)) == 6 * m
-        # A micro-batch of one of its two stages is half of one of 1F1B's.
-        assert max(most_in_flight(row, 'W') for row in schedule.rows) <= 2 * n
-        assert max(spans(make('zb-h2', n, m))) == 3 * m
-    assert max(spans(make('zb-h1', n, 3 * n))) == 3 * 3 * n + n - 1
+def test_there_is_no_bubble():
+    for n in range(1, 9):
+        for m in (2 * n - 1, 2 * n, 5 * n):
+            schedule = make('zb-v', n, m)
+            assert max(spans(schedule)) == 6 * m
+            # A micro-batch of one of its two stages is half of one of 1F1B's.
+            assert max(most_in_flight(row, 'W') for row in schedule.rows) <= 2 * n
+            assert max(spans(make('zb-h2', n, m))) == 3 * m
+        assert max(spans(make('zb-h1', n, 3 * n))) == 3 * 3 * n + n - 1
 
 
-@cases('n', range(1, 12))
-def test_a_half_and_a_third_of_the_activations(n):
+def test_a_half_and_a_third_of_the_activations():
     """From four devices on, half is enough for a block every six steps, but not for five."""
-    for m in (1, 2, n, 2 * n, 4 * n):
-        half, least = make('v-half', n, m), make('v-min', n, m)
-        assert half.stages == least.stages == make('zb-v', n, m).stages
-        assert max(most_in_flight(row, 'W') for row in half.rows) <= max(2, n)
-        assert max(most_in_flight(row, 'W') for row in least.rows) <= max(2, 0.4 * 2 * n)
-        if n > 3 and n != 5:
-            assert max(spans(half)) <= 6 * m + 4 * n - (3 if n % 3 == 0 else 5)
-        if n == 10:
-            assert max(spans(least)) == max(spans(half))
+    for n in range(1, 12):
+        for m in (1, 2, n, 2 * n, 4 * n):
+            half, least = make('v-half', n, m), make('v-min', n, m)
+            assert half.stages == least.stages == make('zb-v', n, m).stages
+            assert max(most_in_flight(row, 'W') for row in half.rows) <= max(2, n)
+            assert max(most_in_flight(row, 'W') for row in least.rows) <= max(2, 0.4 * 2 * n)
+            if n > 3 and n != 5:
+                assert max(spans(half)) <= 6 * m + 4 * n - (3 if n % 3 == 0 else 5)
+            if n == 10:
+                assert max(spans(least)) == max(spans(half))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe import Arguments
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.effects import ids_within
-
-pytestmark = cpu_only('numbers are compared as on any device')
 
 
 class Model(nn.Module):

@@ -5,12 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.sequential.test_check_mixing import Loss, Several, contrastive, of_tokens, of_two_kinds
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-
-pytestmark = cpu_only('numbers are compared as on any device')
 
 
 def count(x, labels):

@@ -5,12 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.check import coarsest_tolerance, compare_parts, differences
-
-pytestmark = cpu_only('numbers are compared as on any device')
 
 
 class Model(nn.Module):

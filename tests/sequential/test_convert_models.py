@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from tests.devices import ACCELERATOR, DEVICES, cpu_only, cpus, devices
+from tests.devices import ACCELERATOR, DEVICES, cpus, devices
 from tests.sequential.models import BATCH, FULL, MODELS, PARAMETERS
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size
@@ -176,7 +176,6 @@ def train_both(devices, mode, chunks, n, model, sequential, sample):
     ],
 )
 @cpus
-@cpu_only('each accelerator has a random generator of its own, so dropout draws other numbers')
 def test_three_steps(devices, mode, chunks, n, name):
     train_both(devices, mode, chunks, n, *converted(name, dropout=0.1))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices
+from tests.devices import devices
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, from_stages, original_names
 
@@ -113,7 +113,6 @@ def test_stages(devices, sample):
     )
 
 
-@cpu_only('it looks at names')
 def test_a_stage_has_what_it_uses():
     net = Net()
     layers = from_stages(net, STAGES, torch.randint(10, (4, 5)))
@@ -135,7 +134,6 @@ def test_a_stage_has_what_it_uses():
             get()
 
 
-@cpu_only('it looks at layers')
 def test_submodules_and_layers_of_their_own_are_stages():
     model = nn.Module()
     model.first, model.last = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -159,7 +157,6 @@ def test_submodules_and_layers_of_their_own_are_stages():
         from_stages(model, ['first'], torch.randn(4, 4))
 
 
-@cpu_only('it compares numbers')
 def test_other_numbers_than_the_model_has():
     net, ids = Net(), torch.randint(10, (4, 5))
     with pytest.raises(ConversionError, match=r"in training: output\['words'\] by"):
@@ -187,7 +184,6 @@ def test_other_numbers_than_the_model_has():
         )
 
 
-@cpu_only('it copies')
 def test_copies_and_pickles():
     net, ids = Net(), torch.randint(10, (4, 5))
     layers = from_stages(net, STAGES, ids).eval()
@@ -198,7 +194,6 @@ def test_copies_and_pickles():
     assert net.places.dtype == torch.float
 
 
-@cpu_only('it does not run')
 def test_a_pipeline_of_what_is_not_sequential_says_whether_it_can_be():
     class Model(nn.Module):
         def __init__(self):
@@ -221,7 +216,6 @@ class Routed(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-@cpu_only('it does not run')
 def test_a_pipeline_of_what_can_not_be_sequential_says_why():
     with pytest.raises(TypeError, match=r'(?s)may make it one.*stops here.*if x.sum\(\) > 0'):
         GPipe(Routed(), [1], devices=['cpu'])

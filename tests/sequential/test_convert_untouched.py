@@ -7,11 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-
-pytestmark = cpu_only('about values of weights')
 
 
 class Normalized(nn.Linear):

@@ -6,12 +6,9 @@ from torch import nn
 
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet
-from tests.devices import cpu_only
 from torchgpipe import Arguments, GPipe
 from torchgpipe.balance import profile
 from torchgpipe.sequential import to_sequential
-
-pytestmark = cpu_only('how a model is cut does not depend on devices')
 
 
 def of(function, **modules):

@@ -7,13 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.sequential.models import MODELS
 from torchgpipe import Arguments, GPipe
 from torchgpipe.base.structure import call, flatten
 from torchgpipe.sequential import original_names, to_sequential
-
-pytestmark = cpu_only('how a model is cut does not depend on devices')
 
 
 class Block(nn.Module):

@@ -10,13 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, check, halves, sample
 from torchgpipe.sequential import ConversionError, to_sequential
 from torchgpipe.sequential.effects import UNKNOWN, UnknownValue
 from torchgpipe.sequential.operations import StepTracer
-
-pytestmark = cpu_only('what is recorded does not depend on devices')
 
 TABLES = {}
 HELD = SimpleNamespace(values=[])

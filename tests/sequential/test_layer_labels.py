@@ -7,15 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
+from tests.marks import slow
 from tests.sequential import models
 from tests.sequential.models import MODELS
-from tests.whole import first
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import to_sequential
 
 pytestmark = [
-    cpu_only('it is about losses, not where they are'),
     pytest.mark.filterwarnings('ignore:output.*neither'),
 ]
 
@@ -179,7 +177,7 @@ def assert_near(actual, expected):
 
 @language_models
 @pytest.mark.parametrize(
-    'sizes', first(1, [[(2, 2), (5, 4), (9, 2)], [(3, 2), (7, 3), (8, 8), (9, 4)]])
+    'sizes', [[(2, 2), (5, 4), (9, 2)], slow([(3, 2), (7, 3), (8, 8), (9, 4)])]
 )
 def test_a_mean_over_the_labels_of_the_mini_batch(name, sizes):
     """Of 2 to 9 rows, in micro-batches of 1 to 5, by the plain call and by a step."""

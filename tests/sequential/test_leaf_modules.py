@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.sequential.test_cuts import of
 from tests.sequential.test_record import Inner, Model, check, halves, sample
 from torchgpipe import GPipe
 from torchgpipe.sequential import ConversionError, original_names, to_sequential
-
-pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 def test_blocks_that_are_named_are_leaves():

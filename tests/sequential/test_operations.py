@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests.devices import cpu_only, devices
+from tests.devices import devices
 from tests.sequential.test_record import Inner, Model, check, sample
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-
-alone = cpu_only('what is recorded does not depend on devices')
 
 
 def looked_up(m, x):
@@ -33,7 +31,6 @@ def by_type_in_text(m, x):
     return x * (2 if str(x.shape) == 'torch.Size([4, 6])' else 3)
 
 
-@alone
 @pytest.mark.parametrize('function', [looked_up, by_membership, by_text], ids=lambda f: f.__name__)
 def test_a_size_that_is_looked_up_or_written_is_checked(function):
     class Any(nn.Module):
@@ -47,13 +44,11 @@ def test_a_size_that_is_looked_up_or_written_is_checked(function):
         layers(torch.ones(4, 5))
 
 
-@alone
 def test_a_batch_size_in_a_text_is_found_out():
     with pytest.raises(ConversionError, match='cannot be cut into micro-batches'):
         to_sequential(Model(by_type_in_text), sample())
 
 
-@alone
 def test_a_refusal_can_not_be_caught_by_the_program():
     def caught(m, x):
         try:
@@ -76,7 +71,6 @@ def test_a_refusal_can_not_be_caught_by_the_program():
     assert 'Inner' in [type(m).__name__ for m in check(model, sample()).modules()]
 
 
-@alone
 def test_a_step_that_fails_leaves_nothing_behind():
     def tried(m, x):
         try:
@@ -87,7 +81,6 @@ def test_a_step_that_fails_leaves_nothing_behind():
     check(Model(tried), sample())
 
 
-@alone
 def test_state_that_changes_in_each_call_is_found_out():
     model = Model(lambda m, x: x * next_number(m.state))
     model.state = SimpleNamespace(number=0)
@@ -100,7 +93,6 @@ def next_number(state):
     return state.number
 
 
-@alone
 def test_a_parameter_that_is_none_of_the_model_is_refused():
     model = Model(lambda m, x: x * m.extra[0])
     model.extra = [nn.Parameter(torch.randn(6))]
@@ -108,7 +100,6 @@ def test_a_parameter_that_is_none_of_the_model_is_refused():
         to_sequential(model, sample())
 
 
-@alone
 def test_an_object_with_a_part_of_the_model_in_it_is_refused():
     class Run(torch.autograd.Function):
         @staticmethod
@@ -135,7 +126,6 @@ def test_an_object_with_a_part_of_the_model_in_it_is_refused():
             del Model.run
 
 
-@alone
 def test_a_generator_is_refused():
     model = Model(lambda m, x: x * torch.rand(6, generator=generator))
     generator = torch.Generator()
@@ -143,7 +133,6 @@ def test_a_generator_is_refused():
         to_sequential(model, sample())
 
 
-@alone
 def test_threads_convert_one_after_the_other():
     results, start = [], threading.Barrier(3)
     models = [Model(halved) for _ in range(10)]  # made here, as that draws random numbers
@@ -166,7 +155,6 @@ def halved(m, x):
     return x.chunk(2, -1)[0].repeat(1, 2)
 
 
-@alone
 def test_an_object_with_tensors_in_it_is_refused():
     class Cache:
         def __init__(self, x):
@@ -180,7 +168,6 @@ def test_an_object_with_tensors_in_it_is_refused():
             to_sequential(model, sample())
 
 
-@alone
 def test_a_program_that_goes_by_elements_where_it_is_not_recorded():
     """In v0.9.0, the first call on the meta device raised, as of transformers with a mask."""
 
@@ -202,7 +189,6 @@ def test_modes_are_compared_on_the_meta_device():
     assert len(to_sequential(model.to('meta'), sample().to('meta'))) == 2
 
 
-@alone
 def test_one_tensor_for_two_arguments():
     class Attend(nn.Module):
         def __init__(self):
@@ -219,7 +205,6 @@ def test_one_tensor_for_two_arguments():
     assert torch.equal(layers(x, x + 1), model(x, x + 1))
 
 
-@alone
 def test_modes_around_a_conversion_do_not_matter():
     model, x = Model(halved), sample()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -228,7 +213,6 @@ def test_modes_around_a_conversion_do_not_matter():
         assert torch.equal(layers(x), model(x)) and layers(x).requires_grad
 
 
-@alone
 def test_hooks_of_the_model_itself_are_refused():
     model = Model(halved)
     model.register_forward_hook(lambda *args: None)
@@ -236,7 +220,6 @@ def test_hooks_of_the_model_itself_are_refused():
         to_sequential(model, sample())
 
 
-@alone
 def test_a_first_layer_for_nothing():
     class Late(nn.Module):
         def __init__(self):
@@ -250,7 +233,6 @@ def test_a_first_layer_for_nothing():
     assert len(to_sequential(Late(), sample(), check_sample=False)) == 2
 
 
-@alone
 def test_an_element_is_read_before_it_is_changed():
     def function(m, x):
         first = x[0, 0]
@@ -262,7 +244,6 @@ def test_an_element_is_read_before_it_is_changed():
     assert torch.equal(layers(sample()), model(sample()))
 
 
-@alone
 def test_a_shape_is_read_behind_a_change_also_without_a_sample():
     def function(m, x):
         x.unsqueeze_(1)
@@ -272,7 +253,6 @@ def test_a_shape_is_read_behind_a_change_also_without_a_sample():
     assert torch.equal(to_sequential(model)(sample()), model(sample()))
 
 
-@alone
 def test_stages_with_other_numbers_are_told_apart_from_graphs():
     model = Model(halved)
     with pytest.raises(ConversionError, match='made in the last stages'):

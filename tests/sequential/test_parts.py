@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.sequential.test_cuts import linears
 from tests.sequential.test_record import Model, check, halves, sample
 from torchgpipe import GPipe
 from torchgpipe.sequential import original_names, to_sequential
-
-pytestmark = cpu_only('names do not depend on devices')
 
 
 class Tied(nn.Module):

@@ -7,11 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.sequential import optimizer_state, original_names, to_sequential
-
-pytestmark = cpu_only('names do not depend on devices')
 
 IDS = torch.arange(12).view(4, 3)
 

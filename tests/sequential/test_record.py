@@ -15,12 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.base.structure import call, flatten_nested
 from torchgpipe.sequential import ConversionError, to_sequential
-
-pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 class Model(nn.Module):

@@ -7,12 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.sequential.test_record import Model, check, in_a_pipeline, sample
 from torchgpipe.sequential import ConversionError, to_sequential
-
-pytestmark = cpu_only('what is recorded does not depend on devices')
-
 
 # --- texts
 # -------------------------------------------------------------------------------------------------

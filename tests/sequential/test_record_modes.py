@@ -7,12 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, check, sample
 from torchgpipe import GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-
-pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.devices import cpu_only
 from tests.sequential.test_record import Inner, Model, halves, sample
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, to_sequential
-
-pytestmark = cpu_only('what is recorded does not depend on devices')
 
 
 class Keyed(Model):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import sample_of, to_sequential
 
@@ -116,7 +115,6 @@ def test_the_first_of_several_calls():
     assert torch.equal(sample_of(Recurrent(), 'cell', x).args[0], x + 1)
 
 
-@cpu_only('the arguments are on the devices of the model')
 def test_the_part_of_a_model_runs_as_a_pipeline():
     net, x = Net().double().eval(), torch.rand(8, 4, dtype=torch.float64)
     layers = to_sequential(net.body, sample_of(net, net.body, x))

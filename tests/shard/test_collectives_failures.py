@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import torchgpipe.shard as ts
+from tests.marks import slow
 from tests.shard.processes import Failure, outcomes, run
-from tests.whole import first
 from torchgpipe.shard import collectives
 
 
@@ -39,7 +39,8 @@ def fails(where, who):
         y.sum().backward()
 
 
-@pytest.mark.parametrize('where, who', first(1, [('forward', 1), ('backward', 0), ('forward', 3)]))
+@pytest.mark.slow
+@pytest.mark.parametrize('where, who', [('forward', 1), slow('backward', 0), slow('forward', 3)])
 def test_the_others_name_the_rank_that_raises(where, who):
     found = outcomes(4, fails, where, who)
     assert all(isinstance(each, Failure) for each in found)

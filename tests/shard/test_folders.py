@@ -14,16 +14,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from tests.devices import cpu_only
 from tests.distributed.failing import endings
 from tests.distributed.models import perceptron
 from tests.distributed.saving import World, adam, fresh, made, same, steps, values
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import load_checkpoint, save_checkpoint
 from torchgpipe.shard.folders import Writer, opened
-
-pytestmark = cpu_only('processes meet by gloo')
-
 
 # --- without waiting
 # ------------------------------------------------------------------------------------------------

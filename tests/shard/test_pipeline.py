@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchgpipe.shard as ts
+from tests.marks import slow
 from tests.shard.processes import Failure, outcomes, run
-from tests.whole import first
 from torchgpipe import GPipe
 
 CLASSES, WIDTH, HIDDEN, BATCH = 7, 6, 10, 6
@@ -103,7 +103,8 @@ def plain_calls():
             plain_call(EACH, mode, balance)
 
 
-@pytest.mark.parametrize('world', first(1, [2, 4]))
+@pytest.mark.slow
+@pytest.mark.parametrize('world', [2, slow(4)])
 def test_the_plain_call(world):
     run(world, plain_calls, group=world)
 
@@ -135,6 +136,7 @@ def mean_over_ranks(logits, y):
     return F.cross_entropy(ts.distributed.reduce(ts.distributed.copy(logits)) / size, y)
 
 
+@pytest.mark.slow
 def test_steps():
     run(2, steps, group=2)
 

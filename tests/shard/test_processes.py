@@ -86,6 +86,7 @@ def hang():
         time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_return_are_named():
     with pytest.raises(TimeoutError, match=r'ranks \[1, 3\]'):
         run(4, hang, timeout=5)

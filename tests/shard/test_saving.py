@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import torchgpipe.shard as ts
+from tests.marks import slow
 from tests.shard.plain import give_gradients, pair, whole
 from tests.shard.processes import outcomes, run
 from tests.shard.test_state_dict import Net, optimizers, regroup, same, same_states, stepped
-from tests.whole import first
 
 
 def loaded(folder, sizes):
@@ -37,9 +37,7 @@ def loaded(folder, sizes):
     return plain.state_dict(), [optimizer.state_dict() for optimizer in plain_optimizers]
 
 
-@pytest.mark.parametrize(
-    'world, group, sizes', first(2, [(2, 2, [2, 1]), (4, 2, [4]), (4, 4, [2])])
-)
+@pytest.mark.parametrize('world, group, sizes', [(2, 2, [2, 1]), (4, 2, [4]), slow(4, 4, [2])])
 def test_a_checkpoint_is_loaded_in_groups_of_another_size(world, group, sizes, tmp_path):
     run(world, loaded, str(tmp_path), sizes, group=group)
 

@@ -7,14 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.models import batch, perceptron
 from tests.distributed.test_layers_tensor import plan
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.shard.sums import clip
-
-pytestmark = cpu_only('processes meet by gloo')
 
 TYPES = (1.0, 2.0, float('inf'))
 

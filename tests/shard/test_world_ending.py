@@ -6,11 +6,9 @@ import time
 
 import pytest
 
-from tests.devices import cpu_only
 from torchgpipe.shard.world import THREADS
 
 pytestmark = [
-    cpu_only('gloo is on the CPU'),
     pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads'),
 ]
 

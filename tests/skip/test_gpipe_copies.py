@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
-from tests.helpers import modes, nodes
+from tests.devices import devices
+from tests.helpers import nodes
 from tests.skip.layers import Pop, Stash, StashLinear
 from tests.skip.models import WIDTH, build
 from torchgpipe import GPipe, is_recomputing
@@ -18,11 +18,10 @@ def copies(output):
 
 
 @devices
-@modes
-def test_one_copy_however_far_a_skip_goes(devices, mode):
+def test_one_copy_however_far_a_skip_goes(devices):
     model = nn.Sequential(StashLinear(), *[nn.Linear(4, 4) for _ in range(6)], Pop())
     for n, balance in ((2, [4, 4]), (4, [2, 2, 2, 2]), (8, [1] * 8)):
-        gpipe = GPipe(model, balance, devices=devices(n), chunks=3, checkpoint=mode)
+        gpipe = GPipe(model, balance, devices=devices(n), chunks=3, checkpoint='except_last')
         output = gpipe(torch.rand(6, 4, device=devices.first, requires_grad=True))
         places = [torch.device(device) for device in devices(n)]
         boundaries = [*zip(places, places[1:]), (places[0], places[-1])]
@@ -31,7 +30,7 @@ def test_one_copy_however_far_a_skip_goes(devices, mode):
         output.sum().backward()
 
 
-@one_worker
+@devices
 def test_the_partitions_between_never_see_a_skip(devices):
     seen = []
 
@@ -45,11 +44,10 @@ def test_the_partitions_between_never_see_a_skip(devices):
     assert seen == [(torch.Tensor, {})] * 2
 
 
-@one_worker
-@modes
-def test_none_makes_no_node(devices, mode):
+@devices
+def test_none_makes_no_node(devices):
     model = build([(0, 1)], {'s0': 'none'}, ['nothing', 'nothing'])
-    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=5, checkpoint=mode)
+    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=5, checkpoint='except_last')
     x = torch.rand(10, WIDTH, dtype=torch.double, requires_grad=True, device=devices.first)
     output = gpipe(x)
     assert copies(output) == (5 if devices.are_apart else 0)  # the batch's copies
@@ -57,7 +55,7 @@ def test_none_makes_no_node(devices, mode):
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-@one_worker
+@devices
 def test_recomputations_at_the_same_time_have_trackers_of_their_own(devices):
     seen = []
 

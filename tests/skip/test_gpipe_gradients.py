@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.devices import devices, one_worker
-from tests.helpers import MODES, assert_same, call, gradients, modes, train_both, train_twice
+from tests.devices import devices
+from tests.helpers import assert_same, call, gradients, train_both, train_twice
+from tests.marks import MODES
 from tests.skip.layers import Pop, StashLinear
 from tests.skip.models import KINDS, WIDTH, build, crossing
 from torchgpipe import GPipe
@@ -62,21 +63,25 @@ def test_random_layouts(devices, model, chunks, size, modes, input_grad):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('balance', [[6], [1] * 6, [2, 2, 2], [1, 4, 1], [3, 3]])
-def test_every_mode_and_balance(devices, mode, balance):
+def test_every_mode_and_balance(devices, balance):
     model = crossing()
     gpipe = GPipe(
-        copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=3, checkpoint=mode
+        copy.deepcopy(model),
+        balance,
+        devices=devices(len(balance)),
+        chunks=3,
+        checkpoint='except_last',
     )
     train_both(model, gpipe, torch.randn(7, WIDTH, dtype=torch.double))
 
 
 @devices
-@modes
-def test_several_steps_of_an_optimizer(devices, mode):
+def test_several_steps_of_an_optimizer(devices):
     model = crossing()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2, 2], devices=devices(3), chunks=4, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2, 2], devices=devices(3), chunks=4, checkpoint='except_last'
+    )
     for net in (model, gpipe):
         torch.manual_seed(2)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -87,11 +92,12 @@ def test_several_steps_of_an_optimizer(devices, mode):
     assert_same(gpipe.parameters(), model.parameters(), 1e-10)
 
 
-@one_worker
-@modes
-def test_gradients_may_be_asked_for_twice_and_of_gradients(devices, mode):
+@devices
+def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
     model = crossing()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2, 2], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2, 2], devices=devices(3), chunks=2, checkpoint='except_last'
+    )
     got = []
     for net in (model, gpipe):
         x = torch.linspace(-1, 1, 12, dtype=torch.double).view(4, 3).requires_grad_()
@@ -105,9 +111,8 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients(devices, mode):
         output.backward()
 
 
-@one_worker
-@modes
-def test_a_skip_past_what_has_no_gradient(devices, mode):
+@devices
+def test_a_skip_past_what_has_no_gradient(devices):
     """The main path is detached, or made of integers: the skip's gradient goes its own way."""
 
     class Indices(nn.Module):
@@ -119,7 +124,11 @@ def test_a_skip_past_what_has_no_gradient(devices, mode):
     for balance in ([1, 1, 1, 1, 1], [2, 2, 1], [2, 1, 2]):
         model.zero_grad()
         gpipe = GPipe(
-            copy.deepcopy(model), balance, devices=devices(len(balance)), chunks=3, checkpoint=mode
+            copy.deepcopy(model),
+            balance,
+            devices=devices(len(balance)),
+            chunks=3,
+            checkpoint='except_last',
         )
         train_both(model, gpipe, torch.randn(6, 4, dtype=torch.double))
 
@@ -160,8 +169,7 @@ class PopIntoSecond(nn.Module):
 
 
 @devices
-@modes
-def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(devices, mode):
+def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(devices):
     def steps(net, model):
         first, second = call(net, torch.ones(4, WIDTH, dtype=torch.double))
         grads = torch.autograd.grad(
@@ -171,5 +179,7 @@ def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(device
         return [*grads, *gradients(model)]
 
     model = nn.Sequential(Both(), StashOfPair(), PopIntoSecond()).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='except_last'
+    )
     assert_same(steps(gpipe, nn.ModuleList(gpipe)), steps(model, model))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
-from tests.helpers import assert_same, call, modes, train_both
+from tests.devices import devices
+from tests.helpers import assert_same, call, train_both
+from tests.marks import modes
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable
@@ -32,29 +33,31 @@ class ChangePopped(nn.Module):
 
 
 @devices
-@modes
-def test_an_inplace_change_of_what_was_stashed(devices, mode):
+def test_an_inplace_change_of_what_was_stashed(devices):
     """The layer that pops sees it, as in the unwrapped model."""
     layers = [nn.Linear(4, 4), Stash(), Change(), nn.Linear(4, 4), Pop()]
     model = nn.Sequential(*layers).double()
-    gpipe = GPipe(copy.deepcopy(model), [4, 1], devices=devices(2), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [4, 1], devices=devices(2), chunks=2, checkpoint='except_last'
+    )
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
 @devices
-@modes
 @pytest.mark.parametrize('balance', [[2, 2], [2, 1, 1], [1, 1, 1, 1]])
-def test_an_inplace_change_in_another_partition_raises(devices, mode, balance):
+def test_an_inplace_change_in_another_partition_raises(devices, balance):
     """There the unwrapped model's numbers can't be had: whether it is seen depends on copies."""
     model = nn.Sequential(nn.Linear(4, 4), Stash(), Change(), Pop())
-    gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        model, balance, devices=devices(len(balance)), chunks=2, checkpoint='except_last'
+    )
     with pytest.raises(RuntimeError, match='skip tensor.*was changed in place'):
         gpipe(torch.rand(4, 4, device=devices.first))
     with pytest.raises(RuntimeError, match='skip tensor.*was changed in place'), torch.no_grad():
         gpipe(torch.rand(4, 4, device=devices.first))
 
 
-@one_worker
+@devices
 @modes
 def test_an_inplace_change_after_the_pop_is_fine(devices, mode):
     model = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Identity(), Pop(), Change()).double()
@@ -68,7 +71,7 @@ def test_an_inplace_change_after_the_pop_is_fine(devices, mode):
         assert_same([call(gpipe, x)], [model(x)])
 
 
-@one_worker
+@devices
 def test_an_inplace_change_through_another_skip_raises(devices):
     model = nn.Sequential(
         nn.Linear(4, 4), stashing('a', 'b')(), nn.Linear(4, 4), ChangePopped(), popping('b')()
@@ -78,7 +81,7 @@ def test_an_inplace_change_through_another_skip_raises(devices):
         gpipe(torch.rand(4, 4, device=devices.first))
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('requires_grad', [True, False])
 def test_an_inplace_change_of_what_was_popped_raises_under_checkpoints(devices, requires_grad):
     @skippable(pop=['skip'])
@@ -103,7 +106,7 @@ def test_an_inplace_change_of_what_was_popped_raises_under_checkpoints(devices, 
         call(gpipe, x).sum().backward()
 
 
-@one_worker
+@devices
 def test_a_skip_that_shares_its_memory_must_not_be_changed_after_its_pop(devices):
     @skippable(pop=['a'])
     class Swap(nn.Module):
@@ -138,11 +141,10 @@ def test_an_inplace_first_layer_before_a_stash(devices):
         del gpipe
 
 
-@one_worker
-@modes
-def test_a_change_of_the_mini_batch_between_forward_and_backward_raises(devices, mode):
+@devices
+def test_a_change_of_the_mini_batch_between_forward_and_backward_raises(devices):
     model = nn.Sequential(nn.Linear(4, 4), StashLinear(), nn.Linear(4, 4), Pop())
-    gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint=mode)
+    gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint='except_last')
     x = torch.rand(4, 4, device=devices.first)
     output = gpipe(x)
     x.zero_()

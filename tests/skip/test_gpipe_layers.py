@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices, one_worker, workers
-from tests.helpers import MODES, assert_same, modes, train_both
+from tests.devices import devices
+from tests.helpers import assert_same, train_both
+from tests.marks import MODES
 from tests.skip.layers import Pop, Stash, StashLinear, popping
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 
-@one_worker
+@devices
 def test_tuples_and_skips(devices):
     class Branch(nn.Module):
         def forward(self, x):
@@ -44,7 +45,6 @@ def test_tuples_and_skips(devices):
         train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
-@cpu_only('the simulated accelerator has no sparse tensors')
 def test_sparse_tensors_may_skip():
     @skippable(stash=['skip'])
     class StashSparse(nn.Module):
@@ -64,14 +64,15 @@ def test_sparse_tensors_may_skip():
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
-@workers
-@modes
-def test_skips_within_a_layer_stay_there(devices, mode):
+@devices
+def test_skips_within_a_layer_stay_there(devices):
     def block():
         return nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
 
     model = nn.Sequential(block(), block(), block()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last'
+    )
     train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
     # A skip does not pass from one layer into another unless it is declared.
     model = nn.Sequential(nn.Sequential(Stash()), nn.Sequential(Pop()))
@@ -80,7 +81,7 @@ def test_skips_within_a_layer_stay_there(devices, mode):
         gpipe(torch.rand(2, 4, device=devices.first))
 
 
-@one_worker
+@devices
 def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses(devices):
     model = nn.Sequential(
         Stash(), nn.Linear(4, 4), Pop(), nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
@@ -90,10 +91,9 @@ def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses(device
         GPipe(model, [2, 2], devices=devices(2))
 
 
-@one_worker
-@modes
+@devices
 @pytest.mark.parametrize('inner_mode', MODES)
-def test_a_pipeline_within_a_layer(devices, mode, inner_mode):
+def test_a_pipeline_within_a_layer(devices, inner_mode):
     def model(wrap):
         torch.manual_seed(0)
         inner = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop()).double()
@@ -104,14 +104,13 @@ def test_a_pipeline_within_a_layer(devices, mode, inner_mode):
         one = Namespace()
         return nn.Sequential(StashLinear().double().isolate(one), inner, Pop().isolate(one))
 
-    gpipe = GPipe(model(True), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(model(True), [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last')
     train_both(model(False), gpipe, torch.randn(8, 4, dtype=torch.double))
 
 
 @devices
-@modes
 @pytest.mark.parametrize('context', [torch.no_grad, torch.inference_mode])
-def test_a_yield_within_no_grad(devices, mode, context):
+def test_a_yield_within_no_grad(devices, context):
     @skippable(stash=['skip'])
     class StashWithin(nn.Module):
         def __init__(self):
@@ -132,7 +131,9 @@ def test_a_yield_within_no_grad(devices, mode, context):
             return x * skip
 
     model = nn.Sequential(StashWithin(), nn.Linear(WIDTH, WIDTH), PopWithin()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last'
+    )
     train_both(model, gpipe, torch.randn(4, WIDTH, dtype=torch.double))
 
 
@@ -166,8 +167,7 @@ def test_a_skip_that_is_not_stashed_after_all(devices):
 
 
 @devices
-@modes
-def test_a_skip_that_is_a_tensor_of_the_batch(devices, mode):
+def test_a_skip_that_is_a_tensor_of_the_batch(devices):
     """Behind it, too, that is one tensor in two places, in the first pass and in the next one."""
 
     @skippable(pop=['skip'])
@@ -180,7 +180,9 @@ def test_a_skip_that_is_a_tensor_of_the_batch(devices, mode):
             return three[0] * three[1], three[2]
 
     model = nn.Sequential(Stash(), PopPair(4, 4), Pair()).double()
-    gpipe = GPipe(copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last'
+    )
     x = torch.randn(4, 4, dtype=torch.double)
     for each, value in ((model, x), (gpipe, x.to(devices.first))):
         first, second = each(value)

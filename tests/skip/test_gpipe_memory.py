@@ -6,20 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
+from tests.devices import devices
 from tests.helpers import (
-    MODES,
     STEPS,
     WeakLog,
     call,
     compare_all_pending,
     drop_failed_backward,
     memory_of,
-    modes,
 )
+from tests.marks import MODES, slow_after
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
-from tests.whole import first
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, skippable, stash
 from torchgpipe.skip.transfer import current_skip_tracker
@@ -44,10 +42,9 @@ def make(devices, mode, layer=None):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
-def test_nothing_is_alive_after_a_step(devices, mode, step):
-    gpipe, log = make(devices, mode)
+def test_nothing_is_alive_after_a_step(devices, step):
+    gpipe, log = make(devices, 'except_last')
     for _ in range(10):
         step(gpipe)
         assert log.alive() == 0
@@ -67,14 +64,13 @@ class Fail(nn.Module):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('where', ['between', 'same partition'])
-def test_nothing_is_alive_after_a_failure_between_stash_and_pop(devices, mode, where):
+def test_nothing_is_alive_after_a_failure_between_stash_and_pop(devices, where):
     if where == 'between':
-        gpipe, log = make(devices, mode, Fail())
+        gpipe, log = make(devices, 'except_last', Fail())
     else:
         model = nn.Sequential(nn.Linear(4, 4), StashLinear(), Fail(), Pop())
-        gpipe = GPipe(model, [1, 3], devices=devices(2), chunks=2, checkpoint=mode)
+        gpipe = GPipe(model, [1, 3], devices=devices(2), chunks=2, checkpoint='except_last')
         log = WeakLog(*gpipe)
     for _ in range(3):
         try:
@@ -140,10 +136,9 @@ def tensors(gpipe):
 
 
 @pytest.mark.slow
-@one_worker
-@modes
-def test_a_long_training_does_not_grow(devices, mode):
-    gpipe, _ = make(devices, mode)
+@devices
+def test_a_long_training_does_not_grow(devices):
+    gpipe, _ = make(devices, 'except_last')
     gc.collect()
     for _ in range(3):
         gpipe(torch.rand(8, 4, device=devices.first)).sum().backward()
@@ -154,9 +149,9 @@ def test_a_long_training_does_not_grow(devices, mode):
 
 
 @pytest.mark.slow
-@one_worker
+@devices
 @pytest.mark.filterwarnings('ignore:Using backward.. with create_graph')
-@pytest.mark.parametrize('mode', first(1, MODES))
+@pytest.mark.parametrize('mode', slow_after(1, MODES))
 @pytest.mark.parametrize('create_graph', [False, True])
 def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, create_graph):
     def fail(grad):
@@ -196,8 +191,8 @@ def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, cre
 
 
 @pytest.mark.slow
-@one_worker
-@pytest.mark.parametrize('mode', first(1, MODES))
+@devices
+@pytest.mark.parametrize('mode', slow_after(1, MODES))
 def test_a_gradient_penalty_leaks_nothing(devices, mode):
     @skippable(stash=['skip'])
     class StashParameter(nn.Module):

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.cases import cases
-from tests.devices import one_worker
+from tests.devices import devices
 from tests.helpers import assert_same, call
 from tests.skip.layers import Pop, Stash, StashLinear, popping, stashing
 from torchgpipe import GPipe
@@ -121,7 +120,7 @@ def test_copies_and_pickles(cls):
         assert torch.equal(clone.fc.weight, layer.fc.weight)
 
 
-@one_worker
+@devices
 def test_a_pickled_pipeline_still_knows_its_skips(devices):
     model = nn.Sequential(Stash().isolate(Namespace()), nn.Linear(4, 4), Pop())
     model[2].isolate(model[0].namespaces['skip'])
@@ -142,7 +141,7 @@ def test_names_have_the_level_of_0_0_7():
     assert model.get_submodule('1.module.fc') is model[1].fc
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('wrapped', [False, True])
 def test_a_state_dict_with_or_without_the_level_loads(devices, wrapped):
     plain = nn.Sequential(Base(3), nn.BatchNorm1d(3))
@@ -314,9 +313,8 @@ def test_isolate_some_names_only():
     assert layer.isolate(None) is layer and list(layer.stashable()) == [(None, 'a'), (None, 'b')]
 
 
-@cases(
-    'layers, problems',
-    [
+def test_verify():
+    for layers, problems in [
         ([Stash, Pop], []),
         ([Stash, nn.Identity], ["no module declared 'skip' as poppable but stashed"]),
         ([Pop], ["'0' declared 'skip' as poppable but it was not stashed"]),
@@ -343,18 +341,16 @@ def test_isolate_some_names_only():
             ],
         ),
         ([stashing('a', 'b'), popping('b')], ["no module declared 'a' as poppable but stashed"]),
-    ],
-)
-def test_verify(layers, problems):
-    model = nn.Sequential(*[layer() for layer in layers])
-    if not problems:
-        verify_skippables(model)
-        return
-    with pytest.raises(TypeError) as error:
-        verify_skippables(model)
-    assert [line[2:] for line in str(error.value).splitlines() if line[:2] == '* '] == problems
-    with pytest.raises(TypeError, match=problems[0]):
-        GPipe(model, [len(model)], devices=['cpu'])
+    ]:
+        model = nn.Sequential(*[layer() for layer in layers])
+        if not problems:
+            verify_skippables(model)
+            return
+        with pytest.raises(TypeError) as error:
+            verify_skippables(model)
+        assert [line[2:] for line in str(error.value).splitlines() if line[:2] == '* '] == problems
+        with pytest.raises(TypeError, match=problems[0]):
+            GPipe(model, [len(model)], devices=['cpu'])
 
 
 def test_verify_tells_namespaces_apart():

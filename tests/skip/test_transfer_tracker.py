@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import one_worker
+from tests.devices import devices
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
 from torchgpipe.base.structure import bare
@@ -41,7 +41,7 @@ def test_a_model_needs_no_pipeline():
         SkipTracker().copy(batch, CPUStream, CPUStream, None, 'skip')
 
 
-@one_worker
+@devices
 def test_a_pipeline_leaves_the_tracker_of_its_caller(devices):
     gpipe = GPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=devices(2))
     with use_skip_tracker(SkipTracker()):

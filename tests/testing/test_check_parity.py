@@ -11,16 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.devices import ACCELERATOR, cpu_only, devices, places
-from tests.helpers import assert_same, modes
+from tests.devices import ACCELERATOR, devices, places
+from tests.helpers import assert_same
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.base.context import context
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import make
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import check_parity
-
-pytestmark = cpu_only('reasons are found on any device; numbers are compared on accelerators, too')
 
 
 class Layer(nn.Linear):
@@ -59,16 +57,15 @@ def why(*layers, **options):
     return reason
 
 
-@modes
 @devices
-def test_a_model_without_differences(devices, mode):
+def test_a_model_without_differences(devices):
     sample = torch.rand(7, 4, requires_grad=True)
     parity = found(
         nn.LayerNorm(4),
         sample=sample,
         balance=[1, 2],
         devices=devices(2),
-        checkpoint=mode,
+        checkpoint='except_last',
         chunks=4,
         steps=2,
     )
@@ -148,16 +145,15 @@ def test_a_norm_of_ones_own():
     assert "'1.1' (Layer) is the first module to differ: what it gives for a sample" in inner
 
 
-@modes
 @devices
-def test_random_numbers(devices, mode):
+def test_random_numbers(devices):
     parity = found(
         nn.Dropout(),
         Layer(lambda layer, x: F.dropout(x, 0.5, layer.training)),
         nn.TransformerEncoderLayer(4, 2, 4, batch_first=True),
         sample=torch.rand(7, 5, 4),
         devices=devices(2),
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     assert parity.equal
     (reason,) = parity.reasons
@@ -555,16 +551,15 @@ def placed(schedule):
     return {'balance': [2, 2]}
 
 
-@modes
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b', *SPLIT])
-def test_a_model_is_trained_by_a_schedule(schedule, mode):
+def test_a_model_is_trained_by_a_schedule(schedule):
     sample = torch.rand(7, 4, requires_grad=True)
     parity = found(
         nn.Dropout(),
         Layer(),
         sample=sample,
         schedule=schedule,
-        checkpoint=mode,
+        checkpoint='except_last',
         **placed(schedule),
     )
     assert parity.equal

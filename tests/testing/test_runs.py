@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe.testing.runs import InParts, Setup, Unwrapped, Wrapped
-
-pytestmark = cpu_only('it compares forms of a training, which check_parity runs anywhere')
 
 
 def setup(module, **options):

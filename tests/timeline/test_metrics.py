@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests import accelerator
-from tests.devices import cpu_only, devices
+from tests.devices import devices
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
 from torchgpipe.timeline import StepMetrics, gathered_mean, measure
@@ -61,7 +61,6 @@ def test_queued_work_counts_within_the_context_only():
     assert before < 0.6 <= metrics.seconds
 
 
-@cpu_only('the numbers are the same for all devices')
 def test_without_flops_or_a_peak():
     model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
     x = torch.rand(16, 8)
@@ -72,7 +71,6 @@ def test_without_flops_or_a_peak():
     assert train(model, x, peak_flops=1e12).mfu is None
 
 
-@cpu_only('the numbers are the same for all devices')
 def test_a_device_with_several_partitions_counts_once():
     model = GPipe(layers(), [1, 1, 1, 1], devices=['cpu:0', 'cpu:1'] * 2, chunks=4)
     metrics = train(model, torch.rand(16, 8))
@@ -80,7 +78,6 @@ def test_a_device_with_several_partitions_counts_once():
     assert 0 < metrics.bubble < 1
 
 
-@cpu_only('the numbers are the same for all devices')
 def test_an_error_leaves_the_metrics_empty():
     model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
     with pytest.raises(ValueError, match='stop'):
@@ -90,7 +87,6 @@ def test_an_error_leaves_the_metrics_empty():
     train(model, torch.rand(16, 8))  # it can be recorded again
 
 
-@cpu_only('the numbers are the same for all devices')
 @pytest.mark.parametrize('name', ['tokens', 'flops', 'peak_flops'])
 @pytest.mark.parametrize('number', [0, -1, math.nan, math.inf])
 def test_numbers_are_checked_before_the_step(name, number):
@@ -100,7 +96,6 @@ def test_numbers_are_checked_before_the_step(name, number):
             raise AssertionError
 
 
-@cpu_only('the numbers are the same for all devices')
 def test_nothing_within_the_context():
     model = GPipe(layers(), [2, 2], devices=['cpu:0', 'cpu:1'], chunks=4)
     with measure(model, tokens=64) as metrics:
@@ -164,7 +159,6 @@ def on_a_mesh_of_one_rank():
     return gathered_mean(model, float(get_rank()), 1)
 
 
-@cpu_only('processes meet by gloo')
 def test_a_mesh_of_one_rank_among_other_processes():
     assert run(2, on_a_mesh_of_one_rank) == [0.0, 1.0]
 
@@ -181,7 +175,7 @@ def fails_on_the_second_rank():
             raise ValueError('broken')
 
 
-@cpu_only('processes meet by gloo')
+@pytest.mark.slow
 def test_a_rank_that_waits_for_the_metrics_of_another_one_names_it():
     texts = [
         outcome.text
@@ -191,7 +185,6 @@ def test_a_rank_that_waits_for_the_metrics_of_another_one_names_it():
     assert any('a reduction of metrics' in text and 'rank 1' in text for text in texts), texts
 
 
-@cpu_only('processes meet by gloo')
 @pytest.mark.parametrize('data, pipe', [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_metrics_of_all_ranks(data, pipe):
     found = run(data * pipe, on_a_rank, data, pipe)

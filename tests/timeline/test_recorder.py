@@ -9,8 +9,8 @@ from torch import nn
 
 from tests import accelerator
 from tests.clock import Clock, Timed
-from tests.devices import ACCELERATOR, cpu_only, devices, one_worker, workers
-from tests.helpers import modes
+from tests.devices import ACCELERATOR, devices
+from tests.marks import modes
 from torchgpipe import GPipe
 from torchgpipe.base.context import context
 from torchgpipe.engine import workers as workers_module
@@ -145,7 +145,7 @@ def test_a_step_of_halves(devices, mode):
     check(timeline, AGAIN[mode], halves=True)
 
 
-@workers
+@devices
 def test_lanes_are_devices(devices):
     a, b = devices.distinct(2)
     model = pipeline([a, b, a, b], 'never', n=4)
@@ -163,7 +163,7 @@ def test_lanes_are_devices(devices):
         assert '2F0' in timeline.text(math.ceil(5 * timeline.seconds / shortest))
 
 
-@workers
+@devices
 def test_boxes_of_a_lane_follow_its_row(devices):
     devices.distinct(N)
     timeline = recorded(pipeline(devices, 'never'), step)
@@ -173,7 +173,7 @@ def test_boxes_of_a_lane_follow_its_row(devices):
         assert all(one.end <= other.start for one, other in zip(boxes, boxes[1:]))
 
 
-@one_worker
+@devices
 def test_inference(devices):
     model = pipeline(devices).eval()
     with record(model) as timeline, torch.no_grad():
@@ -201,7 +201,6 @@ def boxes_of(timeline):
     return [(str(action), start, end) for _, action, start, end in timeline.actions]
 
 
-@cpu_only('the clock is that of the host')
 def test_times_of_the_plain_call(clock):
     model = pipeline(['cpu', 'cpu'], 'except_last', 2, timed_layers(clock))
     model.chunks = 2
@@ -226,7 +225,6 @@ def test_times_of_the_plain_call(clock):
     assert timeline.seconds == 35 and timeline.utilisation == 25 / 35
 
 
-@cpu_only('the clock is that of the host')
 def test_times_of_a_step(clock):
     model = pipeline(['cpu', 'cpu'], 'except_last', 2, timed_layers(clock))
     model.chunks = 2
@@ -261,7 +259,7 @@ def test_recording_changes_no_number(devices, function):
         assert torch.equal(one.grad, other.grad)
 
 
-@one_worker
+@devices
 def test_recording_asks_in_no_layers_name(devices):
     """Attributes of a layer that asks in which pass it is are left as it sets them."""
     context.asked = False
@@ -326,7 +324,7 @@ def test_two_backward_passes(devices):
     check(timeline, 0)
 
 
-@one_worker
+@devices
 def test_a_step_that_fails_within_a_recording(devices):
     layers = [
         nn.Linear(8, 8),
@@ -345,7 +343,6 @@ def test_a_step_that_fails_within_a_recording(devices):
     assert {f'{j}{kind}{i}' for i in range(M) for j in range(N) for kind in 'FB'} == {*found}
 
 
-@cpu_only('the clock is that of the host')
 @pytest.mark.parametrize('mode', ['never', ['never', 'always']])
 def test_a_backward_that_fails_within_a_recording(clock, mode):
     layers = [Broken('backward'), Timed(clock, lambda _: 2.0, lambda _: 5.0)]
@@ -393,7 +390,6 @@ def test_skips(devices, function):
     check(recorded(pipeline(devices, 'except_last', layers=layers), function), M - 1)
 
 
-@cpu_only('of accelerators, each cell has one mark in any case')
 def test_the_backward_of_a_cell_ends_where_a_skip_comes_in():
     """Beyond are the nodes of the partition that stashed it."""
     layers = [nn.Linear(8, 8), Stash(8, 8), nn.Linear(8, 8), Pop()]

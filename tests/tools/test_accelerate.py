@@ -5,12 +5,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.devices import cpu_only
 from tests.tools.models import assert_equal, plain, samples, sgd, trained, wrapped
 from tests.tools.rows import works
 from torchgpipe import GPipe
-
-pytestmark = cpu_only('Accelerate has one state in a process, here that of the CPU')
 
 
 @pytest.fixture

@@ -3,11 +3,8 @@
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.devices import cpu_only
 from tests.tools.models import assert_equal, plain, sgd, train, wrapped
 from tests.tools.rows import works
-
-pytestmark = cpu_only('it is about names, which are those of the model on all devices')
 
 
 @works(

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from tests.devices import cpu_only
 from tests.shard.processes import run
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import original_names, to_sequential
 
 transformers = pytest.importorskip('transformers')
 
-pytestmark = [cpu_only('values are drawn on the CPU'), pytest.mark.tools]
+pytestmark = [pytest.mark.tools]
 
 SIZES = {'num_hidden_layers': 2, 'num_attention_heads': 4, 'vocab_size': 300}
 WIDE = {'hidden_size': 48, 'intermediate_size': 96}

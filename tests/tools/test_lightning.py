@@ -5,13 +5,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.devices import cpu_only, places
+from tests.devices import places
 from tests.tools.models import STEPS, assert_equal, plain, samples, sgd, trained, wrapped
 from tests.tools.page import RECIPES
 from tests.tools.rows import works
 from torchgpipe import GPipe
-
-on_the_cpu = cpu_only('Lightning is told to run on the CPU')
 
 
 def module_of(net):
@@ -62,7 +60,6 @@ def loader():
     '`Trainer.fit` of a `LightningModule` that has a `GPipe`; `save_checkpoint`',
     'lightning',
 )
-@on_the_cpu
 def test_fit(tmp_path):
     module = module_of(wrapped())
     first = trainer(tmp_path, max_steps=STEPS)
@@ -78,7 +75,6 @@ def test_fit(tmp_path):
 @works(
     'Lightning', 'a checkpoint continues with another balance, or without a pipeline', 'lightning'
 )
-@on_the_cpu
 def test_go_on(tmp_path):
     begun = module_of(wrapped())
     first = trainer(tmp_path, max_steps=STEPS - 1)

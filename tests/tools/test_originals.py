@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.devices import cpu_only
 from tests.tools.models import assert_equal
 from tests.tools.rows import works
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import to_sequential
 
-pytestmark = [cpu_only('tools are told to run on the CPU'), pytest.mark.usefixtures('no_state')]
+pytestmark = [pytest.mark.usefixtures('no_state')]
 
 WORDS = {'vocab_size': 20, 'bos_token_id': 0, 'eos_token_id': 0, 'use_cache': False}
 PROMPT = torch.tensor([[3, 4, 5]])

@@ -4,11 +4,8 @@ import importlib.util
 
 import pytest
 
-from tests.devices import cpu_only
 from tests.tools.page import HUGGING_FACE, MODEL, PAGE, RECIPES, VISION
 from tests.tools.rows import table
-
-pytestmark = cpu_only('what the documentation shows runs on the CPU')
 
 
 def test_the_table_is_that_of_the_tests():

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from tests.devices import cpu_only
 from tests.tools.models import assert_equal, plain, samples, sgd, train, wrapped
 from tests.tools.rows import works
-
-pytestmark = cpu_only('it is about names, which are those of the model on all devices')
 
 
 def adapt(model):

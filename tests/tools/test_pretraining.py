@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.devices import cpu_only
-
-pytestmark = [cpu_only('the script runs on the CPU'), pytest.mark.tools, pytest.mark.slow]
+pytestmark = [pytest.mark.tools, pytest.mark.slow]
 
 PAGE = Path(__file__).parents[2] / 'docs/guide/pretraining.md'
 

@@ -5,11 +5,8 @@ import json
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from tests.devices import cpu_only
 from tests.tools.models import samples, wrapped
 from tests.tools.rows import works
-
-pytestmark = cpu_only('it is about threads of the host, which accelerators have as well')
 
 
 def matmuls(events):

@@ -5,13 +5,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.devices import cpu_only
 from tests.tools.models import RATE, STEPS, assert_equal, plain, samples, train, wrapped
 from tests.tools.rows import works
 from torchgpipe import GPipe
 
 pytestmark = [
-    cpu_only('the Trainer is told to run on the CPU'),
     pytest.mark.usefixtures('no_state'),
 ]
 

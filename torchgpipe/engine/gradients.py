@@ -61,7 +61,7 @@ from torchgpipe.base.private import (
     versions,
 )
 from torchgpipe.base.structure import PLAIN_TYPES, Gradients, Grads, Slot
-from torchgpipe.engine.checkpoint.swaps import Swap, substituted
+from torchgpipe.engine.checkpoint.swaps import Swap, substituted, with_data
 
 #: Functions that compute some gradients of weights and accumulate them.
 Work = list[Callable[[], None]]
@@ -461,12 +461,14 @@ class Leaves:
         swaps = []
         for module in modules:
             for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
                 x = copies.get((module, name), parameter)
-                if x is None or not x.requires_grad:
+                if not x.requires_grad:
                     continue
                 leaf = self._leaf_of(x, deferred)
-                put = partial(_put, module, name, leaf)
-                swaps.append(Swap(put, partial(_put, module, name, x, leaf)))
+                put = partial(_put_leaf, module, name, leaf, parameter)
+                swaps.append(Swap(put, partial(_put_back, module, name, x, leaf)))
         return swaps
 
     def _leaf_of(
@@ -561,18 +563,32 @@ def _run_within(
         return function(*args, **kwargs)
 
 
-def _put(
+def _put_leaf(
     module: nn.Module,
     name: str,
-    new: Tensor,
-    old: Tensor | None = None,
+    leaf: Tensor,
+    parameter: Tensor,
 ) -> None:
-    """Set a parameter of a module. If ``old`` is given, replace only this one."""
+    """Set a parameter of a module to its leaf."""
     # In a recomputation, modules may have other dictionaries than when the step began. In
-    # TorchScript it is not a dictionary. And the layer may have set another parameter.
+    # TorchScript it is not a dictionary.
     parameters: Any = module._parameters
-    if old is None or name in parameters and parameters[name] is old:
-        parameters[name] = new
+    if context.recomputing and name in parameters and parameters[name] is not parameter:
+        # The layer has written to the parameter, and this is its value in the first pass.
+        leaf = with_data(leaf, parameters[name].detach(), leaf.requires_grad)
+    parameters[name] = leaf
+
+
+def _put_back(
+    module: nn.Module,
+    name: str,
+    parameter: Tensor,
+    leaf: Tensor,
+) -> None:
+    """Set a parameter of a module again, unless the layer has set another one."""
+    parameters: Any = module._parameters
+    if name in parameters and parameters[name] is leaf:
+        parameters[name] = parameter
 
 
 def give(gradients: Gradients) -> None:

@@ -70,6 +70,7 @@ def test_a_run_goes_on_where_it_was_killed(run, tmp_path, measured):
     assert (tmp_path / 'gpu.md').read_text().startswith('# On a GPU')
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_stop_later_measurements_and_is_measured_again(run, tmp_path, measured):
     names = measured('fail', 'exhaust', '')
     code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
@@ -164,6 +165,7 @@ def test_the_default_is_an_accelerator(run, tmp_path, monkeypatch):
     assert code == 2 and '--devices cpu --scale 0.01' in err
 
 
+@pytest.mark.slow
 def test_a_schedule_without_memory_leaves_the_others(monkeypatch):
     made = gpt._contenders
 
@@ -200,6 +202,7 @@ def test_outcomes_of_tests(output, expected):
     assert parts._outcomes(output) == expected
 
 
+@pytest.mark.slow
 def test_tests_that_do_not_run_are_a_failure(monkeypatch):
     monkeypatch.setattr(parts, 'is_simulated', lambda device: False)
     monkeypatch.setattr(parts, 'TESTS', ['tests/none.py'])
@@ -230,6 +233,7 @@ def test_a_model_that_is_larger_than_the_device_is_not_built(monkeypatch):
     assert result['status'] == 'does not fit' and result['model'] == 12 * result['parameters']
 
 
+@pytest.mark.slow
 def test_a_gpt_by_all_orders_has_one_loss():
     sizes = Sizes(vocabulary=11, context=4, width=8, heads=2, depth=8)
     result = gpt.compare(sizes, torch.device('cpu'), 1)
@@ -280,10 +284,12 @@ def test_the_whole_command_on_a_small_scale(run, tmp_path, monkeypatch):
     assert 'torchgpipe' in text and torch.__version__ in text
 
 
+@pytest.mark.slow
 def test_the_page_is_made_of_the_results_that_are_kept():
     assert GPU_PAGE.read_text() == make_gpu_page()
 
 
+@pytest.mark.slow
 def test_predictions_of_the_schedules_on_an_h100():
     """Within 15 % of each, with splits after whole backwards, and more stages after these."""
     times = json.loads((page.RESULTS / 'h100.json').read_text())['less memory']['milliseconds']

@@ -6,11 +6,9 @@ import pytest
 
 from benchmarks.experiments import machine
 from benchmarks.harness.processes import is_available
-from tests.devices import cpu_only
 from torchgpipe.plan import Machine
 
 pytestmark = [
-    cpu_only('links of accelerators take several'),
     pytest.mark.skipif(not is_available(), reason='this takes gloo'),
 ]
 

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from benchmarks.experiments import plans
-from tests.devices import cpu_only
-
-pytestmark = cpu_only('it computes numbers')
 
 
 @pytest.fixture(scope='module')
@@ -24,6 +21,7 @@ def column(rows, name, last=False):
     return [row[places[-1 if last else 0]] for row in body]
 
 
+@pytest.mark.slow
 def test_seconds_of_korthikanti(known):
     """One constant, of the second row; the others within 10 %, 5 % on average."""
     errors = [off(x) for x in column(plans.korthikanti_rows(known), 'off')]
@@ -31,6 +29,7 @@ def test_seconds_of_korthikanti(known):
     assert max(errors) < 10 and sum(errors) / len(errors) < 5
 
 
+@pytest.mark.slow
 def test_memory_of_korthikanti(known):
     rows = plans.memory_rows(known)
     assert max(off(x) for name in (False, True) for x in column(rows, 'off', name)) < 5
@@ -54,6 +53,7 @@ def test_megatron_core(known):
     assert torch.corrcoef(ranks.double())[0, 1] >= 0.8  # Spearman's
 
 
+@pytest.mark.slow
 def test_narayanan(known):
     """No constant was fitted on these."""
     rows = plans.tflops_rows(plans.NARAYANAN, known, recomputed=True)
@@ -75,6 +75,7 @@ def test_places(known):
     assert first == 'data 48 × pipe 1 × tensor 1'
 
 
+@pytest.mark.slow
 def test_the_page(known, monkeypatch, tmp_path, run):
     monkeypatch.setattr(plans, 'PAGE', tmp_path / 'plans.md')
     monkeypatch.setattr(plans, 'place_rows', lambda trainings, known: (['model'], [['x']]))

@@ -21,7 +21,6 @@ from benchmarks.experiments.scaling.traffic import sent, totals, traffic
 from benchmarks.experiments.scaling.worker import RATE, Worker
 from benchmarks.harness import costs, page, processes
 from benchmarks.models.gpt import Sizes
-from tests.cases import cases
 
 SIZES = Sizes(16, 8, 16, 2, 2, False)
 WORK = Work(SIZES, 8, 4, 1)
@@ -120,6 +119,7 @@ def test_all_train_the_same_model(names):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 def test_scaling(run, tmp_path, monkeypatch):
@@ -172,6 +172,7 @@ def test_another_loss_is_found():
         scaling.check_losses({data: 2.0, ddp: 2.0}, 3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 def test_a_contender_with_another_loss_ends_the_run(monkeypatch):
@@ -346,9 +347,8 @@ def test_parts_by_hand():
     assert len(rows[1]) == 3 and len(ratios[1]) == 1
 
 
-@cases(
-    'args, reason',
-    [
+def test_a_wrong_option_gets_one_clear_line(run):
+    for args, reason in [
         (['--heads', '5'], '--width 256 is not a multiple'),
         (['--chunks', '3'], '--batch 8'),
         (['--chunks', '2', '--mesh', 'data4'], 'the 4 replicas of data4'),
@@ -357,9 +357,7 @@ def test_parts_by_hand():
         (['--device', 'nothing'], 'no devices of type nothing'),
         (['--mesh', 'data3'], "'data3'"),
         (['--output', '/proc/nothing'], '/proc/nothing'),
-    ],
-)
-def test_a_wrong_option_gets_one_clear_line(run, args, reason):
-    code, out, err = run('scaling', *args)
-    assert code != 0 and not out
-    assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
+    ]:
+        code, out, err = run('scaling', *args)
+        assert code != 0 and not out
+        assert reason in err and err.startswith('Error: ') and err.count('\n') == 1

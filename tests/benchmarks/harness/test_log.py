@@ -139,6 +139,7 @@ print('done')
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('is_file', [False, True])
 def test_lines_arrive_in_the_output_of_the_process(tmp_path, is_file):
     """Also in output that is a file, which has other text as well."""

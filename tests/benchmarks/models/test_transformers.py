@@ -10,15 +10,12 @@ from torch import nn
 
 from benchmarks.models import gpt, gptj, vit
 from benchmarks.models.attention import heads_of
-from tests.devices import cpu_only
 from tests.helpers import assert_same, gradients
 from tests.sequential import transformers as written
 from tests.shard.processes import run
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.sequential import original_names
-
-pytestmark = cpu_only('processes meet by gloo')
 
 
 @pytest.mark.slow

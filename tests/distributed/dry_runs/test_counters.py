@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe.base.private import FakeTensorMode
 from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
 from torchgpipe.schedule import Action
-
-pytestmark = cpu_only('fake tensors are on the CPU')
 
 
 def entries(function, *counter):

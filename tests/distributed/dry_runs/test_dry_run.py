@@ -16,11 +16,10 @@ from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.dry_runs.real import MODELS, SIZE, WIDTH, arguments, real
+from tests.marks import slow_after
 from tests.shard.processes import run
 from tests.skip.layers import Pop, StashLinear
-from tests.whole import first
 from torchgpipe import NoChunk
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.distributed.dry_runs.virtual import VirtualRank
@@ -28,8 +27,6 @@ from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.sequential import from_stages, to_sequential
 from torchgpipe.skip import Namespace
-
-pytestmark = cpu_only('fake tensors are on the CPU')
 
 SCHEDULES = ['gpipe', '1f1b', 'interleaved', 'zb-h1', *V_SHAPED]
 
@@ -80,8 +77,9 @@ CASES = all_cases()
 FAST = [CASES[k] for k in (0, 5, 15)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    'model, mesh, schedule, data', first(3, sorted(CASES, key=lambda case: case not in FAST))
+    'model, mesh, schedule, data', slow_after(3, sorted(CASES, key=lambda case: case not in FAST))
 )
 def test_sizes_messages_collectives_and_peaks_are_the_real_ones(model, mesh, schedule, data):
     case = model, mesh, schedule, data
@@ -117,8 +115,9 @@ def small(module=None, balance=(2, 2), mesh=None, size=8, loss=F.mse_loss, width
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('checkpoint', ['always', 'never'])
-@pytest.mark.parametrize('schedule', first(1, SCHEDULES))
+@pytest.mark.parametrize('schedule', slow_after(1, SCHEDULES))
 def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule, monkeypatch):
     """With many micro-batches, a part of them runs; of equal stages, one."""
     pipe, stages = 8, 8 * (1 + (schedule in ('interleaved', *V_SHAPED)))

@@ -5,11 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
-from tests.devices import cpu_only
-from tests.whole import first
+from tests.marks import slow_after
 from torchgpipe.distributed import dry_run
-
-pytestmark = cpu_only('fake tensors are on the CPU')
 
 
 class Adam(torch.optim.Optimizer):
@@ -26,9 +23,10 @@ class Adam(torch.optim.Optimizer):
             }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'depth, width, heads, pipe, virtual, micro_batch, chunks, gib',
-    first(
+    slow_after(
         1,
         [
             (48, 6144, 64, 1, 1, 4, 1, 45.6),

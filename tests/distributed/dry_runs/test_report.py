@@ -8,11 +8,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
-from tests.devices import cpu_only
 from tests.distributed.dry_runs.test_dry_run import linear, small
 from torchgpipe.distributed.dry_runs.report import Kept
-
-pytestmark = cpu_only('fake tensors are on the CPU')
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ import threading
 import pytest
 import torch
 
-from tests.devices import cpu_only
 from torchgpipe.distributed.dry_runs.virtual import Turns
-
-pytestmark = cpu_only('it has no tensors')
 
 
 def test_one_function_runs_at_a_time_in_a_repeatable_order():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import workers
+from tests.devices import devices
 from tests.engine.checkpoint.layers import Layer, count
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
@@ -41,7 +41,7 @@ def draw(layer, x):
     return nn.functional.dropout(x, 0.5) if torch.is_grad_enabled() else x
 
 
-@workers
+@devices
 @pytest.mark.parametrize('layer', [lambda: Layer(count, calls=0), lambda: Layer(draw)])
 def test_layers_that_ran_without_a_graph_are_watched_when_they_are_checkpointed(devices, layer):
     found = []

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from tests.accelerator.test_gpipe import layers
-from tests.devices import ACCELERATOR, DEVICES, cpu_only, places
+from tests.devices import ACCELERATOR, DEVICES, places
 from tests.helpers import (
-    MODES,
     WeakLog,
     assert_same,
     call,
@@ -19,6 +18,7 @@ from tests.helpers import (
     memory_of,
     train_both,
 )
+from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.engine.checkpoint.offload import Offload
@@ -113,8 +113,7 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients():
 @pytest.mark.accelerator
 @pytest.mark.parametrize('pinned', [False, True])
 @pytest.mark.parametrize('waits', [False, True])
-@pytest.mark.parametrize('mode', MODES)
-def test_save_on_cpu_around_it(pinned, waits, mode):
+def test_save_on_cpu_around_it(pinned, waits):
     """The user's hooks decide where to keep the tensors that they pack."""
     model = layers()
     gpipe = GPipe(
@@ -122,7 +121,7 @@ def test_save_on_cpu_around_it(pinned, waits, mode):
         [6, 6],
         devices=places('aa'),
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
         offload=waits,
     )
     x = torch.randn(7, 6, dtype=torch.double)
@@ -233,13 +232,16 @@ def test_nothing_is_alive_after_a_step():
     assert len(hosts) == 12 and all(ref.expired() for ref in hosts) and log.alive() == 0
 
 
-@cpu_only('it says what is done there')
-@pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('devices', [['cpu'] * 2, ['cpu:0', 'cpu:1']])
-def test_on_the_cpu_it_does_nothing(devices, mode):
+def test_on_the_cpu_it_does_nothing(devices):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Stash(), nn.Linear(4, 4), Pop()).double()
     gpipe = GPipe(
-        copy.deepcopy(model), [3, 2], devices=devices, chunks=3, checkpoint=mode, offload=True
+        copy.deepcopy(model),
+        [3, 2],
+        devices=devices,
+        chunks=3,
+        checkpoint='except_last',
+        offload=True,
     )
     assert gpipe.offload is True
     with mock.patch.object(Offload, 'store', side_effect=AssertionError):

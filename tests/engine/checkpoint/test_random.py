@@ -15,19 +15,18 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.devices import ACCELERATOR, DEVICES, cpu_only, devices, one_worker, workers
+from tests.devices import ACCELERATOR, DEVICES, devices
 from tests.helpers import (
-    MODES,
     Call,
     assert_same,
     call,
     compare_all_pending,
     gradients,
     micro_batches,
-    modes,
     nothing,
     on_first,
 )
+from tests.marks import MODES, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.locks import generator_lock
 from torchgpipe.engine.checkpoint.random import Drawing
@@ -114,13 +113,12 @@ def test_recomputation_draws_what_the_first_pass_drew(devices, mode, make):
         pytest.param(['accelerators'], marks=pytest.mark.accelerator),
     ],
 )
-@modes
-def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode, kinds):
+def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(kinds):
     results = []
     for kind in kinds * 2:
         torch.manual_seed(1)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), Dropouts()) for _ in range(3)])
-        gpipe = GPipe(model, [1] * 3, devices=DEVICES[kind](3), chunks=4, checkpoint=mode)
+        gpipe = GPipe(model, [1] * 3, devices=DEVICES[kind](3), chunks=4, checkpoint='except_last')
         for _ in range(2):
             call(gpipe, torch.rand(8, 8)).sum().backward()
         results.append(gradients(gpipe))
@@ -129,10 +127,9 @@ def test_a_seed_gives_the_same_numbers_on_one_worker_or_many(mode, kinds):
 
 
 @devices
-@modes
-def test_with_one_chunk_a_seed_gives_the_numbers_of_the_unwrapped_model(devices, mode):
+def test_with_one_chunk_a_seed_gives_the_numbers_of_the_unwrapped_model(devices):
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), Call(noise), nn.Linear(8, 8)).double()
-    gpipe = GPipe(model, [2, 2], devices=devices(2), checkpoint=mode)
+    gpipe = GPipe(model, [2, 2], devices=devices(2), checkpoint='except_last')
     x = torch.rand(6, 8, dtype=torch.double, device=devices.first)
     for seed in range(3):
         results = []
@@ -236,16 +233,14 @@ def split(model, balance):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('layer', [layer for layer in DRAWING if layer != 'none'])
-def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(layer, mode, devices):
+def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(layer, devices):
     assert_a_seed_gives_the_numbers_of_unwrapped_micro_batches(
-        [layer] * 3, [1] * 3, devices(3), 4, mode
+        [layer] * 3, [1] * 3, devices(3), 4, 'except_last'
     )
 
 
 @pytest.mark.slow
-@cpu_only('the devices are drawn, too')
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_it_does_so_whatever_the_balance_and_the_devices(data):
@@ -263,8 +258,7 @@ def test_it_does_so_whatever_the_balance_and_the_devices(data):
 
 
 @devices
-@modes
-def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
+def test_layers_that_seed_the_generator_and_put_it_back(devices):
     """In v0.3.0, draws of such layers were not detected, so others also drew from their seed."""
 
     def seeded(x):
@@ -277,7 +271,7 @@ def test_layers_that_seed_the_generator_and_put_it_back(devices, mode):
         return y * (torch.rand_like(x) + 1)
 
     model = nn.Sequential(nn.Dropout(0.3), Call(seeded), nn.Dropout(0.3), Call(seeded))
-    gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=4, checkpoint=mode)
+    gpipe = GPipe(model, [2, 2], devices=devices(2), chunks=4, checkpoint='except_last')
     for seed in range(5):
         x = torch.rand(8, 30, requires_grad=True, device=devices.first)
         torch.manual_seed(seed)
@@ -310,9 +304,8 @@ def test_a_checkpoint_of_pytorch_within_a_layer(devices, mode):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('dtype', [torch.double, torch.complex128])
-def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
+def test_a_generator_of_a_layer_s_own(devices, dtype):
     """In v0.3.0 it was not put back; on complex numbers, not even the difference was noticed."""
 
     class Own(nn.Module):
@@ -333,7 +326,7 @@ def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
             [1, 1],
             devices=devices(2),
             chunks=3,
-            checkpoint=mode,
+            checkpoint='except_last',
         )
         for _ in range(2)
     )
@@ -347,7 +340,7 @@ def test_a_generator_of_a_layer_s_own(devices, mode, dtype):
         assert torch.allclose(x.grad, y.grad)
 
 
-@one_worker
+@devices
 def test_a_generator_of_a_layer_s_own_that_is_used_first_in_a_later_cell(devices):
     class Second(nn.Module):
         def __init__(self):
@@ -413,7 +406,6 @@ def train_with_dropout(mode, steps, draw):
         assert_output_and_gradient_agree(gpipe, draw(8, 16) + 0.5)
 
 
-@cpu_only(SHARED)
 @pytest.mark.parametrize('mode', ['always', 'except_last'])
 def test_a_thread_that_draws_in_the_middle_of_a_cell_is_named(mode):
     """In v0.3.0, 127 of its 9,850 numbers came twice: a recomputation moved the generator back."""
@@ -437,9 +429,7 @@ def test_a_thread_that_draws_in_the_middle_of_a_cell_is_named(mode):
         gpipe(torch.rand(6, 4, requires_grad=True)).sum().backward()
 
 
-@cpu_only(SHARED)
-@modes
-def test_a_thread_that_draws_from_a_generator_of_its_own(mode):
+def test_a_thread_that_draws_from_a_generator_of_its_own():
     own, end = torch.Generator(), threading.Event()
 
     def draw():
@@ -449,13 +439,12 @@ def test_a_thread_that_draws_from_a_generator_of_its_own(mode):
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        train_with_dropout(mode, 10, torch.rand)
+        train_with_dropout('except_last', 10, torch.rand)
     finally:
         end.set()
         thread.join()
 
 
-@cpu_only(SHARED)
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_cells_that_draw_hold_the_lock_of_the_generator(mode):
     """But not around another pipeline, whose workers need it."""
@@ -491,17 +480,15 @@ def test_cells_that_draw_hold_the_lock_of_the_generator(mode):
 
 
 @pytest.mark.slow
-@cpu_only(SHARED)
-@modes
 @pytest.mark.parametrize('threads', [2, 4])
-def test_two_models_with_dropout_in_threads_of_their_own(mode, threads):
+def test_two_models_with_dropout_in_threads_of_their_own(threads):
     """In v0.3.0: 10 steps right, 13 with wrong masks, 97 errors."""
     problems = []
 
     def train():
         try:
             train_with_dropout(
-                mode, 40 // threads, partial(torch.rand, generator=torch.Generator())
+                'except_last', 40 // threads, partial(torch.rand, generator=torch.Generator())
             )
         except BaseException as error:
             problems.append(error)
@@ -571,7 +558,6 @@ def test_in_v026_a_step_of_layers_that_begin_to_draw_gave_gradients_first(device
     gpipe.step(x, x, squares)
 
 
-@cpu_only(APART)
 def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypatch):
     class Later(Maybe):
         def forward(self, x):
@@ -592,7 +578,6 @@ def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypa
         gpipe(x).sum().backward()
 
 
-@cpu_only(APART)
 def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
     gpipe = GPipe(
         nn.Sequential(Maybe(), Maybe(), Maybe()),
@@ -612,7 +597,6 @@ def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@cpu_only(APART)
 def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(monkeypatch):
     gpipe = GPipe(
         nn.Sequential(nn.Dropout(0.5), Maybe(), Maybe()),
@@ -633,8 +617,7 @@ def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(mon
 
 
 @devices
-@modes
-def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
+def test_a_thread_that_draws_beside_a_model_that_does_not(devices):
     """In v0.3.0 it was taken for the model, which raised and ran in turn from then on."""
 
     def draw_elsewhere(x):
@@ -648,7 +631,7 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
         [1, 1],
         devices=devices(2),
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     for _ in range(10):
         call(gpipe, torch.rand(6, 4)).sum().backward()
@@ -657,7 +640,7 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices, mode):
         assert observed._false_alarms > 4  # Watched for the 1st, 2nd, 4th only
 
 
-@workers
+@devices
 def test_dropout_in_evaluation_does_not_keep_training_from_being_exact(devices):
     gpipe = GPipe(
         nn.Sequential(Dropouts(), Dropouts()),
@@ -671,7 +654,7 @@ def test_dropout_in_evaluation_does_not_keep_training_from_being_exact(devices):
     assert_output_and_gradient_agree(gpipe, torch.rand(8, 4) + 0.5)
 
 
-@workers
+@devices
 def test_partitions_that_draw_nothing_run_at_the_same_time_once_that_is_known(devices):
     barrier = threading.Barrier(2, timeout=20)
 
@@ -684,7 +667,6 @@ def test_partitions_that_draw_nothing_run_at_the_same_time_once_that_is_known(de
     call(gpipe, torch.rand(3, 4))
 
 
-@cpu_only('it draws from the default generator of the CPU')
 def test_an_operation_that_draws_and_does_not_say_so():
     """A kernel that is not PyTorch's may draw from the default generator."""
     library = torch.library.Library('torchgpipe_test', 'FRAGMENT')
@@ -721,7 +703,7 @@ def test_an_operation_that_draws_and_does_not_say_so():
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
 
 
-@one_worker
+@devices
 def test_a_layer_that_draws_in_its_first_pass_only(devices):
     class Keep(nn.Module):
         def forward(self, x):
@@ -735,14 +717,13 @@ def test_a_layer_that_draws_in_its_first_pass_only(devices):
 
 
 @pytest.mark.accelerator
-@modes
-def test_dropout_on_an_accelerator(mode):
+def test_dropout_on_an_accelerator():
     gpipe = GPipe(
         nn.Sequential(Dropouts(), Dropouts()),
         [1, 1],
         devices=[ACCELERATOR, 'cpu'],
         chunks=4,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     x = torch.rand(8, 16, device=ACCELERATOR, requires_grad=True)
     output = gpipe(x)
@@ -787,7 +768,6 @@ for thread in threads:
 
 
 @pytest.mark.slow
-@cpu_only('it is about the generator of the CPU')
 def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
     """In a process of its own: a fork has the memory of all threads there were, and no threads."""
     subprocess.run([sys.executable, '-c', COLLECTED], check=True, timeout=120)

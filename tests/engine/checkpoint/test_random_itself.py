@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices import cpu_only
 from torchgpipe.base.locks import generator_lock
 from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor, Draws, Recorder
 from torchgpipe.engine.microbatches import cut
@@ -110,7 +109,6 @@ def test_a_recorder_is_let_go_of_when_it_has_recorded():
     assert ref() is None
 
 
-@cpu_only('it is about a generator that devices share')
 @pytest.mark.parametrize(
     'before, after, expected',
     [

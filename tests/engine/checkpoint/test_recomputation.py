@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only, devices, one_worker, workers
+from tests.devices import devices
 from tests.engine.steps import loss_of
 from tests.helpers import memory_of, on_first
 from torchgpipe import GPipe, is_checkpointing, is_recomputing, no_recompute
@@ -37,7 +37,7 @@ def test_layers_are_told_in_which_pass_they_are(devices):
         log.clear()
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('grad', [False, True])
 def test_a_cell_that_has_no_graph_is_not_checkpointed(devices, grad):
     told = []
@@ -77,7 +77,7 @@ def test_backward_frees_inputs_also_while_the_loss_is_there(devices, mode):
     assert given and all(memory.expired() for memory in given)
 
 
-@workers
+@devices
 def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
     """Also where a layer keeps a part of the graph alive."""
     made, kept = [], []
@@ -104,6 +104,7 @@ def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
     assert len(made) == len(kept) == 2 and all(memory.expired() for memory in made)
 
 
+@pytest.mark.slow
 @devices
 def test_what_a_step_kept_to_run_again_goes_also_where_a_part_of_the_graph_stays(devices):
     kept = []
@@ -133,7 +134,6 @@ def test_what_a_step_kept_to_run_again_goes_also_where_a_part_of_the_graph_stays
         assert any('come of one recomputation' in note for note in error.value.__notes__)
 
 
-@cpu_only('a step on one worker has no recomputations in its schedule')
 def test_a_cell_whose_output_gets_no_gradient_is_not_run_again():
     calls = []
 
@@ -158,7 +158,6 @@ def test_a_cell_whose_output_gets_no_gradient_is_not_run_again():
     assert calls == [False, False]
 
 
-@cpu_only('an error of autograd, the same anywhere')
 def test_an_error_of_a_second_backward_says_that_outputs_have_one_recomputation():
     gpipe = GPipe(
         nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [2], devices=['cpu'], checkpoint='always'
@@ -170,7 +169,6 @@ def test_an_error_of_a_second_backward_says_that_outputs_have_one_recomputation(
     assert any('come of one recomputation' in note for note in error.value.__notes__)
 
 
-@cpu_only('versions are the same anywhere')
 def test_a_change_of_the_input_is_noticed_also_where_no_sample_is():
     class Change(nn.Module):
         def __init__(self):
@@ -187,7 +185,6 @@ def test_a_change_of_the_input_is_noticed_also_where_no_sample_is():
         loss.backward()
 
 
-@cpu_only('on its way to another device it would be copied twice')
 def test_a_skip_that_is_the_batch_is_so_again():
     same = []
 

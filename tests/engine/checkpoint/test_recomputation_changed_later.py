@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
-from tests.helpers import assert_same, call, compare_all_pending, gradients, modes, nothing
+from tests.devices import devices
+from tests.helpers import assert_same, call, compare_all_pending, gradients, nothing
 from torchgpipe import GPipe
 
 
@@ -30,11 +30,10 @@ def inputs():
 
 
 @devices
-@modes
-def test_layers_that_are_frozen(devices, mode):
+def test_layers_that_are_frozen(devices):
     """Two forward passes with other layers frozen, and one backward pass."""
     results = []
-    for net in (make(), wrap(devices, mode)):
+    for net in (make(), wrap(devices, 'except_last')):
         outputs = []
         for x, frozen in zip(inputs(), (0, 2)):
             net.requires_grad_(True)
@@ -47,13 +46,12 @@ def test_layers_that_are_frozen(devices, mode):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('kind', ['register_forward_hook', 'register_forward_pre_hook'])
 @pytest.mark.parametrize('added', [True, False])
-def test_hooks(devices, mode, kind, added):
+def test_hooks(devices, kind, added):
     """They are added or removed before backward. Only gradients show their effect."""
     results = []
-    for net in (make(), wrap(devices, mode)):
+    for net in (make(), wrap(devices, 'except_last')):
 
         def hook(module, *values):
             return values[-1][0] * 2 if kind.endswith('pre_hook') else values[-1] * 2
@@ -79,14 +77,13 @@ class Hooked(nn.Linear):
 
 
 @devices
-@modes
-def test_hooks_that_a_forward_registers(devices, mode):
+def test_hooks_that_a_forward_registers(devices):
     """In v0.7.0, a recomputation raised that there is no weak reference to a dict."""
     results = []
     model = nn.Sequential(Hooked(4, 4), nn.Tanh(), Hooked(4, 4), nn.Sigmoid()).double()
     for net in (
         copy.deepcopy(model),
-        GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint=mode),
+        GPipe(model, [2, 2], devices=devices(2), chunks=2, checkpoint='except_last'),
     ):
         output = call(net, inputs()[0])
         output.square().sum().backward()
@@ -119,7 +116,7 @@ def drop(layer, x):
     return nn.functional.dropout(x).sin()
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('what', [set_attribute, drop])
 def test_a_layer_that_begins_to_do_something_new(devices, what):
     """A draw is refused once, and watched from then on. Attributes are kept at any time."""
@@ -159,7 +156,7 @@ def test_grad_mode_that_a_layer_leaves_changed(devices):
     assert torch.is_grad_enabled()
 
 
-@one_worker
+@devices
 def test_conjugate_views_between_partitions(devices):
     """And negative ones, as the imaginary parts of conjugate ones are."""
 
@@ -181,7 +178,8 @@ def test_conjugate_views_between_partitions(devices):
     assert_same(*results)
 
 
-@one_worker
+@pytest.mark.slow
+@devices
 @pytest.mark.parametrize('layer', [nn.Dropout(), nn.RReLU(), nn.Tanh()])
 def test_no_cycle_is_left_for_the_garbage_collector(devices, layer):
     gpipe = GPipe(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.devices import one_worker, places
+from tests.devices import devices, places
 from tests.helpers import assert_same, sleep, small_model
 from torchgpipe import GPipe
 
@@ -61,7 +61,7 @@ def test_an_input_that_hooks_pack_and_unpack_on_its_device(where, find):
     assert_same(actual, expected)
 
 
-@one_worker
+@devices
 def test_hooks_pack_without_grad_as_those_of_autograd_do(devices):
     modes = []
 

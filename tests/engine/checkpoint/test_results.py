@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.devices import DEVICES, cpu_only, devices, one_worker
+from tests.devices import DEVICES, devices
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, skip_unless_movable
 from tests.helpers import (
     STEPS,
@@ -219,13 +219,13 @@ def test_numbers_are_those_of_the_unwrapped_model(devices, case):
         assert not any(gpipe[0].inner.calls) and not any(gpipe[1].inner.calls)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('case', CASES)
 def test_buffers_and_parameters_after_some_steps(devices, case):
     compare_modes(lambda: model_of(case), devices)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('name', ODD)
 @pytest.mark.parametrize('which', ['odd', 'other', 'both'])
 def test_layers_with_state(devices, name, which):
@@ -263,7 +263,7 @@ def test_a_marked_layer_runs_once(devices, mode):
     assert sum(other.calls) == 2 * {'always': 4, 'except_last': 3, 'never': 0}.get(str(mode), 4)
 
 
-@one_worker
+@devices
 def test_a_marked_layer_in_a_marked_one(devices):
     outer = no_recompute(
         nn.Sequential(no_recompute(Counted()), nn.Tanh(), no_recompute(Counted()))
@@ -271,7 +271,7 @@ def test_a_marked_layer_in_a_marked_one(devices):
     compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(outer)).double(), devices)
 
 
-@one_worker
+@devices
 def test_all_layers_marked(devices):
     compare_modes(
         lambda: nn.Sequential(*[no_recompute(Counted()) for _ in range(3)]).double(), devices
@@ -327,7 +327,7 @@ def test_draws_on_an_accelerator(place):
         assert torch.allclose(output, x * x.grad)
 
 
-@one_worker
+@devices
 def test_draws_after_a_marked_layer_in_each_of_two_recomputations(devices):
     results = []
     for mode in ('never', 'always'):
@@ -349,7 +349,7 @@ def test_draws_after_a_marked_layer_in_each_of_two_recomputations(devices):
     assert_same(*results)
 
 
-@one_worker
+@devices
 def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
     model = model_of('in place twice')
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='always')
@@ -365,7 +365,7 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
     assert_same(got[1], got[0], 1e-10)
 
 
-@one_worker
+@devices
 def test_autocast(devices):
     results = []
     for mode in ('never', 'always'):
@@ -380,7 +380,7 @@ def test_autocast(devices):
     assert_same(results[1], results[0], 0)
 
 
-@one_worker
+@devices
 def test_what_lives_between_forward_and_backward(devices):
     """The marked layer's saved tensors and its result stay alive, but not the tensors around
     it."""
@@ -401,7 +401,7 @@ def test_what_lives_between_forward_and_backward(devices):
     assert tanh.alive() == 0
 
 
-@one_worker
+@devices
 def test_a_result_in_the_memory_of_the_input_does_not_keep_it(devices):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(4, 4), no_recompute(nn.Flatten()), nn.Tanh()),
@@ -427,7 +427,7 @@ class Double:
         return self.gpipe(x.double())
 
 
-@one_worker
+@devices
 def test_nothing_is_alive_after_a_step(devices):
     gpipe = GPipe(model_of('dict'), [2, 1], devices=devices(2), chunks=3, checkpoint='always')
     log = WeakLog(gpipe[0].before, gpipe[0].inner.linear)
@@ -436,7 +436,7 @@ def test_nothing_is_alive_after_a_step(devices):
         assert log.alive() == 0
 
 
-@one_worker
+@devices
 def test_the_result_is_not_kept_when_the_graph_is_freed(devices):
     """Also where a node of the graph is still referred to."""
     gpipe = GPipe(model_of('tensor'), [3], devices=devices(1), checkpoint='always')
@@ -450,7 +450,7 @@ def test_the_result_is_not_kept_when_the_graph_is_freed(devices):
     assert not hasattr(recomputation, '_results')
 
 
-@one_worker
+@devices
 def test_hooks_run_in_both_passes(devices):
     seen = []
     model = model_of('tensor')
@@ -469,7 +469,7 @@ def test_hooks_run_in_both_passes(devices):
     assert seen == ['before', 'after', 'backward'] + ['before', 'after'] * 2 + ['backward']
 
 
-@one_worker
+@devices
 def test_hooks_of_the_user_s_around_the_model(devices):
     packed = []
 
@@ -488,7 +488,7 @@ def test_hooks_of_the_user_s_around_the_model(devices):
     assert packed
 
 
-@one_worker
+@devices
 def test_a_checkpoint_of_pytorch_around_the_model(devices):
     model = model_of('in place afterwards')
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='always')
@@ -522,7 +522,6 @@ def test_a_pipeline_in_a_pipeline(devices, outer, inner):
 
 
 @pytest.mark.slow
-@cpu_only('nothing is compiled for the simulated accelerator')
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
 @pytest.mark.parametrize('compile', ['layer', 'around', 'wrapped', 'partition'])
 def test_compiled(compile):
@@ -551,7 +550,7 @@ def test_compiled(compile):
         assert len(runs) % 4 == 0  # as often as micro-batches, and no more
 
 
-@one_worker
+@devices
 def test_a_module_of_its_own_forward_gets_it_back(devices):
     layer = no_recompute(nn.Linear(4, 4))
     own = layer.forward = lambda x: nn.functional.linear(x, layer.weight)
@@ -569,7 +568,7 @@ def test_a_module_of_its_own_forward_gets_it_back(devices):
     assert 'forward' not in vars(gpipe[1])
 
 
-@one_worker
+@devices
 def test_layers_that_know_the_pass_keep_what_they_set(devices):
     class Aware(nn.Module):
         def __init__(self):
@@ -588,7 +587,7 @@ def test_layers_that_know_the_pass_keep_what_they_set(devices):
     assert gpipe[0].passes == 6 and 'forward' not in vars(gpipe[0].inner)
 
 
-@one_worker
+@devices
 def test_the_mark_travels_with_the_module_and_not_with_its_values(devices):
     layer = no_recompute(Counted())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -613,7 +612,7 @@ def train_between(devices, function, after=lambda y: y):
     call(gpipe, torch.rand(2, 4)).sum().backward()
 
 
-@one_worker
+@devices
 def test_modes_of_the_user_s_see_what_layers_do(devices):
     class Log(TorchDispatchMode):
         def __init__(self):
@@ -639,7 +638,7 @@ def test_modes_of_the_user_s_see_what_layers_do(devices):
     assert seen[0] == seen[1] and 'addmm' in seen[0]
 
 
-@one_worker
+@devices
 def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
     layer = no_recompute(nn.Linear(4, 4))
     gpipe = GPipe(
@@ -657,7 +656,7 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
     assert not interrupts and 'forward' not in vars(layer)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'function, after, text',
     [
@@ -676,7 +675,7 @@ def test_what_a_recomputation_would_not_see_is_refused(devices, function, after,
         train_between(devices, function, after)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'use',
     [
@@ -696,14 +695,14 @@ def test_an_input_of_any_nesting_that_is_changed_is_refused(devices, use):
         call(gpipe, torch.rand(2, 4))
 
 
-@one_worker
+@devices
 def test_a_result_that_is_no_value(devices):
     with pytest.raises(TypeError, match='got object at value|got object as') as error:
         train_between(devices, lambda x: (x, object()))
     assert 'results of layers that are kept out' in ' '.join(error.value.__notes__)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'text, forward',
     [
@@ -750,7 +749,7 @@ def test_a_marked_part_of_a_layer_that_pops(devices):
     train_both(model, gpipe, torch.randn(5, 4, dtype=torch.double))
 
 
-@one_worker
+@devices
 def test_a_result_that_is_the_input_or_one_tensor_twice(devices):
     """It is one tensor in the first pass, and a copy of each when it is given again."""
 
@@ -776,7 +775,6 @@ def test_a_result_that_is_the_input_or_one_tensor_twice(devices):
     assert torch.allclose(gpipe[0].linear.bias.grad, expected)
 
 
-@cpu_only('it is about the generator that threads share')
 def test_a_thread_that_draws_before_a_marked_layer_is_named():
     """Its result comes back in any case, so no other check would see the wrong gradient."""
     number = itertools.count()

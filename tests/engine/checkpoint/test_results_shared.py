@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe, no_recompute
 
@@ -15,7 +14,6 @@ SECONDS = 0.3
 
 
 @pytest.mark.slow
-@cpu_only('threads of the host meet')
 def test_one_that_stands_twice_runs_in_one_cell_at_a_time():
     """It has a forward of that cell's own meanwhile."""
     layer, is_met, entered = no_recompute(nn.Linear(4, 4).double()), [], threading.Barrier(2)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices import ACCELERATOR, cpu_only, one_worker
+from tests.devices import ACCELERATOR, devices
 from tests.helpers import compare_all_pending
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import samples
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'forward',
     [lambda self, x: x * next(self.random), lambda self, x: (x.data.mul_(2), x * 1)[1]],
@@ -42,7 +42,7 @@ def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
         compare_all_pending(gpipe)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
 def test_rounding_and_values_that_are_no_numbers_are_no_other_result(devices, dtype):
     class Noise(nn.Module):
@@ -75,9 +75,6 @@ class Layer(nn.Linear):
         return super().forward(x) + (self.count() if self.on else 0)
 
 
-stands_for_a_device = cpu_only('the CPU stands for a device with events that the test sets')
-
-
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Take the CPU for a device that takes its time; give the events that are still to come."""
@@ -105,7 +102,6 @@ def step(gpipe):
     gpipe(torch.rand(4, 4)).sum().backward()
 
 
-@stands_for_a_device
 def test_as_soon_as_the_device_is_done(elsewhere):
     gpipe = make()
     step(gpipe)
@@ -120,7 +116,6 @@ def test_as_soon_as_the_device_is_done(elsewhere):
     step(gpipe)
 
 
-@stands_for_a_device
 def test_what_has_been_compared_is_let_go(elsewhere):
     gpipe = make()
     gpipe[1].on = False
@@ -133,7 +128,6 @@ def test_what_has_been_compared_is_let_go(elsewhere):
     assert sum(len(each) for each in late) == 1
 
 
-@stands_for_a_device
 def test_samples_are_copies(elsewhere):
     gpipe = make()
     gpipe[1].on = False

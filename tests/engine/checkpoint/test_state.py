@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.devices import cpu_only, devices, one_worker
+from tests.devices import devices
 from tests.engine.checkpoint.layers import (
     ODD,
     Decay,
@@ -43,7 +43,7 @@ def test_buffers_move_once_and_gradients_are_those_without_checkpoints(layer, de
     assert_same(results[1], results[0])
 
 
-@one_worker
+@devices
 def test_buffers_move_once_in_a_graph_that_is_retained(devices):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(2, 2).double(), Decay(False)),
@@ -76,7 +76,7 @@ def test_in_v030_some_state_moved_twice(name, devices):
     )
 
 
-@one_worker
+@devices
 def test_one_buffer_in_two_layers(devices):
     """In v0.3.0: "took another path"."""
 
@@ -117,7 +117,7 @@ def replace(layer):
     layer.scale = layer.scale * 2
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('change', [replace, lambda layer: layer.scale.mul_(2)])
 def test_a_buffer_that_another_cell_changes_is_put_back_too(devices, change):
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_a_buffer_that_another_cell_changes_is_put_back_too(devices, change):
     assert_same(results[1], results[0])
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('where', [lambda gpipe: gpipe, lambda gpipe: gpipe[1]])
 def test_a_mode_that_changes_between_forward_and_backward(devices, where):
     """In v0.3.0, an error that did not say so; unwrapped, backward does not care."""
@@ -170,7 +170,6 @@ class Graph(nn.Module):
         return (self.matrix @ self.linear(x).t()).t()
 
 
-@cpu_only('the simulated accelerator has no sparse tensors')
 @pytest.mark.parametrize('change', [False, True])
 @pytest.mark.parametrize('layout', [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.filterwarnings('ignore:Sparse CSR tensor support')

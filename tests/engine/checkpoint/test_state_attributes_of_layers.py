@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import one_worker
+from tests.devices import devices
 from tests.engine.checkpoint.layers import Decay, Layer, compare_modes, count
 from tests.helpers import assert_same
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import state
 
 
-@one_worker
+@devices
 def test_python_attributes_are_those_of_one_pass(devices):
     layers = []
 
@@ -26,7 +26,7 @@ def test_python_attributes_are_those_of_one_pass(devices):
     assert [layer.calls for layer in layers] == [9, 9]
 
 
-@one_worker
+@devices
 def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass(devices):
     """An example is an auxiliary loss. The recomputation's would keep a useless graph alive."""
 
@@ -47,7 +47,7 @@ def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass(devices):
     assert gpipe[1].aux is kept
 
 
-@one_worker
+@devices
 def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(devices):
     seen = []
 
@@ -73,7 +73,7 @@ def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(
     assert seen == [2] * 4  # the last micro-batch's value
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('at', range(12))
 def test_ctrl_c_while_attributes_are_put_back(devices, at):
     """In v0.3.0, copies stayed behind as the model's buffers."""

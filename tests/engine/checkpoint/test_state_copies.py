@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.live import LiveTensors
-from tests.devices import one_worker
+from tests.devices import devices
 from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, doubles, skip_unless_movable
 from tests.helpers import assert_same
 from torchgpipe import GPipe
@@ -23,7 +23,7 @@ def resident():
     return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
-@one_worker
+@devices
 def test_constant_buffers_cost_nothing(devices):
     """In v0.3.0, 90 MB of frozen weights in buffers took 96 MB more until backward."""
 
@@ -48,7 +48,7 @@ def test_constant_buffers_cost_nothing(devices):
     output.sum().backward()
 
 
-@one_worker
+@devices
 def test_a_large_buffer_is_not_copied(devices):
     class Mask(nn.Linear):
         def __init__(self):
@@ -62,7 +62,7 @@ def test_a_large_buffer_is_not_copied(devices):
     assert output is not None
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('memory', ['shared', 'numpy'])
 def test_memory_that_can_not_be_copied_on_write(devices, memory):
     def make():
@@ -82,7 +82,7 @@ def test_memory_that_can_not_be_copied_on_write(devices, memory):
     compare_modes(make, devices)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('name', ODD)
 @pytest.mark.parametrize('large', [False, True], ids=['small', 'large'])
 def test_odd_layers_of_any_size(devices, name, large, monkeypatch):
@@ -109,7 +109,7 @@ class Replaced(nn.Module):
         return y
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('size', [1, 20_000])
 def test_a_buffer_that_is_replaced(devices, size):
     """In v0.15.2, a recomputation on an accelerator used a large buffer of a later forward."""
@@ -129,7 +129,7 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
-@one_worker
+@devices
 def test_a_buffer_that_is_registered_in_a_later_cell(devices):
     results = []
     for mode in ('never', 'always'):
@@ -144,7 +144,7 @@ def test_a_buffer_that_is_registered_in_a_later_cell(devices):
     assert_same(*results)
 
 
-@one_worker
+@devices
 def test_an_input_that_is_changed_before_backward(devices):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(4, 4)), [1], devices=devices(1), chunks=2, checkpoint='always'
@@ -171,7 +171,7 @@ class ReplacedLater(nn.Linear):
         return y
 
 
-@one_worker
+@devices
 def test_a_large_buffer_that_is_replaced_in_a_later_cell(devices):
     results = []
     for mode in ('never', 'always'):
@@ -189,7 +189,7 @@ def test_a_large_buffer_that_is_replaced_in_a_later_cell(devices):
     assert_same(*results)
 
 
-@one_worker
+@devices
 def test_a_mode_of_the_user_s_does_not_see_copies(devices):
     """In the first cell, in later cells and in their recomputations."""
     seen = set()

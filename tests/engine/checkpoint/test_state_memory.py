@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import one_worker
+from tests.devices import devices
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.state import with_grad
@@ -20,7 +20,7 @@ def loaded(value):
     return torch.load(file, weights_only=False)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('how', ['assign', 'module', 'gpipe'])
 def test_what_was_loaded_from_a_file(devices, how):
     """Its memory has no allocator, and cannot be resized."""
@@ -64,7 +64,7 @@ class Grows(nn.Module):
         return x.sin() * self.seen.clone()
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('size', [0, 1])
 def test_a_buffer_that_is_resized(devices, size):
     plain = Grows(size)
@@ -91,7 +91,7 @@ class There(nn.Module):
         return x.sin() * self.sign.clone()
 
 
-@one_worker
+@devices
 def test_a_buffer_that_has_an_earlier_value_again(devices):
     plain = There()
     gpipe = GPipe(nn.Sequential(There()), [1], devices=devices(1), chunks=3, checkpoint='always')

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.devices import DEVICES
-from tests.helpers import MODES, assert_same, call, compare_all_pending, gradients
+from tests.helpers import assert_same, call, compare_all_pending, gradients
+from tests.marks import MODES
 from torchgpipe import GPipe
 
 #: Allowed errors, by kind of layer. Nothing else is an error, and nothing is wrong.

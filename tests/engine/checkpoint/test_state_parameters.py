@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import devices, one_worker
+from tests.devices import devices
 from tests.engine.checkpoint.layers import Layer, doubles
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
 @pytest.mark.parametrize('passes', [0, 1])
 def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devices, mode, passes):
@@ -61,7 +61,7 @@ def test_a_step_in_a_hook_of_backward_is_fine(devices):
     assert_same(actual, expected)
 
 
-@one_worker
+@devices
 def test_a_layer_may_write_to_its_own_parameters(devices):
     model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 2)).double()
     reference = copy.deepcopy(model)
@@ -84,7 +84,7 @@ class Clipped(nn.Embedding):
         self.weight.data.clamp_(-0.5, 0.5)
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize(
     'make', [lambda: nn.Embedding(10, 4, max_norm=1.0), lambda: Clipped(10, 4)]
 )
@@ -104,7 +104,7 @@ def test_two_forwards_then_backward_with_a_layer_that_writes_to_its_weight(devic
         )
 
 
-@one_worker
+@devices
 def test_a_parameter_that_a_layer_begins_to_write_to(devices):
     def maybe_write(layer, x):
         if layer.on:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from benchmarks.harness.live import LiveTensors
-from tests.devices import cpu_only, devices, one_worker
+from tests.devices import devices
 from tests.engine.checkpoint.layers import Layer, compare_modes, doubles, move_attributes
-from tests.helpers import assert_same, call, gradients, modes
+from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint import observation, state
 from torchgpipe.schedule.generators import SPLIT
@@ -67,12 +67,13 @@ class Rounded(nn.Module):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('layer', [Adapters, Rounded])
-def test_an_attribute_that_the_user_switches_between_two_forwards(devices, mode, layer):
+def test_an_attribute_that_the_user_switches_between_two_forwards(devices, layer):
     """In v0.21, the gradients were silently computed with the attribute of the second one."""
     model = nn.Sequential(nn.Linear(4, 4), layer(), nn.Tanh(), layer()).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=3, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2], devices=devices(2), chunks=3, checkpoint='except_last'
+    )
     for _ in range(2):
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
         for net in (model, gpipe):
@@ -176,12 +177,14 @@ def test_state_on_which_only_the_gradient_depends(devices, name):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
 @pytest.mark.parametrize('name', COUNTING)
-def test_such_state_in_a_step(devices, mode, schedule, name):
+def test_such_state_in_a_step(devices, schedule, name):
     results = []
-    for options in ({'schedule': '1f1b', 'mode': 'never'}, {'schedule': schedule, 'mode': mode}):
+    for options in (
+        {'schedule': '1f1b', 'mode': 'never'},
+        {'schedule': schedule, 'mode': 'except_last'},
+    ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4).double(), COUNTING[name](), COUNTING[name]())
         gpipe = GPipe(model, [1, 2], devices=devices(1) * 2, chunks=3, checkpoint=options['mode'])
@@ -210,8 +213,7 @@ class Recurrent(nn.Module):
         return h
 
 
-@cpu_only('the simulated accelerator has no such cell')
-@one_worker
+@devices
 def test_a_recurrent_state_in_a_tuple(devices):
     """In v0.21, "took another path", also for one micro-batch."""
     for chunks in (1, 3):
@@ -237,7 +239,7 @@ class Masked(nn.Linear):
         return super().forward(x) * self.mask[:4].to(x).clone()
 
 
-@one_worker
+@devices
 def test_a_large_attribute_is_copied_only_if_it_is_written_to(devices):
     """In v0.21, each cell copied it."""
     gpipe = GPipe(nn.Sequential(Masked()), [1], devices=devices(1), chunks=8, checkpoint='always')
@@ -260,7 +262,7 @@ def test_a_large_attribute_is_copied_only_if_it_is_written_to(devices):
         assert_same([gpipe[0].weight.grad], [expected.t()], 1e-6)
 
 
-@one_worker
+@devices
 def test_a_large_attribute_that_the_user_writes_to_before_backward(devices):
     gpipe = GPipe(nn.Sequential(Masked()), [1], devices=devices(1), chunks=2, checkpoint='always')
     move_attributes(gpipe)
@@ -271,7 +273,7 @@ def test_a_large_attribute_that_the_user_writes_to_before_backward(devices):
             output.sum().backward()
 
 
-@one_worker
+@devices
 def test_large_buffers_are_not_copied_in_the_first_pass(devices):
     """In v0.21, they were, such as the integer weights of a quantized model."""
 
@@ -298,7 +300,7 @@ def count(layer, x):
     return x * layer.calls
 
 
-@one_worker
+@devices
 def test_cells_copy_no_value_that_is_not_written_to(devices, monkeypatch):
     """In v0.21, a layer that set an attribute had all of its containers and tensors copied."""
     words = {str(k): [k] for k in range(100)}
@@ -369,7 +371,7 @@ def make_table(size):
     return forward
 
 
-@one_worker
+@devices
 @pytest.mark.parametrize('size, times', [(10, 1), (1000, 0)])
 def test_a_small_container_is_copied_once_and_a_large_one_never(devices, monkeypatch, size, times):
     """As long as no layer is seen to change it."""
@@ -413,13 +415,14 @@ class Log(nn.Module):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('made', [0, 1, 2, 5])
 @pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1'])
-def test_a_container_that_a_layer_begins_to_change_later(devices, mode, made, schedule):
+def test_a_container_that_a_layer_begins_to_change_later(devices, made, schedule):
     """A recomputation neither sees the change nor repeats it."""
     model = nn.Sequential(nn.Linear(4, 4), Log(made), nn.Linear(4, 4), Log(made)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=4, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2, 2], devices=devices(2), chunks=4, checkpoint='except_last'
+    )
     for _ in range(4):
         x = torch.randn(8, 4, dtype=torch.double)
         for net in (model, gpipe):
@@ -452,11 +455,12 @@ class Marked(nn.Module):
 
 
 @devices
-@modes
-def test_a_container_is_the_only_state_that_changes(devices, mode):
+def test_a_container_is_the_only_state_that_changes(devices):
     """Then later cells do not share the state of the cell that changed it."""
     model = nn.Sequential(Marked(), nn.Linear(4, 4)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2], devices=devices(1), chunks=5, checkpoint=mode)
+    gpipe = GPipe(
+        copy.deepcopy(model), [2], devices=devices(1), chunks=5, checkpoint='except_last'
+    )
     x = torch.rand(5, 4, dtype=torch.double)
     x[:, 0] = torch.tensor([-1.0, -1.0, 2.0, 3.0, -1.0])
     for part in x.chunk(5):
@@ -498,7 +502,7 @@ def later(layer, x):
     return x.sin() * layer.scale.clone()
 
 
-@one_worker
+@devices
 def test_a_small_buffer_that_a_layer_begins_to_write_to(devices):
     compare_modes(
         lambda: nn.Sequential(
@@ -533,10 +537,9 @@ class Registering(nn.Linear):
 
 
 @devices
-@modes
 @pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1', 'v-half'])
 @pytest.mark.parametrize('kind', ['register_hook', 'register_post_accumulate_grad_hook'])
-def test_a_hook_that_a_layer_registers_on_its_weight(devices, mode, schedule, kind):
+def test_a_hook_that_a_layer_registers_on_its_weight(devices, schedule, kind):
     """In v0.21, the recomputation registered it again, and the gradient was doubled twice."""
     model = nn.Sequential(*[Registering(kind) for _ in range(4)]).double()
     gpipe = GPipe(
@@ -544,7 +547,7 @@ def test_a_hook_that_a_layer_registers_on_its_weight(devices, mode, schedule, ki
         [1] * 4,
         devices=devices(2) + devices(2)[::-1],
         chunks=3,
-        checkpoint=mode,
+        checkpoint='except_last',
     )
     for _ in range(2):
         x = torch.randn(7, 4, dtype=torch.double)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpu_only
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.engine.checkpoint.swaps import Swap, entry, substituted
@@ -45,7 +44,6 @@ def test_an_interrupt_waits_until_all_is_back():
     assert holder == {'a': 1, 'b': 1}
 
 
-@cpu_only('an interrupt comes to the host')
 def test_a_step_has_its_parameters_back_when_it_was_interrupted(monkeypatch):
     interrupts, call_all = [], swaps._restore_all
 

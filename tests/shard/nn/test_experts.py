@@ -12,11 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import torchgpipe.shard as ts
-from tests.devices import cpu_only
 from tests.shard.processes import outcomes, run
 from torchgpipe import GPipe
-
-pytestmark = cpu_only('processes meet by gloo')
 
 DOUBLE = torch.float64
 WEIGHTS = ('router', 'up', 'up_bias', 'down', 'down_bias')

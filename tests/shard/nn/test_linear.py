@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
+from tests.marks import slow
 from tests.shard.nn.oracle import (
     close,
     cut,
@@ -23,7 +24,6 @@ from tests.shard.nn.oracle import (
     seeded,
 )
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe.shard.parameter import global_shape, is_tagged, storage_dim
 
 SIZES = [5, 7, 31]
@@ -54,7 +54,7 @@ def same_as_plain(in_features, out_features, dim, bias):
         same_gradients(plain, layer)
 
 
-@pytest.mark.parametrize('world, groups', first(1, [(2, [1, 2]), (4, [2, 4])]))
+@pytest.mark.parametrize('world, groups', [(2, [1, 2]), slow(4, [2, 4])])
 def test_numbers_are_those_of_one_process(world, groups):
     run(world, over_groups, groups, same_as_plain, SIZES, SIZES, [None, 0, 1, -1], [True, False])
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchgpipe.shard as ts
+from tests.marks import slow
 from tests.shard.nn.oracle import (
     close,
     cut,
@@ -17,7 +18,6 @@ from tests.shard.nn.oracle import (
     same_start,
 )
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe.shard.parameter import is_tagged
 
 OPTIONS = [
@@ -83,7 +83,7 @@ def same_as_plain(number, features, dim, options):
     'world, groups, sizes',
     [
         (2, [2], [(31, 5)]),
-        *first(0, [(2, [1], [(31, 5)]), (4, [2, 4], [(7, 3)]), (4, [4], [(5, 7)])]),
+        *[slow(2, [1], [(31, 5)]), slow(4, [2, 4], [(7, 3)]), slow(4, [4], [(5, 7)])],
     ],
 )
 def test_numbers_are_those_of_one_process(world, groups, sizes):

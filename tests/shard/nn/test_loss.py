@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgpipe.shard as ts
 from benchmarks.harness.live import LiveTensors
+from tests.marks import slow
 from tests.shard.processes import run
-from tests.whole import first
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss, parallel_cross_entropy
 from torchgpipe.shard.parameter import own
 
@@ -111,7 +111,7 @@ def grid(all_sizes, shapes):
     [
         (2, 1, [(2, 3)]),
         (2, 2, [(6,), (2, 3)]),
-        *first(0, [(4, 2, [(2, 3)]), (4, 4, [(2, 3)])]),
+        *[slow(4, 2, [(2, 3)]), slow(4, 4, [(2, 3)])],
     ],
 )
 def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):

@@ -71,7 +71,7 @@ from torchgpipe.engine.checkpoint.observation import (
     tensors_in,
 )
 from torchgpipe.engine.checkpoint.samples import elements_of
-from torchgpipe.engine.checkpoint.swaps import Swap, substituted
+from torchgpipe.engine.checkpoint.swaps import Swap, substituted, with_data
 from torchgpipe.engine.streams import no_context
 
 T = TypeVar('T')
@@ -545,31 +545,14 @@ def _restored_tensor(
     memories: Memories,
 ) -> Tensor:
     """Return a tensor with the kept values, which a recomputation may write to."""
-    return _like(x, copy_of(copy, memories), copy.requires_grad)
-
-
-def _like(
-    x: Tensor,
-    data: Tensor,
-    requires_grad: bool,
-) -> Tensor:
-    """Return a tensor with other data, of the type of parameter if it is one."""
-    if not isinstance(x, nn.Parameter):
-        return data.requires_grad_(requires_grad)
-    cls = nn.Parameter
-    # Otherwise the gradient of a leaf in a step would not be deferred.
-    if is_plain(x) and issubclass(type(x), nn.Parameter):
-        cls = type(x)
-    parameter = cls(data, requires_grad)
-    parameter.__dict__.update(x.__dict__)
-    return parameter
+    return with_data(x, copy_of(copy, memories), copy.requires_grad)
 
 
 def with_grad(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor with the given ``requires_grad``, over the same memory."""
     if tensor.requires_grad is requires_grad:
         return tensor
-    return _like(tensor, tensor.detach(), requires_grad)
+    return with_data(tensor, tensor.detach(), requires_grad)
 
 
 # A recomputation with a kept state.

@@ -12,6 +12,10 @@ from functools import partial
 from operator import setitem
 from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
+from torchgpipe.base.structure import is_plain
+
 _MISSING = object()
 
 
@@ -33,6 +37,23 @@ def entry(
     if previous is _MISSING:
         back = partial(holder.pop, name, None)
     return Swap(partial(setitem, holder, name, value), back)
+
+
+def with_data(
+    x: Tensor,
+    data: Tensor,
+    requires_grad: bool,
+) -> Tensor:
+    """Return a tensor with other data, of the type of parameter if it is one."""
+    if not isinstance(x, nn.Parameter):
+        return data.requires_grad_(requires_grad)
+    cls = nn.Parameter
+    # Otherwise the gradient of a leaf in a step would not be deferred.
+    if is_plain(x) and issubclass(type(x), nn.Parameter):
+        cls = type(x)
+    parameter = cls(data, requires_grad)
+    parameter.__dict__.update(x.__dict__)
+    return parameter
 
 
 class substituted:
