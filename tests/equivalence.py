@@ -121,6 +121,8 @@ class Option:
     """A change of the model, and the circumstances of its training."""
 
     change: Callable[[nn.Module], None] = as_it_is
+    #: Changes the layers in their places, because a tensor that moves loses its hooks.
+    change_in_place: Callable[[nn.Module], None] = as_it_is
     context: Callable = nullcontext
     size: int = SIZE
     input_grad: bool = True
@@ -144,7 +146,7 @@ OPTIONS = {
     'one sample': Option(size=1),
     'layers in evaluation': Option(evaluate_layers),
     'autocast': Option(context=autocast, dtype=torch.float, tolerance=3e-2),
-    'hooks of the user': Option(register_hooks),
+    'hooks of the user': Option(change_in_place=register_hooks),
     'hooks of saved tensors': Option(context=packed),
     'frozen parameters': Option(freeze_every_second_parameter),
     'frozen partitions': Option(freeze_first_partitions, input_grad=False),
@@ -241,9 +243,10 @@ def run_wrapped(gpipe, schedule, x, target):
         output = gpipe(x)
         loss = loss_of(output, target)
         loss.backward()
-        return output.detach(), loss.detach()
-    loss, output = gpipe.step(x, target, loss_of, schedule=schedule, return_output=True)
-    return output, loss
+    else:
+        loss, output = gpipe.step(x, target, loss_of, schedule=schedule, return_output=True)
+    compare_all_pending(gpipe)
+    return output.detach(), loss.detach()
 
 
 def numbers_of(model):
@@ -281,12 +284,14 @@ def train(case, devices, steps=3):
     model = model_of(case.layer, option)
     available = devices(4)
     gpipe = GPipe(
-        model_of(case.layer, option),  # no copy, because a copy of a tensor has no hooks
+        model_of(case.layer, option),
         [1] * 4,
         devices=[available[k] for k in PLACEMENTS[case.placement](case.schedule)],
         chunks=CHUNKS,
         checkpoint=case.mode if isinstance(case.mode, str) else list(case.mode),
     )
+    for net in (model, gpipe):
+        option.change_in_place(net)
     optimizers = [torch.optim.SGD(net.parameters(), 0.05, 0.9) for net in (model, gpipe)]
     shape = (option.size, *LAYERS[case.layer].shape)
     for step in range(steps):
@@ -303,7 +308,6 @@ def train(case, devices, steps=3):
                     own = on_first(gpipe, x).requires_grad_(option.input_grad)
                     output, loss = run_or_refuse(gpipe, case, own, target)
             results.append([output, loss, own.grad, *state_of(net)])
-        compare_all_pending(gpipe)
         assert_same(results[1], results[0], option.tolerance)
         assert numbers_of(nn.Sequential(*gpipe)) == numbers_of(model)
         for optimizer in optimizers:

@@ -8,12 +8,37 @@ from tests.devices import DEVICES
 from tests.equivalence import MODES, OPTIONS, PLACEMENTS, SCHEDULES, cases_of, check
 from tests.zoo import LAYERS
 
+WORKERS, ACCELERATORS = DEVICES['a worker each'], DEVICES['accelerators']
+
+#: Cases of a layer on accelerators: many of the simulated ones take long.
+ON_ACCELERATORS = 3
+
+
+def test_each_layer_trains_as_unwrapped_in_one_case():
+    for name in LAYERS:
+        check(cases_of(name)[0], WORKERS)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', LAYERS)
-def test_a_layer_trains_as_unwrapped(name):
-    for case in cases_of(name):
-        check(case, DEVICES['a worker each'])
+def test_a_layer_trains_as_unwrapped_in_all_other_cases(name):
+    for case in cases_of(name)[1:]:
+        check(case, WORKERS)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize('group', range(8))
+def test_layers_train_on_accelerators_as_on_the_cpu(group):
+    names = [name for name in LAYERS if admits_accelerators(name)]
+    for name in names[group::8]:
+        cases = [case for case in cases_of(name) if case.option != 'autocast']
+        for case in cases[:ON_ACCELERATORS]:
+            check(case, ACCELERATORS)
+
+
+def admits_accelerators(name):
+    """Return whether a layer draws nothing, and the simulated accelerator has its operations."""
+    return not LAYERS[name].draws and 'accelerators' not in LAYERS[name].lacks
 
 
 def pairs_of(case):

@@ -13,6 +13,9 @@ CPU_ONLY = frozenset({'accelerators'})
 #: The unwrapped layer raises with a mixture of types.
 ONE_TYPE = frozenset({'autocast'})
 
+#: FSDP does not shard parameters of several types, or without dimensions.
+UNSHARDED = frozenset({'shard'})
+
 #: PyTorch has no saved-tensor hooks within a transform, and calls them too early for noise.
 NO_HOOKS = frozenset({'hooks of saved tensors'})
 
@@ -270,7 +273,7 @@ COMPUTING = {
     'attention': on_cpu(attention, (3, 4), 4),
     'norms': on_cpu(norms, (4,), 4, ONE_TYPE),
     'hook of the node': Entry(with_linear(lambda: Doubled(nn.Linear(4, 4))), deferred=2),
-    'complex': on_cpu(with_linear(Complex), (4,), 2, ONE_TYPE),
+    'complex': on_cpu(with_linear(Complex), (4,), 2, ONE_TYPE | UNSHARDED),
     'sparse input': on_cpu(with_linear(lambda: OfSparse(nn.Linear(4, 4, bias=False))), deferred=2),
     'subclass of tensor': Entry(with_linear(lambda: OfMarked(nn.Linear(4, 4))), deferred=2),
     'vmap': on_cpu(with_linear(lambda: Mapped(nn.Linear(4, 4))), deferred=2),

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo.computing import CPU_ONLY, ONE_TYPE, Wrapped
+from tests.zoo.computing import CPU_ONLY, ONE_TYPE, UNSHARDED, Wrapped
 from tests.zoo.entry import Entry
 
 #: The unwrapped layer warns of an input that needs no gradient.
@@ -193,6 +193,6 @@ NESTED = {
     'reentrant checkpoint': Entry(lambda: ReentrantCheckpoint(nn.Linear(4, 4)), lacks=FROZEN),
     'bias of shape (1,)': Entry(lambda: Broadcast((4, 4), (1,))),
     'bias of shape (1, 4)': Entry(lambda: Broadcast((4, 4), (1, 4))),
-    'bias of shape ()': Entry(lambda: Broadcast((4, 4), ())),
+    'bias of shape ()': Entry(lambda: Broadcast((4, 4), ()), lacks=UNSHARDED),
     'weight of shape (4,)': Entry(lambda: Broadcast((4,), None)),
 }
