@@ -7,10 +7,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.devices import cpus, devices
 from tests.helpers import assert_same, gradients, micro_batches, on_first
+from tests.zoo.nested import adjoint
 from torchgpipe import GPipe
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
@@ -20,162 +20,6 @@ split_schedules = pytest.mark.parametrize('schedule', SPLIT)
 def loss_of(output, target):
     """Return a mean over samples."""
     return (output - target).square().mean()
-
-
-class Adjoint(torch.autograd.Function):
-    """Call a function; backward runs it again, and scales the gradients of an inner pass."""
-
-    @staticmethod
-    def forward(ctx, function, scale, x, *weights):
-        ctx.function, ctx.scale, ctx.weights = function, scale, weights
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return function(x) * scale
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        grads = torch.autograd.grad(y, (x, *ctx.weights), grad, allow_unused=ctx.scale != 1)
-        return (None, None, *[ctx.scale * grad for grad in grads])
-
-
-class Inner(nn.Module):
-    """A layer whose backward contains a backward: an adjoint, or its own kind of checkpoint."""
-
-    def __init__(self, layer, scale):
-        super().__init__()
-        self.layer = layer
-        self.scale = scale
-
-    def forward(self, x):
-        """Run the function."""
-        return Adjoint.apply(self.layer, self.scale, x, *self.layer.parameters())
-
-
-class Equilibrium(nn.Module):
-    """Solve z = tanh(W z + x); a hook solves the linear equation of the gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        nn.init.normal_(self.linear.weight, std=0.1)
-
-    def iterate(self, z, x):
-        """Run one step of the iteration."""
-        return torch.tanh(self.linear(z) + x)
-
-    def forward(self, x):
-        """Iterate, and register the hook."""
-        z = torch.zeros_like(x)
-        with torch.no_grad():
-            for _ in range(40):
-                z = self.iterate(z, x)
-        z = self.iterate(z, x)
-        start = z.detach().requires_grad_()
-        end = self.iterate(start, x)
-
-        def solve(grad):
-            solution = grad
-            for _ in range(40):
-                (product,) = torch.autograd.grad(end, start, solution, retain_graph=True)
-                solution = product + grad
-            return solution
-
-        if z.requires_grad:
-            z.register_hook(solve)
-        return z
-
-
-class Probed(nn.Linear):
-    """A layer that runs backward through itself as soon as its output has a gradient."""
-
-    probes = False
-
-    def forward(self, x):
-        """Register the hook."""
-        x = x * 1
-        y = super().forward(x)
-
-        def probe(grad):
-            if not self.probes:
-                self.probes = True
-                torch.autograd.grad(y, x, grad, retain_graph=True)
-                self.probes = False
-
-        if y.requires_grad:
-            y.register_hook(probe)
-        return y
-
-
-class Clipped(nn.Linear):
-    """A layer that clips its weight in forward."""
-
-    def forward(self, x):
-        """Clip, and run."""
-        with torch.no_grad():
-            self.weight.clamp_(-0.3, 0.3)
-        return super().forward(x)[:, :4]
-
-
-class Renormed(nn.Module):
-    """An embedding that scales its rows in forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(8, 4, max_norm=0.5)
-
-    def forward(self, x):
-        """Add the rows."""
-        return x + self.rows((x.detach().abs() * 3).long().clamp(0, 7)[:, 0])
-
-
-class Initialised(nn.Module):
-    """A layer that sets its parameter at the first input."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(4))
-        self.is_new = True
-
-    def forward(self, x):
-        """Set the parameter once."""
-        if self.is_new:
-            with torch.no_grad():
-                self.shift.copy_(-x.mean(0))
-            self.is_new = False
-        return x + self.shift
-
-
-class Broadcast(nn.Module):
-    """A linear function whose parameters have unusual shapes."""
-
-    def __init__(self, weight, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(weight))
-        self.bias = None if bias is None else nn.Parameter(torch.rand(bias))
-
-    def forward(self, x):
-        """Run the function."""
-        y = F.linear(x, self.weight, self.bias)
-        return y if y.dim() == x.dim() else x * y[:, None]
-
-
-LAYERS = {
-    'adjoint': lambda: Inner(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), 0.3),
-    'own checkpoint': lambda: Inner(nn.Linear(4, 4), 1),
-    'bias (1,)': lambda: Broadcast((4, 4), (1,)),
-    'bias (1, 4)': lambda: Broadcast((4, 4), (1, 4)),
-    'bias ()': lambda: Broadcast((4, 4), ()),
-    'weight (4,)': lambda: Broadcast((4,), None),
-}
-
-WRITING = {
-    'clipped': lambda: Clipped(4, 6, bias=False),
-    'renormed': Renormed,
-    'initialised': Initialised,
-}
 
 
 def make(layer):
@@ -210,19 +54,10 @@ def check(model, gpipe, schedule, steps=2):
 
 
 @devices
-@split_schedules
-@pytest.mark.parametrize('layer', LAYERS)
-def test_a_nested_backward_and_odd_shapes(devices, schedule, layer):
-    """In v0.21, a nested pass deferred its gradients of weights, too, silently."""
-    model = make(LAYERS[layer])
-    check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
-
-
-@devices
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
 def test_a_nested_backward_of_a_layer_in_two_partitions(devices, schedule):
     """Then modules have leaves only while an action of the partition runs."""
-    inner = LAYERS['adjoint']()
+    inner = adjoint()
     model = nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh()) for j in range(4)]
     ).double()
@@ -246,7 +81,7 @@ class LossWithLayer(nn.Module):
 def test_a_nested_backward_of_the_loss(devices, schedule):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
     gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
-    expected = LossWithLayer(LAYERS['adjoint']().double())
+    expected = LossWithLayer(adjoint().double())
     loss = copy.deepcopy(expected).to(gpipe.devices[-1])
     x, target = torch.randn(2, 7, 4, dtype=torch.double)
     for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
@@ -259,9 +94,7 @@ def test_a_nested_backward_of_the_loss(devices, schedule):
 @cpus
 @pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
 def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(devices, schedule):
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(4, 4), LAYERS['adjoint']()) for _ in range(4)]
-    ).double()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), adjoint()) for _ in range(4)]).double()
     gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
     expected, loss = LossWithLayer(model[0][1]), LossWithLayer(gpipe[0][1])
     for _ in range(3):
@@ -270,34 +103,6 @@ def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(dev
             (expected(model(part), label) * len(part) / len(x)).backward()
         gpipe.step(x, target, loss, schedule=schedule)
         assert_same(gradients(gpipe), gradients(model), 1e-10)
-
-
-@devices
-@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-@pytest.mark.parametrize('layer', [Equilibrium, lambda: Probed(4, 4)])
-def test_a_nested_backward_through_a_graph_that_it_retains(devices, schedule, layer):
-    """In v0.21, products of a solver added to the gradient, or "backward … a second time"."""
-    model = make(layer)
-    check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
-
-
-@devices
-@pytest.mark.parametrize('layer', [Equilibrium, lambda: Probed(4, 4)])
-def test_such_a_layer_in_the_plain_call(devices, layer):
-    model = make(layer)
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=2, checkpoint='always')
-    x = torch.randn(6, 4, dtype=torch.double)
-    loss_of(model(x), x).backward()
-    loss_of(gpipe(on_first(gpipe, x)), x.to(gpipe.devices[-1])).backward()
-    assert_same(gradients(gpipe), gradients(model), 1e-10)
-
-
-@devices
-@split_schedules
-@pytest.mark.parametrize('layer', WRITING)
-def test_in_v0210_parameters_written_in_forward_could_not_be_recomputed(devices, schedule, layer):
-    model = make(WRITING[layer])
-    check(model, pipeline(model, schedule, devices, checkpoint='always'), schedule)
 
 
 class Memory(nn.Module):
@@ -360,35 +165,6 @@ def test_an_output_gradient_that_changes_between_the_halves(devices):
     x = on_first(gpipe, torch.randn(4, 4)).requires_grad_()
     with pytest.raises(RuntimeError, match='output gradient and input'):
         gpipe.step(x, x.detach(), loss_of, schedule='zb-h1')
-
-
-class Registering(nn.Linear):
-    """Register a hook on the weight at the first call."""
-
-    is_new = True
-
-    def forward(self, x):
-        """Register the hook once."""
-        if self.is_new:
-            self.is_new = False
-            self.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-        return super().forward(x)
-
-
-@devices
-@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_hook_that_a_layer_registers_sees_the_whole_gradient(devices, schedule):
-    """In v0.21, it saw a part, or `None`, and it was lost in the next step."""
-    model = make(lambda: Registering(4, 4))
-    reference = nn.Sequential(*copy.deepcopy(model))
-    gpipe = pipeline(model, schedule, devices, checkpoint='never')
-    for _ in range(2):
-        x = torch.randn(7, 4, dtype=torch.double)
-        reference.zero_grad()
-        gpipe.zero_grad()
-        loss_of(reference(x), x).backward()
-        gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
-        assert_same(gradients(gpipe), gradients(reference), 1e-10)
 
 
 class Token:

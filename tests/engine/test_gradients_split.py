@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
 
-from tests.devices import cpus, devices
+from tests.devices import devices
 from tests.helpers import Spy, assert_same, gradients, on_first
+from tests.zoo.computing import COMPUTING
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import gradients as engine_gradients
 from torchgpipe.engine.scheduled import Step
@@ -44,68 +43,6 @@ def log(monkeypatch):
     return entries
 
 
-class Checkpointed(nn.Module):
-    """Run its layer again in backward."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
-class Twice(nn.Module):
-    """Use its layer twice."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return self.layer(self.layer(x).tanh())
-
-
-class OneSample(nn.Module):
-    """Call its layer without a batch."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return torch.stack([self.layer(each) for each in x])
-
-
-class Halved(nn.Module):
-    """Compute in a smaller type."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        with torch.autocast('cpu', torch.bfloat16):
-            return self.layer(x).to(x.dtype)
-
-
-class Force(nn.Module):
-    """The gradient of an energy, or of a part of it that is detached."""
-
-    def __init__(self, *layers, create_graph=True):
-        super().__init__()
-        self.energy, self.create_graph = nn.Sequential(*layers), create_graph
-
-    def forward(self, x):
-        """Go back, within forward."""
-        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.create_graph)
-        return force + x
-
-
 class First(nn.Module):
     """The first one of several."""
 
@@ -114,208 +51,17 @@ class First(nn.Module):
         return values[0] * 2
 
 
-class Doubled(nn.Module):
-    """Double all gradients of its layer, by a hook on the node."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        y = self.layer(x)
-        if y.grad_fn is not None:
-            y.grad_fn.register_hook(
-                lambda grads, _: tuple(None if grad is None else 2 * grad for grad in grads)
-            )
-        return y
-
-
-class Complex(nn.Module):
-    """A linear layer of complex numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4, dtype=torch.cdouble)
-
-    def forward(self, x):
-        """Do so."""
-        return self.linear(x * (1 + 2j)).abs()
-
-
-class OfSparse(nn.Module):
-    """Give its layer a sparse tensor."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return self.layer(x.detach().to_sparse()) + x
-
-
-class Marked(torch.Tensor):
-    """A tensor of a class of its own."""
-
-
-class OfMarked(nn.Module):
-    """Give its layer such a tensor."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return self.layer(x.as_subclass(Marked)).as_subclass(torch.Tensor)
-
-
-class Mapped(nn.Module):
-    """Call its layer by ``vmap``."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return torch.func.vmap(self.layer)(x)
-
-
-def frozen(layer, *names):
-    """Freeze parameters of a layer."""
-    for name in names:
-        getattr(layer, name).requires_grad_(False)
-    return layer
-
-
-def linear(*shape, **options):
-    """Return a function that makes two linear layers, and the shape of a sample."""
-    return lambda: [nn.Linear(4, 6, **options), nn.Tanh(), nn.Linear(6, 4, **options)], (*shape, 4)
-
-
-def convolution(kind, dims, **options):
-    """Return a function that makes two convolutions, and the shape of a sample."""
-    return (lambda: [kind(4, 8, 3, **options), nn.Tanh(), kind(8, 4, 1)], (4, *[9] * dims))
-
-
-#: Layers, a sample of their input, and the number of deferred gradients per micro-batch.
-LAYERS = {
-    'linear': (*linear(), 4),
-    'of sequences': (*linear(3), 4),
-    'no bias': (*linear(bias=False), 2),
-    'conv1d': (*convolution(nn.Conv1d, 1), 4),
-    'conv2d': (*convolution(nn.Conv2d, 2, stride=(2, 1), padding=1, dilation=2), 4),
-    'conv3d': (*convolution(nn.Conv3d, 3, groups=2, bias=False), 3),
-    'circular': (*convolution(nn.Conv2d, 2, padding=1, padding_mode='circular'), 4),
-    'valid': (*convolution(nn.Conv2d, 2, padding='valid'), 2),
-    'same': (*convolution(nn.Conv2d, 2, padding='same'), 2),
-    'no batch': (lambda: [OneSample(nn.Conv2d(2, 3, 3))], (2, 5, 5), 0),
-    'one at a time': (lambda: [OneSample(nn.Linear(4, 4))], (4,), 2),
-    'frozen weight': (lambda: [frozen(nn.Linear(4, 4), 'weight')], (4,), 0),
-    'frozen bias': (lambda: [nn.Linear(4, 4), frozen(nn.Linear(4, 4), 'bias')], (4,), 2),
-    'twice': (lambda: [Twice(nn.Linear(4, 4))], (4,), 4),
-    'checkpointed within': (lambda: [Checkpointed(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
-    'of other parameters': (lambda: [weight_norm(nn.Linear(4, 4))], (4,), 0),
-    'attention': (lambda: [nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)], (3, 4), 4),
-    'norms': (
-        lambda: [nn.LayerNorm(4), nn.PReLU(), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)],
-        (4,),
-        2,
-    ),
-    'hook of the node': (lambda: [Doubled(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
-    'complex': (lambda: [Complex(), nn.Linear(4, 4)], (4,), 2),
-    'of sparse': (lambda: [OfSparse(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4)], (4,), 2),
-    'of another class': (lambda: [OfMarked(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
-    'vmap': (lambda: [Mapped(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
-    'autocast': (lambda: [Halved(nn.Linear(4, 4)), nn.Linear(4, 4)], (4,), 2),
-}
-
-
-class Both(nn.Module):
-    """Return a layer that takes two the same for both."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        """Do so."""
-        return self.layer(x, x)
-
-
-def make(name):
-    """Make a model of a kind of layers, and a sample of its input."""
-    function, shape, number = LAYERS[name]
-    found = [Both(layer) if isinstance(layer, nn.Bilinear) else layer for layer in function()]
-    return nn.Sequential(*found).double(), shape, number
-
-
-@cpus
-@pytest.mark.parametrize('name', LAYERS)
-def test_each_kind_of_layer(devices, name, log):
-    model, shape, number = make(name)
-    model = nn.Sequential(nn.Tanh(), *model)
-    other = nn.Sequential(nn.Tanh(), *make(name)[0])  # no copy: TorchScript's have a graph
-    other.load_state_dict(model.state_dict())
-    gpipe = GPipe(other, [len(model)], devices=devices(1), chunks=3, checkpoint='except_last')
-    for _ in range(2):
-        x = torch.randn(7, *shape, dtype=torch.double, requires_grad=True)
-        y = x.detach().requires_grad_()
-        output = torch.cat([model(part) for part in x.tensor_split(3)])
-        target = torch.randn_like(output)
-        loss_of(output, target).backward()
+def test_second_halves_add_the_gradients_of_linear_layers_and_convolutions(log):
+    for name, entry in COMPUTING.items():
+        if entry.deferred is None:
+            continue
+        layer = entry.make().double()
+        gpipe = GPipe(nn.Sequential(nn.PReLU(), layer).double(), [2], devices=['cpu'], chunks=3)
+        x = torch.randn(7, *entry.shape, dtype=torch.double)
         log.clear()
-        gpipe.step(y, target, loss_of, schedule='zb-h1')
-        assert_same(gradients(gpipe), gradients(model))
-        assert_same([y.grad], [x.grad])
-        deferred = [(action[1], count) for action, count in log]
-        calls = 7 if name == 'one at a time' else 3
-        assert sum(count for kind, count in deferred) == number * calls
-        assert all(kind == 'W' for kind, count in deferred if count)
-
-
-@cpus
-@pytest.mark.parametrize('create_graph', [False, True])
-@pytest.mark.parametrize(
-    'layers, shape',
-    [
-        (lambda: [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)], [4]),
-        (lambda: [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 1)], [2, 5, 5]),
-    ],
-)
-def test_a_layer_that_goes_back_within_its_forward(devices, layers, shape, create_graph):
-    """Gradients of gradients among its own; nothing of that is put off."""
-    model = nn.Sequential(
-        nn.PReLU(), Force(*layers(), create_graph=create_graph), nn.PReLU()
-    ).double()
-    gpipe = GPipe(copy.deepcopy(model), [3], devices=devices(1), chunks=2, checkpoint='never')
-    x = torch.randn(4, *shape, dtype=torch.double)
-    loss_of(model(x), x).backward()
-    gpipe.step(x, x, loss_of, schedule='zb-h1')
-    assert_same(gradients(gpipe), gradients(model))
-
-
-class Learner(nn.Linear):
-    """A layer that takes a step of its own, in each forward."""
-
-    def forward(self, x):
-        """Go back to the weight, and use another one."""
-        loss = nn.functional.linear(x, self.weight, self.bias).square().mean()
-        (grad,) = torch.autograd.grad(loss, self.weight, create_graph=True)
-        return nn.functional.linear(x, self.weight - 0.1 * grad, self.bias)
-
-
-@devices
-def test_a_layer_that_learns_within_its_forward(devices):
-    """It asks for the gradient of a weight, which is none that is put off."""
-    model = nn.Sequential(nn.Linear(4, 4), Learner(4, 4), nn.Linear(4, 4), Learner(4, 4)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=2, checkpoint='never')
-    x = torch.randn(4, 4, dtype=torch.double)
-    (sum(loss_of(model(part), part) for part in x.chunk(2)) / 2).backward()
-    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
-    assert_same(gradients(gpipe), gradients(model))
+        gpipe.step(x, x, loss_of, schedule='zb-h1')
+        assert sum(count for _, count in log) == 3 * entry.deferred, name
+        assert {action[1] for action, count in log if count} <= {'W'}, name
 
 
 @devices
@@ -359,57 +105,6 @@ def test_what_is_not_used_has_no_gradient(devices):
     x = torch.randn(4, 4)
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
     assert gpipe[0].b.weight.grad is None and gpipe[0].a.weight.grad is not None
-
-
-@devices
-def test_a_layer_that_computes_without_grad_too(devices):
-    class Centred(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                mean = super().forward(x).mean()
-            return super().forward(x) - mean
-
-    model = nn.Sequential(Centred(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=1)
-    x = torch.randn(4, 4, dtype=torch.double)
-    loss_of(model(x), x).backward()
-    gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule='zb-h1')
-    assert_same(gradients(gpipe), gradients(model))
-
-
-class Special(torch.Tensor):
-    """A tensor of a class that layers may ask for."""
-
-
-class ToSpecial(nn.Linear):
-    """Return one."""
-
-    def forward(self, x):
-        """Return it."""
-        return super().forward(x).as_subclass(Special)
-
-
-class DoubleSpecial(nn.Linear):
-    """Double special outputs."""
-
-    def forward(self, x):
-        """Ask for the class."""
-        y = super().forward(x)
-        return y * 2 if isinstance(y, Special) else y
-
-
-@devices
-def test_tensors_of_other_classes_stay_so(devices):
-    model = nn.Sequential(ToSpecial(4, 4), DoubleSpecial(4, 4), DoubleSpecial(4, 4)).double()
-    gpipe = GPipe(copy.deepcopy(model), [3], devices=devices(1), chunks=2, checkpoint='never')
-    x = torch.randn(4, 4, dtype=torch.double)
-
-    def loss(output, target):
-        return (output.as_subclass(torch.Tensor) - target).square().mean()
-
-    loss(model(x), x).backward()
-    gpipe.step(on_first(gpipe, x), on_first(gpipe, x), loss, schedule='zb-h1')
-    assert_same(gradients(gpipe), gradients(model))
 
 
 def test_what_is_compiled_is_not_split(log):

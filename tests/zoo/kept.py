@@ -170,6 +170,11 @@ def kept(name):
     return Block(*PARTS[name])
 
 
+def model_of(name):
+    """Return a model of two such blocks and a linear layer."""
+    return nn.Sequential(kept(name), kept(name), nn.Linear(4, 4)).double()
+
+
 LACKS = {
     'transforms': CPU_ONLY | NO_HOOKS,
     'tensor': SEVERAL_SAMPLES,

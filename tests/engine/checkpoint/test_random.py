@@ -32,9 +32,6 @@ from torchgpipe.base.locks import generator_lock
 from torchgpipe.engine.checkpoint.random import Drawing
 from torchgpipe.engine.streams import use_device
 
-SHARED = 'threads that draw from one accelerator are refused, as its generator is moved back'
-APART = 'accelerators have generators of their own, so their partitions need not be serialized'
-
 
 class Dropouts(nn.Dropout):
     """A layer that draws often, so that a race would show."""

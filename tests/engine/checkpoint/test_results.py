@@ -1,11 +1,9 @@
 """Layers that are kept out of recomputation: run once, with all numbers as they would be."""
 
 import copy
-import dataclasses
 import itertools
 import pickle
 import threading
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -15,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import DEVICES, devices
-from tests.engine.checkpoint.layers import ODD, Layer, compare_modes, skip_unless_movable
+from tests.engine.checkpoint.layers import Layer, compare_modes
 from tests.helpers import (
     STEPS,
     Call,
@@ -29,6 +27,7 @@ from tests.helpers import (
     train_both,
 )
 from tests.skip.layers import Stash
+from tests.zoo.kept import Data, Inner, model_of
 from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.base.structure import leaves_of
 from torchgpipe.engine.checkpoint import swaps
@@ -47,203 +46,6 @@ class Counted(nn.Linear):
         """Count, and run."""
         self.calls.append(is_recomputing())
         return super().forward(x)
-
-
-class Block(nn.Module):
-    """A residual block around a part whose inputs and outputs depend on the case."""
-
-    def __init__(self, inner, use):
-        super().__init__()
-        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.inner = no_recompute(Inner(inner))
-        self.use = use
-
-    def forward(self, x):
-        """Use the part between two layers."""
-        y = self.before(x).tanh()
-        return self.after(self.use(self.inner, y)).tanh() + x
-
-
-class Inner(nn.Module):
-    """The part, which counts its calls."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.function = function
-        self.calls = []
-
-    def forward(self, *args, **kwargs):
-        """Call its function."""
-        self.calls.append(is_recomputing())
-        return self.function(self, *args, **kwargs)
-
-
-class Named(NamedTuple):
-    """A result with names."""
-
-    y: torch.Tensor
-    n: int
-    none: None
-
-
-@dataclasses.dataclass
-class Data:
-    """A result with attributes."""
-
-    y: torch.Tensor
-    more: dict
-
-
-def use(function=lambda y: y):
-    """Call a part with a tensor, and a function with the part's output."""
-    return lambda inner, y: function(inner(y))
-
-
-#: The computation of a part, and the use of its output.
-CASES = {
-    'tensor': (lambda self, y: self.norm(self.linear(y)), use()),
-    'in place within': (lambda self, y: self.linear(y).relu_(), use()),
-    'in place afterwards': (lambda self, y: self.linear(y), use(lambda y: y.relu_())),
-    'in place twice': (lambda self, y: self.linear(y), use(lambda y: y.mul_(2).sigmoid_() * y)),
-    'a view, in place afterwards': (
-        lambda self, y: self.linear(y).T,
-        use(lambda y: y.add_(1).relu_().T),
-    ),
-    'in place behind the version': (
-        lambda self, y: self.linear(y),
-        use(lambda y: (y.data.add_(1), y)[1]),
-    ),
-    'tuple': (
-        lambda self, y: (self.linear(y), y.detach().argmax(1)),
-        use(lambda ys: ys[0] * ys[1][:, None]),
-    ),
-    'one in place': (
-        lambda self, y: (self.linear(y), y * 2),
-        use(lambda ys: ys[0].tanh_() * ys[1]),
-    ),
-    'chunks of one memory': (
-        lambda self, y: self.linear(y).chunk(2, 1),
-        use(lambda ys: torch.cat([ys[1].tanh(), ys[0]], 1)),
-    ),
-    'the same twice': (lambda self, y: [self.linear(y)] * 2, use(lambda ys: ys[0] * ys[1])),
-    'dict': (
-        lambda self, y: {'a': self.linear(y), 'b': [None, y.detach()], 'n': 3},
-        use(lambda ys: ys['a'] * ys['n'] + ys['b'][1]),
-    ),
-    'named': (lambda self, y: Named(self.linear(y), 2, None), use(lambda ys: ys.y * ys.n)),
-    'dataclass': (
-        lambda self, y: Data(self.linear(y), {'k': y * 2}),
-        use(lambda ys: ys.y * ys.more['k']),
-    ),
-    'its input': (lambda self, y: y, use()),
-    'a view of its input': (lambda self, y: y[:, :2], use(lambda y: torch.cat([y, y], 1))),
-    'nothing': (lambda self, y: None, lambda inner, y: y if inner(y) is None else None),
-    'integers': (lambda self, y: y.detach().argmax(1), lambda inner, y: y * inner(y)[:, None]),
-    'needs no gradient': (lambda self, y: self.linear(y.detach()).detach(), use()),
-    'keywords': (
-        lambda self, y, *, scale, more: self.linear(y) * scale['s'] + more[0],
-        lambda inner, y: inner(y, scale={'s': 2}, more=(y,)),
-    ),
-    'dataclass as input': (lambda self, y: self.linear(y.y), lambda inner, y: inner(Data(y, {}))),
-    'called twice': (lambda self, y: self.linear(y), lambda inner, y: inner(inner(y).tanh())),
-    'called in one that is called': (lambda self, y: self.linear(y), lambda inner, y: inner(y)),
-    'without grad': (lambda self, y: self.linear(y), lambda inner, y: y * no_grad(inner, y)),
-    'asks for gradients': (lambda self, y: own_gradient(self, y), use()),
-    'transforms': (
-        lambda self, y: self.linear(y) * torch.func.grad(lambda y: y.square().sum())(y.detach()),
-        use(),
-    ),
-    'checkpoint of PyTorch around': (
-        lambda self, y: self.linear(y).tanh(),
-        lambda inner, y: torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=False),
-    ),
-    'reentrant one': (
-        lambda self, y: self.linear(y).tanh(),
-        lambda inner, y: torch_checkpoint(lambda y: inner(y).tanh() * 2, y, use_reentrant=True),
-    ),
-    'checkpoint of PyTorch within': (
-        lambda self, y: torch_checkpoint(lambda y: self.linear(y).tanh(), y, use_reentrant=False),
-        use(),
-    ),
-    'hooks around': (lambda self, y: self.linear(y).tanh(), lambda inner, y: offloaded(inner, y)),
-    'later layers change its input': (
-        lambda self, y: y + 1,
-        lambda inner, y: (lambda x: (lambda z: x.mul_(0.5).add_(z))(inner(x)))(y * 1),
-    ),
-}
-
-
-def no_grad(inner, y):
-    """Call without grad."""
-    with torch.no_grad():
-        return inner(y)
-
-
-def own_gradient(self, y):
-    """Ask for a gradient within a forward."""
-    z = self.linear(y)
-    return z * torch.autograd.grad(z.square().sum(), y, create_graph=True)[0]
-
-
-def offloaded(inner, y):
-    """Call under hooks of the user's."""
-    with torch.autograd.graph.save_on_cpu():
-        return inner(y)
-
-
-def model_of(case):
-    """Return a model of two blocks."""
-    return nn.Sequential(*[Block(*CASES[case]) for _ in range(2)], nn.Linear(4, 4)).double()
-
-
-#: Those in which someone else runs a layer again: within its own backward, or in no_grad.
-AGAIN = {'checkpoint of PyTorch around', 'reentrant one'}
-
-
-@devices
-@pytest.mark.parametrize('case', CASES)
-def test_numbers_are_those_of_the_unwrapped_model(devices, case):
-    model = model_of(case)
-    if 'reentrant one' == case:
-        model[0].before.requires_grad_(False)
-    for net in model.modules():  # micro-batches are normalised each by itself
-        if isinstance(net, nn.BatchNorm1d):
-            net.eval()
-    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=3, checkpoint='always')
-    for _ in range(2):
-        gpipe.zero_grad()
-        train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
-    compare_all_pending(gpipe)
-    if case not in AGAIN:
-        assert not any(gpipe[0].inner.calls) and not any(gpipe[1].inner.calls)
-
-
-@devices
-@pytest.mark.parametrize('case', CASES)
-def test_buffers_and_parameters_after_some_steps(devices, case):
-    compare_modes(lambda: model_of(case), devices)
-
-
-@devices
-@pytest.mark.parametrize('name', ODD)
-@pytest.mark.parametrize('which', ['odd', 'other', 'both'])
-def test_layers_with_state(devices, name, which):
-    """The layer with a state of its own is marked, or one before it, or one that has both."""
-    skip_unless_movable(name, devices)
-
-    def build():
-        odd, other = ODD[name](), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)).double()
-        if which == 'odd':
-            no_recompute(odd)
-        elif which == 'other':
-            no_recompute(other)
-        both = nn.Sequential(other, odd)
-        if which == 'both':
-            no_recompute(both)
-        return nn.Sequential(nn.Linear(4, 4).double(), both, nn.Linear(4, 4).double())
-
-    compare_modes(build, devices)
 
 
 @devices

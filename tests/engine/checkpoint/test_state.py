@@ -5,42 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.devices import devices
 from tests.engine.checkpoint.layers import (
-    ODD,
     Decay,
-    Layer,
-    compare_modes,
     doubles,
-    skip_unless_movable,
 )
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe, is_recomputing
-
-
-@devices
-@pytest.mark.parametrize(
-    'layer',
-    [
-        lambda: Decay(False),
-        lambda: Decay(True),
-        lambda: nn.BatchNorm1d(4),
-        lambda: spectral_norm(nn.Linear(4, 4)),
-    ],
-)
-def test_buffers_move_once_and_gradients_are_those_without_checkpoints(layer, devices):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 4), layer()).double()
-    results = []
-    for mode in ('never', 'always'):
-        gpipe = GPipe(copy.deepcopy(model), [2, 2], devices=devices(2), chunks=3, checkpoint=mode)
-        torch.manual_seed(1)
-        for _ in range(2):
-            call(gpipe, torch.randn(9, 4, dtype=torch.double)).square().sum().backward()
-        results.append([*gradients(gpipe), *gpipe.buffers()])
-    assert_same(results[1], results[0])
 
 
 @devices
@@ -59,39 +31,6 @@ def test_buffers_move_once_in_a_graph_that_is_retained(devices):
     output.backward()
     assert_same(gradients(gpipe), first)
     assert gpipe[1].scale.item() == pytest.approx(0.81)
-
-
-@devices
-@pytest.mark.parametrize('name', ODD)
-def test_in_v030_some_state_moved_twice(name, devices):
-    """Each layer stands in both partitions, and once more within a layer."""
-    skip_unless_movable(name, devices)
-    compare_modes(
-        lambda: nn.Sequential(
-            nn.Sequential(nn.Linear(4, 4).double(), ODD[name]()),
-            nn.Linear(4, 4).double(),
-            nn.Sequential(nn.Sequential(ODD[name]())),
-        ),
-        devices=devices,
-    )
-
-
-@devices
-def test_one_buffer_in_two_layers(devices):
-    """In v0.3.0: "took another path"."""
-
-    def make():
-        shared = doubles(4)
-        return nn.Sequential(
-            nn.Linear(4, 4).double(),
-            Layer(
-                lambda layer, x: (layer.mine.mul_(0.9), x * layer.mine.clone())[1],
-                {'mine': shared},
-            ),
-            Layer(lambda layer, x: x + layer.mine.clone(), {'mine': shared}),
-        )
-
-    compare_modes(make, devices)
 
 
 class Late(nn.Module):
@@ -151,36 +90,3 @@ def test_a_mode_that_changes_between_forward_and_backward(devices, where):
     for _ in range(2):
         assert_same(run(gpipe, model), run(reference, reference))
         assert not where(gpipe).training
-
-
-class Graph(nn.Module):
-    """Multiply by a sparse matrix, which the layer may change."""
-
-    def __init__(self, layout, change):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        matrix = torch.eye(4, dtype=torch.double)
-        self.register_buffer('matrix', matrix.to_sparse(layout=layout))
-        self.change = change
-
-    def forward(self, x):
-        """Do so."""
-        if self.change:
-            self.matrix = self.matrix * 2
-        return (self.matrix @ self.linear(x).t()).t()
-
-
-@pytest.mark.parametrize('change', [False, True])
-@pytest.mark.parametrize('layout', [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.filterwarnings('ignore:Sparse CSR tensor support')
-def test_in_v080_sparse_buffers_could_not_be_compared(layout, change):
-    """It raised "Could not run 'aten::equal'"."""
-    results = []
-    for mode in ('never', 'always'):
-        torch.manual_seed(0)
-        model = nn.Sequential(Graph(layout, change), Graph(layout, change)).double()
-        gpipe = GPipe(model, [1, 1], devices=['cpu'] * 2, chunks=2, checkpoint=mode)
-        for _ in range(2):
-            gpipe(torch.randn(6, 4, dtype=torch.double)).square().sum().backward()
-        results.append([*gradients(gpipe), *[x.to_dense() for x in gpipe.buffers()]])
-    assert_same(results[1], results[0])
