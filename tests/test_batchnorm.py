@@ -34,28 +34,23 @@ def piped(layer, chunks, mode='never', devices=('cpu',)):
 
 
 @devices
-@pytest.mark.parametrize('momentum', [0.1, 0.7, None])
-@pytest.mark.parametrize(
-    'layer, shape',
-    [
-        (nn.BatchNorm1d, (3,)),
-        (nn.BatchNorm1d, (3, 5)),
-        (nn.BatchNorm2d, (3, 4, 4)),
-        (nn.BatchNorm3d, (3, 2, 2, 2)),
-    ],
-)
-def test_running_statistics_with_a_varying_number_of_micro_batches(
-    devices, layer, shape, momentum
-):
-    plain = layer(3, momentum=momentum).double()
-    gpipe = piped(plain, 4, 'except_last', devices=devices(1))
-    for size in (16, 9, 3 if len(shape) > 1 else 8, 16):
-        x = torch.randn(size, *shape, dtype=torch.double, requires_grad=True) * 2 + 3
-        plain(x)
-        call(gpipe, x).sum().backward()
-        assert_same_statistics(gpipe[0], plain)
-    gpipe.eval(), plain.eval()
-    assert torch.allclose(call(gpipe, x).cpu(), plain(x), rtol=0, atol=1e-12)
+def test_running_statistics_with_a_varying_number_of_micro_batches(devices):
+    for momentum in [0.1, 0.7, None]:
+        for layer, shape in [
+            (nn.BatchNorm1d, (3,)),
+            (nn.BatchNorm1d, (3, 5)),
+            (nn.BatchNorm2d, (3, 4, 4)),
+            (nn.BatchNorm3d, (3, 2, 2, 2)),
+        ]:
+            plain = layer(3, momentum=momentum).double()
+            gpipe = piped(plain, 4, 'except_last', devices=devices(1))
+            for size in (16, 9, 3 if len(shape) > 1 else 8, 16):
+                x = torch.randn(size, *shape, dtype=torch.double, requires_grad=True) * 2 + 3
+                plain(x)
+                call(gpipe, x).sum().backward()
+                assert_same_statistics(gpipe[0], plain)
+            gpipe.eval(), plain.eval()
+            assert torch.allclose(call(gpipe, x).cpu(), plain(x), rtol=0, atol=1e-12)
 
 
 @devices
@@ -68,17 +63,19 @@ def test_each_micro_batch_is_normalised_by_itself(devices):
 
 
 @devices
-@pytest.mark.parametrize(
-    'dtype, rtol',
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
-)
-def test_float_types(devices, dtype, rtol):
-    plain = nn.BatchNorm2d(3).to(dtype)
-    gpipe = piped(plain, 4, devices=devices(1))
-    x = torch.randn(8, 3, 4, 4).to(dtype)
-    for _ in range(3):
-        assert call(gpipe, x).dtype == plain(x).dtype
-    assert_same_statistics(gpipe[0], plain, rtol)
+def test_float_types(devices):
+    for dtype, rtol in [
+        (torch.float64, 1e-12),
+        (torch.float32, 1e-5),
+        (torch.bfloat16, 2e-2),
+        (torch.float16, 4e-3),
+    ]:
+        plain = nn.BatchNorm2d(3).to(dtype)
+        gpipe = piped(plain, 4, devices=devices(1))
+        x = torch.randn(8, 3, 4, 4).to(dtype)
+        for _ in range(3):
+            assert call(gpipe, x).dtype == plain(x).dtype
+        assert_same_statistics(gpipe[0], plain, rtol)
 
 
 @devices
@@ -176,19 +173,19 @@ class Skip(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize('skips', [{3}, {0}, {0, 3}, {1, 2}, {0, 1, 2}, {0, 1, 2, 3}])
-def test_a_block_that_some_micro_batches_skip(devices, skips):
+def test_a_block_that_some_micro_batches_skip(devices):
     """In v0.3.0, if the last one skipped, statistics stood still and leaked into the next."""
-    plain = nn.BatchNorm1d(2).double()
-    gpipe = piped(Skip(plain, skips), 4, 'except_last', devices=devices(1))
-    for scale in (100, 1, 10):
-        x = torch.randn(8, 2, dtype=torch.double) * scale
-        x[:, 0] = torch.arange(4).repeat_interleave(2)
-        seen = torch.cat([c for c in x.chunk(4) if int(c[0, 0]) not in skips] or [x[:0]])
-        if len(seen):
-            plain(seen)
-        call(gpipe, x.requires_grad_()).sum().backward()
-        assert_same_statistics(gpipe[0].norm, plain)
+    for skips in [{3}, {0}, {0, 3}, {1, 2}, {0, 1, 2}, {0, 1, 2, 3}]:
+        plain = nn.BatchNorm1d(2).double()
+        gpipe = piped(Skip(plain, skips), 4, 'except_last', devices=devices(1))
+        for scale in (100, 1, 10):
+            x = torch.randn(8, 2, dtype=torch.double) * scale
+            x[:, 0] = torch.arange(4).repeat_interleave(2)
+            seen = torch.cat([c for c in x.chunk(4) if int(c[0, 0]) not in skips] or [x[:0]])
+            if len(seen):
+                plain(seen)
+            call(gpipe, x.requires_grad_()).sum().backward()
+            assert_same_statistics(gpipe[0].norm, plain)
 
 
 @devices

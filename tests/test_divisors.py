@@ -48,9 +48,9 @@ def test_a_divisor_is_proportional_to_its_weight(function):
         monitored(function).check()
 
 
-@pytest.mark.parametrize('function', [of_all, of_each, of_parameters, of_a_metric])
-def test_other_forms_are_means_over_samples(function):
-    monitored(function).check()
+def test_other_forms_are_means_over_samples():
+    for function in [of_all, of_each, of_parameters, of_a_metric]:
+        monitored(function).check()
 
 
 def test_a_sum_is_known():

@@ -79,10 +79,10 @@ def test_a_sequential_that_is_more_than_its_layers():
         pipe(model)
 
 
-@pytest.mark.parametrize('module', [nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1), 'text'])
-def test_not_a_sequential(module):
-    with pytest.raises(TypeError, match='module must be nn.Sequential to be partitioned'):
-        GPipe(module, [1], devices=['cpu'])
+def test_not_a_sequential():
+    for module in [nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1), 'text']:
+        with pytest.raises(TypeError, match='module must be nn.Sequential to be partitioned'):
+            GPipe(module, [1], devices=['cpu'])
 
 
 def test_a_missing_balance_recommends_how_to_find_one():
@@ -91,26 +91,23 @@ def test_a_missing_balance_recommends_how_to_find_one():
     assert 'torchgpipe.balance' in str(error.value) and 'balance_by_time(' in str(error.value)
 
 
-@pytest.mark.parametrize(
-    'balance, numbers',
-    [
+def test_a_wrong_balance():
+    for balance, numbers in [
         ([8, 1], r'8 layers.*\[8, 1\] adds up to 9'),
         ([], 'adds up to 0'),
         ([-1], 'up to -1'),
         ([8, 0], r'positive.*\[8, 0\]'),
         ([9, -1], r'positive.*\[9, -1\]'),
-    ],
-)
-def test_a_wrong_balance(balance, numbers):
-    with pytest.raises(ValueError, match=numbers) as error:
-        pipe(balance=balance)
-    assert 'torchgpipe.balance' in str(error.value)
+    ]:
+        with pytest.raises(ValueError, match=numbers) as error:
+            pipe(balance=balance)
+        assert 'torchgpipe.balance' in str(error.value)
 
 
-@pytest.mark.parametrize('balance', [[4.0, 4.0], ['4', '4'], [True] * 8, 8, [[4], [4]], 'four'])
-def test_a_balance_that_is_not_made_of_integers(balance):
-    with pytest.raises(TypeError, match='integers'):
-        pipe(balance=balance)
+def test_a_balance_that_is_not_made_of_integers():
+    for balance in [[4.0, 4.0], ['4', '4'], [True] * 8, 8, [[4], [4]], 'four']:
+        with pytest.raises(TypeError, match='integers'):
+            pipe(balance=balance)
 
 
 @devices
@@ -133,10 +130,10 @@ def test_devices_that_are_not_needed_are_dropped(devices):
     assert len(pipe(devices=devices(5)).devices) == 2
 
 
-@pytest.mark.parametrize('device', ['gpu', 'cpu:x', 'cuda:99', 'meta', None, 3.5])
-def test_an_unknown_device(device):
-    with pytest.raises(ValueError, match='device'):
-        pipe(devices=['cpu', device])
+def test_an_unknown_device():
+    for device in ['gpu', 'cpu:x', 'cuda:99', 'meta', None, 3.5]:
+        with pytest.raises(ValueError, match='device'):
+            pipe(devices=['cpu', device])
 
 
 def test_one_device_instead_of_several():
@@ -144,27 +141,28 @@ def test_one_device_instead_of_several():
         pipe(devices='cpu')
 
 
-@pytest.mark.parametrize('chunks', [0, -1, 'x', None, float('inf')])
-def test_wrong_chunks(chunks):
-    with pytest.raises(ValueError, match='number of chunks must be a positive integer'):
-        pipe(chunks=chunks)
+def test_wrong_chunks():
+    for chunks in [0, -1, 'x', None, float('inf')]:
+        with pytest.raises(ValueError, match='number of chunks must be a positive integer'):
+            pipe(chunks=chunks)
 
 
-@pytest.mark.parametrize('checkpoint', ['sometimes', None, 'ALWAYS'])
-def test_an_unknown_checkpoint_mode(checkpoint):
-    with pytest.raises(
-        ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never'"
-    ):
-        pipe(checkpoint=checkpoint)
+def test_an_unknown_checkpoint_mode():
+    for checkpoint in ['sometimes', None, 'ALWAYS']:
+        with pytest.raises(
+            ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never'"
+        ):
+            pipe(checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize(
-    'checkpoint',
-    [['always', 'sometimes'], ['always', None], lambda j: 'sometimes' if j else 'always'],
-)
-def test_an_unknown_checkpoint_mode_of_a_partition(checkpoint):
-    with pytest.raises(ValueError, match="checkpoint is not one of .*: ('sometimes'|None)$"):
-        pipe(checkpoint=checkpoint)
+def test_an_unknown_checkpoint_mode_of_a_partition():
+    for checkpoint in [
+        ['always', 'sometimes'],
+        ['always', None],
+        lambda j: 'sometimes' if j else 'always',
+    ]:
+        with pytest.raises(ValueError, match="checkpoint is not one of .*: ('sometimes'|None)$"):
+            pipe(checkpoint=checkpoint)
 
 
 def test_checkpoint_modes_of_another_number_of_partitions():
@@ -184,39 +182,35 @@ def test_the_checkpoint_mode_stays_what_was_given_and_may_be_changed(devices):
 
 
 @devices
-@pytest.mark.parametrize(
-    'mode, count',
-    [
+def test_checkpoint_nodes_in_the_graph(devices):
+    for mode, count in [
         ('always', 6),
         ('except_last', 4),
         ('never', 0),
         (['always', 'never'], 3),
         (('except_last', 'always'), 5),
         (lambda j: ['never', 'except_last'][j], 2),
-    ],
-)
-def test_checkpoint_nodes_in_the_graph(devices, mode, count):
-    model = GPipe(
-        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
-        [1, 1],
-        devices=devices(2),
-        chunks=3,
-        checkpoint=mode,
-    )
+    ]:
+        model = GPipe(
+            nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+            [1, 1],
+            devices=devices(2),
+            chunks=3,
+            checkpoint=mode,
+        )
 
-    def numbers(output):
-        names = [node.name() for node in nodes(output)]
-        return names.count('CheckpointBackward'), names.count('RecomputeBackward')
+        def numbers(output):
+            names = [node.name() for node in nodes(output)]
+            return names.count('CheckpointBackward'), names.count('RecomputeBackward')
 
-    # In v0.21, there were no nodes of the second kind where tensors stay in one memory.
-    assert numbers(model(torch.rand(3, 1, device=devices.first))) == (count, count)
-    assert numbers(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
+        # In v0.21, there were no nodes of the second kind where tensors stay in one memory.
+        assert numbers(model(torch.rand(3, 1, device=devices.first))) == (count, count)
+        assert numbers(model.eval()(torch.rand(3, 1, device=devices.first))) == (0, 0)
 
 
 @devices
-@pytest.mark.parametrize(
-    'input, error, text',
-    [
+def test_input_that_is_refused(devices):
+    for input, error, text in [
         ([], TypeError, 'expected Tensor, but got list'),
         ({'x': object()}, TypeError, r"expected Tensor, but got object as value\['x'\]"),
         ('text', TypeError, 'expected Tensor, but got str'),
@@ -225,12 +219,10 @@ def test_checkpoint_nodes_in_the_graph(devices, mode, count):
         ((torch.rand(2, 4), torch.rand(3, 4)), ValueError, r'input\[0\]: 2, input\[1\]: 3'),
         (torch.rand(()), ValueError, r'no dimensions'),
         (torch.rand(0, 4), ValueError, r'empty.*\(0, 4\)'),
-    ],
-)
-def test_input_that_is_refused(devices, input, error, text):
-    input = to(devices.first, input)
-    with pytest.raises(error, match=text):
-        pipe(devices=devices(2))(input)
+    ]:
+        input = to(devices.first, input)
+        with pytest.raises(error, match=text):
+            pipe(devices=devices(2))(input)
 
 
 @devices
@@ -248,29 +240,27 @@ def test_two_positional_inputs(devices):
 
 
 @devices
-@pytest.mark.parametrize(
-    'returned, text',
-    [
+def test_a_partition_that_returns_something_else(devices):
+    for returned, text in [
         (None, 'NoneType'),
         ([1], 'list'),
         ('x', 'str'),
         ({}, 'dict'),
         ((torch.rand(1), {1}), 'set'),
         (NoChunk(torch.rand(1)), 'NoChunk'),
-    ],
-)
-@pytest.mark.parametrize('where', [0, 1])
-def test_a_partition_that_returns_something_else(devices, returned, text, where):
-    class Return(nn.Module):
-        def forward(self, x):
-            return returned
+    ]:
+        for where in [0, 1]:
 
-    layers = [nn.Identity(), nn.Identity()]
-    layers[where] = Return()
-    with pytest.raises(TypeError, match=f'expected Tensor, but got {text}') as error:
-        call(pipe(nn.Sequential(*layers), [1, 1], devices=devices(2)), torch.rand(2, 4))
-    assert f'partition {where} on {devices(2)[where]}' in error.value.__notes__[0]
-    assert f"layer '{where}'" in error.value.__notes__[0]
+            class Return(nn.Module):
+                def forward(self, x):
+                    return returned
+
+            layers = [nn.Identity(), nn.Identity()]
+            layers[where] = Return()
+            with pytest.raises(TypeError, match=f'expected Tensor, but got {text}') as error:
+                call(pipe(nn.Sequential(*layers), [1, 1], devices=devices(2)), torch.rand(2, 4))
+            assert f'partition {where} on {devices(2)[where]}' in error.value.__notes__[0]
+            assert f"layer '{where}'" in error.value.__notes__[0]
 
 
 @devices
@@ -460,44 +450,44 @@ def test_two_threads_may_call_the_same_model(devices):
 
 
 @devices
-@pytest.mark.parametrize('outer_mode', ['always', 'never'])
-@pytest.mark.parametrize('inner_mode', ['always', 'never'])
-@pytest.mark.parametrize('hooks', [False, True])
-def test_a_pipeline_in_a_pipeline(devices, inner_mode, outer_mode, hooks):
-    model = small_model()
-    x = torch.rand(6, 4, dtype=torch.double)
-    reference = copy.deepcopy(model)
-    first, second = devices(2)
-    # An inner pipeline with workers of its own would save tensors from several threads. The outer
-    # one also moves it to the device of the partition that contains it.
-    together = outer_mode == 'always' or devices.are_accelerators
-    inner = pipe(
-        model[2:],
-        [3, 3],
-        devices=[second if together else first, second],
-        chunks=2,
-        checkpoint=inner_mode,
-    )
-    outer = pipe(
-        nn.Sequential(*model[:2], inner),
-        [2, 1],
-        devices=[first, second],
-        chunks=3,
-        checkpoint=outer_mode,
-    )
-    with torch.autograd.graph.save_on_cpu() if hooks else nothing():
-        output = call(outer, x)
-    output.sum().backward()
-    expected = reference(x)
-    expected.sum().backward()
-    assert_same([output, *gradients(model)], [expected, *gradients(reference)])
+def test_a_pipeline_in_a_pipeline(devices):
+    for outer_mode in ['always', 'never']:
+        for inner_mode in ['always', 'never']:
+            for hooks in [False, True]:
+                model = small_model()
+                x = torch.rand(6, 4, dtype=torch.double)
+                reference = copy.deepcopy(model)
+                first, second = devices(2)
+                # An inner pipeline with its own workers would save tensors from several threads.
+                # The outer one also moves it to the device of the partition that contains it.
+                together = outer_mode == 'always' or devices.are_accelerators
+                inner = pipe(
+                    model[2:],
+                    [3, 3],
+                    devices=[second if together else first, second],
+                    chunks=2,
+                    checkpoint=inner_mode,
+                )
+                outer = pipe(
+                    nn.Sequential(*model[:2], inner),
+                    [2, 1],
+                    devices=[first, second],
+                    chunks=3,
+                    checkpoint=outer_mode,
+                )
+                with torch.autograd.graph.save_on_cpu() if hooks else nothing():
+                    output = call(outer, x)
+                output.sum().backward()
+                expected = reference(x)
+                expected.sum().backward()
+                assert_same([output, *gradients(model)], [expected, *gradients(reference)])
 
 
-@pytest.mark.parametrize('seed', ['x', 1.5, True])
-def test_a_seed_is_an_integer(seed):
+def test_a_seed_is_an_integer():
     """In v0.21, it was an OverflowError."""
-    with pytest.raises(TypeError, match='seed must be an integer, but got'):
-        GPipe(nn.Sequential(nn.Linear(2, 2, device='meta')), [1], devices=['cpu'], seed=seed)
+    for seed in ['x', 1.5, True]:
+        with pytest.raises(TypeError, match='seed must be an integer, but got'):
+            GPipe(nn.Sequential(nn.Linear(2, 2, device='meta')), [1], devices=['cpu'], seed=seed)
 
 
 @pytest.mark.parametrize('make', [nn.Embedding, nn.EmbeddingBag])

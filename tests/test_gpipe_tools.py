@@ -162,41 +162,37 @@ def test_averages_are_saved_and_loaded():
         assert_same([other(x)], [averages[0](x)])
 
 
-@pytest.mark.parametrize('wrapped_first', [True, False])
-@pytest.mark.parametrize(
-    'change',
-    [
-        lambda net: prune.l1_unstructured(net.get_submodule('block.0'), 'weight', amount=0.5),
-        lambda net: prune.global_unstructured(
-            [(layer, 'weight') for layer in net.modules() if isinstance(layer, nn.Linear)],
-            pruning_method=prune.L1Unstructured,
-            amount=3,
-        ),
-        lambda net: parametrizations.weight_norm(net.get_submodule('first')),
-        lambda net: parametrize.register_parametrization(
-            net.get_submodule('last'), 'weight', Twice()
-        ),
-    ],
-    ids=['prune', 'prune all', 'weight norm', 'parametrize'],
-)
-def test_layers_that_are_changed(change, wrapped_first):
-    plain, other = module(), module()
-    change(plain)
-    if not wrapped_first:
-        change(other)
-    gpipe = GPipe(other, [1, 4], devices=['cpu'] * 2, chunks=2, checkpoint='except_last')
-    if wrapped_first:
-        change(gpipe)
-    for net in (plain, gpipe):
-        train(net, adam(net))
-    assert [name for name, _ in gpipe.named_parameters()] == [
-        name for name, _ in plain.named_parameters()
-    ]
-    assert_same(
-        [*gradients(gpipe), *gpipe.state_dict().values()],
-        [*gradients(plain), *plain.state_dict().values()],
-    )
-    plain.load_state_dict(gpipe.state_dict())
+def test_layers_that_are_changed():
+    for wrapped_first in [True, False]:
+        for change in [
+            lambda net: prune.l1_unstructured(net.get_submodule('block.0'), 'weight', amount=0.5),
+            lambda net: prune.global_unstructured(
+                [(layer, 'weight') for layer in net.modules() if isinstance(layer, nn.Linear)],
+                pruning_method=prune.L1Unstructured,
+                amount=3,
+            ),
+            lambda net: parametrizations.weight_norm(net.get_submodule('first')),
+            lambda net: parametrize.register_parametrization(
+                net.get_submodule('last'), 'weight', Twice()
+            ),
+        ]:
+            plain, other = module(), module()
+            change(plain)
+            if not wrapped_first:
+                change(other)
+            gpipe = GPipe(other, [1, 4], devices=['cpu'] * 2, chunks=2, checkpoint='except_last')
+            if wrapped_first:
+                change(gpipe)
+            for net in (plain, gpipe):
+                train(net, adam(net))
+            assert [name for name, _ in gpipe.named_parameters()] == [
+                name for name, _ in plain.named_parameters()
+            ]
+            assert_same(
+                [*gradients(gpipe), *gpipe.state_dict().values()],
+                [*gradients(plain), *plain.state_dict().values()],
+            )
+            plain.load_state_dict(gpipe.state_dict())
 
 
 class Twice(nn.Module):

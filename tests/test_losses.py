@@ -95,63 +95,56 @@ def of_logarithms(output, target, **options):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'loss_fn',
-    [
+def test_what_pytorch_s_losses_of_classes_count():
+    """In v0.8.0, functions and partials counted samples; modules were refused."""
+    for loss_fn in [
         F.cross_entropy,
         partial(F.cross_entropy, weight=WEIGHT),
         partial(partial(F.cross_entropy, weight=WEIGHT), label_smoothing=0.1),
         nn.CrossEntropyLoss(),
         nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.3).forward,
         partial(nn.CrossEntropyLoss(WEIGHT)),
-    ],
-)
-@pytest.mark.parametrize('target', [PADDED, PADDED.clamp(0), PROBABILITIES])
-def test_what_pytorch_s_losses_of_classes_count(loss_fn, target):
-    """In v0.8.0, functions and partials counted samples; modules were refused."""
-    assert_same(step(loss_fn, target), plain(loss_fn, target))
+    ]:
+        for target in [PADDED, PADDED.clamp(0), PROBABILITIES]:
+            assert_same(step(loss_fn, target), plain(loss_fn, target))
 
 
-@pytest.mark.parametrize(
-    'dtype, loss_fn',
-    [
+def test_class_numbers():
+    """In v0.8.0, functions and partials counted samples. Class numbers in bytes are no mask."""
+    for dtype, loss_fn in [
         (torch.long, partial(F.cross_entropy, ignore_index=3, label_smoothing=0.2)),
         (torch.long, F.nll_loss),
         (torch.uint8, partial(F.nll_loss, weight=WEIGHT, ignore_index=0)),
         (torch.uint8, nn.NLLLoss(WEIGHT, ignore_index=3)),
-    ],
-)
-def test_class_numbers(dtype, loss_fn):
-    """In v0.8.0, functions and partials counted samples. Class numbers in bytes are no mask."""
-    target = torch.tensor([1, 0, 3, 3, 4, 2, 0], dtype=dtype)
-    assert_same(step(loss_fn, target), plain(loss_fn, target))
+    ]:
+        target = torch.tensor([1, 0, 3, 3, 4, 2, 0], dtype=dtype)
+        assert_same(step(loss_fn, target), plain(loss_fn, target))
 
 
-@pytest.mark.parametrize(
-    'loss_fn',
-    [
+def test_a_loss_that_calls_one_of_classes():
+    """In v0.8.0, a function was taken at its word: gradients were wrong, up to NaN."""
+    for loss_fn in [
         lambda output, target: F.cross_entropy(output, target),
         lambda output, target: F.cross_entropy(output, target.clamp(0), WEIGHT) + 1,
         lambda output, target: F.cross_entropy(output[target >= 0], target[target >= 0]),
         of_logarithms,
         partial(of_logarithms, weight=WEIGHT),
         Wrapper(nn.CrossEntropyLoss()),
-    ],
-)
-def test_a_loss_that_calls_one_of_classes(loss_fn):
-    """In v0.8.0, a function was taken at its word: gradients were wrong, up to NaN."""
-    target = torch.tensor([1, -100, 3, -100, 4, 2, 0])
-    with pytest.raises(ValueError, match="a loss of PyTorch's in loss_fn divides by what it co"):
-        step(loss_fn, target)
-    _, gpipe = models()
-    with pytest.raises(ValueError, match='normalizer=lambda target'):
-        gpipe.step(torch.randn(7, 4).double(), target, loss_fn)
-    assert gradients(gpipe) == [None] * 4
+    ]:
+        target = torch.tensor([1, -100, 3, -100, 4, 2, 0])
+        with pytest.raises(
+            ValueError, match="a loss of PyTorch's in loss_fn divides by what it co"
+        ):
+            step(loss_fn, target)
+        _, gpipe = models()
+        with pytest.raises(ValueError, match='normalizer=lambda target'):
+            gpipe.step(torch.randn(7, 4).double(), target, loss_fn)
+        assert gradients(gpipe) == [None] * 4
 
 
-@pytest.mark.parametrize(
-    'loss_fn',
-    [
+def test_a_loss_that_calls_one_of_classes_where_all_count_the_same():
+    """It may be called with padding, if there is as much in each sample."""
+    for loss_fn in [
         lambda output, target: F.cross_entropy(output, target),
         lambda output, target: F.cross_entropy(output, target, torch.ones(5).double()),
         lambda output, target: (
@@ -162,15 +155,12 @@ def test_a_loss_that_calls_one_of_classes(loss_fn):
         ),
         lambda output, target: F.cross_entropy(output, output.detach().square(), WEIGHT),
         Wrapper(nn.CrossEntropyLoss()),
-    ],
-)
-def test_a_loss_that_calls_one_of_classes_where_all_count_the_same(loss_fn):
-    """It may be called with padding, if there is as much in each sample."""
-    _, gpipe = models()
-    x, target = torch.randn(7, 4, dtype=torch.double), PADDED.clamp(0)
-    found = gpipe.step(x, target, loss_fn)
-    by_hand = sum(loss_fn(gpipe(x)[k : k + 1], target[k : k + 1]) / 7 for k in range(7))
-    assert_same([found], [by_hand.detach()])
+    ]:
+        _, gpipe = models()
+        x, target = torch.randn(7, 4, dtype=torch.double), PADDED.clamp(0)
+        found = gpipe.step(x, target, loss_fn)
+        by_hand = sum(loss_fn(gpipe(x)[k : k + 1], target[k : k + 1]) / 7 for k in range(7))
+        assert_same([found], [by_hand.detach()])
 
 
 def test_padding_of_the_same_length():
@@ -221,56 +211,49 @@ def test_a_compiled_loss_is_not_looked_into():
     )
 
 
-@pytest.mark.parametrize(
-    'loss_fn, target, name',
-    [
+def test_what_is_called_as_pytorch_s():
+    """In v0.8.0, functions were not looked at, nor targets but tensors."""
+    for loss_fn, target, name in [
         (Shifted(), PADDED, 'Shifted'),
         (Shifted(WEIGHT), PADDED.clamp(0), 'Shifted'),
         (ts.nn.ParallelCrossEntropyLoss(), PADDED, 'ParallelCrossEntropyLoss'),
         (ts.nn.functional.parallel_cross_entropy, PADDED, 'parallel_cross_entropy'),
         (Shifted(), {'labels': PADDED, 'rate': PROBABILITIES}, 'Shifted'),
-    ],
-)
-def test_what_is_called_as_pytorch_s(loss_fn, target, name):
-    """In v0.8.0, functions were not looked at, nor targets but tensors."""
-    with pytest.raises(ValueError, match=f'^{name} divides by what it counts in a target'):
-        step(loss_fn, target)
+    ]:
+        with pytest.raises(ValueError, match=f'^{name} divides by what it counts in a target'):
+            step(loss_fn, target)
 
 
-@pytest.mark.parametrize(
-    'loss_fn, target',
-    [
+def test_other_means_are_over_samples():
+    """In v0.8.0, all that had a weight was taken for a loss of classes, and refused."""
+    for loss_fn, target in [
         (Focal(), PADDED),
         (Scaled(), PADDED),
         (nn.BCEWithLogitsLoss(WEIGHT), PROBABILITIES),
         (partial(F.binary_cross_entropy_with_logits, weight=WEIGHT), PROBABILITIES),
         (nn.MSELoss(), PROBABILITIES),
         (partial(F.kl_div, reduction='batchmean'), PROBABILITIES),
-    ],
-)
-def test_other_means_are_over_samples(loss_fn, target):
-    """In v0.8.0, all that had a weight was taken for a loss of classes, and refused."""
-    assert_same(step(loss_fn, target), plain(loss_fn, target))
+    ]:
+        assert_same(step(loss_fn, target), plain(loss_fn, target))
 
 
-@pytest.mark.parametrize(
-    'loss_fn',
-    [
+def test_sums():
+    """In v0.8.0, sums of functions were averaged, and counts of targets divided them wrongly."""
+    for loss_fn in [
         partial(F.cross_entropy, reduction='sum'),
         partial(F.mse_loss, reduction='sum'),
         nn.MSELoss(reduction='sum'),
         nn.MSELoss(reduction='sum').forward,
         partial(partial(F.mse_loss), reduction='sum'),
         partial(nn.MSELoss(reduction='sum')),
-    ],
-)
-@pytest.mark.parametrize('normalizer', [None, len])
-def test_sums(loss_fn, normalizer):
-    """In v0.8.0, sums of functions were averaged, and counts of targets divided them wrongly."""
-    target = PADDED.clamp(0) if 'cross' in str(loss_fn) else PROBABILITIES
-    with pytest.raises(ValueError, match='the loss adds up samples .*; give normalizer=1, or'):
-        step(loss_fn, target, normalizer=normalizer)
-    assert_same(step(loss_fn, target, normalizer=1), plain(loss_fn, target))
+    ]:
+        for normalizer in [None, len]:
+            target = PADDED.clamp(0) if 'cross' in str(loss_fn) else PROBABILITIES
+            with pytest.raises(
+                ValueError, match='the loss adds up samples .*; give normalizer=1, or'
+            ):
+                step(loss_fn, target, normalizer=normalizer)
+            assert_same(step(loss_fn, target, normalizer=1), plain(loss_fn, target))
 
 
 @pytest.mark.filterwarnings('ignore:size_average and reduce args will be deprecated')
@@ -287,16 +270,19 @@ def test_sums_by_their_old_names():
     )
 
 
-@pytest.mark.parametrize(
-    'loss_fn', [partial(F.cross_entropy, reduction='none'), nn.CrossEntropyLoss(reduction='none')]
-)
-@pytest.mark.parametrize('options', [{}, {'normalizer': 1}, {'normalizer': len}])
-def test_losses_of_samples(loss_fn, options):
+def test_losses_of_samples():
     """In v0.8.0, micro-batches of one sample passed for scalars."""
-    _, gpipe = models()
-    gpipe.chunks = 7
-    with pytest.raises(ValueError, match="each sample .reduction='none'., and a step takes a sca"):
-        gpipe.step(torch.randn(7, 4).double(), PADDED, loss_fn, **options)
+    for loss_fn in [
+        partial(F.cross_entropy, reduction='none'),
+        nn.CrossEntropyLoss(reduction='none'),
+    ]:
+        for options in [{}, {'normalizer': 1}, {'normalizer': len}]:
+            _, gpipe = models()
+            gpipe.chunks = 7
+            with pytest.raises(
+                ValueError, match="each sample .reduction='none'., and a step takes a sca"
+            ):
+                gpipe.step(torch.randn(7, 4).double(), PADDED, loss_fn, **options)
 
 
 def test_settings_of_something_else():
@@ -339,13 +325,13 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize('number', NUMBERS, ids=repr)
-def test_numbers_are_exact(number):
+def test_numbers_are_exact():
     """In v0.8.0, tensors of integers divided in float32: 2e-8 off in float64."""
-    found = step(SUM, PROBABILITIES, normalizer=number)
-    expected = plain(lambda *given: SUM(*given) / 7, PROBABILITIES)
-    for x, y in zip(found, expected):
-        assert torch.allclose(x, y, rtol=1e-14, atol=1e-16) and x.dtype == torch.double
+    for number in NUMBERS:
+        found = step(SUM, PROBABILITIES, normalizer=number)
+        expected = plain(lambda *given: SUM(*given) / 7, PROBABILITIES)
+        for x, y in zip(found, expected):
+            assert torch.allclose(x, y, rtol=1e-14, atol=1e-16) and x.dtype == torch.double
 
 
 def test_counts_are_exact():
@@ -388,18 +374,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize('number', [*BAD, 0, torch.tensor(0)], ids=repr)
-def test_a_number_that_divides_nothing(number):
+def test_a_number_that_divides_nothing():
     """In v0.8.0, 0 was a ZeroDivisionError, and infinity gave no gradients."""
-    with pytest.raises(ValueError, match='normalizer must be a function, or a finite number abo'):
-        step(SUM, PROBABILITIES, normalizer=number)
+    for number in [*BAD, 0, torch.tensor(0)]:
+        with pytest.raises(
+            ValueError, match='normalizer must be a function, or a finite number abo'
+        ):
+            step(SUM, PROBABILITIES, normalizer=number)
 
 
-@pytest.mark.parametrize('number', [*BAD, None], ids=repr)
-def test_a_count_that_counts_nothing(number):
+def test_a_count_that_counts_nothing():
     """In v0.8.0, negative ones and NaN went into gradients."""
-    with pytest.raises(ValueError, match='normalizer must count how much of the target of a mic'):
-        step(F.cross_entropy, normalizer=lambda target: number if target[0] < 0 else 2)
+    for number in [*BAD, None]:
+        with pytest.raises(
+            ValueError, match='normalizer must count how much of the target of a mic'
+        ):
+            step(F.cross_entropy, normalizer=lambda target: number if target[0] < 0 else 2)
 
 
 def test_no_class_counts():
@@ -417,9 +407,9 @@ def test_a_complex_loss():
         step(lambda output, target: output.sum() * 1j)
 
 
-@pytest.mark.parametrize(
-    'scale, error, what',
-    [
+def test_a_scale_that_gives_no_loss():
+    """In v0.8.0, a number was an AttributeError."""
+    for scale, error, what in [
         (
             lambda loss: loss.item(),
             ValueError,
@@ -427,13 +417,10 @@ def test_a_complex_loss():
         ),
         (lambda loss: loss[None].expand(2), ValueError, r'scale must give .* of shape \(2,\)'),
         (lambda loss: loss.detach() * 2, RuntimeError, 'scale has detached the loss'),
-    ],
-)
-def test_a_scale_that_gives_no_loss(scale, error, what):
-    """In v0.8.0, a number was an AttributeError."""
-    with pytest.raises(error, match=what) as raised:
-        step(F.cross_entropy, PADDED, scale=scale)
-    assert 'in the loss of micro-batch' in raised.value.__notes__[0]
+    ]:
+        with pytest.raises(error, match=what) as raised:
+            step(F.cross_entropy, PADDED, scale=scale)
+        assert 'in the loss of micro-batch' in raised.value.__notes__[0]
 
 
 def test_in_v080_a_micro_batch_with_nothing_to_learn_from_was_refused():

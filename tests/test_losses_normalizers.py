@@ -36,20 +36,20 @@ def same(loss_fn, target, **options):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'options', [{}, {'weight': WEIGHT}, {'ignore_index': 3}, {'weight': WEIGHT, 'bias': True}]
-)
-@pytest.mark.parametrize('target', [PADDED, LABELS, PROBABILITIES])
-@pytest.mark.parametrize('around', [lambda loss: loss, partial])
-def test_a_linear_loss_of_classes(options, target, around):
+def test_a_linear_loss_of_classes():
     """It averaged samples, and was NaN where all labels of a micro-batch are ignored."""
-    if 'ignore_index' in options and target is not LABELS:
-        target = LABELS.flip(0)
-    loss_fn = of_module(**options)
-    found = step(around(loss_fn), target)
-    gradient = loss_fn.linear.weight.grad
-    loss_fn.zero_grad()
-    assert_same([*found, gradient], [*plain(loss_fn, target), loss_fn.linear.weight.grad])
+    for options in [{}, {'weight': WEIGHT}, {'ignore_index': 3}, {'weight': WEIGHT, 'bias': True}]:
+        for target in [PADDED, LABELS, PROBABILITIES]:
+            for around in [lambda loss: loss, partial]:
+                if 'ignore_index' in options and target is not LABELS:
+                    target = LABELS.flip(0)
+                loss_fn = of_module(**options)
+                found = step(around(loss_fn), target)
+                gradient = loss_fn.linear.weight.grad
+                loss_fn.zero_grad()
+                assert_same(
+                    [*found, gradient], [*plain(loss_fn, target), loss_fn.linear.weight.grad]
+                )
 
 
 def test_a_linear_loss_of_classes_within_a_function():
@@ -84,20 +84,27 @@ def test_a_micro_batch_without_a_call():
 
 
 @pytest.mark.filterwarnings('ignore:size_average and reduce args will be deprecated')
-@pytest.mark.parametrize(
-    'loss_fn', [SUM, F.l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.soft_margin_loss]
-)
-def test_a_function_that_returns_a_sum(loss_fn):
+def test_a_function_that_returns_a_sum():
     """It was averaged."""
-    for options in ({'reduction': 'sum'}, {'size_average': False}):
-        if {*options} <= {*inspect.signature(loss_fn).parameters}:
+    for loss_fn in [
+        SUM,
+        F.l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy,
+        F.kl_div,
+        F.soft_margin_loss,
+    ]:
+        for options in ({'reduction': 'sum'}, {'size_average': False}):
+            if {*options} <= {*inspect.signature(loss_fn).parameters}:
 
-            def call(output, target, options=options):
-                return loss_fn(output.sigmoid(), target, **options)
+                def call(output, target, options=options):
+                    return loss_fn(output.sigmoid(), target, **options)
 
-            with pytest.raises(ValueError, match='the loss adds up samples .*; give normalizer=1'):
-                step(call, PROBABILITIES)
-            same(call, PROBABILITIES, normalizer=1)
+                with pytest.raises(
+                    ValueError, match='the loss adds up samples .*; give normalizer=1'
+                ):
+                    step(call, PROBABILITIES)
+                same(call, PROBABILITIES, normalizer=1)
 
 
 def in_place(output, target):
@@ -138,9 +145,9 @@ def test_a_sum_within_a_mean_over_samples():
         same(loss_fn, PROBABILITIES)
 
 
-@pytest.mark.parametrize(
-    'divide',
-    [
+def test_a_sum_divided_by_what_it_counts():
+    """It was averaged over samples."""
+    for divide in [
         lambda loss, count: loss / count,
         lambda loss, count: 2 * loss.div(count) + 1,
         lambda loss, count: torch.true_divide(loss, count.clamp(1)),
@@ -148,16 +155,13 @@ def test_a_sum_within_a_mean_over_samples():
         lambda loss, count: torch.div(loss, other=count),
         lambda loss, count: loss.div_(count),
         lambda loss, count: loss / 7,
-    ],
-)
-def test_a_sum_divided_by_what_it_counts(divide):
-    """It was averaged over samples."""
+    ]:
 
-    def loss_fn(output, target):
-        return divide(F.cross_entropy(output, target, reduction='sum'), (target >= 0).sum())
+        def loss_fn(output, target):
+            return divide(F.cross_entropy(output, target, reduction='sum'), (target >= 0).sum())
 
-    with pytest.raises(ValueError, match='loss_fn divides by what it counts in a target'):
-        step(loss_fn, PADDED)
+        with pytest.raises(ValueError, match='loss_fn divides by what it counts in a target'):
+            step(loss_fn, PADDED)
 
 
 def test_a_sum_divided_by_what_it_counts_with_a_normalizer():
@@ -200,20 +204,23 @@ def test_means_by_weights(loss_fn):
     same(call, WEIGHTED, normalizer=lambda target: target[:, 1].sum())
 
 
-@pytest.mark.parametrize('loss_fn', [*BY_WEIGHT, F.huber_loss])
-@pytest.mark.parametrize('weight', [WEIGHT, WEIGHT.bfloat16()])
-def test_weights_that_are_the_same_for_all_samples(loss_fn, weight):
+def test_weights_that_are_the_same_for_all_samples():
     """Sums of weights are compared as they are, not rounded."""
-    same(
-        lambda output, target: loss_fn(output, target, weight=weight.expand_as(output).double()),
-        PROBABILITIES,
-    )
-    same(
-        lambda output, target: (
-            loss_fn(output, target, reduction='sum', weight=(target.square())) / len(target)
-        ),
-        PROBABILITIES,
-    )
+    for loss_fn in [*BY_WEIGHT, F.huber_loss]:
+        for weight in [WEIGHT, WEIGHT.bfloat16()]:
+            same(
+                lambda output, target: loss_fn(
+                    output, target, weight=weight.expand_as(output).double()
+                ),
+                PROBABILITIES,
+            )
+            same(
+                lambda output, target: (
+                    loss_fn(output, target, reduction='sum', weight=(target.square()))
+                    / len(target)
+                ),
+                PROBABILITIES,
+            )
 
 
 def test_other_means_are_not_by_weights():

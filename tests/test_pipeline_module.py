@@ -72,25 +72,25 @@ def test_layers_keep_the_modes_that_they_had(devices):
 
 
 @devices
-@pytest.mark.parametrize('replace', [setattr, nn.Module.set_submodule, nn.Module.add_module])
-def test_a_layer_that_is_replaced_is_so_in_its_partition(devices, replace):
-    plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
-    gpipe = pipe(copy.deepcopy(plain), chunks=2, checkpoint='always', devices=devices(2))
-    call(gpipe, x)
-    for name in ('0', '6'):
-        layer = nn.Linear(4, 4).double()
-        setattr(plain, name, copy.deepcopy(layer))
-        replace(gpipe, name, layer)
-    for net in (gpipe, copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))):
-        plain.zero_grad()
-        expected, output = plain(x), call(net, x)
-        expected.sum().backward(), output.sum().backward()
-        assert_same([output], [expected])
-        assert_same(gradients(net), gradients(plain))
-        assert net.partitions[1]._modules['6'] is net[6] is net.get_submodule('6')
-        assert net[6].weight.device == net[4].weight.device
-    del net
-    assert list(gpipe.partitions[0]) == list(gpipe)[:4]
+def test_a_layer_that_is_replaced_is_so_in_its_partition(devices):
+    for replace in [setattr, nn.Module.set_submodule, nn.Module.add_module]:
+        plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
+        gpipe = pipe(copy.deepcopy(plain), chunks=2, checkpoint='always', devices=devices(2))
+        call(gpipe, x)
+        for name in ('0', '6'):
+            layer = nn.Linear(4, 4).double()
+            setattr(plain, name, copy.deepcopy(layer))
+            replace(gpipe, name, layer)
+        for net in (gpipe, copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))):
+            plain.zero_grad()
+            expected, output = plain(x), call(net, x)
+            expected.sum().backward(), output.sum().backward()
+            assert_same([output], [expected])
+            assert_same(gradients(net), gradients(plain))
+            assert net.partitions[1]._modules['6'] is net[6] is net.get_submodule('6')
+            assert net[6].weight.device == net[4].weight.device
+        del net
+        assert list(gpipe.partitions[0]) == list(gpipe)[:4]
 
 
 @devices

@@ -11,17 +11,17 @@ from torchgpipe import GPipe
 from torchgpipe.schedule import Schedule, make
 
 
-@pytest.mark.parametrize('how', ['eval', 'no_grad', 'inference'])
-def test_a_step_is_for_training(how):
-    gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2).train(how != 'eval')
-    x = torch.randn(4, 4, dtype=torch.double)
-    context = {
-        'eval': torch.enable_grad,
-        'no_grad': torch.no_grad,
-        'inference': torch.inference_mode,
-    }[how]
-    with context(), pytest.raises(RuntimeError, match='a step computes gradients'):
-        gpipe.step(x, x[:, :3], loss_of)
+def test_a_step_is_for_training():
+    for how in ['eval', 'no_grad', 'inference']:
+        gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2).train(how != 'eval')
+        x = torch.randn(4, 4, dtype=torch.double)
+        context = {
+            'eval': torch.enable_grad,
+            'no_grad': torch.no_grad,
+            'inference': torch.inference_mode,
+        }[how]
+        with context(), pytest.raises(RuntimeError, match='a step computes gradients'):
+            gpipe.step(x, x[:, :3], loss_of)
 
 
 BAD = [
@@ -47,23 +47,20 @@ def test_bad_input():
             gpipe.step(x, **given)
 
 
-@pytest.mark.parametrize(
-    'register',
-    [
+def test_hooks_of_the_model_itself():
+    for register in [
         'register_forward_hook',
         'register_forward_pre_hook',
         'register_full_backward_hook',
         'register_full_backward_pre_hook',
-    ],
-)
-def test_hooks_of_the_model_itself(register):
-    gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2)
-    handle = getattr(gpipe, register)(lambda *args: None)
-    x = torch.randn(4, 4, dtype=torch.double)
-    with pytest.raises(RuntimeError, match='register them on its layers'):
+    ]:
+        gpipe = GPipe(layers(), [4, 4], devices=['cpu'] * 2)
+        handle = getattr(gpipe, register)(lambda *args: None)
+        x = torch.randn(4, 4, dtype=torch.double)
+        with pytest.raises(RuntimeError, match='register them on its layers'):
+            gpipe.step(x, x[:, :3], loss_of)
+        handle.remove()
         gpipe.step(x, x[:, :3], loss_of)
-    handle.remove()
-    gpipe.step(x, x[:, :3], loss_of)
 
 
 def test_partitions_that_do_not_go_by_devices():

@@ -132,24 +132,21 @@ def test_forward_without_grad(seed):
             assert_same([gpipe(x.to('sim')).cpu()], [reference(x)])
 
 
-@pytest.mark.parametrize(
-    'devices',
-    [
+def test_mixed_devices():
+    for devices in [
         ['sim:0', 'cpu', 'sim:1'],
         ['cpu', 'sim:2', 'cpu'],
         ['sim:1', 'sim:0', 'sim:1'],
         ['sim:3', 'sim:3', 'sim:3'],
-    ],
-)
-def test_mixed_devices(devices):
-    accelerator.set_delays(3, 200)
-    model = layers()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [4, 4, 4], devices=devices, chunks=3, checkpoint='except_last')
-    x = torch.randn(7, 6, dtype=torch.double)
-    reference(x).square().sum().backward()
-    gpipe(x.to(gpipe.devices[0])).square().sum().backward()
-    assert_same(gradients(gpipe), gradients(reference))
+    ]:
+        accelerator.set_delays(3, 200)
+        model = layers()
+        reference = copy.deepcopy(model)
+        gpipe = GPipe(model, [4, 4, 4], devices=devices, chunks=3, checkpoint='except_last')
+        x = torch.randn(7, 6, dtype=torch.double)
+        reference(x).square().sum().backward()
+        gpipe(x.to(gpipe.devices[0])).square().sum().backward()
+        assert_same(gradients(gpipe), gradients(reference))
 
 
 def test_dropout_is_drawn_again():

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import nn
 
@@ -25,31 +24,43 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-@pytest.mark.parametrize('mode', ['always', 'never'])
-@pytest.mark.parametrize('size', [1, 2, 5])
-@pytest.mark.parametrize('chunks', [1, 3])
-def test_in_v030_named_tuples_became_tuples_depending_on_the_batch_size(size, chunks, mode):
-    class Swap(nn.Module):
-        def forward(self, pair):
-            assert isinstance(pair, Pair)
-            return Pair(pair.y * 2, pair.x)
+def test_in_v030_named_tuples_became_tuples_depending_on_the_batch_size():
+    for mode in ['always', 'never']:
+        for size in [1, 2, 5]:
+            for chunks in [1, 3]:
 
-    class Max(nn.Module):
-        def forward(self, pair):
-            assert isinstance(pair, Pair)
-            return pair.x.max(1)
+                class Swap(nn.Module):
+                    def forward(self, pair):
+                        assert isinstance(pair, Pair)
+                        return Pair(pair.y * 2, pair.x)
 
-    x, y = torch.rand(size, 3, requires_grad=True), torch.rand(size, 3, requires_grad=True)
-    for balance in ([2], [1, 1]):
-        devices = [f'cpu:{j}' for j in range(len(balance))]
-        gpipe = GPipe(
-            nn.Sequential(Swap(), Swap()), balance, devices=devices, chunks=chunks, checkpoint=mode
-        )
-        output = gpipe(Pair(x, y))
-        assert isinstance(output, Pair) and torch.equal(output.x, x * 2)
-        gpipe = GPipe(
-            nn.Sequential(Swap(), Max()), balance, devices=devices, chunks=chunks, checkpoint=mode
-        )
-        output = gpipe(Pair(x, y))
-        assert torch.equal(output.values, (y * 2).max(1).values)
-        assert type(output) is type(x.max(1))
+                class Max(nn.Module):
+                    def forward(self, pair):
+                        assert isinstance(pair, Pair)
+                        return pair.x.max(1)
+
+                x, y = (
+                    torch.rand(size, 3, requires_grad=True),
+                    torch.rand(size, 3, requires_grad=True),
+                )
+                for balance in ([2], [1, 1]):
+                    devices = [f'cpu:{j}' for j in range(len(balance))]
+                    gpipe = GPipe(
+                        nn.Sequential(Swap(), Swap()),
+                        balance,
+                        devices=devices,
+                        chunks=chunks,
+                        checkpoint=mode,
+                    )
+                    output = gpipe(Pair(x, y))
+                    assert isinstance(output, Pair) and torch.equal(output.x, x * 2)
+                    gpipe = GPipe(
+                        nn.Sequential(Swap(), Max()),
+                        balance,
+                        devices=devices,
+                        chunks=chunks,
+                        checkpoint=mode,
+                    )
+                    output = gpipe(Pair(x, y))
+                    assert torch.equal(output.values, (y * 2).max(1).values)
+                    assert type(output) is type(x.max(1))

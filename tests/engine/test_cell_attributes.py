@@ -83,29 +83,29 @@ def expected_of(net, x, target):
 
 
 @devices
-@pytest.mark.parametrize('schedule', SCHEDULES)
-def test_attributes_are_passed_on(devices, schedule):
+def test_attributes_are_passed_on(devices):
     """Before, they were lost, except in the plain call without checkpoints on one worker."""
-    net = model()
-    gpipe = GPipe(
-        copy.deepcopy(net),
-        [1] * 4,
-        devices=placed(devices, schedule),
-        chunks=3,
-        checkpoint='except_last',
-    )
-    for _ in range(2):
-        x, target = torch.randn(2, 7, 4, dtype=torch.double)
-        expected_of(net, x, target)
-        x = with_factor(on_first(gpipe, x), 0.7)
-        target = with_factor(target.to(gpipe.devices[-1]), 0.3)
-        if schedule is None:
-            output = gpipe(x)
-            assert output.factor == 3.0
-            loss_of(output, target).backward()
-        else:
-            gpipe.step(x, target, loss_of, schedule=schedule)
-        assert_same(gradients(gpipe), gradients(net), 1e-10)
+    for schedule in SCHEDULES:
+        net = model()
+        gpipe = GPipe(
+            copy.deepcopy(net),
+            [1] * 4,
+            devices=placed(devices, schedule),
+            chunks=3,
+            checkpoint='except_last',
+        )
+        for _ in range(2):
+            x, target = torch.randn(2, 7, 4, dtype=torch.double)
+            expected_of(net, x, target)
+            x = with_factor(on_first(gpipe, x), 0.7)
+            target = with_factor(target.to(gpipe.devices[-1]), 0.3)
+            if schedule is None:
+                output = gpipe(x)
+                assert output.factor == 3.0
+                loss_of(output, target).backward()
+            else:
+                gpipe.step(x, target, loss_of, schedule=schedule)
+            assert_same(gradients(gpipe), gradients(net), 1e-10)
 
 
 @devices
@@ -219,20 +219,20 @@ def train_in_parts(net, x, target):
 
 
 @devices
-@pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1'])
-def test_skips_have_their_attributes(devices, schedule):
-    net = skips()
-    gpipe = GPipe(
-        copy.deepcopy(net), [1, 1, 1], devices=devices(3), chunks=3, checkpoint='except_last'
-    )
-    x, target = torch.randn(2, 7, 4, dtype=torch.double)
-    train_in_parts(net, x, target)
-    x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
-    if schedule is None:
-        square(gpipe(x), target).backward()
-    else:
-        gpipe.step(x, target, square, schedule=schedule)
-    assert_same(gradients(gpipe), gradients(net), 1e-10)
+def test_skips_have_their_attributes(devices):
+    for schedule in [None, '1f1b', 'zb-h1']:
+        net = skips()
+        gpipe = GPipe(
+            copy.deepcopy(net), [1, 1, 1], devices=devices(3), chunks=3, checkpoint='except_last'
+        )
+        x, target = torch.randn(2, 7, 4, dtype=torch.double)
+        train_in_parts(net, x, target)
+        x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
+        if schedule is None:
+            square(gpipe(x), target).backward()
+        else:
+            gpipe.step(x, target, square, schedule=schedule)
+        assert_same(gradients(gpipe), gradients(net), 1e-10)
 
 
 def train_skips(mode):
@@ -271,27 +271,27 @@ class Appending(nn.Linear):
 
 
 @devices
-@pytest.mark.parametrize('schedule', SCHEDULES)
-def test_each_partition_has_containers_of_its_own(devices, schedule):
+def test_each_partition_has_containers_of_its_own(devices):
     """Otherwise a recomputation would append to the list of the next partition."""
-    net = nn.Sequential(*[Appending(4, 4) for _ in range(4)]).double()
-    gpipe = GPipe(
-        copy.deepcopy(net),
-        [1] * 4,
-        devices=placed(devices, schedule),
-        chunks=3,
-        checkpoint='except_last',
-    )
-    x, target = torch.randn(2, 7, 4, dtype=torch.double)
-    train_in_parts(net, x, target)
-    x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
-    x.notes = [1.0]
-    if schedule is None:
-        square(gpipe(x), target).backward()
-    else:
-        gpipe.step(x, target, square, schedule=schedule)
-    assert_same(gradients(gpipe), gradients(net), 1e-10)
-    assert x.notes == [1.0]
+    for schedule in SCHEDULES:
+        net = nn.Sequential(*[Appending(4, 4) for _ in range(4)]).double()
+        gpipe = GPipe(
+            copy.deepcopy(net),
+            [1] * 4,
+            devices=placed(devices, schedule),
+            chunks=3,
+            checkpoint='except_last',
+        )
+        x, target = torch.randn(2, 7, 4, dtype=torch.double)
+        train_in_parts(net, x, target)
+        x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
+        x.notes = [1.0]
+        if schedule is None:
+            square(gpipe(x), target).backward()
+        else:
+            gpipe.step(x, target, square, schedule=schedule)
+        assert_same(gradients(gpipe), gradients(net), 1e-10)
+        assert x.notes == [1.0]
 
 
 class Factor(nn.Module):
@@ -330,17 +330,17 @@ class Setting(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize(
-    'value', [lambda x: x * 2, lambda x: {'mask': [x.detach()]}, lambda x: object()]
-)
-def test_other_values_are_refused_by_name(devices, value):
-    net = nn.Sequential(nn.Linear(2, 2), Setting(value), nn.Linear(2, 2))
-    gpipe = GPipe(net, [2, 1], devices=devices(2), chunks=2, checkpoint='except_last')
-    x = on_first(gpipe, torch.randn(4, 2))
-    for call in (lambda: gpipe(x), lambda: gpipe.step(x, x.to(gpipe.devices[-1]), square)):
-        with pytest.raises(TypeError, match="a tensor has the attribute 'extra', a ") as raised:
-            call()
-        assert "layer '1'" in str(raised.value.__notes__)
+def test_other_values_are_refused_by_name(devices):
+    for value in [lambda x: x * 2, lambda x: {'mask': [x.detach()]}, lambda x: object()]:
+        net = nn.Sequential(nn.Linear(2, 2), Setting(value), nn.Linear(2, 2))
+        gpipe = GPipe(net, [2, 1], devices=devices(2), chunks=2, checkpoint='except_last')
+        x = on_first(gpipe, torch.randn(4, 2))
+        for call in (lambda: gpipe(x), lambda: gpipe.step(x, x.to(gpipe.devices[-1]), square)):
+            with pytest.raises(
+                TypeError, match="a tensor has the attribute 'extra', a "
+            ) as raised:
+                call()
+            assert "layer '1'" in str(raised.value.__notes__)
 
 
 @devices

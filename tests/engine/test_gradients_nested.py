@@ -54,14 +54,17 @@ def check(model, gpipe, schedule, steps=2):
 
 
 @devices
-@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_a_layer_in_two_partitions(devices, schedule):
+def test_a_nested_backward_of_a_layer_in_two_partitions(devices):
     """Then modules have leaves only while an action of the partition runs."""
-    inner = adjoint()
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh()) for j in range(4)]
-    ).double()
-    check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
+    for schedule in ['1f1b', *SPLIT]:
+        inner = adjoint()
+        model = nn.Sequential(
+            *[
+                nn.Sequential(nn.Linear(4, 4), inner if j in (0, 3) else nn.Tanh())
+                for j in range(4)
+            ]
+        ).double()
+        check(model, pipeline(model, schedule, devices, checkpoint='except_last'), schedule)
 
 
 class LossWithLayer(nn.Module):
@@ -77,32 +80,34 @@ class LossWithLayer(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_the_loss(devices, schedule):
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
-    gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
-    expected = LossWithLayer(adjoint().double())
-    loss = copy.deepcopy(expected).to(gpipe.devices[-1])
-    x, target = torch.randn(2, 7, 4, dtype=torch.double)
-    for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
-        (expected(model(part), label) * len(part) / len(x)).backward()
-    gpipe.step(on_first(gpipe, x), target.to(gpipe.devices[-1]), loss, schedule=schedule)
-    assert_same(gradients(gpipe), gradients(model), 1e-10)
-    assert_same(gradients(loss), gradients(expected), 1e-10)
-
-
-@cpus
-@pytest.mark.parametrize('schedule', ['1f1b', *SPLIT])
-def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(devices, schedule):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), adjoint()) for _ in range(4)]).double()
-    gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
-    expected, loss = LossWithLayer(model[0][1]), LossWithLayer(gpipe[0][1])
-    for _ in range(3):
+def test_a_nested_backward_of_the_loss(devices):
+    for schedule in ['1f1b', *SPLIT]:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+        gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
+        expected = LossWithLayer(adjoint().double())
+        loss = copy.deepcopy(expected).to(gpipe.devices[-1])
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
         for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
             (expected(model(part), label) * len(part) / len(x)).backward()
-        gpipe.step(x, target, loss, schedule=schedule)
+        gpipe.step(on_first(gpipe, x), target.to(gpipe.devices[-1]), loss, schedule=schedule)
         assert_same(gradients(gpipe), gradients(model), 1e-10)
+        assert_same(gradients(loss), gradients(expected), 1e-10)
+
+
+@cpus
+def test_a_nested_backward_of_a_layer_in_the_loss_and_in_the_first_partition(devices):
+    for schedule in ['1f1b', *SPLIT]:
+        model = nn.Sequential(
+            *[nn.Sequential(nn.Linear(4, 4), adjoint()) for _ in range(4)]
+        ).double()
+        gpipe = pipeline(model, schedule, devices, checkpoint='except_last')
+        expected, loss = LossWithLayer(model[0][1]), LossWithLayer(gpipe[0][1])
+        for _ in range(3):
+            x, target = torch.randn(2, 7, 4, dtype=torch.double)
+            for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
+                (expected(model(part), label) * len(part) / len(x)).backward()
+            gpipe.step(x, target, loss, schedule=schedule)
+            assert_same(gradients(gpipe), gradients(model), 1e-10)
 
 
 class Memory(nn.Module):

@@ -57,17 +57,14 @@ def test_scatter_refuses_what_it_would_lose():
             scatter(input, 2)
 
 
-@pytest.mark.parametrize(
-    'outputs',
-    [
+def test_gather_refuses_another_number_of_samples():
+    for outputs in [
         [torch.zeros(1, 3), torch.zeros(2, 3)],
         [torch.zeros(()), torch.zeros(())],
         [torch.zeros(4, 3), torch.zeros(4, 3)],
-    ],
-)
-def test_gather_refuses_another_number_of_samples(outputs):
-    with pytest.raises(ValueError, match='with 2 samples and came out with shape'):
-        gather([batch_of(x) for x in outputs], [2, 2])
+    ]:
+        with pytest.raises(ValueError, match='with 2 samples and came out with shape'):
+            gather([batch_of(x) for x in outputs], [2, 2])
 
 
 def test_gather_refuses_different_numbers_of_tensors():
@@ -157,25 +154,24 @@ def test_a_rule_that_is_one():
     check_rule('gather', {'x': [0, 'sum'], 'y': (None, -1)}, [None, 'sum'])
 
 
-@pytest.mark.parametrize('rule', ['max', {'x': 'max'}, [0, 1.5], (True,)])
-def test_a_rule_that_is_none(rule):
-    with pytest.raises(ValueError, match='gather must be a dimension, one of None, .sum., or'):
-        check_rule('gather', rule, [None, 'sum'])
+def test_a_rule_that_is_none():
+    for rule in ['max', {'x': 'max'}, [0, 1.5], (True,)]:
+        with pytest.raises(ValueError, match='gather must be a dimension, one of None, .sum., or'):
+            check_rule('gather', rule, [None, 'sum'])
 
 
-@pytest.mark.parametrize(
-    'rule, shapes',
-    [
+def test_samples_that_are_mixed():
+    """In v0.8.0, it was an error of ``torch.cat`` about sizes."""
+    for rule, shapes in [
         (None, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension 0'),
         ({1: -1}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered along dimension -1'),
         ({1: 'stack'}, r'\(3, 3\), \(2, 2\) as output\[1\]: outputs are gathered by .stack.'),
-    ],
-)
-def test_samples_that_are_mixed(rule, shapes):
-    """In v0.8.0, it was an error of ``torch.cat`` about sizes."""
-    batches = [batch_of((x, x @ x.T)) for x in torch.randn(7, 4).split([3, 2, 2])]
-    with pytest.raises(ValueError, match=shapes + '.* model that mixes them.* after the pipel'):
-        gather(batches, [3, 2, 2], rule)
+    ]:
+        batches = [batch_of((x, x @ x.T)) for x in torch.randn(7, 4).split([3, 2, 2])]
+        with pytest.raises(
+            ValueError, match=shapes + '.* model that mixes them.* after the pipel'
+        ):
+            gather(batches, [3, 2, 2], rule)
 
 
 def test_a_mean_of_means():

@@ -74,46 +74,46 @@ def network():
 
 
 @devices
-@pytest.mark.parametrize('masked', [True, False])
-@pytest.mark.parametrize('size, chunks', [(6, 3), (4, 1), (2, 2)])
-def test_structures(devices, masked, size, chunks):
-    model = network()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(
-        model,
-        [1, 2, 1],
-        devices=devices(3),
-        chunks=chunks,
-        checkpoint='except_last',
-        gather='mean',
-    )
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (gpipe, reference)]
-    for _ in range(3):
-        x, table = torch.rand(size, 4).double(), torch.rand(4).double().requires_grad_()
-        mask = torch.rand(size, 4) < 0.5 if masked else None
-        state = reference[0](x, mask, table=table, scale=2.0)
-        expected = reference[1:](state)
-        (expected['y'].square().sum() + expected['loss']).backward()
-        table_grad, table.grad = table.grad, None
-        first = devices.first
-        output = gpipe(
-            x.to(first),
-            None if mask is None else mask.to(first),
-            table=NoChunk(table.to(first)),
-            scale=2.0,
-        )
-        (output['y'].square().sum() + output['loss']).backward()
-        assert [*output] == [*expected] and output['table'].shape == (4,)
-        assert (output['mask'] is None) == (mask is None)
-        assert_same(
-            [output['y'], output['loss'], output['table']],
-            [expected['y'], expected['loss'], expected['table']],
-        )
-        assert mask is None or torch.equal(output['mask'].cpu(), mask)
-        assert_same([table.grad, *gradients(gpipe)], [table_grad, *gradients(reference)])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+def test_structures(devices):
+    for masked in [True, False]:
+        for size, chunks in [(6, 3), (4, 1), (2, 2)]:
+            model = network()
+            reference = copy.deepcopy(model)
+            gpipe = GPipe(
+                model,
+                [1, 2, 1],
+                devices=devices(3),
+                chunks=chunks,
+                checkpoint='except_last',
+                gather='mean',
+            )
+            optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (gpipe, reference)]
+            for _ in range(3):
+                x, table = torch.rand(size, 4).double(), torch.rand(4).double().requires_grad_()
+                mask = torch.rand(size, 4) < 0.5 if masked else None
+                state = reference[0](x, mask, table=table, scale=2.0)
+                expected = reference[1:](state)
+                (expected['y'].square().sum() + expected['loss']).backward()
+                table_grad, table.grad = table.grad, None
+                first = devices.first
+                output = gpipe(
+                    x.to(first),
+                    None if mask is None else mask.to(first),
+                    table=NoChunk(table.to(first)),
+                    scale=2.0,
+                )
+                (output['y'].square().sum() + output['loss']).backward()
+                assert [*output] == [*expected] and output['table'].shape == (4,)
+                assert (output['mask'] is None) == (mask is None)
+                assert_same(
+                    [output['y'], output['loss'], output['table']],
+                    [expected['y'], expected['loss'], expected['table']],
+                )
+                assert mask is None or torch.equal(output['mask'].cpu(), mask)
+                assert_same([table.grad, *gradients(gpipe)], [table_grad, *gradients(reference)])
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
 
 
 class Words(nn.Linear):
@@ -346,35 +346,35 @@ class Join(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize('balance', [[3], [1, 2], [2, 1], [1, 1, 1]])
-def test_a_shared_tensor_that_is_a_skip_on_its_way(devices, balance):
+def test_a_shared_tensor_that_is_a_skip_on_its_way(devices):
     """It had the size of a micro-batch, and so three of them were put together."""
-    x, table = torch.rand(6, 2), torch.rand(2, 2)
-    for shared in (table, table[0, 0].clone()):
+    for balance in [[3], [1, 2], [2, 1], [1, 1, 1]]:
+        x, table = torch.rand(6, 2), torch.rand(2, 2)
+        for shared in (table, table[0, 0].clone()):
+            gpipe = GPipe(
+                nn.Sequential(Part(), nn.Tanh(), Join()),
+                balance,
+                devices=devices(len(balance)),
+                chunks=3,
+            )
+            y, out = gpipe(x.to(devices.first), NoChunk(shared.to(devices.first)))
+            assert torch.allclose(y.cpu(), (x * 2).tanh()) and torch.equal(out.cpu(), shared)
+
+
+@devices
+def test_a_shared_tensor_that_changes_in_place_after_a_skip(devices):
+    for balance in [[3], [1, 2], [2, 1], [1, 1, 1]]:
         gpipe = GPipe(
-            nn.Sequential(Part(), nn.Tanh(), Join()),
+            nn.Sequential(Part(), nn.Tanh(), Join(change=True)),
             balance,
             devices=devices(len(balance)),
             chunks=3,
         )
-        y, out = gpipe(x.to(devices.first), NoChunk(shared.to(devices.first)))
-        assert torch.allclose(y.cpu(), (x * 2).tanh()) and torch.equal(out.cpu(), shared)
-
-
-@devices
-@pytest.mark.parametrize('balance', [[3], [1, 2], [2, 1], [1, 1, 1]])
-def test_a_shared_tensor_that_changes_in_place_after_a_skip(devices, balance):
-    gpipe = GPipe(
-        nn.Sequential(Part(), nn.Tanh(), Join(change=True)),
-        balance,
-        devices=devices(len(balance)),
-        chunks=3,
-    )
-    x = torch.rand(6, 2, device=devices.first)
-    with pytest.raises(RuntimeError, match='changed a tensor in place that all'):
-        gpipe(x, NoChunk(x[:2].clone()))
-    gpipe.chunks = 1
-    assert gpipe(x, NoChunk(x[:2].clone()))[1].min() >= 1
+        x = torch.rand(6, 2, device=devices.first)
+        with pytest.raises(RuntimeError, match='changed a tensor in place that all'):
+            gpipe(x, NoChunk(x[:2].clone()))
+        gpipe.chunks = 1
+        assert gpipe(x, NoChunk(x[:2].clone()))[1].min() >= 1
 
 
 @devices
@@ -473,24 +473,27 @@ class Embed(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize(
-    'rule',
-    [{'positions': None}, {'positions': None, 'mask': 0}, {1: None}, (0, None), [0, None, 0]],
-)
-def test_a_rule_goes_by_positions_and_names_of_arguments(devices, rule):
+def test_a_rule_goes_by_positions_and_names_of_arguments(devices):
     """However the call says them; the table has as many rows as the batch."""
-    gpipe = GPipe(
-        nn.Sequential(Embed(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3, batch_dim=rule
-    )
-    x = torch.randn(6, 6, 2, device=devices.first)
-    positions = torch.randn(6, device=devices.first)
-    expected = (x + positions[:, None]).tanh()
-    for found in (
-        gpipe(x, positions),
-        gpipe(x, positions=positions),
-        gpipe(positions=positions, x=x),
-    ):
-        assert_same([found], [expected.to(found.device)])
+    for rule in [
+        {'positions': None},
+        {'positions': None, 'mask': 0},
+        {1: None},
+        (0, None),
+        [0, None, 0],
+    ]:
+        gpipe = GPipe(
+            nn.Sequential(Embed(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3, batch_dim=rule
+        )
+        x = torch.randn(6, 6, 2, device=devices.first)
+        positions = torch.randn(6, device=devices.first)
+        expected = (x + positions[:, None]).tanh()
+        for found in (
+            gpipe(x, positions),
+            gpipe(x, positions=positions),
+            gpipe(positions=positions, x=x),
+        ):
+            assert_same([found], [expected.to(found.device)])
 
 
 class Sums(nn.Module):
@@ -502,33 +505,30 @@ class Sums(nn.Module):
 
 
 @devices
-@pytest.mark.parametrize('rule', [(1,), [1], {0: 1}, {'x': 1}])
-def test_a_rule_of_a_single_argument(devices, rule):
-    gpipe = GPipe(
-        nn.Sequential(Sums(), nn.Tanh()),
-        [1, 1],
-        devices=devices(2),
-        chunks=3,
-        batch_dim=rule,
-        gather=1,
-    )
-    x = torch.randn(5, 5, 2, device=devices.first)
-    assert_same([gpipe(x)], [x.cumsum(0).tanh().to(gpipe.devices[-1])])
+def test_a_rule_of_a_single_argument(devices):
+    for rule in [(1,), [1], {0: 1}, {'x': 1}]:
+        gpipe = GPipe(
+            nn.Sequential(Sums(), nn.Tanh()),
+            [1, 1],
+            devices=devices(2),
+            chunks=3,
+            batch_dim=rule,
+            gather=1,
+        )
+        x = torch.randn(5, 5, 2, device=devices.first)
+        assert_same([gpipe(x)], [x.cumsum(0).tanh().to(gpipe.devices[-1])])
 
 
-@pytest.mark.parametrize(
-    'rule, call, key',
-    [
+def test_a_rule_about_nothing():
+    for rule, call, key in [
         ({'postions': None}, lambda m, x: m(x, x), 'postions'),
         ({'postions': None}, lambda m, x: m(x, positions=x), 'postions'),
         ((0, None, 0, 1), lambda m, x: m(x, x), '3'),
         ({'src': 1}, lambda m, x: m(x), 'src'),
-    ],
-)
-def test_a_rule_about_nothing(rule, call, key):
-    gpipe = GPipe(nn.Sequential(Embed()), [1], devices=['cpu'], chunks=3, batch_dim=rule)
-    with pytest.raises(ValueError, match=f"batch_dim says something of '?{key}"):
-        call(gpipe, torch.zeros(6))
+    ]:
+        gpipe = GPipe(nn.Sequential(Embed()), [1], devices=['cpu'], chunks=3, batch_dim=rule)
+        with pytest.raises(ValueError, match=f"batch_dim says something of '?{key}"):
+            call(gpipe, torch.zeros(6))
 
 
 def test_a_rule_about_nothing_in_a_value():

@@ -247,19 +247,19 @@ def frames(request, monkeypatch):
 @pytest.mark.slow
 @devices
 @pytest.mark.usefixtures('frames')
-@pytest.mark.parametrize(
-    'first, second',
-    [(torch.sin, torch.cos), (lambda x: x > 0.3, lambda x: x < 0.6)],
-    ids=['numbers', 'masks'],
-)
-def test_other_compiled_code_that_saves_other_tensors(first, second, devices):
+def test_other_compiled_code_that_saves_other_tensors(devices):
     """Before 0.5.0 it took one for the other: the gradient was wrong without an error."""
-    layers = nn.Sequential(nn.Linear(4, 4), TwoWays(first, second)).double()
-    gpipe = GPipe(copy.deepcopy(layers), [2], devices=devices(1), chunks=2, checkpoint='always')
-    x = torch.rand(4, 4, dtype=torch.double)
-    gpipe.compile(backend=SAVES_ALL)
-    with pytest.raises(RuntimeError, match='took another path .* saved by other compiled code'):
-        gpipe(on_first(gpipe, x)).sum().backward()
+    for first, second in [(torch.sin, torch.cos), (lambda x: x > 0.3, lambda x: x < 0.6)]:
+        layers = nn.Sequential(nn.Linear(4, 4), TwoWays(first, second)).double()
+        gpipe = GPipe(
+            copy.deepcopy(layers), [2], devices=devices(1), chunks=2, checkpoint='always'
+        )
+        x = torch.rand(4, 4, dtype=torch.double)
+        gpipe.compile(backend=SAVES_ALL)
+        with pytest.raises(
+            RuntimeError, match='took another path .* saved by other compiled code'
+        ):
+            gpipe(on_first(gpipe, x)).sum().backward()
 
 
 @devices
@@ -282,18 +282,18 @@ def test_other_compiled_code_that_saves_the_same(devices):
 
 @devices
 @pytest.mark.usefixtures('frames')
-@pytest.mark.parametrize('stances', [('force_eager', 'default'), ('default', 'force_eager')])
-def test_only_one_of_both_passes_was_compiled(stances, devices):
+def test_only_one_of_both_passes_was_compiled(devices):
     """Compiled code saves tensors in another order; before 0.5.0 the gradient was wrong."""
-    gpipe = GPipe(nn.Sequential(Scale()), [1], devices=devices(1), checkpoint='always')
-    gpipe.compile(backend=SAVES_ALL)
-    with torch.compiler.set_stance(stances[0]):
-        output = gpipe(on_first(gpipe, torch.rand(2, 4, dtype=torch.double)).requires_grad_())
-    with (
-        torch.compiler.set_stance(stances[1]),
-        pytest.raises(RuntimeError, match='took another path .* saved by other compiled code'),
-    ):
-        output.sum().backward()
+    for stances in [('force_eager', 'default'), ('default', 'force_eager')]:
+        gpipe = GPipe(nn.Sequential(Scale()), [1], devices=devices(1), checkpoint='always')
+        gpipe.compile(backend=SAVES_ALL)
+        with torch.compiler.set_stance(stances[0]):
+            output = gpipe(on_first(gpipe, torch.rand(2, 4, dtype=torch.double)).requires_grad_())
+        with (
+            torch.compiler.set_stance(stances[1]),
+            pytest.raises(RuntimeError, match='took another path .* saved by other compiled code'),
+        ):
+            output.sum().backward()
 
 
 @devices

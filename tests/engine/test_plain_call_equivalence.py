@@ -94,25 +94,25 @@ def test_outputs_and_gradients(devices, case, chunks, size, modes, input_grad):
     train_twice(reference, gpipe, torch.randn(size, 3, dtype=torch.double), input_grad)
 
 
-@pytest.mark.parametrize('n', [1, 2, 3, 4])
-@pytest.mark.parametrize('chunks', [1, 2, 3, 8])
 @devices
-def test_every_combination(n, chunks, devices):
+def test_every_combination(devices):
     """The grid of the same promise: every batch size from 1 to 9."""
-    model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
-    balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
-    for size in range(1, 10):
-        train_both(
-            model,
-            GPipe(
-                copy.deepcopy(model),
-                balance,
-                devices=devices(n),
-                chunks=chunks,
-                checkpoint='except_last',
-            ),
-            torch.randn(size, 3, dtype=torch.double),
-        )
+    for n in [1, 2, 3, 4]:
+        for chunks in [1, 2, 3, 8]:
+            model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
+            balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
+            for size in range(1, 10):
+                train_both(
+                    model,
+                    GPipe(
+                        copy.deepcopy(model),
+                        balance,
+                        devices=devices(n),
+                        chunks=chunks,
+                        checkpoint='except_last',
+                    ),
+                    torch.randn(size, 3, dtype=torch.double),
+                )
 
 
 @devices
@@ -236,14 +236,14 @@ def test_no_gradient_is_computed_for_data_that_needs_none(devices):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('where', ['aaa', 'cac', 'aca'])
-def test_accelerators_and_mixed_devices(where):
+def test_accelerators_and_mixed_devices():
     """With one accelerator, copies go to the CPU and back; with several, between them too."""
-    model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint='except_last')
-    for size in (1, 4, 9):
-        assert_trains_alike(reference, gpipe, torch.randn(size, 3, dtype=torch.double))
+    for where in ['aaa', 'cac', 'aca']:
+        model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
+        reference = copy.deepcopy(model)
+        gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint='except_last')
+        for size in (1, 4, 9):
+            assert_trains_alike(reference, gpipe, torch.randn(size, 3, dtype=torch.double))
 
 
 @pytest.mark.accelerator

@@ -51,38 +51,44 @@ def run(function):
 
 
 @cpus
-@pytest.mark.parametrize('schedule', [None, '1f1b', 'zb-h1'])
-@pytest.mark.parametrize('places', [['cpu:0', 'cpu:1'], ['cpu', 'cpu']])
-@pytest.mark.parametrize('number', [1, 2])
-def test_a_layer_that_takes_a_step_of_another_pipeline(devices, schedule, places, number):
+def test_a_layer_that_takes_a_step_of_another_pipeline(devices):
     """In v0.21, the caller held the lock of the generator, and the inner workers waited for it."""
-    auxiliary = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)).double()
-    inner = GPipe(copy.deepcopy(auxiliary), [2, 1], devices=places, chunks=2, checkpoint='never')
+    for schedule in [None, '1f1b', 'zb-h1']:
+        for places in [['cpu:0', 'cpu:1'], ['cpu', 'cpu']]:
+            for number in [1, 2]:
+                auxiliary = nn.Sequential(
+                    nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)
+                ).double()
+                inner = GPipe(
+                    copy.deepcopy(auxiliary), [2, 1], devices=places, chunks=2, checkpoint='never'
+                )
 
-    def train(x):
-        loss_of(auxiliary(x), x).backward()
+                def train(x):
+                    loss_of(auxiliary(x), x).backward()
 
-    model = nn.Sequential(
-        *[nn.Linear(4, 4) if k < 2 - number else Learning(train) for k in range(2)]
-    ).double()
-    layers = nn.Sequential(
-        *[
-            nn.Linear(4, 4) if k < 2 - number else Learning(lambda x: inner.step(x, x, loss_of))
-            for k in range(2)
-        ]
-    ).double()
-    layers.load_state_dict(model.state_dict())
-    outer = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint='never')
-    for _ in range(3):
-        x = torch.randn(4, 4, dtype=torch.double)
-        for part in x.chunk(2):
-            (loss_of(model(part), part) / 2).backward()
-        if schedule is None:
-            run(lambda: loss_of(outer(x), x).backward())
-        else:
-            run(lambda: outer.step(x, x, loss_of, schedule=schedule))
-        assert_same(gradients(outer), gradients(model))
-        assert_same(gradients(inner), gradients(auxiliary))
+                model = nn.Sequential(
+                    *[nn.Linear(4, 4) if k < 2 - number else Learning(train) for k in range(2)]
+                ).double()
+                layers = nn.Sequential(
+                    *[
+                        nn.Linear(4, 4)
+                        if k < 2 - number
+                        else Learning(lambda x: inner.step(x, x, loss_of))
+                        for k in range(2)
+                    ]
+                ).double()
+                layers.load_state_dict(model.state_dict())
+                outer = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint='never')
+                for _ in range(3):
+                    x = torch.randn(4, 4, dtype=torch.double)
+                    for part in x.chunk(2):
+                        (loss_of(model(part), part) / 2).backward()
+                    if schedule is None:
+                        run(lambda: loss_of(outer(x), x).backward())
+                    else:
+                        run(lambda: outer.step(x, x, loss_of, schedule=schedule))
+                    assert_same(gradients(outer), gradients(model))
+                    assert_same(gradients(inner), gradients(auxiliary))
 
 
 def test_layers_of_the_caller_are_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import DEVICES, cpus, devices
+from tests.devices import cpus, devices
 from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.project.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
@@ -146,37 +146,39 @@ def draws_of(schedule, places, seed=0):
     return drawn
 
 
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED])
-def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order(schedule):
-    devices = {
-        'interleaved': [0, 1] * 2,
-        'looped-bfs': [0, 1] * 2,
-        **dict.fromkeys(V_SHAPED, [0, 1, 1, 0]),
-    }
-    places = [f'cpu:{j}' for j in devices.get(schedule, range(4))]
-    layers, losses = draws_of(schedule, places)
-    torch.manual_seed(0)
-    in_order = [torch.rand(()).item() for _ in range(16)]
-    # Nothing else drew, and each number went to the same layer or loss as in any other run.
-    assert sorted([*layers, *losses]) == sorted(in_order)
-    order = [in_order.index(x) for x in layers], [in_order.index(x) for x in losses]
-    if schedule in ('gpipe', '1f1b'):  # which admit the order of the micro-batches
-        assert order == ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15])
-    else:
-        assert order[0][4:] == [x + 8 for x in order[0][:4]]
-        assert order[1][4:] == [x + 8 for x in order[1][:4]]
+def test_in_v080_draws_of_layers_and_of_the_loss_came_in_any_order():
+    for schedule in ['gpipe', '1f1b', 'interleaved', 'looped-bfs', *V_SHAPED]:
+        devices = {
+            'interleaved': [0, 1] * 2,
+            'looped-bfs': [0, 1] * 2,
+            **dict.fromkeys(V_SHAPED, [0, 1, 1, 0]),
+        }
+        places = [f'cpu:{j}' for j in devices.get(schedule, range(4))]
+        layers, losses = draws_of(schedule, places)
+        torch.manual_seed(0)
+        in_order = [torch.rand(()).item() for _ in range(16)]
+        # Nothing else drew, and each number went to the same layer or loss as in any other run.
+        assert sorted([*layers, *losses]) == sorted(in_order)
+        order = [in_order.index(x) for x in layers], [in_order.index(x) for x in losses]
+        if schedule in ('gpipe', '1f1b'):  # which admit the order of the micro-batches
+            assert order == ([0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15])
+        else:
+            assert order[0][4:] == [x + 8 for x in order[0][:4]]
+            assert order[1][4:] == [x + 8 for x in order[1][:4]]
 
 
-@pytest.mark.parametrize('ordered', [{2}, {2, 3}, {0, 2, 3}, {0, 1, 2, 3}])
-@pytest.mark.parametrize('name', ['looped-bfs', 'interleaved', 'zb-v', '1f1b'])
-def test_in_v080_the_order_of_forwards_hung_on_who_else_was_ordered(name, ordered):
+def test_in_v080_the_order_of_forwards_hung_on_who_else_was_ordered():
     """The ordered stages depend on other threads for a while: a draw there makes them suspect."""
-    rows = make(name, 2, 4, 2).rows if name != '1f1b' else make(name, 4, 4).rows
-    every = [one for one, _ in _in_order(rows, frozenset(range(4)))[0]]
-    pairs, grid, in_order = _in_order(rows, frozenset(ordered))
-    expected = [action for action in every if action.stage in ordered]
-    assert [one for one, _ in pairs] == expected[: len(pairs)] and in_order == (name == '1f1b')
-    assert sum(action is not None for row in grid for action in row) == sum(map(len, rows))
+    for ordered in [{2}, {2, 3}, {0, 2, 3}, {0, 1, 2, 3}]:
+        for name in ['looped-bfs', 'interleaved', 'zb-v', '1f1b']:
+            rows = make(name, 2, 4, 2).rows if name != '1f1b' else make(name, 4, 4).rows
+            every = [one for one, _ in _in_order(rows, frozenset(range(4)))[0]]
+            pairs, grid, in_order = _in_order(rows, frozenset(ordered))
+            expected = [action for action in every if action.stage in ordered]
+            assert [one for one, _ in pairs] == expected[: len(pairs)] and in_order == (
+                name == '1f1b'
+            )
+            assert sum(action is not None for row in grid for action in row) == sum(map(len, rows))
 
 
 # --- aliases
@@ -214,26 +216,26 @@ ALIASES = {
 
 
 @devices
-@pytest.mark.parametrize('how', ['call', 'step'])
-@pytest.mark.parametrize('name', ALIASES)
-def test_in_v080_a_step_let_changes_of_aliases_through(devices, how, name):
+def test_in_v080_a_step_let_changes_of_aliases_through(devices):
     """The plain call refused them: one of both would not see the change."""
-    layers = nn.Sequential(
-        Layer(lambda linear, x: (linear(x[0]), x[1]) if type(x) is tuple else linear(x)),
-        *ALIASES[name],
-    )
-    model = GPipe(
-        layers,
-        [2] + [1] * (len(layers) - 2),
-        devices=devices(len(layers) - 1),
-        chunks=2,
-        checkpoint='never',
-    )
-    x = torch.randn(4, 4, device=devices.first)
-    input = (x, NoChunk(x.new_ones(4))) if 'share' in name else x
-    target = torch.zeros(4, 4, device=devices(len(layers) - 1)[-1])
-    with pytest.raises(RuntimeError, match='in place'):
-        model(input) if how == 'call' else model.step(input, target, squares)
+    for how in ['call', 'step']:
+        for name in ALIASES:
+            layers = nn.Sequential(
+                Layer(lambda linear, x: (linear(x[0]), x[1]) if type(x) is tuple else linear(x)),
+                *ALIASES[name],
+            )
+            model = GPipe(
+                layers,
+                [2] + [1] * (len(layers) - 2),
+                devices=devices(len(layers) - 1),
+                chunks=2,
+                checkpoint='never',
+            )
+            x = torch.randn(4, 4, device=devices.first)
+            input = (x, NoChunk(x.new_ones(4))) if 'share' in name else x
+            target = torch.zeros(4, 4, device=devices(len(layers) - 1)[-1])
+            with pytest.raises(RuntimeError, match='in place'):
+                model(input) if how == 'call' else model.step(input, target, squares)
 
 
 def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatch):
@@ -263,21 +265,25 @@ class Average(nn.Module):
 
 
 @cpus
-@pytest.mark.parametrize('mode', ['always', 'never'])
-@pytest.mark.parametrize('view', [False, True])
-@pytest.mark.parametrize('how', ['call', 'step', 'no_grad'])
-def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(
-    devices, how, view, mode
-):
-    layers = nn.Sequential(nn.Linear(4, 4), Average(view), Layer(lambda linear, x: x[0] - x[1]))
-    model = GPipe(layers, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
-    x, y = (torch.randn(6, 4, device=place) for place in (devices.first, model.devices[-1]))
-    with pytest.raises(RuntimeError, match='partition 0 hands on a tensor that was changed'):
-        if how == 'step':
-            model.step(x, y, squares)
-        else:
-            with torch.set_grad_enabled(how == 'call'):
-                model(x)
+def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(devices):
+    for mode in ['always', 'never']:
+        for view in [False, True]:
+            for how in ['call', 'step', 'no_grad']:
+                layers = nn.Sequential(
+                    nn.Linear(4, 4), Average(view), Layer(lambda linear, x: x[0] - x[1])
+                )
+                model = GPipe(layers, [2, 1], devices=devices(2), chunks=3, checkpoint=mode)
+                x, y = (
+                    torch.randn(6, 4, device=place) for place in (devices.first, model.devices[-1])
+                )
+                with pytest.raises(
+                    RuntimeError, match='partition 0 hands on a tensor that was changed'
+                ):
+                    if how == 'step':
+                        model.step(x, y, squares)
+                    else:
+                        with torch.set_grad_enabled(how == 'call'):
+                            model(x)
 
 
 @cpus
@@ -348,32 +354,32 @@ class FailBack(torch.autograd.Function):
 
 
 @devices
-@pytest.mark.parametrize('mode', ['always', 'never'])
-@pytest.mark.parametrize('where', ['layer', 'loss', 'backward', 'tied', 'autocast', 'hooks'])
-@pytest.mark.parametrize('how', ['call', 'step'])
-def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices, how, where, mode):
+def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices):
     """It came out as "cannot assign to field '__traceback__'"."""
-    last = {
-        'backward': lambda linear, x: FailBack.apply(linear(x)),
-        'loss': lambda linear, x: linear(x),
-    }.get(where, fail)
-    layers = nn.Sequential(nn.Linear(4, 4), Layer(last))
-    if where == 'tied':
-        layers[1].linear.weight = layers[0].weight
-    model = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
-    x = torch.randn(4, 4, device=devices.first)
-    target = torch.zeros(4, 4, device=devices(2)[-1])
-    loss_fn = fail if where == 'loss' else squares
-    context = {
-        'autocast': torch.autocast('cpu'),
-        'hooks': torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    }
-    with context.get(where, torch.enable_grad()), pytest.raises(Frozen) as caught:
-        if how == 'step':
-            model.step(x, target, loss_fn)
-        else:
-            loss_fn(model(x), target).backward()
-    assert caught.value == Frozen(3)
+    for mode in ['always', 'never']:
+        for where in ['layer', 'loss', 'backward', 'tied', 'autocast', 'hooks']:
+            for how in ['call', 'step']:
+                last = {
+                    'backward': lambda linear, x: FailBack.apply(linear(x)),
+                    'loss': lambda linear, x: linear(x),
+                }.get(where, fail)
+                layers = nn.Sequential(nn.Linear(4, 4), Layer(last))
+                if where == 'tied':
+                    layers[1].linear.weight = layers[0].weight
+                model = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
+                x = torch.randn(4, 4, device=devices.first)
+                target = torch.zeros(4, 4, device=devices(2)[-1])
+                loss_fn = fail if where == 'loss' else squares
+                context = {
+                    'autocast': torch.autocast('cpu'),
+                    'hooks': torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+                }
+                with context.get(where, torch.enable_grad()), pytest.raises(Frozen) as caught:
+                    if how == 'step':
+                        model.step(x, target, loss_fn)
+                    else:
+                        loss_fn(model(x), target).backward()
+                assert caught.value == Frozen(3)
 
 
 # --- errors of the call
@@ -456,20 +462,17 @@ class Scale(nn.Module):
         return x + self.scale  # which backward does not need
 
 
-@pytest.mark.parametrize('devices', [DEVICES['a worker each']])
-@pytest.mark.parametrize('chunks', [2, 3])
-@pytest.mark.parametrize('how', ['call', 'step'])
-def test_a_tied_buffer_that_changes_in_a_pass(devices, how, chunks):
-    scale = torch.ones(())
-    model = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Scale(scale, True), Scale(scale, False)),
-        [2, 1],
-        devices=devices(2),
-        chunks=chunks,
-        checkpoint='never',
-    )
-    x = torch.randn(6, 4, device=devices.first)
-    with pytest.raises(RuntimeError, match='is shared with another partition'):
-        model(x) if how == 'call' else model.step(
-            x, torch.zeros(6, 4, device=devices(2)[-1]), squares
-        )
+def test_a_tied_buffer_that_changes_in_a_pass():
+    for chunks in [2, 3]:
+        for how in ['call', 'step']:
+            scale = torch.ones(())
+            model = GPipe(
+                nn.Sequential(nn.Linear(4, 4), Scale(scale, True), Scale(scale, False)),
+                [2, 1],
+                devices=['cpu:0', 'cpu:1'],
+                chunks=chunks,
+                checkpoint='never',
+            )
+            x = torch.randn(6, 4)
+            with pytest.raises(RuntimeError, match='is shared with another partition'):
+                model(x) if how == 'call' else model.step(x, torch.zeros(6, 4), squares)

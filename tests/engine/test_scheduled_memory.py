@@ -104,15 +104,17 @@ def most_alive(schedule, places, m):
     return [*most.values()]
 
 
-@pytest.mark.parametrize('n', [4, 8])
-@pytest.mark.parametrize('times', [2, 4])
-def test_a_half_and_two_fifths_of_the_activations_of_1f1b(n, times):
+def test_a_half_and_two_fifths_of_the_activations_of_1f1b():
     """The last layer of a stage keeps the activation until ``W``."""
-    m, there = times * n, [*range(n)]
-    # A stage of 1F1B is two of the others.
-    whole = 2 * max(most_alive('1f1b', there, m))
-    half, least = (max(most_alive(name, there + there[::-1], m)) for name in ('v-half', 'v-min'))
-    assert whole == 2 * n and half <= 0.5 * whole and least <= 0.4 * whole
+    for n in [4, 8]:
+        for times in [2, 4]:
+            m, there = times * n, [*range(n)]
+            # A stage of 1F1B is two of the others.
+            whole = 2 * max(most_alive('1f1b', there, m))
+            half, least = (
+                max(most_alive(name, there + there[::-1], m)) for name in ('v-half', 'v-min')
+            )
+            assert whole == 2 * n and half <= 0.5 * whole and least <= 0.4 * whole
 
 
 @devices

@@ -280,21 +280,23 @@ CHANGED = r"buffer '2\.calls' in partition 1 on .* is shared with another partit
 
 
 @apart
-@pytest.mark.parametrize('mode', [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize('change', [in_place, anew, through_an_alias])
-def test_a_change_of_a_copy_raises(devices, change, mode):
-    gpipe = pipe(counts(leave, change), devices)
-    with mode(), pytest.raises(RuntimeError, match=CHANGED + '.*on one device'):
-        call(gpipe, rows())
-    assert gpipe[2].calls is gpipe[0].calls and gpipe[0].calls == 0
+def test_a_change_of_a_copy_raises(devices):
+    for mode in [torch.enable_grad, torch.no_grad, torch.inference_mode]:
+        for change in [in_place, anew, through_an_alias]:
+            gpipe = pipe(counts(leave, change), devices)
+            with mode(), pytest.raises(RuntimeError, match=CHANGED + '.*on one device'):
+                call(gpipe, rows())
+            assert gpipe[2].calls is gpipe[0].calls and gpipe[0].calls == 0
 
 
 @apart
-@pytest.mark.parametrize('chunks', [1, 3])
-def test_a_change_of_a_copied_parameter_raises(devices, chunks):
-    gpipe = pipe(two(lambda weight: weight.detach().mul_(2)), devices, chunks=chunks)
-    with pytest.raises(RuntimeError, match=r"parameter '2\.weight' in partition 1 on .* shared"):
-        call(gpipe, rows())
+def test_a_change_of_a_copied_parameter_raises(devices):
+    for chunks in [1, 3]:
+        gpipe = pipe(two(lambda weight: weight.detach().mul_(2)), devices, chunks=chunks)
+        with pytest.raises(
+            RuntimeError, match=r"parameter '2\.weight' in partition 1 on .* shared"
+        ):
+            call(gpipe, rows())
 
 
 @_on('cc')
@@ -462,32 +464,36 @@ def test_threads_have_copies_of_their_own(devices):
 
 
 @apart
-@pytest.mark.parametrize('where', [(0, 1), (0, 0, 1), (0, 1, 0, 1)])
-def test_the_device_of_the_parameter_goes_back_through_its_cells_first(devices, where):
+def test_the_device_of_the_parameter_goes_back_through_its_cells_first(devices):
     """In the graph: from where micro-batch 0 leaves home to where the copy was taken."""
-    first, _, last = two()
-    model = nn.Sequential(first, *[nn.Tanh() for _ in where[2:]], last)
-    gpipe = GPipe(
-        model, [1] * len(where), devices=[devices[k] for k in where], chunks=3, checkpoint='never'
-    )
-    output = call(gpipe, rows())
-    taken = [
-        node
-        for node in nodes(output)
-        if node.name() == 'TieBackward'
-        and any(
-            following.name() == 'WaitBackward' and hasattr(last, 'variable')
-            for following, _ in node.next_functions
-            for last, _ in following.next_functions
+    for where in [(0, 1), (0, 0, 1), (0, 1, 0, 1)]:
+        first, _, last = two()
+        model = nn.Sequential(first, *[nn.Tanh() for _ in where[2:]], last)
+        gpipe = GPipe(
+            model,
+            [1] * len(where),
+            devices=[devices[k] for k in where],
+            chunks=3,
+            checkpoint='never',
         )
-    ]
-    assert len(taken) == 1
-    before = [
-        node.name()
-        for node in nodes(output)
-        if any(following is taken[0] for following, _ in node.next_functions)
-    ]
-    assert sorted(before) == ['CopyBackward', 'TieBackward']
+        output = call(gpipe, rows())
+        taken = [
+            node
+            for node in nodes(output)
+            if node.name() == 'TieBackward'
+            and any(
+                following.name() == 'WaitBackward' and hasattr(last, 'variable')
+                for following, _ in node.next_functions
+                for last, _ in following.next_functions
+            )
+        ]
+        assert len(taken) == 1
+        before = [
+            node.name()
+            for node in nodes(output)
+            if any(following is taken[0] for following, _ in node.next_functions)
+        ]
+        assert sorted(before) == ['CopyBackward', 'TieBackward']
 
 
 @apart

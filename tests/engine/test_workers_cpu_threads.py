@@ -38,12 +38,12 @@ def call(gpipe):
     return gpipe(torch.rand(3, 1, device=gpipe.devices[0].type, requires_grad=True))
 
 
-@pytest.mark.parametrize('number, share', [(6, 2), (7, 2), (3, 1), (2, 1), (1, 1)])
-def test_workers_divide_the_threads_of_the_caller(number, share):
-    gpipe, seen = spying()
-    torch.set_num_threads(number)
-    call(gpipe)
-    assert seen == [share] * 9 and torch.get_num_threads() == number
+def test_workers_divide_the_threads_of_the_caller():
+    for number, share in [(6, 2), (7, 2), (3, 1), (2, 1), (1, 1)]:
+        gpipe, seen = spying()
+        torch.set_num_threads(number)
+        call(gpipe)
+        assert seen == [share] * 9 and torch.get_num_threads() == number
 
 
 def test_a_change_of_the_caller_s_number_follows():
@@ -54,13 +54,13 @@ def test_a_change_of_the_caller_s_number_follows():
     assert seen == [2] * 9 + [3] * 9 + [2] * 9
 
 
-@pytest.mark.parametrize('chunks, share', [(1, 6), (2, 3), (3, 2), (4, 2)])
-def test_no_more_workers_divide_them_than_there_are_micro_batches(chunks, share):
-    gpipe, seen = spying()
-    gpipe.chunks = chunks
-    torch.set_num_threads(6)
-    gpipe(torch.rand(4, 1))
-    assert seen == [share] * 3 * chunks
+def test_no_more_workers_divide_them_than_there_are_micro_batches():
+    for chunks, share in [(1, 6), (2, 3), (3, 2), (4, 2)]:
+        gpipe, seen = spying()
+        gpipe.chunks = chunks
+        torch.set_num_threads(6)
+        gpipe(torch.rand(4, 1))
+        assert seen == [share] * 3 * chunks
 
 
 def test_cells_that_take_turns_have_all_of_them_where_the_first_micro_batch_tells():
@@ -120,26 +120,28 @@ def test_other_threads_begin_with_what_they_would_have_without_workers():
     assert set(seen) == {2} and number_of_a_new_thread() == 6
 
 
-@pytest.mark.parametrize(
-    'chunks, function, workers',
-    [(3, id, {'cpu:0', 'cpu:1'}), (1, id, set()), (3, F.dropout, set())],
-    ids=['at once', 'one micro-batch', 'in turns'],
-)
-def test_only_the_caller_has_more_than_a_share(chunks, function, workers):
+def test_only_the_caller_has_more_than_a_share():
     """A worker's OpenMP team would stay, and let the teams of others sleep between kernels."""
-    seen = []
+    for chunks, function, workers in [
+        (3, id, {'cpu:0', 'cpu:1'}),
+        (1, id, set()),
+        (3, F.dropout, set()),
+    ]:
+        seen = []
 
-    def note(x):
-        seen.append((threading.current_thread().name, torch.get_num_threads()))
-        function(x)
+        def note(x):
+            seen.append((threading.current_thread().name, torch.get_num_threads()))
+            function(x)
 
-    torch.set_num_threads(6)
-    gpipe = GPipe(nn.Sequential(*[Spy(note) for _ in CPUS]), [1] * 3, devices=CPUS, chunks=chunks)
-    for _ in range(2):  # At first it is not known whether they draw.
-        seen.clear()
-        gpipe(torch.rand(3, 1))
-        assert {number for name, number in seen if name != 'MainThread'} <= {2}
-    assert {name for name, _ in seen} == {'MainThread', *(f'torchgpipe-{w}' for w in workers)}
+        torch.set_num_threads(6)
+        gpipe = GPipe(
+            nn.Sequential(*[Spy(note) for _ in CPUS]), [1] * 3, devices=CPUS, chunks=chunks
+        )
+        for _ in range(2):  # At first it is not known whether they draw.
+            seen.clear()
+            gpipe(torch.rand(3, 1))
+            assert {number for name, number in seen if name != 'MainThread'} <= {2}
+        assert {name for name, _ in seen} == {'MainThread', *(f'torchgpipe-{w}' for w in workers)}
 
 
 @pytest.mark.parametrize('mode', ['always', 'never'])

@@ -199,11 +199,11 @@ def test_an_error_is_quoted_as_it_is():
             assert matches(error, f'{quoted}…')
 
 
-@pytest.mark.parametrize('k', PYTORCHS)
-def test_an_error_of_pytorch_s_own_has_the_way_out_in_a_note(k):
-    with pytest.raises(Exception) as raised:
-        REFUSALS[k]()
-    assert [note for note in raised.value.__notes__ if not note.startswith('in partition')]
+def test_an_error_of_pytorch_s_own_has_the_way_out_in_a_note():
+    for k in PYTORCHS:
+        with pytest.raises(Exception) as raised:
+            REFUSALS[k]()
+        assert [note for note in raised.value.__notes__ if not note.startswith('in partition')]
 
 
 def test_all_errors_are_tried():

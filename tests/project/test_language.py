@@ -112,9 +112,8 @@ def test_docstrings_and_comments_are_in_plain_english():
     assert rate <= MOST_FORMS and long <= MOST_LONG
 
 
-@pytest.mark.parametrize(
-    'text, found, long',
-    [
+def test_forms_and_long_sentences_are_found():
+    for text, found, long in [
         ('Return what is left of those of others.', 2, 0),
         ('What is a bubble? (What is it?) **What is "that"?**', 0, 0),
         ('`what` and ``what``:\n\n```python\nwhat\n```\n\n| nobody | can not |\n|---|---|', 2, 0),
@@ -132,12 +131,10 @@ def test_docstrings_and_comments_are_in_plain_english():
             0,
         ),
         ('[What](what.md) <!-- what --> is **that of**', 2, 0),
-    ],
-)
-def test_forms_and_long_sentences_are_found(text, found, long):
-    parts = sentences(text)
-    assert sum(map(len, map(forms, parts))) == found
-    assert sum(map(is_long, parts)) == long
+    ]:
+        parts = sentences(text)
+        assert sum(map(len, map(forms, parts))) == found
+        assert sum(map(is_long, parts)) == long
 
 
 def test_prose_of_python_is_docstrings_and_comments(tmp_path):

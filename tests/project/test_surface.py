@@ -27,29 +27,29 @@ def reason(promise, setting):
     return REFUSED.get((promise, 'gpipe' if setting == 'gpipe' else 'distributed'))
 
 
-@pytest.mark.parametrize('promise, setting', [*product(ERRORS, SETTINGS)])
-def test_errors(promise, setting):
+def test_errors():
     """After them ranks end, so each has processes of its own."""
-    found = [
-        each.text
-        for each in outcomes(SETTINGS[setting], only, promise, setting)
-        if isinstance(each, Failure)
-    ]
-    assert any(re.search(ERRORS[promise], text) for text in found), found
+    for promise, setting in [*product(ERRORS, SETTINGS)]:
+        found = [
+            each.text
+            for each in outcomes(SETTINGS[setting], only, promise, setting)
+            if isinstance(each, Failure)
+        ]
+        assert any(re.search(ERRORS[promise], text) for text in found), found
 
 
-@pytest.mark.parametrize('setting', SETTINGS)
-def test_promises(setting):
+def test_promises():
     """All of them run in one set of processes."""
-    for rank, found in enumerate(run(SETTINGS[setting], kept, setting, timeout=240)):
-        assert not found, f'rank {rank}:\n' + '\n'.join(found.values())
+    for setting in SETTINGS:
+        for rank, found in enumerate(run(SETTINGS[setting], kept, setting, timeout=240)):
+            assert not found, f'rank {rank}:\n' + '\n'.join(found.values())
 
 
-@pytest.mark.parametrize('promise, setting', REFUSED)
-def test_refusals_raise(promise, setting):
-    assert setting == 'distributed'
-    with pytest.raises(RuntimeError, match='rank 0 failed'):
-        run(1, only, promise, 'one rank')
+def test_refusals_raise():
+    for promise, setting in REFUSED:
+        assert setting == 'distributed'
+        with pytest.raises(RuntimeError, match='rank 0 failed'):
+            run(1, only, promise, 'one rank')
 
 
 def only(promise, setting):

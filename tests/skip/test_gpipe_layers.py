@@ -92,20 +92,23 @@ def test_a_skip_within_a_layer_must_not_have_the_name_of_one_that_crosses(device
 
 
 @devices
-@pytest.mark.parametrize('inner_mode', MODES)
-def test_a_pipeline_within_a_layer(devices, inner_mode):
-    def model(wrap):
-        torch.manual_seed(0)
-        inner = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop()).double()
-        if wrap:  # on the device of the partition that it is in
-            inner = GPipe(
-                inner, [1, 1, 1], devices=devices(3)[1:2] * 3, chunks=2, checkpoint=inner_mode
-            )
-        one = Namespace()
-        return nn.Sequential(StashLinear().double().isolate(one), inner, Pop().isolate(one))
+def test_a_pipeline_within_a_layer(devices):
+    for inner_mode in MODES:
 
-    gpipe = GPipe(model(True), [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last')
-    train_both(model(False), gpipe, torch.randn(8, 4, dtype=torch.double))
+        def model(wrap):
+            torch.manual_seed(0)
+            inner = nn.Sequential(StashLinear(), nn.Linear(4, 4), Pop()).double()
+            if wrap:  # on the device of the partition that it is in
+                inner = GPipe(
+                    inner, [1, 1, 1], devices=devices(3)[1:2] * 3, chunks=2, checkpoint=inner_mode
+                )
+            one = Namespace()
+            return nn.Sequential(StashLinear().double().isolate(one), inner, Pop().isolate(one))
+
+        gpipe = GPipe(
+            model(True), [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last'
+        )
+        train_both(model(False), gpipe, torch.randn(8, 4, dtype=torch.double))
 
 
 @devices

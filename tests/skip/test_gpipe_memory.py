@@ -42,13 +42,13 @@ def make(devices, mode, layer=None):
 
 
 @devices
-@pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
-def test_nothing_is_alive_after_a_step(devices, step):
-    gpipe, log = make(devices, 'except_last')
-    for _ in range(10):
-        step(gpipe)
-        assert log.alive() == 0
-        log.refs.clear()
+def test_nothing_is_alive_after_a_step(devices):
+    for step in list(STEPS.values()):
+        gpipe, log = make(devices, 'except_last')
+        for _ in range(10):
+            step(gpipe)
+            assert log.alive() == 0
+            log.refs.clear()
 
 
 class Fail(nn.Module):

@@ -1,6 +1,5 @@
 """Where skips start and end."""
 
-import pytest
 from torch import nn
 
 from tests.skip.layers import Pop, Stash, popping, stashing
@@ -10,9 +9,8 @@ from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 one, two = Namespace(), Namespace()
 
 
-@pytest.mark.parametrize(
-    'partitions, policy',
-    [
+def test_copy_policy():
+    for partitions, policy in [
         ([[nn.Identity()], [nn.Identity()]], [[], []]),
         ([[Stash(), Pop()], [nn.Identity()]], [[], []]),
         ([[Stash()], [Pop()]], [[], [(0, None, 'skip')]]),
@@ -33,11 +31,9 @@ one, two = Namespace(), Namespace()
             ],
             [[], [], [(0, one, 'skip'), (1, two, 'skip')]],
         ),
-    ],
-)
-def test_copy_policy(partitions, policy):
-    layout = inspect_skip_layout([nn.Sequential(*layers) for layers in partitions])
-    assert [list(layout.copy_policy(j)) for j in range(len(partitions))] == policy
+    ]:
+        layout = inspect_skip_layout([nn.Sequential(*layers) for layers in partitions])
+        assert [list(layout.copy_policy(j)) for j in range(len(partitions))] == policy
 
 
 def test_only_what_changes_its_partition_is_copied():

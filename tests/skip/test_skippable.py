@@ -104,20 +104,20 @@ def test_zero_argument_super_and_subclasses():
     assert torch.equal(layer(x), layer.fc(x) * 2)
 
 
-@pytest.mark.parametrize('cls', [Decorated, Called, StashLinear])
-def test_copies_and_pickles(cls):
-    namespace = Namespace()
-    layer = cls(3).isolate(namespace)
-    for clone in (
-        copy.deepcopy(layer),
-        copy.copy(layer),
-        pickle.loads(pickle.dumps(layer)),
-        pickle.loads(pickle.dumps(layer, 0)),
-    ):
-        assert type(clone) is cls
-        assert list(clone.stashable()) == list(layer.stashable())
-        assert list(clone.stashable())[0][0] == namespace
-        assert torch.equal(clone.fc.weight, layer.fc.weight)
+def test_copies_and_pickles():
+    for cls in [Decorated, Called, StashLinear]:
+        namespace = Namespace()
+        layer = cls(3).isolate(namespace)
+        for clone in (
+            copy.deepcopy(layer),
+            copy.copy(layer),
+            pickle.loads(pickle.dumps(layer)),
+            pickle.loads(pickle.dumps(layer, 0)),
+        ):
+            assert type(clone) is cls
+            assert list(clone.stashable()) == list(layer.stashable())
+            assert list(clone.stashable())[0][0] == namespace
+            assert torch.equal(clone.fc.weight, layer.fc.weight)
 
 
 @devices

@@ -26,22 +26,22 @@ from torchgpipe.engine.streams import current_stream, new_stream
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('mode', [*MODES, ['always', 'never', 'always', 'except_last']])
-@pytest.mark.parametrize('letters', ['aaaa', 'acac', 'caac'])
-def test_numbers_are_those_of_the_unwrapped_model(mode, letters):
-    model = layers()
-    gpipe = GPipe(
-        copy.deepcopy(model),
-        [3, 3, 3, 3],
-        devices=places(letters),
-        chunks=5,
-        checkpoint=mode,
-        offload=True,
-    )
-    for _ in range(2):
-        model.zero_grad(), gpipe.zero_grad()
-        train_both(model, gpipe, torch.randn(11, 6, dtype=torch.double))
-    compare_all_pending(gpipe)
+def test_numbers_are_those_of_the_unwrapped_model():
+    for mode in [*MODES, ['always', 'never', 'always', 'except_last']]:
+        for letters in ['aaaa', 'acac', 'caac']:
+            model = layers()
+            gpipe = GPipe(
+                copy.deepcopy(model),
+                [3, 3, 3, 3],
+                devices=places(letters),
+                chunks=5,
+                checkpoint=mode,
+                offload=True,
+            )
+            for _ in range(2):
+                model.zero_grad(), gpipe.zero_grad()
+                train_both(model, gpipe, torch.randn(11, 6, dtype=torch.double))
+            compare_all_pending(gpipe)
 
 
 @pytest.mark.accelerator
@@ -111,25 +111,25 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients():
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('pinned', [False, True])
-@pytest.mark.parametrize('waits', [False, True])
-def test_save_on_cpu_around_it(pinned, waits):
+def test_save_on_cpu_around_it():
     """The user's hooks decide where to keep the tensors that they pack."""
-    model = layers()
-    gpipe = GPipe(
-        copy.deepcopy(model),
-        [6, 6],
-        devices=places('aa'),
-        chunks=3,
-        checkpoint='except_last',
-        offload=waits,
-    )
-    x = torch.randn(7, 6, dtype=torch.double)
-    model(x).square().sum().backward()
-    with torch.autograd.graph.save_on_cpu(pinned, ACCELERATOR):
-        output = gpipe(x.to(gpipe.devices[0]))
-    output.square().sum().backward()
-    assert_same(gradients(gpipe), gradients(model), 1e-11)
+    for pinned in [False, True]:
+        for waits in [False, True]:
+            model = layers()
+            gpipe = GPipe(
+                copy.deepcopy(model),
+                [6, 6],
+                devices=places('aa'),
+                chunks=3,
+                checkpoint='except_last',
+                offload=waits,
+            )
+            x = torch.randn(7, 6, dtype=torch.double)
+            model(x).square().sum().backward()
+            with torch.autograd.graph.save_on_cpu(pinned, ACCELERATOR):
+                output = gpipe(x.to(gpipe.devices[0]))
+            output.square().sum().backward()
+            assert_same(gradients(gpipe), gradients(model), 1e-11)
 
 
 @pytest.mark.accelerator
@@ -150,24 +150,24 @@ def test_a_changed_input_is_named_as_ever():
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('change', [lambda x: x.mul_(2), lambda x: x[1:].zero_()])
-@pytest.mark.parametrize('waits', [False, True])
-def test_an_input_that_is_changed_before_backward(change, waits):
-    device = torch.device(ACCELERATOR, 0)
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4)),
-        [1],
-        devices=[device],
-        chunks=2,
-        checkpoint='always',
-        offload=waits,
-    )
-    x = torch.rand(4, 4, device=device)
-    output = gpipe(x)
-    torch.accelerator.synchronize(0)
-    change(x)
-    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
-        output.sum().backward()
+def test_an_input_that_is_changed_before_backward():
+    for change in [lambda x: x.mul_(2), lambda x: x[1:].zero_()]:
+        for waits in [False, True]:
+            device = torch.device(ACCELERATOR, 0)
+            gpipe = GPipe(
+                nn.Sequential(nn.Linear(4, 4)),
+                [1],
+                devices=[device],
+                chunks=2,
+                checkpoint='always',
+                offload=waits,
+            )
+            x = torch.rand(4, 4, device=device)
+            output = gpipe(x)
+            torch.accelerator.synchronize(0)
+            change(x)
+            with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+                output.sum().backward()
 
 
 def sizes():
@@ -181,29 +181,29 @@ def sizes():
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize('mode, kept', [('always', 4), ('except_last', 3), ('never', 0)])
-def test_what_waits_is_not_on_the_device(mode, kept):
+def test_what_waits_is_not_on_the_device():
     """Between forward and backward each device holds less, by the inputs of its cells."""
-    m, rows, width = 4, 8, 64
-    boundary = rows * width * 4
-    used = []
-    for waits in (False, True):
-        gpipe = GPipe(
-            nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]),
-            [1] * 4,
-            chunks=m,
-            checkpoint=mode,
-            offload=waits,
-        )
-        x = torch.rand(m * rows, width, device='sim:0')
-        gpipe(x).sum().backward()
-        before = sizes()
-        output = gpipe(x)
-        used.append([after - size for after, size in zip(sizes(), before)])
-        del output
-    saved = [without - waiting for without, waiting in zip(*used)]
-    # Inputs of the first device are parts of the caller's tensor.
-    assert saved == [0] + [kept * boundary] * 3
+    for mode, kept in [('always', 4), ('except_last', 3), ('never', 0)]:
+        m, rows, width = 4, 8, 64
+        boundary = rows * width * 4
+        used = []
+        for waits in (False, True):
+            gpipe = GPipe(
+                nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]),
+                [1] * 4,
+                chunks=m,
+                checkpoint=mode,
+                offload=waits,
+            )
+            x = torch.rand(m * rows, width, device='sim:0')
+            gpipe(x).sum().backward()
+            before = sizes()
+            output = gpipe(x)
+            used.append([after - size for after, size in zip(sizes(), before)])
+            del output
+        saved = [without - waiting for without, waiting in zip(*used)]
+        # Inputs of the first device are parts of the caller's tensor.
+        assert saved == [0] + [kept * boundary] * 3
 
 
 @pytest.mark.accelerator
@@ -268,9 +268,8 @@ def test_tensors_that_stay():
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize(
-    'make',
-    [
+def test_tensors_that_come_back():
+    for make in [
         lambda x: x,
         lambda x: x.T,
         lambda x: x[:, 1:],
@@ -278,17 +277,15 @@ def test_tensors_that_stay():
         lambda x: x.to(torch.bfloat16),
         lambda x: x > 0.5,
         lambda x: x.view(3, 2, 2, 1).to(memory_format=torch.channels_last),
-    ],
-)
-def test_tensors_that_come_back(make):
-    device = torch.device(ACCELERATOR, 0)
-    x = make(torch.rand(3, 4, device=device))
-    away, compute = Offload(new_stream(device)), current_stream(device)
-    if x.is_floating_point():
-        x.requires_grad_()
-    (stored,) = away.store((x,), compute)
-    (back,) = away.fetch((stored,), compute)
-    assert stored.is_cpu and stored.is_pinned() and stored.requires_grad == x.requires_grad
-    assert back.device == device and back.dtype == x.dtype and torch.equal(back, x)
-    assert back.requires_grad == x.requires_grad and back.is_leaf
-    assert back.stride() == torch.empty_like(x).stride()
+    ]:
+        device = torch.device(ACCELERATOR, 0)
+        x = make(torch.rand(3, 4, device=device))
+        away, compute = Offload(new_stream(device)), current_stream(device)
+        if x.is_floating_point():
+            x.requires_grad_()
+        (stored,) = away.store((x,), compute)
+        (back,) = away.fetch((stored,), compute)
+        assert stored.is_cpu and stored.is_pinned() and stored.requires_grad == x.requires_grad
+        assert back.device == device and back.dtype == x.dtype and torch.equal(back, x)
+        assert back.requires_grad == x.requires_grad and back.is_leaf
+        assert back.stride() == torch.empty_like(x).stride()

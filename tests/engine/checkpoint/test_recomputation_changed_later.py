@@ -46,22 +46,22 @@ def test_layers_that_are_frozen(devices):
 
 
 @devices
-@pytest.mark.parametrize('kind', ['register_forward_hook', 'register_forward_pre_hook'])
-@pytest.mark.parametrize('added', [True, False])
-def test_hooks(devices, kind, added):
+def test_hooks(devices):
     """They are added or removed before backward. Only gradients show their effect."""
-    results = []
-    for net in (make(), wrap(devices, 'except_last')):
+    for kind in ['register_forward_hook', 'register_forward_pre_hook']:
+        for added in [True, False]:
+            results = []
+            for net in (make(), wrap(devices, 'except_last')):
 
-        def hook(module, *values):
-            return values[-1][0] * 2 if kind.endswith('pre_hook') else values[-1] * 2
+                def hook(module, *values):
+                    return values[-1][0] * 2 if kind.endswith('pre_hook') else values[-1] * 2
 
-        handle = None if added else getattr(net[2], kind)(hook)
-        outputs = [call(net, x) for x in inputs()]
-        getattr(net[2], kind)(hook) if handle is None else handle.remove()
-        sum(output.square().sum() for output in outputs).backward()
-        results.append([*outputs, *gradients(net)])
-    assert_same(*results)
+                handle = None if added else getattr(net[2], kind)(hook)
+                outputs = [call(net, x) for x in inputs()]
+                getattr(net[2], kind)(hook) if handle is None else handle.remove()
+                sum(output.square().sum() for output in outputs).backward()
+                results.append([*outputs, *gradients(net)])
+            assert_same(*results)
 
 
 class Hooked(nn.Linear):
@@ -180,22 +180,22 @@ def test_conjugate_views_between_partitions(devices):
 
 @pytest.mark.slow
 @devices
-@pytest.mark.parametrize('layer', [nn.Dropout(), nn.RReLU(), nn.Tanh()])
-def test_no_cycle_is_left_for_the_garbage_collector(devices, layer):
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), layer),
-        [2],
-        devices=devices(1),
-        chunks=2,
-        checkpoint='always',
-    )
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(2):
-            gpipe(torch.rand(4, 4, device=devices.first)).sum().backward()
+def test_no_cycle_is_left_for_the_garbage_collector(devices):
+    for layer in [nn.Dropout(), nn.RReLU(), nn.Tanh()]:
+        gpipe = GPipe(
+            nn.Sequential(nn.Linear(4, 4), layer),
+            [2],
+            devices=devices(1),
+            chunks=2,
+            checkpoint='always',
+        )
         gc.collect()
-        gpipe(torch.rand(4, 4, device=devices.first)).sum().backward()
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
+        gc.disable()
+        try:
+            for _ in range(2):
+                gpipe(torch.rand(4, 4, device=devices.first)).sum().backward()
+            gc.collect()
+            gpipe(torch.rand(4, 4, device=devices.first)).sum().backward()
+            assert gc.collect() == 0
+        finally:
+            gc.enable()

@@ -49,20 +49,22 @@ class Counted(nn.Linear):
 
 
 @devices
-@pytest.mark.parametrize('mode', ['always', 'except_last', 'never', ['always', 'never']])
-def test_a_marked_layer_runs_once(devices, mode):
-    layer, other = no_recompute(Counted()), Counted()
-    gpipe = GPipe(
-        nn.Sequential(nn.Sequential(other, nn.Tanh(), layer), nn.Linear(4, 4)),
-        [1, 1],
-        devices=devices(2),
-        chunks=4,
-        checkpoint=mode,
-    )
-    for k in range(1, 3):
-        call(gpipe, torch.randn(8, 4)).sum().backward()
-        assert layer.calls == [False] * 4 * k
-    assert sum(other.calls) == 2 * {'always': 4, 'except_last': 3, 'never': 0}.get(str(mode), 4)
+def test_a_marked_layer_runs_once(devices):
+    for mode in ['always', 'except_last', 'never', ['always', 'never']]:
+        layer, other = no_recompute(Counted()), Counted()
+        gpipe = GPipe(
+            nn.Sequential(nn.Sequential(other, nn.Tanh(), layer), nn.Linear(4, 4)),
+            [1, 1],
+            devices=devices(2),
+            chunks=4,
+            checkpoint=mode,
+        )
+        for k in range(1, 3):
+            call(gpipe, torch.randn(8, 4)).sum().backward()
+            assert layer.calls == [False] * 4 * k
+        assert sum(other.calls) == 2 * {'always': 4, 'except_last': 3, 'never': 0}.get(
+            str(mode), 4
+        )
 
 
 @devices
@@ -81,52 +83,52 @@ def test_all_layers_marked(devices):
 
 
 @devices
-@pytest.mark.parametrize('place', range(5))
-def test_draws_of_other_layers(devices, place):
+def test_draws_of_other_layers(devices):
     """Dropouts before, in and after the marked one, and an own generator in the middle."""
+    for place in range(5):
 
-    def make():
-        generator = torch.Generator().manual_seed(3)
-        layers = [
-            nn.Dropout(0.5),
-            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)),
-            Layer(
-                lambda layer, x: (
-                    x * torch.rand(x.shape, dtype=x.dtype, generator=generator).to(x.device)
-                    + torch.rand_like(x)
-                )
-            ),
-            nn.RReLU(),
-            nn.Dropout(0.3),
-        ]
-        no_recompute(layers[place])
-        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*layers), nn.Dropout(0.1)).double()
+        def make():
+            generator = torch.Generator().manual_seed(3)
+            layers = [
+                nn.Dropout(0.5),
+                nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4)),
+                Layer(
+                    lambda layer, x: (
+                        x * torch.rand(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+                        + torch.rand_like(x)
+                    )
+                ),
+                nn.RReLU(),
+                nn.Dropout(0.3),
+            ]
+            no_recompute(layers[place])
+            return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*layers), nn.Dropout(0.1)).double()
 
-    compare_modes(make, devices)
+        compare_modes(make, devices)
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('place', range(3))
-def test_draws_on_an_accelerator(place):
+def test_draws_on_an_accelerator():
     """Its own generator is moved back for a recomputation, and left alone by it."""
-    device = DEVICES['accelerators'].first
-    module = torch.get_device_module(device)
-    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.4), nn.Dropout(0.3))
-    no_recompute(layers[place])
-    gpipe = GPipe(
-        nn.Sequential(layers, nn.Dropout(0.2)),
-        [2],
-        devices=[device],
-        chunks=4,
-        checkpoint='always',
-    )
-    for _ in range(2):
-        x = torch.rand(8, 16, device=device, requires_grad=True)
-        output = gpipe(x)
-        state = module.get_rng_state(device)
-        output.sum().backward()
-        assert torch.equal(module.get_rng_state(device), state)
-        assert torch.allclose(output, x * x.grad)
+    for place in range(3):
+        device = DEVICES['accelerators'].first
+        module = torch.get_device_module(device)
+        layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.4), nn.Dropout(0.3))
+        no_recompute(layers[place])
+        gpipe = GPipe(
+            nn.Sequential(layers, nn.Dropout(0.2)),
+            [2],
+            devices=[device],
+            chunks=4,
+            checkpoint='always',
+        )
+        for _ in range(2):
+            x = torch.rand(8, 16, device=device, requires_grad=True)
+            output = gpipe(x)
+            state = module.get_rng_state(device)
+            output.sum().backward()
+            assert torch.equal(module.get_rng_state(device), state)
+            assert torch.allclose(output, x * x.grad)
 
 
 @devices
@@ -301,55 +303,55 @@ def test_a_checkpoint_of_pytorch_around_the_model(devices):
 
 
 @devices
-@pytest.mark.parametrize('outer', ['always', 'never'])
-@pytest.mark.parametrize('inner', ['always', 'never'])
-def test_a_pipeline_in_a_pipeline(devices, outer, inner):
-    model = model_of('in place afterwards')
-    first, second = devices(2)
-    within = GPipe(
-        copy.deepcopy(model)[1:],
-        [1, 1],
-        chunks=2,
-        checkpoint=inner,
-        devices=['cpu:2', 'cpu:3'] if second == 'cpu:1' else [second] * 2,
-    )
-    gpipe = GPipe(
-        nn.Sequential(copy.deepcopy(model)[0], within),
-        [1, 1],
-        devices=[first, second],
-        chunks=2,
-        checkpoint=outer,
-    )
-    train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
+def test_a_pipeline_in_a_pipeline(devices):
+    for outer in ['always', 'never']:
+        for inner in ['always', 'never']:
+            model = model_of('in place afterwards')
+            first, second = devices(2)
+            within = GPipe(
+                copy.deepcopy(model)[1:],
+                [1, 1],
+                chunks=2,
+                checkpoint=inner,
+                devices=['cpu:2', 'cpu:3'] if second == 'cpu:1' else [second] * 2,
+            )
+            gpipe = GPipe(
+                nn.Sequential(copy.deepcopy(model)[0], within),
+                [1, 1],
+                devices=[first, second],
+                chunks=2,
+                checkpoint=outer,
+            )
+            train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
-@pytest.mark.parametrize('compile', ['layer', 'around', 'wrapped', 'partition'])
-def test_compiled(compile):
-    runs = []
+def test_compiled():
+    for compile in ['layer', 'around', 'wrapped', 'partition']:
+        runs = []
 
-    def backend(graph, inputs):
-        return lambda *args: runs.append(1) or graph.forward(*args)
+        def backend(graph, inputs):
+            return lambda *args: runs.append(1) or graph.forward(*args)
 
-    model = model_of('in place afterwards')
-    compiled = copy.deepcopy(model)
-    if compile == 'layer':
-        compiled[0].inner.compile(backend=backend)
-    elif compile == 'around':
-        compiled[0].compile(backend=backend)
-    elif compile == 'wrapped':
-        del vars(compiled[0].inner)[MARK]
-        compiled[0].inner = no_recompute(torch.compile(compiled[0].inner, backend=backend))
-    gpipe = GPipe(compiled, [2, 1], devices=['cpu'] * 2, chunks=2, checkpoint='always')
-    if compile == 'partition':
-        gpipe.partitions[0].compile(backend=backend)
-    for _ in range(2):
-        gpipe.zero_grad()
-        train_both(model, gpipe, torch.randn(8, 4, dtype=torch.double))
-    assert runs
-    if compile in ('layer', 'wrapped'):
-        assert len(runs) % 4 == 0  # as often as micro-batches, and no more
+        model = model_of('in place afterwards')
+        compiled = copy.deepcopy(model)
+        if compile == 'layer':
+            compiled[0].inner.compile(backend=backend)
+        elif compile == 'around':
+            compiled[0].compile(backend=backend)
+        elif compile == 'wrapped':
+            del vars(compiled[0].inner)[MARK]
+            compiled[0].inner = no_recompute(torch.compile(compiled[0].inner, backend=backend))
+        gpipe = GPipe(compiled, [2, 1], devices=['cpu'] * 2, chunks=2, checkpoint='always')
+        if compile == 'partition':
+            gpipe.partitions[0].compile(backend=backend)
+        for _ in range(2):
+            gpipe.zero_grad()
+            train_both(model, gpipe, torch.randn(8, 4, dtype=torch.double))
+        assert runs
+        if compile in ('layer', 'wrapped'):
+            assert len(runs) % 4 == 0  # as often as micro-batches, and no more
 
 
 @devices
@@ -459,9 +461,8 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
 
 
 @devices
-@pytest.mark.parametrize(
-    'function, after, text',
-    [
+def test_what_a_recomputation_would_not_see_is_refused(devices):
+    for function, after, text in [
         (lambda x: x.relu_(), lambda y: y, 'changed its input in place'),
         (lambda x: x, lambda y: y.relu_(), 'a later layer changed it in place'),
         (lambda x: x.view(2, 4), lambda y: y.relu_(), 'a later layer changed it in place'),
@@ -470,31 +471,26 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
             lambda ys: ys[0].add_(1) + ys[1].T,
             'a later layer changed it in place',
         ),
-    ],
-)
-def test_what_a_recomputation_would_not_see_is_refused(devices, function, after, text):
-    with pytest.raises(RuntimeError, match=rf"layer '1' \(Layer\) cannot be kept .*{text}"):
-        train_between(devices, function, after)
+    ]:
+        with pytest.raises(RuntimeError, match=rf"layer '1' \(Layer\) cannot be kept .*{text}"):
+            train_between(devices, function, after)
 
 
 @devices
-@pytest.mark.parametrize(
-    'use',
-    [
+def test_an_input_of_any_nesting_that_is_changed_is_refused(devices):
+    for use in [
         lambda layer, x: layer(other=x),
         lambda layer, x: layer({'x': [x]}),
         lambda layer, x: layer(Data(None, {'x': x})),
-    ],
-)
-def test_an_input_of_any_nesting_that_is_changed_is_refused(devices, use):
-    inner = no_recompute(
-        Inner(lambda self, *args, **kwargs: leaves_of((args, kwargs))[-1].value.add_(1) * 2)
-    )
-    layer = Layer(lambda layer, x: use(layer.inner, x * 2))
-    layer.inner = inner
-    gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
-    with pytest.raises(RuntimeError, match="layer '0.inner' .* changed its input in place"):
-        call(gpipe, torch.rand(2, 4))
+    ]:
+        inner = no_recompute(
+            Inner(lambda self, *args, **kwargs: leaves_of((args, kwargs))[-1].value.add_(1) * 2)
+        )
+        layer = Layer(lambda layer, x: use(layer.inner, x * 2))
+        layer.inner = inner
+        gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
+        with pytest.raises(RuntimeError, match="layer '0.inner' .* changed its input in place"):
+            call(gpipe, torch.rand(2, 4))
 
 
 @devices
@@ -505,22 +501,19 @@ def test_a_result_that_is_no_value(devices):
 
 
 @devices
-@pytest.mark.parametrize(
-    'text, forward',
-    [
+def test_another_path(devices):
+    for text, forward in [
         ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(b(x))),
         ('called 1 layers', lambda a, b, x: a(x) if is_recomputing() else b(a(x))),
         ('in another order', lambda a, b, x: b(a(x)) if is_recomputing() else a(x)),
-    ],
-)
-def test_another_path(devices, text, forward):
-    a, b = (no_recompute(nn.Linear(4, 4)) for _ in range(2))
-    layer = Layer(lambda layer, x: forward(a, b, x))
-    layer.a, layer.b = a, b
-    gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
-    output = call(gpipe, torch.rand(2, 4))
-    with pytest.raises(RuntimeError, match=f'took another path.*{text}'):
-        output.sum().backward()
+    ]:
+        a, b = (no_recompute(nn.Linear(4, 4)) for _ in range(2))
+        layer = Layer(lambda layer, x: forward(a, b, x))
+        layer.a, layer.b = a, b
+        gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
+        output = call(gpipe, torch.rand(2, 4))
+        with pytest.raises(RuntimeError, match=f'took another path.*{text}'):
+            output.sum().backward()
 
 
 @skippable(pop=['skip'])

@@ -74,25 +74,25 @@ def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(
 
 
 @devices
-@pytest.mark.parametrize('at', range(12))
-def test_ctrl_c_while_attributes_are_put_back(devices, at):
+def test_ctrl_c_while_attributes_are_put_back(devices):
     """In v0.3.0, copies stayed behind as the model's buffers."""
-    model = nn.Sequential(nn.Linear(4, 4), Decay(True), nn.BatchNorm1d(4)).double()
-    gpipe = GPipe(model, [3], devices=devices(1), chunks=2, checkpoint='always')
-    gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first)).sum().backward()
-    output = gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first))
-    before = {module: module.__dict__ for module in model.modules()}
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    # Two recomputations, in each four modules get other attributes and get back their own.
-    calls = itertools.count()
+    for at in range(12):
+        model = nn.Sequential(nn.Linear(4, 4), Decay(True), nn.BatchNorm1d(4)).double()
+        gpipe = GPipe(model, [3], devices=devices(1), chunks=2, checkpoint='always')
+        gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first)).sum().backward()
+        output = gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first))
+        before = {module: module.__dict__ for module in model.modules()}
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        # Two recomputations, in each four modules get other attributes and get back their own.
+        calls = itertools.count()
 
-    def interrupt(module, name, value):
-        object.__setattr__(module, name, value)
-        if next(calls) == at:
-            raise KeyboardInterrupt
+        def interrupt(module, name, value):
+            object.__setattr__(module, name, value)
+            if next(calls) == at:
+                raise KeyboardInterrupt
 
-    with mock.patch.object(state, 'assign', interrupt), pytest.raises(KeyboardInterrupt):
-        output.sum().backward()
-    assert all(module.__dict__ is before[module] for module in model.modules())
-    assert_same(model.buffers(), buffers, 0)
-    gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first)).sum().backward()
+        with mock.patch.object(state, 'assign', interrupt), pytest.raises(KeyboardInterrupt):
+            output.sum().backward()
+        assert all(module.__dict__ is before[module] for module in model.modules())
+        assert_same(model.buffers(), buffers, 0)
+        gpipe(torch.rand(4, 4, dtype=torch.double, device=devices.first)).sum().backward()

@@ -21,32 +21,32 @@ def loaded(value):
 
 
 @devices
-@pytest.mark.parametrize('how', ['assign', 'module', 'gpipe'])
-def test_what_was_loaded_from_a_file(devices, how):
+def test_what_was_loaded_from_a_file(devices):
     """Its memory has no allocator, and cannot be resized."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    other = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    for how in ['assign', 'module', 'gpipe']:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        other = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
-    def wrap(module):
-        return GPipe(module, [1, 2], devices=devices(2), chunks=2, checkpoint='always')
+        def wrap(module):
+            return GPipe(module, [1, 2], devices=devices(2), chunks=2, checkpoint='always')
 
-    if how == 'assign':
-        other.load_state_dict(loaded(plain.state_dict()), assign=True)
-        gpipe = wrap(other)
-    elif how == 'module':
-        gpipe = wrap(loaded(plain))
-    else:
-        gpipe = loaded(wrap(loaded(plain)))
-    for _ in range(3):
-        x = torch.rand(8, 6, dtype=torch.double)
-        expected, actual = torch.cat([plain(c) for c in x.chunk(2)]), call(gpipe, x)
-        expected.square().sum().backward()
-        actual.square().sum().backward()
-        assert_same(
-            [actual, *gradients(gpipe), *gpipe.buffers()],
-            [expected, *gradients(plain), *plain.buffers()],
-        )
+        if how == 'assign':
+            other.load_state_dict(loaded(plain.state_dict()), assign=True)
+            gpipe = wrap(other)
+        elif how == 'module':
+            gpipe = wrap(loaded(plain))
+        else:
+            gpipe = loaded(wrap(loaded(plain)))
+        for _ in range(3):
+            x = torch.rand(8, 6, dtype=torch.double)
+            expected, actual = torch.cat([plain(c) for c in x.chunk(2)]), call(gpipe, x)
+            expected.square().sum().backward()
+            actual.square().sum().backward()
+            assert_same(
+                [actual, *gradients(gpipe), *gpipe.buffers()],
+                [expected, *gradients(plain), *plain.buffers()],
+            )
 
 
 class Grows(nn.Module):

@@ -13,25 +13,25 @@ from torchgpipe import GPipe
 
 
 @devices
-@pytest.mark.parametrize('mode', ['always', 'never'])
-@pytest.mark.parametrize('passes', [0, 1])
-def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devices, mode, passes):
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-        [1, 1],
-        devices=devices(2),
-        chunks=1 + passes,
-        checkpoint=mode,
-    )
-    optimizer = torch.optim.SGD(gpipe.parameters(), 0.1)
-    for parameter in gpipe.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    for _ in range(passes):
-        gpipe(torch.rand(4, 2, device=devices.first)).sum().backward()
-    output = gpipe(torch.rand(4, 2, device=devices.first))
-    optimizer.step()
-    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
-        output.sum().backward()
+def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devices):
+    for mode in ['always', 'never']:
+        for passes in [0, 1]:
+            gpipe = GPipe(
+                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+                [1, 1],
+                devices=devices(2),
+                chunks=1 + passes,
+                checkpoint=mode,
+            )
+            optimizer = torch.optim.SGD(gpipe.parameters(), 0.1)
+            for parameter in gpipe.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            for _ in range(passes):
+                gpipe(torch.rand(4, 2, device=devices.first)).sum().backward()
+            output = gpipe(torch.rand(4, 2, device=devices.first))
+            optimizer.step()
+            with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+                output.sum().backward()
 
 
 @devices
