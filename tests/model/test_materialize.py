@@ -230,14 +230,14 @@ def test_shared_tensors_stay_one(devices):
 
 
 @devices
-@pytest.mark.parametrize('name', ['0.0.weight', '0.2.weight', '3.weight'])
-def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices, name):
-    plain = tied()
-    state = plain.state_dict()
-    del state[name]
-    gpipe = GPipe(on_meta(tied), [1, 5], devices=devices(2), weights=state)
-    assert gpipe[0][0].weight is gpipe[0][2].weight
-    assert_equal(gpipe, plain)
+def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices):
+    for name in ['0.0.weight', '0.2.weight', '3.weight']:
+        plain = tied()
+        state = plain.state_dict()
+        del state[name]
+        gpipe = GPipe(on_meta(tied), [1, 5], devices=devices(2), weights=state)
+        assert gpipe[0][0].weight is gpipe[0][2].weight, name
+        assert_equal(gpipe, plain)
 
 
 @devices
@@ -283,11 +283,15 @@ class Forgetful(nn.Linear):
         self.register_buffer('extra', torch.ones(4))
 
 
-@pytest.mark.parametrize('make, name', WITHOUT_VALUE.values(), ids=WITHOUT_VALUE)
-def test_what_gets_no_value_is_named(make, name):
-    with pytest.raises(ValueError, match='nothing gives a value to') as error:
-        GPipe(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), make())), [1, 1], devices=['cpu'] * 2)
-    assert name in str(error.value) and "'0." not in str(error.value)
+def test_what_gets_no_value_is_named():
+    for make, name in WITHOUT_VALUE.values():
+        with pytest.raises(ValueError, match='nothing gives a value to') as error:
+            GPipe(
+                on_meta(lambda: nn.Sequential(nn.Linear(4, 4), make())),
+                [1, 1],
+                devices=['cpu'] * 2,
+            )
+        assert name in str(error.value) and "'0." not in str(error.value)
 
 
 def test_a_reset_that_writes_where_pytorch_does_not_count():
@@ -416,22 +420,19 @@ def zeros():
     return layer
 
 
-@pytest.mark.parametrize(
-    'make',
-    [
+def test_values_that_took_the_place_of_the_first_ones():
+    """On the meta device they are lost, and a reset would give others."""
+    for make in [
         zeros,
         lambda: copy.deepcopy(nn.Linear(4, 4)),
         lambda: nn.Linear(4, 4, device='cpu').to('meta'),
         lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1),
-    ],
-)
-def test_values_that_took_the_place_of_the_first_ones(make):
-    """On the meta device they are lost, and a reset would give others."""
-    with torch.device('meta'):
-        model = nn.Sequential(make())
-    with pytest.raises(ValueError, match='other initial values than the constructor'):
-        GPipe(model, [1], devices=['cpu'])
+    ]:
+        with torch.device('meta'):
+            model = nn.Sequential(make())
+        with pytest.raises(ValueError, match='other initial values than the constructor'):
+            GPipe(model, [1], devices=['cpu'])
 
 
 def test_buffers_that_weights_leave_out_begin_at_zero():
@@ -673,21 +674,21 @@ class Source(Mapping):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('weights', [None, Source()], ids=['reset', 'weights'])
-def test_the_host_never_has_more_than_a_layer(weights):
-    places = DEVICES['accelerators'](3)
-    module = on_meta(wide)
-    with OnHost().watched() as live:
-        gpipe = GPipe(module, [4, 4, 4], devices=places, weights=weights)
-    assert SIZE <= live.peak <= 1.5 * SIZE and live.now == 0
-    if weights is not None:  # only the selected parameters
-        assert live.total == 12 * SIZE
-    assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE
+def test_the_host_never_has_more_than_a_layer():
+    for weights in [None, Source()]:
+        places = DEVICES['accelerators'](3)
+        module = on_meta(wide)
+        with OnHost().watched() as live:
+            gpipe = GPipe(module, [4, 4, 4], devices=places, weights=weights)
+        assert SIZE <= live.peak <= 1.5 * SIZE and live.now == 0, weights
+        if weights is not None:  # only the selected parameters
+            assert live.total == 12 * SIZE, weights
+        assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE, weights
 
-    # The counterpart: built on the CPU, all of it is there.
-    with OnHost().watched() as live:
-        GPipe(wide(), [4, 4, 4], devices=places)
-    assert live.peak >= 12 * SIZE
+        # The counterpart: built on the CPU, all of it is there.
+        with OnHost().watched() as live:
+            GPipe(wide(), [4, 4, 4], devices=places)
+        assert live.peak >= 12 * SIZE, weights
 
 
 RESIDENT = '''

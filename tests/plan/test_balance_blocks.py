@@ -70,20 +70,17 @@ def test_floats_are_exact():
         assert key(balance.solve(scaled, partitions)) == brute_force(scaled, partitions)
 
 
-@pytest.mark.parametrize(
-    'sequence, partitions, expected',
-    [
+def test_even_ties():
+    for sequence, partitions, expected in [
         ([1, 2, 3, 4, 5, 6], 2, [4, 2]),
         ([0, 0], 2, [1, 1]),
         ([0] * 8, 2, [4, 4]),
         ([5, 0, 0, 0, 0, 5], 2, [3, 3]),
         ([1] * 6, 4, None),
         ([9, 1, 1, 1, 1, 1, 1], 4, [1, 2, 2, 2]),
-    ],
-)
-def test_even_ties(sequence, partitions, expected):
-    lengths = [len(block) for block in balance.solve(sequence, partitions)]
-    assert lengths == expected or (expected is None and sorted(lengths) == [1, 1, 2, 2])
+    ]:
+        lengths = [len(block) for block in balance.solve(sequence, partitions)]
+        assert lengths == expected or (expected is None and sorted(lengths) == [1, 1, 2, 2])
 
 
 @pytest.mark.slow
@@ -111,9 +108,8 @@ def test_numbers_of_numpy_and_pytorch():
     assert [len(x) for x in balance.solve(sequence, 2)] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    'sequence, partitions, message',
-    [
+def test_bad_input():
+    for sequence, partitions, message in [
         ([1], 0, 'positive'),
         ([1], -1, 'positive'),
         ([1], 2, '1 layers.*2 partitions'),
@@ -121,11 +117,9 @@ def test_numbers_of_numpy_and_pytorch():
         ([1, -1], 1, 'item 1 is -1'),
         ([float('nan')], 1, 'item 0 is nan'),
         ([1, float('inf')], 1, 'item 1 is inf'),
-    ],
-)
-def test_bad_input(sequence, partitions, message):
-    with pytest.raises(ValueError, match=message):
-        balance.solve(sequence, partitions)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            balance.solve(sequence, partitions)
 
 
 @st.composite

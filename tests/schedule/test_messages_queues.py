@@ -49,12 +49,12 @@ def test_a_queue_for_each_direction_is_as_fast_as_one_for_each_message(name):
         )
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_early_receives_in_one_queue_for_each_pair_block_the_sends_behind_them(name):
-    for late, seconds in programs(name):
-        if not any(getattr(each, 'kind', '') == 'R' for row in late for each in row):
-            with pytest.raises(ValueError, match=r'ranks wait for each other: rank 0 at \d'):
-                times_in_queues([*map(receiving_early, late)], seconds, TRANSFER, pair)
+def test_early_receives_in_one_queue_for_each_pair_block_the_sends_behind_them():
+    for name in NAMES:
+        for late, seconds in programs(name):
+            if not any(getattr(each, 'kind', '') == 'R' for row in late for each in row):
+                with pytest.raises(ValueError, match=r'ranks wait for each other: rank 0 at \d'):
+                    times_in_queues([*map(receiving_early, late)], seconds, TRANSFER, pair)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -91,9 +91,8 @@ def test_receives_move_before_one_action_and_keep_their_order():
             ]
 
 
-@pytest.mark.parametrize(
-    'places, skips, expected',
-    [
+def test_edges_are_the_pairs_of_ranks_with_messages():
+    for places, skips, expected in [
         ([0, 1], (), [(0, 1), (1, 0)]),
         ([0, 1, 1, 0], (), [(0, 1), (1, 0)]),
         ([0, 1, 2, 0, 1, 2], (), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]),
@@ -103,7 +102,5 @@ def test_receives_move_before_one_action_and_keep_their_order():
             [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)],
         ),
         ([0, 0], (), []),
-    ],
-)
-def test_edges_are_the_pairs_of_ranks_with_messages(places, skips, expected):
-    assert edges(places, skips) == expected
+    ]:
+        assert edges(places, skips) == expected

@@ -56,21 +56,21 @@ def empty_caches():
         cached.cache_clear()
 
 
-@pytest.mark.parametrize('table', [bounded, unbounded])
-def test_what_a_cache_has_it_keeps(table):
+def test_what_a_cache_has_it_keeps():
     """In v0.8.0, a conversion emptied a cache in which it had put a value."""
-    mine = table(3)
-    layers = to_sequential(Model(lambda m, x: x + table(6)), sample())
-    assert table(3) is mine and type(table(6)) is torch.Tensor
-    assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+    for table in [bounded, unbounded]:
+        mine = table(3)
+        layers = to_sequential(Model(lambda m, x: x + table(6)), sample())
+        assert table(3) is mine and type(table(6)) is torch.Tensor
+        assert [name for name, _ in layers.named_buffers() if 'constant' in name], table
 
 
-@pytest.mark.parametrize('function', [in_a_global, by_a_size])
-def test_what_a_global_has_it_keeps(function):
-    model = Model(function)
-    layers = to_sequential(model, sample())
-    assert [*TABLES] == [6] and type(TABLES[6]) is torch.Tensor
-    assert torch.equal(layers(sample()), model(sample()))
+def test_what_a_global_has_it_keeps():
+    for function in [in_a_global, by_a_size]:
+        model = Model(function)
+        layers = to_sequential(model, sample())
+        assert [*TABLES] == [6] and type(TABLES[6]) is torch.Tensor, function
+        assert torch.equal(layers(sample()), model(sample())), function
 
 
 def test_what_others_have_is_left_alone():
@@ -249,16 +249,16 @@ def kept_table(width):
     return TABLES[width]
 
 
-@pytest.mark.parametrize('table', [cached_table, kept_table])
-def test_a_cache_is_filled_with_tensors(table):
+def test_a_cache_is_filled_with_tensors():
     """And neither the model nor the next conversion finds a value of a recording in it."""
-    TABLES.clear()
-    cached_table.cache_clear()
-    for _ in range(2):
-        model = Model(lambda m, x: x + table(6))
-        layers = check(model, sample())
-        assert type(table(6)) is torch.Tensor
-        assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+    for table in [cached_table, kept_table]:
+        TABLES.clear()
+        cached_table.cache_clear()
+        for _ in range(2):
+            model = Model(lambda m, x: x + table(6))
+            layers = check(model, sample())
+            assert type(table(6)) is torch.Tensor
+            assert [name for name, _ in layers.named_buffers() if 'constant' in name], table
 
 
 # --- random numbers of Python's
@@ -294,18 +294,16 @@ def hooked():
     return layer
 
 
-@pytest.mark.parametrize(
-    'draw',
-    [lambda: Draws(6, 6), hooked, lambda: Inner(lambda m, x: Drawn.apply(x))],
-    ids=['layer', 'hook', 'function'],
-)
-def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself(draw):
+def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself():
     """Such a step puts the generator back."""
-    uniform = random.uniform
-    assert len(to_sequential(nn.Sequential(nn.Linear(6, 6), draw(), nn.Linear(6, 6)), sample()))
-    model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
-    with pytest.raises(ConversionError, match='draws random numbers of Python'):
-        to_sequential(model, sample(), check_sample=False)
+    for draw in [lambda: Draws(6, 6), hooked, lambda: Inner(lambda m, x: Drawn.apply(x))]:
+        uniform = random.uniform
+        assert len(
+            to_sequential(nn.Sequential(nn.Linear(6, 6), draw(), nn.Linear(6, 6)), sample())
+        )
+        model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
+        with pytest.raises(ConversionError, match='draws random numbers of Python'):
+            to_sequential(model, sample(), check_sample=False)
 
 
 class Linear(nn.Linear):
@@ -333,10 +331,10 @@ class SetsAFlag(nn.Module):
         return x
 
 
-@pytest.mark.parametrize('resets', [False, True])
-def test_a_flag_that_a_call_sets_is_refused(resets):
-    with pytest.raises(ConversionError, match="it sets the attribute 'clips' of a module"):
-        to_sequential(SetsAFlag(resets), torch.randn(6, 4))
+def test_a_flag_that_a_call_sets_is_refused():
+    for resets in [False, True]:
+        with pytest.raises(ConversionError, match="it sets the attribute 'clips' of a module"):
+            to_sequential(SetsAFlag(resets), torch.randn(6, 4))
 
 
 class DropsAtRandom(nn.Module):

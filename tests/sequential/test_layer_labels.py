@@ -259,16 +259,16 @@ def test_a_mean_over_labels_is_taken_for_no_mean_over_samples(name, checkpoint):
     )
 
 
-@pytest.mark.parametrize('leaf', [False, True])
-def test_a_loss_that_is_a_submodule(leaf):
-    model = Classifier(leaf)
-    x, labels = torch.rand(5, 4), torch.tensor([1, 2, -100, 3, -100])
-    layers = to_sequential(model, Arguments(x, labels), leaves=[Doubled] if leaf else [])
-    layers = pickle.loads(pickle.dumps(layers))
-    pipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather='mean')
-    with pytest.raises(ValueError, match="so gather='mean' is not the loss"):
-        pipe(x, labels)
-    torch.testing.assert_close(pipe(x, labels.clamp(0)), model(x, labels.clamp(0)))
+def test_a_loss_that_is_a_submodule():
+    for leaf in [False, True]:
+        model = Classifier(leaf)
+        x, labels = torch.rand(5, 4), torch.tensor([1, 2, -100, 3, -100])
+        layers = to_sequential(model, Arguments(x, labels), leaves=[Doubled] if leaf else [])
+        layers = pickle.loads(pickle.dumps(layers))
+        pipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather='mean')
+        with pytest.raises(ValueError, match="so gather='mean' is not the loss"):
+            pipe(x, labels)
+        torch.testing.assert_close(pipe(x, labels.clamp(0)), model(x, labels.clamp(0)))
 
 
 def test_a_mean_over_samples_beside_one_that_is_counted():

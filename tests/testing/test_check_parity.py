@@ -422,24 +422,22 @@ def test_a_loss_that_is_not_finite():
         )
 
 
-@pytest.mark.parametrize(
-    'when, form',
-    [
+def test_an_error_of_one_of_both():
+    for when, form in [
         (lambda: True, 'the unwrapped layers on micro-batches'),
         (lambda: context.micro_batch is not None, 'the wrapped model'),
-    ],
-)
-def test_an_error_of_one_of_both(when, form):
-    def fail(layer, x):
-        if len(x) < 4 and when():
-            raise RuntimeError('this layer fails')
-        return x
+    ]:
 
-    with pytest.raises(RuntimeError, match='this layer fails') as raised:
-        check_parity(nn.Sequential(Layer(fail), Layer()), torch.rand(7, 4))
-    assert raised.value.__notes__[-1] == (
-        f'in step 1 of {form}, which check_parity runs in torch.float64'
-    )
+        def fail(layer, x):
+            if len(x) < 4 and when():
+                raise RuntimeError('this layer fails')
+            return x
+
+        with pytest.raises(RuntimeError, match='this layer fails') as raised:
+            check_parity(nn.Sequential(Layer(fail), Layer()), torch.rand(7, 4))
+        assert raised.value.__notes__[-1] == (
+            f'in step 1 of {form}, which check_parity runs in torch.float64'
+        )
 
 
 def test_an_error_and_a_way_out():
@@ -576,9 +574,9 @@ def test_a_schedule_of_ones_own_and_a_target():
             assert found(Layer(), schedule=schedule, loss_fn=loss_fn, target=target).equal
 
 
-@pytest.mark.parametrize(
-    'loss_fn, normalizer',
-    [
+def test_losses_that_count():
+    """A step knows the losses of PyTorch, and others by a normalizer."""
+    for loss_fn, normalizer in [
         (F.cross_entropy, None),
         (nn.CrossEntropyLoss(torch.rand(4).double()), None),
         (lambda output, target: F.cross_entropy(output, target, reduction='sum'), 7),
@@ -586,14 +584,11 @@ def test_a_schedule_of_ones_own_and_a_target():
             lambda output, target: F.cross_entropy(output, target),
             lambda target: (target >= 0).sum(),
         ),
-    ],
-)
-def test_losses_that_count(loss_fn, normalizer):
-    """A step knows the losses of PyTorch, and others by a normalizer."""
-    target = torch.tensor([0, 1, 2, -100, 3, -100, 1])
-    assert found(
-        Layer(), schedule='1f1b', loss_fn=loss_fn, target=target, normalizer=normalizer
-    ).equal
+    ]:
+        target = torch.tensor([0, 1, 2, -100, 3, -100, 1])
+        assert found(
+            Layer(), schedule='1f1b', loss_fn=loss_fn, target=target, normalizer=normalizer
+        ).equal
 
 
 def test_a_scalar_of_the_output_is_not_in_the_arbitrary_loss():
@@ -639,21 +634,21 @@ def test_a_target_needs_a_loss():
         found(target=torch.rand(7, 4))
 
 
-@pytest.mark.parametrize('steps', [0, -1])
-def test_no_steps_compare_nothing(steps):
+def test_no_steps_compare_nothing():
     """In v0.8.0, all was equal."""
-    with pytest.raises(ValueError, match=f'steps must be one or more, but is {steps}'):
-        found(steps=steps)
+    for steps in [0, -1]:
+        with pytest.raises(ValueError, match=f'steps must be one or more, but is {steps}'):
+            found(steps=steps)
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.half, torch.float, torch.double])
-def test_the_type_of_the_model(dtype):
+def test_the_type_of_the_model():
     """In v0.8.0, rounding in 16 bits was compared with rounding in 32 bits."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Layer(), nn.LayerNorm(4), Layer()).to(dtype)
-    parity = check_parity(model, torch.rand(7, 4, dtype=dtype), dtype=None)
-    assert parity.equal
-    assert f'tolerance {torch.finfo(dtype).eps ** (2 / 3):.0e}' in str(parity)
+    for dtype in [torch.bfloat16, torch.half, torch.float, torch.double]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(), nn.LayerNorm(4), Layer()).to(dtype)
+        parity = check_parity(model, torch.rand(7, 4, dtype=dtype), dtype=None)
+        assert parity.equal, dtype
+        assert f'tolerance {torch.finfo(dtype).eps ** (2 / 3):.0e}' in str(parity)
 
 
 def test_the_coarsest_type_of_all():
