@@ -167,7 +167,6 @@ class Looking(nn.Module):
         self.log = log
 
     def forward(self, x):
-        """Note them in backward."""
         return Look.apply(self.log, x)
 
 

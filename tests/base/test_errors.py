@@ -31,7 +31,6 @@ class Fail(nn.Module):
         self.when = when
 
     def forward(self, x):
-        """Raise, or pass the input through."""
         if self.when(x):
             raise Oops('from the layer')
         return x
@@ -167,7 +166,7 @@ def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another
 
 @pytest.mark.slow
 @devices
-def test_a_thousand_failures_then_a_success(devices):
+def test_a_hundred_failures_then_a_success(devices):
     state = {'at': None}
     generator = torch.Generator().manual_seed(0)
 
@@ -191,7 +190,7 @@ def test_a_thousand_failures_then_a_success(devices):
     x = torch.cat([torch.rand(4, 4), torch.arange(4.0)[:, None]], 1).to(devices.first)
     assert_same([gpipe(x)], [x], 0)
     before = threads()
-    for _ in range(1000):
+    for _ in range(100):
         i, j = (int(torch.randint(n, (), generator=generator)) for n in (4, 3))
         state['at'] = i, j
         with pytest.raises(Oops) as error:
@@ -372,7 +371,6 @@ class AddOne(nn.Module):
     """A layer that works on its input in place."""
 
     def forward(self, x):
-        """Add one."""
         return x.add_(1)
 
 

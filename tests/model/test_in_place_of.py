@@ -60,7 +60,6 @@ class Count(nn.Module):
         self.register_buffer('number', torch.zeros(()))
 
     def forward(self, x):
-        """Count calls."""
         y = self.first(x)
         self.number.add_(1)
         return self.last(y)

@@ -100,7 +100,6 @@ class Caching(nn.Linear):
     """Keep the output."""
 
     def forward(self, x):
-        """Do so."""
         self.last = super().forward(x)
         return self.last
 
@@ -122,7 +121,6 @@ class Graph(nn.Module):
         self.fc = nn.Linear(64, 64)
 
     def forward(self, x):
-        """Mix features by the sparse matrix."""
         return torch.sparse.mm(self.adjacency, self.fc(x).t()).t()
 
 
@@ -153,15 +151,16 @@ def test_layers_that_are_hard_to_copy(make, clock):
 
 @pytest.mark.slow
 @pytest.mark.accelerator
-@pytest.mark.parametrize('make', MODELS)
-def test_accelerator(make):
-    model, sample = make()
+def test_layers_on_an_accelerator():
     module = torch.get_device_module(ACCELERATOR)
-    state = module.get_rng_state()
-    costs = profile(model, sample, timeout=0)
-    assert all(p.device.type == 'cpu' for p in model.parameters())
-    assert torch.equal(module.get_rng_state(), state)
-    cpu = profile(model, sample, timeout=0, device='cpu')
-    assert [x.parameter_bytes for x in costs.layers] == [x.parameter_bytes for x in cpu.layers]
-    assert [x.output_bytes for x in costs.layers] == [x.output_bytes for x in cpu.layers]
+    for make in MODELS:
+        model, sample = make()
+        state = module.get_rng_state()
+        costs = profile(model, sample, timeout=0)
+        assert all(p.device.type == 'cpu' for p in model.parameters()), make
+        assert torch.equal(module.get_rng_state(), state), make
+        cpu = profile(model, sample, timeout=0, device='cpu')
+        for one, other in zip(costs.layers, cpu.layers, strict=True):
+            assert one.parameter_bytes == other.parameter_bytes, (make, one)
+            assert one.output_bytes == other.output_bytes, (make, one)
     assert sum(balance_by_size(2, model, sample)) == sum(balance_by_time(2, model, sample))

@@ -272,7 +272,6 @@ class Deep(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(20))
 
     def forward(self, x):
-        """Do so."""
         for linear, norm in zip(self.linears, self.norms):
             x = norm(torch.tanh(3 * linear(x)))
         return x

@@ -14,7 +14,6 @@ class Normalized(nn.Linear):
     """A layer that normalizes its weight in forward."""
 
     def forward(self, x):
-        """Normalize, and run."""
         with torch.no_grad():
             self.weight.copy_(F.normalize(self.weight, dim=1))
         return super().forward(x)
@@ -24,7 +23,6 @@ class Decaying(nn.Linear):
     """A layer whose weight decays with each forward."""
 
     def forward(self, x):
-        """Decay, and run."""
         self.weight.data.mul_(0.5)
         return super().forward(x)
 
@@ -37,7 +35,6 @@ class Codebook(nn.Module):
         self.codes = nn.Parameter(torch.randn(8, 4), requires_grad=False)
 
     def forward(self, x):
-        """Replace each sample by its code, and move the codes."""
         index = torch.cdist(x, self.codes).argmin(1)
         codes = self.codes[index]
         with torch.no_grad():
@@ -55,7 +52,6 @@ class Net(nn.Module):
         self.last = nn.Linear(4, 2)
 
     def forward(self, x):
-        """Run all."""
         return self.last(self.layer(self.first(x)).tanh())
 
 

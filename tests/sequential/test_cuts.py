@@ -6,6 +6,7 @@ from torch import nn
 
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet
+from tests.marks import slow
 from torchgpipe import Arguments, GPipe
 from torchgpipe.balance import profile
 from torchgpipe.sequential import to_sequential
@@ -348,11 +349,10 @@ def least_across(found, share):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     'by_hand, model, number',
     [
-        (resnet101, ResNet101, 105),
+        slow(resnet101, ResNet101, 105),
         (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15),
     ],
     ids=['ResNet-101', 'U-Net'],

@@ -26,7 +26,6 @@ class Net(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, ids):
-        """Compute logits."""
         x = self.frozen(self.soon(self.words(ids)).tanh())
         return self.head(self.late(x).tanh())
 
@@ -222,7 +221,6 @@ def test_names_of_the_model_that_are_also_names_of_layers():
             self.add_module('0', nn.Linear(4, 4, bias=False))
 
         def forward(self, x):
-            """Use both."""
             return self.get_submodule('0')(x @ self.weight)
 
     model = Numbered()

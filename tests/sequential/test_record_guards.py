@@ -332,7 +332,6 @@ class Maybe(nn.Module):
     gives = False
 
     def forward(self, x):
-        """Do so."""
         return x if self.gives else None
 
 

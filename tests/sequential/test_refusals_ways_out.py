@@ -291,7 +291,6 @@ class NotOnMeta(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, 4))
 
     def forward(self, x):
-        """Multiply."""
         y = x @ self.weight
         if y.is_meta and y.dtype == torch.float32:
             raise RuntimeError('Expected inputs of BF16 type')

@@ -29,7 +29,6 @@ class Layer(nn.Linear):
         self.function = function
 
     def forward(self, x):
-        """Do so."""
         return self.function(self, super().forward(x).tanh())
 
 
@@ -37,7 +36,6 @@ class Transposed(nn.Module):
     """Two dimensions change places, and the samples keep theirs."""
 
     def forward(self, x):
-        """Do so."""
         return x.transpose(0, 2)
 
 
@@ -205,7 +203,6 @@ class Add(nn.Module):
     """Add tables to a sample, in a way that any number of their rows will do."""
 
     def forward(self, x, *tables, scale=None):
-        """Do so, and more."""
         if isinstance(x, dict):
             x, tables = x['x'], x['tables']
         for table in tables:
@@ -238,7 +235,6 @@ class Loss(nn.Module):
         self.function = function
 
     def forward(self, x):
-        """Do so."""
         return {'y': x, 'loss': self.function(x)}
 
 
@@ -346,13 +342,11 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scale):
-        """Do nothing."""
         ctx.save_for_backward(torch.tensor(float(scale)))
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Do so."""
         return grad * ctx.saved_tensors[0], None
 
 
@@ -514,7 +508,6 @@ class Stash(nn.Module):
     """Stash a sample and a table."""
 
     def forward(self, x, table):
-        """Do so."""
         yield stash('table', table)
         yield stash('x', x)
         return x * 2, table
@@ -525,7 +518,6 @@ class Pop(nn.Module):
     """Pop them, and give the table once more."""
 
     def forward(self, value):
-        """Do so."""
         x = yield pop('x')
         table = yield pop('table')
         return value[0] + x, value[1], table
@@ -539,9 +531,6 @@ def test_skips_and_tables_that_come_out(devices):
     ).equal
 
 
-SPLIT = ['zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min']
-
-
 def placed(schedule):
     """Return the options of a model that a schedule fits, with a worker for each device."""
     if schedule in ('zb-v', 'v-half', 'v-min'):
@@ -549,7 +538,7 @@ def placed(schedule):
     return {'balance': [2, 2]}
 
 
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', *SPLIT])
+@pytest.mark.parametrize('schedule', ['1f1b', 'zb-h1', 'zb-v'])
 def test_a_model_is_trained_by_a_schedule(schedule):
     sample = torch.rand(7, 4, requires_grad=True)
     parity = found(

@@ -35,7 +35,6 @@ class Broken(nn.Module):
         self.times = 0
 
     def forward(self, x):
-        """Do so."""
         self.times += 1
         if self.when == 'forward' and self.times == 3:
             raise ValueError('broken')
@@ -364,7 +363,6 @@ class Stash(nn.Linear):
     """Stash a function of the input, whose gradient comes before the output's gradient."""
 
     def forward(self, x):
-        """Do so."""
         yield stash('skip', x * 2)
         return super().forward(x)
 
@@ -378,7 +376,6 @@ class Pop(nn.Linear):
         self.only = only
 
     def forward(self, x):
-        """Do so."""
         skip = yield pop('skip')
         return skip if self.only else super().forward(x) + skip
 
@@ -421,7 +418,6 @@ class Pair(nn.Linear):
     """Return a tensor, and one beside it; forwarded if it comes from another such layer."""
 
     def forward(self, value):
-        """Do so."""
         x, y = value if isinstance(value, tuple) else (value, None)
         x = super().forward(x)
         return x, x * 2 if y is None else y
@@ -431,7 +427,6 @@ class Sum(nn.Module):
     """Add both."""
 
     def forward(self, value):
-        """Do so."""
         return value[0] + value[1]
 
 
