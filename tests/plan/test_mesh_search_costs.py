@@ -24,18 +24,12 @@ def test_costs_of_a_case_by_hand():
             search = MeshSearch(model, HALF, 64, ParameterBytes(), None, [8, 8])
             costs = search.costs(case((2, 2, 2), '1f1b', 1, 2, 'full', data))
             layers = model.profile(HALF, 2, 2).layers
-            assert costs.links == HALF.links(2, 2) == HALF.host and costs.overlap is None, (
-                dtype,
-                data,
-            )
+            assert costs.links == HALF.links(2, 2) == HALF.host and costs.overlap is None
             shards = data == 'shard'
             for k, stage in enumerate(costs.stages):
                 number = sum(x.parameter_bytes for x in layers[8 * k : 8 * k + 8]) / model.size
                 reduction, gather = (HALF.gather(size * number, 2, 4) for size in (4, 2))
-                assert stage.reduction == pytest.approx(reduction * (1 if shards else 2)), (
-                    dtype,
-                    data,
-                )
+                assert stage.reduction == pytest.approx(reduction * (1 if shards else 2))
                 assert stage.gather == pytest.approx(gather * shards), (dtype, data)
                 assert stage.update == pytest.approx(
                     40 * number / (1 + shards) / HALF.bandwidth
@@ -285,10 +279,7 @@ def test_memory_of_all_micro_batches_is_within_the_limit():
             'recomputations': ['none'],
         }
         found = plan(measured(1.0), **options)
-        assert max(found.peaks) == max(found.simulation.peak_bytes) > 200 * 4 * 100, (
-            schedule,
-            virtual,
-        )
+        assert max(found.peaks) == max(found.simulation.peak_bytes) > 200 * 4 * 100
         assert (
             plan(measured(1.0), memory_limit=max(found.peaks), **options).peaks == found.peaks
         ), (schedule, virtual)
@@ -320,10 +311,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
         model = profile_of(layer('0', 10**8, 4, 10**8))
         state = ParameterBytes(4, 4, 12)
         one = plan(model, mesh=1, machine=H100, batch=2, state=state)
-        assert max(one.peaks) == pytest.approx(400e6, rel=1e-5) and one.parts['update'] == 0, (
-            data,
-            kept,
-        )
+        assert max(one.peaks) == pytest.approx(400e6, rel=1e-5) and one.parts['update'] == 0
         two = MeshSearch(model, H100, 2, state, None).costs(case((2, 1, 1), data=data)).stages[0]
         assert two.resident_bytes == pytest.approx(kept * 1e6, rel=1e-5)
         assert two.gathered_bytes == (400e6 if data == 'shard' else 0.0)
@@ -353,11 +341,7 @@ def test_a_tied_weight_is_counted_once_on_each_rank():
         model = nn.Sequential(embedding, nn.Linear(16, 16), nn.Linear(16, 16), head)
         costs = profile(model, torch.zeros(2, 4).long(), timeout=0.0, device='cpu')
         assert costs.ties == (TieProfile((0, 3), 6400, 1600),), (schedule, virtual, times)
-        assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs, (
-            schedule,
-            virtual,
-            times,
-        )
+        assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
         search = MeshSearch(
             costs, H100, 8, ParameterBytes(4, 4, 8), None, [1] * 4 if virtual == 2 else [2, 2]
         )

@@ -60,7 +60,7 @@ def best_named(costs, n, m, limit):
 
 @pytest.mark.slow
 def test_never_slower_than_the_best_named_one():
-    for seed in range(24):
+    for seed in range(16):
         never_slower(*random_case(seed))
 
 
@@ -92,7 +92,7 @@ def never_slower(costs, n, m, limit):
 @pytest.mark.slow
 def test_close_to_the_optimum():
     """No order of the actions takes less than 95 % of its time."""
-    for start in (1000, 1004, 1008):
+    for start in (1000, 1004):
         found = [
             is_close(start + k, *sizes) for k, sizes in enumerate(((2, 2), (2, 3), (3, 2), (3, 3)))
         ]

@@ -35,9 +35,7 @@ def test_bad_input():
             function(model, torch.rand(2, 3), device='gpu')
         with pytest.raises(RuntimeError) as error:
             function(model, torch.rand(2, 4), device='cpu')
-        assert error.value.__notes__ == ["while layer '0' was profiled on cpu with 2 samples"], (
-            function
-        )
+        assert error.value.__notes__ == ["while layer '0' was profiled on cpu with 2 samples"]
         with pytest.raises(RuntimeError) as error:
             function(nn.Sequential(nn.Embedding(3, 3)), torch.rand(2, 4), device='cpu')
         assert "layer '0'" in error.value.__notes__[0], function

@@ -30,19 +30,10 @@ def test_the_module_and_the_random_state_are_untouched():
             state = torch.get_rng_state()
             profile(model, sample, device='cpu', timeout=0)
             balance_by_size(1, model, sample, device='meta')
-            assert torch.equal(torch.get_rng_state(), state) and torch.equal(sample, given), (
-                make,
-                training,
-            )
-            assert not called and [dict(layer._forward_hooks) for layer in model] == hooks, (
-                make,
-                training,
-            )
+            assert torch.equal(torch.get_rng_state(), state) and torch.equal(sample, given)
+            assert not called and [dict(layer._forward_hooks) for layer in model] == hooks
             assert all(module.training == training for module in model.modules())
-            assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items()), (
-                make,
-                training,
-            )
+            assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
             assert all(p.grad is None for p in model.parameters()), (make, training)
             assert not current_skip_tracker().tensors, (make, training)
             assert torch.is_grad_enabled(), (make, training)

@@ -296,7 +296,7 @@ def test_devices_are_a_sequence():
 @pytest.mark.slow
 def test_many_layers_and_sixteen_devices():
     overheads = {'changes': None, 'forward_overhead': 1e-4, 'backward_overhead': 1e-4}
-    found = plan(made_up(200, 1024, **overheads), devices=[f'cuda:{k}' for k in range(16)])
+    found = plan(made_up(100, 256, **overheads), devices=[f'cuda:{k}' for k in range(16)])
     assert found.speed_up > 8
 
 

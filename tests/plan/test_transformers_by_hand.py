@@ -111,9 +111,7 @@ def test_bytes_of_fused_attention_by_hand():
         )
         scores, both = 6 * 64, elements(8, 4, 8, 6) + elements(8, 8, 4, 6)
         own = 2 * 16 * 4 * (3 + keys)
-        assert whole.forward_seconds - fused.forward_seconds == 2 * both + 4 * scores - 2 * own, (
-            keys
-        )
+        assert whole.forward_seconds - fused.forward_seconds == 2 * both + 4 * scores - 2 * own
         assert (
             whole.backward_seconds - fused.backward_seconds == 4 * both + 6 * scores - 4 * own
         ), keys
@@ -163,14 +161,8 @@ def test_bytes_of_ends_by_hand():
             == own * 12
         )
         forward, backward = products(n, [(12, v)])
-        assert last.forward_seconds == pytest.approx(2 * forward + 8 * own * 12 + 24 * n * v), (
-            parallel,
-            t,
-        )
-        assert last.backward_seconds == pytest.approx(2 * backward + 12 * own * 12 + 14 * n * v), (
-            parallel,
-            t,
-        )
+        assert last.forward_seconds == pytest.approx(2 * forward + 8 * own * 12 + 24 * n * v)
+        assert last.backward_seconds == pytest.approx(2 * backward + 12 * own * 12 + 14 * n * v)
         assert last.activation_bytes == 4 * own * 12, (parallel, t)
         # The softmax in float32, and in backward a gradient beside the output's.
         assert (last.output_bytes, last.backward_bytes) == (4 * n * v, 4 * n * v), (parallel, t)

@@ -50,10 +50,7 @@ def test_units_are_whole_while_their_actions_run_and_are_reduced_once():
                 stages = {each.stage for each in row if isinstance(each, Action)}
                 units = {j: j for j in stages}
                 found = with_unit_actions(row, units, most, stages)
-                assert tuple(each for each in found if not isinstance(each, UnitAction)) == row, (
-                    name,
-                    most,
-                )
+                assert tuple(each for each in found if not isinstance(each, UnitAction)) == row
                 assert check(found, units, most, stages) == min(most, len(stages))
 
 

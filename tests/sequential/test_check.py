@@ -246,11 +246,7 @@ def test_inference_mode():
                 else:
                     layers = to_sequential(model, x)
             with torch.inference_mode():
-                assert torch.equal(layers.eval()(x), model.eval()(x)), (
-                    by_hand,
-                    makes_model,
-                    converts,
-                )
+                assert torch.equal(layers.eval()(x), model.eval()(x))
             if not makes_model:
                 layers(torch.rand(4, 6)).sum().backward()
                 assert model.table.grad is not None, (by_hand, makes_model, converts)

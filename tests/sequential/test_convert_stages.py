@@ -103,9 +103,7 @@ def test_stages(devices):
         state = reference.state_dict()
         found = original_names(pipe.state_dict())
         assert found.keys() == state.keys(), sample
-        assert all((found[name].cpu() - x).abs().max() <= 1e-12 for name, x in state.items()), (
-            sample
-        )
+        assert all((found[name].cpu() - x).abs().max() <= 1e-12 for name, x in state.items())
         pipe.load_state_dict(state)
         assert all(
             torch.equal(x.cpu(), state[name])

@@ -97,6 +97,4 @@ def test_weights_are_untouched_by_a_refused_conversion():
             to_sequential(net, x)
         except ConversionError:
             pass
-        assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items()), (
-            name
-        )
+        assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())

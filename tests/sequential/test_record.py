@@ -592,9 +592,7 @@ def test_arguments():
         args = [x.value if isinstance(x, NoChunk) else x for x in arguments.args]
         expected = model(*args, **arguments.kwargs)
         found = layers(*args, **arguments.kwargs)
-        assert torch.equal(found['out'], expected['out']) and found['n'] == expected['n'], (
-            arguments
-        )
+        assert torch.equal(found['out'], expected['out']) and found['n'] == expected['n']
         pipe = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
         found = pipe(*arguments.args, **arguments.kwargs)
         assert torch.allclose(found['out'], expected['out'], atol=1e-6), arguments

@@ -40,13 +40,9 @@ def test_the_arguments_of_the_call():
     for by_name in [False, True]:
         net, x = Net(), torch.rand(8, 4)
         sample = sample_of(net, 'body' if by_name else net.body, x)
-        assert isinstance(sample, Arguments) and sorted(sample.kwargs) == ['cache', 'scale'], (
-            by_name
-        )
+        assert isinstance(sample, Arguments) and sorted(sample.kwargs) == ['cache', 'scale']
         (body,), scale = sample.args, sample.kwargs['scale']
-        assert torch.equal(body.sum(1, keepdim=True), scale) and sample.kwargs['cache'] is None, (
-            by_name
-        )
+        assert torch.equal(body.sum(1, keepdim=True), scale) and sample.kwargs['cache'] is None
         assert not body.requires_grad, by_name
 
 

@@ -33,9 +33,7 @@ def test_numbers():
         assert (timeline.start, timeline.seconds) == (offset, 6.0)
         assert timeline.utilisations == (0.5, 0.5), offset
         assert timeline.utilisation == timeline.bubble == 0.5, offset
-        assert [str(each.action) for each in timeline.actions] == ['0F0', '1F0', '1B0', '0B0'], (
-            offset
-        )
+        assert [str(each.action) for each in timeline.actions] == ['0F0', '1F0', '1B0', '0B0']
         assert repr(timeline) == '<Timeline of 4 actions on 2 devices: 6 s, bubble 50.0 %>', offset
 
 
