@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import cpus
 from tests.helpers import STEPS, Spy, WeakLog, assert_same, gradients, nothing, train_both
-from tests.marks import modes
+from tests.marks import MODES
 from torchgpipe import GPipe, is_recomputing
 
 
@@ -29,62 +29,59 @@ def pipe(model, devices, mode, chunks=4):
 
 
 @cpus
-@pytest.mark.parametrize(
-    'see, context',
-    [
+def test_grad_and_inference_mode(devices):
+    for see, context in [
         (torch.is_grad_enabled, torch.no_grad),
         (torch.is_grad_enabled, torch.enable_grad),
         (torch.is_inference_mode_enabled, torch.inference_mode),
-    ],
-)
-def test_grad_and_inference_mode(devices, see, context):
-    seen = []
-    model = nn.Sequential(*[Spy(lambda _: seen.append(see())) for _ in range(2)])
-    with context():
-        expected = see()
-        output = pipe(model, devices, 'always')(torch.rand(4, 1))
-        assert output.is_inference() == torch.is_inference_mode_enabled()
-    assert seen == [expected] * 8
+    ]:
+        seen = []
+        model = nn.Sequential(*[Spy(lambda _: seen.append(see())) for _ in range(2)])
+        with context():
+            expected = see()
+            output = pipe(model, devices, 'always')(torch.rand(4, 1))
+            assert output.is_inference() == torch.is_inference_mode_enabled(), (see, context)
+        assert seen == [expected] * 8, (see, context)
 
 
 @cpus
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('where', ['forward', 'backward', 'both'])
-def test_autocast(devices, dtype, where):
+def test_autocast(devices):
     """Outputs, their dtype and gradients equal the unwrapped model's for the same
     micro-batches."""
-    dtypes = []
-    model = nn.Sequential(
-        nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)), nn.Linear(8, 8), nn.Tanh()
-    )
-    gpipe = pipe(model, devices, 'except_last')
-    x = torch.rand(8, 8)
+    for dtype in [torch.bfloat16, torch.float16]:
+        for where in ['forward', 'backward', 'both']:
+            dtypes = []
+            model = nn.Sequential(
+                nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)), nn.Linear(8, 8), nn.Tanh()
+            )
+            gpipe = pipe(model, devices, 'except_last')
+            x = torch.rand(8, 8)
 
-    @contextmanager
-    def autocast(*places):
-        with torch.autocast('cpu', dtype) if where in places else nothing():
-            yield
+            @contextmanager
+            def autocast(*places):
+                with torch.autocast('cpu', dtype) if where in places else nothing():
+                    yield
 
-    def run(function):
-        model.zero_grad()
-        with autocast('forward', 'both'):
-            y = function(x)
-            loss = y.float().square().sum()
-            if where == 'both':
-                loss.backward()
-        if where != 'both':
-            with autocast('backward'):
-                loss.backward()
-        return y, gradients(model)
+            def run(function):
+                model.zero_grad()
+                with autocast('forward', 'both'):
+                    y = function(x)
+                    loss = y.float().square().sum()
+                    if where == 'both':
+                        loss.backward()
+                if where != 'both':
+                    with autocast('backward'):
+                        loss.backward()
+                return y, gradients(model)
 
-    expected, expected_gradients = run(lambda x: torch.cat([model(c) for c in x.chunk(4)]))
-    low = dtypes[0]
-    dtypes.clear()
-    actual, actual_gradients = run(gpipe)
-    assert actual.dtype == expected.dtype and set(dtypes) == {low}
-    assert low == (torch.float32 if where == 'backward' else dtype)
-    assert_same([actual, *actual_gradients], [expected, *expected_gradients], 1e-2)
-    assert torch.equal(actual, expected)
+            expected, expected_gradients = run(lambda x: torch.cat([model(c) for c in x.chunk(4)]))
+            low = dtypes[0]
+            dtypes.clear()
+            actual, actual_gradients = run(gpipe)
+            assert actual.dtype == expected.dtype and set(dtypes) == {low}, (dtype, where)
+            assert low == (torch.float32 if where == 'backward' else dtype)
+            assert_same([actual, *actual_gradients], [expected, *expected_gradients], 1e-2)
+            assert torch.equal(actual, expected), (dtype, where)
 
 
 @cpus
@@ -125,37 +122,39 @@ def test_a_weight_is_cast_once_per_forward(devices):
 
 
 @cpus
-@modes
-def test_saved_tensor_hooks(devices, mode):
+def test_saved_tensor_hooks(devices):
     """Each saved tensor is packed once and unpacked once, also in a recomputation."""
+    for mode in MODES:
 
-    def counted():
-        counts = {'pack': 0, 'unpack': 0}
+        def counted():
+            counts = {'pack': 0, 'unpack': 0}
 
-        def count(name, x):
-            counts[name] += 1
-            return x.clone()
+            def count(name, x):
+                counts[name] += 1
+                return x.clone()
 
-        return counts, saved_tensors_hooks(
-            lambda x: count('pack', x), lambda x: count('unpack', x)
-        )
+            return counts, saved_tensors_hooks(
+                lambda x: count('pack', x), lambda x: count('unpack', x)
+            )
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
-    gpipe = pipe(model, devices, mode)
-    x = torch.rand(4, 4, dtype=torch.double)
-    counts, hooks = counted()
-    train_both(model, gpipe, x, context=lambda: hooks)
-    expected, hooks = counted()
-    with hooks:
-        output = [model(c.clone().requires_grad_()) for c in x.chunk(4)]
-    torch.cat(output).sum().backward()
-    counts, hooks = counted()
-    with hooks:
-        output = gpipe(x.clone().requires_grad_())
-    output.sum().backward()
-    checkpointed = {'always': 4, 'except_last': 3, 'never': 0}[mode] * 2  # cells, one input each
-    assert counts['pack'] == expected['pack'] + checkpointed
-    assert counts['unpack'] == expected['unpack'] + checkpointed
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+        gpipe = pipe(model, devices, mode)
+        x = torch.rand(4, 4, dtype=torch.double)
+        counts, hooks = counted()
+        train_both(model, gpipe, x, context=lambda: hooks)
+        expected, hooks = counted()
+        with hooks:
+            output = [model(c.clone().requires_grad_()) for c in x.chunk(4)]
+        torch.cat(output).sum().backward()
+        counts, hooks = counted()
+        with hooks:
+            output = gpipe(x.clone().requires_grad_())
+        output.sum().backward()
+        checkpointed = {'always': 4, 'except_last': 3, 'never': 0}[
+            mode
+        ] * 2  # cells, one input each
+        assert counts['pack'] == expected['pack'] + checkpointed, mode
+        assert counts['unpack'] == expected['unpack'] + checkpointed, mode
 
 
 @cpus
@@ -195,22 +194,22 @@ def test_context_variables(devices):
 
 
 @cpus
-@pytest.mark.parametrize('mode', ['always', 'never'])
-def test_the_default_device(devices, mode):
-    seen = []
+def test_the_default_device(devices):
+    for mode in ['always', 'never']:
+        seen = []
 
-    class Make(nn.Module):
-        def forward(self, x):
-            seen.append(torch.empty(1).device.type)
-            return x * 1
+        class Make(nn.Module):
+            def forward(self, x):
+                seen.append(torch.empty(1).device.type)
+                return x * 1
 
-    gpipe = pipe(nn.Sequential(Make(), Make()), devices, mode)
-    x = torch.rand(4, 1, requires_grad=True)
-    with torch.device('meta'):
-        output = gpipe(x)
-    output.sum().backward()
-    gpipe(x)
-    assert seen == ['meta'] * (16 if mode == 'always' else 8) + ['cpu'] * 8
+        gpipe = pipe(nn.Sequential(Make(), Make()), devices, mode)
+        x = torch.rand(4, 1, requires_grad=True)
+        with torch.device('meta'):
+            output = gpipe(x)
+        output.sum().backward()
+        gpipe(x)
+        assert seen == ['meta'] * (16 if mode == 'always' else 8) + ['cpu'] * 8
 
 
 def test_a_pipeline_within_a_recomputation_knows_that_it_is_in_one():
@@ -263,34 +262,33 @@ class Sine(nn.Linear):
         super().__init__(4, 4, dtype=torch.double)
 
     def forward(self, x):
-        """Take the sine."""
         return torch.sin(super().forward(x))
 
 
 @cpus
-@modes
-@pytest.mark.parametrize('Mode', [CountCalls, CountOperations])
-@pytest.mark.parametrize('until', ['forward', 'backward'])
-def test_in_v030_workers_did_not_see_modes(devices, mode, Mode, until):
-    model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
-    gpipe = pipe(model, devices, mode)
-    x = torch.rand(8, 4, dtype=torch.double)
-    results = []
-    for net in (model, gpipe, gpipe):
-        model.zero_grad()
-        seen = Mode()
-        with seen:
-            output = net(x)
-            forward = seen.calls
-            if until == 'backward':
-                output.sum().backward()
-        if until == 'forward':
-            output.sum().backward()
-        results.append([output, *gradients(model)])
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
-    assert forward == 16
-    assert seen.calls == 16 + {'always': 16, 'except_last': 12, 'never': 0}[mode]
+def test_in_v030_workers_did_not_see_modes(devices):
+    for mode in MODES:
+        for Mode in [CountCalls, CountOperations]:
+            for until in ['forward', 'backward']:
+                model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
+                gpipe = pipe(model, devices, mode)
+                x = torch.rand(8, 4, dtype=torch.double)
+                results = []
+                for net in (model, gpipe, gpipe):
+                    model.zero_grad()
+                    seen = Mode()
+                    with seen:
+                        output = net(x)
+                        forward = seen.calls
+                        if until == 'backward':
+                            output.sum().backward()
+                    if until == 'forward':
+                        output.sum().backward()
+                    results.append([output, *gradients(model)])
+                assert_same(results[1], results[0])
+                assert_same(results[2], results[0])
+                assert forward == 16, (mode, Mode, until)
+                assert seen.calls == 16 + {'always': 16, 'except_last': 12, 'never': 0}[mode]
 
 
 @cpus
@@ -307,23 +305,23 @@ def test_with_modes_and_hooks_cells_run_in_the_order_of_unwrapped_micro_batches(
 
 
 @cpus
-@pytest.mark.parametrize('reentrant', [False, True])
-def test_a_checkpoint_around_a_pipeline(devices, reentrant):
+def test_a_checkpoint_around_a_pipeline(devices):
     """In v0.3.0, of 40 backwards on workers 16 were silently wrong, and 24 raised."""
-    model = nn.Sequential(
-        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Sigmoid()
-    ).double()
-    reference = copy.deepcopy(model)
-    gpipe = pipe(model, devices, 'except_last')
-    for _ in range(10):
-        x = torch.rand(9, 4, dtype=torch.double, requires_grad=True)
-        y = x.detach().clone().requires_grad_()
-        reference.zero_grad(), gpipe.zero_grad()
-        reference(y).square().sum().backward()
-        torch.utils.checkpoint.checkpoint(
-            gpipe, x, use_reentrant=reentrant
-        ).square().sum().backward()
-        assert_same([x.grad, *gradients(gpipe)], [y.grad, *gradients(reference)])
+    for reentrant in [False, True]:
+        model = nn.Sequential(
+            nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Sigmoid()
+        ).double()
+        reference = copy.deepcopy(model)
+        gpipe = pipe(model, devices, 'except_last')
+        for _ in range(10):
+            x = torch.rand(9, 4, dtype=torch.double, requires_grad=True)
+            y = x.detach().clone().requires_grad_()
+            reference.zero_grad(), gpipe.zero_grad()
+            reference(y).square().sum().backward()
+            torch.utils.checkpoint.checkpoint(
+                gpipe, x, use_reentrant=reentrant
+            ).square().sum().backward()
+            assert_same([x.grad, *gradients(gpipe)], [y.grad, *gradients(reference)])
 
 
 @cpus
@@ -351,21 +349,17 @@ def test_a_pipeline_within_a_checkpointed_layer(devices):
 
 
 @cpus
-@pytest.mark.parametrize(
-    'call',
-    [lambda gpipe, x: gpipe(x), lambda gpipe, x: gpipe.step(x, x, nn.MSELoss())],
-    ids=['call', 'step'],
-)
-def test_mutation_on_saved_tensors_is_refused(devices, call):
+def test_mutation_on_saved_tensors_is_refused(devices):
     """With workers, gradients were wrong now and then; after a change of the input, always."""
-    gpipe = pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices, 'except_last')
-    x = torch.rand(4, 4)
-    with allow_mutation_on_saved_tensors():
-        with pytest.raises(RuntimeError, match='allow_mutation_on_saved_tensors'):
-            call(gpipe, x)
-        with torch.no_grad():
-            gpipe(x)  # which saves nothing
-    call(gpipe, x)
+    for call in [lambda gpipe, x: gpipe(x), lambda gpipe, x: gpipe.step(x, x, nn.MSELoss())]:
+        gpipe = pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices, 'except_last')
+        x = torch.rand(4, 4)
+        with allow_mutation_on_saved_tensors():
+            with pytest.raises(RuntimeError, match='allow_mutation_on_saved_tensors'):
+                call(gpipe, x)
+            with torch.no_grad():
+                gpipe(x)  # which saves nothing
+        call(gpipe, x)
 
 
 def test_mutation_on_saved_tensors_misses_parts_without_a_pipeline():
@@ -388,18 +382,18 @@ TRANSFORMS = {
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
-@pytest.mark.parametrize('transform', TRANSFORMS)
-@pytest.mark.parametrize('mode', ['always', 'never'])
 @cpus
-def test_in_v030_transforms_gave_zeros_on_workers(transform, mode, devices):
-    model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
-    x = torch.rand(4, 4, dtype=torch.double)
-    gpipe = pipe(model, devices, mode)
-    if mode == 'never' and devices(2)[0] == devices(2)[1]:
-        assert_same([TRANSFORMS[transform](gpipe, x)], [TRANSFORMS[transform](model, x)])
-    else:
-        with pytest.raises(RuntimeError, match=r'a transform of torch\.func'):
-            TRANSFORMS[transform](gpipe, x)
+def test_in_v030_transforms_gave_zeros_on_workers(devices):
+    for transform in TRANSFORMS:
+        for mode in ['always', 'never']:
+            model = nn.Sequential(Sine(), Sine(), Sine(), Sine())
+            x = torch.rand(4, 4, dtype=torch.double)
+            gpipe = pipe(model, devices, mode)
+            if mode == 'never' and devices(2)[0] == devices(2)[1]:
+                assert_same([TRANSFORMS[transform](gpipe, x)], [TRANSFORMS[transform](model, x)])
+            else:
+                with pytest.raises(RuntimeError, match=r'a transform of torch\.func'):
+                    TRANSFORMS[transform](gpipe, x)
 
 
 @cpus
@@ -424,23 +418,27 @@ def test_forward_mode_differentiation_is_refused(devices):
 
 @pytest.mark.filterwarnings('ignore')
 @cpus
-@pytest.mark.parametrize(
-    'trace',
-    [
+def test_in_v030_a_trace_held_constants(devices):
+    for trace in [
         torch.jit.trace,
         lambda net, x: make_fx(net)(x),
         lambda net, x: torch.export.export(net, (x,)),
-    ],
-)
-def test_in_v030_a_trace_held_constants(devices, trace):
-    gpipe = pipe(nn.Sequential(Sine(), Sine()), devices, 'never')
-    with pytest.raises(Exception, match='cannot be traced'):
-        trace(gpipe, torch.rand(4, 4, dtype=torch.double))
+    ]:
+        gpipe = pipe(nn.Sequential(Sine(), Sine()), devices, 'never')
+        with pytest.raises(Exception, match='cannot be traced'):
+            trace(gpipe, torch.rand(4, 4, dtype=torch.double))
 
 
 @cpus
-@pytest.mark.parametrize('step', list(STEPS.values()), ids=list(STEPS))
-@pytest.mark.parametrize('box', [lambda x: x, lambda x: {'outputs': [x]}], ids=['bare', 'nested'])
+@pytest.mark.parametrize(
+    'step, box',
+    [
+        (STEPS['backward'], lambda x: x),
+        (STEPS['backward'], lambda x: {'outputs': [x]}),
+        (STEPS['no backward'], lambda x: {'outputs': [x]}),
+        (STEPS['no grad'], lambda x: x),
+    ],
+)
 def test_the_last_output_in_a_context_variable(devices, step, box):
     """In v0.3.0 each step's output stayed alive, by the context of the next one."""
     last = contextvars.ContextVar('last')

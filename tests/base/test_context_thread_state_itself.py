@@ -71,9 +71,8 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
     assert getattr(after, field) == getattr(before, field)
 
 
-@pytest.mark.parametrize(
-    'context, is_serialized',
-    [
+def test_cells_take_turns_where_the_user_s_code_sees_what_they_do():
+    for enter, is_serialized in [
         (nothing, False),
         (torch.no_grad, False),
         (autocast, False),
@@ -82,11 +81,9 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
         (hooks, True),
         (See, True),
         (SeeOperations, True),
-    ],
-)
-def test_cells_take_turns_where_the_user_s_code_sees_what_they_do(context, is_serialized):
-    with context():
-        assert ThreadState.capture().is_serialized is is_serialized
+    ]:
+        with enter():
+            assert ThreadState.capture().is_serialized is is_serialized
 
 
 def test_what_an_interrupt_left_behind_is_dropped():
@@ -170,24 +167,21 @@ class Looking(nn.Module):
         self.log = log
 
     def forward(self, x):
-        """Note them in backward."""
         return Look.apply(self.log, x)
 
 
-@pytest.mark.parametrize('forward, backward', [(autocast, nothing), (nothing, autocast)])
-def test_nodes_have_autocast_as_in_backward_after_a_recomputation_had_it_as_in_forward(
-    forward, backward
-):
-    logs = [], []
-    for net in (
-        Looking(logs[0]),
-        GPipe(nn.Sequential(Looking(logs[1])), [1], devices=['cpu'], checkpoint='always'),
-    ):
-        with forward():
-            loss = net(torch.rand(2, 2, requires_grad=True)).sum()
-        with backward():
-            loss.backward()
-    assert logs[0] == logs[1] and len(logs[0]) == 1
+def test_nodes_have_autocast_as_in_backward_after_a_recomputation_had_it_as_in_forward():
+    for forward, backward in [(autocast, nothing), (nothing, autocast)]:
+        logs = [], []
+        for net in (
+            Looking(logs[0]),
+            GPipe(nn.Sequential(Looking(logs[1])), [1], devices=['cpu'], checkpoint='always'),
+        ):
+            with forward():
+                loss = net(torch.rand(2, 2, requires_grad=True)).sum()
+            with backward():
+                loss.backward()
+        assert logs[0] == logs[1] and len(logs[0]) == 1, (forward, backward)
 
 
 def test_a_recomputation_leaves_the_casts_of_the_autocast_around_backward_alone():

@@ -31,7 +31,6 @@ class Fail(nn.Module):
         self.when = when
 
     def forward(self, x):
-        """Raise, or pass the input through."""
         if self.when(x):
             raise Oops('from the layer')
         return x
@@ -167,7 +166,7 @@ def test_a_cell_does_not_start_when_one_before_it_in_its_clock_failed_on_another
 
 @pytest.mark.slow
 @devices
-def test_a_thousand_failures_then_a_success(devices):
+def test_a_hundred_failures_then_a_success(devices):
     state = {'at': None}
     generator = torch.Generator().manual_seed(0)
 
@@ -191,7 +190,7 @@ def test_a_thousand_failures_then_a_success(devices):
     x = torch.cat([torch.rand(4, 4), torch.arange(4.0)[:, None]], 1).to(devices.first)
     assert_same([gpipe(x)], [x], 0)
     before = threads()
-    for _ in range(1000):
+    for _ in range(100):
         i, j = (int(torch.randint(n, (), generator=generator)) for n in (4, 3))
         state['at'] = i, j
         with pytest.raises(Oops) as error:
@@ -356,51 +355,48 @@ def test_keyboard_interrupt_comes_before_a_failure_beside_it(devices, ctrl_c):
         gpipe(x)
 
 
-@pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration])
 @devices
-def test_other_exceptions_pass_too(devices, error):
-    def see(x):
-        raise error
+def test_other_exceptions_pass_too(devices):
+    for error in [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration]:
 
-    gpipe = GPipe(nn.Sequential(nn.Identity(), Spy(see)), [1, 1], devices=devices(2), chunks=2)
-    with pytest.raises(error):
-        gpipe(torch.rand(2, device=devices.first))
+        def see(x):
+            raise error
+
+        gpipe = GPipe(nn.Sequential(nn.Identity(), Spy(see)), [1, 1], devices=devices(2), chunks=2)
+        with pytest.raises(error):
+            gpipe(torch.rand(2, device=devices.first))
 
 
 class AddOne(nn.Module):
     """A layer that works on its input in place."""
 
     def forward(self, x):
-        """Add one."""
         return x.add_(1)
 
 
-@pytest.mark.parametrize(
-    'layers, culprit',
-    [
+@devices
+def test_an_in_place_change_that_autograd_would_not_catch(devices):
+    for layers, culprit in [
         ([AddOne(), nn.Linear(2, 2)], '0'),
         ([nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(2, 2)], '1'),
         ([nn.Identity(), nn.Unflatten(1, (1, 2)), nn.Sequential(AddOne()), nn.Linear(2, 2)], '2'),
-    ],
-)
-@pytest.mark.parametrize('mode, chunks', [('always', 1), ('always', 4), ('except_last', 4)])
-@devices
-def test_an_in_place_change_that_autograd_would_not_catch(layers, culprit, devices, mode, chunks):
-    gpipe = GPipe(
-        nn.Sequential(*layers, nn.Linear(2, 2)),
-        [len(layers), 1],
-        devices=devices(2),
-        chunks=chunks,
-        checkpoint=mode,
-    )
-    output = gpipe(torch.rand(8, 2, device=devices.first))
-    with pytest.raises(
-        RuntimeError,
-        match=f"layer '{culprit}' of partition 0 on "
-        f'{gpipe.devices[0]}.*changed the '
-        "input of the partition in place.*'never'",
-    ):
-        output.sum().backward()
+    ]:
+        for mode, chunks in [('always', 1), ('always', 4), ('except_last', 4)]:
+            gpipe = GPipe(
+                nn.Sequential(*layers, nn.Linear(2, 2)),
+                [len(layers), 1],
+                devices=devices(2),
+                chunks=chunks,
+                checkpoint=mode,
+            )
+            output = gpipe(torch.rand(8, 2, device=devices.first))
+            with pytest.raises(
+                RuntimeError,
+                match=f"layer '{culprit}' of partition 0 on "
+                f'{gpipe.devices[0]}.*changed the '
+                "input of the partition in place.*'never'",
+            ):
+                output.sum().backward()
 
 
 @devices
@@ -471,9 +467,8 @@ def test_an_in_place_change_behind_the_back_of_autograd(devices):
 
 
 @devices
-@pytest.mark.parametrize(
-    'model, balance, culprit',
-    [
+def test_an_in_place_change_of_an_input_that_requires_grad(devices):
+    for model, balance, culprit in [
         ([nn.Linear(1, 1), nn.ReLU(inplace=True)], [1, 1], "layer '1' of partition 1"),
         (
             [nn.Linear(1, 1), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))],
@@ -485,28 +480,27 @@ def test_an_in_place_change_behind_the_back_of_autograd(devices):
             [2, 2],
             'the input of a checkpointed micro-batch',
         ),
-    ],
-    ids=['layer', 'view', 'skip'],
-)
-def test_an_in_place_change_of_an_input_that_requires_grad(model, balance, culprit, devices):
-    # Its cause is autograd's "a leaf Variable that requires grad …", because a recomputation
-    # starts from a leaf.
-    gpipe = GPipe(nn.Sequential(*model), balance, devices=devices(2), checkpoint='always')
-    output = gpipe(torch.rand(1, 1, device=devices.first))
-    with pytest.raises(RuntimeError, match=culprit + r'.* in place.*\(inplace=False\)') as error:
-        output.backward()
-    (note,) = error.value.__context__.__notes__
-    assert f"in partition 1 on {gpipe.devices[1]}, micro-batch 0 of 1, layer '" in note
+    ]:
+        # Its cause is autograd's "a leaf Variable that requires grad …", because a recomputation
+        # starts from a leaf.
+        gpipe = GPipe(nn.Sequential(*model), balance, devices=devices(2), checkpoint='always')
+        output = gpipe(torch.rand(1, 1, device=devices.first))
+        with pytest.raises(
+            RuntimeError, match=culprit + r'.* in place.*\(inplace=False\)'
+        ) as error:
+            output.backward()
+        (note,) = error.value.__context__.__notes__
+        assert f"in partition 1 on {gpipe.devices[1]}, micro-batch 0 of 1, layer '" in note
 
 
 @devices
-@pytest.mark.parametrize('chunks', [1, 3])
-def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devices, chunks):
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)).double()
-    gpipe = GPipe(
-        copy.deepcopy(model), [1, 2], devices=devices(2), chunks=chunks, checkpoint='never'
-    )
-    train_both(model, gpipe, torch.randn(5, 2, dtype=torch.double))
+def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devices):
+    for chunks in [1, 3]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)).double()
+        gpipe = GPipe(
+            copy.deepcopy(model), [1, 2], devices=devices(2), chunks=chunks, checkpoint='never'
+        )
+        train_both(model, gpipe, torch.randn(5, 2, dtype=torch.double))
 
 
 @devices
@@ -547,33 +541,33 @@ def test_a_note_that_an_exception_does_not_take(devices):
         gpipe(torch.rand(2, device=devices.first))
 
 
-@pytest.mark.parametrize('workers', [['cpu'] * 2, ['cpu:0', 'cpu:1']])
-def test_sparse_tensors_between_partitions(workers):
+def test_sparse_tensors_between_partitions():
     """In v0.3.0, errors of PyTorch's from within the library."""
+    for workers in [['cpu'] * 2, ['cpu:0', 'cpu:1']]:
 
-    class Sparse(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            return y.to_sparse(), y
+        class Sparse(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                return y.to_sparse(), y
 
-    class Dense(nn.Linear):
-        def forward(self, xs):
-            sparse, dense = xs
-            return super().forward(sparse.to_dense() + dense)
+        class Dense(nn.Linear):
+            def forward(self, xs):
+                sparse, dense = xs
+                return super().forward(sparse.to_dense() + dense)
 
-    model = nn.Sequential(Sparse(2, 2), Dense(2, 2)).double()
-    gpipe = GPipe(
-        copy.deepcopy(model), [1, 1], devices=workers, chunks=2, checkpoint='except_last'
-    )
-    x = torch.rand(4, 2, dtype=torch.double)
-    model(x).sum().backward()
-    gpipe(x).sum().backward()
-    assert_same(gradients(gpipe), gradients(model))
-    gpipe.zero_grad()
-    gpipe.step(x, x, lambda y, _: y.sum(), normalizer=1, schedule='1f1b')
-    assert_same(gradients(gpipe), gradients(model))
-    with pytest.raises(ValueError, match='input is sparse'):
-        gpipe(x.to_sparse())
+        model = nn.Sequential(Sparse(2, 2), Dense(2, 2)).double()
+        gpipe = GPipe(
+            copy.deepcopy(model), [1, 1], devices=workers, chunks=2, checkpoint='except_last'
+        )
+        x = torch.rand(4, 2, dtype=torch.double)
+        model(x).sum().backward()
+        gpipe(x).sum().backward()
+        assert_same(gradients(gpipe), gradients(model))
+        gpipe.zero_grad()
+        gpipe.step(x, x, lambda y, _: y.sum(), normalizer=1, schedule='1f1b')
+        assert_same(gradients(gpipe), gradients(model))
+        with pytest.raises(ValueError, match='input is sparse'):
+            gpipe(x.to_sparse())
 
 
 @devices

@@ -256,12 +256,12 @@ def test_a_backward_pass():
     assert running is node and running_again is node and end == 'end'
 
 
-@pytest.mark.parametrize('function', [private.backward_from, torch.autograd.backward])
-def test_backward_from_edges(function):
-    x = torch.ones(2, requires_grad=True)
-    edges = get_gradient_edge(x * 2), get_gradient_edge(x.sum())
-    function(edges, (torch.ones(2), torch.tensor(3.0)))
-    assert x.grad.tolist() == [5, 5]
+def test_backward_from_edges():
+    for function in [private.backward_from, torch.autograd.backward]:
+        x = torch.ones(2, requires_grad=True)
+        edges = get_gradient_edge(x * 2), get_gradient_edge(x.sum())
+        function(edges, (torch.ones(2), torch.tensor(3.0)))
+        assert x.grad.tolist() == [5, 5], function
 
 
 def test_a_tensor_without_memory():
@@ -295,26 +295,24 @@ class Dispatch(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    'kind, stack', [(Function, private.FUNCTION_MODES), (Dispatch, private.DISPATCH_MODES)]
-)
-def test_modes(kind, stack):
-    kind.calls = 0
-    mode = kind()
-    assert stack.len() == 0 and stack.read() == ()
-    with mode:
-        assert stack.read() == (mode,)
-        torch.ones(1).neg()
-        seen = kind.calls
-        with private.unseen():
+def test_modes():
+    for kind, stack in [(Function, private.FUNCTION_MODES), (Dispatch, private.DISPATCH_MODES)]:
+        kind.calls = 0
+        mode = kind()
+        assert stack.len() == 0 and stack.read() == ()
+        with mode:
+            assert stack.read() == (mode,)
             torch.ones(1).neg()
-            assert stack.len() == 0
-        assert kind.calls == seen > 0
-        stack.write(())
-        stack.push(mode)
-        assert stack.pop() is mode
-        stack.write((mode,))
-    assert stack.len() == 0
+            seen = kind.calls
+            with private.unseen():
+                torch.ones(1).neg()
+                assert stack.len() == 0
+            assert kind.calls == seen > 0
+            stack.write(())
+            stack.push(mode)
+            assert stack.pop() is mode
+            stack.write((mode,))
+        assert stack.len() == 0
 
 
 def test_transforms_and_traces():
@@ -395,26 +393,23 @@ def between_operations(x):
 
 
 @pytest.mark.usefixtures('compiler')
-@pytest.mark.parametrize(
-    'function, number',
-    [
+def test_what_is_not_compiled():
+    for function, number in [
         (sine, 1),
         (apart, 0),
         (between, 1),
         (lambda x: sine(x + 1) * 2, 1),
         (lambda x: apart(x + 1) * 2, 2),
-    ],
-)
-def test_what_is_not_compiled(function, number):
-    graphs = []
+    ]:
+        graphs = []
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
 
-    x = torch.ones(3)
-    assert torch.compile(function, backend=backend)(x).equal(function(x))
-    assert len(graphs) == number
+        x = torch.ones(3)
+        assert torch.compile(function, backend=backend)(x).equal(function(x))
+        assert len(graphs) == number
 
 
 @pytest.mark.usefixtures('compiler')
@@ -465,20 +460,21 @@ def test_modules_that_have_only_a_private_reset():
         assert own and not public
 
 
-@pytest.mark.parametrize('fused', [False, True])
-def test_what_a_scaler_finds(fused):
-    class Pessimist(private.Scaler):
-        def found(self, where, scale):
-            assert all(not found for found in where.values())
-            return {scale.device: torch.ones_like(scale)}
+def test_what_a_scaler_finds():
+    for fused in [False, True]:
 
-    layer = nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
-    scaler, before = Pessimist('cpu', init_scale=8.0), layer.weight.item()
-    scaler.scale(layer(torch.ones(1))).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4.0 and layer.weight.item() == before
+        class Pessimist(private.Scaler):
+            def found(self, where, scale):
+                assert all(not found for found in where.values())
+                return {scale.device: torch.ones_like(scale)}
+
+        layer = nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+        scaler, before = Pessimist('cpu', init_scale=8.0), layer.weight.item()
+        scaler.scale(layer(torch.ones(1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0 and layer.weight.item() == before, fused
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='without torch.distributed')

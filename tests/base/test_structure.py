@@ -128,9 +128,8 @@ def test_what_holds_tensors_is_made_anew():
     assert kind(tensors) == value == {'x': X}
 
 
-@pytest.mark.parametrize(
-    'a, b',
-    [
+def test_other_structures_are_not_equal():
+    for a, b in [
         ({'x': X}, {'y': X}),
         ({'n': 1, 'x': X}, {'n': 2, 'x': X}),
         ([X], [X, Y]),
@@ -138,10 +137,8 @@ def test_what_holds_tensors_is_made_anew():
         (Frozen(X), {'x': X}),
         (Frozen(X), Frozen(X, 1)),
         (Pair(X, Y), (X, Y, None)),
-    ],
-)
-def test_other_structures_are_not_equal(a, b):
-    assert flatten(a)[1] != flatten(b)[1]
+    ]:
+        assert flatten(a)[1] != flatten(b)[1]
 
 
 class Opaque:
@@ -163,20 +160,20 @@ def test_a_leaf_that_will_not_do_is_named():
             flatten(value)
 
 
-@pytest.mark.parametrize(
-    'value, where',
-    [(UserDict(x=X), 'UserDict as the value'), ([X, UserDict(x=X)], r'UserDict as value\[1\]')],
-)
-def test_a_mapping_that_is_no_dict_is_neither_one_value_nor_several(value, where):
+def test_a_mapping_that_is_no_dict_is_neither_one_value_nor_several():
     """As the batch of a tokenizer."""
-    with pytest.raises(
-        TypeError,
-        match=rf'got {where}\. .*model\(\*\*batch\), or Arguments'
-        r'\(\*\*batch\) .* dict\(batch\)$',
-    ):
-        flatten(value)
-    with pytest.raises(TypeError, match='pytree'):
-        flatten({'n': 3})
+    for value, where in [
+        (UserDict(x=X), 'UserDict as the value'),
+        ([X, UserDict(x=X)], r'UserDict as value\[1\]'),
+    ]:
+        with pytest.raises(
+            TypeError,
+            match=rf'got {where}\. .*model\(\*\*batch\), or Arguments'
+            r'\(\*\*batch\) .* dict\(batch\)$',
+        ):
+            flatten(value)
+        with pytest.raises(TypeError, match='pytree'):
+            flatten({'n': 3})
 
 
 def test_marks():

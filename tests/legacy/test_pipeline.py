@@ -14,18 +14,15 @@ from torchgpipe.pipeline import Pipeline, clock_cycles
 from torchgpipe.skip.layout import SkipLayout
 
 
-@pytest.mark.parametrize(
-    'm, n, expected',
-    [
+def test_clock_cycles():
+    for m, n, expected in [
         (1, 1, [[(0, 0)]]),
         (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
         (3, 1, [[(0, 0)], [(1, 0)], [(2, 0)]]),
         (3, 3, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1), (0, 2)], [(2, 1), (1, 2)], [(2, 2)]]),
         (4, 2, [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(3, 0), (2, 1)], [(3, 1)]]),
-    ],
-)
-def test_clock_cycles(m, n, expected):
-    assert list(clock_cycles(m, n)) == expected
+    ]:
+        assert list(clock_cycles(m, n)) == expected
 
 
 def test_the_check_of_a_module_has_its_old_place():
@@ -45,9 +42,9 @@ def test_a_pipeline_by_itself():
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize('layout', [None, SkipLayout(2, {(None, 'skip'): (0, 1)})])
-def test_skips_are_found_in_the_layers_or_given(layout):
-    partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]
-    batches = scatter(torch.ones(2, 1), 2)
-    Pipeline(batches, partitions, skip_layout=layout).run()
-    assert gather(batches).tolist() == [[2], [2]]
+def test_skips_are_found_in_the_layers_or_given():
+    for layout in [None, SkipLayout(2, {(None, 'skip'): (0, 1)})]:
+        partitions = [nn.Sequential(Stash()), nn.Sequential(Pop())]
+        batches = scatter(torch.ones(2, 1), 2)
+        Pipeline(batches, partitions, skip_layout=layout).run()
+        assert gather(batches).tolist() == [[2], [2]], layout

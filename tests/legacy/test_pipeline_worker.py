@@ -68,38 +68,38 @@ def test_equal_devices_share_a_worker_and_cpu_is_cpu_0():
         assert len(set(map(id, in_queues))) == 3
 
 
-@pytest.mark.parametrize('error', [None, RuntimeError, KeyboardInterrupt])
-def test_leaving_the_context_waits_for_tasks_in_flight(error):
-    count = []
-    go = threading.Event()
+def test_leaving_the_context_waits_for_tasks_in_flight():
+    for error in [None, RuntimeError, KeyboardInterrupt]:
+        count = []
+        go = threading.Event()
 
-    def compute():
-        go.wait(10)
-        count.append(1)
+        def compute():
+            go.wait(10)
+            count.append(1)
 
-    def use():
-        with spawn_workers([FakeDevice() for _ in range(4)]) as (in_queues, _):
-            for queue in in_queues:
-                queue.put(Task(CPUStream, compute=compute, finalize=None))
-            go.set()
-            if error is not None:
-                raise error
+        def use():
+            with spawn_workers([FakeDevice() for _ in range(4)]) as (in_queues, _):
+                for queue in in_queues:
+                    queue.put(Task(CPUStream, compute=compute, finalize=None))
+                go.set()
+                if error is not None:
+                    raise error
 
-    if error is None:
-        use()
-    else:
-        with pytest.raises(error):
+        if error is None:
             use()
-    assert len(count) == 4
+        else:
+            with pytest.raises(error):
+                use()
+        assert len(count) == 4, error
 
 
-@pytest.mark.parametrize('grad_mode', [True, False])
-def test_a_task_takes_over_grad_mode(grad_mode):
-    with spawn_workers([cpu]) as (in_queues, out_queues):
-        with torch.set_grad_enabled(grad_mode):
-            task = Task(CPUStream, finalize=None, compute=lambda: torch.is_grad_enabled())
-        in_queues[0].put(task)
-        assert out_queues[0].get()[1][1] is grad_mode
+def test_a_task_takes_over_grad_mode():
+    for grad_mode in [True, False]:
+        with spawn_workers([cpu]) as (in_queues, out_queues):
+            with torch.set_grad_enabled(grad_mode):
+                task = Task(CPUStream, finalize=None, compute=lambda: torch.is_grad_enabled())
+            in_queues[0].put(task)
+            assert out_queues[0].get()[1][1] is grad_mode
 
 
 def test_an_idle_worker_refers_to_no_tensor():

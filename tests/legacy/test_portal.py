@@ -15,22 +15,22 @@ def streams(devices):
 
 
 @devices
-@pytest.mark.parametrize('requires_grad', [True, False])
-@pytest.mark.parametrize('through_main', [True, False])
-@pytest.mark.parametrize('copied', [True, False])
-def test_the_gradient_is_that_of_the_tensor_itself(devices, requires_grad, through_main, copied):
-    main = torch.rand(1, requires_grad=True, device=devices.first)
-    skip = torch.rand(1, requires_grad=requires_grad, device=devices.first)
-    portal = Portal(skip, tensor_life=2)
-    phony = portal.blue()
-    if copied:
-        phony = portal.copy(*streams(devices), phony)
-    inner = main
-    if through_main:  # as torchgpipe 0.0.7 did, and other code may
-        inner, phony = fork(join(main, phony))
-    (inner * 2 + portal.orange(phony)).backward()
-    assert main.grad.tolist() == [2]
-    assert skip.grad is None if not requires_grad else skip.grad.tolist() == [1]
+def test_the_gradient_is_that_of_the_tensor_itself(devices):
+    for requires_grad in [True, False]:
+        for through_main in [True, False]:
+            for copied in [True, False]:
+                main = torch.rand(1, requires_grad=True, device=devices.first)
+                skip = torch.rand(1, requires_grad=requires_grad, device=devices.first)
+                portal = Portal(skip, tensor_life=2)
+                phony = portal.blue()
+                if copied:
+                    phony = portal.copy(*streams(devices), phony)
+                inner = main
+                if through_main:  # as torchgpipe 0.0.7 did, and other code may
+                    inner, phony = fork(join(main, phony))
+                (inner * 2 + portal.orange(phony)).backward()
+                assert main.grad.tolist() == [2], (requires_grad, through_main, copied)
+                assert skip.grad is None if not requires_grad else skip.grad.tolist() == [1]
 
 
 @devices
@@ -63,27 +63,27 @@ def test_a_tensor_that_is_popped_and_not_used_gets_no_gradient(devices):
 
 
 @devices
-@pytest.mark.parametrize('life, uses', [(0, ''), (1, 'b'), (2, 'bo'), (3, 'boo'), (4, 'boob')])
-def test_a_tensor_lives_as_long_as_it_says(devices, life, uses):
-    tensor = torch.rand(1, requires_grad=True, device=devices.first)
-    portal = Portal(tensor, life)
-    phony = None
-    for k, use in enumerate(uses):
-        assert portal.tensor_life == life - k and portal.tensor is not None
-        if use == 'b':
-            phony = portal.blue()
-        else:
-            assert portal.orange(phony).data_ptr() == tensor.data_ptr()
-    assert portal.tensor_life == 0 and portal.tensor is None
-    for ask in (
-        portal.check_tensor_life,
-        portal.use_tensor,
-        portal.blue,
-        lambda: portal.orange(phony),
-        lambda: portal.copy(*streams(devices), phony),
-    ):
-        with pytest.raises(RuntimeError, match='tensor in portal has been removed'):
-            ask()
+def test_a_tensor_lives_as_long_as_it_says(devices):
+    for life, uses in [(0, ''), (1, 'b'), (2, 'bo'), (3, 'boo'), (4, 'boob')]:
+        tensor = torch.rand(1, requires_grad=True, device=devices.first)
+        portal = Portal(tensor, life)
+        phony = None
+        for k, use in enumerate(uses):
+            assert portal.tensor_life == life - k and portal.tensor is not None
+            if use == 'b':
+                phony = portal.blue()
+            else:
+                assert portal.orange(phony).data_ptr() == tensor.data_ptr(), (life, uses)
+        assert portal.tensor_life == 0 and portal.tensor is None, (life, uses)
+        for ask in (
+            portal.check_tensor_life,
+            portal.use_tensor,
+            portal.blue,
+            lambda: portal.orange(phony),
+            lambda: portal.copy(*streams(devices), phony),
+        ):
+            with pytest.raises(RuntimeError, match='tensor in portal has been removed'):
+                ask()
 
 
 @devices

@@ -60,7 +60,6 @@ class Count(nn.Module):
         self.register_buffer('number', torch.zeros(()))
 
     def forward(self, x):
-        """Count calls."""
         y = self.first(x)
         self.number.add_(1)
         return self.last(y)
@@ -86,20 +85,20 @@ def test_numbers_are_those_of_the_model():
     assert model.hf_device_map is reference.hf_device_map
 
 
-@pytest.mark.parametrize('frozen', [False, True])
-def test_modes_are_those_of_the_model(frozen):
-    model, reference = gpt(0.5), gpt(0.5).eval()
-    pipeline = pipeline_of(model)
-    with pipeline.in_place_of(model):
-        for mode in (True, False, True):
-            model.train(mode)
-            if frozen:
-                model.transformer.eval()
-            alike = torch.equal(model(**BATCH).logits, model(**BATCH).logits)
-            assert alike is (frozen or not mode)
-            assert pipeline.training is pipeline.partitions[0].training is mode
-            if alike:
-                assert_same(model(**BATCH), reference(**BATCH))
+def test_modes_are_those_of_the_model():
+    for frozen in [False, True]:
+        model, reference = gpt(0.5), gpt(0.5).eval()
+        pipeline = pipeline_of(model)
+        with pipeline.in_place_of(model):
+            for mode in (True, False, True):
+                model.train(mode)
+                if frozen:
+                    model.transformer.eval()
+                alike = torch.equal(model(**BATCH).logits, model(**BATCH).logits)
+                assert alike is (frozen or not mode)
+                assert pipeline.training is pipeline.partitions[0].training is mode, frozen
+                if alike:
+                    assert_same(model(**BATCH), reference(**BATCH))
 
 
 @pytest.mark.slow
@@ -179,25 +178,24 @@ def test_another_model():
         pipeline.in_place_of(model).__enter__()
 
 
-@pytest.mark.parametrize(
-    'change',
-    [
+def test_tensors_that_are_replaced_meanwhile():
+    for change in [
         lambda model: setattr(model, 'number', torch.ones(())),
         lambda model: setattr(model, 'last', nn.Linear(3, 2)),
         lambda model: setattr(model, 'more', nn.Linear(3, 2)),
         lambda model: delattr(model, 'last'),
         lambda model: model.load_state_dict(Count().state_dict(), assign=True),
         lambda model: model.half(),
-    ],
-)
-def test_tensors_that_are_replaced_meanwhile(change):
-    model = Count()
-    gpipe = GPipe(to_sequential(model, torch.rand(4, 3)), [1, 1], devices=['cpu', 'cpu'])
-    with gpipe.in_place_of(model):
-        model(torch.rand(4, 3))
-        change(model)
-        with pytest.raises(RuntimeError, match=r'only one of both has \[.* replaced, added or'):
+    ]:
+        model = Count()
+        gpipe = GPipe(to_sequential(model, torch.rand(4, 3)), [1, 1], devices=['cpu', 'cpu'])
+        with gpipe.in_place_of(model):
             model(torch.rand(4, 3))
+            change(model)
+            with pytest.raises(
+                RuntimeError, match=r'only one of both has \[.* replaced, added or'
+            ):
+                model(torch.rand(4, 3))
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from benchmarks.harness.live import LiveTensors
 from tests.devices import DEVICES, devices
 from tests.helpers import assert_same, call, gradients
-from tests.marks import slow_after
 from torchgpipe import GPipe
 from torchgpipe.sequential import original_names, to_sequential
 from torchgpipe.skip import pop, skippable, stash
@@ -38,7 +37,6 @@ class Table(nn.Module):
         nn.init.normal_(self.scale)
 
     def forward(self, x):
-        """Add it."""
         return x + self.scale * self.table
 
 
@@ -57,7 +55,6 @@ class Scaled(nn.Module):
         self.linear.bias = nn.Parameter(torch.randn(4))
 
     def forward(self, x):
-        """Use the parts."""
         return self.norm(self.linear(x))
 
 
@@ -65,7 +62,6 @@ class Last(nn.Module):
     """Return the first of several."""
 
     def forward(self, xs):
-        """Do so."""
         return xs[0]
 
 
@@ -74,7 +70,6 @@ class Stash(nn.Linear):
     """A layer whose names in a state dict have a level of their own."""
 
     def forward(self, x):
-        """Stash the input."""
         yield stash('x', x)
         return super().forward(x)
 
@@ -84,7 +79,6 @@ class Pop(nn.Module):
     """Add the stashed tensor."""
 
     def forward(self, x):
-        """Do so."""
         return x + (yield pop('x'))
 
 
@@ -230,14 +224,14 @@ def test_shared_tensors_stay_one(devices):
 
 
 @devices
-@pytest.mark.parametrize('name', ['0.0.weight', '0.2.weight', '3.weight'])
-def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices, name):
-    plain = tied()
-    state = plain.state_dict()
-    del state[name]
-    gpipe = GPipe(on_meta(tied), [1, 5], devices=devices(2), weights=state)
-    assert gpipe[0][0].weight is gpipe[0][2].weight
-    assert_equal(gpipe, plain)
+def test_a_shared_tensor_is_loaded_by_any_of_its_names(devices):
+    for name in ['0.0.weight', '0.2.weight', '3.weight']:
+        plain = tied()
+        state = plain.state_dict()
+        del state[name]
+        gpipe = GPipe(on_meta(tied), [1, 5], devices=devices(2), weights=state)
+        assert gpipe[0][0].weight is gpipe[0][2].weight, name
+        assert_equal(gpipe, plain)
 
 
 @devices
@@ -283,11 +277,15 @@ class Forgetful(nn.Linear):
         self.register_buffer('extra', torch.ones(4))
 
 
-@pytest.mark.parametrize('make, name', WITHOUT_VALUE.values(), ids=WITHOUT_VALUE)
-def test_what_gets_no_value_is_named(make, name):
-    with pytest.raises(ValueError, match='nothing gives a value to') as error:
-        GPipe(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), make())), [1, 1], devices=['cpu'] * 2)
-    assert name in str(error.value) and "'0." not in str(error.value)
+def test_what_gets_no_value_is_named():
+    for make, name in WITHOUT_VALUE.values():
+        with pytest.raises(ValueError, match='nothing gives a value to') as error:
+            GPipe(
+                on_meta(lambda: nn.Sequential(nn.Linear(4, 4), make())),
+                [1, 1],
+                devices=['cpu'] * 2,
+            )
+        assert name in str(error.value) and "'0." not in str(error.value)
 
 
 def test_a_reset_that_writes_where_pytorch_does_not_count():
@@ -346,23 +344,18 @@ KINDS = ['mapping', 'torch', 'safetensors', 'sharded']
 
 
 @devices
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('make', [network, on_meta], ids=['cpu', 'meta'])
-def test_weights(devices, kind, make, tmp_path):
+def test_weights(devices, tmp_path):
     plain = network()
     plain(torch.randn(5, 4))  # moves running statistics
-    gpipe = GPipe(
-        make(), BALANCE, devices=devices(3), weights=save(tmp_path, plain.state_dict(), kind)
-    )
-    assert_equal(gpipe, plain)
-
-
-@pytest.mark.parametrize('kind', KINDS[1:])
-def test_weights_in_a_folder(kind, tmp_path):
-    plain = network()
-    save(tmp_path, plain.state_dict(), kind)
-    (tmp_path / 'config.json').write_text('{}')
-    assert_equal(GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path), plain)
+    for kind in KINDS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        weights = save(folder, plain.state_dict(), kind)
+        for make in (network, on_meta):
+            assert_equal(GPipe(make(), BALANCE, devices=devices(3), weights=weights), plain)
+        if kind != 'mapping':
+            (folder / 'config.json').write_text('{}')
+            assert_equal(GPipe(on_meta(), BALANCE, devices=devices(3), weights=folder), plain)
 
 
 def test_folders_without_one_file_of_weights(tmp_path):
@@ -416,22 +409,19 @@ def zeros():
     return layer
 
 
-@pytest.mark.parametrize(
-    'make',
-    [
+def test_values_that_took_the_place_of_the_first_ones():
+    """On the meta device they are lost, and a reset would give others."""
+    for make in [
         zeros,
         lambda: copy.deepcopy(nn.Linear(4, 4)),
         lambda: nn.Linear(4, 4, device='cpu').to('meta'),
         lambda: nn.Embedding.from_pretrained(torch.zeros(4, 4)),
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 1),
-    ],
-)
-def test_values_that_took_the_place_of_the_first_ones(make):
-    """On the meta device they are lost, and a reset would give others."""
-    with torch.device('meta'):
-        model = nn.Sequential(make())
-    with pytest.raises(ValueError, match='other initial values than the constructor'):
-        GPipe(model, [1], devices=['cpu'])
+    ]:
+        with torch.device('meta'):
+            model = nn.Sequential(make())
+        with pytest.raises(ValueError, match='other initial values than the constructor'):
+            GPipe(model, [1], devices=['cpu'])
 
 
 def test_buffers_that_weights_leave_out_begin_at_zero():
@@ -673,21 +663,21 @@ class Source(Mapping):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('weights', [None, Source()], ids=['reset', 'weights'])
-def test_the_host_never_has_more_than_a_layer(weights):
-    places = DEVICES['accelerators'](3)
-    module = on_meta(wide)
-    with OnHost().watched() as live:
-        gpipe = GPipe(module, [4, 4, 4], devices=places, weights=weights)
-    assert SIZE <= live.peak <= 1.5 * SIZE and live.now == 0
-    if weights is not None:  # only the selected parameters
-        assert live.total == 12 * SIZE
-    assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE
+def test_the_host_never_has_more_than_a_layer():
+    for weights in [None, Source()]:
+        places = DEVICES['accelerators'](3)
+        module = on_meta(wide)
+        with OnHost().watched() as live:
+            gpipe = GPipe(module, [4, 4, 4], devices=places, weights=weights)
+        assert SIZE <= live.peak <= 1.5 * SIZE and live.now == 0, weights
+        if weights is not None:  # only the selected parameters
+            assert live.total == 12 * SIZE, weights
+        assert sum(x.nbytes for x in gpipe.parameters()) == 12 * SIZE, weights
 
-    # The counterpart: built on the CPU, all of it is there.
-    with OnHost().watched() as live:
-        GPipe(wide(), [4, 4, 4], devices=places)
-    assert live.peak >= 12 * SIZE
+        # The counterpart: built on the CPU, all of it is there.
+        with OnHost().watched() as live:
+            GPipe(wide(), [4, 4, 4], devices=places)
+        assert live.peak >= 12 * SIZE, weights
 
 
 RESIDENT = '''
@@ -715,30 +705,19 @@ class Last(nn.Linear):
 with torch.device('meta'):
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(15)], Last(1024, 1024))
 torch.ones(100) @ torch.ones(100)
-path, mode = sys.argv[1:]
 before = resident()
-weights = path if mode == 'path' else torch.load(path)
-GPipe(model, [8, 8], devices=['cpu'] * 2, weights=weights)
+GPipe(model, [8, 8], devices=['cpu'] * 2, weights=sys.argv[1])
 '''
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads what Linux says of a process')
-@pytest.mark.parametrize('kind', slow_after(1, KINDS[1:]))
+@pytest.mark.parametrize('kind', ['torch', 'sharded'])
 def test_a_file_is_not_read_into_memory_beside_the_model(kind, tmp_path):
     state = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)]).state_dict()
     path = save(tmp_path, state, kind)
     size = sum(x.nbytes for x in state.values())
-
-    def measure(mode):
-        output = subprocess.run(
-            [sys.executable, '-c', RESIDENT, path, mode],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return int(output.stdout) / size
-
-    assert 0.9 < measure('path') < 1.3
-    if kind == 'torch':  # The counterpart: read at once, it is there twice.
-        assert measure('mapping') > 1.9
+    output = subprocess.run(
+        [sys.executable, '-c', RESIDENT, path], check=True, capture_output=True, text=True
+    )
+    assert 0.9 < int(output.stdout) / size < 1.3  # It is 1.9 with what torch.load returns.

@@ -40,31 +40,31 @@ def test_keys_order_and_metadata_are_those_of_the_module():
 
 
 @devices
-@pytest.mark.parametrize('deferred', [False, True])
-@pytest.mark.parametrize('balance', [[5], [1, 4], [1, 1, 1, 1, 1]])
-def test_states_move_between_wrapped_and_unwrapped_and_balances(devices, balance, deferred):
-    source = pipe(seed=1, places=devices).state_dict()
-    for target in (make(), pipe(balance, places=devices, deferred_batch_norm=deferred)):
-        result = target.load_state_dict(source)
-        assert not result.missing_keys and not result.unexpected_keys
-        assert_same(target.state_dict().values(), source.values())
-    back = pipe(places=devices)
-    back.load_state_dict(make(seed=2).state_dict())
-    assert_same(back.state_dict().values(), make(seed=2).state_dict().values())
+def test_states_move_between_wrapped_and_unwrapped_and_balances(devices):
+    for deferred in [False, True]:
+        for balance in [[5], [1, 4], [1, 1, 1, 1, 1]]:
+            source = pipe(seed=1, places=devices).state_dict()
+            for target in (make(), pipe(balance, places=devices, deferred_batch_norm=deferred)):
+                result = target.load_state_dict(source)
+                assert not result.missing_keys and not result.unexpected_keys, (deferred, balance)
+                assert_same(target.state_dict().values(), source.values())
+            back = pipe(places=devices)
+            back.load_state_dict(make(seed=2).state_dict())
+            assert_same(back.state_dict().values(), make(seed=2).state_dict().values())
 
 
-@pytest.mark.parametrize('nested', [False, True])
-@pytest.mark.parametrize('old_balance', [[2, 3], [4, 1]])
-def test_in_v007_keys_had_the_partition_in_them(old_balance, nested):
-    source = make(seed=1)
-    names = list(source._modules)
-    old = {}
-    for key, value in source.state_dict().items():
-        j = 0 if names.index(key.partition('.')[0]) < old_balance[0] else 1
-        old[f'{"0." if nested else ""}partitions.{j}.{key}'] = value
-    target = pipe([1, 4])
-    (nn.Sequential(target) if nested else target).load_state_dict(old)
-    assert_same(target.state_dict().values(), source.state_dict().values())
+def test_in_v007_keys_had_the_partition_in_them():
+    for nested in [False, True]:
+        for old_balance in [[2, 3], [4, 1]]:
+            source = make(seed=1)
+            names = list(source._modules)
+            old = {}
+            for key, value in source.state_dict().items():
+                j = 0 if names.index(key.partition('.')[0]) < old_balance[0] else 1
+                old[f'{"0." if nested else ""}partitions.{j}.{key}'] = value
+            target = pipe([1, 4])
+            (nn.Sequential(target) if nested else target).load_state_dict(old)
+            assert_same(target.state_dict().values(), source.state_dict().values())
 
 
 def test_within_another_module():
@@ -75,27 +75,24 @@ def test_within_another_module():
     assert_same(outer.state_dict().values(), plain.state_dict().values())
 
 
-@pytest.mark.parametrize(
-    'spoil',
-    [
+def test_strictness_and_error_texts_are_those_of_pytorch():
+    for spoil in [
         lambda state: state.pop('norm.running_mean'),
         lambda state: state.update({'more.weight': torch.rand(1)}),
         lambda state: state.update({'block.9.weight': torch.rand(1)}),
         lambda state: state.update({'last.weight': torch.rand(3, 3)}),
-    ],
-)
-def test_strictness_and_error_texts_are_those_of_pytorch(spoil):
-    state = make().state_dict()
-    spoil(state)
-    with pytest.raises(RuntimeError) as expected:
-        make().load_state_dict(state)
-    with pytest.raises(RuntimeError) as actual:
-        pipe().load_state_dict(state)
-    assert str(actual.value) == re.sub('for Sequential', 'for GPipe', str(expected.value))
-    if 'size mismatch' not in str(expected.value):
-        assert pipe().load_state_dict(state, strict=False) == make().load_state_dict(
-            state, strict=False
-        )
+    ]:
+        state = make().state_dict()
+        spoil(state)
+        with pytest.raises(RuntimeError) as expected:
+            make().load_state_dict(state)
+        with pytest.raises(RuntimeError) as actual:
+            pipe().load_state_dict(state)
+        assert str(actual.value) == re.sub('for Sequential', 'for GPipe', str(expected.value))
+        if 'size mismatch' not in str(expected.value):
+            assert pipe().load_state_dict(state, strict=False) == make().load_state_dict(
+                state, strict=False
+            ), spoil
 
 
 def test_loading_leaves_the_given_state_alone():
@@ -106,31 +103,31 @@ def test_loading_leaves_the_given_state_alone():
 
 
 @devices
-@pytest.mark.parametrize(
-    'optimizer',
-    [lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), lambda ps: torch.optim.Adam(ps, 0.1)],
-)
-def test_optimizer_states_move_between_balances(devices, optimizer):
-    x = torch.rand(8, 3, dtype=torch.double)
+def test_optimizer_states_move_between_balances(devices):
+    for optimizer in [
+        lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+        lambda ps: torch.optim.Adam(ps, 0.1),
+    ]:
+        x = torch.rand(8, 3, dtype=torch.double)
 
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        call(model, x).square().sum().backward()
-        optimizer.step()
+        def step(model, optimizer):
+            optimizer.zero_grad()
+            call(model, x).square().sum().backward()
+            optimizer.step()
 
-    a = pipe([2, 3], places=devices).double()
-    a_optimizer = optimizer(a.parameters())
-    step(a, a_optimizer)
-    b = pipe([1, 3, 1], places=devices).double()
-    b_optimizer = optimizer(b.parameters())
-    b.load_state_dict(a.state_dict())
-    b_optimizer.load_state_dict(copy.deepcopy(a_optimizer.state_dict()))
-    plain = make().double()
-    plain_optimizer = optimizer(plain.parameters())
-    plain.load_state_dict(a.state_dict())
-    plain_optimizer.load_state_dict(copy.deepcopy(a_optimizer.state_dict()))
-    for _ in range(3):
-        for pair in ((a, a_optimizer), (b, b_optimizer), (plain, plain_optimizer)):
-            step(*pair)
-    assert_same(b.parameters(), a.parameters(), 0 if devices.first.type == 'cpu' else 1e-6)
-    assert_same(plain.parameters(), a.parameters(), 1e-6)
+        a = pipe([2, 3], places=devices).double()
+        a_optimizer = optimizer(a.parameters())
+        step(a, a_optimizer)
+        b = pipe([1, 3, 1], places=devices).double()
+        b_optimizer = optimizer(b.parameters())
+        b.load_state_dict(a.state_dict())
+        b_optimizer.load_state_dict(copy.deepcopy(a_optimizer.state_dict()))
+        plain = make().double()
+        plain_optimizer = optimizer(plain.parameters())
+        plain.load_state_dict(a.state_dict())
+        plain_optimizer.load_state_dict(copy.deepcopy(a_optimizer.state_dict()))
+        for _ in range(3):
+            for pair in ((a, a_optimizer), (b, b_optimizer), (plain, plain_optimizer)):
+                step(*pair)
+        assert_same(b.parameters(), a.parameters(), 0 if devices.first.type == 'cpu' else 1e-6)
+        assert_same(plain.parameters(), a.parameters(), 1e-6)

@@ -15,7 +15,6 @@ class Embed(nn.Module):
         self.tokens, self.positions = nn.Embedding(11, width), nn.Embedding(16, width)
 
     def forward(self, tokens):
-        """Embed."""
         return self.tokens(tokens) + self.positions(
             torch.arange(tokens.shape[1], device=tokens.device)
         )
@@ -25,7 +24,6 @@ class Two(nn.Module):
     """Tensor to tuple, of which one part needs no gradient."""
 
     def forward(self, x):
-        """Branch."""
         return x, x.detach().argmax(1)
 
 
@@ -37,7 +35,6 @@ class One(nn.Module):
         self.unused = nn.Parameter(torch.rand(3))
 
     def forward(self, input):
-        """Merge."""
         return input[0] * input[1][:, None]
 
 
@@ -112,7 +109,6 @@ class Function(nn.Module):
         self.function = function
 
     def forward(self, x):
-        """Call it."""
         return self.function(x)
 
 

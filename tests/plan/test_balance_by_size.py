@@ -14,7 +14,6 @@ class Expand(nn.Module):
         self.number = number
 
     def forward(self, x):
-        """Add them."""
         for _ in range(self.number):
             x = x + torch.rand_like(x, requires_grad=True)
         return x

@@ -64,21 +64,18 @@ def test_something_else_is_not_a_profile():
             Profile.from_dict(data)
 
 
-@pytest.mark.parametrize(
-    'make_one',
-    [
+def test_what_is_no_cost():
+    """In v0.8.0, a balance was made of whatever numbers there were."""
+    for make_one in [
         lambda: make([1.0, -1.0]),
         lambda: make([1.0, float('inf')]),
         lambda: make([float('nan')]),
         lambda: make([1.0], [-1]),
         lambda: make([1.0, 1.0], skips=[(0, 1, -1)]),
         lambda: LayerProfile('0', 1.0, 1.0, 0, 0, 0, 0, 0, input_share=-0.1),
-    ],
-)
-def test_what_is_no_cost(make_one):
-    """In v0.8.0, a balance was made of whatever numbers there were."""
-    with pytest.raises(ValueError, match='must be a finite number, not below zero, but is '):
-        make_one()
+    ]:
+        with pytest.raises(ValueError, match='must be a finite number, not below zero, but is '):
+            make_one()
 
 
 def test_a_profile_of_no_samples():
@@ -103,11 +100,11 @@ def test_the_fastest_balance_and_its_prediction():
     assert [name for name, _ in balance.layers] == [f'layer{k}' for k in range(6)]
 
 
-@pytest.mark.parametrize('n, m', [(1, 1), (1, 8), (2, 1), (2, 8), (4, 8)])
-def test_equal_partitions_have_the_bubble_of_the_paper(n, m):
-    balance = make([1.0] * n).balance(n, chunks=m, checkpoint='never')
-    assert balance.bubble == pytest.approx((n - 1) / (m + n - 1))
-    assert balance.speed_up == pytest.approx(n * m / (m + n - 1))
+def test_equal_partitions_have_the_bubble_of_the_paper():
+    for n, m in [(1, 1), (1, 8), (2, 1), (2, 8), (4, 8)]:
+        balance = make([1.0] * n).balance(n, chunks=m, checkpoint='never')
+        assert balance.bubble == pytest.approx((n - 1) / (m + n - 1))
+        assert balance.speed_up == pytest.approx(n * m / (m + n - 1))
 
 
 def test_recomputation_takes_time():
@@ -219,9 +216,8 @@ def test_devices_with_different_limits():
     assert costs.balance(2, chunks=1, memory_limit=500, param_scale=1) == [2, 2]
 
 
-@pytest.mark.parametrize(
-    'limit, message',
-    [
+def test_a_balance_that_can_not_exist():
+    for limit, message in [
         (150, "layer 'layer0' alone needs 220 B.*largest memory limit is 150 B"),
         (300, r'all 4 layers together need 810 B.*add up to 600 B'),
         ([1000, 10], "memory limit of partition 1, 10 B: at least layer 'layer3' would be there"),
@@ -230,12 +226,10 @@ def test_devices_with_different_limits():
             [390, 450],
             "partition 1, 450 B: at least the block of layers 'layer1' to 'layer3' would",
         ),
-    ],
-)
-def test_a_balance_that_can_not_exist(limit, message):
-    costs = make([1.0] * 4, parameters=[100] * 4)
-    with pytest.raises(ValueError, match=message):
-        costs.balance(2, chunks=1, memory_limit=limit)
+    ]:
+        costs = make([1.0] * 4, parameters=[100] * 4)
+        with pytest.raises(ValueError, match=message):
+            costs.balance(2, chunks=1, memory_limit=limit)
 
 
 def test_bad_input():
@@ -265,19 +259,18 @@ def test_gpipe_takes_a_balance_as_it_is():
         assert gpipe.balance == list(balance) and type(gpipe.balance) is list
 
 
-@pytest.mark.parametrize(
-    'other',
-    [
+def test_a_balance_of_another_module():
+    for other in [
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)),
         nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), nn.ReLU()),
         nn.Sequential().append(nn.Linear(4, 4)).append(nn.ReLU()).append(nn.Linear(5, 2)),
-    ],
-)
-def test_a_balance_of_another_module(other):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    balance = profile(model, torch.rand(8, 4), device='cpu', timeout=0).balance(2, chunks=4)
-    with pytest.raises(ValueError, match=r"profile of another module.*: there a layer was '\d'"):
-        GPipe(other, balance, devices=['cpu', 'cpu'])
-    GPipe(other, list(balance), devices=['cpu', 'cpu'])
-    with pytest.raises(ValueError, match='another module.*: it had 3 layers, this one has 2'):
-        GPipe(other[:2], balance, devices=['cpu', 'cpu'])
+    ]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        balance = profile(model, torch.rand(8, 4), device='cpu', timeout=0).balance(2, chunks=4)
+        with pytest.raises(
+            ValueError, match=r"profile of another module.*: there a layer was '\d'"
+        ):
+            GPipe(other, balance, devices=['cpu', 'cpu'])
+        GPipe(other, list(balance), devices=['cpu', 'cpu'])
+        with pytest.raises(ValueError, match='another module.*: it had 3 layers, this one has 2'):
+            GPipe(other[:2], balance, devices=['cpu', 'cpu'])

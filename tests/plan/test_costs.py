@@ -82,25 +82,22 @@ def test_a_split_makes_the_backward_of_trained_layers_longer():
     )
 
 
-@pytest.mark.parametrize('split', [-0.1, float('inf'), float('nan')])
-def test_a_split_that_is_no_part_of_a_backward(split):
-    with pytest.raises(ValueError, match=f'split must be a finite number.*it is {split}'):
-        Costs.of(profiled(layer(0)), [1], 4, split=split)
+def test_a_split_that_is_no_part_of_a_backward():
+    for split in [-0.1, float('inf'), float('nan')]:
+        with pytest.raises(ValueError, match=f'split must be a finite number.*it is {split}'):
+            Costs.of(profiled(layer(0)), [1], 4, split=split)
 
 
-@pytest.mark.parametrize('name', ['overhead', 'least'])
-@pytest.mark.parametrize(
-    'seconds, message',
-    [
-        ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),
-        ({'F': -1.0}, "a finite number of seconds, not below zero, for 'F', but has -1.0"),
-        ({'B': float('nan')}, "for 'B', but has nan"),
-        ({'W': '1'}, "for 'W', but has '1'"),
-    ],
-)
-def test_seconds_of_actions_that_are_none(name, seconds, message):
-    with pytest.raises(ValueError, match=message):
-        Costs.of(profiled(layer(0)), [1], 4, **{name: seconds})
+def test_seconds_of_actions_that_are_none():
+    for name in ['overhead', 'least']:
+        for seconds, message in [
+            ({'forward': 1.0}, "has seconds of actions F, R, B, I, W, but names 'forward'"),
+            ({'F': -1.0}, "a finite number of seconds, not below zero, for 'F', but has -1.0"),
+            ({'B': float('nan')}, "for 'B', but has nan"),
+            ({'W': '1'}, "for 'W', but has '1'"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                Costs.of(profiled(layer(0)), [1], 4, **{name: seconds})
 
 
 def test_no_more_micro_batches_than_samples():
@@ -128,10 +125,10 @@ def test_skips_between_stages():
     assert costs.skips == (SkipProfile(0, 2, 20), SkipProfile(0, 1, 20))
 
 
-@pytest.mark.parametrize('balance', [[1, 2], [4, 0], []])
-def test_a_balance_of_other_layers(balance):
-    with pytest.raises(ValueError, match='is none of the 4 layers that the profile has'):
-        Costs.of(profiled(*map(layer, range(4))), balance, 4)
+def test_a_balance_of_other_layers():
+    for balance in [[1, 2], [4, 0], []]:
+        with pytest.raises(ValueError, match='is none of the 4 layers that the profile has'):
+            Costs.of(profiled(*map(layer, range(4))), balance, 4)
 
 
 BAD = [-1.0, float('nan'), float('inf'), 'one']
@@ -153,32 +150,42 @@ def test_what_is_no_cost():
             make_one()
 
 
-@pytest.mark.parametrize('bandwidth', [0.0, -1.0, float('nan'), None])
-def test_what_is_no_bandwidth(bandwidth):
+def test_what_is_no_bandwidth():
     """In v0.8.0, 0 was a ZeroDivisionError, and others went into a plan."""
-    with pytest.raises(ValueError, match="'bandwidth' of a Link must be a number above zero, but"):
-        Link(0.0, bandwidth)
-    assert Link(1.0, float('inf')).seconds(100) == 1
+    for bandwidth in [0.0, -1.0, float('nan'), None]:
+        with pytest.raises(
+            ValueError, match="'bandwidth' of a Link must be a number above zero, but"
+        ):
+            Link(0.0, bandwidth)
+        assert Link(1.0, float('inf')).seconds(100) == 1, bandwidth
 
 
-@pytest.mark.parametrize(
-    'links',
-    [[], [Link()], [[Link()]], [[Link()] * 3] * 2, [[Link()] * 2] * 3, [[Link(), None]] * 2],
-)
-def test_links_of_other_devices(links):
+def test_links_of_other_devices():
     """In v0.8.0, it was an IndexError, if any."""
-    what = 'links must be one Link, or for each device a row .* for 2 devices, there are rows of '
-    with pytest.raises(ValueError, match=what):
-        simulate(make('1f1b', 2, 2), Costs([StageCosts(1.0, 1.0)] * 2, links=links))
-    with pytest.raises(ValueError, match=what):
-        plan(profiled(layer(0), layer(1)), devices=['cuda:0', 'cuda:1'], links=links)
+    for links in [
+        [],
+        [Link()],
+        [[Link()]],
+        [[Link()] * 3] * 2,
+        [[Link()] * 2] * 3,
+        [[Link(), None]] * 2,
+    ]:
+        what = (
+            'links must be one Link, or for each device a row .* for 2 devices, there are rows of '
+        )
+        with pytest.raises(ValueError, match=what):
+            simulate(make('1f1b', 2, 2), Costs([StageCosts(1.0, 1.0)] * 2, links=links))
+        with pytest.raises(ValueError, match=what):
+            plan(profiled(layer(0), layer(1)), devices=['cuda:0', 'cuda:1'], links=links)
 
 
-@pytest.mark.parametrize('source, target', [(0, 2), (1, 0), (1, 1), (0, 9)])
-def test_skips_between_no_stages(source, target):
+def test_skips_between_no_stages():
     """In v0.8.0, it was an IndexError, or no skip at all."""
-    with pytest.raises(ValueError, match='a skip goes to a later one of the 2 stages, but there'):
-        Costs([StageCosts(1.0, 1.0)] * 2, [SkipProfile(source, target, 8)])
+    for source, target in [(0, 2), (1, 0), (1, 1), (0, 9)]:
+        with pytest.raises(
+            ValueError, match='a skip goes to a later one of the 2 stages, but there'
+        ):
+            Costs([StageCosts(1.0, 1.0)] * 2, [SkipProfile(source, target, 8)])
 
 
 def test_a_plan_with_other_numbers_is_none():

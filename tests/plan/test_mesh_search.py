@@ -41,36 +41,34 @@ def case(
     return _Case(mesh, schedule, virtual, micro_batch, recomputation, data)
 
 
-CASES = [
-    case(mesh, schedule, virtual, 2, recomputation, data)
-    for (schedule, virtual), mesh, recomputation, data in product(
-        (
-            ('1f1b', 1),
-            ('gpipe', 1),
-            ('interleaved', 2),
-            ('interleaved', 3),
-            ('looped-bfs', 2),
-            ('zb-h1', 1),
-            ('zb-h2', 1),
-            *((name, 2) for name in V_SHAPED),
-        ),
-        ((2, 4, 2), (1, 5, 1), (4, 2, 4)),
-        ('none', 'full'),
-        ('replicate', 'shard'),
-    )
+#: Schedules with their number of stages on a rank.
+STAGES = [
+    ('1f1b', 1),
+    ('gpipe', 1),
+    ('interleaved', 2),
+    ('interleaved', 3),
+    ('looped-bfs', 2),
+    ('zb-h1', 1),
+    ('zb-h2', 1),
+    *((name, 2) for name in V_SHAPED),
 ]
+MESHES = [(2, 4, 2), (1, 5, 1), (4, 2, 4)]
+OVERLAPS = [None, (), ('data', 'tensor')]
 
 
-@pytest.mark.parametrize('overlap', [None, (), ('data', 'tensor')])
-@pytest.mark.parametrize('one', CASES, ids=str)
-def test_no_bound_is_above_the_simulation(one, overlap):
-    search = MeshSearch(GPT, H100, 2 * 121 * one.mesh[0], ParameterBytes(), overlap)
-    costs, m = search.costs(one), search.chunks(one)
-    assert m == 121
-    all = simulate(schedule_of(one.schedule, one.mesh[1], m, one.virtual, costs.stops), costs)
-    low, bytes = search.bound(one)
-    assert 0.5 * all.seconds < low <= all.seconds * (1 + 1e-9)
-    assert bytes <= max(all.peak_bytes)
+def test_no_bound_is_above_the_simulation():
+    """Each pair of values of two options is there."""
+    others = [*product(('none', 'full'), ('replicate', 'shard'), OVERLAPS)]
+    for (k, (schedule, virtual)), (n, mesh) in product(enumerate(STAGES), enumerate(MESHES)):
+        recomputation, data, overlap = others[(7 * k + 4 * n) % 12]
+        one = case(mesh, schedule, virtual, 2, recomputation, data)
+        search = MeshSearch(GPT, H100, 2 * 121 * mesh[0], ParameterBytes(), overlap)
+        costs, m = search.costs(one), search.chunks(one)
+        assert m == 121
+        all = simulate(schedule_of(schedule, mesh[1], m, virtual, costs.stops), costs)
+        low, bytes = search.bound(one)
+        assert 0.5 * all.seconds < low <= all.seconds * (1 + 1e-9), (one, overlap)
+        assert bytes <= max(all.peak_bytes), (one, overlap)
 
 
 @pytest.mark.slow
@@ -132,26 +130,26 @@ def test_few_micro_batches_make_a_bubble():
     assert many.parts['bubble'] < 0.2 * many.seconds
 
 
-@pytest.mark.parametrize('overlap', [False, True])
-def test_replicas_reduce_gradients(overlap):
-    found, one = (
-        plan(
-            GPT,
-            mesh={'data': d},
-            machine=H100,
-            batch=8 * d,
-            shardings=['replicate'],
-            overlap=['data'] if overlap else [],
-            memory_limit=1e12,
+def test_replicas_reduce_gradients():
+    for overlap in [False, True]:
+        found, one = (
+            plan(
+                GPT,
+                mesh={'data': d},
+                machine=H100,
+                batch=8 * d,
+                shardings=['replicate'],
+                overlap=['data'] if overlap else [],
+                memory_limit=1e12,
+            )
+            for d in (64, 1)
         )
-        for d in (64, 1)
-    )
-    whole = H100.all_reduce(4 * GPT.parameters, 64)
-    if overlap:
-        assert found.parts['data'] < whole
-    else:
-        assert found.parts['data'] == pytest.approx(whole)
-        assert found.seconds - one.seconds == pytest.approx(whole)
+        whole = H100.all_reduce(4 * GPT.parameters, 64)
+        if overlap:
+            assert found.parts['data'] < whole, overlap
+        else:
+            assert found.parts['data'] == pytest.approx(whole), overlap
+            assert found.seconds - one.seconds == pytest.approx(whole), overlap
 
 
 def test_shards_take_less_memory_and_a_gather():
@@ -351,9 +349,8 @@ def test_a_plan_for_a_mesh_is_not_for_one_process():
         GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(8))), found)
 
 
-@pytest.mark.parametrize(
-    'options, error, text',
-    [
+def test_refused():
+    for options, error, text in [
         ({'mesh': 0}, ValueError, 'mesh must be a positive integer, but is 0'),
         ({'mesh': 1.5}, TypeError, 'mesh must be an integer'),
         ({'mesh': {'expert': 2}}, ValueError, r"axes of .*, but this one has \['expert'\]"),
@@ -397,15 +394,12 @@ def test_a_plan_for_a_mesh_is_not_for_one_process():
         ({'recomputations': []}, ValueError, 'recomputations are of'),
         ({'memory_limit': float('nan')}, ValueError, 'memory_limit must be a number of bytes'),
         ({'memory_limit': '80GiB'}, ValueError, 'memory_limit must be a number of bytes'),
-    ],
-)
-def test_refused(options, error, text):
-    with pytest.raises(error, match=text):
-        plan(GPT, **{'mesh': {'data': 2}, 'machine': H100, 'batch': 16} | options)
+    ]:
+        with pytest.raises(error, match=text):
+            plan(GPT, **{'mesh': {'data': 2}, 'machine': H100, 'batch': 16} | options)
 
 
-@pytest.mark.parametrize('enabled', [True, False])
-def test_the_garbage_collector_pauses(enabled, monkeypatch):
+def test_the_garbage_collector_pauses(monkeypatch):
     seen = []
     simulated = MeshSearch.simulate
     monkeypatch.setattr(
@@ -413,11 +407,12 @@ def test_the_garbage_collector_pauses(enabled, monkeypatch):
     )
     before = gc.isenabled()
     try:
-        gc.enable() if enabled else gc.disable()
-        plan(GPT, mesh=2, machine=H100, batch=2)
-        with pytest.raises(ValueError, match='no plan'):
-            plan(GPT, mesh=2, machine=H100, batch=2, memory_limit=1)
-        assert {*seen} == {False} and gc.isenabled() == enabled
+        for change, enabled in ((gc.disable, False), (gc.enable, True)):
+            change()
+            plan(GPT, mesh=2, machine=H100, batch=2)
+            with pytest.raises(ValueError, match='no plan'):
+                plan(GPT, mesh=2, machine=H100, batch=2, memory_limit=1)
+            assert {*seen} == {False} and gc.isenabled() == enabled
     finally:
         gc.enable() if before else gc.disable()
 
@@ -435,13 +430,12 @@ def test_devices_or_a_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('devices', [64, 4096])
-def test_gpt3_on_many_devices(devices):
+def test_gpt3_on_many_devices():
     """Megatron's way is near: tensor parallel within a host, pipelines over hosts."""
     gpt3 = Transformer(96, 12288, 96, 51200, 2048)
     found = plan_mesh(
         gpt3,
-        mesh=devices,
+        mesh=4096,
         machine='H100',
         batch=1024,
         virtual=1,

@@ -17,26 +17,30 @@ from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _virtual
 HALF = replace(H100, devices_per_host=4)
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_costs_of_a_case_by_hand(data, dtype):
-    model = replace(GPT, dtype=dtype)
-    search = MeshSearch(model, HALF, 64, ParameterBytes(), None, [8, 8])
-    costs = search.costs(case((2, 2, 2), '1f1b', 1, 2, 'full', data))
-    layers = model.profile(HALF, 2, 2).layers
-    assert costs.links == HALF.links(2, 2) == HALF.host and costs.overlap is None
-    shards = data == 'shard'
-    for k, stage in enumerate(costs.stages):
-        number = sum(x.parameter_bytes for x in layers[8 * k : 8 * k + 8]) / model.size
-        reduction, gather = (HALF.gather(size * number, 2, 4) for size in (4, 2))
-        assert stage.reduction == pytest.approx(reduction * (1 if shards else 2))
-        assert stage.gather == pytest.approx(gather * shards)
-        assert stage.update == pytest.approx(40 * number / (1 + shards) / HALF.bandwidth)
-        # All 16 micro-batches of two sequences are there from the start.
-        waiting = (not k) * 16 * 8 * 2 * 2048
-        assert stage.resident_bytes == pytest.approx(waiting + (10 if shards else 18) * number)
-        assert stage.gathered_bytes == pytest.approx(2 * number * shards)
-        assert stage.recomputed == 16
+def test_costs_of_a_case_by_hand():
+    for dtype in ['bfloat16', 'float32']:
+        for data in ['replicate', 'shard']:
+            model = replace(GPT, dtype=dtype)
+            search = MeshSearch(model, HALF, 64, ParameterBytes(), None, [8, 8])
+            costs = search.costs(case((2, 2, 2), '1f1b', 1, 2, 'full', data))
+            layers = model.profile(HALF, 2, 2).layers
+            assert costs.links == HALF.links(2, 2) == HALF.host and costs.overlap is None
+            shards = data == 'shard'
+            for k, stage in enumerate(costs.stages):
+                number = sum(x.parameter_bytes for x in layers[8 * k : 8 * k + 8]) / model.size
+                reduction, gather = (HALF.gather(size * number, 2, 4) for size in (4, 2))
+                assert stage.reduction == pytest.approx(reduction * (1 if shards else 2))
+                assert stage.gather == pytest.approx(gather * shards), (dtype, data)
+                assert stage.update == pytest.approx(
+                    40 * number / (1 + shards) / HALF.bandwidth
+                ), (dtype, data)
+                # All 16 micro-batches of two sequences are there from the start.
+                waiting = (not k) * 16 * 8 * 2 * 2048
+                assert stage.resident_bytes == pytest.approx(
+                    waiting + (10 if shards else 18) * number
+                ), (dtype, data)
+                assert stage.gathered_bytes == pytest.approx(2 * number * shards), (dtype, data)
+                assert stage.recomputed == 16, (dtype, data)
 
 
 def test_links_of_ranks_that_share_layers_lead_to_other_hosts():
@@ -45,26 +49,28 @@ def test_links_of_ranks_that_share_layers_lead_to_other_hosts():
     assert costs.links == H100.links(4, 8) and costs.link(0, 1) == H100.network and costs.overlap
 
 
-@pytest.mark.parametrize('tied', [False, True])
-@pytest.mark.parametrize('tensor', [1, 2])
-def test_one_stage_has_a_tied_weight_once(tied, tensor):
-    model = replace(GPT, tied=tied)
-    search = MeshSearch(model, H100, 8, ParameterBytes(), ())
-    one = search.costs(case((1, 1, tensor))).stages[0]
-    number = (
-        model.parameters
-        if tensor == 1
-        else (
-            14 * model.block_parameters(2)
-            + model.vocabulary * 2048 / 2 * (2 - tied)
-            + 2048 * 2048
-            + 2 * 2048
-        )
-    )
-    assert one.update == pytest.approx(40 * number / H100.bandwidth)
-    two = search.costs(case((1, 2, tensor))).stages
-    more = model.vocabulary * 2048 / tensor * tied
-    assert sum(x.update for x in two) == pytest.approx(40 * (number + more) / H100.bandwidth)
+def test_one_stage_has_a_tied_weight_once():
+    for tied in [False, True]:
+        for tensor in [1, 2]:
+            model = replace(GPT, tied=tied)
+            search = MeshSearch(model, H100, 8, ParameterBytes(), ())
+            one = search.costs(case((1, 1, tensor))).stages[0]
+            number = (
+                model.parameters
+                if tensor == 1
+                else (
+                    14 * model.block_parameters(2)
+                    + model.vocabulary * 2048 / 2 * (2 - tied)
+                    + 2048 * 2048
+                    + 2 * 2048
+                )
+            )
+            assert one.update == pytest.approx(40 * number / H100.bandwidth), (tied, tensor)
+            two = search.costs(case((1, 2, tensor))).stages
+            more = model.vocabulary * 2048 / tensor * tied
+            assert sum(x.update for x in two) == pytest.approx(
+                40 * (number + more) / H100.bandwidth
+            ), (tied, tensor)
 
 
 def test_a_balance_that_is_given():
@@ -112,39 +118,33 @@ def test_places_of_stages_in_a_v():
     assert found.devices == tuple(f'pipe {k}' for k in (0, 1, 2, 2, 1, 0))
 
 
-@pytest.mark.parametrize(
-    'fused, asked, got',
-    [
+def test_attention_alone_is_recomputed_if_its_scores_are_in_memory():
+    for fused, asked, got in [
         (True, ['selective'], 'none'),
         (False, ['selective'], 'selective'),
         (True, ['selective', 'full'], 'full'),
-    ],
-)
-def test_attention_alone_is_recomputed_if_its_scores_are_in_memory(fused, asked, got):
-    found = plan(
-        replace(GPT, fused=fused),
-        mesh={'pipe': 2},
-        machine=H100,
-        batch=8,
-        recomputations=asked,
-        memory_limit=1e12,
-    )
-    assert found.recomputation == got
+    ]:
+        found = plan(
+            replace(GPT, fused=fused),
+            mesh={'pipe': 2},
+            machine=H100,
+            batch=8,
+            recomputations=asked,
+            memory_limit=1e12,
+        )
+        assert found.recomputation == got
 
 
-@pytest.mark.parametrize(
-    'name, pipe, virtual, numbers',
-    [
+def test_numbers_of_stages_on_a_rank():
+    for name, pipe, virtual, numbers in [
         ('1f1b', 4, [1, 2], [1]),
         ('1f1b', 1, [2], [1]),
         ('zb-h1', 1, [1], []),
         ('interleaved', 1, [1, 2], []),
         ('interleaved', 4, [1, 2, 8], [2, 8]),
         ('zb-v', 4, [1, 2, 3], [2]),
-    ],
-)
-def test_numbers_of_stages_on_a_rank(name, pipe, virtual, numbers):
-    assert [*_virtual(name, pipe, virtual)] == numbers
+    ]:
+        assert [*_virtual(name, pipe, virtual)] == numbers
 
 
 def test_reasons_are_relative_to_the_best():
@@ -195,25 +195,27 @@ def test_a_split_may_take_longer_than_a_backward():
     assert found.parts['compute'] == pytest.approx(8 * 8 * (1 + 2 * 1.25) / 2)
 
 
-@pytest.mark.parametrize('overlap, part', [([], 1), (['tensor'], 4)])
-def test_collectives_of_the_tensor_axis_are_no_computation(overlap, part):
-    found, free = (
-        plan(
-            GPT,
-            mesh={'tensor': 4},
-            machine=x,
-            batch=8,
-            micro_batches=[2],
-            recomputations=['none'],
-            overlap=overlap,
-            memory_limit=1e12,
+def test_collectives_of_the_tensor_axis_are_no_computation():
+    for overlap, part in [([], 1), (['tensor'], 4)]:
+        found, free = (
+            plan(
+                GPT,
+                mesh={'tensor': 4},
+                machine=x,
+                batch=8,
+                micro_batches=[2],
+                recomputations=['none'],
+                overlap=overlap,
+                memory_limit=1e12,
+            )
+            for x in (H100, H100.without_links())
         )
-        for x in (H100, H100.without_links())
-    )
-    assert found.parts['compute'] == pytest.approx(free.parts['compute'])
-    exchange = H100.all_reduce(2 * 2 * 2048 * 2048, 4)
-    assert found.parts['tensor'] == pytest.approx(4 * (14 * 4 * exchange / part + 2 * exchange))
-    assert free.parts['tensor'] == 0
+        assert found.parts['compute'] == pytest.approx(free.parts['compute']), (overlap, part)
+        exchange = H100.all_reduce(2 * 2 * 2048 * 2048, 4)
+        assert found.parts['tensor'] == pytest.approx(
+            4 * (14 * 4 * exchange / part + 2 * exchange)
+        )
+        assert free.parts['tensor'] == 0, (overlap, part)
 
 
 def test_other_meshes_have_messages_as_well():
@@ -265,22 +267,24 @@ def profile_of(*layers, skips=(), ties=()):
     return Profile(layers, skips, 1, 40, 'cpu', ties)
 
 
-@pytest.mark.parametrize('schedule, virtual', [('gpipe', 1), ('looped-bfs', 2)])
-def test_memory_of_all_micro_batches_is_within_the_limit(schedule, virtual):
-    options = {
-        'mesh': {'pipe': 2},
-        'machine': H100,
-        'batch': 200,
-        'micro_batches': [1],
-        'schedules': [schedule],
-        'virtual': [virtual],
-        'recomputations': ['none'],
-    }
-    found = plan(measured(1.0), **options)
-    assert max(found.peaks) == max(found.simulation.peak_bytes) > 200 * 4 * 100
-    assert plan(measured(1.0), memory_limit=max(found.peaks), **options).peaks == found.peaks
-    with pytest.raises(ValueError, match='no plan for this mesh'):
-        plan(measured(1.0), memory_limit=max(found.peaks) - 1, **options)
+def test_memory_of_all_micro_batches_is_within_the_limit():
+    for schedule, virtual in [('gpipe', 1), ('looped-bfs', 2)]:
+        options = {
+            'mesh': {'pipe': 2},
+            'machine': H100,
+            'batch': 200,
+            'micro_batches': [1],
+            'schedules': [schedule],
+            'virtual': [virtual],
+            'recomputations': ['none'],
+        }
+        found = plan(measured(1.0), **options)
+        assert max(found.peaks) == max(found.simulation.peak_bytes) > 200 * 4 * 100
+        assert (
+            plan(measured(1.0), memory_limit=max(found.peaks), **options).peaks == found.peaks
+        ), (schedule, virtual)
+        with pytest.raises(ValueError, match='no plan for this mesh'):
+            plan(measured(1.0), memory_limit=max(found.peaks) - 1, **options)
 
 
 def test_skips_have_bytes_and_messages():
@@ -302,50 +306,52 @@ def test_skips_have_bytes_and_messages():
     assert [*found.costs.skips] == [SkipProfile(0, 3, 10**8)]
 
 
-@pytest.mark.parametrize('data, kept', [('replicate', 400.0), ('shard', 200.0)])
-def test_frozen_parameters_have_no_gradient_and_no_state(data, kept):
-    model = profile_of(layer('0', 10**8, 4, 10**8))
-    state = ParameterBytes(4, 4, 12)
-    one = plan(model, mesh=1, machine=H100, batch=2, state=state)
-    assert max(one.peaks) == pytest.approx(400e6, rel=1e-5) and one.parts['update'] == 0
-    two = MeshSearch(model, H100, 2, state, None).costs(case((2, 1, 1), data=data)).stages[0]
-    assert two.resident_bytes == pytest.approx(kept * 1e6, rel=1e-5)
-    assert two.gathered_bytes == (400e6 if data == 'shard' else 0.0)
-    assert (two.gather > 0) == (data == 'shard') and two.reduction == two.update == 0
+def test_frozen_parameters_have_no_gradient_and_no_state():
+    for data, kept in [('replicate', 400.0), ('shard', 200.0)]:
+        model = profile_of(layer('0', 10**8, 4, 10**8))
+        state = ParameterBytes(4, 4, 12)
+        one = plan(model, mesh=1, machine=H100, batch=2, state=state)
+        assert max(one.peaks) == pytest.approx(400e6, rel=1e-5) and one.parts['update'] == 0
+        two = MeshSearch(model, H100, 2, state, None).costs(case((2, 1, 1), data=data)).stages[0]
+        assert two.resident_bytes == pytest.approx(kept * 1e6, rel=1e-5)
+        assert two.gathered_bytes == (400e6 if data == 'shard' else 0.0)
+        assert (two.gather > 0) == (data == 'shard') and two.reduction == two.update == 0
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32, torch.float64])
-def test_parameters_are_counted_by_the_dtype_of_the_module(dtype):
-    model = nn.Sequential(nn.Linear(999, 1000), nn.Linear(1000, 1000)).to(dtype)
-    found = plan(
-        model, torch.rand(2, 999, dtype=dtype), mesh=1, machine=H100, batch=2, timeout=0.01
-    )
-    assert max(found.peaks) == pytest.approx(18 * 2_001_000, rel=0.02)
+def test_parameters_are_counted_by_the_dtype_of_the_module():
+    for dtype in [torch.bfloat16, torch.float32, torch.float64]:
+        model = nn.Sequential(nn.Linear(999, 1000), nn.Linear(1000, 1000)).to(dtype)
+        found = plan(
+            model, torch.rand(2, 999, dtype=dtype), mesh=1, machine=H100, batch=2, timeout=0.01
+        )
+        assert max(found.peaks) == pytest.approx(18 * 2_001_000, rel=0.02), dtype
 
 
-@pytest.mark.parametrize(
-    'schedule, virtual, times',
-    [('1f1b', 1, 2), ('interleaved', 2, 2), ('zb-v', 2, 1), ('v-min', 2, 1)],
-)
-def test_a_tied_weight_is_counted_once_on_each_rank(schedule, virtual, times):
+def test_a_tied_weight_is_counted_once_on_each_rank():
     """In a V, the first and the last stage are on the same rank."""
-    embedding = nn.Embedding(100, 16)
-    head = nn.Linear(16, 100, bias=False)
-    head.weight = embedding.weight
-    model = nn.Sequential(embedding, nn.Linear(16, 16), nn.Linear(16, 16), head)
-    costs = profile(model, torch.zeros(2, 4).long(), timeout=0.0, device='cpu')
-    assert costs.ties == (TieProfile((0, 3), 6400, 1600),)
-    assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
-    search = MeshSearch(
-        costs, H100, 8, ParameterBytes(4, 4, 8), None, [1] * 4 if virtual == 2 else [2, 2]
-    )
-    stages = search.costs(case((1, 2, 1), schedule, virtual)).stages
-    update = ParameterBytes(4, 4, 8).traffic * (1600 * times + 2 * 16 * 17) / H100.bandwidth
-    assert sum(x.update for x in stages) == pytest.approx(update)
-    whole = MeshSearch(costs, H100, 8, ParameterBytes(4, 4, 8), None)
-    assert whole.costs(case((1, 1, 1), '1f1b')).stages[0].update == pytest.approx(
-        ParameterBytes(4, 4, 8).traffic * (1600 + 2 * 16 * 17) / H100.bandwidth
-    )
+    for schedule, virtual, times in [
+        ('1f1b', 1, 2),
+        ('interleaved', 2, 2),
+        ('zb-v', 2, 1),
+        ('v-min', 2, 1),
+    ]:
+        embedding = nn.Embedding(100, 16)
+        head = nn.Linear(16, 100, bias=False)
+        head.weight = embedding.weight
+        model = nn.Sequential(embedding, nn.Linear(16, 16), nn.Linear(16, 16), head)
+        costs = profile(model, torch.zeros(2, 4).long(), timeout=0.0, device='cpu')
+        assert costs.ties == (TieProfile((0, 3), 6400, 1600),), (schedule, virtual, times)
+        assert Profile.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+        search = MeshSearch(
+            costs, H100, 8, ParameterBytes(4, 4, 8), None, [1] * 4 if virtual == 2 else [2, 2]
+        )
+        stages = search.costs(case((1, 2, 1), schedule, virtual)).stages
+        update = ParameterBytes(4, 4, 8).traffic * (1600 * times + 2 * 16 * 17) / H100.bandwidth
+        assert sum(x.update for x in stages) == pytest.approx(update), (schedule, virtual, times)
+        whole = MeshSearch(costs, H100, 8, ParameterBytes(4, 4, 8), None)
+        assert whole.costs(case((1, 1, 1), '1f1b')).stages[0].update == pytest.approx(
+            ParameterBytes(4, 4, 8).traffic * (1600 + 2 * 16 * 17) / H100.bandwidth
+        ), (schedule, virtual, times)
 
 
 def test_a_tied_weight_is_counted_once_on_a_device():
@@ -363,38 +369,40 @@ def test_a_tied_weight_is_counted_once_on_a_device():
     assert sum(x.resident_bytes for x in both.costs.stages) == 4 * 4000 + 40
 
 
-@pytest.mark.parametrize(
-    'ranks, stride, replicas, crossing',
-    [
+def test_links_of_hosts_that_replicas_do_not_divide():
+    """With three devices on a host, each message of any replica counts."""
+    for ranks, stride, replicas, crossing in [
         (2, 1, 1, False),
         (2, 1, 2, True),
         (2, 2, 1, True),
         (3, 1, 5, False),
         (2, 3, 1, True),
         (1, 2, 4, False),
-    ],
-)
-def test_links_of_hosts_that_replicas_do_not_divide(ranks, stride, replicas, crossing):
-    """With three devices on a host, each message of any replica counts."""
-    odd = replace(H100, devices_per_host=3)
-    links = odd.links(ranks, stride, replicas)
-    link = links if isinstance(links, Link) else links[0][-1]
-    assert link == (odd.network if crossing else odd.host)
+    ]:
+        odd = replace(H100, devices_per_host=3)
+        links = odd.links(ranks, stride, replicas)
+        link = links if isinstance(links, Link) else links[0][-1]
+        assert link == (odd.network if crossing else odd.host)
 
 
-@pytest.mark.parametrize(
-    'devices, stride, local', [(3, 1, 3), (2, 1, 1), (1, 2, 1), (6, 1, 3), (2, 3, 1), (4, 1, 1)]
-)
-def test_groups_of_hosts_that_they_do_not_divide(devices, stride, local):
-    odd = replace(H100, devices_per_host=3)
-    bandwidth = (
-        odd.host.bandwidth
-        if local == devices
-        else min(odd.host.bandwidth, local * odd.network.bandwidth)
-    )
-    latency = odd.host.latency if local == devices else odd.network.latency
-    seconds = (devices - 1) * (latency + 1e9 / devices / bandwidth)
-    assert odd.gather(1e9, devices, stride) == pytest.approx(seconds)
+def test_groups_of_hosts_that_they_do_not_divide():
+    for devices, stride, local in [
+        (3, 1, 3),
+        (2, 1, 1),
+        (1, 2, 1),
+        (6, 1, 3),
+        (2, 3, 1),
+        (4, 1, 1),
+    ]:
+        odd = replace(H100, devices_per_host=3)
+        bandwidth = (
+            odd.host.bandwidth
+            if local == devices
+            else min(odd.host.bandwidth, local * odd.network.bandwidth)
+        )
+        latency = odd.host.latency if local == devices else odd.network.latency
+        seconds = (devices - 1) * (latency + 1e9 / devices / bandwidth)
+        assert odd.gather(1e9, devices, stride) == pytest.approx(seconds)
 
 
 def test_few_devices_are_on_one_host():

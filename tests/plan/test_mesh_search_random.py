@@ -79,9 +79,8 @@ def random_machine(draw):
     )
 
 
-@pytest.mark.parametrize('start', range(0, 300, 30))
-def test_bounds_and_plans_of_random_models(start):
-    for seed in range(start, start + 30):
+def test_bounds_and_plans_of_random_models():
+    for seed in range(64, 128):
         draw = random.Random(seed)
         profile, machine, state = random_profile(draw), random_machine(draw), draw.choice(STATES)
         data, pipe = draw.choice(
@@ -137,25 +136,25 @@ def test_bounds_and_plans_of_random_models(start):
         assert best.peaks == whole.peak_bytes and max(best.peaks) <= limit
 
 
-@pytest.mark.parametrize('seed', range(12))
-def test_the_fastest_candidate_of_a_random_model(seed):
+def test_the_fastest_candidate_of_a_random_model():
     """Also of a model whose last layer has most of the parameters."""
-    draw = random.Random(seed)
-    profile, machine = random_profile(draw), random_machine(draw)
-    sizes = {'data': 2, 'pipe': 2}
-    options = {'machine': machine, 'batch': 16, 'micro_batches': [1, 2], 'virtual': 2}
-    best = plan(profile, mesh=sizes, memory_limit=1e12, **options)
-    search = MeshSearch(profile, machine, 16, ParameterBytes(), None)
-    cases = _cases(
-        search,
-        (2, 2, 1),
-        16,
-        ['1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min'],
-        [1, 2],
-        [1, 2],
-        ['none', 'full'],
-        ['replicate', 'shard'],
-    )
-    assert best.seconds == pytest.approx(
-        min(search.simulate(case, search.costs(case)).seconds for case in cases), rel=1e-9
-    )
+    for seed in range(12):
+        draw = random.Random(seed)
+        profile, machine = random_profile(draw), random_machine(draw)
+        sizes = {'data': 2, 'pipe': 2}
+        options = {'machine': machine, 'batch': 16, 'micro_batches': [1, 2], 'virtual': 2}
+        best = plan(profile, mesh=sizes, memory_limit=1e12, **options)
+        search = MeshSearch(profile, machine, 16, ParameterBytes(), None)
+        cases = _cases(
+            search,
+            (2, 2, 1),
+            16,
+            ['1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min'],
+            [1, 2],
+            [1, 2],
+            ['none', 'full'],
+            ['replicate', 'shard'],
+        )
+        assert best.seconds == pytest.approx(
+            min(search.simulate(case, search.costs(case)).seconds for case in cases), rel=1e-9
+        ), seed

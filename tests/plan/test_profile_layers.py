@@ -13,22 +13,24 @@ from torchgpipe import GPipe
 from torchgpipe.balance import Profile, balance_by_size, balance_by_time, profile
 
 
-@pytest.mark.parametrize('make', MODELS)
-def test_from_profile_to_a_training_step(make):
-    model, sample = make()
-    costs = profile(model, sample, device='cpu', timeout=0)
-    costs = Profile.from_dict(json.loads(json.dumps(costs.to_dict())))
-    assert [layer.name for layer in costs.layers] == [name for name, _ in model.named_children()]
-    balance = costs.balance(2, chunks=2, memory_limit=10**9)
-    gpipe = GPipe(model, balance, devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
-    optimizer = torch.optim.SGD(gpipe.parameters(), lr=0.1)
-    output = gpipe(sample)
-    output.square().mean().backward()
-    optimizer.step()
-    assert output.shape[0] == sample.shape[0]
-    model, sample = make()
-    assert sum(balance_by_time(2, model, sample, device='cpu', timeout=0)) == len(model)
-    assert sum(balance_by_size(2, model, sample, device='cpu', chunks=2)) == len(model)
+def test_from_profile_to_a_training_step():
+    for make in MODELS:
+        model, sample = make()
+        costs = profile(model, sample, device='cpu', timeout=0)
+        costs = Profile.from_dict(json.loads(json.dumps(costs.to_dict())))
+        assert [layer.name for layer in costs.layers] == [
+            name for name, _ in model.named_children()
+        ], make
+        balance = costs.balance(2, chunks=2, memory_limit=10**9)
+        gpipe = GPipe(model, balance, devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='always')
+        optimizer = torch.optim.SGD(gpipe.parameters(), lr=0.1)
+        output = gpipe(sample)
+        output.square().mean().backward()
+        optimizer.step()
+        assert output.shape[0] == sample.shape[0], make
+        model, sample = make()
+        assert sum(balance_by_time(2, model, sample, device='cpu', timeout=0)) == len(model), make
+        assert sum(balance_by_size(2, model, sample, device='cpu', chunks=2)) == len(model), make
 
 
 def test_no_cut_before_a_layer_that_works_in_place():
@@ -98,7 +100,6 @@ class Caching(nn.Linear):
     """Keep the output."""
 
     def forward(self, x):
-        """Do so."""
         self.last = super().forward(x)
         return self.last
 
@@ -120,7 +121,6 @@ class Graph(nn.Module):
         self.fc = nn.Linear(64, 64)
 
     def forward(self, x):
-        """Mix features by the sparse matrix."""
         return torch.sparse.mm(self.adjacency, self.fc(x).t()).t()
 
 
@@ -151,15 +151,16 @@ def test_layers_that_are_hard_to_copy(make, clock):
 
 @pytest.mark.slow
 @pytest.mark.accelerator
-@pytest.mark.parametrize('make', MODELS)
-def test_accelerator(make):
-    model, sample = make()
+def test_layers_on_an_accelerator():
     module = torch.get_device_module(ACCELERATOR)
-    state = module.get_rng_state()
-    costs = profile(model, sample, timeout=0)
-    assert all(p.device.type == 'cpu' for p in model.parameters())
-    assert torch.equal(module.get_rng_state(), state)
-    cpu = profile(model, sample, timeout=0, device='cpu')
-    assert [x.parameter_bytes for x in costs.layers] == [x.parameter_bytes for x in cpu.layers]
-    assert [x.output_bytes for x in costs.layers] == [x.output_bytes for x in cpu.layers]
+    for make in MODELS:
+        model, sample = make()
+        state = module.get_rng_state()
+        costs = profile(model, sample, timeout=0)
+        assert all(p.device.type == 'cpu' for p in model.parameters()), make
+        assert torch.equal(module.get_rng_state(), state), make
+        cpu = profile(model, sample, timeout=0, device='cpu')
+        for one, other in zip(costs.layers, cpu.layers, strict=True):
+            assert one.parameter_bytes == other.parameter_bytes, (make, one)
+            assert one.output_bytes == other.output_bytes, (make, one)
     assert sum(balance_by_size(2, model, sample)) == sum(balance_by_time(2, model, sample))

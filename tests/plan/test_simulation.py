@@ -55,14 +55,15 @@ def test_halves_of_backward_by_hand():
     assert simulate(make('zb-h1', 2, 1), costs).seconds == 1 + 1 + 2.5 + 2.5 + 1
 
 
-@pytest.mark.parametrize(
-    'row, end',
-    [('0F0,0F1,0B0,0B1', 12), ('0F0,0F1,0R0,0B0,0B1', 12), ('0F0,0F1,0R0,0I0,0W0,0B1', 12.5)],
-)
-def test_recomputations_by_hand(row, end):
+def test_recomputations_by_hand():
     """Of the first micro-batch only: an action of its own, or the first thing in backward."""
-    costs = Costs([StageCosts(1.0, 3.0, input_backward=2.0, recomputation=4.0, recomputed=1)])
-    assert simulate(Schedule.parse(row), costs).seconds == end
+    for row, end in [
+        ('0F0,0F1,0B0,0B1', 12),
+        ('0F0,0F1,0R0,0B0,0B1', 12),
+        ('0F0,0F1,0R0,0I0,0W0,0B1', 12.5),
+    ]:
+        costs = Costs([StageCosts(1.0, 3.0, input_backward=2.0, recomputation=4.0, recomputed=1)])
+        assert simulate(Schedule.parse(row), costs).seconds == end
 
 
 def test_what_a_schedule_recomputes_itself_is_not_kept():
@@ -97,20 +98,20 @@ def bubble_rate(simulation):
     return 1 - max(simulation.busy) / span
 
 
-@pytest.mark.parametrize('name, rate', [('1f1b', 0.2431), ('zb-h1', 0.1585), ('zb-h2', 0.1083)])
-def test_bubbles_of_the_literature(name, rate):
+def test_bubbles_of_the_literature():
     """Qi et al., "Zero Bubble Pipeline Parallelism" (2023), tables 5 and 9; in ms."""
-    stage = StageCosts(18.522, 18.086 + 9.337, weight_backward=9.337)
-    simulation = simulate(make(name, 8, 24), Costs([stage] * 8, links=Link(0.601)))
-    assert round(bubble_rate(simulation), 4) == rate
+    for name, rate in [('1f1b', 0.2431), ('zb-h1', 0.1585), ('zb-h2', 0.1083)]:
+        stage = StageCosts(18.522, 18.086 + 9.337, weight_backward=9.337)
+        simulation = simulate(make(name, 8, 24), Costs([stage] * 8, links=Link(0.601)))
+        assert round(bubble_rate(simulation), 4) == rate
 
 
-@pytest.mark.parametrize('n, m', [(1, 1), (2, 3), (4, 8), (5, 7)])
-def test_bubbles_of_equal_stages(n, m):
-    for name in ('gpipe', '1f1b'):
-        simulation = simulate(make(name, n, m), Costs([StageCosts(1.0, 2.0)] * n))
-        assert simulation.seconds == 3 * (m + n - 1)
-        assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
+def test_bubbles_of_equal_stages():
+    for n, m in [(1, 1), (2, 3), (4, 8), (5, 7)]:
+        for name in ('gpipe', '1f1b'):
+            simulation = simulate(make(name, n, m), Costs([StageCosts(1.0, 2.0)] * n))
+            assert simulation.seconds == 3 * (m + n - 1)
+            assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
 
 
 def test_skips_take_time():
@@ -149,18 +150,15 @@ def test_more_to_wait_for():
     assert times(simulation)['1B0'] == (7, 9) and simulation.seconds == 3 + 8
 
 
-@pytest.mark.parametrize(
-    'text, what',
-    [
+def test_schedules_that_will_not_do():
+    for text, what in [
         ('', 'the schedule is empty'),
         ('0F0,0F0', '0F0 is there twice'),
         ('0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1', 'it cannot go on: 0B0 waits for 0F0, 1B0'),
-    ],
-)
-def test_schedules_that_will_not_do(text, what):
-    schedule = Schedule.parse(text)
-    with pytest.raises(ValueError, match=what):
-        simulate(schedule, Costs([StageCosts(1.0, 1.0)] * len(schedule.rows)))
+    ]:
+        schedule = Schedule.parse(text)
+        with pytest.raises(ValueError, match=what):
+            simulate(schedule, Costs([StageCosts(1.0, 1.0)] * len(schedule.rows)))
 
 
 def test_costs_of_other_stages():

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.plan.simulation import few
 from torchgpipe.schedule import Schedule, make
@@ -58,34 +56,36 @@ def test_a_device_frees_stages_and_gathers_them_again():
     ).peak_bytes == (5,)
 
 
-@pytest.mark.parametrize('gather, begin', [(3.0, 2.0), (0.5, 0.0)])
-def test_overlapping_collectives_by_hand(gather, begin):
+def test_overlapping_collectives_by_hand():
     """Of the first stage, a gather takes time beyond the first forward, of others none.
 
     A reduction starts with the last backward of its stage, ends after it, and one waits for the
     other.
     """
-    costs = Costs(
-        [
-            StageCosts(1.0, 2.0, gather=gather, reduction=1.0, update=0.5),
-            StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25),
-        ],
-        overlap=True,
-    )
-    simulation = simulate(TWICE, costs)
-    assert [x.start - begin for x in simulation.actions] == [0, 1, 2, 4]
-    assert [(name, start - begin, end - begin) for name, start, end in collected(simulation)] == [
-        ('gather 0', -begin, 0),
-        ('reduction 1', 2, 7),
-        ('reduction 0', 7, 8),
-        ('update 0', 8, 8.5),
-        ('update 1', 8.5, 8.75),
-    ]
-    short = replace(costs, stages=[replace(x, reduction=0.5) for x in costs.stages])
-    assert [
-        (name, start - begin, end - begin)
-        for name, start, end in collected(simulate(TWICE, short))[1:3]
-    ] == [('reduction 1', 2, 4), ('reduction 0', 4, 6)]
+    for gather, begin in [(3.0, 2.0), (0.5, 0.0)]:
+        costs = Costs(
+            [
+                StageCosts(1.0, 2.0, gather=gather, reduction=1.0, update=0.5),
+                StageCosts(1.0, 2.0, gather=4.0, reduction=5.0, update=0.25),
+            ],
+            overlap=True,
+        )
+        simulation = simulate(TWICE, costs)
+        assert [x.start - begin for x in simulation.actions] == [0, 1, 2, 4]
+        assert [
+            (name, start - begin, end - begin) for name, start, end in collected(simulation)
+        ] == [
+            ('gather 0', -begin, 0),
+            ('reduction 1', 2, 7),
+            ('reduction 0', 7, 8),
+            ('update 0', 8, 8.5),
+            ('update 1', 8.5, 8.75),
+        ]
+        short = replace(costs, stages=[replace(x, reduction=0.5) for x in costs.stages])
+        assert [
+            (name, start - begin, end - begin)
+            for name, start, end in collected(simulate(TWICE, short))[1:3]
+        ] == [('reduction 1', 2, 4), ('reduction 0', 4, 6)]
 
 
 def test_parts_of_a_peak_by_hand():
@@ -107,15 +107,12 @@ def test_parts_of_a_peak_by_hand():
     }
 
 
-@pytest.mark.parametrize(
-    'name, devices, m, numbers',
-    [
+def test_numbers_of_the_steady_state():
+    for name, devices, m, numbers in [
         ('1f1b', 4, 121, (44, 48)),
         ('1f1b', 5, 121, (45, 50)),
         ('1f1b', 64, 1000, (128, 192)),
         ('interleaved', 4, 121, (45, 49)),
         ('zb-v', 4, 121, (44, 48)),
-    ],
-)
-def test_numbers_of_the_steady_state(name, devices, m, numbers):
-    assert few(name, devices, m) == numbers
+    ]:
+        assert few(name, devices, m) == numbers

@@ -16,17 +16,17 @@ A100 = MACHINES['A100']
 GPT_22B = Transformer(48, 6144, 64, 51200, 2048, dropout=True, fused=False)
 
 
-@pytest.mark.parametrize('parallel', [False, True])
-@pytest.mark.parametrize('recomputation', ['none', 'selective'])
-def test_saved_tensors_match_the_paper(parallel, recomputation):
+def test_saved_tensors_match_the_paper():
     """Korthikanti et al., 2022, equations 1 to 4."""
-    s, b, h, a, t = 2048, 4, 6144, 64, 8
-    model = replace(GPT_22B, sequence_parallel=parallel)
-    block = model.profile(A100, t, b, recomputation).layers[1]
-    scores = 0 if recomputation == 'selective' else 5 * a * s / (h * t)
-    assert block.activation_bytes == pytest.approx(
-        s * b * h * ((10 / t if parallel else 10) + 24 / t + scores), abs=1
-    )
+    for parallel in [False, True]:
+        for recomputation in ['none', 'selective']:
+            s, b, h, a, t = 2048, 4, 6144, 64, 8
+            model = replace(GPT_22B, sequence_parallel=parallel)
+            block = model.profile(A100, t, b, recomputation).layers[1]
+            scores = 0 if recomputation == 'selective' else 5 * a * s / (h * t)
+            assert block.activation_bytes == pytest.approx(
+                s * b * h * ((10 / t if parallel else 10) + 24 / t + scores), abs=1
+            )
 
 
 def test_a_full_recomputation_is_up_to_the_schedule():
@@ -34,22 +34,22 @@ def test_a_full_recomputation_is_up_to_the_schedule():
     assert full == none
 
 
-@pytest.mark.parametrize(
-    'layers, width, heads, batch, petaflops',
-    [(48, 6144, 64, 4, 1.143), (96, 12288, 96, 64, 141.1)],
-)
-def test_flops_match_the_paper(layers, width, heads, batch, petaflops):
+def test_flops_match_the_paper():
     """72 B l s h² (1 + s / 6h + v / 12hl): Narayanan et al., 2021, without recomputation."""
-    s, v, h = 2048, 51200, width
-    paper = 72 * batch * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
-    found = Transformer(layers, width, heads, v, s).flops(batch)
-    assert found == pytest.approx(paper)
-    assert found / 1e15 == pytest.approx(petaflops, rel=0.002)
+    for depth, width, heads, batch, petaflops in [
+        (48, 6144, 64, 4, 1.143),
+        (96, 12288, 96, 64, 141.1),
+    ]:
+        s, v, h = 2048, 51200, width
+        paper = 72 * batch * depth * s * h**2 * (1 + s / (6 * h) + v / (12 * h * depth))
+        found = Transformer(depth, width, heads, v, s).flops(batch)
+        assert found == pytest.approx(paper), (depth, width, heads, batch, petaflops)
+        assert found / 1e15 == pytest.approx(petaflops, rel=0.002)
 
 
-@pytest.mark.parametrize(
-    'model, billions',
-    [
+def test_parameters_of_published_models():
+    """GPT-2 XL, Llama 3 8B and 70B, to the last one."""
+    for model, billions in [
         (Transformer(48, 1600, 25, 50257, 1024), 1.557611200),
         (
             Transformer(
@@ -81,42 +81,39 @@ def test_flops_match_the_paper(layers, width, heads, batch, petaflops):
             ),
             70.553706496,
         ),
-    ],
-)
-def test_parameters_of_published_models(model, billions):
-    """GPT-2 XL, Llama 3 8B and 70B, to the last one."""
-    assert model.parameters == round(billions * 1e9)
+    ]:
+        assert model.parameters == round(billions * 1e9)
 
 
-@pytest.mark.parametrize('tensor', [1, 2, 4])
-def test_a_gpt_that_runs(tensor):
+def test_a_gpt_that_runs():
     """FLOPs, parameters and saved tensors of each layer, as a dry run counts them."""
-    sizes = Sizes(256, 128, 64, 4, 3, tied=False)
-    with torch.device('meta'):
-        module = layers(GPT(sizes))
-    tokens = torch.empty(2, 128, dtype=torch.long, device='meta')
-    report = dry_run(
-        module,
-        [1] * 5,
-        tokens,
-        tokens,
-        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
-        mesh={'pipe': 5, 'tensor': tensor},
-        checkpoint='never',
-        tensor_plan=tensor_plan() if tensor > 1 else None,
-    )
-    model = Transformer(3, 64, 4, 256, 128, tied=False, dtype='float32')
-    profile = model.profile(A100, tensor, 2)
-    ranks = report.ranks[::tensor]
-    assert [x.parameter_bytes for x in profile.layers] == [x.parameters for x in ranks]
-    # Backward has twice as many, and computes the scores of fused attention again.
-    assert sum(x.forward_flops for x in report.stages) * tensor == model.flops(2) / 3
-    block, one = ranks[2], profile.layers[2]
-    assert (
-        one.activation_bytes
-        < block.activations
-        < (one.activation_bytes + one.backward_bytes + 4 * one.output_bytes)
-    )
+    for tensor in [1, 2, 4]:
+        sizes = Sizes(256, 128, 64, 4, 3, tied=False)
+        with torch.device('meta'):
+            module = layers(GPT(sizes))
+        tokens = torch.empty(2, 128, dtype=torch.long, device='meta')
+        report = dry_run(
+            module,
+            [1] * 5,
+            tokens,
+            tokens,
+            lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+            mesh={'pipe': 5, 'tensor': tensor},
+            checkpoint='never',
+            tensor_plan=tensor_plan() if tensor > 1 else None,
+        )
+        model = Transformer(3, 64, 4, 256, 128, tied=False, dtype='float32')
+        profile = model.profile(A100, tensor, 2)
+        ranks = report.ranks[::tensor]
+        assert [x.parameter_bytes for x in profile.layers] == [x.parameters for x in ranks], tensor
+        # Backward has twice as many, and computes the scores of fused attention again.
+        assert sum(x.forward_flops for x in report.stages) * tensor == model.flops(2) / 3
+        block, one = ranks[2], profile.layers[2]
+        assert (
+            one.activation_bytes
+            < block.activations
+            < (one.activation_bytes + one.backward_bytes + 4 * one.output_bytes)
+        ), tensor
 
 
 def test_ranks_share_products_and_their_collectives_take_time():
@@ -163,32 +160,26 @@ def test_a_host_that_starts_operations_slowly():
     assert large == GPT_22B.profile(A100, 1, 4)
 
 
-@pytest.mark.parametrize(
-    'model, tensor, text',
-    [
+def test_ranks_that_cannot_share():
+    for model, tensor, text in [
         (GPT_22B, 3, '3 ranks cannot share 64 heads'),
         (replace(GPT_22B, key_heads=4), 8, '8 ranks cannot share 4 key_heads'),
         (replace(GPT_22B, features=4 * 6144 + 1), 2, '2 ranks cannot share 24577 features'),
-    ],
-)
-def test_ranks_that_cannot_share(model, tensor, text):
-    with pytest.raises(ValueError, match=text):
-        model.profile(A100, tensor)
+    ]:
+        with pytest.raises(ValueError, match=text):
+            model.profile(A100, tensor)
 
 
-@pytest.mark.parametrize(
-    'change, error, text',
-    [
+def test_refused_sizes():
+    for change, error, text in [
         ({'layers': 0}, ValueError, 'layers must be a positive integer, but is 0'),
         ({'length': 2.5}, TypeError, 'length must be an integer'),
         ({'features': -5}, ValueError, 'features must be a positive integer'),
         ({'key_heads': 3}, ValueError, 'heads of key_heads, but they are 6144, 64 and 3'),
         ({'heads': 5, 'key_heads': 5}, ValueError, 'must be a multiple of heads'),
-    ],
-)
-def test_refused_sizes(change, error, text):
-    with pytest.raises(error, match=text):
-        replace(GPT_22B, **change)
+    ]:
+        with pytest.raises(error, match=text):
+            replace(GPT_22B, **change)
 
 
 def test_refused_recomputation():

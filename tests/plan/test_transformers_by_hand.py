@@ -61,59 +61,63 @@ def products(tokens, weights):
     return forward, 2 * forward + 3 * sum(k * n for k, n in weights)
 
 
-@pytest.mark.parametrize('dropout', [False, True])
-@pytest.mark.parametrize(
-    'keys, gated, parallel, t',
-    [(3, False, False, 1), (1, True, False, 1), (3, True, True, 3), (3, False, False, 3)],
-)
-def test_bytes_of_a_block_by_hand(dropout, keys, gated, parallel, t):
+def test_bytes_of_a_block_by_hand():
     """Scores in memory: two sequences, each 8 tokens of 12 features and 3 heads of 4."""
-    model = replace(
-        SMALL, key_heads=keys, gated=gated, dropout=dropout, sequence_parallel=parallel
-    )
-    n, own, f = 16, 16 / t if parallel else 16, 48
-    block = model.profile(BYTES, t, 2).layers[1]
-    qkv, inner = (12 + 2 * keys * 4) / t, (2 if gated else 1) * f / t
-    forward, backward = products(n, [(12, qkv), (12 / t, 12), (12, inner), (f / t, 12)])
-    heads = 2 * 3 / t
-    scores, both = heads * 64, elements(8, 4, 8, heads) + elements(8, 8, 4, heads)
-    mask = 1 if dropout else 0
-    assert block.forward_seconds == pytest.approx(
-        2 * (forward + both)
-        + scores * (4 + 5 * mask)
-        + 2 * own * 12 * (10 + mask)
-        + 2 * n * (inner + f / t)
-    )
-    assert block.backward_seconds == pytest.approx(
-        2 * (backward + 2 * both)
-        + scores * (6 + 5 * mask)
-        + 2 * own * 12 * (12 + mask)
-        + 2 * n * (2 * inner + f / t)
-    )
-    assert block.activation_bytes == round(
-        scores * (2 + 3 * mask)
-        + 2 * own * 12 * (2 + mask)
-        + 2 * (own * 12 + n * qkv)
-        + 2 * n * 12 / t
-        + 2 * (own * 12 + n * (inner + f / t))
-    )
-    assert block.backward_bytes == round((4 * 12 * inner * t + 2 * n * inner * t) / t)
+    for dropout in [False, True]:
+        for keys, gated, parallel, t in [
+            (3, False, False, 1),
+            (1, True, False, 1),
+            (3, True, True, 3),
+            (3, False, False, 3),
+        ]:
+            model = replace(
+                SMALL, key_heads=keys, gated=gated, dropout=dropout, sequence_parallel=parallel
+            )
+            n, own, f = 16, 16 / t if parallel else 16, 48
+            block = model.profile(BYTES, t, 2).layers[1]
+            qkv, inner = (12 + 2 * keys * 4) / t, (2 if gated else 1) * f / t
+            forward, backward = products(n, [(12, qkv), (12 / t, 12), (12, inner), (f / t, 12)])
+            heads = 2 * 3 / t
+            scores, both = heads * 64, elements(8, 4, 8, heads) + elements(8, 8, 4, heads)
+            mask = 1 if dropout else 0
+            assert block.forward_seconds == pytest.approx(
+                2 * (forward + both)
+                + scores * (4 + 5 * mask)
+                + 2 * own * 12 * (10 + mask)
+                + 2 * n * (inner + f / t)
+            )
+            assert block.backward_seconds == pytest.approx(
+                2 * (backward + 2 * both)
+                + scores * (6 + 5 * mask)
+                + 2 * own * 12 * (12 + mask)
+                + 2 * n * (2 * inner + f / t)
+            )
+            assert block.activation_bytes == round(
+                scores * (2 + 3 * mask)
+                + 2 * own * 12 * (2 + mask)
+                + 2 * (own * 12 + n * qkv)
+                + 2 * n * 12 / t
+                + 2 * (own * 12 + n * (inner + f / t))
+            )
+            assert block.backward_bytes == round((4 * 12 * inner * t + 2 * n * inner * t) / t)
 
 
-@pytest.mark.parametrize('keys', [1, 3])
-def test_bytes_of_fused_attention_by_hand(keys):
+def test_bytes_of_fused_attention_by_hand():
     """Queries, keys, values and the result; logarithms of sums, in float32, are saved."""
-    whole, fused = (
-        replace(SMALL, key_heads=keys, fused=x).profile(BYTES, 1, 2).layers[1]
-        for x in (False, True)
-    )
-    scores, both = 6 * 64, elements(8, 4, 8, 6) + elements(8, 8, 4, 6)
-    own = 2 * 16 * 4 * (3 + keys)
-    assert whole.forward_seconds - fused.forward_seconds == 2 * both + 4 * scores - 2 * own
-    assert whole.backward_seconds - fused.backward_seconds == 4 * both + 6 * scores - 4 * own
-    assert whole.activation_bytes - fused.activation_bytes == (2 * scores + 2 * 16 * 12) - (
-        2 * 16 * 12 + 4 * 6 * 8
-    )
+    for keys in [1, 3]:
+        whole, fused = (
+            replace(SMALL, key_heads=keys, fused=x).profile(BYTES, 1, 2).layers[1]
+            for x in (False, True)
+        )
+        scores, both = 6 * 64, elements(8, 4, 8, 6) + elements(8, 8, 4, 6)
+        own = 2 * 16 * 4 * (3 + keys)
+        assert whole.forward_seconds - fused.forward_seconds == 2 * both + 4 * scores - 2 * own
+        assert (
+            whole.backward_seconds - fused.backward_seconds == 4 * both + 6 * scores - 4 * own
+        ), keys
+        assert whole.activation_bytes - fused.activation_bytes == (2 * scores + 2 * 16 * 12) - (
+            2 * 16 * 12 + 4 * 6 * 8
+        ), keys
 
 
 def test_operations_of_a_block_by_hand():
@@ -143,28 +147,31 @@ def test_a_selective_recomputation_is_the_forward_of_attention():
     assert again.backward_seconds - none.backward_seconds == 2 * both + 4 * 6 * 64
 
 
-@pytest.mark.parametrize('parallel, t', [(False, 1), (False, 2), (True, 2)])
-def test_bytes_of_ends_by_hand(parallel, t):
+def test_bytes_of_ends_by_hand():
     """The embedding and the head, with two sequences of 8 tokens and 50 words."""
-    model = Transformer(1, 12, 4, 50, 8, sequence_parallel=parallel)
-    profile = model.profile(BYTES, t, 2)
-    first, last = profile.layers[0], profile.layers[-1]
-    n, own, v = 16, 16 / t if parallel else 16, 50 / t
-    assert first.forward_seconds == first.backward_seconds == 3 * 2 * n * 12
-    assert first.activation_bytes == 0 and profile.input_bytes == 8 * n
-    assert replace(model, dropout=True).profile(BYTES, t, 2).layers[0].activation_bytes == own * 12
-    forward, backward = products(n, [(12, v)])
-    assert last.forward_seconds == pytest.approx(2 * forward + 8 * own * 12 + 24 * n * v)
-    assert last.backward_seconds == pytest.approx(2 * backward + 12 * own * 12 + 14 * n * v)
-    assert last.activation_bytes == 4 * own * 12
-    # The softmax in float32, and in backward a gradient beside the output's.
-    assert (last.output_bytes, last.backward_bytes) == (4 * n * v, 4 * n * v)
-    assert first.backward_bytes == first.parameter_bytes
-    assert last.parameter_bytes == 2 * (50 * 12 // t + 2 * 12)
-    assert first.parameter_bytes == 2 * (50 * 12 // t + 8 * 12)
-    plain = replace(model, biases=False).profile(BYTES, t, 2).layers
-    assert plain[0].parameter_bytes == 2 * 50 * 12 // t
-    assert plain[-1].parameter_bytes == 2 * (50 * 12 // t + 12)
+    for parallel, t in [(False, 1), (False, 2), (True, 2)]:
+        model = Transformer(1, 12, 4, 50, 8, sequence_parallel=parallel)
+        profile = model.profile(BYTES, t, 2)
+        first, last = profile.layers[0], profile.layers[-1]
+        n, own, v = 16, 16 / t if parallel else 16, 50 / t
+        assert first.forward_seconds == first.backward_seconds == 3 * 2 * n * 12, (parallel, t)
+        assert first.activation_bytes == 0 and profile.input_bytes == 8 * n, (parallel, t)
+        assert (
+            replace(model, dropout=True).profile(BYTES, t, 2).layers[0].activation_bytes
+            == own * 12
+        )
+        forward, backward = products(n, [(12, v)])
+        assert last.forward_seconds == pytest.approx(2 * forward + 8 * own * 12 + 24 * n * v)
+        assert last.backward_seconds == pytest.approx(2 * backward + 12 * own * 12 + 14 * n * v)
+        assert last.activation_bytes == 4 * own * 12, (parallel, t)
+        # The softmax in float32, and in backward a gradient beside the output's.
+        assert (last.output_bytes, last.backward_bytes) == (4 * n * v, 4 * n * v), (parallel, t)
+        assert first.backward_bytes == first.parameter_bytes, (parallel, t)
+        assert last.parameter_bytes == 2 * (50 * 12 // t + 2 * 12)
+        assert first.parameter_bytes == 2 * (50 * 12 // t + 8 * 12)
+        plain = replace(model, biases=False).profile(BYTES, t, 2).layers
+        assert plain[0].parameter_bytes == 2 * 50 * 12 // t
+        assert plain[-1].parameter_bytes == 2 * (50 * 12 // t + 12)
 
 
 def test_collectives_of_ends():

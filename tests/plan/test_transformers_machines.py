@@ -39,9 +39,8 @@ def test_shares_lie_on_a_line_over_the_logarithm_of_sizes():
     )
 
 
-@pytest.mark.parametrize(
-    'devices, stride, seconds',
-    [
+def test_a_gather_is_a_ring_over_the_slowest_link():
+    for devices, stride, seconds in [
         (1, 1, 0.0),
         (2, 1, 1.0 + 100 / 2 / 100),
         # The two devices of a host share its links to other hosts.
@@ -49,11 +48,9 @@ def test_shares_lie_on_a_line_over_the_logarithm_of_sizes():
         # Only one device of each host is in the group.
         (4, 2, 3 * (2.0 + 100 / 4 / 10)),
         (4, 8, 3 * (2.0 + 100 / 4 / 10)),
-    ],
-)
-def test_a_gather_is_a_ring_over_the_slowest_link(devices, stride, seconds):
-    assert MACHINE.gather(100.0, devices, stride) == pytest.approx(seconds)
-    assert MACHINE.all_reduce(100.0, devices, stride) == pytest.approx(2 * seconds)
+    ]:
+        assert MACHINE.gather(100.0, devices, stride) == pytest.approx(seconds)
+        assert MACHINE.all_reduce(100.0, devices, stride) == pytest.approx(2 * seconds)
 
 
 def test_hosts_are_never_faster_than_their_own_links():
@@ -74,17 +71,16 @@ def test_links_of_a_pipeline():
     assert free.links(4, 8)[0][1].seconds(1e9) == free.gather(1e9, 64) == 0.0
 
 
-@pytest.mark.parametrize('name', MACHINES)
-def test_machines_survive_json(name):
-    machine = MACHINES[name]
-    assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
-    assert 0.3 < machine.share(8192) < 1
-    assert machine.network.bandwidth < machine.host.bandwidth
+def test_machines_survive_json():
+    for name in MACHINES:
+        machine = MACHINES[name]
+        assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine, name
+        assert 0.3 < machine.share(8192) < 1, name
+        assert machine.network.bandwidth < machine.host.bandwidth, name
 
 
-@pytest.mark.parametrize(
-    'change, text',
-    [
+def test_refused():
+    for change, text in [
         ({'flops': {}}, 'has peaks by dtype'),
         ({'flops': {'bfloat16': 0.0}}, 'has peaks by dtype'),
         ({'shares': ()}, 'shares by ascending sizes'),
@@ -96,11 +92,9 @@ def test_machines_survive_json(name):
         ({'bandwidth': -1.0}, "'bandwidth' of a Machine"),
         ({'split': -1.0}, "'split' of a Machine"),
         ({'actions': {'X': 1.0}}, "names 'X'"),
-    ],
-)
-def test_refused(change, text):
-    with pytest.raises(ValueError, match=text):
-        replace(MACHINE, **change)
+    ]:
+        with pytest.raises(ValueError, match=text):
+            replace(MACHINE, **change)
 
 
 def test_not_a_machine():

@@ -27,7 +27,7 @@ def programs(name):
     """Yield rows of a schedule, and the seconds of actions."""
     for ranks in (2, 3, 4):
         for v in STAGES.get(name, (1,)):
-            for m in range(1, 17):
+            for m in (1, 2, 3, 5, 8, 13):
                 chance = random.Random(100 * ranks + m)
                 skips = [
                     tuple(sorted(chance.sample(range(ranks * v), 2)))
@@ -40,32 +40,32 @@ def programs(name):
                     yield with_messages(each, skips), costs.__getitem__
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_a_queue_for_each_direction_is_as_fast_as_one_for_each_message(name):
-    for late, seconds in programs(name):
-        rows = [*map(receiving_early, late)]
-        assert times_in_queues(rows, seconds, TRANSFER, direction) == times_in_queues(
-            rows, seconds, TRANSFER
-        )
+def test_a_queue_for_each_direction_is_as_fast_as_one_for_each_message():
+    for name in NAMES:
+        for late, seconds in programs(name):
+            rows = [*map(receiving_early, late)]
+            times = times_in_queues(rows, seconds, TRANSFER, direction)
+            assert times == times_in_queues(rows, seconds, TRANSFER), name
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_early_receives_in_one_queue_for_each_pair_block_the_sends_behind_them(name):
-    for late, seconds in programs(name):
-        if not any(getattr(each, 'kind', '') == 'R' for row in late for each in row):
-            with pytest.raises(ValueError, match=r'ranks wait for each other: rank 0 at \d'):
-                times_in_queues([*map(receiving_early, late)], seconds, TRANSFER, pair)
+def test_early_receives_in_one_queue_for_each_pair_block_the_sends_behind_them():
+    for name in NAMES:
+        for late, seconds in programs(name):
+            if not any(getattr(each, 'kind', '') == 'R' for row in late for each in row):
+                with pytest.raises(ValueError, match=r'ranks wait for each other: rank 0 at \d'):
+                    times_in_queues([*map(receiving_early, late)], seconds, TRANSFER, pair)
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_receives_that_are_late_enough_for_one_queue_wait_for_the_transfer(name):
-    slower, slowest = 0, 1.0
-    for late, seconds in programs(name):
-        early = times_in_queues([*map(receiving_early, late)], seconds, TRANSFER, direction)
-        ratio = max(times_in_queues(late, seconds, TRANSFER, pair).values()) / max(early.values())
-        assert ratio > 1 - 1e-9
-        slower, slowest = slower + (ratio > 1 + 1e-9), max(slowest, ratio)
-    assert slower > 30 and slowest > 1.01
+def test_receives_that_are_late_enough_for_one_queue_wait_for_the_transfer():
+    for name in NAMES:
+        slower, slowest = 0, 1.0
+        for late, seconds in programs(name):
+            early = times_in_queues([*map(receiving_early, late)], seconds, TRANSFER, direction)
+            times = times_in_queues(late, seconds, TRANSFER, pair)
+            ratio = max(times.values()) / max(early.values())
+            assert ratio > 1 - 1e-9, name
+            slower, slowest = slower + (ratio > 1 + 1e-9), max(slowest, ratio)
+        assert slower > 10 and slowest > 1.01, name
 
 
 def test_a_message_waits_for_its_content_and_for_both_ranks():
@@ -91,9 +91,8 @@ def test_receives_move_before_one_action_and_keep_their_order():
             ]
 
 
-@pytest.mark.parametrize(
-    'places, skips, expected',
-    [
+def test_edges_are_the_pairs_of_ranks_with_messages():
+    for places, skips, expected in [
         ([0, 1], (), [(0, 1), (1, 0)]),
         ([0, 1, 1, 0], (), [(0, 1), (1, 0)]),
         ([0, 1, 2, 0, 1, 2], (), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]),
@@ -103,7 +102,5 @@ def test_receives_move_before_one_action_and_keep_their_order():
             [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)],
         ),
         ([0, 0], (), []),
-    ],
-)
-def test_edges_are_the_pairs_of_ranks_with_messages(places, skips, expected):
-    assert edges(places, skips) == expected
+    ]:
+        assert edges(places, skips) == expected

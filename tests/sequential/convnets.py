@@ -69,39 +69,6 @@ class ResNet(nn.Module):
         return self.fc(x)
 
 
-class VGG(nn.Module):
-    """By default VGG-16 (arXiv 1409.1556)."""
-
-    def __init__(
-        self, depths=(2, 2, 3, 3, 3), width=64, hidden=4096, pool=7, num_classes=1000, dropout=0.5
-    ):
-        super().__init__()
-        layers, channels = [], 3
-        for k, depth in enumerate(depths):
-            out = width << min(k, 3)
-            for _ in range(depth):
-                layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
-                channels = out
-            layers.append(nn.MaxPool2d(2, 2))
-        self.features = nn.Sequential(*layers)
-        self.avgpool = nn.AdaptiveAvgPool2d(pool)
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * pool * pool, hidden),
-            nn.ReLU(True),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(True),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, num_classes),
-        )
-
-    def forward(self, x):
-        x = self.features(x)
-        x = self.avgpool(x)
-        x = x.view(x.size(0), -1)
-        return self.classifier(x)
-
-
 def divisible(value, by=8):
     """Round to a multiple, and not down by more than a tenth."""
     rounded = max(by, int(value + by / 2) // by * by)

@@ -3,7 +3,7 @@
 import torch
 
 from tests.sequential.clip import CLIP
-from tests.sequential.convnets import LARGE, VGG, DenseNet, MobileNetV3, ResNet, UNet
+from tests.sequential.convnets import LARGE, DenseNet, MobileNetV3, ResNet, UNet
 from tests.sequential.t5 import T5, T5Config
 from tests.sequential.transformers import GPT, GPTConfig, VisionTransformer
 from torchgpipe import Arguments
@@ -76,10 +76,6 @@ def clip(dropout=0.1):
 #: without any: `MODELS[name](dropout=0.0)`.
 MODELS = {
     'ResNet': lambda dropout=0.1: (ResNet([1, 2], 4, num_classes=5), images(16, 16)),
-    'VGG': lambda dropout=0.1: (
-        VGG([1, 2], 4, hidden=12, pool=2, num_classes=5, dropout=dropout),
-        images(10, 10),
-    ),
     'MobileNetV3': lambda dropout=0.1: (
         MobileNetV3([*LARGE[1:5], LARGE[10]], 0.25, hidden=16, num_classes=5, dropout=dropout),
         images(24, 24),
@@ -98,42 +94,4 @@ MODELS = {
     'GPT': gpt,
     'T5': t5,
     'two towers': clip,
-}
-
-#: Each gives a model of the size that was published, and a sample of four.
-FULL = {
-    'ResNet-50': lambda: (ResNet(), images(224, 224, batch=4)),
-    'VGG-16': lambda: (VGG(), images(224, 224, batch=4)),
-    'MobileNetV3-Large': lambda: (MobileNetV3(), images(224, 224, batch=4)),
-    'U-Net': lambda: (UNet(), images(192, 192, batch=4)),
-    'DenseNet-121': lambda: (DenseNet(), images(224, 224, batch=4)),
-    'ViT-B/16': lambda: (VisionTransformer(), images(224, 224, batch=4)),
-    'GPT-2 small': lambda: (
-        GPT(GPTConfig()),
-        Arguments(tokens(128, 50257, batch=4), attention_mask=padded(128, batch=4)),
-    ),
-    'T5-small': lambda: (
-        T5(T5Config()),
-        Arguments(
-            tokens(128, 32128, batch=4),
-            attention_mask=padded(128, batch=4),
-            labels=tokens(64, 32128, batch=4),
-        ),
-    ),
-    'CLIP ViT-B/32': lambda: (
-        CLIP(),
-        Arguments(images(224, 224, batch=4), tokens(77, 49408, batch=4)),
-    ),
-}
-
-#: Published numbers of parameters of the models of the literature.
-PARAMETERS = {
-    'ResNet-50': 25557032,
-    'VGG-16': 138357544,
-    'MobileNetV3-Large': 5483032,
-    'DenseNet-121': 7978856,
-    'ViT-B/16': 86567656,
-    'GPT-2 small': 124439808,
-    'T5-small': 60506624,
-    'CLIP ViT-B/32': 151277313,
 }

@@ -46,14 +46,14 @@ def test_a_model_that_is_another_one_in_evaluation():
         to_sequential(model.eval(), torch.rand(4, 6))
 
 
-@pytest.mark.parametrize('grad', [True, False])
-def test_a_gradient_that_is_lost(grad):
+def test_a_gradient_that_is_lost():
     """Also where the conversion is called without grad mode."""
-    model = Model(lambda m, x: x * m.table)
-    stages = [model.a, lambda m, x: m.b(x * m.table.detach())]
-    with pytest.raises(ConversionError, match='in training: gradient of table by inf'):
-        with torch.set_grad_enabled(grad):
-            from_stages(model, stages, torch.rand(4, 6))
+    for grad in [True, False]:
+        model = Model(lambda m, x: x * m.table)
+        stages = [model.a, lambda m, x: m.b(x * m.table.detach())]
+        with pytest.raises(ConversionError, match='in training: gradient of table by inf'):
+            with torch.set_grad_enabled(grad):
+                from_stages(model, stages, torch.rand(4, 6))
 
 
 def test_a_gradient_that_the_model_has_not():
@@ -73,29 +73,28 @@ def test_the_first_eight_differences_are_named():
         from_stages(model, [*model, lambda m, x: 2 * x], torch.rand(4, 6))
 
 
-@pytest.mark.parametrize(
-    'draw',
-    [lambda: torch.rand(1000).ge(0.5).nonzero(), lambda: torch.ones(random.randrange(1000))],
-    ids=['PyTorch', 'Python'],
-)
-def test_a_way_that_goes_by_random_numbers(draw):
+def test_a_way_that_goes_by_random_numbers():
     """It is not said that the size of micro-batches is to blame."""
+    for draw in [
+        lambda: torch.rand(1000).ge(0.5).nonzero(),
+        lambda: torch.ones(random.randrange(1000)),
+    ]:
 
-    class Drawn(nn.Module):
-        def forward(self):
-            return draw()
+        class Drawn(nn.Module):
+            def forward(self):
+                return draw()
 
-    def function(m, x):
-        for _ in range(m.drawn().shape[0]):
-            x = x + 1e-3
-        return x
+        def function(m, x):
+            for _ in range(m.drawn().shape[0]):
+                x = x + 1e-3
+            return x
 
-    model = Model(function)
-    model.drawn = Drawn()
-    torch.manual_seed(1)
-    random.seed(1)
-    with pytest.raises(ValueError, match='^the program of a converted model goes the way'):
-        to_sequential(model, torch.rand(4, 6), leaves=[Drawn])
+        model = Model(function)
+        model.drawn = Drawn()
+        torch.manual_seed(1)
+        random.seed(1)
+        with pytest.raises(ValueError, match='^the program of a converted model goes the way'):
+            to_sequential(model, torch.rand(4, 6), leaves=[Drawn])
 
 
 def test_a_way_that_goes_by_a_weight():
@@ -186,25 +185,25 @@ def test_parameters_that_do_not_learn():
     assert len(to_sequential(model, x)) == 2 and x.grad is None
 
 
-@pytest.mark.parametrize('kind', [nn.Parameter, nn.Buffer])
-def test_names_in_another_order(kind):
+def test_names_in_another_order():
     """If a tensor has two names, the layer has it by the second one first."""
+    for kind in [nn.Parameter, nn.Buffer]:
 
-    class Inner(nn.Module):
-        def __init__(self, shared):
-            super().__init__()
-            self.own, self.shared = nn.Parameter(torch.rand(6)), shared
+        class Inner(nn.Module):
+            def __init__(self, shared):
+                super().__init__()
+                self.own, self.shared = nn.Parameter(torch.rand(6)), shared
 
-        def forward(self, x):
-            return x * self.own + self.shared
+            def forward(self, x):
+                return x * self.own + self.shared
 
-    shared = kind(torch.rand(6))
-    model = Model(lambda m, x: m.second(x))
-    model.first, model.second = Inner(shared), Inner(shared)
-    layers = to_sequential(model, torch.rand(4, 6))
-    assert [*layers[0].state_dict()].index('second.own') < [*layers[0].state_dict()].index(
-        'first.shared'
-    )
+        shared = kind(torch.rand(6))
+        model = Model(lambda m, x: m.second(x))
+        model.first, model.second = Inner(shared), Inner(shared)
+        layers = to_sequential(model, torch.rand(4, 6))
+        assert [*layers[0].state_dict()].index('second.own') < [*layers[0].state_dict()].index(
+            'first.shared'
+        ), kind
 
 
 def test_a_model_on_no_device():
@@ -231,31 +230,36 @@ def made_in_inference_mode(makes_model):
     return model
 
 
-@pytest.mark.parametrize('by_hand', [False, True])
-@pytest.mark.parametrize('makes_model, converts', [(True, True), (True, False), (False, True)])
-def test_inference_mode(makes_model, converts, by_hand):
+def test_inference_mode():
     """In v0.8.0, it failed: tensors made in that mode were changed and saved for backward."""
-    model = made_in_inference_mode(makes_model)
-    with torch.inference_mode(converts):
-        x = torch.rand(4, 6)
-        if by_hand:
-            layers = from_stages(
-                model, [model.a, lambda m, x: m.b(m.norm(x * m.table + m.shift) + m.plain)], x
-            )
-        else:
-            layers = to_sequential(model, x)
-    with torch.inference_mode():
-        assert torch.equal(layers.eval()(x), model.eval()(x))
-    if not makes_model:
-        layers(torch.rand(4, 6)).sum().backward()
-        assert model.table.grad is not None
+    for by_hand in [False, True]:
+        for makes_model, converts in [(True, True), (True, False), (False, True)]:
+            model = made_in_inference_mode(makes_model)
+            with torch.inference_mode(converts):
+                x = torch.rand(4, 6)
+                if by_hand:
+                    layers = from_stages(
+                        model,
+                        [model.a, lambda m, x: m.b(m.norm(x * m.table + m.shift) + m.plain)],
+                        x,
+                    )
+                else:
+                    layers = to_sequential(model, x)
+            with torch.inference_mode():
+                assert torch.equal(layers.eval()(x), model.eval()(x))
+            if not makes_model:
+                layers(torch.rand(4, 6)).sum().backward()
+                assert model.table.grad is not None, (by_hand, makes_model, converts)
 
 
-@pytest.mark.parametrize('makes_model', [False, True])
-def test_other_numbers_in_inference_mode(makes_model):
-    model = made_in_inference_mode(makes_model)
-    with torch.inference_mode(), pytest.raises(ConversionError, match='in training: output by'):
-        from_stages(model, [model.a, model.b], torch.rand(4, 6))
+def test_other_numbers_in_inference_mode():
+    for makes_model in [False, True]:
+        model = made_in_inference_mode(makes_model)
+        with (
+            torch.inference_mode(),
+            pytest.raises(ConversionError, match='in training: output by'),
+        ):
+            from_stages(model, [model.a, model.b], torch.rand(4, 6))
 
 
 # --- unchanged state
@@ -320,14 +324,14 @@ def test_random_numbers_of_python_that_come_after_what_a_leaf_draws():
     assert random.getstate() == state
 
 
-@pytest.mark.parametrize('training', [True, False])
-def test_the_mode_of_the_model_is_that_of_all_modules(training):
-    model = Model(lambda m, x: x * 2).train(training)
-    for layers in (
-        to_sequential(model, torch.rand(4, 6)),
-        from_stages(model, [model.a, lambda m, x: m.b(x * 2)], torch.rand(4, 6)),
-    ):
-        assert all(module.training == training for module in layers.modules())
+def test_the_mode_of_the_model_is_that_of_all_modules():
+    for training in [True, False]:
+        model = Model(lambda m, x: x * 2).train(training)
+        for layers in (
+            to_sequential(model, torch.rand(4, 6)),
+            from_stages(model, [model.a, lambda m, x: m.b(x * 2)], torch.rand(4, 6)),
+        ):
+            assert all(module.training == training for module in layers.modules())
 
 
 def test_grad_mode_is_on_in_a_recording():
@@ -347,23 +351,19 @@ class Holder:
         self.held = held
 
 
-@pytest.mark.parametrize(
-    'make, change',
-    [
+def test_a_change_within_an_object_is_seen():
+    for make, change in [
         (lambda: ([1],), lambda x: x[0].append(2)),
         (lambda: {1}, lambda x: x.add(2)),
         (lambda: [Holder([])], lambda x: x[0].held.append(1)),
         (lambda: {'a': 1}, lambda x: x.update({'b': x.pop('a')})),
         (lambda: Holder(1), lambda x: setattr(x, 'held', 2)),
-    ],
-    ids=range(5),
-)
-def test_a_change_within_an_object_is_seen(make, change):
-    thing = make()
-    before = ids_within(thing)
-    assert ids_within(thing) == before
-    change(thing)
-    assert ids_within(thing) != before
+    ]:
+        thing = make()
+        before = ids_within(thing)
+        assert ids_within(thing) == before, (make, change)
+        change(thing)
+        assert ids_within(thing) != before, (make, change)
 
 
 def test_an_object_that_holds_itself():

@@ -23,21 +23,18 @@ def with_output(x, labels):
     return {'out': x, 'loss': of_tokens(x, labels)}
 
 
-@pytest.mark.parametrize(
-    'loss, gather',
-    [
+def test_a_rule_that_is_right_gives_no_warning():
+    for loss, gather in [
         (of_tokens, count),
         (with_output, count),
         (with_output, {'loss': count}),
         (with_output, {'loss': 'stack'}),
         (of_tokens, 'stack'),
         (lambda x, labels: (x.square().mean(), of_tokens(x, labels)), ['mean', count]),
-    ],
-)
-def test_a_rule_that_is_right_gives_no_warning(loss, gather):
-    sample = tokens()
-    layers = to_sequential(Loss(loss), sample, gather=gather)
-    GPipe(layers, [1], devices=['cpu'], chunks=3, gather=gather)(*sample.args)
+    ]:
+        sample = tokens()
+        layers = to_sequential(Loss(loss), sample, gather=gather)
+        GPipe(layers, [1], devices=['cpu'], chunks=3, gather=gather)(*sample.args)
 
 
 def test_a_rule_without_any_token_in_one_half():
@@ -46,9 +43,8 @@ def test_a_rule_without_any_token_in_one_half():
     assert len(to_sequential(Loss(of_tokens), sample, gather=count)) == 1
 
 
-@pytest.mark.parametrize(
-    'loss, gather',
-    [
+def test_a_rule_that_is_wrong_is_named():
+    for loss, gather in [
         (of_tokens, 'mean'),
         (of_tokens, 'sum'),
         (of_tokens, lambda x, labels: (labels != 3).sum()),
@@ -57,24 +53,23 @@ def test_a_rule_without_any_token_in_one_half():
         (lambda x, labels: x.square().mean(), count),
         (of_two_kinds, count),
         (contrastive, 'mean'),
-    ],
-)
-@pytest.mark.parametrize('key', [None, 'loss'])
-def test_a_rule_that_is_wrong_is_named(loss, gather, key):
-    model = Loss(lambda x, labels: {'loss': loss(x, labels)} if key else loss(x, labels))
-    name = r"output\['loss'\]" if key else 'output'
-    with pytest.raises(
-        ConversionError, match=f"^gather gives other numbers .*: {name} by [^,]*[.] Use 'mean'"
-    ):
-        to_sequential(model, tokens(), gather={'loss': gather} if key else gather)
-    with pytest.raises(ConversionError, match='^gather gives'):
-        from_stages(
-            model,
-            [lambda m, x, labels: (m.a(x), labels), lambda m, given: m.function(*given)],
-            tokens(),
-            gather={'loss': gather} if key else gather,
-        )
-    to_sequential(model, tokens(), gather=gather, check_sample=False)
+    ]:
+        for key in [None, 'loss']:
+            model = Loss(lambda x, labels: {'loss': loss(x, labels)} if key else loss(x, labels))
+            name = r"output\['loss'\]" if key else 'output'
+            with pytest.raises(
+                ConversionError,
+                match=f"^gather gives other numbers .*: {name} by [^,]*[.] Use 'mean'",
+            ):
+                to_sequential(model, tokens(), gather={'loss': gather} if key else gather)
+            with pytest.raises(ConversionError, match='^gather gives'):
+                from_stages(
+                    model,
+                    [lambda m, x, labels: (m.a(x), labels), lambda m, given: m.function(*given)],
+                    tokens(),
+                    gather={'loss': gather} if key else gather,
+                )
+            to_sequential(model, tokens(), gather=gather, check_sample=False)
 
 
 def test_what_no_rule_is_for_is_warned_of():
@@ -126,13 +121,13 @@ def test_rounding_and_random_numbers_are_no_wrong_rule():
         assert len(to_sequential(Loss(loss), torch.randn(8, 6), gather='mean')) == 1
 
 
-@pytest.mark.parametrize(
-    'convert',
-    [to_sequential, lambda model, x, gather: from_stages(model, [*model], x, gather=gather)],
-)
-def test_a_rule_that_is_none_is_refused(convert):
-    with pytest.raises(ValueError, match="gather must be .*'average'"):
-        convert(nn.Sequential(nn.Linear(6, 6)), torch.rand(2, 6), gather='average')
+def test_a_rule_that_is_none_is_refused():
+    for convert in [
+        to_sequential,
+        lambda model, x, gather: from_stages(model, [*model], x, gather=gather),
+    ]:
+        with pytest.raises(ValueError, match="gather must be .*'average'"):
+            convert(nn.Sequential(nn.Linear(6, 6)), torch.rand(2, 6), gather='average')
 
 
 def of_a_router(x, labels):

@@ -69,16 +69,16 @@ class Steps(nn.Module):
         return self.b(x)
 
 
-@pytest.mark.parametrize('causal, backwards', [(False, False), (True, False), (True, True)])
-def test_steps_in_time_that_are_taken_for_samples(causal, backwards):
+def test_steps_in_time_that_are_taken_for_samples():
     """In v0.8.0, they were cut. One half is right where steps see the others on one side only."""
-    model, x = Steps(causal, backwards), torch.rand(8, 5, 6)
-    with pytest.raises(ConversionError, match=r'batch_dim=0.*: output by .*batch_dim=1'):
-        to_sequential(model, x)
-    if not causal:
-        with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
-            from_stages(model, [model.a, *model.layers, model.b], x)
-    assert len(to_sequential(model, x, batch_dim=1)) == 4
+    for causal, backwards in [(False, False), (True, False), (True, True)]:
+        model, x = Steps(causal, backwards), torch.rand(8, 5, 6)
+        with pytest.raises(ConversionError, match=r'batch_dim=0.*: output by .*batch_dim=1'):
+            to_sequential(model, x)
+        if not causal:
+            with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
+                from_stages(model, [model.a, *model.layers, model.b], x)
+        assert len(to_sequential(model, x, batch_dim=1)) == 4, (causal, backwards)
 
 
 def test_what_is_the_same_for_all_samples():
@@ -95,21 +95,17 @@ def test_arguments_with_the_batch_in_other_dimensions():
     assert len(to_sequential(model, sample, batch_dim=[0, 1])) == 2
 
 
-@pytest.mark.parametrize(
-    'function',
-    [
+def test_samples_that_see_each_other():
+    for function in [
         lambda m, x: x / len(x),
         lambda m, x: x - x.mean(0),
         lambda m, x: x.cumsum(0),
         lambda m, x: x.flip(0).cumsum(0).flip(0),
         lambda m, x: x.roll(1, 0),
-    ],
-    ids=range(5),
-)
-@pytest.mark.parametrize('size', [2, 5, 8])
-def test_samples_that_see_each_other(function, size):
-    with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
-        to_sequential(Model(function), torch.rand(size, 6))
+    ]:
+        for size in [2, 5, 8]:
+            with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
+                to_sequential(Model(function), torch.rand(size, 6))
 
 
 class Several(nn.Module):
@@ -144,34 +140,30 @@ def test_outputs_without_a_batch_dimension():
         to_sequential(Several(True), torch.rand(7, 6))
 
 
-@pytest.mark.parametrize(
-    'plain',
-    [
+def test_plain_values_that_go_by_the_samples():
+    """In v0.8.2, a pipeline returned the value of one micro-batch."""
+    for plain in [
         lambda x: x.shape[0],
         lambda x: x.shape[0] * x.shape[1],
         lambda x: x.shape,
         lambda x: x.size(0) > 3,
         lambda x: {'n': (None, len(x) / 2)},
         lambda x: x.sum().item(),
-    ],
-    ids=range(6),
-)
-def test_plain_values_that_go_by_the_samples(plain):
-    """In v0.8.2, a pipeline returned the value of one micro-batch."""
+    ]:
 
-    class Counts(Model):
-        def forward(self, x):
-            return super().forward(x), plain(x)
+        class Counts(Model):
+            def forward(self, x):
+                return super().forward(x), plain(x)
 
-    model = Counts(lambda m, x: x)
-    with pytest.raises(
-        ConversionError,
-        match=r'(?s)plain value .*: output\[1\].* is .* for the '
-        'sample and .*, .* for halves. Compute it',
-    ):
-        to_sequential(model, torch.rand(6, 6))
-    with pytest.raises(ConversionError, match='plain value'):
-        from_stages(model, [model.a, lambda m, x: (m.b(x), plain(x))], torch.rand(6, 6))
+        model = Counts(lambda m, x: x)
+        with pytest.raises(
+            ConversionError,
+            match=r'(?s)plain value .*: output\[1\].* is .* for the '
+            'sample and .*, .* for halves. Compute it',
+        ):
+            to_sequential(model, torch.rand(6, 6))
+        with pytest.raises(ConversionError, match='plain value'):
+            from_stages(model, [model.a, lambda m, x: (m.b(x), plain(x))], torch.rand(6, 6))
 
 
 def test_plain_values_that_are_the_same_for_halves():
@@ -230,14 +222,14 @@ class Net(nn.Module):
         return self.head(x.amax(1)), F.softmax(x, -1)
 
 
-@pytest.mark.parametrize('dtype', [torch.float, torch.double, torch.bfloat16])
-@pytest.mark.parametrize('size', [2, 5, 16])
-def test_rounding_is_no_mixing(dtype, size):
-    torch.manual_seed(size)
-    x = torch.randn(size, 3, 15, 15, dtype=dtype)
-    assert len(to_sequential(Net().to(dtype), x)) == 5
-    with torch.autocast('cpu', dtype=torch.bfloat16, enabled=dtype is torch.float):
-        assert len(to_sequential(Net().to(dtype), x)) == 5
+def test_rounding_is_no_mixing():
+    for dtype in [torch.float, torch.double, torch.bfloat16]:
+        for size in [2, 5, 16]:
+            torch.manual_seed(size)
+            x = torch.randn(size, 3, 15, 15, dtype=dtype)
+            assert len(to_sequential(Net().to(dtype), x)) == 5
+            with torch.autocast('cpu', dtype=torch.bfloat16, enabled=dtype is torch.float):
+                assert len(to_sequential(Net().to(dtype), x)) == 5
 
 
 def test_what_rounding_may_come_to_is_that_of_the_least_precise_number():
@@ -280,17 +272,16 @@ class Deep(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(20))
 
     def forward(self, x):
-        """Do so."""
         for linear, norm in zip(self.linears, self.norms):
             x = norm(torch.tanh(3 * linear(x)))
         return x
 
 
-@pytest.mark.parametrize('seed', range(3))
-def test_rounding_that_grows_in_a_deep_model_is_no_mixture(seed):
+def test_rounding_that_grows_in_a_deep_model_is_no_mixture():
     """Halves get other kernels than the whole."""
-    torch.manual_seed(seed)
-    to_sequential(Deep(), torch.randn(4, 64))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        to_sequential(Deep(), torch.randn(4, 64))
 
 
 # --- losses
@@ -334,40 +325,35 @@ def of_all_pairs(x, *_):
     return torch.pdist(x).exp().neg().sum() * 1e-3
 
 
-@pytest.mark.parametrize('size', [3, 5, 8])
-@pytest.mark.parametrize(
-    'loss',
-    [contrastive, both_ways, sum_of_contrasts, repelled, of_all_pairs],
-    ids=lambda f: f.__name__,
-)
-def test_a_loss_that_compares_samples(loss, size):
+def test_a_loss_that_compares_samples():
     """In v0.8.2, such a model was converted without a word, if it gave nothing but the loss."""
-    torch.manual_seed(0)
-    with pytest.raises(
-        ConversionError,
-        match=r'samples of a mini-batch are mixed.*: output[^ ]*, '
-        r'[^ ]+ for the sample and [^ ]+, [^ ]+ for halves',
-    ):
-        to_sequential(Loss(loss), torch.randn(size, 6))
+    for size in [3, 5, 8]:
+        for loss in [contrastive, both_ways, sum_of_contrasts, repelled, of_all_pairs]:
+            torch.manual_seed(0)
+            with pytest.raises(
+                ConversionError,
+                match=r'samples of a mini-batch are mixed.*: output[^ ]*, '
+                r'[^ ]+ for the sample and [^ ]+, [^ ]+ for halves',
+            ):
+                to_sequential(Loss(loss), torch.randn(size, 6))
 
 
-@pytest.mark.parametrize('dtype', [torch.float, torch.double, torch.bfloat16])
-@pytest.mark.parametrize('size', [2, 5, 8])
-@pytest.mark.parametrize(
-    'loss',
-    [
-        lambda x: x.square().mean(),
-        lambda x: x.square().sum(),
-        lambda x: x.mean(1).sum(0, True),
-        lambda x: {'out': x, 'loss': F.cross_entropy(x, x.argmin(1))},
-        lambda x: (x.square().mean(), x.square().sum(), torch.ones(())),
-        lambda x: x.square().mean() - x.square().mean().item(),
-    ],
-    ids=range(6),
-)
-def test_a_loss_that_is_a_mean_or_a_sum(loss, size, dtype):
-    torch.manual_seed(0)
-    assert len(to_sequential(Loss(loss).to(dtype), torch.randn(size, 6, dtype=dtype))) == 1
+def test_a_loss_that_is_a_mean_or_a_sum():
+    for dtype in [torch.float, torch.double, torch.bfloat16]:
+        for size in [2, 5, 8]:
+            for loss in [
+                lambda x: x.square().mean(),
+                lambda x: x.square().sum(),
+                lambda x: x.mean(1).sum(0, True),
+                lambda x: {'out': x, 'loss': F.cross_entropy(x, x.argmin(1))},
+                lambda x: (x.square().mean(), x.square().sum(), torch.ones(())),
+                lambda x: x.square().mean() - x.square().mean().item(),
+            ]:
+                torch.manual_seed(0)
+                assert (
+                    len(to_sequential(Loss(loss).to(dtype), torch.randn(size, 6, dtype=dtype)))
+                    == 1
+                )
 
 
 def of_tokens(x, labels):
@@ -385,37 +371,34 @@ def with_decay(x, labels):
     return F.cross_entropy(x, labels, reduction='sum') + 3
 
 
-@pytest.mark.parametrize(
-    'loss',
-    [
+def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of():
+    """As no rule of a pipeline gives it."""
+    for loss in [
         of_tokens,
         of_two_kinds,
         with_decay,
         lambda x, labels: of_tokens(x, labels).exp(),
         lambda x, labels: (x - labels[:, None]).square().mean().sqrt(),
-    ],
-    ids=range(5),
-)
-@pytest.mark.parametrize('seed', range(5))
-def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of(loss, seed):
-    """As no rule of a pipeline gives it."""
-    torch.manual_seed(seed)
-    sample = Arguments(torch.randn(8, 6), torch.tensor([3, 0, 0, 0, 1, 2, 5, 4]))
-    with pytest.warns(UserWarning, match="^output is .* for the sample .*gather={'loss'") as found:
-        assert len(to_sequential(Loss(loss), sample)) == 1
-    assert found[0].filename == __file__
+    ]:
+        for seed in range(5):
+            torch.manual_seed(seed)
+            sample = Arguments(torch.randn(8, 6), torch.tensor([3, 0, 0, 0, 1, 2, 5, 4]))
+            with pytest.warns(
+                UserWarning, match="^output is .* for the sample .*gather={'loss'"
+            ) as found:
+                assert len(to_sequential(Loss(loss), sample)) == 1
+            assert found[0].filename == __file__, (loss, seed)
 
 
-@pytest.mark.parametrize(
-    'loss',
-    [lambda x: x.var(0, unbiased=False).sum(), lambda x: torch.cdist(x, x).amax(1).mean()],
-    ids=range(2),
-)
-def test_what_can_not_be_told_from_a_mean_by_other_weights_is_warned_of(loss):
+def test_what_can_not_be_told_from_a_mean_by_other_weights_is_warned_of():
     """A repeated sample is neither farther away nor another variance."""
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match='A loss that compares samples'):
-        to_sequential(Loss(loss), torch.randn(8, 6))
+    for loss in [
+        lambda x: x.var(0, unbiased=False).sum(),
+        lambda x: torch.cdist(x, x).amax(1).mean(),
+    ]:
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match='A loss that compares samples'):
+            to_sequential(Loss(loss), torch.randn(8, 6))
 
 
 def test_a_loss_without_any_token_in_one_half():

@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 import torch
 
-from tests.devices import ACCELERATOR, DEVICES, cpus, devices
-from tests.sequential.models import BATCH, FULL, MODELS, PARAMETERS
+from tests.devices import ACCELERATOR, DEVICES, cpus
+from tests.sequential.models import BATCH, MODELS
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size
 from torchgpipe.base.structure import call, flatten, flatten_nested
@@ -37,13 +37,13 @@ def make(name, dropout, seed=0):
 
 @functools.cache
 def converted_once(name, dropout):
-    """Return a model, a sequential one that was made of a copy of it, and the sample."""
+    """Return a model, the sequential one that is made of it, and the sample."""
     model, sample = make(name, dropout)
-    return model, to_sequential(copy.deepcopy(model), sample), sample
+    return model, to_sequential(model, sample), sample
 
 
-def converted(name, dropout=0.0):
-    """Return copies of these for one test."""
+def converted(name, dropout=0.1):
+    """Return copies of these for one test, which share no parameters."""
     model, sequential, sample = converted_once(name, dropout)
     return copy.deepcopy(model), copy.deepcopy(sequential), sample
 
@@ -163,35 +163,36 @@ def train_both(devices, mode, chunks, n, model, sequential, sample):
     assert_same_output(call(gpipe, to(gpipe.devices[0], sample)), call(model, to(place, sample)))
 
 
-@models
-@pytest.mark.parametrize(
-    'n, chunks, mode',
-    [  # all pairs
-        (2, 1, 'always'),
-        (3, 3, 'always'),
-        (4, 1, 'always'),
-        (2, 3, 'except_last'),
-        (3, 1, 'except_last'),
-        (4, 3, 'except_last'),
-    ],
+#: Partitions, chunks and the mode: all pairs.
+SETTINGS = [
+    (2, 1, 'always'),
+    (3, 3, 'always'),
+    (4, 1, 'always'),
+    (2, 3, 'except_last'),
+    (3, 1, 'except_last'),
+    (4, 3, 'except_last'),
+]
+several = pytest.mark.parametrize(
+    'name, n, chunks, mode', [(name, *SETTINGS[5 * k % 6]) for k, name in enumerate(MODELS)]
 )
+
+
+@several
 @cpus
-def test_three_steps(devices, mode, chunks, n, name):
-    train_both(devices, mode, chunks, n, *converted(name, dropout=0.1))
+def test_three_steps(devices, name, n, chunks, mode):
+    train_both(devices, mode, chunks, n, *converted(name))
 
 
 @pytest.mark.accelerator
-@models
-@pytest.mark.parametrize('n, mode', [(2, 'always'), (3, 'except_last'), (4, 'always')])
-def test_three_steps_without_dropout(mode, n, name):
-    train_both(DEVICES['accelerators'], mode, 3, n, *converted(name))
+@several
+def test_three_steps_without_dropout(name, n, chunks, mode):
+    train_both(DEVICES['accelerators'], mode, chunks, n, *converted(name, dropout=0.0))
 
 
 @models
 def test_parameters_and_buffers_are_those_of_the_model(name):
-    model, sample = make(name, 0.1)
-    before = copy.deepcopy(model.state_dict())
-    sequential = to_sequential(model, sample)
+    before = make(name, 0.1)[0].state_dict()
+    model, sequential, _ = converted_once(name, 0.1)
     for found, known in zip(trained(sequential, model)[1:], trained(model)[1:]):
         assert found.keys() == known.keys()
         assert all(found[key] is known[key] for key in known)
@@ -207,11 +208,11 @@ def assert_equal(actual, expected):
 
 
 @models
-@devices
-def test_state_dict_there_and_back(devices, name):
+def test_states_there_and_back(name):
+    """By the names of the model: out of the layers into it, and the other way round."""
     model, sequential, sample = converted(name)
     expected = model.state_dict()
-    gpipe = GPipe(copy.deepcopy(sequential), balanced(3, sequential, sample), devices=devices(3))
+    gpipe = GPipe(copy.deepcopy(sequential), balanced(3, sequential, sample), devices=['cpu'] * 3)
     for net in (sequential, gpipe):
         assert {key.partition('.')[0] for key in net.state_dict()} <= set(map(str, range(999)))
         other, _ = make(name, 0.0, seed=1)
@@ -219,13 +220,6 @@ def test_state_dict_there_and_back(devices, name):
         assert_equal(other.state_dict(), expected)
         assert_equal(original_names(net.state_dict()), expected)
     assert gpipe.state_dict().keys() == sequential.state_dict().keys()
-
-
-@models
-@devices
-def test_load_a_checkpoint_of_the_model(devices, name):
-    _, sequential, sample = converted(name)
-    gpipe = GPipe(copy.deepcopy(sequential), balanced(3, sequential, sample), devices=devices(3))
     state = make(name, 0.0, seed=1)[0].state_dict()
     for net in (sequential, gpipe):
         net.load_state_dict(state)
@@ -240,10 +234,3 @@ def test_load_a_checkpoint_of_the_model(devices, name):
     for net in (sequential, gpipe):
         with pytest.raises(RuntimeError, match=lost):
             net.load_state_dict(state)
-
-
-@pytest.mark.parametrize('name', PARAMETERS)
-def test_they_are_the_models_of_the_literature(name):
-    with torch.device('meta'):
-        model, _ = FULL[name]()
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]

@@ -68,49 +68,47 @@ STAGES = [first, second, third, last]
 
 
 @devices
-@pytest.mark.parametrize(
-    'sample',
-    [
+def test_stages(devices):
+    for sample in [
         torch.randint(10, (6, 5)),
         Arguments(torch.randint(10, (6, 5)), mask=torch.ones(6, 5).double()),
-    ],
-    ids=['ids', 'mask'],
-)
-def test_stages(devices, sample):
-    torch.manual_seed(0)
-    net = Net().double()
-    net.drop.p = 0.0 if devices.are_accelerators else 0.5  # where generators are others
-    layers = from_stages(net, STAGES, sample)
-    args, kwargs = (
-        (sample.args, sample.kwargs) if isinstance(sample, Arguments) else ((sample,), {})
-    )
-    reference = copy.deepcopy(net)
-    pipe = GPipe(layers, [2, 2], devices=devices(2), chunks=1, checkpoint='always')
-    for step in range(3):
-        outputs = []
-        for model in (reference, pipe):
-            torch.manual_seed(step)
-            model.zero_grad()
-            place = devices.first if model is pipe else 'cpu'
-            output = model(
-                *(x.to(place) for x in args), **{name: x.to(place) for name, x in kwargs.items()}
-            )
-            (output['words'].square().sum() + output['pool'].sum()).backward()
-            outputs.append({name: x.cpu() for name, x in output.items()})
-            with torch.no_grad():
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p -= 0.003 * p.grad
-        for name, x in outputs[0].items():
-            assert (x - outputs[1][name]).abs().max() <= 1e-12
-    state = reference.state_dict()
-    found = original_names(pipe.state_dict())
-    assert found.keys() == state.keys()
-    assert all((found[name].cpu() - x).abs().max() <= 1e-12 for name, x in state.items())
-    pipe.load_state_dict(state)
-    assert all(
-        torch.equal(x.cpu(), state[name]) for name, x in original_names(pipe.state_dict()).items()
-    )
+    ]:
+        torch.manual_seed(0)
+        net = Net().double()
+        net.drop.p = 0.0 if devices.are_accelerators else 0.5  # where generators are others
+        layers = from_stages(net, STAGES, sample)
+        args, kwargs = (
+            (sample.args, sample.kwargs) if isinstance(sample, Arguments) else ((sample,), {})
+        )
+        reference = copy.deepcopy(net)
+        pipe = GPipe(layers, [2, 2], devices=devices(2), chunks=1, checkpoint='always')
+        for step in range(3):
+            outputs = []
+            for model in (reference, pipe):
+                torch.manual_seed(step)
+                model.zero_grad()
+                place = devices.first if model is pipe else 'cpu'
+                output = model(
+                    *(x.to(place) for x in args),
+                    **{name: x.to(place) for name, x in kwargs.items()},
+                )
+                (output['words'].square().sum() + output['pool'].sum()).backward()
+                outputs.append({name: x.cpu() for name, x in output.items()})
+                with torch.no_grad():
+                    for p in model.parameters():
+                        if p.grad is not None:
+                            p -= 0.003 * p.grad
+            for name, x in outputs[0].items():
+                assert (x - outputs[1][name]).abs().max() <= 1e-12, sample
+        state = reference.state_dict()
+        found = original_names(pipe.state_dict())
+        assert found.keys() == state.keys(), sample
+        assert all((found[name].cpu() - x).abs().max() <= 1e-12 for name, x in state.items())
+        pipe.load_state_dict(state)
+        assert all(
+            torch.equal(x.cpu(), state[name])
+            for name, x in original_names(pipe.state_dict()).items()
+        ), sample
 
 
 def test_a_stage_has_what_it_uses():

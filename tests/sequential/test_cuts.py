@@ -6,6 +6,7 @@ from torch import nn
 
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet
+from tests.marks import slow
 from torchgpipe import Arguments, GPipe
 from torchgpipe.balance import profile
 from torchgpipe.sequential import to_sequential
@@ -131,21 +132,21 @@ def test_a_layer_hands_over_a_tensor():
     assert skips(layers) == [(1, 4)]  # the left output; b is passed on
 
 
-@pytest.mark.parametrize('width, expected', [(2, [(1, 4)]), (9, [(0, 2), (2, 4)])])
-def test_a_layer_hands_over_the_smallest_tensor(width, expected):
+def test_a_layer_hands_over_the_smallest_tensor():
     """The output of the left tower, 4 wide, or the input of the right one."""
+    for width, expected in [(2, [(1, 4)]), (9, [(0, 2), (2, 4)])]:
 
-    def forward(m, a, b):
-        a, b = m.left(a), m.right(b)
-        return a + b
+        def forward(m, a, b):
+            a, b = m.left(a), m.right(b)
+            return a + b
 
-    model = of(
-        forward,
-        left=nn.Sequential(*linears(2)),
-        right=nn.Sequential(nn.Linear(width, 4), *linears(2)),
-    )
-    layers = to_sequential(model, Arguments(torch.randn(4, 4), torch.randn(4, width)))
-    assert len(layers) == 5 and skips(layers) == expected
+        model = of(
+            forward,
+            left=nn.Sequential(*linears(2)),
+            right=nn.Sequential(nn.Linear(width, 4), *linears(2)),
+        )
+        layers = to_sequential(model, Arguments(torch.randn(4, 4), torch.randn(4, width)))
+        assert len(layers) == 5 and skips(layers) == expected
 
 
 def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
@@ -348,11 +349,10 @@ def least_across(found, share):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     'by_hand, model, number',
     [
-        (resnet101, ResNet101, 105),
+        slow(resnet101, ResNet101, 105),
         (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15),
     ],
     ids=['ResNet-101', 'U-Net'],

@@ -273,7 +273,6 @@ def test_more_partitions_than_layers():
 #: How many layers the models of the literature become, by their grain.
 NUMBERS = {
     'ResNet': (5, 13),
-    'VGG': (6, 6),
     'MobileNetV3': (9, 25),
     'U-Net': (9, 13),
     'DenseNet': (8, 13),
@@ -315,7 +314,6 @@ class PreActivation(nn.Module):
         self.f, self.g = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x):
-        """Compute it."""
         x = F.relu(x, inplace=True)
         return x + self.g(self.f(x * 1))
 
@@ -324,7 +322,6 @@ class InPlace(PreActivation):
     """A block that adds to its input in place."""
 
     def forward(self, x):
-        """Compute it."""
         x += self.g(self.f(x * 1))
         return x
 
@@ -359,7 +356,6 @@ class Deep(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(6))
 
     def forward(self, x):
-        """Compute it."""
         x = self.begin(x)
         for block in self.blocks:
             x = block(x)

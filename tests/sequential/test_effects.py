@@ -56,21 +56,21 @@ def empty_caches():
         cached.cache_clear()
 
 
-@pytest.mark.parametrize('table', [bounded, unbounded])
-def test_what_a_cache_has_it_keeps(table):
+def test_what_a_cache_has_it_keeps():
     """In v0.8.0, a conversion emptied a cache in which it had put a value."""
-    mine = table(3)
-    layers = to_sequential(Model(lambda m, x: x + table(6)), sample())
-    assert table(3) is mine and type(table(6)) is torch.Tensor
-    assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+    for table in [bounded, unbounded]:
+        mine = table(3)
+        layers = to_sequential(Model(lambda m, x: x + table(6)), sample())
+        assert table(3) is mine and type(table(6)) is torch.Tensor
+        assert [name for name, _ in layers.named_buffers() if 'constant' in name], table
 
 
-@pytest.mark.parametrize('function', [in_a_global, by_a_size])
-def test_what_a_global_has_it_keeps(function):
-    model = Model(function)
-    layers = to_sequential(model, sample())
-    assert [*TABLES] == [6] and type(TABLES[6]) is torch.Tensor
-    assert torch.equal(layers(sample()), model(sample()))
+def test_what_a_global_has_it_keeps():
+    for function in [in_a_global, by_a_size]:
+        model = Model(function)
+        layers = to_sequential(model, sample())
+        assert [*TABLES] == [6] and type(TABLES[6]) is torch.Tensor, function
+        assert torch.equal(layers(sample()), model(sample())), function
 
 
 def test_what_others_have_is_left_alone():
@@ -167,34 +167,23 @@ KEEPERS = [
 
 
 @pytest.mark.parametrize('function, name', KEEPERS, ids=lambda x: getattr(x, '__name__', ''))
-@pytest.mark.parametrize('has_sample', [True, False])
-def test_who_keeps_something_in_each_run_is_named(function, name, has_sample):
+def test_a_keeper_of_something_of_each_run_is_named_and_has_no_value_afterwards(function, name):
     """In v0.8.0, it was not; and without a sample, values were left there."""
-    with pytest.raises(
-        ConversionError,
-        match=rf'keeps what it computes in {name}, and each run '
-        r'.*leaves=\[',
-    ):
-        to_sequential(Model(function), sample() if has_sample else None)
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    assert len(to_sequential(model, sample(), leaves=['1'])) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'function', [f for f, _ in KEEPERS if f is not in_a_tuple], ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize('has_sample', [True, False])
-def test_nobody_has_a_value_afterwards(function, has_sample):
-    """Only values of the model itself are kept there, whether or not the conversion succeeds."""
 
     def fails(m, x):
         x = function(m, x)
         return x if x.sum() > 0 else -x
 
-    for each in (function, fails):
-        with pytest.raises(ConversionError):
+    kept = rf'keeps what it computes in {name}, and each run .*leaves=\['
+    for each, has_sample, text in (
+        (function, True, kept),
+        (function, False, kept),
+        (fails, False, None),
+    ):
+        with pytest.raises(ConversionError, match=text):
             to_sequential(Model(each), sample() if has_sample else None)
+        if function is in_a_tuple:  # A tuple keeps its values, which are of no use.
+            continue
         places = [
             *HELD.values,
             *ANY.values(),
@@ -206,6 +195,8 @@ def test_nobody_has_a_value_afterwards(function, has_sample):
         model, x = Model(each), sample()
         assert function is not in_a_cache or type(cached_of_tensors(x)) is torch.Tensor
         model(x)
+    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+    assert len(to_sequential(model, sample(), leaves=['1'])) == 3
 
 
 def test_a_value_is_of_no_use_once_its_recording_is_over():
@@ -249,16 +240,16 @@ def kept_table(width):
     return TABLES[width]
 
 
-@pytest.mark.parametrize('table', [cached_table, kept_table])
-def test_a_cache_is_filled_with_tensors(table):
+def test_a_cache_is_filled_with_tensors():
     """And neither the model nor the next conversion finds a value of a recording in it."""
-    TABLES.clear()
-    cached_table.cache_clear()
-    for _ in range(2):
-        model = Model(lambda m, x: x + table(6))
-        layers = check(model, sample())
-        assert type(table(6)) is torch.Tensor
-        assert [name for name, _ in layers.named_buffers() if 'constant' in name]
+    for table in [cached_table, kept_table]:
+        TABLES.clear()
+        cached_table.cache_clear()
+        for _ in range(2):
+            model = Model(lambda m, x: x + table(6))
+            layers = check(model, sample())
+            assert type(table(6)) is torch.Tensor
+            assert [name for name, _ in layers.named_buffers() if 'constant' in name], table
 
 
 # --- random numbers of Python's
@@ -294,25 +285,22 @@ def hooked():
     return layer
 
 
-@pytest.mark.parametrize(
-    'draw',
-    [lambda: Draws(6, 6), hooked, lambda: Inner(lambda m, x: Drawn.apply(x))],
-    ids=['layer', 'hook', 'function'],
-)
-def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself(draw):
+def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself():
     """Such a step puts the generator back."""
-    uniform = random.uniform
-    assert len(to_sequential(nn.Sequential(nn.Linear(6, 6), draw(), nn.Linear(6, 6)), sample()))
-    model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
-    with pytest.raises(ConversionError, match='draws random numbers of Python'):
-        to_sequential(model, sample(), check_sample=False)
+    for draw in [lambda: Draws(6, 6), hooked, lambda: Inner(lambda m, x: Drawn.apply(x))]:
+        uniform = random.uniform
+        assert len(
+            to_sequential(nn.Sequential(nn.Linear(6, 6), draw(), nn.Linear(6, 6)), sample())
+        )
+        model = nn.Sequential(Inner(lambda m, x: x + uniform(0, 1)), draw(), nn.Linear(6, 6))
+        with pytest.raises(ConversionError, match='draws random numbers of Python'):
+            to_sequential(model, sample(), check_sample=False)
 
 
 class Linear(nn.Linear):
     """A layer that reads a flag of the model that has it."""
 
     def forward(self, x):
-        """Compute it."""
         return super().forward(x.clamp(max=1) if self.owner[0].clips else x)
 
 
@@ -326,24 +314,22 @@ class SetsAFlag(nn.Module):
         self.a.owner = [self]
 
     def forward(self, x):
-        """Compute it."""
         self.clips = True
         x = self.b(self.norm(self.a(x)))
         self.clips = not self.resets
         return x
 
 
-@pytest.mark.parametrize('resets', [False, True])
-def test_a_flag_that_a_call_sets_is_refused(resets):
-    with pytest.raises(ConversionError, match="it sets the attribute 'clips' of a module"):
-        to_sequential(SetsAFlag(resets), torch.randn(6, 4))
+def test_a_flag_that_a_call_sets_is_refused():
+    for resets in [False, True]:
+        with pytest.raises(ConversionError, match="it sets the attribute 'clips' of a module"):
+            to_sequential(SetsAFlag(resets), torch.randn(6, 4))
 
 
 class DropsAtRandom(nn.Module):
     """A layer that draws numbers of Python's."""
 
     def forward(self, x):
-        """Compute it."""
         return x * (random.random() < 2)
 
 

@@ -7,15 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.marks import slow
 from tests.sequential import models
 from tests.sequential.models import MODELS
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import to_sequential
 
-pytestmark = [
-    pytest.mark.filterwarnings('ignore:output.*neither'),
-]
+pytestmark = [pytest.mark.filterwarnings('ignore:output.*neither')]
 
 WORDS, LENGTH = 13, 6
 
@@ -55,7 +52,6 @@ class Llama(nn.Module):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
     def forward(self, input_ids, attention_mask, labels=None, **kwargs):
-        """Compute the logits, and the loss if there are labels."""
         B, T = input_ids.shape
         x = self.embed(input_ids)
         mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
@@ -85,7 +81,6 @@ class Bert(nn.Module):
         self.decoder = nn.Linear(width, WORDS)
 
     def forward(self, input_ids, attention_mask, labels=None):
-        """Compute the logits, and the loss if there are labels."""
         x = self.embed(input_ids) + self.places(torch.arange(LENGTH, device=input_ids.device))
         for layer in self.encoder:
             x = layer(x, src_key_padding_mask=attention_mask == 0)
@@ -100,7 +95,6 @@ class T5(models.T5):
     """A T5 whose labels are its expected output and, shifted, the input of its decoder."""
 
     def forward(self, input_ids, attention_mask, labels):
-        """Compute the logits and the loss."""
         logits = super().forward(input_ids, attention_mask, labels=labels).logits
         loss_fct = nn.CrossEntropyLoss(ignore_index=-100)
         return {
@@ -176,13 +170,10 @@ def assert_near(actual, expected):
 
 
 @language_models
-@pytest.mark.parametrize(
-    'sizes', [[(2, 2), (5, 4), (9, 2)], slow([(3, 2), (7, 3), (8, 8), (9, 4)])]
-)
-def test_a_mean_over_the_labels_of_the_mini_batch(name, sizes):
+def test_a_mean_over_the_labels_of_the_mini_batch(name):
     """Of 2 to 9 rows, in micro-batches of 1 to 5, by the plain call and by a step."""
     model, layers, count = make(name)
-    for rows, chunks in sizes:
+    for rows, chunks in ((2, 2), (7, 3), (8, 8), (9, 2)):
         pipe = pipeline(layers, chunks, gather={'loss': count})
         batch = padded(rows, rows)
         expected = trained(model, lambda: value_of(model(**batch)))
@@ -212,7 +203,6 @@ class Classifier(nn.Module):
         self.loss = Doubled(self.loss) if leaf else self.loss
 
     def forward(self, x, labels):
-        """Compute it."""
         return {'loss': self.loss(self.body(x), labels)}
 
 
@@ -224,12 +214,13 @@ class Doubled(nn.Module):
         self.loss = loss
 
     def forward(self, logits, labels):
-        """Compute it."""
         return 2 * self.loss(logits, labels)
 
 
-@language_models
-@pytest.mark.parametrize('checkpoint', ['always', 'never'])
+@pytest.mark.parametrize(
+    'name, checkpoint',
+    [('GPT', 'always'), ('Llama', 'never'), ('BERT', 'always'), ('T5', 'never')],
+)
 def test_a_mean_over_labels_is_taken_for_no_mean_over_samples(name, checkpoint):
     """It is refused before gradients are added; where all count the same, it is one."""
     model, layers, count = make(name)
@@ -259,16 +250,16 @@ def test_a_mean_over_labels_is_taken_for_no_mean_over_samples(name, checkpoint):
     )
 
 
-@pytest.mark.parametrize('leaf', [False, True])
-def test_a_loss_that_is_a_submodule(leaf):
-    model = Classifier(leaf)
-    x, labels = torch.rand(5, 4), torch.tensor([1, 2, -100, 3, -100])
-    layers = to_sequential(model, Arguments(x, labels), leaves=[Doubled] if leaf else [])
-    layers = pickle.loads(pickle.dumps(layers))
-    pipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather='mean')
-    with pytest.raises(ValueError, match="so gather='mean' is not the loss"):
-        pipe(x, labels)
-    torch.testing.assert_close(pipe(x, labels.clamp(0)), model(x, labels.clamp(0)))
+def test_a_loss_that_is_a_submodule():
+    for leaf in [False, True]:
+        model = Classifier(leaf)
+        x, labels = torch.rand(5, 4), torch.tensor([1, 2, -100, 3, -100])
+        layers = to_sequential(model, Arguments(x, labels), leaves=[Doubled] if leaf else [])
+        layers = pickle.loads(pickle.dumps(layers))
+        pipe = GPipe(layers, [len(layers)], devices=['cpu'], chunks=2, gather='mean')
+        with pytest.raises(ValueError, match="so gather='mean' is not the loss"):
+            pipe(x, labels)
+        torch.testing.assert_close(pipe(x, labels.clamp(0)), model(x, labels.clamp(0)))
 
 
 def test_a_mean_over_samples_beside_one_that_is_counted():
@@ -276,7 +267,6 @@ def test_a_mean_over_samples_beside_one_that_is_counted():
         """It has another loss, which is a mean over samples."""
 
         def forward(self, input_ids, attention_mask, labels):
-            """Compute both."""
             output = super().forward(input_ids, attention_mask, labels)
             return {**output, 'size': output['logits'].square().mean()}
 

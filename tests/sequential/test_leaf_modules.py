@@ -31,41 +31,35 @@ def test_blocks_that_are_named_are_leaves():
     assert 'self.body[0](args_0' in layers[0].code
 
 
-@pytest.mark.parametrize(
-    'leaf, error, match',
-    [
+def test_leaves_that_are_none():
+    for leaf, error, match in [
         ('c', ValueError, "no submodule 'c'"),
         (nn.Conv2d, ValueError, 'no submodule'),
         (3, TypeError, 'name of a submodule, a class or a module'),
         (nn.Linear(1, 1), ValueError, 'no submodule'),
-    ],
-)
-def test_leaves_that_are_none(leaf, error, match):
-    with pytest.raises(error, match=match):
-        to_sequential(Model(halves), sample(), leaves=[leaf])
+    ]:
+        with pytest.raises(error, match=match):
+            to_sequential(Model(halves), sample(), leaves=[leaf])
 
 
-@pytest.mark.parametrize(
-    'region',
-    [
+def test_a_region_of_a_mode_that_is_so_anyway_stays_one():
+    for region in [
         lambda: torch.autocast('cpu', enabled=False),
         torch.enable_grad,
         lambda: torch.inference_mode(False),
-    ],
-    ids=['autocast', 'grad', 'inference'],
-)
-def test_a_region_of_a_mode_that_is_so_anyway_stays_one(region):
-    def function(m, x):
-        with region():
-            return (x[:, None] @ x[:, :, None])[:, 0] * x
+    ]:
 
-    with pytest.raises(ConversionError, match='changes grad mode, inference mode or autocast'):
-        to_sequential(Model(function), sample())
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    layers = to_sequential(model, sample())
-    with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
-        assert torch.equal(layers(sample()), model(sample()))
-        assert layers(sample()).requires_grad == model(sample()).requires_grad
+        def function(m, x):
+            with region():
+                return (x[:, None] @ x[:, :, None])[:, 0] * x
+
+        with pytest.raises(ConversionError, match='changes grad mode, inference mode or autocast'):
+            to_sequential(Model(function), sample())
+        model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+        layers = to_sequential(model, sample())
+        with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):
+            assert torch.equal(layers(sample()), model(sample())), region
+            assert layers(sample()).requires_grad == model(sample()).requires_grad, region
 
 
 def test_a_region_of_autocast_for_the_device_of_a_tensor():
@@ -89,19 +83,17 @@ def test_whether_a_tensor_has_a_gradient_is_left_to_the_module_that_asks():
         assert torch.equal(layers(sample()), model(sample()))
 
 
-@pytest.mark.parametrize(
-    'register', ['register_full_backward_hook', 'register_full_backward_pre_hook']
-)
-def test_a_module_with_backward_hooks_is_a_leaf(register):
+def test_a_module_with_backward_hooks_is_a_leaf():
     """And no other one of its class."""
+    for register in ['register_full_backward_hook', 'register_full_backward_pre_hook']:
 
-    def tripled(module, *grads):
-        return tuple(3 * grad for grad in grads[0])
+        def tripled(module, *grads):
+            return tuple(3 * grad for grad in grads[0])
 
-    model = nn.Sequential(*(nn.Linear(6, 6) if k % 2 else Inner(halves) for k in range(4)))
-    getattr(model[2], register)(tripled)
-    names = [type(m).__name__ for m in check(model, sample()).modules()]
-    assert names.count('Inner') == 1
+        model = nn.Sequential(*(nn.Linear(6, 6) if k % 2 else Inner(halves) for k in range(4)))
+        getattr(model[2], register)(tripled)
+        names = [type(m).__name__ for m in check(model, sample()).modules()]
+        assert names.count('Inner') == 1, register
 
 
 def test_modules_with_more_in_their_state_dicts_are_leaves():
@@ -181,12 +173,12 @@ class Seen(Inner):
         self.told = self.weight.shape
 
 
-@pytest.mark.parametrize('kind', ['self', 'closure', 'module', 'partial'])
-def test_a_module_that_its_hook_for_loading_sees_stays_whole(kind):
-    model = nn.Sequential(nn.Linear(6, 6), Seen(kind), nn.Linear(6, 6))
-    layers = to_sequential(model, sample())
-    assert [whole.name for whole in layers.wholes] == ['1']
-    layers.load_state_dict(model.state_dict())
+def test_a_module_that_its_hook_for_loading_sees_stays_whole():
+    for kind in ['self', 'closure', 'module', 'partial']:
+        model = nn.Sequential(nn.Linear(6, 6), Seen(kind), nn.Linear(6, 6))
+        layers = to_sequential(model, sample())
+        assert [whole.name for whole in layers.wholes] == ['1'], kind
+        layers.load_state_dict(model.state_dict())
 
 
 # --- modules that stayed whole

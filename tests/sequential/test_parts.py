@@ -281,7 +281,6 @@ class Configured(nn.Module):
         return super().__getattr__(name)
 
     def forward(self, x):
-        """Call both layers."""
         return self.second(self.first(x).relu())
 
 

@@ -63,25 +63,27 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize('name', MAKERS)
-def test_tensors_are_made_anew_in_each_run(name):
-    def function(m, x):
-        made = getattr(torch, name)(*MAKERS[name])
-        if name == 'empty':
-            made.zero_()
-        made += x.shape[0]
-        return x + made.sum()
+def test_tensors_are_made_anew_in_each_run():
+    for name in MAKERS:
 
-    assert_same(function)
+        def function(m, x):
+            made = getattr(torch, name)(*MAKERS[name])
+            if name == 'empty':
+                made.zero_()
+            made += x.shape[0]
+            return x + made.sum()
+
+        assert_same(function)
 
 
-@pytest.mark.parametrize('name', MAKERS)
-def test_tensors_are_made_on_the_device_of_another(name):
-    def function(m, x):
-        made = getattr(torch, name)(*MAKERS[name], device=x.device)
-        return x + (torch.zeros_like(made) if name == 'empty' else made).sum()
+def test_tensors_are_made_on_the_device_of_another():
+    for name in MAKERS:
 
-    assert_same(function)
+        def function(m, x):
+            made = getattr(torch, name)(*MAKERS[name], device=x.device)
+            return x + (torch.zeros_like(made) if name == 'empty' else made).sum()
+
+        assert_same(function)
 
 
 NUMBERS = {
@@ -106,30 +108,32 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize('name', NUMBERS)
-def test_tensors_are_made_of_the_batch_size_of_each_run(name):
-    def function(m, x):
-        made = getattr(torch, name)(*NUMBERS[name](x.shape[0]))
-        if name in ('empty', 'normal', 'rand', 'randint', 'randn'):
-            made = torch.zeros_like(made)
-        return x + made.double().sum().float() + sum(made.shape)
+def test_tensors_are_made_of_the_batch_size_of_each_run():
+    for name in NUMBERS:
 
-    model = Model(function)
-    layers = to_sequential(model, torch.rand(4, 6), check_sample=False)
-    x = torch.rand(7, 6)
-    assert torch.equal(layers(x), model(x))
+        def function(m, x):
+            made = getattr(torch, name)(*NUMBERS[name](x.shape[0]))
+            if name in ('empty', 'normal', 'rand', 'randint', 'randn'):
+                made = torch.zeros_like(made)
+            return x + made.double().sum().float() + sum(made.shape)
+
+        model = Model(function)
+        layers = to_sequential(model, torch.rand(4, 6), check_sample=False)
+        x = torch.rand(7, 6)
+        assert torch.equal(layers(x), model(x)), name
 
 
-@pytest.mark.parametrize('name', ['finfo', 'iinfo'])
-def test_limits_of_numbers_are_those_of_the_type_of_each_run(name):
-    def function(m, x):
-        y = x if name == 'finfo' else x.long() + torch.zeros((), dtype=torch.int)
-        return x * 0 + getattr(torch, name)(y.dtype).max / 2
+def test_limits_of_numbers_are_those_of_the_type_of_each_run():
+    for name in ['finfo', 'iinfo']:
 
-    assert_same(function)
-    if name == 'finfo':
-        layers = to_sequential(Model(function), torch.rand(4, 6)).double()
-        assert layers(torch.rand(4, 6).double()).mean() > torch.finfo(torch.float).max
+        def function(m, x):
+            y = x if name == 'finfo' else x.long() + torch.zeros((), dtype=torch.int)
+            return x * 0 + getattr(torch, name)(y.dtype).max / 2
+
+        assert_same(function)
+        if name == 'finfo':
+            layers = to_sequential(Model(function), torch.rand(4, 6)).double()
+            assert layers(torch.rand(4, 6).double()).mean() > torch.finfo(torch.float).max, name
 
 
 def test_functions_of_the_batch_size():
@@ -145,9 +149,8 @@ def test_the_product_of_a_shape():
     assert_same(lambda m, x: x + math.prod(x.shape))
 
 
-@pytest.mark.parametrize(
-    'name, args',
-    [
+def test_a_random_number_is_refused_where_it_is_drawn():
+    for name, args in [
         ('betavariate', (1, 1)),
         ('choice', ('ab',)),
         ('choices', ('ab',)),
@@ -162,15 +165,14 @@ def test_the_product_of_a_shape():
         ('shuffle', ([1, 2],)),
         ('triangular', ()),
         ('uniform', (0, 1)),
-    ],
-)
-def test_a_random_number_is_refused_where_it_is_drawn(name, args):
-    def function(m, x):
-        getattr(random, name)(*args)  # this line
-        return x * 2
+    ]:
 
-    with pytest.raises(ConversionError, match=r"(?s)of Python's\n\n.*# this line"):
-        to_sequential(Model(function), torch.rand(4, 6))
+        def function(m, x):
+            getattr(random, name)(*args)  # this line
+            return x * 2
+
+        with pytest.raises(ConversionError, match=r"(?s)of Python's\n\n.*# this line"):
+            to_sequential(Model(function), torch.rand(4, 6))
 
 
 def test_buffers_that_are_listed_are_those_of_each_run():
@@ -285,26 +287,30 @@ class SetUp(torch.autograd.Function):
 twice, reversed_, set_up = Twice.apply, Reversed.apply, SetUp.apply
 
 
-@pytest.mark.parametrize('has_sample', [True, False])
-@pytest.mark.parametrize('cls, function', [(Twice, twice), (Reversed, reversed_), (SetUp, set_up)])
-def test_a_function_that_is_applied_by_a_name_of_its_own(cls, function, has_sample):
+def test_a_function_that_is_applied_by_a_name_of_its_own():
     """In v0.8.0, its forward was recorded: the backward was lost, or an error spoke of a mode."""
-    sample = torch.rand(4, 6) if has_sample else None
-    with pytest.raises(
-        ConversionError,
-        match=rf'(?s)calls {cls.__name__}\.apply by a name.*test_'
-        rf'patches.py, line.*Way out: call it .* {cls.__name__}\.apply\(',
-    ):
-        to_sequential(Model(lambda m, x: function(x)), sample)
-    layers = to_sequential(
-        nn.Sequential(nn.Linear(6, 6), Applied(function)), torch.rand(4, 6), leaves=[Applied]
-    )
-    called = to_sequential(Model(lambda m, x: cls.apply(x)), sample)
-    for each in (layers, called):
-        x = torch.rand(4, 6)
-        first = next(each.parameters())
-        each(x).sum().backward()
-        assert torch.allclose(first.grad, (x * (5 if cls is Twice else -1)).sum(0).expand(6, 6))
+    for has_sample in [True, False]:
+        for cls, function in [(Twice, twice), (Reversed, reversed_), (SetUp, set_up)]:
+            sample = torch.rand(4, 6) if has_sample else None
+            with pytest.raises(
+                ConversionError,
+                match=rf'(?s)calls {cls.__name__}\.apply by a name.*test_'
+                rf'patches.py, line.*Way out: call it .* {cls.__name__}\.apply\(',
+            ):
+                to_sequential(Model(lambda m, x: function(x)), sample)
+            layers = to_sequential(
+                nn.Sequential(nn.Linear(6, 6), Applied(function)),
+                torch.rand(4, 6),
+                leaves=[Applied],
+            )
+            called = to_sequential(Model(lambda m, x: cls.apply(x)), sample)
+            for each in (layers, called):
+                x = torch.rand(4, 6)
+                first = next(each.parameters())
+                each(x).sum().backward()
+                assert torch.allclose(
+                    first.grad, (x * (5 if cls is Twice else -1)).sum(0).expand(6, 6)
+                )
 
 
 class Applied(nn.Module):

@@ -199,9 +199,8 @@ def drawn(m, x):
     return x * torch.rand(1) + torch.randn_like(x)
 
 
-@pytest.mark.parametrize(
-    'function',
-    [
+def test_what_people_write():
+    for function in [
         halves,
         written_in_place,
         counted,
@@ -218,14 +217,11 @@ def drawn(m, x):
         masked,
         dropped,
         drawn,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_what_people_write(function):
-    layers = check(Model(function), sample(), torch.randn(7, 6))
-    assert len(layers) == 2
-    if function is not drawn:  # which draws others for micro-batches
-        in_a_pipeline(layers, sample())
+    ]:
+        layers = check(Model(function), sample(), torch.randn(7, 6))
+        assert len(layers) == 2, function
+        if function is not drawn:  # which draws others for micro-batches
+            in_a_pipeline(layers, sample())
 
 
 def test_buffers_are_written_to_once_in_each_run():
@@ -315,18 +311,18 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
-def test_what_can_not_be_followed_names_the_line(function):
-    model = Model(function)
-    state, known = copy.deepcopy(model.state_dict()), dict(model.__dict__)
-    with pytest.raises(ConversionError, match=r'Model cannot be converted') as caught:
-        to_sequential(model, sample())
-    message = str(caught.value)
-    assert 'test_record.py, line' in message and f'in {function.__name__}' in message
-    assert '# this line' in message and 'write that part of the model' in message
-    assert {**model.__dict__} == known and all(
-        torch.equal(x, state[name]) for name, x in model.state_dict().items()
-    )
+def test_what_can_not_be_followed_names_the_line():
+    for function in WRONG:
+        model = Model(function)
+        state, known = copy.deepcopy(model.state_dict()), dict(model.__dict__)
+        with pytest.raises(ConversionError, match=r'Model cannot be converted') as caught:
+            to_sequential(model, sample())
+        message = str(caught.value)
+        assert 'test_record.py, line' in message and f'in {function.__name__}' in message
+        assert '# this line' in message and 'write that part of the model' in message, function
+        assert {**model.__dict__} == known and all(
+            torch.equal(x, state[name]) for name, x in model.state_dict().items()
+        ), function
 
 
 @pytest.mark.parametrize('function', WRONG, ids=lambda f: f.__name__)
@@ -360,19 +356,20 @@ def test_a_leaf_may_do_anything(function):
         assert torch.equal(layers(sample()), expected)
 
 
-@pytest.mark.parametrize('inner', [False, True])
-def test_a_training_mode_that_makes_no_difference_makes_no_leaf(inner):
-    def function(m, x):
-        a, b = x.chunk(2, -1)
-        x = torch.cat([b + torch.ones(3) if m.training and m.weight is None else b, a], -1)
-        return Both(x, 2 if m.training else 2).x
+def test_a_training_mode_that_makes_no_difference_makes_no_leaf():
+    for inner in [False, True]:
 
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
-    if not inner:
-        model = Model(function)
-        model.weight = model.table
-    layers = check(model, sample(), torch.randn(7, 6))
-    assert 'Inner' not in [type(x).__name__ for x in layers.modules()]
+        def function(m, x):
+            a, b = x.chunk(2, -1)
+            x = torch.cat([b + torch.ones(3) if m.training and m.weight is None else b, a], -1)
+            return Both(x, 2 if m.training else 2).x
+
+        model = nn.Sequential(nn.Linear(6, 6), Inner(function), nn.Linear(6, 6))
+        if not inner:
+            model = Model(function)
+            model.weight = model.table
+        layers = check(model, sample(), torch.randn(7, 6))
+        assert 'Inner' not in [type(x).__name__ for x in layers.modules()], inner
 
 
 def test_a_difference_that_follows_two_modes_is_of_the_last_one():
@@ -390,21 +387,22 @@ def test_a_difference_that_follows_two_modes_is_of_the_last_one():
     assert names.count('Other') == 1 and 'Inner' not in names
 
 
-@pytest.mark.parametrize('training', [True, False])
-def test_a_module_that_can_be_followed_in_one_mode_only_is_a_leaf(training):
-    class Cached(Inner):
-        def __init__(self):
-            super().__init__(lambda m, x: x if m.training else x + m.once())
-            self.cache = {}
+def test_a_module_that_can_be_followed_in_one_mode_only_is_a_leaf():
+    for training in [True, False]:
 
-        def once(self):
-            if 'table' not in self.cache:
-                self.cache['table'] = torch.arange(6.0)
-            return self.cache['table']
+        class Cached(Inner):
+            def __init__(self):
+                super().__init__(lambda m, x: x if m.training else x + m.once())
+                self.cache = {}
 
-    model = nn.Sequential(nn.Linear(6, 6), Cached(), nn.Linear(6, 6)).train(training)
-    layers = check(model, sample())
-    assert 'Cached' in [type(x).__name__ for x in layers.modules()]
+            def once(self):
+                if 'table' not in self.cache:
+                    self.cache['table'] = torch.arange(6.0)
+                return self.cache['table']
+
+        model = nn.Sequential(nn.Linear(6, 6), Cached(), nn.Linear(6, 6)).train(training)
+        layers = check(model, sample())
+        assert 'Cached' in [type(x).__name__ for x in layers.modules()], training
 
 
 def test_what_a_forward_draws_unseen_is_noticed():
@@ -437,57 +435,55 @@ def filled_once(m, x):
     return x + m.cache[6]
 
 
-@pytest.mark.parametrize('function', [set_once, filled_once])
-@pytest.mark.parametrize('inner', [False, True])
-def test_a_cache_that_the_first_call_fills_is_filled_before(function, inner):
+def test_a_cache_that_the_first_call_fills_is_filled_before():
     """It may come of the sample, and be other for another one."""
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function)) if inner else Model(function)
-    held = model[1] if inner else model
-    held.last, held.cache = None, {}
-    with pytest.raises(
-        ConversionError,
-        match='Way out: if only its first call does that, as for '
-        'a cache, call the model once before. Otherwise '
-        '.*leaf',
-    ):
-        to_sequential(model, sample())
-    model(sample())
-    assert 'constant' in str([name for name, _ in check(model, sample()).named_buffers()])
+    for function in [set_once, filled_once]:
+        for inner in [False, True]:
+            model = nn.Sequential(nn.Linear(6, 6), Inner(function)) if inner else Model(function)
+            held = model[1] if inner else model
+            held.last, held.cache = None, {}
+            with pytest.raises(
+                ConversionError,
+                match='Way out: if only its first call does that, as for '
+                'a cache, call the model once before. Otherwise '
+                '.*leaf',
+            ):
+                to_sequential(model, sample())
+            model(sample())
+            assert 'constant' in str(
+                [name for name, _ in check(model, sample()).named_buffers()]
+            ), (function, inner)
 
 
-@pytest.mark.parametrize('before, after', [('sparse', 'full'), (False, True)])
-def test_a_flag_that_the_first_call_sets_is_set_before(before, after):
+def test_a_flag_that_the_first_call_sets_is_set_before():
     """An example is the flag of BigBird for short texts."""
+    for before, after in [('sparse', 'full'), (False, True)]:
 
-    def flag_once(m, x):
-        if m.flag == before:
-            m.flag = after
-        return x * 2 if m.flag == after else x
+        def flag_once(m, x):
+            if m.flag == before:
+                m.flag = after
+            return x * 2 if m.flag == after else x
 
-    model = Model(flag_once)
-    model.flag = before
-    with pytest.raises(ConversionError, match='call the model once before'):
-        to_sequential(model, sample())
-    assert model.flag == before
-    model(sample())
-    check(model, sample())
+        model = Model(flag_once)
+        model.flag = before
+        with pytest.raises(ConversionError, match='call the model once before'):
+            to_sequential(model, sample())
+        assert model.flag == before
+        model(sample())
+        check(model, sample())
 
 
-@pytest.mark.parametrize(
-    'function',
-    [
+def test_what_each_call_changes_is_not_called_before():
+    for function in [
         lambda m, x: setattr(m, 'number', m.number + 1) or x,
         lambda m, x: setattr(m, 'count', m.count + 1) or x,
         lambda m, x: m.seen.append(1) or x,
-    ],
-    ids=range(3),
-)
-def test_what_each_call_changes_is_not_called_before(function):
-    model = Model(function)
-    model.number, model.seen = 0, [1]
-    with pytest.raises(ConversionError, match='attribute') as caught:
-        to_sequential(model, sample())
-    assert 'once before' not in str(caught.value)
+    ]:
+        model = Model(function)
+        model.number, model.seen = 0, [1]
+        with pytest.raises(ConversionError, match='attribute') as caught:
+            to_sequential(model, sample())
+        assert 'once before' not in str(caught.value), function
 
 
 class Cache:
@@ -583,27 +579,23 @@ class Called(nn.Module):
         return {'out': self.b(x) * scale, 'n': scale}
 
 
-@pytest.mark.parametrize(
-    'arguments',
-    [
+def test_arguments():
+    for arguments in [
         Arguments(torch.randn(4, 6)),
         Arguments(torch.randn(4, 6), torch.ones(4, 1)),
         Arguments(torch.randn(4, 6), extra={'y': (torch.randn(4, 6), None)}),
         Arguments(torch.randn(4, 6), mask=torch.ones(4, 1), scale=3),
         Arguments(torch.randn(4, 6), NoChunk(torch.ones(1, 6))),
-    ],
-    ids=range(5),
-)
-def test_arguments(arguments):
-    model = Called()
-    layers = to_sequential(model, arguments)
-    args = [x.value if isinstance(x, NoChunk) else x for x in arguments.args]
-    expected = model(*args, **arguments.kwargs)
-    found = layers(*args, **arguments.kwargs)
-    assert torch.equal(found['out'], expected['out']) and found['n'] == expected['n']
-    pipe = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
-    found = pipe(*arguments.args, **arguments.kwargs)
-    assert torch.allclose(found['out'], expected['out'], atol=1e-6)
+    ]:
+        model = Called()
+        layers = to_sequential(model, arguments)
+        args = [x.value if isinstance(x, NoChunk) else x for x in arguments.args]
+        expected = model(*args, **arguments.kwargs)
+        found = layers(*args, **arguments.kwargs)
+        assert torch.equal(found['out'], expected['out']) and found['n'] == expected['n']
+        pipe = GPipe(layers, [1, 1], devices=['cpu', 'cpu'], chunks=2)
+        found = pipe(*arguments.args, **arguments.kwargs)
+        assert torch.allclose(found['out'], expected['out'], atol=1e-6), arguments
 
 
 class Scored(nn.Module):
@@ -620,26 +612,22 @@ class Scored(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), ids
 
 
-@pytest.mark.parametrize(
-    'sample',
-    [
+def test_each_place_of_a_sample_is_an_argument_of_its_own():
+    """In v0.8.0, a tensor at two places was one: later the first place's went to both."""
+    for sample in [
         lambda x: Arguments(x, labels=x),
         lambda x: Arguments(x, x, [x, x]),
         lambda x: Arguments(x, x.view(4, 3), [x[:], x.detach()]),
         lambda x: Arguments(x, NoChunk(x), (NoChunk(x), x)),
-    ],
-    ids=range(4),
-)
-def test_each_place_of_a_sample_is_an_argument_of_its_own(sample):
-    """In v0.8.0, a tensor at two places was one: later the first place's went to both."""
-    model, x = Scored(), torch.randint(9, (4, 3))
-    arguments = sample(x)
-    layers = to_sequential(model, arguments, check_sample=False)
-    tensors, structure = flatten_nested(arguments)
-    others = structure([torch.randint(9, (4, 3)) for _ in tensors])
-    for found, expected in zip(call(layers, others), call(model, others)):
-        assert torch.equal(found, expected)
-    to_sequential(model, Arguments(x, labels=x))
+    ]:
+        model, x = Scored(), torch.randint(9, (4, 3))
+        arguments = sample(x)
+        layers = to_sequential(model, arguments, check_sample=False)
+        tensors, structure = flatten_nested(arguments)
+        others = structure([torch.randint(9, (4, 3)) for _ in tensors])
+        for found, expected in zip(call(layers, others), call(model, others)):
+            assert torch.equal(found, expected), sample
+        to_sequential(model, Arguments(x, labels=x))
 
 
 def test_arguments_go_by_name_for_the_batch_dimension():

@@ -69,21 +69,25 @@ def in_the_same_line(m, x):
     return x
 
 
-@pytest.mark.parametrize('function', [asserted, asserted_in_lines, warned])
 @pytest.mark.filterwarnings('ignore:got')
-def test_a_shape_in_a_message_alone_may_be_another(function):
+def test_a_shape_in_a_message_alone_may_be_another():
     """In v0.9.0, it was guarded as a text that a program goes by."""
-    check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
+    for function in [asserted, asserted_in_lines, warned]:
+        check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
 
 
-@pytest.mark.parametrize(
-    'function',
-    [looked_up, kept, kept_by_another_name, handed_on, in_a_condition, in_the_same_line],
-)
-def test_a_text_that_a_program_may_go_by_may_not(function):
-    layers = to_sequential(Model(function), sample(), check_sample=False)
-    with pytest.raises(ValueError, match='was 4; it is 7 now'):
-        layers(torch.randn(7, 6))
+def test_a_text_that_a_program_may_go_by_may_not():
+    for function in [
+        looked_up,
+        kept,
+        kept_by_another_name,
+        handed_on,
+        in_a_condition,
+        in_the_same_line,
+    ]:
+        layers = to_sequential(Model(function), sample(), check_sample=False)
+        with pytest.raises(ValueError, match='was 4; it is 7 now'):
+            layers(torch.randn(7, 6))
 
 
 def test_an_assertion_of_pytorch_s_is_one():
@@ -131,13 +135,13 @@ def checked_all(m, x):
     return x
 
 
-@pytest.mark.parametrize('function', [asserted_number, raised, checked, checked_all])
-def test_elements_by_which_a_program_raises_only(function):
+def test_elements_by_which_a_program_raises_only():
     """In v0.10.0, these were refused."""
-    layers = check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
-    in_a_pipeline(layers, sample())
-    with pytest.raises(ValueError, match='goes the way .* was (True|False); it is .* now'):
-        layers(sample() / 0)
+    for function in [asserted_number, raised, checked, checked_all]:
+        layers = check(Model(function), sample(), torch.randn(7, 6), torch.randn(1, 6))
+        in_a_pipeline(layers, sample())
+        with pytest.raises(ValueError, match='goes the way .* was (True|False); it is .* now'):
+            layers(sample() / 0)
 
 
 def in_one_of_two_ways(m, x):
@@ -187,9 +191,9 @@ def with_a_way_before(m, x):
     return x
 
 
-@pytest.mark.parametrize(
-    'function',
-    [
+def test_elements_by_which_a_program_may_do_more():
+    """Of several truths, others might let it go on."""
+    for function in [
         asserted_elements,
         in_one_of_two_ways,
         in_a_chain,
@@ -199,12 +203,9 @@ def with_a_way_before(m, x):
         of_a_choice,
         with_another_way,
         with_a_way_before,
-    ],
-)
-def test_elements_by_which_a_program_may_do_more(function):
-    """Of several truths, others might let it go on."""
-    with pytest.raises(ConversionError, match='by the elements of a tensor'):
-        to_sequential(Model(function), sample())
+    ]:
+        with pytest.raises(ConversionError, match='by the elements of a tensor'):
+            to_sequential(Model(function), sample())
 
 
 # --- one sample
@@ -278,13 +279,13 @@ def conjugated(m, x):
     return torch.view_as_real((y.conj() if len(x) > 1 else y).resolve_conj())[..., 1]
 
 
-@pytest.mark.parametrize('function', [detached, conjugated])
-def test_one_sample_for_which_another_way_gives_the_memory_and_not_the_value(function):
-    model = Model(function)
-    model.counts = Counts()
-    layers = to_sequential(model, sample(), check_sample=False)
-    with pytest.raises(ValueError, match='> 1 was True; it is False now'):
-        layers(torch.randn(1, 6))
+def test_one_sample_for_which_another_way_gives_the_memory_and_not_the_value():
+    for function in [detached, conjugated]:
+        model = Model(function)
+        model.counts = Counts()
+        layers = to_sequential(model, sample(), check_sample=False)
+        with pytest.raises(ValueError, match='> 1 was True; it is False now'):
+            layers(torch.randn(1, 6))
 
 
 def nothing_in_training(m, x):
@@ -297,13 +298,13 @@ def test_one_sample_for_which_the_other_mode_goes_another_way():
         layers(torch.randn(1, 6))
 
 
-@pytest.mark.parametrize('size', [2, 4])
-def test_one_sample_for_which_another_way_does_the_same(size):
+def test_one_sample_for_which_another_way_does_the_same():
     """In v0.9.0, a sample of two was refused, and a micro-batch of one after a sample of four."""
-    others = [torch.randn(n, 6) for n in (1, 3, 4, 7)]
-    layers = check(Model(expanded), sample()[:size], *others)
-    assert len(layers) == 2
-    in_a_pipeline(layers, torch.randn(3, 6))
+    for size in [2, 4]:
+        others = [torch.randn(n, 6) for n in (1, 3, 4, 7)]
+        layers = check(Model(expanded), sample()[:size], *others)
+        assert len(layers) == 2, size
+        in_a_pipeline(layers, torch.randn(3, 6))
 
 
 def test_what_the_other_way_does_is_asked_in_each_call():
@@ -314,17 +315,15 @@ def test_what_the_other_way_does_is_asked_in_each_call():
         layers(torch.randn(2, 6))
 
 
-@pytest.mark.parametrize('device', ['cpu', 'meta'])
-@pytest.mark.parametrize(
-    'function', [doubled, squared, changed, dropped, called, sparse, once_more]
-)
-def test_one_sample_for_which_another_way_does_something_else(function, device):
-    model = Model(function).to(device)
-    model.counts = Counts()
-    layers = to_sequential(model.eval(), sample().to(device)).train()
-    layers(torch.randn(3, 6, device=device))
-    with pytest.raises(ValueError, match='> 1 was True; it is False now'):
-        layers(torch.randn(1, 6, device=device))
+def test_one_sample_for_which_another_way_does_something_else():
+    for device in ['cpu', 'meta']:
+        for function in [doubled, squared, changed, dropped, called, sparse, once_more]:
+            model = Model(function).to(device)
+            model.counts = Counts()
+            layers = to_sequential(model.eval(), sample().to(device)).train()
+            layers(torch.randn(3, 6, device=device))
+            with pytest.raises(ValueError, match='> 1 was True; it is False now'):
+                layers(torch.randn(1, 6, device=device))
 
 
 class Maybe(nn.Module):
@@ -333,7 +332,6 @@ class Maybe(nn.Module):
     gives = False
 
     def forward(self, x):
-        """Do so."""
         return x if self.gives else None
 
 

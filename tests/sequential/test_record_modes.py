@@ -12,28 +12,24 @@ from torchgpipe import GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 
 
-@pytest.mark.parametrize(
-    'asks',
-    [
+def test_a_program_that_goes_by_autocast_around_the_call():
+    """In v0.8.2, it went the way of the conversion in each call."""
+    for asks in [
         lambda x: torch.is_autocast_enabled('cpu'),
         lambda x: torch.is_autocast_enabled(x.device.type),
         lambda x: torch.get_autocast_dtype('cpu') == torch.float16,
-    ],
-    ids=range(3),
-)
-def test_a_program_that_goes_by_autocast_around_the_call(asks):
-    """In v0.8.2, it went the way of the conversion in each call."""
-    model = Model(lambda m, x: x * (2 if asks(x) else 3))
-    x, autocast = sample(), torch.autocast('cpu', dtype=torch.float16)
-    layers = pickle.loads(pickle.dumps(to_sequential(model, x)))
-    assert torch.equal(layers(x), model(x))
-    with autocast, pytest.raises(ValueError, match='autocast_.* was False; it is True now'):
-        layers(x)
-    with autocast:
-        layers = to_sequential(model, x)
-        assert torch.equal(layers(x), model(x))
-    with pytest.raises(ValueError, match='autocast_.* was True; it is False now'):
-        layers(x)
+    ]:
+        model = Model(lambda m, x: x * (2 if asks(x) else 3))
+        x, autocast = sample(), torch.autocast('cpu', dtype=torch.float16)
+        layers = pickle.loads(pickle.dumps(to_sequential(model, x)))
+        assert torch.equal(layers(x), model(x)), asks
+        with autocast, pytest.raises(ValueError, match='autocast_.* was False; it is True now'):
+            layers(x)
+        with autocast:
+            layers = to_sequential(model, x)
+            assert torch.equal(layers(x), model(x)), asks
+        with pytest.raises(ValueError, match='autocast_.* was True; it is False now'):
+            layers(x)
 
 
 def test_pytorch_s_own_modules_ask_for_autocast_without_a_guard():
@@ -52,19 +48,15 @@ def test_pytorch_s_own_modules_ask_for_autocast_without_a_guard():
 TABLES = {True: torch.ones(4, 6), False: torch.zeros(4, 6)}
 
 
-@pytest.mark.parametrize(
-    'function',
-    [
+def test_a_constant_that_is_another_one_in_each_mode_is_noticed():
+    for function in [
         lambda x, table: x + table,
         lambda x, table: torch.add(x, other=table),
         lambda x, table: torch.cat([x, table]),
-    ],
-    ids=range(3),
-)
-def test_a_constant_that_is_another_one_in_each_mode_is_noticed(function):
-    model = Model(lambda m, x: function(x, TABLES[bool(m.training)]))
-    with pytest.raises(ConversionError, match='its program goes by the training mode'):
-        to_sequential(model, sample(), check_sample=False)
+    ]:
+        model = Model(lambda m, x: function(x, TABLES[bool(m.training)]))
+        with pytest.raises(ConversionError, match='its program goes by the training mode'):
+            to_sequential(model, sample(), check_sample=False)
 
 
 class WithAuxiliary(nn.Module):
@@ -83,27 +75,29 @@ def added(m, x):
     return x[0] + x[1] if isinstance(x, tuple) else x
 
 
-@pytest.mark.parametrize('training', [True, False])
-def test_a_form_that_goes_by_the_training_mode(training):
+def test_a_form_that_goes_by_the_training_mode():
     """In v0.8.2, the number of samples was blamed for it."""
-    model = Model(added)
-    model.inner = WithAuxiliary()
-    model.train(training)
-    with pytest.raises(
-        ConversionError,
-        match='fails in one mode: .* in training than '
-        'in evaluation.*use_mems_eval = False.*auxiliary heads.*leaves.*'
-        'check_sample=False',
-    ) as found:
-        to_sequential(model, sample())
-    assert 'by their size' not in str(found.value)
-    layers, x = to_sequential(model, sample(), check_sample=False), sample()
-    assert torch.equal(layers(x), model(x))
-    if training:
-        with pytest.raises(ValueError, match=r'value was \(tensor, tensor\); it is tensor now'):
-            layers.eval()(x)
-    outer = nn.Sequential(nn.Linear(6, 6), model).train(training)
-    assert len(to_sequential(outer, x, leaves=['1'])) == 2
+    for training in [True, False]:
+        model = Model(added)
+        model.inner = WithAuxiliary()
+        model.train(training)
+        with pytest.raises(
+            ConversionError,
+            match='fails in one mode: .* in training than '
+            'in evaluation.*use_mems_eval = False.*auxiliary heads.*leaves.*'
+            'check_sample=False',
+        ) as found:
+            to_sequential(model, sample())
+        assert 'by their size' not in str(found.value), training
+        layers, x = to_sequential(model, sample(), check_sample=False), sample()
+        assert torch.equal(layers(x), model(x)), training
+        if training:
+            with pytest.raises(
+                ValueError, match=r'value was \(tensor, tensor\); it is tensor now'
+            ):
+                layers.eval()(x)
+        outer = nn.Sequential(nn.Linear(6, 6), model).train(training)
+        assert len(to_sequential(outer, x, leaves=['1'])) == 2, training
 
 
 class Freezes(nn.Module):
@@ -128,24 +122,26 @@ def normalized(norm=nn.BatchNorm1d):
     return nn.Sequential(nn.Linear(6, 6), norm(6))
 
 
-@pytest.mark.parametrize('check_sample', [True, False])
-def test_a_train_of_its_own_that_layers_would_not_run(check_sample):
+def test_a_train_of_its_own_that_layers_would_not_run():
     """In v0.8.2, batch normalization continued in training, unnoticed if nothing was compared."""
-    x, root = sample(), Freezes(normalized())
-    with pytest.raises(
-        ConversionError,
-        match=r'(?s)^Freezes .*after model.train\(\), inner.1 '
-        r'would be in training mode.*in train\n.*class Frozen',
-    ):
-        to_sequential(root, x, check_sample=check_sample)
-    with pytest.raises(ConversionError, match=r"(?s)^'1' \(Freezes\).* 1.inner.1 .*leaves=\['1'"):
-        to_sequential(
-            nn.Sequential(nn.Linear(6, 6), Freezes(normalized())), x, check_sample=check_sample
-        )
-    model = nn.Sequential(nn.Linear(6, 6), Freezes(normalized()))
-    layers = to_sequential(model, x, leaves=['1'], check_sample=check_sample).train()
-    assert not model[1].inner[1].training
-    assert torch.equal(layers(x), model(x))
+    for check_sample in [True, False]:
+        x, root = sample(), Freezes(normalized())
+        with pytest.raises(
+            ConversionError,
+            match=r'(?s)^Freezes .*after model.train\(\), inner.1 '
+            r'would be in training mode.*in train\n.*class Frozen',
+        ):
+            to_sequential(root, x, check_sample=check_sample)
+        with pytest.raises(
+            ConversionError, match=r"(?s)^'1' \(Freezes\).* 1.inner.1 .*leaves=\['1'"
+        ):
+            to_sequential(
+                nn.Sequential(nn.Linear(6, 6), Freezes(normalized())), x, check_sample=check_sample
+            )
+        model = nn.Sequential(nn.Linear(6, 6), Freezes(normalized()))
+        layers = to_sequential(model, x, leaves=['1'], check_sample=check_sample).train()
+        assert not model[1].inner[1].training, check_sample
+        assert torch.equal(layers(x), model(x)), check_sample
 
 
 def test_a_train_that_is_set_on_a_module():
@@ -187,22 +183,18 @@ def test_the_mode_of_a_leaf_that_another_module_asks_for():
     assert [whole.name for whole in check(model, sample()).wholes] == ['1']
 
 
-@pytest.mark.parametrize(
-    'function',
-    [
+def test_a_constant_that_goes_by_the_mode():
+    """In v0.9.0, one in a list or a keyword kept the conversion's mode, if not compared."""
+    for function in [
         lambda x, y: torch.stack([x, y]).sum(0),
         lambda x, y: torch.add(x, other=y),
         lambda x, y: torch.where(x > 0, x, y),
-    ],
-    ids=['list', 'keyword', 'argument'],
-)
-def test_a_constant_that_goes_by_the_mode(function):
-    """In v0.9.0, one in a list or a keyword kept the conversion's mode, if not compared."""
-    tables = [torch.ones(4, 6), torch.zeros(4, 6)]
-    model = nn.Sequential(nn.Linear(6, 6), Inner(lambda m, x: function(x, tables[m.training])))
-    layers = to_sequential(model, sample(), check_sample=False)
-    for mode in (True, False):
-        assert torch.equal(layers.train(mode)(sample()), model.train(mode)(sample()))
+    ]:
+        tables = [torch.ones(4, 6), torch.zeros(4, 6)]
+        model = nn.Sequential(nn.Linear(6, 6), Inner(lambda m, x: function(x, tables[m.training])))
+        layers = to_sequential(model, sample(), check_sample=False)
+        for mode in (True, False):
+            assert torch.equal(layers.train(mode)(sample()), model.train(mode)(sample())), function
 
 
 def test_the_mode_of_a_module_within_a_leaf():
@@ -230,29 +222,30 @@ def test_the_mode_of_a_module_within_a_leaf():
                 assert (layers(inputs) != layers(inputs)).any() == mode
 
 
-@pytest.mark.parametrize('training', [True, False])
-@pytest.mark.parametrize('asks_in', [True, False])
-def test_what_one_mode_alone_asks_for_is_guarded_and_makes_no_leaf(training, asks_in):
+def test_what_one_mode_alone_asks_for_is_guarded_and_makes_no_leaf():
     """In v0.9.0, the module stayed whole."""
+    for training in [True, False]:
+        for asks_in in [True, False]:
 
-    def function(m, x):
-        asks = m.training if asks_in else not m.training
-        return x if asks and x.dim() != 2 else x.neg()
+            def function(m, x):
+                asks = m.training if asks_in else not m.training
+                return x if asks and x.dim() != 2 else x.neg()
 
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function)).train(training)
-    layers = check(model, sample())
-    assert layers.wholes == []
-    with pytest.raises(ValueError, match=r'dim\(\) != 2 was False; it is True now'):
-        layers(sample()[None])
+            model = nn.Sequential(nn.Linear(6, 6), Inner(function)).train(training)
+            layers = check(model, sample())
+            assert layers.wholes == [], (training, asks_in)
+            with pytest.raises(ValueError, match=r'dim\(\) != 2 was False; it is True now'):
+                layers(sample()[None])
 
 
-@pytest.mark.parametrize('training', [True, False])
-def test_a_guard_that_is_another_one_in_each_mode_makes_a_leaf(training):
-    def function(m, x):
-        return x.neg() if (x.dim() == 2 if m.training else x.dim() != 3) else x
+def test_a_guard_that_is_another_one_in_each_mode_makes_a_leaf():
+    for training in [True, False]:
 
-    model = nn.Sequential(nn.Linear(6, 6), Inner(function)).train(training)
-    assert [whole.name for whole in check(model, sample()).wholes] == ['1']
+        def function(m, x):
+            return x.neg() if (x.dim() == 2 if m.training else x.dim() != 3) else x
+
+        model = nn.Sequential(nn.Linear(6, 6), Inner(function)).train(training)
+        assert [whole.name for whole in check(model, sample()).wholes] == ['1'], training
 
 
 def test_a_leaf_has_its_mode_by_itself_where_others_have_its_parts_too():
@@ -293,29 +286,29 @@ class Physics(nn.Module):
         return energy, self.outside(forces)
 
 
-@pytest.mark.parametrize('check_sample', [True, False])
-@pytest.mark.parametrize('grad', [True, False])
-def test_a_leaf_that_needs_gradients_in_its_own_forward(check_sample, grad):
+def test_a_leaf_that_needs_gradients_in_its_own_forward():
     """In v0.8.2, such a model could not be converted at all."""
-    model, x = Physics(), sample()
-    with torch.set_grad_enabled(grad):
-        layers = to_sequential(model, x, leaves=['forces'], check_sample=check_sample)
-        found = from_stages(
-            model,
-            [model.inside, model.forces, lambda m, x: (x[0], m.outside(x[1]))],
-            x,
-            check_sample=check_sample,
-        )
-    assert len(layers) == len(found) == 3
-    pipe = GPipe(layers, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
-    results = []
-    for each in (model, pipe, found):
-        model.zero_grad()
-        outputs = each(x)
-        sum(output.square().sum() for output in outputs).backward()
-        results.append([*outputs, *(p.grad for p in model.parameters())])
-    for others in results[1:]:
-        assert all(map(torch.allclose, results[0], others))
+    for check_sample in [True, False]:
+        for grad in [True, False]:
+            model, x = Physics(), sample()
+            with torch.set_grad_enabled(grad):
+                layers = to_sequential(model, x, leaves=['forces'], check_sample=check_sample)
+                found = from_stages(
+                    model,
+                    [model.inside, model.forces, lambda m, x: (x[0], m.outside(x[1]))],
+                    x,
+                    check_sample=check_sample,
+                )
+            assert len(layers) == len(found) == 3, (check_sample, grad)
+            pipe = GPipe(layers, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=2, checkpoint='never')
+            results = []
+            for each in (model, pipe, found):
+                model.zero_grad()
+                outputs = each(x)
+                sum(output.square().sum() for output in outputs).backward()
+                results.append([*outputs, *(p.grad for p in model.parameters())])
+            for others in results[1:]:
+                assert all(map(torch.allclose, results[0], others)), (check_sample, grad)
 
 
 def test_what_needs_gradients_and_is_no_leaf_has_a_way_out():

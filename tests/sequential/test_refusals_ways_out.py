@@ -30,20 +30,17 @@ def test_keys_in_another_order_are_named():
         layers((x, x), p=x, q=x)
 
 
-@pytest.mark.parametrize(
-    'given, words',
-    [
+def test_arguments_that_the_sample_has_not_are_named():
+    """Also those that a forward takes any of."""
+    for given, words in [
         ('pqr', r"the sample was without 'r': .*, to_sequential\(model, Arguments\(…, r=…\)\)$"),
         ('p', "this call is without 'q': give it, or convert the model without it$"),
         ('rs', "the sample was without 'r', 's': .*r=…, s=….*; this call is without 'p', 'q': "),
-    ],
-)
-def test_arguments_that_the_sample_has_not_are_named(given, words):
-    """Also those that a forward takes any of."""
-    x = sample()
-    layers = to_sequential(Keyed(halves), Arguments(x, p=x, q=x))
-    with pytest.raises(ValueError, match=f'(?m){words}'):
-        GPipe(layers, [1, 1], devices=['cpu'] * 2)(x, **dict.fromkeys(given, x))
+    ]:
+        x = sample()
+        layers = to_sequential(Keyed(halves), Arguments(x, p=x, q=x))
+        with pytest.raises(ValueError, match=f'(?m){words}'):
+            GPipe(layers, [1, 1], devices=['cpu'] * 2)(x, **dict.fromkeys(given, x))
 
 
 class Scaled(Model):
@@ -60,23 +57,23 @@ class OfDict(Model):
         return super().forward(batch['x'] * batch['scale'])
 
 
-@pytest.mark.parametrize('meta', [False, True])
-@pytest.mark.parametrize('kind', [dict, UserDict])
-def test_keyword_arguments_in_a_mapping(kind, meta):
+def test_keyword_arguments_in_a_mapping():
     """A mapping is one argument, as in a call of the model."""
-    model, batch = Scaled(halves), kind(x=sample(), scale=sample())
-    model = model.to('meta') if meta else model
-    batch = kind({name: x.to('meta') if meta else x for name, x in batch.items()})
-    with pytest.raises(
-        TypeError,
-        match=r"Scaled fails for a \w*ict .* keys \['x', 'scale'\] by "
-        r'name: pass Arguments\(\*\*batch\) .*model\(\*\*batch\)',
-    ):
-        to_sequential(model, batch)
-    layers = to_sequential(model, Arguments(**batch))
-    with pytest.raises((TypeError, ValueError), match=r' arguments.* model\(\*\*batch\)'):
-        layers(batch)
-    assert layers(**batch).shape == batch['x'].shape
+    for meta in [False, True]:
+        for kind in [dict, UserDict]:
+            model, batch = Scaled(halves), kind(x=sample(), scale=sample())
+            model = model.to('meta') if meta else model
+            batch = kind({name: x.to('meta') if meta else x for name, x in batch.items()})
+            with pytest.raises(
+                TypeError,
+                match=r"Scaled fails for a \w*ict .* keys \['x', 'scale'\] by "
+                r'name: pass Arguments\(\*\*batch\) .*model\(\*\*batch\)',
+            ):
+                to_sequential(model, batch)
+            layers = to_sequential(model, Arguments(**batch))
+            with pytest.raises((TypeError, ValueError), match=r' arguments.* model\(\*\*batch\)'):
+                layers(batch)
+            assert layers(**batch).shape == batch['x'].shape, (meta, kind)
 
 
 def test_a_dict_that_is_one_argument():
@@ -154,69 +151,69 @@ def filled_by_a_leaf(m, x):
     return m.block(x, Cache())
 
 
-@pytest.mark.parametrize('function', [filled, filled_by_a_leaf])
-def test_a_cache_says_the_way_out(function):
-    model = Model(function)
-    model.block = Fills()
-    model.b = nn.Identity()
-    with pytest.raises(
-        ConversionError,
-        match=r'(?s)\(Cache\).*Way out: if it is a cache.*'
-        r'use_cache=False in the call',
-    ) as caught:
-        to_sequential(model, sample(), leaves=['block'])
-    assert ' at 0x' not in str(caught.value)
+def test_a_cache_says_the_way_out():
+    for function in [filled, filled_by_a_leaf]:
+        model = Model(function)
+        model.block = Fills()
+        model.b = nn.Identity()
+        with pytest.raises(
+            ConversionError,
+            match=r'(?s)\(Cache\).*Way out: if it is a cache.*'
+            r'use_cache=False in the call',
+        ) as caught:
+            to_sequential(model, sample(), leaves=['block'])
+        assert ' at 0x' not in str(caught.value), function
 
 
-@pytest.mark.parametrize('training', [True, False])
-def test_a_cache_of_evaluation_only_says_the_way_out(training):
+def test_a_cache_of_evaluation_only_says_the_way_out():
     """In v0.9.0, the module that made it stayed whole, with most of the model, as in Mamba."""
+    for training in [True, False]:
 
-    class Backbone(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.out = Fills(), nn.Linear(6, 60)
+        class Backbone(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.block, self.out = Fills(), nn.Linear(6, 60)
 
-        def forward(self, x):
-            cache = None if self.training else Cache()
-            return self.out(x if cache is None else self.block(x, cache)), cache
+            def forward(self, x):
+                cache = None if self.training else Cache()
+                return self.out(x if cache is None else self.block(x, cache)), cache
 
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone, self.head = Backbone(), nn.Linear(60, 2)
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.backbone, self.head = Backbone(), nn.Linear(60, 2)
 
-        def forward(self, x):
-            x, cache = self.backbone(x)
-            return {'y': self.head(x), 'cache': cache}
+            def forward(self, x):
+                x, cache = self.backbone(x)
+                return {'y': self.head(x), 'cache': cache}
 
-    with pytest.raises(ConversionError, match=r'(?s)\(Cache\).*config.use_cache = False'):
-        to_sequential(Whole().train(training), sample())
+        with pytest.raises(ConversionError, match=r'(?s)\(Cache\).*config.use_cache = False'):
+            to_sequential(Whole().train(training), sample())
 
 
 @pytest.mark.filterwarnings('ignore:None of the inputs')
-@pytest.mark.parametrize('again', [False, True], ids=['saved tensors', 'reentrant'])
-def test_checkpoints_say_the_way_out(again):
+def test_checkpoints_say_the_way_out():
     """In v0.9.0, a TypeError of C++, and a module that could not be converted as a leaf either."""
+    for again in [False, True]:
 
-    class Block(Inner):
-        def forward(self, x):
-            run = super().forward
-            return checkpoint(run, x, use_reentrant=again) if self.training else run(x)
+        class Block(Inner):
+            def forward(self, x):
+                run = super().forward
+                return checkpoint(run, x, use_reentrant=again) if self.training else run(x)
 
-    model = nn.Sequential(nn.Linear(6, 6), Block(halves), nn.Linear(6, 6))
-    try:
-        to_sequential(model, sample())
-    except ConversionError as error:
-        assert re.search(
-            r"(?s)^'1' \(Block\).* calls torch.utils.checkpoint\n.*=again"
-            r'.*activation_checkpointing_disable\(\).* '
-            r'gradient_checkpointing_disable\(\).*GPipe',
-            str(error),
-        )
-    else:  # PyTorch 2.11 takes values of a recording there, and it is looked into.
-        assert not again and torch.__version__ < '2.12'
-    assert len(to_sequential(model, sample(), leaves=['1'], check_sample=False)) == 3
+        model = nn.Sequential(nn.Linear(6, 6), Block(halves), nn.Linear(6, 6))
+        try:
+            to_sequential(model, sample())
+        except ConversionError as error:
+            assert re.search(
+                r"(?s)^'1' \(Block\).* calls torch.utils.checkpoint\n.*=again"
+                r'.*activation_checkpointing_disable\(\).* '
+                r'gradient_checkpointing_disable\(\).*GPipe',
+                str(error),
+            ), again
+        else:  # PyTorch 2.11 takes values of a recording there, and it is looked into.
+            assert not again and torch.__version__ < '2.12'
+        assert len(to_sequential(model, sample(), leaves=['1'], check_sample=False)) == 3, again
 
 
 def test_the_mask_of_a_decoder_says_the_way_out():
@@ -229,21 +226,23 @@ def test_the_mask_of_a_decoder_says_the_way_out():
 
 
 @pytest.mark.filterwarnings('ignore:The PyTorch API of nested')
-@pytest.mark.parametrize('training', [True, False])
-def test_a_mask_for_padding_says_the_way_out(training):
+def test_a_mask_for_padding_says_the_way_out():
     """In v0.9.0, other numbers and nothing of the reason, if it was converted in training."""
-    x, pad = torch.randn(4, 5, 6), torch.arange(5)[None] > torch.tensor([4, 2, 3, 1])[:, None]
-    block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0, batch_first=True)
-    for nested in (True, False):
-        model = Model(lambda m, x, pad: m.encoder(x, src_key_padding_mask=pad))
-        model.encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=nested)
-        model.train(training)
-        if not nested:
-            assert to_sequential(model, Arguments(x, pad)).wholes == []
-            continue
-        with pytest.raises(ConversionError, match='(?s)elements.*enable_nested_tensor=False') as e:
-            to_sequential(model, Arguments(x, pad))
-        assert 'causal' not in str(e.value)
+    for training in [True, False]:
+        x, pad = torch.randn(4, 5, 6), torch.arange(5)[None] > torch.tensor([4, 2, 3, 1])[:, None]
+        block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0, batch_first=True)
+        for nested in (True, False):
+            model = Model(lambda m, x, pad: m.encoder(x, src_key_padding_mask=pad))
+            model.encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=nested)
+            model.train(training)
+            if not nested:
+                assert to_sequential(model, Arguments(x, pad)).wholes == [], training
+                continue
+            with pytest.raises(
+                ConversionError, match='(?s)elements.*enable_nested_tensor=False'
+            ) as e:
+                to_sequential(model, Arguments(x, pad))
+            assert 'causal' not in str(e.value), training
 
 
 def counted(m, x):
@@ -292,7 +291,6 @@ class NotOnMeta(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, 4))
 
     def forward(self, x):
-        """Multiply."""
         y = x @ self.weight
         if y.is_meta and y.dtype == torch.float32:
             raise RuntimeError('Expected inputs of BF16 type')

@@ -29,7 +29,6 @@ class Layer(nn.Linear):
         self.function = function
 
     def forward(self, x):
-        """Do so."""
         return self.function(self, super().forward(x).tanh())
 
 
@@ -37,7 +36,6 @@ class Transposed(nn.Module):
     """Two dimensions change places, and the samples keep theirs."""
 
     def forward(self, x):
-        """Do so."""
         return x.transpose(0, 2)
 
 
@@ -205,7 +203,6 @@ class Add(nn.Module):
     """Add tables to a sample, in a way that any number of their rows will do."""
 
     def forward(self, x, *tables, scale=None):
-        """Do so, and more."""
         if isinstance(x, dict):
             x, tables = x['x'], x['tables']
         for table in tables:
@@ -238,7 +235,6 @@ class Loss(nn.Module):
         self.function = function
 
     def forward(self, x):
-        """Do so."""
         return {'y': x, 'loss': self.function(x)}
 
 
@@ -346,13 +342,11 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scale):
-        """Do nothing."""
         ctx.save_for_backward(torch.tensor(float(scale)))
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Do so."""
         return grad * ctx.saved_tensors[0], None
 
 
@@ -422,24 +416,22 @@ def test_a_loss_that_is_not_finite():
         )
 
 
-@pytest.mark.parametrize(
-    'when, form',
-    [
+def test_an_error_of_one_of_both():
+    for when, form in [
         (lambda: True, 'the unwrapped layers on micro-batches'),
         (lambda: context.micro_batch is not None, 'the wrapped model'),
-    ],
-)
-def test_an_error_of_one_of_both(when, form):
-    def fail(layer, x):
-        if len(x) < 4 and when():
-            raise RuntimeError('this layer fails')
-        return x
+    ]:
 
-    with pytest.raises(RuntimeError, match='this layer fails') as raised:
-        check_parity(nn.Sequential(Layer(fail), Layer()), torch.rand(7, 4))
-    assert raised.value.__notes__[-1] == (
-        f'in step 1 of {form}, which check_parity runs in torch.float64'
-    )
+        def fail(layer, x):
+            if len(x) < 4 and when():
+                raise RuntimeError('this layer fails')
+            return x
+
+        with pytest.raises(RuntimeError, match='this layer fails') as raised:
+            check_parity(nn.Sequential(Layer(fail), Layer()), torch.rand(7, 4))
+        assert raised.value.__notes__[-1] == (
+            f'in step 1 of {form}, which check_parity runs in torch.float64'
+        )
 
 
 def test_an_error_and_a_way_out():
@@ -516,7 +508,6 @@ class Stash(nn.Module):
     """Stash a sample and a table."""
 
     def forward(self, x, table):
-        """Do so."""
         yield stash('table', table)
         yield stash('x', x)
         return x * 2, table
@@ -527,7 +518,6 @@ class Pop(nn.Module):
     """Pop them, and give the table once more."""
 
     def forward(self, value):
-        """Do so."""
         x = yield pop('x')
         table = yield pop('table')
         return value[0] + x, value[1], table
@@ -541,9 +531,6 @@ def test_skips_and_tables_that_come_out(devices):
     ).equal
 
 
-SPLIT = ['zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min']
-
-
 def placed(schedule):
     """Return the options of a model that a schedule fits, with a worker for each device."""
     if schedule in ('zb-v', 'v-half', 'v-min'):
@@ -551,7 +538,7 @@ def placed(schedule):
     return {'balance': [2, 2]}
 
 
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b', *SPLIT])
+@pytest.mark.parametrize('schedule', ['1f1b', 'zb-h1', 'zb-v'])
 def test_a_model_is_trained_by_a_schedule(schedule):
     sample = torch.rand(7, 4, requires_grad=True)
     parity = found(
@@ -576,9 +563,9 @@ def test_a_schedule_of_ones_own_and_a_target():
             assert found(Layer(), schedule=schedule, loss_fn=loss_fn, target=target).equal
 
 
-@pytest.mark.parametrize(
-    'loss_fn, normalizer',
-    [
+def test_losses_that_count():
+    """A step knows the losses of PyTorch, and others by a normalizer."""
+    for loss_fn, normalizer in [
         (F.cross_entropy, None),
         (nn.CrossEntropyLoss(torch.rand(4).double()), None),
         (lambda output, target: F.cross_entropy(output, target, reduction='sum'), 7),
@@ -586,14 +573,11 @@ def test_a_schedule_of_ones_own_and_a_target():
             lambda output, target: F.cross_entropy(output, target),
             lambda target: (target >= 0).sum(),
         ),
-    ],
-)
-def test_losses_that_count(loss_fn, normalizer):
-    """A step knows the losses of PyTorch, and others by a normalizer."""
-    target = torch.tensor([0, 1, 2, -100, 3, -100, 1])
-    assert found(
-        Layer(), schedule='1f1b', loss_fn=loss_fn, target=target, normalizer=normalizer
-    ).equal
+    ]:
+        target = torch.tensor([0, 1, 2, -100, 3, -100, 1])
+        assert found(
+            Layer(), schedule='1f1b', loss_fn=loss_fn, target=target, normalizer=normalizer
+        ).equal
 
 
 def test_a_scalar_of_the_output_is_not_in_the_arbitrary_loss():
@@ -639,21 +623,21 @@ def test_a_target_needs_a_loss():
         found(target=torch.rand(7, 4))
 
 
-@pytest.mark.parametrize('steps', [0, -1])
-def test_no_steps_compare_nothing(steps):
+def test_no_steps_compare_nothing():
     """In v0.8.0, all was equal."""
-    with pytest.raises(ValueError, match=f'steps must be one or more, but is {steps}'):
-        found(steps=steps)
+    for steps in [0, -1]:
+        with pytest.raises(ValueError, match=f'steps must be one or more, but is {steps}'):
+            found(steps=steps)
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.half, torch.float, torch.double])
-def test_the_type_of_the_model(dtype):
+def test_the_type_of_the_model():
     """In v0.8.0, rounding in 16 bits was compared with rounding in 32 bits."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Layer(), nn.LayerNorm(4), Layer()).to(dtype)
-    parity = check_parity(model, torch.rand(7, 4, dtype=dtype), dtype=None)
-    assert parity.equal
-    assert f'tolerance {torch.finfo(dtype).eps ** (2 / 3):.0e}' in str(parity)
+    for dtype in [torch.bfloat16, torch.half, torch.float, torch.double]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(), nn.LayerNorm(4), Layer()).to(dtype)
+        parity = check_parity(model, torch.rand(7, 4, dtype=dtype), dtype=None)
+        assert parity.equal, dtype
+        assert f'tolerance {torch.finfo(dtype).eps ** (2 / 3):.0e}' in str(parity)
 
 
 def test_the_coarsest_type_of_all():

@@ -10,7 +10,7 @@ from torch import nn
 from tests import accelerator
 from tests.clock import Clock, Timed
 from tests.devices import ACCELERATOR, devices
-from tests.marks import modes
+from tests.marks import MODES
 from torchgpipe import GPipe
 from torchgpipe.base.context import context
 from torchgpipe.engine import workers as workers_module
@@ -35,7 +35,6 @@ class Broken(nn.Module):
         self.times = 0
 
     def forward(self, x):
-        """Do so."""
         self.times += 1
         if self.when == 'forward' and self.times == 3:
             raise ValueError('broken')
@@ -117,32 +116,32 @@ def check(timeline, again, halves=False):
     assert timeline.start == 0 and 0 < timeline.utilisation <= 1
 
 
-@modes
 @devices
-def test_the_plain_call(devices, mode):
-    model = pipeline(devices, mode)
-    timeline = recorded(model, call)
-    check(timeline, AGAIN[mode])
-    for kind in 'FR':
-        boxes = [each.action for each in timeline.actions if each.action.kind == kind]
-        assert len(boxes) == len(set(boxes))
+def test_the_plain_call(devices):
+    for mode in MODES:
+        model = pipeline(devices, mode)
+        timeline = recorded(model, call)
+        check(timeline, AGAIN[mode])
+        for kind in 'FR':
+            boxes = [each.action for each in timeline.actions if each.action.kind == kind]
+            assert len(boxes) == len(set(boxes)), mode
 
 
-@modes
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b'])
 @devices
-def test_a_step(devices, schedule, mode):
-    timeline = recorded(pipeline(devices, mode), step, schedule=schedule)
-    check(timeline, AGAIN[mode])
-    actions = [each.action for each in timeline.actions]
-    assert len(actions) == len(set(actions))
+def test_a_step(devices):
+    for mode in MODES:
+        for schedule in ['gpipe', '1f1b']:
+            timeline = recorded(pipeline(devices, mode), step, schedule=schedule)
+            check(timeline, AGAIN[mode])
+            actions = [each.action for each in timeline.actions]
+            assert len(actions) == len(set(actions)), (mode, schedule)
 
 
-@modes
 @devices
-def test_a_step_of_halves(devices, mode):
-    timeline = recorded(pipeline(devices, mode), step, schedule='zb-h1')
-    check(timeline, AGAIN[mode], halves=True)
+def test_a_step_of_halves(devices):
+    for mode in MODES:
+        timeline = recorded(pipeline(devices, mode), step, schedule='zb-h1')
+        check(timeline, AGAIN[mode], halves=True)
 
 
 @devices
@@ -250,13 +249,13 @@ def test_times_of_a_step(clock):
 
 
 @devices
-@pytest.mark.parametrize('function', [call, step])
-def test_recording_changes_no_number(devices, function):
-    models = [pipeline(devices, 'except_last') for _ in range(2)]
-    recorded(models[0], function)
-    function(models[1])
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.equal(one.grad, other.grad)
+def test_recording_changes_no_number(devices):
+    for function in [call, step]:
+        models = [pipeline(devices, 'except_last') for _ in range(2)]
+        recorded(models[0], function)
+        function(models[1])
+        for one, other in zip(models[0].parameters(), models[1].parameters()):
+            assert torch.equal(one.grad, other.grad), function
 
 
 @devices
@@ -275,25 +274,25 @@ def assert_nothing_observes(model):
 
 
 @devices
-@pytest.mark.parametrize('function', [call, step])
-@pytest.mark.parametrize('when', ['forward', 'backward'])
-def test_an_error_leaves_nothing_behind(devices, when, function):
-    layers = [
-        nn.Linear(8, 8),
-        nn.Tanh(),
-        nn.Linear(8, 8),
-        Broken(when),
-        nn.Linear(8, 8),
-        nn.Tanh(),
-    ]
-    model = pipeline(devices, 'never', layers=layers)
-    timeline = None
-    with pytest.raises(ValueError, match='broken'):
-        with record(model) as timeline:
-            function(model)
-    assert timeline.actions == ()
-    assert_nothing_observes(model)
-    check(recorded(model, function), 0)
+def test_an_error_leaves_nothing_behind(devices):
+    for function in [call, step]:
+        for when in ['forward', 'backward']:
+            layers = [
+                nn.Linear(8, 8),
+                nn.Tanh(),
+                nn.Linear(8, 8),
+                Broken(when),
+                nn.Linear(8, 8),
+                nn.Tanh(),
+            ]
+            model = pipeline(devices, 'never', layers=layers)
+            timeline = None
+            with pytest.raises(ValueError, match='broken'):
+                with record(model) as timeline:
+                    function(model)
+            assert timeline.actions == (), (function, when)
+            assert_nothing_observes(model)
+            check(recorded(model, function), 0)
 
 
 @pytest.mark.parametrize('mode, again', [('never', 0), ('always', M)])
@@ -364,7 +363,6 @@ class Stash(nn.Linear):
     """Stash a function of the input, whose gradient comes before the output's gradient."""
 
     def forward(self, x):
-        """Do so."""
         yield stash('skip', x * 2)
         return super().forward(x)
 
@@ -378,16 +376,15 @@ class Pop(nn.Linear):
         self.only = only
 
     def forward(self, x):
-        """Do so."""
         skip = yield pop('skip')
         return skip if self.only else super().forward(x) + skip
 
 
 @devices
-@pytest.mark.parametrize('function', [call, step])
-def test_skips(devices, function):
-    layers = [nn.Linear(8, 8), nn.Tanh(), Stash(8, 8), nn.Tanh(), nn.Linear(8, 8), Pop()]
-    check(recorded(pipeline(devices, 'except_last', layers=layers), function), M - 1)
+def test_skips(devices):
+    for function in [call, step]:
+        layers = [nn.Linear(8, 8), nn.Tanh(), Stash(8, 8), nn.Tanh(), nn.Linear(8, 8), Pop()]
+        check(recorded(pipeline(devices, 'except_last', layers=layers), function), M - 1)
 
 
 def test_the_backward_of_a_cell_ends_where_a_skip_comes_in():
@@ -403,18 +400,24 @@ def test_the_backward_of_a_cell_ends_where_a_skip_comes_in():
 
 
 @devices
-@pytest.mark.parametrize('function', [call, step])
-def test_only_a_skip_has_a_gradient(devices, function):
-    layers = [nn.Linear(8, 8), Stash(8, 8), nn.Linear(8, 8), nn.Tanh(), nn.Tanh(), Pop(only=True)]
-    found = spans(recorded(pipeline(devices, 'never', layers=layers), function))
-    assert set(found) >= {f'{j}F{i}' for j in range(N) for i in range(M)}
+def test_only_a_skip_has_a_gradient(devices):
+    for function in [call, step]:
+        layers = [
+            nn.Linear(8, 8),
+            Stash(8, 8),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Tanh(),
+            Pop(only=True),
+        ]
+        found = spans(recorded(pipeline(devices, 'never', layers=layers), function))
+        assert set(found) >= {f'{j}F{i}' for j in range(N) for i in range(M)}, function
 
 
 class Pair(nn.Linear):
     """Return a tensor, and one beside it; forwarded if it comes from another such layer."""
 
     def forward(self, value):
-        """Do so."""
         x, y = value if isinstance(value, tuple) else (value, None)
         x = super().forward(x)
         return x, x * 2 if y is None else y
@@ -424,7 +427,6 @@ class Sum(nn.Module):
     """Add both."""
 
     def forward(self, value):
-        """Do so."""
         return value[0] + value[1]
 
 
@@ -450,15 +452,15 @@ def test_several_tensors_between_cells(devices):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize('function', [call, step])
-def test_copies(function):
-    model = pipeline([f'{ACCELERATOR}:0', 'cpu', f'{ACCELERATOR}:0'], 'always')
-    timeline = recorded(model, function)
-    assert timeline.devices == (f'{ACCELERATOR}:0', 'cpu:0')
-    assert sorted(each[:3] for each in timeline.copies) == sorted(
-        [(0, 1, i) for i in range(M)] * 2 + [(1, 0, i) for i in range(M)] * 2
-    )
-    assert all(each.start <= each.end for each in timeline.copies)
+def test_copies():
+    for function in [call, step]:
+        model = pipeline([f'{ACCELERATOR}:0', 'cpu', f'{ACCELERATOR}:0'], 'always')
+        timeline = recorded(model, function)
+        assert timeline.devices == (f'{ACCELERATOR}:0', 'cpu:0'), function
+        assert sorted(each[:3] for each in timeline.copies) == sorted(
+            [(0, 1, i) for i in range(M)] * 2 + [(1, 0, i) for i in range(M)] * 2
+        ), function
+        assert all(each.start <= each.end for each in timeline.copies), function
 
 
 @pytest.mark.accelerator

@@ -66,19 +66,19 @@ def boxes(figure):
     ]
 
 
-@pytest.mark.parametrize('offset', [0.0, 7.0])
-def test_boxes(offset):
-    forward, backward = LEGEND['F'][1], LEGEND['B'][1]
-    figure = two(offset).draw()
-    assert boxes(figure) == [
-        [
-            (0, 0.0, 1.0, forward),
-            (0, 4.0, 2.0, backward),
-            (1, 1.0, 1.0, forward),
-            (1, 2.0, 2.0, backward),
-        ]
-    ]
-    assert figure.axes[0].get_xlim() == (0.0, 6.0)
+def test_boxes():
+    for offset in [0.0, 7.0]:
+        forward, backward = LEGEND['F'][1], LEGEND['B'][1]
+        figure = two(offset).draw()
+        assert boxes(figure) == [
+            [
+                (0, 0.0, 1.0, forward),
+                (0, 4.0, 2.0, backward),
+                (1, 1.0, 1.0, forward),
+                (1, 2.0, 2.0, backward),
+            ]
+        ], offset
+        assert figure.axes[0].get_xlim() == (0.0, 6.0), offset
 
 
 def test_all_kinds():
