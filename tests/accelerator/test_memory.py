@@ -74,22 +74,25 @@ def formula(costs, balance, mode, param_scale):
     return [blocks.bytes(*cut) for cut in zip(cuts, cuts[1:], stages)]
 
 
-def test_the_peak_of_each_device_is_what_the_formula_says():
-    for kinds, balance, mode in [  # all pairs
+@pytest.mark.parametrize(
+    'kinds, balance, mode',
+    [  # all pairs
         (kinds, balance, mode)
         for k, mode in enumerate(MODES)
         for kinds, balance in (
             ({}, [[DEPTH] * N, UNEVEN][k % 2]),
             (SKIP, [UNEVEN, [DEPTH] * N][k % 2]),
         )
-    ]:
-        model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
-        costs = profile(model, x, device='cpu', timeout=0.01)
-        before = [torch.accelerator.memory_allocated(device) for device in range(N)]
-        gpipe, x = GPipe(model, balance, chunks=M, checkpoint=mode), x.to('sim:0')
-        keep_pace(gpipe)
-        for param_scale in (2, 3):  # in the second step there are gradients to add to
-            for measured, there, expected in zip(
-                peaks(gpipe, x), before, formula(costs, balance, mode, param_scale)
-            ):
-                assert measured - there == pytest.approx(expected, rel=0.1)
+    ],
+)
+def test_the_peak_of_each_device_is_what_the_formula_says(kinds, balance, mode):
+    model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
+    costs = profile(model, x, device='cpu', timeout=0.01)
+    before = [torch.accelerator.memory_allocated(device) for device in range(N)]
+    gpipe, x = GPipe(model, balance, chunks=M, checkpoint=mode), x.to('sim:0')
+    keep_pace(gpipe)
+    for param_scale in (2, 3):  # in the second step there are gradients to add to
+        for measured, there, expected in zip(
+            peaks(gpipe, x), before, formula(costs, balance, mode, param_scale)
+        ):
+            assert measured - there == pytest.approx(expected, rel=0.1)

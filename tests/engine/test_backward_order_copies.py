@@ -33,19 +33,19 @@ def between_waits(prev_stream, next_stream, x):
     return Wait.apply(next_stream, current_stream(get_device(next_stream)), y)
 
 
-def test_backward_is_the_adjoint_and_goes_the_other_way():
-    for function in [between_waits, Wait.apply]:
-        for way in WAYS:
-            prev_stream, next_stream = [new_stream(torch.device(place)) for place in places(way)]
-            x = torch.randn(100, device=get_device(prev_stream), requires_grad=True)
-            (y,) = function(prev_stream, next_stream, x)
-            where = get_device(next_stream) if function is between_waits else x.device
-            v = torch.randn(100).to(where)
-            forward = (y * v).sum()
-            assert y.device == where
-            assert y.detach().cpu().equal(x.detach().cpu())
-            forward.backward()
-            assert x.grad.device == x.device and x.grad.cpu().equal(v.cpu())
+@pytest.mark.parametrize('function', [between_waits, Wait.apply], ids=['copy', 'wait'])
+@pytest.mark.parametrize('way', WAYS)
+def test_backward_is_the_adjoint_and_goes_the_other_way(function, way):
+    prev_stream, next_stream = [new_stream(torch.device(place)) for place in places(way)]
+    x = torch.randn(100, device=get_device(prev_stream), requires_grad=True)
+    (y,) = function(prev_stream, next_stream, x)
+    where = get_device(next_stream) if function is between_waits else x.device
+    v = torch.randn(100).to(where)
+    forward = (y * v).sum()
+    assert y.device == where
+    assert y.detach().cpu().equal(x.detach().cpu())
+    forward.backward()
+    assert x.grad.device == x.device and x.grad.cpu().equal(v.cpu())
 
 
 def test_several_tensors_share_a_node():
