@@ -90,23 +90,15 @@ def test_a_wrong_option_gets_one_clear_line(run):
         assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
 
 
-@pytest.mark.parametrize('name', EXPERIMENTS)
-def test_the_help_of_an_experiment_shows_the_common_options(run, name):
-    code, out, _ = run(name, '--help')
-    assert code == 0 and out.count('\n') < 50
-    for option in (
-        '--setting',
-        '--devices',
-        '--scale',
-        '--epochs',
-        '--skip-epochs',
-        '--dtype',
-        '--compile',
-        '--seed',
-        '--output',
-    ):
-        assert option in out
-    assert all(setting.name in out for setting in EXPERIMENTS[name].settings)
+def test_the_help_of_an_experiment_shows_the_common_options(run):
+    options = (
+        '--setting --devices --scale --epochs --skip-epochs --dtype --compile --seed --output'
+    )
+    for name, experiment in EXPERIMENTS.items():
+        code, out, _ = run(name, '--help')
+        assert code == 0 and out.count('\n') < 50, name
+        assert all(option in out for option in options.split()), name
+        assert all(setting.name in out for setting in experiment.settings), name
 
 
 def test_the_list(run):
@@ -131,15 +123,9 @@ def test_the_list(run):
 @pytest.mark.slow
 def test_a_published_model_from_the_command_line(run, tmp_path):
     code, out, _ = run(
-        'resnet101-speed',
-        '--setting',
-        'baseline',
-        '--setting',
-        'pipeline-1',
-        '--scale',
-        0.004,
-        '--epochs',
-        1,
+        *(
+            'resnet101-speed --setting baseline --setting pipeline-1 --scale 0.004 --epochs 1'
+        ).split(),
         '--output',
         tmp_path,
     )
@@ -178,15 +164,9 @@ def test_ctrl_c_in_a_process_of_its_own(tmp_path):
             sys.executable,
             '-c',
             TELLING,
-            'resnet101-speed',
-            '--scale',
-            '0.004',
-            '--epochs',
-            '2',
-            '--setting',
-            'baseline',
-            '--setting',
-            'pipeline-2',
+            *(
+                'resnet101-speed --scale 0.004 --epochs 2 --setting baseline --setting pipeline-2'
+            ).split(),
             '--output',
             str(tmp_path),
         ],

@@ -34,31 +34,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), re
 ROOT = Path(__file__).parents[2]
 COMMAND = sys.executable, '-m', 'benchmarks', 'train-gpt'
 #: A tiny model in float64, and short steps.
-TINY = [
-    '--cpu',
-    '--n-layer',
-    '4',
-    '--n-head',
-    '2',
-    '--n-embd',
-    '16',
-    '--block-size',
-    '8',
-    '--dtype',
-    'float64',
-    '--global-batch-size',
-    '16',
-    '--steps',
-    '6',
-    '--generate',
-    '0',
-    '--eval-interval',
-    '3',
-    '--eval-batches',
-    '3',
-    '--warmup-steps',
-    '2',
-]
+TINY = (
+    '--cpu --n-layer 4 --n-head 2 --n-embd 16 --block-size 8 --dtype float64 '
+    '--global-batch-size 16 --steps 6 --generate 0 --eval-interval 3 --eval-batches 3 '
+    '--warmup-steps 2'
+).split()
 
 
 @pytest.fixture(autouse=True)
@@ -222,15 +202,7 @@ def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
         *TINY,
         '--output',
         tmp_path,
-        '--plan',
-        'auto',
-        '--devices',
-        8,
-        '--machine',
-        'H100',
-        '--dtype',
-        'bfloat16',
-        '--dry-run',
+        *'--plan auto --devices 8 --machine H100 --dtype bfloat16 --dry-run'.split(),
     )
     assert code == 0, err
     assert 'slower by' in out and 'the first: compute' in out
@@ -240,16 +212,12 @@ def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
-    """Losses match a training in one process."""
+    """Its losses are those of a plain loop."""
     monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
     words = [*TINY, '--output', tmp_path, '--log', tmp_path / 'log']
     code, out, err = run('train-gpt', *words, '--plan', 'auto', '--devices', 2)
     assert code == 0 and 'starting 2 processes' in err and 'slower by' in out, err
-    first = [x['loss'] for x in lines_of(tmp_path / 'log')]
-    (tmp_path / 'log').unlink()
-    process = subprocess.run([*COMMAND, *map(str, words)], cwd=ROOT, capture_output=True)
-    assert process.returncode == 0, process.stderr
-    assert first == pytest.approx([x['loss'] for x in lines_of(tmp_path / 'log')], rel=1e-9)
+    assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))
 
 
 def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
@@ -280,18 +248,19 @@ def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_of_each_schedule(run, tmp_path):
-    schedules = ('gpipe', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-v')
-    others = [('1f1b', ['--shard']), ('1f1b', ['--dtype', 'bfloat16'])]
-    for schedule, options in [*((schedule, []) for schedule in schedules), *others]:
+    for schedule, options in [
+        ('interleaved', []),
+        ('looped-bfs', ['--shard']),
+        ('zb-h2', []),
+        ('zb-v', []),
+        ('1f1b', ['--dtype', 'bfloat16']),
+    ]:
         code, out, _ = run(
             'train-gpt',
             *TINY,
             '--output',
             tmp_path,
-            '--data',
-            '2',
-            '--pipe',
-            '2',
+            *'--data 2 --pipe 2'.split(),
             '--schedule',
             schedule,
             '--dry-run',
@@ -323,20 +292,16 @@ def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
         *TINY,
         '--output',
         tmp_path,
-        '--data',
-        2,
-        '--restarts',
-        1,
+        *'--data 2 --restarts 1'.split(),
         '--save',
         tmp_path / 'saved',
     )
     assert code == 2 and 'run torchrun again, with --resume' in err
 
 
-@pytest.mark.parametrize('mesh', [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_samples_follow_from_seed_and_step(tmp_path, mesh):
+@pytest.mark.parametrize('data, chunks', [(4, 1), (2, 2)])
+def test_samples_follow_from_seed_and_step(tmp_path, data, chunks):
     config = options_of(tmp_path)
-    data, chunks = mesh
     config.data, config.chunks = data, chunks
     tokens, block, batch = 8 * 20 + 3, config.block_size, config.global_batch_size
     seen = torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)])
@@ -365,11 +330,9 @@ def mesh_of(data, pipe, tensor):
 @pytest.mark.parametrize(
     'mesh, options',
     [
-        ((2, 1, 1), []),
         ((1, 2, 1), ['--schedule', 'zb-v']),
-        ((1, 1, 2), []),
         ((2, 2, 1), ['--shard']),
-        ((2, 2, 2), ['--checkpoint', 'always']),
+        ((2, 1, 2), ['--checkpoint', 'always']),
         ((2, 1, 1), ['--offload', '--micro-batch-size', 2]),
         ((1, 2, 1), ['--plan', 'auto']),
     ],
@@ -388,19 +351,14 @@ def test_experts_are_spread_over_replicas(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('victim', range(4))
+@pytest.mark.parametrize('victim', [0, 1])
 def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, victim):
     config = options_of(
         tmp_path,
-        *mesh_of(2, 2, 1),
+        *mesh_of(2, 1, 1),
         '--save',
         tmp_path / 'saved',
-        '--save-interval',
-        2,
-        '--restarts',
-        1,
-        '--log-samples',
-        '--async-save',
+        *'--save-interval 2 --restarts 1 --log-samples --async-save'.split(),
     )
     config.victim = victim, 2 + victim  # after and before a save
     launch(killing.killed_at_a_step, config, [2, 3])
@@ -431,7 +389,7 @@ def test_a_training_resumes_on_another_mesh(tmp_path):
     with pytest.raises(SystemExit):
         launch(killing.killed_at_a_step, config, [2, 3])
     expected = plain_curve(config, 6)
-    for mesh in ((1, 2, 2), (4, 1, 1), (1, 1, 1)):
+    for mesh in ((1, 1, 2), (1, 1, 1)):
         folder = tmp_path / '-'.join(map(str, mesh))
         shutil.copytree(tmp_path / 'saved', folder / 'saved')
         shutil.copy(tmp_path / 'log', folder)
@@ -441,11 +399,11 @@ def test_a_training_resumes_on_another_mesh(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('moment', range(3))
+@pytest.mark.parametrize('moment', range(2))
 def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
     save = ['--save', tmp_path / 'saved', '--save-interval', 2]
     config = options_of(
-        tmp_path, *mesh_of(2, 2, 1), *save, *(['--async-save'] if moment % 2 else [])
+        tmp_path, *mesh_of(2, 1, 1), *save, *(['--async-save'] if moment % 2 else [])
     )
     config.moment = moment
     with pytest.raises(SystemExit):
@@ -455,24 +413,10 @@ def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'command',
-    [
-        COMMAND,
-        (
-            sys.executable,
-            '-m',
-            'torch.distributed.run',
-            '--standalone',
-            '--nproc-per-node',
-            2,
-            '-m',
-            'benchmarks.train_gpt',
-        ),
-    ],
-)
-def test_it_starts_its_processes_or_runs_in_those_of_torchrun(tmp_path, command):
-    words = [*command, *TINY, '--pipe', 2, '--output', tmp_path, '--log-file', tmp_path / 'log']
+def test_it_runs_in_the_processes_of_torchrun(tmp_path):
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    words = [*torchrun, '--nproc-per-node', 2, '-m', 'benchmarks.train_gpt', *TINY, '--pipe', 2]
+    words += ['--output', tmp_path, '--log-file', tmp_path / 'log']
     done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))

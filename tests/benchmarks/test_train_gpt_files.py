@@ -50,11 +50,7 @@ def trained(run, tmp_path):
         tmp_path / 'log',
         '--save',
         tmp_path / 'saved',
-        '--save-interval',
-        2,
-        '--keep-last',
-        9,
-        '--log-samples',
+        *'--save-interval 2 --keep-last 9 --log-samples'.split(),
     ]
     assert run('train-gpt', *words)[0] == 0
     return words
@@ -146,20 +142,17 @@ def test_another_text_of_the_same_length_is_refused(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_log_keeps_the_lines_of_an_older_training(run, tmp_path, trained):
+def test_a_log_keeps_the_lines_of_an_older_training_and_a_folder_has_one_training(
+    run, tmp_path, trained
+):
     before = (tmp_path / 'log').read_text()
+    with TrainingFolder(str(tmp_path / 'saved')).locked():
+        code, _, err = run('train-gpt', *trained, '--resume')
+    assert code == 2 and 'is in use by process' in err
     code, _, err = run('train-gpt', *trained, '--save', tmp_path / 'mistyped', '--resume')
     assert code == 0, err
     assert (tmp_path / 'log').read_text().startswith(before)
     assert len(lines_of(tmp_path / 'log')) == 12 and len(lines_of(tmp_path / 'log.0')) == 12
-
-
-@pytest.mark.slow
-def test_two_trainings_in_one_folder(run, tmp_path, trained):
-    with TrainingFolder(str(tmp_path / 'saved')).locked():
-        code, _, err = run('train-gpt', *trained, '--resume')
-    assert code == 2 and 'is in use by process' in err
-    assert run('train-gpt', *trained, '--resume')[0] == 0
 
 
 def stopped(config):
@@ -217,7 +210,7 @@ def failing(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('options', [[], ['--async-save'], ['--log-interval', 3]])
+@pytest.mark.parametrize('options', [['--async-save'], ['--log-interval', 3]])
 def test_a_checkpoint_comes_before_the_validation_of_its_step(tmp_path, options):
     config = options_of(
         tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', *options, '--save-interval', 3
@@ -237,22 +230,14 @@ def test_validations_of_samples_that_replicas_cannot_share(tmp_path):
     """Of 142 samples, neither batches nor replicas take an equal part."""
     for data, pipe, batch, size, experts in [
         (3, 1, 18, 1, 3),
-        (4, 1, 16, 2, 4),
-        (2, 1, 16, 1, 4),
-        (3, 1, 18, 2, 0),
-        (3, 2, 18, 3, 0),
+        (2, 2, 18, 3, 0),
     ]:
         words = [
             '--global-batch-size',
             batch,
             '--experts',
             experts,
-            '--vocab-size',
-            257,
-            '--eval-batches',
-            0,
-            '--steps',
-            3,
+            *'--vocab-size 257 --eval-batches 0 --steps 3'.split(),
         ]
         alone = launched(tmp_path / 'alone', *words, '--micro-batch-size', size * data)
         spread = launched(
@@ -282,10 +267,8 @@ def test_samples_of_lost_steps_are_dropped_on_a_mesh_with_fewer_replicas(tmp_pat
 @pytest.mark.slow
 def test_a_terminal_without_unicode(tmp_path):
     for encoding, options in [
-        ('latin-1', []),
         ('latin-1', ['--data', 2]),
-        ('ascii', []),
-        ('latin-1', ['--dry-run']),
+        ('ascii', ['--dry-run']),
     ]:
         done = subprocess.run(
             [*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path, *options))],
@@ -310,10 +293,7 @@ def test_a_text_of_a_small_vocabulary(run, tmp_path):
     code, out, err = run(
         'train-gpt',
         *TINY,
-        '--steps',
-        1,
-        '--generate',
-        5,
+        *'--steps 1 --generate 5'.split(),
         '--output',
         tmp_path,
         '--mock-data',
@@ -353,17 +333,12 @@ def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_training_has_the_balance_of_its_settings(tmp_path):
-    for args in [
-        ['--offload', '--n-layer', 3],
-        ['--pipe', 4, '--n-layer', 2],
-        ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8],
-        ['--pipe', 3, '--global-batch-size', 12],
-    ]:
-        settings = train_gpt.settings_of(options_of(tmp_path, *args))
-        words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
-        done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert f'balance {[*settings.balance]}, schedule {settings.schedule}' in done.stdout
+    args = ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8]
+    settings = train_gpt.settings_of(options_of(tmp_path, *args))
+    words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f'balance {[*settings.balance]}, schedule {settings.schedule}' in done.stdout
 
 
 def test_flops_count_the_router_of_experts(tmp_path):

@@ -16,25 +16,10 @@ from torchgpipe.balance import LayerProfile
 from torchgpipe.base.settings import Settings
 from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
 
-WORDS = [
-    '--cpu',
-    '--n-layer',
-    '4',
-    '--n-head',
-    '2',
-    '--n-embd',
-    '16',
-    '--block-size',
-    '8',
-    '--dtype',
-    'bfloat16',
-    '--global-batch-size',
-    '32',
-    '--plan',
-    'auto',
-    '--devices',
-    '8',
-]
+WORDS = (
+    '--cpu --n-layer 4 --n-head 2 --n-embd 16 --block-size 8 --dtype bfloat16 '
+    '--global-batch-size 32 --plan auto --devices 8'
+).split()
 
 
 def chosen(*args):
@@ -69,30 +54,23 @@ def asked(monkeypatch):
 STATE = ParameterBytes(2, 4, 12)
 
 
-@pytest.mark.parametrize(
-    'dtype, state', [('bfloat16', STATE), ('float32', ParameterBytes(4, 4, 8))]
-)
-def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked, dtype, state):
-    config = chosen('--machine', 'H100', '--memory', '1GiB', '--dtype', dtype)
-    sizes = checked(Namespace(**vars(config))).sizes
-    assert asked == {
-        'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
-        'mesh': 8,
-        'machine': MACHINES['H100'],
-        'batch': 32,
-        'state': state,
-        'memory_limit': 0.9 * 2**30,
-    }
-    assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
-    assert (
-        config.schedule,
-        config.checkpoint,
-        config.virtual,
-        config.micro_batch_size,
-        config.shard,
-        config.balance,
-    ) == ('interleaved', 'always', 3, 4, True, [1] * 6)
-    assert (config.plan, config.devices, config.machine) == (None, None, None)
+def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked):
+    for dtype, state in (('bfloat16', STATE), ('float32', ParameterBytes(4, 4, 8))):
+        config = chosen('--machine', 'H100', '--memory', '1GiB', '--dtype', dtype)
+        sizes = checked(Namespace(**vars(config))).sizes
+        assert asked == {
+            'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
+            'mesh': 8,
+            'machine': MACHINES['H100'],
+            'batch': 32,
+            'state': state,
+            'memory_limit': 0.9 * 2**30,
+        }
+        assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
+        assert (config.schedule, config.checkpoint) == ('interleaved', 'always')
+        assert (config.virtual, config.micro_batch_size, config.shard) == (3, 4, True)
+        assert config.balance == [1] * 6
+        assert (config.plan, config.devices, config.machine) == (None, None, None)
 
 
 def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
@@ -130,22 +108,19 @@ def test_times_of_a_block_and_of_ends():
     assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1) == (3.0, 5.0)
 
 
-@pytest.mark.parametrize(
-    'small, large, overhead', [(3.0, 10.0, 2.0), (1.0, 8.0, 0.0), (1.0, 9.0, 0.0), (4.0, 2.0, 4.0)]
-)
-def test_overheads_of_layers(small, large, overhead):
+def test_overheads_of_layers():
     """Overheads do not grow with the samples; they are between zero and all of the time."""
     layer = LayerProfile('0', 0.0, 0.0, 8, 0, 0, 4, 4, input_share=0.5, weight_share=0.5)
-    found = blocks._timed(layer, small, large)
-    assert found == replace(
-        layer,
-        forward_seconds=large / 3,
-        backward_seconds=2 * large / 3,
-        forward_overhead=overhead / 3,
-        backward_overhead=2 * overhead / 3,
-        input_share=None,
-        weight_share=None,
-    )
+    for small, large, overhead in ((3, 10, 2), (1, 8, 0), (1, 9, 0), (4, 2, 4)):
+        assert blocks._timed(layer, small, large) == replace(
+            layer,
+            forward_seconds=large / 3,
+            backward_seconds=2 * large / 3,
+            forward_overhead=overhead / 3,
+            backward_overhead=2 * overhead / 3,
+            input_share=None,
+            weight_share=None,
+        )
 
 
 def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
@@ -165,9 +140,9 @@ def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
     assert machine == replace(MACHINES['A100'], bandwidth=STATE.traffic / 9)
 
 
-@pytest.mark.parametrize('depth', [1, 3])
-def test_the_weight_of_embedding_and_head_is_counted_once_by_each_device(depth):
+def test_the_weight_of_embedding_and_head_is_counted_once_by_each_device():
     """The block between them is repeated, so the head's place is another one than measured."""
+    depth = 3
     sizes = Sizes(vocabulary=64, context=8, width=16, heads=2, depth=1)
     sample = torch.zeros(2, 8).long()
     cpu = torch.device('cpu')

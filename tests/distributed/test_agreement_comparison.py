@@ -225,26 +225,19 @@ def expanded(axes, options):
 DATA, SHARD = ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})
 
 
-@pytest.mark.parametrize(
-    'function, axes, options',
-    [
-        (closure, *DATA),
-        (listed, *DATA),
-        (adapted, *DATA),
-        (adapted, *SHARD),
-        (learns_later, *DATA),
-        (learns_later, *SHARD),
-        (frozen_for_a_step, *DATA),
-        (frozen_for_a_step, *SHARD),
-        (replaced, *DATA),
-        (expanded, *DATA),
-        (expanded, {'pipe': 2}, {}),
-        (frozen_first, {'data': 2, 'pipe': 2}, {'data': 'shard'}),
-        (frozen_first, {'data': 2, 'pipe': 2}, {}),
-    ],
-)
-def test_gradients_from_elsewhere_are_those_of_the_whole_batch(function, axes, options):
-    run(axes.get('data', 1) * axes.get('pipe', 1), function, axes, options)
+def in_turn(cases):
+    """Call several functions on the ranks of one group."""
+    for function, axes, options in cases:
+        function(axes, options)
+
+
+def test_gradients_from_elsewhere_are_those_of_the_whole_batch():
+    changes = [(function, *kind) for function in (adapted, learns_later) for kind in (DATA, SHARD)]
+    frozen = [(frozen_for_a_step, *kind) for kind in (DATA, SHARD)]
+    others = [(function, *DATA) for function in (closure, listed, replaced, expanded)]
+    run(2, in_turn, [*changes, *frozen, *others, (expanded, {'pipe': 2}, {})])
+    axes = {'data': 2, 'pipe': 2}
+    run(4, in_turn, [(frozen_first, axes, {'data': 'shard'}), (frozen_first, axes, {})])
 
 
 # --- named
@@ -831,7 +824,7 @@ def try_all(ways, folder):
 
 
 @pytest.mark.parametrize('part', range(4))
-def test_what_would_differ_is_named_on_all_ranks(part, tmp_path):
+def test_differences_of_ranks_are_named_on_all_of_them(part, tmp_path):
     numbers = [*range(len(WAYS))][part::4]
     ranks = outcomes(2, try_all, numbers, str(tmp_path / 'model'), timeout=90)
     for found in ranks:

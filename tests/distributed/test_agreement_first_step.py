@@ -80,11 +80,9 @@ def first_step(make, axes):
 @pytest.mark.parametrize(
     'make, name, axes',
     [
-        (moving_buffer, '0.mean', {'data': 2}),
         (moving_buffer, '0.mean', {'data': 2, 'pipe': 2}),
         (moving_statistics, '2.running_mean', {'data': 2}),
         (tied_table, '0.table.weight', {'pipe': 2}),
-        (tied_table, '0.table.weight', {'data': 2, 'pipe': 2}),
     ],
 )
 def test_in_v0_22_the_first_step_gave_gradients_of_layers_that_make_ranks_differ(make, name, axes):
@@ -166,12 +164,13 @@ def trained(kind, axes, copies, norm=None):
     return losses
 
 
-MESHES = [{'tensor': 2}, {'tensor': 2, 'data': 2}, {'tensor': 2, 'pipe': 2}]
-
-
-@pytest.mark.parametrize('axes', MESHES)
 @pytest.mark.parametrize(
-    'kind, name', [('norm', '0.norm.bias'), ('temperature', '0.temperature'), ('mqa', '0.k.bias')]
+    'kind, name, axes',
+    [
+        ('norm', '0.norm.bias', {'tensor': 2}),
+        ('temperature', '0.temperature', {'tensor': 2, 'data': 2}),
+        ('mqa', '0.k.bias', {'tensor': 2, 'pipe': 2}),
+    ],
 )
 def test_in_v0_22_a_part_of_a_gradient_was_taken_for_the_whole(kind, name, axes):
     for text in run(world_of(axes), trained, kind, axes, False):
@@ -180,13 +179,16 @@ def test_in_v0_22_a_part_of_a_gradient_was_taken_for_the_whole(kind, name, axes)
         assert 'torchgpipe.shard.distributed.copy(parameter)' in text
 
 
-@pytest.mark.parametrize('axes', MESHES)
 @pytest.mark.parametrize(
-    'kind, norm',
+    'kind, norm, axes',
     [
-        ('norm', SequenceParallel(sequence_dim=2, use_local_output=True)),
-        ('temperature', None),
-        ('mqa', None),
+        (
+            'norm',
+            SequenceParallel(sequence_dim=2, use_local_output=True),
+            {'tensor': 2, 'data': 2},
+        ),
+        ('temperature', None, {'tensor': 2, 'pipe': 2}),
+        ('mqa', None, {'tensor': 2}),
     ],
 )
 def test_the_ways_out_of_a_part_of_a_gradient(kind, norm, axes):

@@ -55,7 +55,7 @@ def saved_several(folder):
 
 
 @pytest.mark.slow
-def test_what_ranks_share_is_written_once(tmp_path):
+def test_shared_values_are_written_once(tmp_path):
     """And PyTorch alone reads it."""
     run(4, saved_several, str(tmp_path))
     made('plain', tmp_path / 'plain')

@@ -82,7 +82,7 @@ def spare():
     return {name: x.grad is not None for name, x in model.named_parameters()}
 
 
-def test_what_no_stage_uses_has_no_gradient():
+def test_an_unused_tied_parameter_has_no_gradient():
     for found in run(2, spare):
         assert len(found) == 5
         assert all(there is not name.endswith('spare') for name, there in found.items())

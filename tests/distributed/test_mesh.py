@@ -62,7 +62,7 @@ def wrong():
     return found, model.step(x, target, loss).item()
 
 
-def test_what_does_not_fit_is_refused_on_all_ranks_and_training_goes_on():
+def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
     words = [
         '3 processes, but there are 2',

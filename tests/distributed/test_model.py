@@ -94,8 +94,7 @@ def test_schedules(schedule, stages, places):
     check(found, alone('unet'))
 
 
-@pytest.mark.parametrize('name', ['v-half', 'v-min'])
-@pytest.mark.parametrize('model', ['unet', slow('tied')])
+@pytest.mark.parametrize('name, model', [('v-half', 'unet'), ('v-min', 'tied')])
 def test_a_v_of_four_ranks(name, model):
     found = run(
         4,
@@ -138,8 +137,16 @@ def test_halves_of_backwards_of_a_weight_in_two_stages_of_a_rank():
     check(found, alone('tied'))
 
 
-@pytest.mark.parametrize('name', sorted({*MODELS} - {'resnet'}))
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
+@pytest.mark.parametrize(
+    'name, data',
+    [
+        ('perceptron', 'shard'),
+        ('dictionaries', 'shard'),
+        ('frozen', 'replicate'),
+        ('tied', 'replicate'),
+        ('unet', 'shard'),
+    ],
+)
 def test_models(name, data):
     found = run(
         4,

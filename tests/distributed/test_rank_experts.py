@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.distributed.models import DOUBLE, batch, full
 from tests.distributed.saving import OFFLOAD
 from tests.distributed.test_model import check
+from tests.marks import slow
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint
 from torchgpipe.shard.nn import Experts
@@ -111,20 +112,11 @@ def train(model, step, clip, sizes=(12, 15, 12)):
     [
         ({}, '1f1b', {}),
         ({'data': 2}, '1f1b', {}),
-        ({'data': 2, 'pipe': 2}, '1f1b', {}),
-        pytest.param(
-            {'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'}, marks=pytest.mark.slow
-        ),
-        pytest.param({'data': 2, 'pipe': 2}, 'zb-h1', {}, marks=pytest.mark.slow),
-        pytest.param({'data': 2, 'pipe': 2}, '1f1b', {'data': 'shard'}, marks=pytest.mark.slow),
-        pytest.param(
-            {'data': 2, 'pipe': 2},
-            'looped-bfs',
-            {**OFFLOAD, 'balance': [1] * 4},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({'data': 4}, '1f1b', {'checkpoint': 'never'}, marks=pytest.mark.slow),
-        pytest.param({'data': 3}, '1f1b', {}, marks=pytest.mark.slow),
+        ({'data': 2, 'pipe': 2}, 'zb-h1', {}),
+        slow({'data': 2, 'pipe': 2}, 'gpipe', {'checkpoint': 'always'}),
+        slow({'data': 2, 'pipe': 2}, '1f1b', {'data': 'shard'}),
+        slow({'data': 2, 'pipe': 2}, 'looped-bfs', {**OFFLOAD, 'balance': [1] * 4}),
+        slow({'data': 3}, '1f1b', {'checkpoint': 'never'}),
     ],
 )
 def test_training_is_that_of_one_process(axes, schedule, options):
@@ -194,9 +186,8 @@ def went_on(folder, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('data', ['replicate', pytest.param('shard', marks=pytest.mark.slow)])
-def test_a_checkpoint_goes_on_where_experts_are_spread_in_another_way(tmp_path, data):
-    expected, *_ = run(4, saved, f'{tmp_path}/saved', data)
+def test_a_checkpoint_goes_on_where_experts_are_spread_in_another_way(tmp_path):
+    expected, *_ = run(4, saved, f'{tmp_path}/saved', 'shard')
     for axes in ({'data': 1}, {'data': 3}):
         for losses in run(axes['data'], went_on, f'{tmp_path}/saved', axes):
             assert losses == pytest.approx(expected, rel=1e-12)
@@ -228,9 +219,9 @@ def accumulated(data):
         torch.testing.assert_close(full(x.grad), several[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_gradients_of_experts_wait_with_the_others(data):
-    run(2, accumulated, data)
+def test_gradients_of_experts_wait_with_the_others():
+    for data in ('replicate', 'shard'):
+        run(2, accumulated, data)
 
 
 def frozen(data, later):
@@ -246,10 +237,7 @@ def frozen(data, later):
     return {name: full(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize(
-    'data, later',
-    [('replicate', False), ('shard', True), pytest.param('shard', False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize('data, later', [('replicate', False), ('shard', True)])
 def test_frozen_experts_hand_gradients_on(data, later):
     """They may learn later."""
     steps, _, _ = alone()
@@ -325,7 +313,7 @@ def evaluated_in_mode(axes, mode, options):
 
 @pytest.mark.parametrize(
     'axes, options',
-    [({'data': 2}, {}), ({'data': 2}, {'data': 'shard'}), ({'data': 2, 'pipe': 2}, {})],
+    [({'data': 2}, {'data': 'shard'}), ({'data': 2, 'pipe': 2}, {})],
 )
 def test_in_v0_22_parts_of_layers_could_not_be_evaluated_in_inference_mode(axes, options):
     world = axes['data'] * axes.get('pipe', 1)

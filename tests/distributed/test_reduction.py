@@ -37,14 +37,13 @@ def accumulated(axes, data, make):
 
 
 @pytest.mark.parametrize(
-    'ranks, axes, data',
+    'ranks, axes, data, make',
     [
-        (4, {'data': 2, 'pipe': 2}, 'replicate'),
-        (4, {'data': 2, 'pipe': 2}, 'shard'),
-        (2, {'pipe': 2}, 'replicate'),
+        (4, {'data': 2, 'pipe': 2}, 'replicate', perceptron),
+        (4, {'data': 2, 'pipe': 2}, 'shard', tied),
+        (2, {'pipe': 2}, 'replicate', tied),
     ],
 )
-@pytest.mark.parametrize('make', [perceptron, pytest.param(tied, marks=pytest.mark.slow)])
 def test_steps_without_reduction_are_added_up(ranks, axes, data, make):
     for several, each in run(ranks, accumulated, axes, data, make):
         assert several.keys() == each.keys()
@@ -67,10 +66,10 @@ def reductions(data):
     ]
 
 
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_a_step_reduces_each_stage_once(data):
-    for names in run(2, reductions, data):
-        assert len(names) == 2, names
+def test_a_step_reduces_each_stage_once():
+    for data in ('replicate', 'shard'):
+        for names in run(2, reductions, data):
+            assert len(names) == 2, (data, names)
 
 
 def unused(data):
@@ -93,18 +92,14 @@ def unused(data):
     return {name: x.grad is not None for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_what_one_replica_uses_has_a_gradient_on_all_and_what_none_uses_has_none(data):
-    first, second = run(2, unused, data)
-    assert (
-        first
-        == second
-        == {
-            f'0.{name}.{kind}': name != 'never'
-            for name in ('used', 'other', 'never')
-            for kind in ('weight', 'bias')
-        }
-    )
+def test_a_parameter_that_one_replica_uses_has_a_gradient_on_all_and_an_unused_one_has_none():
+    expected = {
+        f'0.{name}.{kind}': name != 'never'
+        for name in ('used', 'other', 'never')
+        for kind in ('weight', 'bias')
+    }
+    for data in ('replicate', 'shard'):
+        assert run(2, unused, data) == [expected] * 2
 
 
 def values():
@@ -188,7 +183,7 @@ def thawed(data):
 
 
 @pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_what_learns_may_change(data):
+def test_other_layers_may_learn_in_each_step(data):
     """This includes layers that were frozen at first, and so are whole on all replicas."""
     torch.manual_seed(0)
     module, ranks = perceptron(2), run(2, thawed, data)
@@ -250,7 +245,7 @@ def mixed(axes, precision, chunks):
     return types, loss, grads, output, model.evaluate(x, target, F.mse_loss)[0]
 
 
-@pytest.mark.parametrize('axes', [{}, {'data': 2}, {'data': 2, 'pipe': 2}])
+@pytest.mark.parametrize('axes', [{}, {'data': 2, 'pipe': 2}])
 def test_types_of_a_policy_are_those_of_fsdp(axes):
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)
     module = wide().float()

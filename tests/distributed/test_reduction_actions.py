@@ -42,8 +42,9 @@ def whole_bytes(most, schedule):
     return peak[0], stage, shards
 
 
-@pytest.mark.parametrize('schedule', ['interleaved', 'looped-bfs'])
-@pytest.mark.parametrize('most', [1, 2, None])
+@pytest.mark.parametrize(
+    'schedule, most', [('interleaved', 1), ('looped-bfs', 2), ('interleaved', None)]
+)
 def test_no_more_stages_are_whole_than_allowed(schedule, most):
     for peak, stage, shards in run(4, whole_bytes, most, schedule):
         assert peak == (most or 3) * stage
@@ -72,8 +73,9 @@ def collectives(data, schedule):
     ]
 
 
-@pytest.mark.parametrize('schedule', ['1f1b', 'interleaved'])
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
+@pytest.mark.parametrize(
+    'data, schedule', [('replicate', 'interleaved'), ('shard', 'interleaved'), ('shard', '1f1b')]
+)
 def test_each_stage_is_reduced_once_in_one_order_on_all_replicas(data, schedule):
     found = run(4, collectives, data, schedule)
     assert found[0] == found[2] and found[1] == found[3]
@@ -84,8 +86,7 @@ def test_each_stage_is_reduced_once_in_one_order_on_all_replicas(data, schedule)
         assert ('allgather' in str(names)) == (data == 'shard')
 
 
-@pytest.mark.parametrize('data', ['shard', 'replicate'])
-@pytest.mark.parametrize('sizes', [(8, 3), (3, 8)])
+@pytest.mark.parametrize('data, sizes', [('shard', (8, 3)), ('replicate', (3, 8))])
 def test_replicas_may_have_other_numbers_of_micro_batches(data, sizes):
     """The second replica has one micro-batch, or two."""
     found = run(
@@ -134,24 +135,21 @@ def later(data, large=slice(0, 8)):
     return [each.grad for each in model.parameters()]
 
 
-@pytest.mark.parametrize('large', [slice(0, 8), slice(7, 8)])
-def test_a_gradient_after_the_reduction_of_its_parameter_is_reduced_as_well(large):
-    (expected,) = run(1, later, '', large)
-    for grads in run(2, later, 'replicate', large):
-        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+def test_a_gradient_after_the_reduction_of_its_parameter_is_reduced_as_well():
+    for large in (slice(0, 8), slice(7, 8)):
+        (expected,) = run(1, later, '', large)
+        for grads in run(2, later, 'replicate', large):
+            torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    'large, text',
-    [
+def test_a_parameter_that_another_stage_uses_is_refused_with_shards():
+    for large, text in (
         (slice(0, 8), 'has to have it as a parameter as well'),
         (slice(7, 8), "'1.weight' is used by a layer of another stage"),
-    ],
-)
-def test_a_parameter_that_another_stage_uses_is_refused_with_shards(large, text):
-    found = outcomes(2, later, 'shard', large)
-    assert all(isinstance(each, Failure) for each in found)
-    assert any(text in each.text for each in found), found[0].text
+    ):
+        results = outcomes(2, later, 'shard', large)
+        assert all(isinstance(result, Failure) for result in results)
+        assert any(text in result.text for result in results), results[0].text
 
 
 def refused():
@@ -248,8 +246,9 @@ def test_a_loss_with_a_layer_of_another_stage_is_refused_with_shards():
         assert "loss_fn has '0.up.weight', a parameter of another stage" in each.text
 
 
-@pytest.mark.parametrize('name', ['tied', 'unet', 'frozen'])
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
+@pytest.mark.parametrize(
+    'data, name', [('shard', 'tied'), ('replicate', 'unet'), ('shard', 'frozen')]
+)
 def test_models_whose_replicas_reduce_within_the_step(data, name):
     found = run(
         4,
@@ -274,9 +273,9 @@ def kept(data):
     return [event.name for event in profile.events() if 'reduce' in event.name]
 
 
-@pytest.mark.parametrize('data', ['replicate', 'shard'])
-def test_a_step_without_synchronization_reduces_nothing(data):
-    assert run(2, kept, data) == [[], []]
+def test_a_step_without_synchronization_reduces_nothing():
+    for data in ('replicate', 'shard'):
+        assert run(2, kept, data) == [[], []], data
 
 
 def raising():

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.models import batch, full, perceptron, tied
 from tests.distributed.saving import OFFLOAD, PLAN
 from tests.distributed.test_model import alone, check, trained
+from tests.marks import slow
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.reduction import Unit, grouped
@@ -42,35 +43,15 @@ def share(*tensors):
 # --- numbers
 # ---------------------------------------------------------------------------------------------
 
-SLOW = pytest.mark.slow
-
 CASES = [
-    pytest.param(1, {}, 4, 'perceptron', 'looped-bfs', {}, marks=SLOW),
     (1, {}, 8, 'tied', 'gpipe', {'checkpoint': 'always'}),
-    (1, {}, 4, 'unet', '1f1b', {}),
-    pytest.param(2, {'data': 2}, 8, 'frozen', 'looped-bfs', {'checkpoint': 'always'}, marks=SLOW),
     (2, {'data': 2}, 4, 'tied', '1f1b', {'checkpoint': 'never'}),
-    pytest.param(2, {'data': 2}, 4, 'dictionaries', 'gpipe', {}, marks=SLOW),
     (2, {'pipe': 2}, 4, 'unet', 'interleaved', {}),
-    (2, {'pipe': 2}, 8, 'frozen', 'looped-bfs', {}),
     (2, {'pipe': 2}, 4, 'tied', 'zb-v', {'places': [0, 1, 1, 0]}),
-    pytest.param(2, {'pipe': 2}, 2, 'tied', '1f1b', {}, marks=SLOW),
-    pytest.param(
-        4, {'data': 2, 'pipe': 2}, 4, 'perceptron', 'zb-v', {'places': [0, 1, 1, 0]}, marks=SLOW
-    ),
     (4, {'data': 2, 'pipe': 2}, 4, 'tied', 'interleaved', {'checkpoint': 'always'}),
-    pytest.param(4, {'data': 2, 'pipe': 2}, 8, 'tied', 'looped-bfs', {}, marks=SLOW),
-    pytest.param(4, {'data': 2, 'pipe': 2}, 2, 'unet', 'gpipe', {}, marks=SLOW),
-    pytest.param(4, {'data': 2, 'pipe': 2}, 2, 'perceptron', '1f1b', {}, marks=SLOW),
-    pytest.param(
-        4,
-        {'data': 2, 'tensor': 2},
-        2,
-        'perceptron',
-        'looped-bfs',
-        {'tensor_plan': PLAN},
-        marks=SLOW,
-    ),
+    slow(2, {'data': 2}, 8, 'frozen', 'looped-bfs', {'checkpoint': 'always'}),
+    slow(4, {'data': 2, 'pipe': 2}, 8, 'tied', 'looped-bfs', {}),
+    slow(4, {'data': 2, 'tensor': 2}, 2, 'perceptron', 'looped-bfs', {'tensor_plan': PLAN}),
 ]
 
 
@@ -121,11 +102,10 @@ def evaluated(axes):
     return found, model(x[parts[0][number]]), model._rank.replicas._whole
 
 
-@pytest.mark.parametrize('axes', [{'data': 2}, {'data': 2, 'pipe': 2}])
-def test_evaluations_of_replicas_with_other_numbers_of_micro_batches(axes):
+def test_evaluations_of_replicas_with_other_numbers_of_micro_batches():
     ((expected, output, _),) = run(1, evaluated, {})
     del expected[0]  # One replica has had its part only.
-    for found, own, gathered in run(2 * axes.get('pipe', 1), evaluated, axes):
+    for found, own, gathered in run(4, evaluated, {'data': 2, 'pipe': 2}):
         assert [each for each in found] == [expected[0]] * 2 or all(
             torch.allclose(loss, expected[0][0], rtol=1e-12) and count == expected[0][1]
             for loss, count in found
@@ -190,15 +170,15 @@ def followed(make, axes, schedule, **options):
     return step, ' '.join(calls), len(ends)
 
 
-@pytest.mark.parametrize('checkpoint', ['never', 'always'])
-def test_a_rank_has_the_parameters_of_one_stage_at_a_time(checkpoint):
+def test_a_rank_has_the_parameters_of_one_stage_at_a_time():
     """Each is gathered twice in a step, but the last one; and its gradients leave at once."""
-    ((step, call, ends),) = run(
-        1, partial(followed, checkpoint=checkpoint), perceptron, {}, 'looped-bfs'
-    )
-    assert step == '+0 -0 +1 -1 +2 -2 +3 G3 -3 +2 G2 -2 +1 G1 -1 +0 G0 -0'
-    assert call == '+0 -0 +1 -1 +2 -2 +3 -3'
-    assert ends == 4 * 8
+    for checkpoint in ('never', 'always'):
+        ((step, call, ends),) = run(
+            1, partial(followed, checkpoint=checkpoint), perceptron, {}, 'looped-bfs'
+        )
+        assert step == '+0 -0 +1 -1 +2 -2 +3 G3 -3 +2 G2 -2 +1 G1 -1 +0 G0 -0', checkpoint
+        assert call == '+0 -0 +1 -1 +2 -2 +3 -3'
+        assert ends == 4 * 8
 
 
 def test_other_schedules_gather_more_often():
@@ -300,8 +280,9 @@ def accumulated(axes, make):
     return [*found, gradients(model)]
 
 
-@pytest.mark.parametrize('axes', [{}, {'data': 2}, {'pipe': 2}, {'data': 2, 'pipe': 2}])
-@pytest.mark.parametrize('make', [perceptron, pytest.param(tied, marks=SLOW)])
+@pytest.mark.parametrize(
+    'axes, make', [({}, tied), ({'data': 2}, perceptron), slow({'data': 2, 'pipe': 2}, tied)]
+)
 def test_steps_without_reduction_are_added_up(axes, make):
     ranks = axes.get('data', 1) * axes.get('pipe', 1)
     for several, each in run(ranks, accumulated, axes, make):
@@ -432,31 +413,28 @@ class Odd(nn.Module):
         return x * self.weight + self.other.to(x).sum()
 
 
-def ungatherable(pipe):
+def ungatherable():
     """Make models whose last stage cannot be gathered; return the errors."""
-    mesh, errors = init_mesh(data=2, pipe=pipe), []
+    mesh, errors = init_mesh(data=2, pipe=2), []
     for options in {}, {'mp_policy': MixedPrecisionPolicy(torch.bfloat16)}, OFFLOAD:
         for other in torch.ones(8, dtype=torch.float64), torch.empty(0, 8):
             layers = nn.Sequential(nn.Linear(8, 8), Odd(nn.Parameter(other)))
             try:
-                DistributedGPipe(
-                    layers, [2 // pipe] * pipe, mesh=mesh, **{'data': 'shard', **options}
-                )
+                DistributedGPipe(layers, [1, 1], mesh=mesh, **{'data': 'shard', **options})
             except Exception as error:
                 errors.append(f'{type(error).__name__}: {error}')
     # A frozen parameter may have another dtype.
     frozen = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
     model = DistributedGPipe(
-        nn.Sequential(nn.Linear(8, 8), Odd(frozen)), [2 // pipe] * pipe, mesh=mesh, data='shard'
+        nn.Sequential(nn.Linear(8, 8), Odd(frozen)), [1, 1], mesh=mesh, data='shard'
     )
     model.step(torch.ones(4, 8), torch.ones(4, 8), F.mse_loss)
     return errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('pipe', [1, 2])
-def test_parameters_that_cannot_be_gathered_are_refused_when_the_model_is_made(pipe):
-    for errors in run(2 * pipe, ungatherable, pipe):
+def test_parameters_that_cannot_be_gathered_are_refused_when_the_model_is_made():
+    for errors in run(4, ungatherable):
         assert len(errors) == 6
         for dtypes, empty in zip(errors[::2], errors[1::2]):
             assert "'1.other' is torch.float64" in dtypes or 'ended on rank' in dtypes

@@ -1,7 +1,5 @@
 """Reports of ranks: the search for the rank that blocks the others."""
 
-import pytest
-
 from torchgpipe.distributed.reports import Record, blame, doing, text_of
 from torchgpipe.schedule import Action
 
@@ -37,19 +35,16 @@ def test_a_rank_that_ended_or_stopped_reporting_is_blamed_at_once():
     assert rank == 2 and text.startswith('is gone')
 
 
-@pytest.mark.parametrize(
-    'record, text',
-    [
+def test_a_busy_rank_is_blamed_only_when_the_others_have_waited_for_long():
+    for record, expected in (
         (None, 'has not made this model'),
         (WAITS._replace(state='computes', where='layer.py:1'), 'does not wait, but computes'),
         (Record(run=2), 'is not where the others are'),
-    ],
-)
-def test_a_busy_rank_is_blamed_only_when_the_others_have_waited_for_long(record, text):
-    records = {1: WAITS, 2: record}
-    assert blame(records, 3) == ([], True)
-    ((rank, found),) = blame(records, 3, late=True)[0]
-    assert rank == 2 and found.startswith(text)
+    ):
+        records = {1: WAITS, 2: record}
+        assert blame(records, 3) == ([], True)
+        ((rank, text),) = blame(records, 3, late=True)[0]
+        assert rank == 2 and text.startswith(expected), record
 
 
 def test_without_a_busy_rank_all_that_wait_are_listed():

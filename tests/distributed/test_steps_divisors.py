@@ -89,50 +89,60 @@ def world_of(axes):
     return axes.get('data', 1) * axes.get('pipe', 1)
 
 
+def in_turn(function, axes, cases):
+    """Call a function for each case, and return the results."""
+    return [function(axes, *case) for case in cases]
+
+
+RIGHT = [
+    (mean, counted),
+    (sum_by_hand, counted),
+    (masked_sum, counted),
+    (masked_mean, counted),
+    (mean_of_elements, None),
+    (mean_of_elements, len),
+    (weighted_mean, len),
+]
+
+
 @pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize(
-    'loss, normalizer',
-    [
-        (mean, counted),
-        (sum_by_hand, counted),
-        (masked_sum, counted),
-        (masked_mean, counted),
-        (mean_of_elements, None),
-        (mean_of_elements, len),
-        (weighted_mean, len),
-    ],
-)
-def test_a_mean_over_the_count_of_the_normalizer_is_right(axes, loss, normalizer):
-    expected = loss(layers()(labelled()[0]), labelled()[1]).item()
+def test_a_mean_over_the_count_of_the_normalizer_is_right(axes):
     # A mean over no labels is NaN, whatever it is multiplied by.
-    for chunks in [1] if loss is weighted_mean else [1, 2, 3]:
-        for found in run(world_of(axes), stepped, axes, chunks, loss, normalizer):
-            assert found == pytest.approx(expected, rel=1e-12), chunks
+    cases = [
+        (chunks, loss, normalizer)
+        for loss, normalizer in RIGHT
+        for chunks in ([1] if loss is weighted_mean else [1, 2, 3])
+    ]
+    expected = [loss(layers()(labelled()[0]), labelled()[1]).item() for _, loss, _ in cases]
+    for losses in run(world_of(axes), in_turn, stepped, axes, cases):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+IGNORED = 'normalizer=lambda target: (target != ignore_index).sum()'
+
+REFUSED = [
+    (mean, len, 'normalizer=1'),
+    (two_means, counted, 'normalizer=1'),
+    (two_means, None, IGNORED),
+    (sum_by_hand, None, IGNORED),
+    (masked_sum, None, IGNORED),
+    (masked_mean, None, IGNORED),
+    (masked_mean, len, 'normalizer=1'),
+    (unreduced_sum, None, 'give normalizer=1'),
+    (unreduced_sum, counted, 'give normalizer=1'),
+    (unreduced, None, 'reduce it, as by loss.mean()'),
+]
 
 
 @pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize(
-    'loss, normalizer, text',
-    [
-        (mean, len, 'normalizer=1'),
-        (two_means, counted, 'normalizer=1'),
-        (two_means, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-        (sum_by_hand, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-        (masked_sum, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-        (masked_mean, None, 'normalizer=lambda target: (target != ignore_index).sum()'),
-        (masked_mean, len, 'normalizer=1'),
-        (unreduced_sum, None, 'give normalizer=1'),
-        (unreduced_sum, counted, 'give normalizer=1'),
-        (unreduced, None, 'reduce it, as by loss.mean()'),
-    ],
-)
-def test_in_v0_22_other_means_were_silent_or_ended_all_ranks(axes, loss, normalizer, text):
+def test_in_v0_22_other_means_were_silent_or_ended_all_ranks(axes):
     """All ranks raise a ValueError, have no gradients, and the model goes on."""
     later = F.mse_loss(layers()(labelled()[0]), labelled()[0]).item()
-    for error, message, loss in run(world_of(axes), stepped, axes, 2, loss, normalizer):
-        assert error is ValueError
-        assert text in message
-        assert loss == pytest.approx(later, rel=1e-12)
+    cases = [(2, loss, normalizer) for loss, normalizer, _ in REFUSED]
+    for results in run(world_of(axes), in_turn, stepped, axes, cases):
+        for (error, message, loss), (*case, text) in zip(results, REFUSED, strict=True):
+            assert error is ValueError and text in message, case
+            assert loss == pytest.approx(later, rel=1e-12), case
 
 
 def two_sums(axes, chunks):
@@ -155,10 +165,8 @@ def two_sums(axes, chunks):
 def test_the_way_out_for_several_means(axes):
     x, target = labelled()
     expected = two_means(layers()(x), target).item()
-    for chunks in (1, 3):
-        assert run(world_of(axes), two_sums, axes, chunks) == [
-            pytest.approx(expected, rel=1e-12)
-        ] * world_of(axes)
+    for losses in run(world_of(axes), in_turn, two_sums, axes, [(1,), (3,)]):
+        assert losses == pytest.approx([expected] * 2, rel=1e-12)
 
 
 def evaluated(axes, loss):
@@ -172,11 +180,11 @@ def evaluated(axes, loss):
         return type(error), str(error)
 
 
-@pytest.mark.parametrize('axes', MESHES)
-@pytest.mark.parametrize('loss', [masked_mean, unreduced])
-def test_all_ranks_refuse_the_loss_of_an_evaluation(axes, loss):
-    for error, _ in run(world_of(axes), evaluated, axes, loss):
-        assert error is ValueError
+def test_all_ranks_refuse_the_loss_of_an_evaluation():
+    for axes in MESHES:
+        cases = [(masked_mean,), (unreduced,)]
+        for results in run(world_of(axes), in_turn, evaluated, axes, cases):
+            assert [error for error, _ in results] == [ValueError] * 2, axes
 
 
 # --- replicas of other sizes, loops and metrics
@@ -217,30 +225,27 @@ def equal_counts(output, target):
     return F.cross_entropy(output, labels)
 
 
-def of_other_sizes(loss, normalizer, chunks):
+def of_other_sizes(axes, loss, normalizer, chunks):
     x, target = (part.split([5, 3])[dist.get_rank()] for part in labelled())
-    model = DistributedGPipe(layers(), [3], mesh=init_mesh(data=2), chunks=chunks)
+    model = DistributedGPipe(layers(), [3], mesh=init_mesh(**axes), chunks=chunks)
     try:
         return model.step(x, target, loss, normalizer=normalizer).item()
     except ValueError:
         return 'refused'
 
 
-@pytest.mark.parametrize('chunks', [1, 2])
-@pytest.mark.parametrize('normalizer', [None, len])
-@pytest.mark.parametrize('loss', [loop_over_samples, stacked_losses, with_metrics])
-def test_a_mean_over_samples_is_accepted_in_other_forms(loss, normalizer, chunks):
-    expected = loss(layers()(labelled()[0]), labelled()[1]).item()
-    assert (
-        run(2, of_other_sizes, loss, normalizer, chunks)
-        == [pytest.approx(expected, rel=1e-12)] * 2
-    )
+def test_a_mean_over_samples_is_accepted_in_other_forms():
+    losses = [loop_over_samples, stacked_losses, with_metrics]
+    cases = [(x, normalizer, k) for x in losses for normalizer in (None, len) for k in (1, 2)]
+    expected = [case[0](layers()(labelled()[0]), labelled()[1]).item() for case in cases]
+    for results in run(2, in_turn, of_other_sizes, {'data': 2}, cases):
+        assert results == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize('loss', [half_of_a_sum, equal_counts])
-@pytest.mark.parametrize('normalizer', [None, len])
-def test_in_v0_22_equal_divisors_of_replicas_of_other_sizes_were_silent(loss, normalizer):
-    assert run(2, of_other_sizes, loss, normalizer, 1) == ['refused'] * 2
+def test_in_v0_22_equal_divisors_of_replicas_of_other_sizes_were_silent():
+    losses = [half_of_a_sum, equal_counts]
+    cases = [(loss, normalizer, 1) for loss in losses for normalizer in (None, len)]
+    assert run(2, in_turn, of_other_sizes, {'data': 2}, cases) == [['refused'] * 4] * 2
 
 
 def test_one_word_and_a_constant_may_stand_between_a_mean_and_its_weight():

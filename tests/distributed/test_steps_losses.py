@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from tests.distributed.models import Block, batch, full, perceptron
 from tests.distributed.saving import fresh
-from tests.marks import slow
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, GradScaler, init_mesh
 from torchgpipe.shard.nn import Experts
@@ -41,12 +40,11 @@ def loss_parameter(data):
     return model.step(x, target, loss).item(), loss.weight.grad.item()
 
 
-@pytest.mark.parametrize('data', ['shard', slow('replicate')])
-def test_parameters_of_the_loss_are_reduced_too(data):
+def test_parameters_of_the_loss_are_reduced_too():
     loss, (x, target) = Scaled(), batch(0, 5)
     value = loss(fresh()(x), target)
     value.backward()
-    for found in run(2, loss_parameter, data):
+    for found in run(2, loss_parameter, 'shard'):
         assert found == pytest.approx((value.item(), loss.weight.grad.item()), rel=1e-12)
 
 
@@ -117,9 +115,7 @@ def halves(axes, options):
     return found
 
 
-@pytest.mark.parametrize(
-    'axes, options', [({'pipe': 2}, {}), ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})]
-)
+@pytest.mark.parametrize('axes, options', [({'pipe': 2}, {}), ({'data': 2}, {'data': 'shard'})])
 def test_a_micro_batch_or_a_replica_without_labels(axes, options):
     """Whether it has none in the first step, from which messages are known, or in a later one."""
     model, ranks = fresh(), run(2, halves, axes, options)

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from tests.distributed.models import perceptron, train, unet
+from tests.marks import slow
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, transport
 from torchgpipe.schedule import Action
@@ -62,11 +63,7 @@ def trained(make, stages, schedule, by_runtime):
 )
 @pytest.mark.parametrize(
     'make, stages, schedule',
-    [
-        (unet, 2, '1f1b'),
-        pytest.param(perceptron, 2, 'zb-h1', marks=pytest.mark.slow),
-        pytest.param(unet, 4, 'interleaved', marks=pytest.mark.slow),
-    ],
+    [(unet, 4, 'interleaved'), slow(perceptron, 2, 'zb-h1')],
 )
 def test_runtime_and_loop_are_equal_to_the_bit(make, stages, schedule):
     for (one, count), (other, none) in zip(

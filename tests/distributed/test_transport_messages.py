@@ -61,7 +61,7 @@ def lifetimes():
     return max(most), left
 
 
-def test_what_was_sent_dies_soon():
+def test_sent_tensors_die_soon():
     for most, left in run(2, lifetimes):
         assert most <= AHEAD  # of 16
         assert left[0] <= 1  # the last one
@@ -99,10 +99,10 @@ class Own(torch.Tensor):
     """A class of tensors that messages know nothing of."""
 
 
-@pytest.mark.parametrize('x', [torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Own)])
-def test_what_is_no_plain_dense_tensor_does_not_travel(x):
-    with pytest.raises(TypeError, match='only plain dense tensors travel'):
-        outline(0, x)
+def test_only_plain_dense_tensors_travel():
+    for x in (torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Own)):
+        with pytest.raises(TypeError, match='only plain dense tensors travel'):
+            outline(0, x)
 
 
 def linear():
@@ -147,7 +147,7 @@ def changing():
     return found
 
 
-def test_what_a_stage_learns_may_change():
+def test_a_stage_may_be_frozen_and_learn_again():
     assert run(2, changing) == [[True, False, True], [True, True, True]]
 
 

@@ -6,6 +6,13 @@ from torch import nn
 import torchgpipe.shard as ts
 
 
+def in_turn(*functions):
+    """Call functions on the ranks of one group, each from the same seed."""
+    for function in functions:
+        torch.manual_seed(0)
+        function()
+
+
 def pair(make):
     """Return a plain model and a sharded one with its values.
 

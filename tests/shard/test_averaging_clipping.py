@@ -93,7 +93,7 @@ def everything():
     return clip_all(), clip_what_differs()
 
 
-@pytest.mark.parametrize('world, group', [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize('world, group', [(2, 1), (4, 2), (4, 4)])
 def test_clip_grad_norm_over_local_shards_is_that_of_one_process_on_all_ranks(world, group):
     """In TorchShard 0.1.0, it differed from rank to rank, so replicas diverged."""
     norms = run(world, everything, group=group)

@@ -10,6 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
+from tests.shard.plain import in_turn
 from tests.shard.processes import run
 from torchgpipe.shard import collectives
 from torchgpipe.shard.parameter import is_tagged
@@ -125,10 +126,6 @@ def kinds():
             assert ts.distributed.reduce(x).equal(x + x)
 
 
-def test_types_of_numbers():
-    run(2, kinds, group=2)
-
-
 def twice():
     """Go through backward a second time."""
     x = drawn(3)
@@ -148,10 +145,6 @@ def twice():
         torch.testing.assert_close(grad, 3 * x**2)
         (second,) = torch.autograd.grad(grad.sum(), x)
         torch.testing.assert_close(second, 6 * x)
-
-
-def test_backward_of_backward():
-    run(2, twice, group=2)
 
 
 def alone():
@@ -212,10 +205,6 @@ def in_threads():
     assert x.grad.equal(torch.full_like(x, dist.get_world_size()))
 
 
-def test_backward_in_another_thread():
-    run(2, in_threads, group=2)
-
-
 class Names(TorchDispatchMode):
     """Record the names of called operations."""
 
@@ -237,10 +226,6 @@ def sent_as_it_is():
         assert ('new_zeros' in names.found) == copied
 
 
-def test_only_short_parts_are_copied_before_they_are_sent():
-    run(2, sent_as_it_is, group=2)
-
-
 def of_another_size():
     """Give a part that is none of the size."""
     with pytest.raises(
@@ -250,5 +235,5 @@ def of_another_size():
         ts.distributed.gather(torch.ones(7), size=5)
 
 
-def test_a_part_of_another_size():
-    run(2, of_another_size, group=2)
+def test_parts_may_have_any_type_and_size_and_backward_runs_in_any_thread():
+    run(2, in_turn, kinds, twice, in_threads, sent_as_it_is, of_another_size, group=2)

@@ -99,7 +99,7 @@ def gone(folder, task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('task', ['step', 'save', 'load'])
+@pytest.mark.parametrize('task', ['step', 'load'])
 def test_a_rank_that_ends_while_it_writes_is_not_waited_for(task, tmp_path):
     """Others have a timeout of half an hour, and end by the error of what they do next."""
     (expected, _) = outcomes(2, gone, str(tmp_path / 'model'), task)
@@ -171,13 +171,9 @@ def check_killed(folder, at, rank, wait):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('wait', [True, False])
-def test_a_rank_that_is_killed_at_some_moment_leaves_a_whole_checkpoint(wait, tmp_path):
-    generator = random.Random(wait)
-    for _ in range(1):
-        check_killed(
-            tmp_path / 'models', generator.uniform(0.1, 0.6), generator.randrange(4), wait
-        )
+def test_a_rank_that_is_killed_at_some_moment_leaves_a_whole_checkpoint(tmp_path):
+    generator = random.Random(0)
+    check_killed(tmp_path / 'models', generator.uniform(0.1, 0.6), generator.randrange(4), False)
 
 
 # --- damaged

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 import torchgpipe.shard as ts
+from tests.shard.plain import in_turn
 from tests.shard.processes import run
 
 X = torch.linspace(-1, 1, 12, dtype=torch.double).view(2, 6)
@@ -37,10 +38,6 @@ def computed():
         old(X)
 
 
-def test_a_weight_that_something_computes():
-    run(2, computed, group=2)
-
-
 def replaced():
     """Let something put another parameter in the place of one, or the user."""
     from torch.distributed.fsdp import fully_shard
@@ -58,19 +55,11 @@ def replaced():
     assert torch.equal(torch.func.functional_call(model, tensors, (X,)), expected)
 
 
-def test_a_weight_that_something_replaces():
-    run(2, replaced, group=2)
-
-
 def transformed():
     """Differentiate by torch.func."""
     for model in (layer(0), layer(1)):
         with pytest.raises(RuntimeError, match='torch.func.*call backward'):
             torch.func.grad(lambda x: model(x).sum())(X)
-
-
-def test_transforms_of_torch_func():
-    run(2, transformed, group=2)
 
 
 def encoder():
@@ -90,10 +79,6 @@ def encoder():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_fused_encoder_layers_do_not_read_shards():
-    run(2, encoder, group=2)
-
-
 def whole():
     """Load a whole weight into a layer that has a part of it."""
     model = nn.Sequential(layer())
@@ -108,5 +93,5 @@ def whole():
     assert 'relocate' not in str(raised.value)
 
 
-def test_a_whole_state_dict_that_is_loaded():
-    run(2, whole, group=2)
+def test_no_operation_takes_a_shard_for_a_whole_tensor():
+    run(2, in_turn, computed, replaced, transformed, whole, encoder, group=2)

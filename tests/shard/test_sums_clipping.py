@@ -41,7 +41,6 @@ def norms(axes, data):
     'axes, data',
     [
         ({'data': 2, 'tensor': 2}, 'shard'),
-        ({'data': 2, 'pipe': 2}, 'replicate'),
         ({'data': 2, 'pipe': 2}, 'shard'),
         ({'pipe': 2, 'tensor': 2}, 'replicate'),
     ],

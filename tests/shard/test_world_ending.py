@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -56,13 +55,11 @@ def test_a_thread_of_gloo_comes_to_its_end(before):
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_longer_than_the_limit():
-    start = time.monotonic()
+def test_the_end_of_a_process_waits_no_longer_than_the_limit():
     assert (
         run(MESH + '; import torchgpipe.shard.world; torchgpipe.shard.world.LIMIT = .1', 10**6)
         == b''
     )
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.experiments import balance
 from tests.clock import Timed
+from tests.marks import modes
 
 
 @pytest.mark.slow
@@ -28,7 +29,7 @@ def test_balance(run, tmp_path, monkeypatch, clock):
     assert code == 1 and '--device cuda:99' in err and err.count('\n') == 1
 
 
-@pytest.mark.parametrize('mode', ['always', 'except_last', 'never'])
+@modes
 def test_a_partition_takes_as_long_as_predicted_if_layers_do(mode, monkeypatch, clock):
     layers = [
         Timed(clock, lambda number: 1 + number / 8, lambda number, k=k: 2 + k * number / 8)

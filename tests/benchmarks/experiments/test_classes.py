@@ -12,21 +12,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), re
 @pytest.mark.slow
 def test_classes(run, tmp_path):
     code, out, err = run(
-        'classes',
-        '--classes',
-        3001,
-        '--classes',
-        4,
-        '--processes',
-        3,
-        '--processes',
-        3,
-        '--steps',
-        2,
-        '--features',
-        4,
-        '--batch',
-        32,
+        *(
+            'classes --classes 3001 --classes 4 --processes 3 --processes 3 --steps 2 '
+            '--features 4 --batch 32'
+        ).split(),
         '--output',
         tmp_path,
     )

@@ -93,39 +93,34 @@ def test_nothing_is_started_after_the_minutes(run, tmp_path, measured):
     assert 'not started within 1e-09 minutes: part 0, part 1; run this again to go on' in out
 
 
-@pytest.mark.parametrize(
-    'change, message',
-    [
-        ({'scale': 0.5}, 'scale 0.5 instead of 1.0'),
-        ({'device': 'cuda:0'}, 'cuda:0 instead of cpu'),
-    ],
-)
-def test_results_of_another_device_or_scale_are_refused(run, tmp_path, measured, change, message):
+def test_results_of_another_device_scale_or_version_are_refused(
+    run, tmp_path, measured, monkeypatch
+):
     measured('')
-    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
+    words = ('gpu', '--devices', 'cpu', '--output', tmp_path)
+    assert run(*words)[0] == 0
     path = tmp_path / 'gpu.json'
     file = json.loads(path.read_text())
-    file['results'] |= change
+    for change, message in (
+        ({'scale': 0.5}, 'scale 0.5 instead of 1.0'),
+        ({'device': 'cuda:0'}, 'cuda:0 instead of cpu'),
+    ):
+        path.write_text(json.dumps({**file, 'results': {**file['results'], **change}}))
+        code, _, err = run(*words)
+        assert code == 2 and message in err and 'choose another --output' in err
     path.write_text(json.dumps(file))
-    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
-    assert code == 2 and message in err and 'choose another --output' in err
-
-
-def test_results_of_another_version_are_refused(run, tmp_path, measured, monkeypatch):
-    measured('')
-    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
     monkeypatch.setattr('torchgpipe.__version__', '99')
-    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+    code, _, err = run(*words)
     assert code == 2 and 'instead of 99' in err
 
 
-@pytest.mark.parametrize('text', ['{', '[]', '{"machine": {}}'])
-def test_a_file_without_results_is_kept(run, tmp_path, measured, text):
+def test_a_file_without_results_is_kept(run, tmp_path, measured):
     measured('')
-    (tmp_path / 'gpu.json').write_text(text)
-    code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
-    assert code == 2 and 'has no results of this command' in err
-    assert (tmp_path / 'gpu.json').read_text() == text
+    for text in ('{', '[]', '{"machine": {}}'):
+        (tmp_path / 'gpu.json').write_text(text)
+        code, _, err = run('gpu', '--devices', 'cpu', '--output', tmp_path)
+        assert code == 2 and 'has no results of this command' in err
+        assert (tmp_path / 'gpu.json').read_text() == text
 
 
 def test_a_part_that_is_named_is_measured_again(run, tmp_path, monkeypatch):
@@ -184,22 +179,21 @@ def test_a_schedule_without_memory_leaves_the_others(monkeypatch):
     assert all(row['seconds'] > 0 for row in rows.values())
 
 
-@pytest.mark.parametrize(
-    'output, expected',
-    [
+def test_outcomes_of_tests():
+    for output, passed, failed, skipped, names in (
         (
             'FAILED tests/a.py::test - x\n= 1 failed, 20 passed, 3 skipped in 2.00s =\nmore text',
-            {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']},
+            *(20, 1, 3, ['tests/a.py::test']),
         ),
-        (
-            'ERROR tests/b.py\n5 passed, 1 error in 0.10s',
-            {'passed': 5, 'failed': 1, 'skipped': 0, 'names': ['tests/b.py']},
-        ),
-        ('No module named pytest', {'passed': 0, 'failed': 0, 'skipped': 0, 'names': []}),
-    ],
-)
-def test_outcomes_of_tests(output, expected):
-    assert parts._outcomes(output) == expected
+        ('ERROR tests/b.py\n5 passed, 1 error in 0.10s', 5, 1, 0, ['tests/b.py']),
+        ('No module named pytest', 0, 0, 0, []),
+    ):
+        assert parts._outcomes(output) == {
+            'passed': passed,
+            'failed': failed,
+            'skipped': skipped,
+            'names': names,
+        }
 
 
 @pytest.mark.slow

@@ -82,19 +82,7 @@ def test_pieces_of_a_text():
 @pytest.mark.slow
 def test_mingpt(run, tmp_path):
     code, out, err = run(
-        'mingpt',
-        '--processes',
-        2,
-        '--steps',
-        20,
-        '--width',
-        32,
-        '--heads',
-        2,
-        '--depth',
-        1,
-        '--context',
-        8,
+        *'mingpt --processes 2 --steps 20 --width 32 --heads 2 --depth 1 --context 8'.split(),
         '--output',
         tmp_path,
     )

@@ -25,16 +25,15 @@ def number_of_threads():
     torch.set_num_threads(number)
 
 
-@pytest.mark.parametrize('stack', STACKS)
-def test_layers_keep_the_shape(stack):
-    x, target = STACKS[stack].data(1)
-    assert STACKS[stack].layer()(x).shape == x.shape == target.shape == STACKS[stack].shape
+def test_layers_keep_the_shape():
+    for stack in STACKS.values():
+        x, target = stack.data(1)
+        assert stack.layer()(x).shape == x.shape == target.shape == stack.shape
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [2, 3])
-def test_all_train_the_same_cells(n):
-    stack = STACKS['mlp']
+def test_all_train_the_same_cells():
+    n, stack = 3, STACKS['mlp']
     cells, data = stack.build(CELLS * n, 1).double(), [x[:8].double() for x in stack.data(1)]
     found = contenders(cells, data, n, 4, None)
     assert [*found] == HERE
@@ -66,15 +65,7 @@ def test_stages_of_torch_take_a_step():
 
 def run_tiny(run, folder):
     code, out, _ = run(
-        'schedules',
-        '--stack',
-        'mlp',
-        '--chunks',
-        2,
-        '--milliseconds',
-        0.001,
-        '--rounds',
-        1,
+        *'schedules --stack mlp --chunks 2 --milliseconds 0.001 --rounds 1'.split(),
         '--output',
         folder,
     )

@@ -22,12 +22,13 @@ SIM = [f'sim:{j}' for j in range(4)]
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize(
-    'value, names',
-    [('sim', SIM), ('sim,cpu', [*SIM, 'cpu']), ('cpu:1, sim:2', ['cpu:1', 'sim:2'])],
-)
-def test_devices(value, names):
-    assert [str(device) for device in parse_devices(None, None, value)] == names
+def test_devices():
+    for value, names in (
+        ('sim', SIM),
+        ('sim,cpu', [*SIM, 'cpu']),
+        ('cpu:1, sim:2', ['cpu:1', 'sim:2']),
+    ):
+        assert [str(device) for device in parse_devices(None, None, value)] == names
 
 
 def no_sources(monkeypatch):
@@ -53,18 +54,16 @@ def other_accelerator(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    'change, reason',
-    [
+def test_the_error_says_why_there_are_none(run):
+    for change, reason in (
         (no_sources, 'a checkout of the sources'),
         (no_compiler, 'it needs a C++ compiler'),
         (other_accelerator, "one accelerator in a process, here 'cuda'"),
-    ],
-)
-def test_why_there_are_none(run, monkeypatch, change, reason):
-    change(monkeypatch)
-    code, out, err = run('unet-timeline', '--devices', 'sim')
-    assert code != 0 and not out and reason in err and err.count('\n') == 1
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            code, out, err = run('unet-timeline', '--devices', 'sim')
+        assert code != 0 and not out and reason in err and err.count('\n') == 1
 
 
 def measure(experiment, function, folder, monkeypatch, **changes):

@@ -3,7 +3,6 @@
 import sys
 import threading
 from functools import partial
-from itertools import cycle
 from math import prod
 
 import numpy
@@ -16,7 +15,7 @@ from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.distributed.dry_runs.real import MODELS, SIZE, WIDTH, arguments, real
+from tests.distributed.dry_runs.real import SIZE, WIDTH, arguments, real
 from tests.marks import slow_after
 from tests.shard.processes import run
 from tests.skip.layers import Pop, StashLinear
@@ -28,14 +27,21 @@ from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.sequential import from_stages, to_sequential
 from torchgpipe.skip import Namespace
 
-SCHEDULES = ['gpipe', '1f1b', 'interleaved', 'zb-h1', *V_SHAPED]
-
-MESHES = [
-    (data, pipe, world // data // pipe)
-    for world in (2, 4, 8)
-    for pipe in (2, 1, 4, 8)
-    for data in (1, 2, 4, 8)
-    if world % (data * pipe) == 0
+#: Models, sizes of the mesh (data, pipe, tensor), schedules and uses of parameters. Each
+#: schedule runs in a pipeline, and each model on each axis.
+CASES = [
+    ('equal', (1, 2, 1), '1f1b', 'replicate'),
+    ('dictionaries', (1, 1, 2), 'gpipe', 'replicate'),
+    ('tied', (2, 1, 1), 'zb-h1', 'shard'),
+    ('skips', (1, 4, 1), 'v-min', 'replicate'),
+    ('tied', (1, 2, 2), 'v-half', 'replicate'),
+    ('dictionaries', (2, 2, 1), 'zb-v', 'shard'),
+    ('skips', (2, 2, 1), 'interleaved', 'shard'),
+    ('tied', (2, 2, 1), 'gpipe', 'replicate'),
+    ('equal', (2, 2, 2), 'zb-h1', 'shard'),
+    ('skips', (2, 1, 2), '1f1b', 'replicate'),
+    ('dictionaries', (1, 2, 1), 'zb-h1', 'replicate'),
+    ('equal', (2, 1, 1), 'interleaved', 'replicate'),
 ]
 
 
@@ -57,36 +63,14 @@ def dry(model, mesh, schedule, data, checkpoint='except_last', **more):
     )
 
 
-def all_cases():
-    """Return models, meshes, schedules and uses of parameters; with many ranks, a few of them."""
-    models, found = cycle(MODELS), []
-    for k, (data, pipe, tensor) in enumerate(MESHES):
-        mesh = {'data': data, 'pipe': pipe, 'tensor': tensor}
-        cases = [
-            (next(models), mesh, schedule, use)
-            for use in ('replicate', 'shard')[: 1 + (data > 1)]
-            for schedule in SCHEDULES
-        ]
-        found += cases if data * pipe * tensor == 2 else cases[k % 5 :: 5]
-    return found
-
-
-CASES = all_cases()
-
-#: A pipeline, a tensor plan, and sharded parameters.
-FAST = [CASES[k] for k in (0, 5, 15)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'model, mesh, schedule, data', slow_after(3, sorted(CASES, key=lambda case: case not in FAST))
-)
-def test_sizes_messages_collectives_and_peaks_are_the_real_ones(model, mesh, schedule, data):
+@pytest.mark.parametrize('model, sizes, schedule, data', slow_after(3, CASES))
+def test_sizes_messages_collectives_and_peaks_are_the_real_ones(model, sizes, schedule, data):
+    mesh = dict(zip(('data', 'pipe', 'tensor'), sizes))
     case = model, mesh, schedule, data
     report = dry(*case)
     for rank, facts in zip(report.ranks, run(prod(mesh.values()), real, *case), strict=True):
-        sizes, shapes, sends, collectives, counted, allocated = facts
-        assert {name: getattr(rank, name) for name in sizes} == sizes
+        parts, shapes, sends, collectives, counted, allocated = facts
+        assert {name: getattr(rank, name) for name in parts} == parts
         assert report.shapes(rank.rank) == shapes
         assert report.messages(rank.rank) == sends
         assert report.collectives(rank.rank) == collectives
@@ -116,11 +100,13 @@ def small(module=None, balance=(2, 2), mesh=None, size=8, loss=F.mse_loss, width
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('checkpoint', ['always', 'never'])
-@pytest.mark.parametrize('schedule', slow_after(1, SCHEDULES))
-def test_a_few_micro_batches_and_equal_places_stand_for_all(checkpoint, schedule, monkeypatch):
+@pytest.mark.parametrize(
+    'schedule, checkpoint',
+    [('1f1b', 'always'), ('interleaved', 'never'), ('zb-h1', 'always'), ('v-half', 'never')],
+)
+def test_a_few_micro_batches_and_equal_places_stand_for_all(schedule, checkpoint, monkeypatch):
     """With many micro-batches, a part of them runs; of equal stages, one."""
-    pipe, stages = 8, 8 * (1 + (schedule in ('interleaved', *V_SHAPED)))
+    pipe, stages = 4, 4 * (1 + (schedule in ('interleaved', *V_SHAPED)))
     options = {
         'mesh': {'pipe': pipe, 'data': 2},
         'schedule': schedule,
@@ -167,28 +153,33 @@ def test_equal_stages_that_recompute_other_micro_batches_are_not_alike():
     assert own[2] < without[2] and [*own[:2], own[3]] == [*without[:2], without[3]]
 
 
-@pytest.mark.parametrize(
-    'function, ran',
-    [
+@pytest.fixture
+def ranks_made(monkeypatch):
+    """Return a list that gets an element for each rank that a dry run makes."""
+    made, make = [], VirtualRank.__init__
+    monkeypatch.setattr(VirtualRank, '__init__', lambda *args: made.append(0) or make(*args))
+    return made
+
+
+def test_stages_of_a_model_are_alike_if_their_functions_are(ranks_made):
+    """A function is compared by its state, in which a name of a module means its place."""
+    for function, number in (
         (lambda k: lambda model, x: call(k, model, x), 6),
         (lambda k: partial(call, k), 6),
         (lambda k: Callee(f'{k}'), 3),
         (lambda k: f'{k}', 3),
-    ],
-)
-def test_stages_of_a_model_are_alike_if_their_functions_are(function, ran, monkeypatch):
-    """A function is compared by its state, in which a name of a module means its place."""
-    made, make = [], VirtualRank.__init__
-    monkeypatch.setattr(VirtualRank, '__init__', lambda *args: made.append(0) or make(*args))
-    with torch.device('cpu'):
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    stages = [model[k] if isinstance(each := function(k), str) else each for k in range(6)]
-    module = from_stages(model, stages, torch.zeros(2, 8))
-    report = small(module, [1] * 6, {'pipe': 6}, chunks=2)
-    assert len(made) == ran
-    assert [[*report.shapes(rank)] for rank in range(6)] == [
-        [f'{k}.{k}.weight', f'{k}.{k}.bias'] for k in range(6)
-    ]
+    ):
+        ranks_made.clear()
+        with torch.device('cpu'):
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        values = [function(k) for k in range(6)]
+        stages = [model[int(x)] if isinstance(x, str) else x for x in values]
+        module = from_stages(model, stages, torch.zeros(2, 8))
+        report = small(module, [1] * 6, {'pipe': 6}, chunks=2)
+        assert len(ranks_made) == number, values
+        assert [[*report.shapes(rank)] for rank in range(6)] == [
+            [f'{k}.{k}.weight', f'{k}.{k}.bias'] for k in range(6)
+        ]
 
 
 class Shared:
@@ -210,24 +201,19 @@ def nested(depth, times, cyclic=False):
     return found
 
 
-@pytest.mark.parametrize(
-    'value, ran',
-    [
-        (lambda: nested(2, 2), 3),
-        (lambda: nested(2, 2, True), 3),
-        (lambda: nested(60, 2), 3),
-        (lambda: nested(9999, 1), 6),
-    ],
-    ids=['short', 'cyclic', 'shared', 'deep'],
-)
-def test_attributes_of_any_form_are_compared(value, ran, monkeypatch):
-    made, make = [], VirtualRank.__init__
-    monkeypatch.setattr(VirtualRank, '__init__', lambda *args: made.append(0) or make(*args))
-    module = linear(6)
-    for layer in module:
-        layer.value = Shared(value())
-    small(module, [1] * 6, {'pipe': 6}, chunks=2)
-    assert len(made) == ran
+def test_attributes_of_any_form_are_compared(ranks_made):
+    for depth, times, cyclic, number in (
+        (2, 2, False, 3),
+        (2, 2, True, 3),
+        (60, 2, False, 3),
+        (9999, 1, False, 6),
+    ):
+        ranks_made.clear()
+        module = linear(6)
+        for layer in module:
+            layer.value = Shared(nested(depth, times, cyclic))
+        small(module, [1] * 6, {'pipe': 6}, chunks=2)
+        assert len(ranks_made) == number, (depth, times, cyclic)
 
 
 class Callee:
@@ -297,19 +283,15 @@ class Twice(nn.Linear):
         return super().forward(super().forward(x))
 
 
-@pytest.mark.parametrize(
-    'one, other',
-    [
+def test_stages_with_other_types_or_names_are_not_alike():
+    for one, other in (
         (lambda: nn.Linear(8, 8), lambda: Twice(8, 8)),
         (lambda: WithPart('once'), lambda: WithPart('twice')),
-    ],
-    ids=['types', 'names'],
-)
-def test_stages_with_other_types_or_names_are_not_alike(one, other):
-    with torch.device('meta'):
-        module = nn.Sequential(one(), one(), other(), one(), other(), one())
-    report = small(module, [1] * 6, {'pipe': 6}, chunks=2, checkpoint='never')
-    assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
+    ):
+        with torch.device('meta'):
+            module = nn.Sequential(one(), one(), other(), one(), other(), one())
+        report = small(module, [1] * 6, {'pipe': 6}, chunks=2, checkpoint='never')
+        assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
 
 
 def test_stages_with_other_parts_along_the_tensor_axis_are_not_alike():
@@ -346,19 +328,19 @@ def ties():
     return layers
 
 
-@pytest.mark.parametrize('layers', [skips, ties])
-def test_stages_with_skips_and_ties_are_not_alike(layers, monkeypatch):
-    def found():
-        with torch.device('meta'):
-            module = nn.Sequential(*layers())
-        report = small(module, [1] * 7, {'pipe': 7}, chunks=2)
-        return [(report.messages(rank), each.total) for rank, each in enumerate(report.ranks)]
+def test_stages_with_skips_and_ties_are_not_alike(monkeypatch):
+    def reports():
+        for layers in (skips, ties):
+            with torch.device('meta'):
+                module = nn.Sequential(*layers())
+            report = small(module, [1] * 7, {'pipe': 7}, chunks=2)
+            yield [(report.messages(k), rank.total) for k, rank in enumerate(report.ranks)]
 
-    few = found()
+    few = [*reports()]
     monkeypatch.setattr(
         'torchgpipe.distributed.dry_runs.dry_run._like', lambda model, skeleton, plan: [*range(7)]
     )
-    assert few == found()
+    assert few == [*reports()]
 
 
 class WithPart(nn.Module):
@@ -388,12 +370,11 @@ class Named(WithPart):
             return self.norm(super().forward(x) * self.mask)
 
 
-@pytest.mark.parametrize('checkpoint', ['always', 'never'])
-def test_stages_with_other_names_and_layers_of_all_kinds(checkpoint):
+def test_stages_with_other_names_and_layers_of_all_kinds():
     names = ('once', 'once', 'twice', 'once', 'twice', 'once')
     functions = [partial(Named, name) for name in names]
     report = small(
-        functions, [1] * 6, {'pipe': 6}, chunks=2, checkpoint=checkpoint, deferred_batch_norm=True
+        functions, [1] * 6, {'pipe': 6}, chunks=2, checkpoint='always', deferred_batch_norm=True
     )
     assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
 
@@ -486,42 +467,39 @@ class Heads(nn.Linear):
         return super().forward(x).view(len(x), 3, -1).flatten(1)
 
 
-@pytest.mark.parametrize(
-    'options, error, text',
-    [
-        ({'mesh': {'pipe': 2}, 'processes': 3}, ValueError, 'takes 2 processes, but there are 3'),
-        ({'mesh': {'pip': 2}}, ValueError, r"this one has \['pip'\]"),
-        ({'mesh': {'pipe': 0}}, ValueError, 'pipe=0'),
-        ({'balance': [2, 3]}, ValueError, 'balance'),
-        ({'places': [0, 0]}, ValueError, 'takes at least one of 2 stages'),
-        (
-            {'mesh': {'pipe': 2, 'tensor': 2}, 'tensor_plan': {'*.c_fc': ColwiseParallel()}},
-            ValueError,
-            "tensor_plan names '\\*.c_fc', but no module",
-        ),
-        ({'mesh': {'pipe': 2, 'tensor': 2}}, ValueError, 'tensor_plan says of no layer'),
-        (
-            {'schedule': 'interleaved', 'balance': [1] * 5, 'module': linear(5)},
-            ValueError,
-            "'interleaved' takes 2 partitions on each device, but there are 5",
-        ),
-        ({'schedule': 'zb-v'}, ValueError, r'put them in this order: places=\[0, 0\]'),
-        ({'size': 0}, ValueError, 'the batch is empty'),
-        (
-            {'loss': lambda y, t: F.mse_loss(y, t) * (1 if y.sum() > 0 else 2)},
-            RuntimeError,
-            'reads values of a tensor',
-        ),
-        ({'loss': lambda y, t: y[y > 0].mean()}, RuntimeError, 'reads values of a tensor'),
-        ({'data': 'sharded'}, ValueError, 'data must be one of'),
-        ({'devices_per_host': 0}, ValueError, 'devices_per_host must be a number above zero'),
-        ({'memory_limit': '80GiB'}, ValueError, "above zero, but is '80GiB'"),
-    ],
-)
-def test_wrong_configurations_raise_the_errors_of_a_real_run(options, error, text):
-    with pytest.raises(error, match=text):
-        small(**options)
-    assert not dist.is_initialized()
+WRONG = [
+    ({'mesh': {'pipe': 2}, 'processes': 3}, 'takes 2 processes, but there are 3'),
+    ({'mesh': {'pip': 2}}, r"this one has \['pip'\]"),
+    ({'mesh': {'pipe': 0}}, 'pipe=0'),
+    ({'balance': [2, 3]}, 'balance'),
+    ({'places': [0, 0]}, 'takes at least one of 2 stages'),
+    (
+        {'mesh': {'pipe': 2, 'tensor': 2}, 'tensor_plan': {'*.c_fc': ColwiseParallel()}},
+        "tensor_plan names '\\*.c_fc', but no module",
+    ),
+    ({'mesh': {'pipe': 2, 'tensor': 2}}, 'tensor_plan says of no layer'),
+    (
+        {'schedule': 'interleaved', 'balance': [1] * 5, 'module': linear(5)},
+        "'interleaved' takes 2 partitions on each device, but there are 5",
+    ),
+    ({'schedule': 'zb-v'}, r'put them in this order: places=\[0, 0\]'),
+    ({'size': 0}, 'the batch is empty'),
+    (
+        {'loss': lambda y, t: F.mse_loss(y, t) * (1 if y.sum() > 0 else 2)},
+        'reads values of a tensor',
+    ),
+    ({'loss': lambda y, t: y[y > 0].mean()}, 'reads values of a tensor'),
+    ({'data': 'sharded'}, 'data must be one of'),
+    ({'devices_per_host': 0}, 'devices_per_host must be a number above zero'),
+    ({'memory_limit': '80GiB'}, "above zero, but is '80GiB'"),
+]
+
+
+def test_wrong_configurations_raise_the_errors_of_a_real_run():
+    for options, text in WRONG:
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            small(**options)
+        assert not dist.is_initialized()
 
 
 class Reads(nn.Module):
@@ -535,29 +513,19 @@ class Reads(nn.Module):
         return x * float(self.read(x.detach()))
 
 
-@pytest.mark.parametrize(
-    'read',
-    [
+def test_a_layer_that_reads_values_is_refused():
+    for read in (
         lambda x: x.numpy().sum(),
         lambda x: numpy.asarray(x).sum(),
         lambda x: x.tolist()[0][0],
         lambda x: x.numpy(force=True).sum(),
-    ],
-)
-def test_a_layer_that_reads_values_is_told_so(read):
-    with pytest.raises(RuntimeError, match='reads values of a tensor'):
-        small(nn.Sequential(*linear(2), Reads(read)), [2, 1])
+    ):
+        with pytest.raises(RuntimeError, match='reads values of a tensor'):
+            small(nn.Sequential(*linear(2), Reads(read)), [2, 1])
     assert numpy.asarray(torch.ones(2)).sum() == 2
 
 
-@pytest.mark.parametrize(
-    'mesh, plan',
-    [
-        ({'data': 2, 'pipe': 2}, None),
-        ({'tensor': 2, 'pipe': 2}, {'0': ColwiseParallel(output_layouts=Replicate())}),
-    ],
-)
-def test_a_module_that_has_values_needs_as_much_as_one_without(mesh, plan):
+def test_a_module_that_has_values_needs_as_much_as_one_without():
     def module():
         layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU())
         layers[2].register_buffer('expanded', torch.ones(1).expand(8))
@@ -565,11 +533,15 @@ def test_a_module_that_has_values_needs_as_much_as_one_without(mesh, plan):
 
     with torch.device('meta'):
         empty = module()
-    reports = [
-        small(layers, mesh=mesh, tensor_plan=plan, optimizer=torch.optim.AdamW)
-        for layers in (module(), empty)
-    ]
-    assert reports[0].to_dict() == reports[1].to_dict()
+    for axis, plan in (
+        ('data', None),
+        ('tensor', {'0': ColwiseParallel(output_layouts=Replicate())}),
+    ):
+        one, other = (
+            small(layers, mesh={axis: 2, 'pipe': 2}, tensor_plan=plan, optimizer=torch.optim.AdamW)
+            for layers in (module(), empty)
+        )
+        assert one.to_dict() == other.to_dict(), axis
 
 
 def test_a_converted_model():

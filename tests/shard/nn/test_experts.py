@@ -69,9 +69,14 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('capacity', [None, 0.5, 1.1, 8.0])
-@pytest.mark.parametrize('experts, k', [(4, 1), (5, 2), (3, 3)])
-def test_it_is_what_a_loop_over_tokens_gives(experts, k, capacity):
+def test_it_is_equal_to_a_loop_over_tokens():
+    for experts, k in ((4, 1), (5, 2), (3, 3)):
+        for capacity in (None, 0.5, 1.1, 8.0):
+            check_against_a_loop(experts, k, capacity)
+
+
+def check_against_a_loop(experts, k, capacity):
+    """Compare the output, the auxiliary losses and gradients with a loop over tokens."""
     layer = made(experts, k, capacity)
     plain, (x, weights) = copy.deepcopy(layer), batch(20)
     x, expected_x = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -139,7 +144,7 @@ def several(*cases):
         spread(*case)
 
 
-@pytest.mark.parametrize('sizes', [[12], [7, 5], [0, 12], [3, 0, 8, 1]])
+@pytest.mark.parametrize('sizes', [[7, 5], [3, 0, 8, 1]])
 def test_numbers_on_several_ranks_are_those_of_one_process(sizes):
     run(
         len(sizes),
@@ -243,9 +248,9 @@ def pipelined(checkpoint):
         close(grad, q.grad)
 
 
-@pytest.mark.parametrize('checkpoint', ['always', 'never'])
-def test_a_pipeline_has_the_losses_of_each_token_once(checkpoint):
-    run(2, pipelined, checkpoint)
+def test_a_pipeline_has_the_losses_of_each_token_once():
+    for checkpoint in ('always', 'never'):
+        run(2, pipelined, checkpoint)
 
 
 def autocasted():
@@ -273,9 +278,8 @@ def test_scores_that_are_not_finite_are_refused_on_all_ranks():
         assert r'NaN or infinite on ranks [1]' in each.text
 
 
-@pytest.mark.parametrize(
-    'options, message',
-    [
+def test_wrong_options_and_inputs_are_refused():
+    for options, message in (
         ({'k': 5}, r'k=5, and there are 4: take a k from 1 to 4'),
         ({'k': 0}, 'k=0'),
         ({'experts': 0}, 'there are 0'),
@@ -283,14 +287,9 @@ def test_scores_that_are_not_finite_are_refused_on_all_ranks():
         ({'capacity': -1.0}, r'not -1\.0'),
         ({'capacity': float('nan')}, 'not nan'),
         ({'capacity': float('inf')}, 'not inf'),
-    ],
-)
-def test_what_can_not_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ts.nn.Experts(**{'width': 2, 'hidden': 3, 'experts': 4, **options})
-
-
-def test_an_input_of_another_width_is_refused():
+    ):
+        with pytest.raises(ValueError, match=message):
+            ts.nn.Experts(**{'width': 2, 'hidden': 3, 'experts': 4, **options})
     with pytest.raises(ValueError, match=r'tokens of 6 features.*\(3, 4\)'):
         made(4, 1, None)(torch.zeros(3, 4, dtype=DOUBLE))
 

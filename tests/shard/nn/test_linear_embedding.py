@@ -83,7 +83,8 @@ def same_as_plain(number, features, dim, options):
     'world, groups, sizes',
     [
         (2, [2], [(31, 5)]),
-        *[slow(2, [1], [(31, 5)]), slow(4, [2, 4], [(7, 3)]), slow(4, [4], [(5, 7)])],
+        slow(4, [2, 4], [(7, 3)]),
+        slow(4, [1, 4], [(5, 7)]),
     ],
 )
 def test_numbers_are_those_of_one_process(world, groups, sizes):

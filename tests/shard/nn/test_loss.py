@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torchgpipe.shard as ts
 from benchmarks.harness.live import LiveTensors
 from tests.marks import slow
+from tests.shard.plain import in_turn
 from tests.shard.processes import run
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss, parallel_cross_entropy
 from torchgpipe.shard.parameter import own
@@ -111,7 +112,7 @@ def grid(all_sizes, shapes):
     [
         (2, 1, [(2, 3)]),
         (2, 2, [(6,), (2, 3)]),
-        *[slow(4, 2, [(2, 3)]), slow(4, 4, [(2, 3)])],
+        slow(4, 4, [(2, 3)]),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):
@@ -136,10 +137,6 @@ def class_weights():
     assert abs(plain - parallel_cross_entropy(sharded(logits), target, weight)) > 1e-3
 
 
-def test_class_weights_count():
-    run(2, class_weights, group=2)
-
-
 def ignored():
     """Ignore an index that is no class, and one that is a class, on either rank."""
     logits, target = draw(7, (6,), 'numbers')
@@ -154,10 +151,6 @@ def ignored():
     assert parallel_cross_entropy(part, given, ignore_index=3**36).isfinite()
 
 
-def test_ignore_index_does_not_crash():
-    run(2, ignored, group=2)
-
-
 def dimensions():
     """Use logits of several shapes, of which some are not contiguous."""
     for shape in ((), (4,), (2, 3), (2, 3, 2), (2, 1, 3, 2)):
@@ -168,10 +161,6 @@ def dimensions():
     grid((5,), [(), (0,)])
 
 
-def test_logits_may_have_any_number_of_dimensions_and_no_reduction_keeps_their_shape():
-    run(2, dimensions, group=2)
-
-
 def smoothed():
     """Smooth by up to all."""
     logits, target = draw(7, (6,), 'numbers')
@@ -180,20 +169,12 @@ def smoothed():
         check(logits, target, label_smoothing=smoothing, weight=weights(7))
 
 
-def test_label_smoothing():
-    run(2, smoothed, group=2)
-
-
 def probable():
     """Give probabilities: whole, or a shard of them."""
     logits, target = draw(7, (2, 3), 'probabilities')
     for shard_target in (False, True):
         check(logits, target, shard_target, weight=weights(7), label_smoothing=0.1)
         check(logits, target / target.sum(-1, keepdim=True), shard_target)
-
-
-def test_probability_targets():
-    run(2, probable, group=2)
 
 
 class Shapes(TorchDispatchMode):
@@ -256,10 +237,10 @@ def coarse(dtype, autocast):
     torch.testing.assert_close(part.grad, sharded(whole.grad), rtol=2 * eps, atol=1e-6)
 
 
-@pytest.mark.parametrize('autocast', [False, True])
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_sums_over_coarse_types_are_computed_in_float32(dtype, autocast):
-    run(2, coarse, dtype, autocast, group=2)
+def test_sums_over_coarse_types_are_computed_in_float32():
+    for dtype in (torch.float16, torch.bfloat16):
+        for autocast in (False, True):
+            run(2, coarse, dtype, autocast, group=2)
 
 
 def fine_targets():
@@ -284,10 +265,6 @@ def fine_targets():
         )
 
 
-def test_targets_of_other_types():
-    run(2, fine_targets, group=2)
-
-
 def other_weights():
     """Let weights have a finer type than logits, or a coarser one."""
     logits, target = draw(301, (6,), 'numbers')
@@ -301,10 +278,6 @@ def other_weights():
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
         torch.testing.assert_close(part.grad.double(), sharded(whole.grad), rtol=1e-5, atol=1e-7)
-
-
-def test_weights_of_other_types():
-    run(2, other_weights, group=2)
 
 
 # --- autograd
@@ -358,10 +331,6 @@ def infinite():
     check(logits, target, reduction='none')
 
 
-def test_infinite_logits():
-    run(2, infinite, group=2)
-
-
 def blocks():
     """Work on more than one block of rows, with a rest."""
     from torchgpipe.shard.nn import loss
@@ -390,10 +359,6 @@ def untouched():
     assert not hasattr(target, ts._PARALLEL_DIM) and not hasattr(weight, ts._PARALLEL_DIM)
 
 
-def test_the_tensors_of_the_caller_stay_as_they_are():
-    run(2, untouched, group=2)
-
-
 def as_module():
     """Call the module, with old options and new ones."""
     logits, target = draw(7, (6,), 'numbers')
@@ -414,10 +379,6 @@ def as_module():
             module(given, target.expand(given.shape[:-1])),
             F.cross_entropy(logits, target, weights(7), **options),
         )
-
-
-def test_the_module_and_whole_logits():
-    run(2, as_module, group=2)
 
 
 # --- bad input
@@ -550,16 +511,10 @@ REFUSALS = {
 }
 
 
-@pytest.fixture(scope='module')
-def errors():
-    """Make all bad calls, on two ranks."""
-    return [dict(zip(REFUSALS, found)) for found in run(2, refusals, list(REFUSALS), group=2)]
-
-
-@pytest.mark.parametrize('name', REFUSALS)
-def test_bad_input_is_refused_on_each_rank(errors, name):
-    for found in errors:
-        assert found[name] is not None and re.match(REFUSALS[name], found[name]), found[name]
+def test_bad_input_is_refused_on_each_rank():
+    for errors in run(2, refusals, list(REFUSALS), group=2):
+        for (name, text), error in zip(REFUSALS.items(), errors, strict=True):
+            assert error is not None and re.match(text, error), (name, error)
 
 
 def whole_logits():
@@ -579,8 +534,23 @@ def whole_logits():
         )
 
 
-def test_logits_without_a_tag_are_whole_if_all_ranks_have_the_same():
-    run(2, whole_logits, group=2)
+def test_options_types_and_shapes_are_those_of_pytorch():
+    run(
+        2,
+        in_turn,
+        class_weights,
+        ignored,
+        dimensions,
+        smoothed,
+        probable,
+        fine_targets,
+        other_weights,
+        infinite,
+        untouched,
+        as_module,
+        whole_logits,
+        group=2,
+    )
 
 
 class Ended(torch.autograd.Function):
@@ -727,5 +697,5 @@ def wrong_unread():
     assert value.isnan() and x.grad.isnan().all()
 
 
-def test_what_does_not_fit_is_nan_where_the_host_does_not_wait():
+def test_wrong_arguments_give_nan_where_the_host_does_not_wait():
     run(2, wrong_unread, group=2)

@@ -14,21 +14,21 @@ from torchgpipe.shard.parameter import is_tagged
 Pair = namedtuple('Pair', 'a b')
 
 
-@pytest.mark.parametrize('dim', [None, 0, 1, -1])
-@pytest.mark.parametrize('requires_grad', [True, False])
-def test_each_tensor_of_a_tuple_gets_a_tag_and_the_input_none(dim, requires_grad):
-    layer = ts.nn.RegisterParallelDim(dim)
-    x = torch.ones(2, requires_grad=requires_grad)
-    with torch.no_grad():
-        assert layer(x) is not x
-    y, pair = layer(x), layer(Pair(x, (x * 2, 'text')))
-    assert type(pair) is Pair and pair.b[1] == 'text'
-    for each in (y, pair.a, pair.b[0]):
-        assert is_tagged(each) and ts.get_parallel_dim(each) == dim
-    assert not is_tagged(x) and y.data_ptr() == x.data_ptr()
-    if requires_grad:
-        (y * 3).sum().backward()
-        assert x.grad.tolist() == [3, 3]
+def test_each_tensor_of_a_tuple_gets_a_tag_and_the_input_none():
+    for dim in (None, 0, 1, -1):
+        for requires_grad in (True, False):
+            layer = ts.nn.RegisterParallelDim(dim)
+            x = torch.ones(2, requires_grad=requires_grad)
+            with torch.no_grad():
+                assert layer(x) is not x
+            y, pair = layer(x), layer(Pair(x, (x * 2, 'text')))
+            assert type(pair) is Pair and pair.b[1] == 'text'
+            for output in (y, pair.a, pair.b[0]):
+                assert is_tagged(output) and ts.get_parallel_dim(output) == dim
+            assert not is_tagged(x) and y.data_ptr() == x.data_ptr()
+            if requires_grad:
+                (y * 3).sum().backward()
+                assert x.grad.tolist() == [3, 3]
 
 
 class Branches(nn.Module):
