@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: The tests that depend most on PyTorch, in less than three minutes.
 CORE = [
+    'tests/test_equivalence.py',
     'tests/base/test_private.py',
     'tests/engine/test_partition_compiled.py',
     'tests/test_gpipe.py',

@@ -1,5 +1,6 @@
 """Each layer of the zoo trains in a pipeline as it does unwrapped, whatever the options."""
 
+import random
 from itertools import combinations
 
 import pytest
@@ -24,6 +25,18 @@ def test_each_layer_trains_as_unwrapped_in_one_case():
 def test_layers_train_as_unwrapped_in_all_other_cases(group):
     for name in list(LAYERS)[group::24]:
         for case in cases_of(name)[1:]:
+            check(case, WORKERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('group', range(4))
+def test_random_sequences_of_layers_train_as_unwrapped(group):
+    choose = random.Random(group)
+    names = [name for name, entry in LAYERS.items() if entry.shape == (4,)]
+    for _ in range(12):
+        name = '+'.join(choose.sample(names, choose.randint(2, 4)))
+        cases = [case for case in cases_of(name) if case.option != 'autocast']
+        for case in choose.sample(cases, 4):
             check(case, WORKERS)
 
 

@@ -15,6 +15,7 @@ A process that does not return or leaves something behind (a thread, a patch) is
 that has failed ends unless all have returned at once, because another one may wait for it.
 """
 
+import atexit
 import gc
 import itertools
 import multiprocessing
@@ -191,6 +192,7 @@ _idle = []
 
 #: Where the ranks of each call meet, which they may use until they have ended it.
 _folder = tempfile.TemporaryDirectory()
+atexit.register(_folder.cleanup)
 _number = itertools.count()
 
 
