@@ -30,7 +30,6 @@ class Timed(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        """Take that time."""
         return Pass.apply(self.clock, *self.seconds, x * self.weight)
 
 

@@ -23,7 +23,6 @@ class Devices:
         self._make = make
 
     def __call__(self, n):
-        """Return a list of n devices."""
         return self._make(n)
 
     def distinct(self, n):

@@ -194,7 +194,6 @@ class Call(nn.Module):
         self.function = function
 
     def forward(self, *args):
-        """Call the function."""
         return self.function(*args)
 
 
@@ -202,7 +201,6 @@ class Slow(nn.Module):
     """Keep a device busy for a while, so that code that does not wait for it comes too early."""
 
     def forward(self, x):
-        """Do so."""
         sleep(1)
         return x * 1
 
@@ -216,7 +214,6 @@ class Layer(nn.Module):
         self.function = function
 
     def forward(self, *input):
-        """Call the function."""
         return self.function(self.linear, *input)
 
 
@@ -255,7 +252,6 @@ class Spy(nn.Module):
         self.see = see
 
     def forward(self, input):
-        """Pass the input through."""
         self.see(input)
         return input
 

@@ -86,7 +86,6 @@ class Stem(nn.Conv2d):
     """Take images and targets."""
 
     def forward(self, image, targets=None):
-        """Do so."""
         return {'features': [super().forward(image)], 'targets': targets}
 
 
@@ -100,7 +99,6 @@ class Shrink(nn.Module):
         )
 
     def forward(self, value):
-        """Do so."""
         *_, last = features = value['features']
         return {**value, 'features': [*features, self.layers(last)]}
 
@@ -113,7 +111,6 @@ class Pyramid(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 1)
 
     def forward(self, value):
-        """Do so."""
         fine, *coarse = value['features']
         for each in coarse:
             fine = fine + F.interpolate(self.conv(each), size=fine.shape[-2:])
@@ -128,8 +125,6 @@ class Detect(nn.Module):
         self.scores, self.boxes = nn.Conv2d(channels, classes, 1), nn.Conv2d(channels, 4, 1)
 
     def forward(self, value):
-        """Do so."""
-
         def over_levels(layer):
             return torch.cat([layer(x).flatten(2).mT for x in value['features']], 1)
 
@@ -144,7 +139,6 @@ class Losses(nn.Module):
     """Compare with the targets, where there are some; sums, as numbers of targets differ."""
 
     def forward(self, value):
-        """Do so."""
         targets, boxes, scores = value['targets'], value['boxes'], value['scores']
         found = {'scores': scores.softmax(-1), 'boxes': boxes, 'losses': None}
         if targets is not None:
@@ -196,7 +190,6 @@ class Time(nn.Module):
         self.channels = channels
 
     def forward(self, x, time, context=None):
-        """Do so."""
         angles = time[:, None] * 0.5 ** torch.arange(self.channels // 2, device=time.device)
         waves = torch.cat([angles.sin(), angles.cos()], 1)
         return {'x': self.conv(x), 'time': self.mlp(waves), 'context': context}
@@ -211,7 +204,6 @@ class Residual(nn.Module):
         self.time, self.short = nn.Linear(channels, outputs), nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, value, x=None):
-        """Do so."""
         x = value['x'] if x is None else x
         y = self.conv(F.silu(self.norm(x))) + self.time(value['time'])[:, :, None, None]
         return {**value, 'x': self.short(x) + y}
@@ -226,7 +218,6 @@ class Down(nn.Module):
         self.residual = Residual(channels, channels, channels)
 
     def forward(self, value):
-        """Do so."""
         value = self.residual(value)
         yield stash('level', value['x'])
         return {**value, 'x': F.avg_pool2d(value['x'], 2)}
@@ -240,7 +231,6 @@ class Middle(nn.Module):
         self.attention = nn.MultiheadAttention(channels, 2, batch_first=True)
 
     def forward(self, value):
-        """Do so."""
         x = value['x'].flatten(2).mT
         context = x if value['context'] is None else value['context']
         y, _ = self.attention(x, context, context, need_weights=False)
@@ -256,7 +246,6 @@ class Up(nn.Module):
         self.residual = Residual(2 * channels, channels, channels)
 
     def forward(self, value):
-        """Do so."""
         level = yield pop('level')
         x = F.interpolate(value['x'], scale_factor=2.0)
         return self.residual(value, torch.cat([x, level], 1))
@@ -266,7 +255,6 @@ class Noise(nn.Conv2d):
     """Return the noise."""
 
     def forward(self, value):
-        """Do so."""
         return super().forward(value['x'])
 
 

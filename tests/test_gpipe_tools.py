@@ -199,5 +199,4 @@ class Twice(nn.Module):
     """A parametrization."""
 
     def forward(self, x):
-        """Double it."""
         return x * 2

@@ -51,7 +51,6 @@ class Wrapper(nn.Module):
         self.loss = loss
 
     def forward(self, output, target):
-        """Call it."""
         return 2 * self.loss(output, target)
 
 
@@ -59,7 +58,6 @@ class Shifted(nn.CrossEntropyLoss):
     """A loss that is called like one of PyTorch's, and does something else."""
 
     def forward(self, output, target):
-        """Leave out the first sample."""
         return super().forward(output[1:], target[1:])
 
 
@@ -70,7 +68,6 @@ class Focal(nn.CrossEntropyLoss):
         super().__init__(reduction='none')
 
     def forward(self, output, target):
-        """Take it."""
         return super().forward(output, target).square().mean()
 
 
@@ -82,7 +79,6 @@ class Scaled(nn.Module):
         self.weight = nn.Parameter(torch.ones(5, dtype=torch.double))
 
     def forward(self, output, target):
-        """Take it."""
         return (output * self.weight).square().mean()
 
 

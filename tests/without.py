@@ -240,7 +240,6 @@ class Residual(nn.Module):
     """Add the tanh of the doubled input."""
 
     def forward(self, x):
-        """Add it."""
         return (x * 2).tanh() + x
 
 
@@ -251,7 +250,6 @@ class ToDict(nn.Linear):
         super().__init__(4, 4)
 
     def forward(self, x):
-        """Return it."""
         return {'x': x, 'y': super().forward(x)}
 
 
@@ -262,7 +260,6 @@ class FromDict(nn.Linear):
         super().__init__(4, 2)
 
     def forward(self, value):
-        """Return it."""
         return {'y': super().forward(value['x'] + value['y'])}
 
 
@@ -274,7 +271,6 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
-        """Add one layer's output, and apply the other."""
         return self.b(x + self.a(x).relu())
 
 

@@ -16,7 +16,6 @@ class Stash(nn.Linear):
     """Stash a tensor, and give another one."""
 
     def forward(self, x):
-        """Do so."""
         x = super().forward(x)
         yield stash('skip', x * 2)
         return x
@@ -27,7 +26,6 @@ class Pop(nn.Module):
     """Return a function of the stashed tensor, and ignore the input."""
 
     def forward(self, x):
-        """Do so."""
         return (yield pop('skip')).tanh()
 
 
@@ -38,7 +36,6 @@ class AddTable(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
     def forward(self, x, table=None):
-        """Do so."""
         x, table = x if table is None else (x, table)
         return super().forward(x).tanh() + table, table
 
@@ -47,7 +44,6 @@ class First(nn.Module):
     """Return the first of two tensors."""
 
     def forward(self, xs):
-        """Do so."""
         return xs[0]
 
 
@@ -59,7 +55,6 @@ class TwoPlaces(nn.Linear):
         self.recomputed_in = []
 
     def forward(self, x):
-        """Do so."""
         if is_recomputing():
             self.recomputed_in.append(threading.get_ident())
         x = super().forward(x)
@@ -70,7 +65,6 @@ class Elsewhere(nn.Module):
     """Go on at another device, and make that busy in a recomputation."""
 
     def forward(self, x):
-        """Do so."""
         if x.device.type == 'sim':
             here, x = torch.accelerator.current_stream(x.device), x.to('sim:3')
             self.moved = here.record_event()
@@ -84,5 +78,4 @@ class Shift(nn.Linear):
     """Make a tensor on the current device."""
 
     def forward(self, x):
-        """Do so."""
         return super().forward(x) + torch.ones(1, device=x.device.type)

@@ -60,7 +60,6 @@ class Mutated:
         self.calls = 0
 
     def __call__(self, value=no_context):
-        """Return a value, or a context that does nothing."""
         self.calls += 1
         return value
 

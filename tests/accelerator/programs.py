@@ -38,7 +38,6 @@ class Pair:
         self.outputs = []
 
     def forward(self):
-        """Return the losses of both."""
         x = torch.randn(7, WIDTH, dtype=torch.double)
         expected, actual = self.model(x), self.gpipe(x.to(self.gpipe.devices[0]))
         self.outputs.append((expected.detach(), actual.detach()))

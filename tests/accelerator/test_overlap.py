@@ -53,7 +53,6 @@ class Busy(nn.Module):
     """A layer that does so."""
 
     def forward(self, x):
-        """Keep the device busy."""
         return Sleep.apply(x)
 
 

@@ -72,14 +72,12 @@ class Mark(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, timeline):
-        """Mark a first pass or a recomputation."""
         ctx.timeline = timeline
         timeline.mark('recomputation' if is_recomputing() else 'forward', x.device)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Mark a backward pass."""
         ctx.timeline.mark('backward', grad.device)
         return grad.clone(), None
 
@@ -92,5 +90,4 @@ class Marked(nn.Linear):
         self.timeline = timeline
 
     def forward(self, x):
-        """Do so."""
         return Mark.apply(super().forward(x), self.timeline)

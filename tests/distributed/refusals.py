@@ -199,7 +199,6 @@ class Doubles(nn.Linear):
     """A layer that changes its weight."""
 
     def forward(self, x):
-        """Change it."""
         with torch.no_grad():
             self.weight.mul_(2)
         return super().forward(x)
@@ -227,7 +226,6 @@ class Uses(nn.Linear):
     """A layer that uses the weight of another one, in its last micro-batch."""
 
     def forward(self, x):
-        """Multiply by the sum of the weight."""
         return super().forward(x) * (self.others[0].weight.sum() if x.sum() > 0 else 1)
 
 
@@ -264,7 +262,6 @@ class Behind(nn.Module):
         self.layer = model.get_submodule('0')
 
     def forward(self, output, target):
-        """Return the error of that layer's output."""
         return F.mse_loss(self.layer(output), target)
 
 
@@ -299,7 +296,6 @@ class Fails(nn.Linear):
     """A layer that fails."""
 
     def forward(self, x):
-        """Fail."""
         raise ValueError('it is broken')
 
 

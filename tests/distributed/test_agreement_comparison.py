@@ -87,7 +87,6 @@ class Listed(nn.Module):
         self.shared = [weight]
 
     def forward(self, x):
-        """Use it."""
         return x @ self.shared[0]
 
 
@@ -115,7 +114,6 @@ class Adapted(nn.Module):
         self.layer, self.down = layer, linear()
 
     def forward(self, x):
-        """Add the adapter's output."""
         return self.layer(x) + self.down(x)
 
 
@@ -127,7 +125,6 @@ class Holder(nn.Module):
         self.inner = linear()
 
     def forward(self, x):
-        """Call it."""
         return self.inner(x)
 
 
@@ -332,7 +329,6 @@ class Average(nn.Module):
         self.register_buffer('mean', torch.zeros(2, dtype=torch.float64), persistent=persistent)
 
     def forward(self, x):
-        """Move it, and subtract it."""
         if self.training:
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x - self.mean
@@ -374,7 +370,6 @@ class Words(nn.Module):
         self.words = nn.Embedding(4, 2, max_norm=0.1, dtype=torch.float64)
 
     def forward(self, x):
-        """Add the rows of numbers made of the samples."""
         return x + self.words((x[:, 0].abs() * 2).long().clamp(0, 3))
 
 
@@ -563,7 +558,6 @@ class Scaled(nn.Module):
         self.register_buffer('center', torch.zeros(2, dtype=torch.float64))
 
     def forward(self, output, target):
-        """Move the buffer by the samples."""
         if self.moves:
             self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
         return F.mse_loss(output * self.weight, target + self.center)
@@ -603,7 +597,6 @@ class Detached(Listed):
     """A layer that uses the value of such a weight."""
 
     def forward(self, x):
-        """Use it."""
         return x @ self.shared[0].detach()
 
 
@@ -659,7 +652,6 @@ class Reassigned(Average):
     """The same with a new tensor each time."""
 
     def forward(self, x):
-        """Put another one in its place."""
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return x - self.mean
 
@@ -690,7 +682,6 @@ class Clamps(nn.Linear):
     """A layer that changes its weight without its version."""
 
     def forward(self, x):
-        """Change it."""
         self.weight.data.clamp_(-0.1, 0.1)
         return super().forward(x)
 
@@ -711,7 +702,6 @@ class Noise(nn.Module):
     """Noise from a generator that is not PyTorch's."""
 
     def forward(self, x):
-        """Add it."""
         return x + random.Random(dist.get_rank()).random()
 
 
@@ -847,7 +837,6 @@ class Cache(nn.Module):
         self.register_buffer('mask', torch.ones(0), persistent=False)
 
     def forward(self, x):
-        """Let the mask grow."""
         if len(x) > len(self.mask):
             self.mask = torch.ones(len(x), dtype=x.dtype)
         return x * self.mask[: len(x), None]

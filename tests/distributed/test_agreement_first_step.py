@@ -28,7 +28,6 @@ class Moves(nn.Module):
         self.register_buffer('mean', torch.zeros(6))
 
     def forward(self, x):
-        """Subtract the moving mean."""
         with torch.no_grad():
             self.mean += 0.1 * (x.mean(0) - self.mean)
         return x - self.mean
@@ -53,7 +52,6 @@ class Words(nn.Module):
         self.table = table
 
     def forward(self, x):
-        """Add embedded inputs."""
         return x + self.table(x.detach()[:, 0].abs().ceil().long().clamp(max=5))
 
 
@@ -117,7 +115,6 @@ class Attention(nn.Module):
         return ts.distributed.copy(x) if self.copies else x
 
     def forward(self, x):
-        """Attend."""
         q, k, v = (layer(x).unflatten(-1, (-1, 2)) for layer in (self.q, self.k, self.v))
         if self.kind == 'mqa':
             k, v = self.copy(k).expand_as(q), self.copy(v).expand_as(q)

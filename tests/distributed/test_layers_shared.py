@@ -20,7 +20,6 @@ class Mixture(nn.Module):
         self.experts = experts
 
     def forward(self, x):
-        """Add the output of the experts."""
         y, _ = self.experts(x)
         return x + y
 

@@ -32,7 +32,6 @@ class Shuffled(nn.Module):
             self.register_buffer(f'{name}_table', value[0] + number)
 
     def forward(self, x):
-        """Use each tensor in another way."""
         y = (x @ self.sliding).tanh() + self.sliding_table
         y = (y @ self.full).sin() * self.full_table
         return y @ self.other - self.other_table
@@ -42,7 +41,6 @@ class SumOfSquares(Shuffled):
     """A loss with parameters."""
 
     def forward(self, output, target):
-        """Return the mean of squares."""
         return F.mse_loss(super().forward(output), target)
 
 
@@ -217,7 +215,6 @@ class Blocks(nn.Module):
         self.double()
 
     def forward(self, x):
-        """Apply the blocks, each with the table of its kind."""
         x = self.embed(x)
         tables = {}
         for kind in self.kinds:

@@ -168,7 +168,6 @@ class Mixture(nn.Module):
         self.experts = Experts(6, 8, experts=4, k=2, balance=0)
 
     def forward(self, x):
-        """Add the output of the experts."""
         return x + self.experts(x)[0]
 
 

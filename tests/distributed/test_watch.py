@@ -157,7 +157,6 @@ class AboutGloo(nn.Module):
     """A layer whose error looks like one of a backend."""
 
     def forward(self, x):
-        """Raise it."""
         raise RuntimeError('gloo is not what this layer likes')
 
 

@@ -230,7 +230,6 @@ class Counts(nn.Module):
             self.register_buffer('seen', torch.zeros(()))
 
     def forward(self, x):
-        """Count."""
         count = torch.tensor(float(len(x)))
         if self.group is not None:
             torch.distributed.all_reduce(count, group=self.group)

@@ -20,13 +20,11 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, *args, **kwargs):
-        """Do so."""
         value = Arguments(*args, **kwargs) if isinstance(self.before, Several) else args[0]
         leaves = self.before.unpack(value)
         return self.after.pack(self.change(leaves))
 
     def change(self, leaves):
-        """Return other leaves."""
         return {**leaves, 'x': self.linear(leaves['x']).tanh()}
 
     def names(self, names):
@@ -38,7 +36,6 @@ class InPlace(Layer):
     """Change its own output in place."""
 
     def change(self, leaves):
-        """Do so."""
         x = self.linear(leaves['x'])
         x[:, :1].mul_(2)
         return {**leaves, 'x': x.tanh_()}
@@ -48,7 +45,6 @@ class Normal(Layer):
     """Normalise within samples, in two ways."""
 
     def change(self, leaves):
-        """Do so."""
         x = nn.functional.layer_norm(leaves['x'], [WIDTH]) + leaves['x'].mean(1, keepdim=True)
         return {**leaves, 'x': self.linear(x)}
 
@@ -61,7 +57,6 @@ class Use(Layer):
         self.name = name
 
     def change(self, leaves):
-        """Do so."""
         x, other = self.linear(leaves['x']), leaves[self.name]
         if self.name == 'mask':
             x = x.masked_fill(other[:, :, None], 0.5)
@@ -81,7 +76,6 @@ class Forget(Use):
     """Leave one of the other leaves out."""
 
     def change(self, leaves):
-        """Do so."""
         return {name: leaf for name, leaf in super().change(leaves).items() if name != self.name}
 
     def names(self, names):
@@ -97,7 +91,6 @@ class Sum(Layer):
         self.name = name
 
     def change(self, leaves):
-        """Do so."""
         x = leaves['x'].square().mean((1, 2))
         return {**leaves, self.name: x.mean() if self.name == 'mean' else x.sum()}
 
@@ -114,7 +107,6 @@ class Branch(Layer):
         self.name = name
 
     def change(self, leaves):
-        """Do so."""
         x = leaves['x']
         other = {
             'extra': x.mean(1),
@@ -138,7 +130,6 @@ class Drop(Layer):
         self.masks, self.given = [], None
 
     def change(self, leaves):
-        """Do so."""
         x = leaves['x']
         mask = self.given
         if mask is None:
@@ -156,7 +147,6 @@ class Stash(Layer):
         self.name, self.keep = name, keep
 
     def forward(self, *args, **kwargs):
-        """Do so."""
         value = Arguments(*args, **kwargs) if isinstance(self.before, Several) else args[0]
         leaves = self.before.unpack(value)
         leaf = leaves[self.name]
@@ -178,7 +168,6 @@ class Pop(Layer):
         self.name = name
 
     def forward(self, value):
-        """Do so."""
         leaf = yield pop('leaf')
         leaves = self.change(self.before.unpack(value))
         return self.after.pack({**leaves, self.name + "'": leaf})

@@ -20,7 +20,6 @@ class Branch(nn.Module):
     """From a tensor to a dict, some of which needs no gradient, or is no tensor."""
 
     def forward(self, x):
-        """Do so."""
         return {'a': x * 2, 'index': x.detach().argmax(1), 'b': x.tanh(), 'n': 3, 'none': None}
 
 
@@ -28,7 +27,6 @@ class Merge(nn.Module):
     """And back."""
 
     def forward(self, value):
-        """Do so."""
         assert value['none'] is None
         return value['a'] * value['n'] + value['b'] + value['index'][:, None]
 

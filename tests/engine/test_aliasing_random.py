@@ -64,7 +64,6 @@ class Op(nn.Module):
         self.change_table = choose.random() < 0.1
 
     def forward(self, values):
-        """Do so."""
         a, values = self.a, list(values)
         x, y, table = values[a], values[self.b], values[3]
         if self.kind == 'table':
@@ -128,7 +127,6 @@ class Start(nn.Module):
         self.raw = choose.random() < 0.3
 
     def forward(self, x, table):
-        """Do so."""
         y = self.linear(x)
         return (x if self.raw else y * 2), y, y.sin(), table
 
@@ -137,7 +135,6 @@ class End(nn.Module):
     """Return one tensor."""
 
     def forward(self, values):
-        """Do so."""
         return values[0] + 2 * values[1] + 3 * values[2]
 
 

@@ -132,7 +132,6 @@ class Two(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
     def forward(self, x):
-        """Do so."""
         return tuple(layer(x).tanh() for layer in self.layers)
 
 

@@ -22,7 +22,6 @@ class Scaling(nn.Linear):
     """Return tensors whose attributes are factors for the next layer."""
 
     def forward(self, value):
-        """Return two tensors with attributes."""
         x, y = value
         factor = getattr(x, 'factor', 1.0)
         x = super().forward(x * factor)
@@ -36,7 +35,6 @@ class First(nn.Linear):
     """The first layer, which may get an attribute with its input."""
 
     def forward(self, x):
-        """Return two tensors, one of them with an attribute."""
         y = super().forward(x * getattr(x, 'factor', 1.0))
         y.factor = 2.0
         return y, x * 1
@@ -46,7 +44,6 @@ class Last(nn.Linear):
     """Return a single tensor with an attribute, which the loss reads."""
 
     def forward(self, value):
-        """Add both."""
         x, y = value
         y = super().forward(x * x.factor + y * y.options['factor'])
         y.factor = 3.0
@@ -150,7 +147,6 @@ class Growing(nn.Module):
     calls = 0
 
     def forward(self, x):
-        """Return it with the number of calls."""
         self.calls += 1
         return with_factor(x * 1, float(self.calls))
 
@@ -159,7 +155,6 @@ class Multiply(nn.Module):
     """Multiply by an attribute."""
 
     def forward(self, x):
-        """Return a new tensor."""
         return x * x.factor
 
 
@@ -187,7 +182,6 @@ class Stash(nn.Linear):
     """Stash a tensor with an attribute, which is another number each time."""
 
     def forward(self, x):
-        """Stash it."""
         yield stash('skip', with_factor(x * 1, x.max().item()))
         return super().forward(x)
 
@@ -197,7 +191,6 @@ class Pop(nn.Linear):
     """Pop it, and read its attribute."""
 
     def forward(self, x):
-        """Multiply."""
         skip = yield pop('skip')
         return super().forward(x + skip * skip.factor)
 
@@ -262,7 +255,6 @@ class Appending(nn.Linear):
     """Append to a list that its input has as an attribute, and use it."""
 
     def forward(self, x):
-        """Pass the list on."""
         notes = getattr(x, 'notes', [1.0])
         y = super().forward(x * sum(notes))
         notes.append(0.5)
@@ -298,7 +290,6 @@ class Factor(nn.Module):
     """Multiply by the attribute of a table."""
 
     def forward(self, x, table):
-        """Return one tensor."""
         return x * table.factor + table
 
 
@@ -323,7 +314,6 @@ class Setting(nn.Module):
         self.value = value
 
     def forward(self, x):
-        """Return a new tensor."""
         y = x * 1
         y.extra = self.value(x)
         return y

@@ -97,7 +97,6 @@ class Assigns(nn.Linear):
     """A layer that assigns to the data of its weight in its forward."""
 
     def forward(self, x):
-        """Assign, and use it."""
         self.weight.data = self.weight.data.clamp(-0.2, 0.2)
         return super().forward(x)
 
@@ -129,7 +128,6 @@ class Assigning(nn.Module):
         self.calls = 0
 
     def forward(self, x):
-        """Change something, and run."""
         self.calls += 1
         self.change(self)
         return self.b(self.a(x).tanh())

@@ -75,7 +75,6 @@ class LossWithLayer(nn.Module):
         self.layer = layer
 
     def forward(self, output, target):
-        """Return a mean over samples."""
         return loss_of(self.layer(output), target)
 
 
@@ -119,7 +118,6 @@ class Memory(nn.Module):
         self.register_buffer('memory', torch.rand(shape))
 
     def forward(self, x):
-        """Change the buffer, and read it."""
         with torch.no_grad():
             self.memory.lerp_(x.mean(0).view_as(self.memory), 0.5)
         return x * self.layer(self.memory).flatten()
@@ -158,7 +156,6 @@ class Branches(nn.Linear):
     """Two branches that get the same gradient; the second one changes it in place later."""
 
     def forward(self, x):
-        """Add the branches."""
         return Doubling.apply(x) + super().forward(x)
 
 
@@ -197,7 +194,6 @@ class Failing(nn.Module):
         self.alive = alive
 
     def forward(self, x):
-        """Add the branches."""
         token = Token()
         self.alive.add(token)
         older, newer = Holding.apply(x, token), x * 3

@@ -47,7 +47,6 @@ class First(nn.Module):
     """The first one of several."""
 
     def forward(self, values):
-        """Take it."""
         return values[0] * 2
 
 

@@ -38,7 +38,6 @@ class Start(nn.Linear):
     """Take several arguments, give a structure."""
 
     def forward(self, x, mask=None, *, table, scale=1.0):
-        """Do so."""
         return State(super().forward(x), mask, table, {'info': Info(scale, [x.mean()])})
 
 
@@ -46,7 +45,6 @@ class Block(nn.Linear):
     """Take and give a structure, of the same classes."""
 
     def forward(self, state):
-        """Do so."""
         assert isinstance(state, State) and isinstance(state.more['info'], Info)
         hidden = super().forward(state.hidden).tanh() + state.table * state.more['info'].scale
         if state.mask is not None:
@@ -59,7 +57,6 @@ class End(nn.Linear):
     """Return a dict."""
 
     def forward(self, state):
-        """Do so."""
         return {
             'y': super().forward(state.hidden),
             'loss': sum(state.more['info'].losses),
@@ -120,7 +117,6 @@ class Words(nn.Linear):
     """Return no batch: a table, a scalar, and as many tensors as there are samples."""
 
     def forward(self, x):
-        """Do so, with an object beside it that cannot leave the partition."""
         return object(), {'all': [*super().forward(x)], 'table': self.weight.t(), 'sum': x.sum()}
 
 
@@ -128,7 +124,6 @@ class Sentence(nn.Module):
     """Drop the object."""
 
     def forward(self, value):
-        """Do so."""
         return value[1]
 
 
@@ -136,7 +131,6 @@ class Meaning(nn.Linear):
     """Return a batch again."""
 
     def forward(self, value):
-        """Do so."""
         return super().forward(torch.stack(value['all']) @ value['table']) * value['sum']
 
 
@@ -197,7 +191,6 @@ class Attention(nn.Module):
         self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
 
     def forward(self, x):
-        """Do so."""
         return self.layer(x)
 
 
@@ -326,7 +319,6 @@ class Part(nn.Module):
     """Stash all that there is but one tensor."""
 
     def forward(self, x, table):
-        """Do so."""
         yield stash('mask', table)
         return x * 2
 
@@ -340,7 +332,6 @@ class Join(nn.Module):
         self.change = change
 
     def forward(self, x):
-        """Do so."""
         table = yield pop('mask')
         return x, table.add_(1) if self.change else table
 
@@ -467,7 +458,6 @@ class Embed(nn.Module):
     """Takes a sequence of the batch first, and a table of all."""
 
     def forward(self, x, positions, mask=None):
-        """Add them."""
         x = x + positions[:, None]
         return x if mask is None else x * mask
 
@@ -500,7 +490,6 @@ class Sums(nn.Module):
     """Return the cumulative sum along the first dimension."""
 
     def forward(self, x):
-        """Do so."""
         return x.cumsum(0)
 
 
@@ -594,7 +583,6 @@ class Lengths(nn.Linear):
     """Scale by the sum of the lengths."""
 
     def forward(self, value):
-        """Scale."""
         return super().forward(value['x']) * sum(value['lengths'])
 
 
@@ -606,7 +594,6 @@ class Images(nn.Module):
         self.linear = nn.Linear(4, 2)
 
     def forward(self, images):
-        """Stack the results."""
         return torch.stack([self.linear(image).mean(0) for image in images])
 
 

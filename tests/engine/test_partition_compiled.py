@@ -32,7 +32,6 @@ class Backend:
         self.graphs = 0
 
     def __call__(self, graph, inputs):
-        """Compile one."""
         self.graphs += 1
         return lookup_backend('aot_eager')(graph, inputs)
 
@@ -64,7 +63,6 @@ class Residual(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.GELU())
 
     def forward(self, x):
-        """Add the child's output."""
         return x + self.inner(x)
 
 
@@ -211,7 +209,6 @@ class TwoWays(nn.Module):
         self.ways = first, second
 
     def forward(self, x):
-        """Multiply both. ``masked_fill`` saves its masks, which are not floating-point."""
         first, second = self.ways
         if is_recomputing():
             b, a = second(x), first(x)
@@ -228,7 +225,6 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.rand(2, 4, dtype=torch.double))
 
     def forward(self, x):
-        """Multiply, from the right."""
         return self.weight * x
 
 

@@ -113,7 +113,6 @@ class Noted(nn.Linear):
         self.log, self.j = log, j
 
     def forward(self, x):
-        """Note each run."""
         for _ in range(10):  # unused nodes, so that later ones have high numbers
             x.new_ones(1).requires_grad_() + 1
         if is_recomputing():

@@ -32,7 +32,6 @@ class Pair(nn.Module):
         self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x):
-        """Branch."""
         return self.a(x), x.detach().argmax(1), self.b(x).tanh(), x.detach() * 2
 
 
@@ -40,7 +39,6 @@ class Unpair(nn.Module):
     """A layer that takes the tuple of a Pair."""
 
     def forward(self, input):
-        """Merge."""
         a, index, b, constant = input
         return (a * b + constant + index[:, None]).tanh()
 

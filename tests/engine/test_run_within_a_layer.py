@@ -27,7 +27,6 @@ class Learning(nn.Linear):
         self.train_other = train
 
     def forward(self, x):
-        """Train the other network, and run."""
         self.train_other(x.detach())
         return super().forward(x)
 

@@ -258,7 +258,6 @@ class Average(nn.Module):
         self.view = view
 
     def forward(self, x):
-        """Do so."""
         with torch.no_grad():
             self.average.lerp_(x.mean(0), 0.5)
         return x, self.average[:] if self.view else self.average
@@ -344,12 +343,10 @@ class FailBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        """Return a copy."""
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Raise it."""
         fail()
 
 
@@ -463,7 +460,6 @@ class Scale(nn.Module):
         self.change = change
 
     def forward(self, x):
-        """Do so."""
         if self.change:
             self.scale.mul_(2)
         return x + self.scale  # which backward does not need

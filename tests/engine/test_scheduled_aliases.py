@@ -96,7 +96,6 @@ class StashAndShare(nn.Module):
     """Stash a tensor that shares memory with the output."""
 
     def forward(self, x):
-        """Do so."""
         yield stash('skip', x)
         return x, x[:]
 
@@ -106,7 +105,6 @@ class PopAndAdd(nn.Module):
     """Add all."""
 
     def forward(self, values):
-        """Do so."""
         return values[0] + values[1] + (yield pop('skip'))
 
 

@@ -48,7 +48,6 @@ class Keep(nn.Module):
         self.alive, self.most = weakref.WeakSet(), []
 
     def forward(self, x):
-        """Do so."""
         return saved(x, self.alive, self.most)
 
 
@@ -172,13 +171,11 @@ class Look(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, function):
-        """Multiply, which needs nothing in backward."""
         ctx.function = function
         return x * 2
 
     @staticmethod
     def backward(ctx, grad):
-        """Do so."""
         ctx.function()
         return grad * 2, None
 

@@ -110,7 +110,6 @@ class Records(nn.Module):
         self.seen = seen
 
     def forward(self, x):
-        """Pass the tensor on."""
         return AtDefaultDevice.apply(x, self.seen)
 
 

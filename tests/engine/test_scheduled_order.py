@@ -30,13 +30,11 @@ class Meeting:
         self._forward, self._backward = threading.Event(), threading.Event()
 
     def forward(self):
-        """Be there in forward."""
         self._forward.set()
         self.is_met |= self._backward.wait(self.patience)
         self._forward.clear()
 
     def backward(self):
-        """Be there in backward."""
         self._backward.set()
         self.is_met |= self._forward.wait(self.patience)
         self._backward.clear()
@@ -50,7 +48,6 @@ class Draw(nn.Module):
         self.draws, self.meeting = draws, meeting
 
     def forward(self, x):
-        """Wait, and multiply."""
         self.meeting.forward()
         return x * torch.rand(1).item() if self.draws else x * 2
 
@@ -60,13 +57,11 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, meeting):
-        """Return the input."""
         ctx.meeting = meeting
         return x * 1
 
     @staticmethod
     def backward(ctx, grad):
-        """Wait."""
         ctx.meeting.backward()
         return grad, None
 
@@ -79,7 +74,6 @@ class GoBack(nn.Module):
         self.meeting, self.weight = meeting, nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        """Multiply."""
         return Slow.apply(x * self.weight, self.meeting)
 
 
@@ -120,13 +114,11 @@ class Noise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, draws, wait):
-        """Return the input."""
         ctx.draws, ctx.wait = draws, wait
         return x * 1
 
     @staticmethod
     def backward(ctx, grad):
-        """Wait, and draw."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             ctx.wait()
@@ -161,7 +153,6 @@ class Checkpointed(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Tanh())
 
     def forward(self, x):
-        """Call the layers."""
         return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
 
 
@@ -212,7 +203,6 @@ class Count(nn.Module):
         self.register_buffer('calls', torch.ones(()))
 
     def forward(self, x):
-        """Multiply by the number of calls, kept in a buffer or in an attribute."""
         if self.changes == 'buffer':
             self.calls += 1
         elif self.changes == 'attribute':

@@ -64,7 +64,6 @@ class See(nn.Module):
         self.see = see
 
     def forward(self, x):
-        """Multiply."""
         self.see(self.weight)
         return x @ self.weight
 
@@ -246,7 +245,6 @@ class Count(nn.Module):
         self.register_buffer('calls', torch.zeros(()) if calls is None else calls)
 
     def forward(self, x):
-        """Change it."""
         self.change(self)
         return x + self.calls
 

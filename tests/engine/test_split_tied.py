@@ -102,7 +102,6 @@ class Tied(nn.Module):
         self.embedding = embedding
 
     def forward(self, x):
-        """Return scores."""
         return x @ self.embedding.weight.T
 
 
@@ -115,7 +114,6 @@ class Scale(nn.Module):
         self.register_buffer('table', torch.rand(4) if table is None else table)
 
     def forward(self, x):
-        """Scale."""
         return x * self.weight + self.table
 
 
@@ -169,7 +167,6 @@ class Last(nn.Module):
         self.layer = layer
 
     def forward(self, x):
-        """Return the output."""
         return self.layer(x)[0]
 
 
@@ -498,7 +495,6 @@ class Where(nn.Module):
         self.layer = layer
 
     def forward(self, x):
-        """Do so."""
         return self.layer(x) if len(x) == self.rows else x
 
 

@@ -156,7 +156,6 @@ class Faulty(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        """Do so."""
         Fault.count(self, 'forward')
         x = self.linear(x)
         x.register_hook(lambda grad: Fault.count(self, 'backward'))

@@ -37,7 +37,6 @@ class Net(nn.Sequential):
     """A sequential module with a forward of its own."""
 
     def forward(self, input):
-        """Do more than the layers do."""
         return super().forward(input) + 1
 
 
@@ -50,7 +49,6 @@ class Stash(nn.Module):
         self.function = function
 
     def forward(self, input):
-        """Stash it."""
         if self.function is None:
             yield stash('x', input)
         elif self.function(input) is not None:
@@ -67,7 +65,6 @@ class Pop(nn.Module):
         self.in_place = in_place
 
     def forward(self, input):
-        """Add the stashed tensor."""
         skip = yield pop('x')
         return skip.add_(input) if self.in_place else input + skip
 
@@ -124,7 +121,6 @@ class Between(nn.Module):
         self.write = Call(lambda x, to: (setattr(to, 'x', 0), x)[1])
 
     def forward(self, x, scale=1):
-        """Call the function between the layers."""
         return self.outside(self.function(self, self.inside(x * scale)))
 
 
@@ -133,7 +129,6 @@ class Negated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        """Negate it."""
         return -x
 
 
@@ -149,7 +144,6 @@ class Auxiliary(nn.ReLU):
     """One more result in training."""
 
     def forward(self, x):
-        """Return it, too."""
         return (x, x) if self.training else {'x': x, 0: x}
 
 
@@ -256,7 +250,6 @@ class Communicates(nn.Module):
         self.communicates = says_so
 
     def forward(self, input):
-        """Look whether it may."""
         check_order()
         return input
 

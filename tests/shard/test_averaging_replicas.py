@@ -31,7 +31,6 @@ class Net(nn.Module):
         )
 
     def forward(self, x):
-        """Return logits."""
         return self.head(self.backbone(x))
 
 

@@ -59,7 +59,6 @@ class Net(nn.Module):
         return self.head(ts.distributed.gather(ts.distributed.scatter(self.both(x)), size=6))
 
     def forward(self, x):
-        """Return logits or features, a mean over this rank's rows, and other outputs."""
         features = (
             self.features(x)
             if self.reentrant is None

@@ -167,7 +167,6 @@ class Undeclared(nn.Module):
     """A layer that communicates and does not say so."""
 
     def forward(self, x):
-        """Add up over the group."""
         return ts.distributed.reduce(x)
 
 

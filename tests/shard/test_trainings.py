@@ -147,7 +147,6 @@ class Faces(nn.Module):
         self.classes = linear(6, 7, dim=1, bias=False)
 
     def forward(self, x, is_target):
-        """Return 64 times the cosine of each class, the target's with a margin of 0.5."""
         cosine = self.cosine(F.normalize(self.features(x)), F.normalize(self.classes.weight))
         sine = (1 - cosine.square()).clamp(min=1e-12).sqrt()
         with_margin = cosine * cos(0.5) - sine * sin(0.5)
@@ -202,7 +201,6 @@ class Block(nn.Module):
         self.split = ts.nn.RegisterParallelDim(-1)
 
     def forward(self, x):
-        """Add attention and a network of two layers."""
         b, t, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, -1, 3, 2).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -225,7 +223,6 @@ class GPT(nn.Module):
             self.head.weight = self.words.weight
 
     def forward(self, x):
-        """Return logits."""
         x = self.words(x) + self.places(torch.arange(x.size(1)))
         return self.head(self.norm(self.blocks(x)))
 
@@ -276,7 +273,6 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, x):
-        """Scale."""
         return x * self.weight
 
 
@@ -289,7 +285,6 @@ class ParallelScale(ts.nn.ParallelModule):
         ts.nn.init.shard_init_helper_(nn.init.ones_, self.weight)
 
     def forward(self, x):
-        """Scale, and say that the result is a part, too."""
         y = x * self.weight
         ts.register_parallel_dim(y, -1)
         return y
@@ -304,7 +299,6 @@ class Own(nn.Module):
         self.scale = (ParallelScale if linear is ts.nn.ParallelLinear else Scale)(7)
 
     def forward(self, x):
-        """Scale."""
         return self.scale(self.layer(x.flatten(1)))
 
 

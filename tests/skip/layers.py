@@ -15,7 +15,6 @@ class Stash(nn.Module):
         self.function = function
 
     def forward(self, input):
-        """Stash."""
         skip, output = (input, input) if self.function is None else self.function(input)
         yield stash('skip', skip)
         return output
@@ -30,7 +29,6 @@ class Pop(nn.Module):
         self.function = function
 
     def forward(self, input):
-        """Pop."""
         skip = yield pop('skip')
         return input if skip is None else self.function(input, skip)
 
@@ -44,7 +42,6 @@ class StashLinear(nn.Module):
         self.fc = nn.Linear(width, width)
 
     def forward(self, input):
-        """Stash."""
         yield stash('skip', self.fc(input))
         return input
 

@@ -30,7 +30,6 @@ class Mixer(nn.Module):
             self.requires_grad_(False)
 
     def forward(self, x):
-        """Do so."""
         for name in self.pops:
             popped = yield pop(name)
             if popped is not None:

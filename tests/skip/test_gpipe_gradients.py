@@ -141,7 +141,6 @@ class Both(nn.Module):
         self.fc = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        """Branch."""
         return self.fc(x), x * 2
 
 
@@ -154,7 +153,6 @@ class StashOfPair(nn.Module):
         self.fc = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, input):
-        """Stash."""
         yield stash('skip', self.fc(input[0]))
         return input
 
@@ -164,7 +162,6 @@ class PopIntoSecond(nn.Module):
     """Add the stashed tensor to a pair's second part."""
 
     def forward(self, input):
-        """Pop."""
         return input[0], input[1] + (yield pop('skip'))
 
 

@@ -18,7 +18,6 @@ class Change(nn.Module):
     """Change the input in place."""
 
     def forward(self, x):
-        """Do so."""
         return x.relu_()
 
 
@@ -27,7 +26,6 @@ class ChangePopped(nn.Module):
     """Change the popped tensor in place."""
 
     def forward(self, x):
-        """Do so."""
         a = yield pop('a')
         return x + a.relu_()
 

@@ -37,7 +37,6 @@ class Plain(Base):
     """Documented."""
 
     def forward(self, input):
-        """Stash and pop."""
         yield stash('a', self.fc(input))
         b = yield pop('b')
         return input + b
@@ -51,7 +50,6 @@ class Decorated(Base):
     """Documented too."""
 
     def forward(self, input):
-        """Stash."""
         yield stash('a', input)
         return self.fc(input)
 

@@ -19,7 +19,6 @@ class Stash(Skippable):
     """Stash a large tensor, and go on with a small one."""
 
     def forward(self, x: torch.Tensor) -> SkipGenerator:
-        """Yield the first column."""
         yield stash('large', x * 2)
         return x[:, :1].clone()
 
@@ -29,7 +28,6 @@ class Pop(Skippable):
     """Pop it, and look at one column only."""
 
     def forward(self, x: torch.Tensor) -> SkipGenerator:
-        """Add a column."""
         large = yield pop('large')
         return x + large[:, :1]
 

@@ -61,7 +61,6 @@ class Bottleneck(nn.Module):
             )
 
     def forward(self, x):
-        """Add the shortcut to three convolutions."""
         y = self.bn1(self.conv1(x)).relu()
         y = self.bn2(self.conv2(y)).relu()
         y = self.bn3(self.conv3(y))
@@ -84,7 +83,6 @@ class ResNet101(nn.Module):
         self.fc = nn.Linear(2048, 10)
 
     def forward(self, x):
-        """Classify."""
         x = nn.functional.max_pool2d(self.bn(self.conv(x)).relu(), 3, 2, 1)
         return self.fc(self.blocks(x).mean((2, 3)))
 

@@ -26,7 +26,6 @@ class Layer(nn.Module):
         self.function = forward
 
     def forward(self, x):
-        """Call the function with this layer."""
         return self.function(self, x)
 
 
@@ -39,7 +38,6 @@ class Decay(nn.Module):
         self.register_buffer('scale', torch.ones(1, dtype=torch.double))
 
     def forward(self, x):
-        """Scale by a little less each time."""
         if self.replace:
             self.scale = self.scale * 0.9
         else:

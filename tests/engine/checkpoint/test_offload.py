@@ -81,7 +81,6 @@ class First(nn.Module):
     """Return the first of several."""
 
     def forward(self, xs):
-        """Do so."""
         return xs[0]
 
 

@@ -40,7 +40,6 @@ class Dropouts(nn.Dropout):
         super().__init__(0.01)
 
     def forward(self, x):
-        """Drop out twenty times."""
         for _ in range(20):
             x = super().forward(x)
         return x
@@ -148,7 +147,6 @@ class Attention(nn.Linear):
         super().__init__(8, 24)
 
     def forward(self, x):
-        """Let positions attend to each other: (batch, 5, 8) to the same."""
         q, k, v = super().forward(x).chunk(3, -1)
         return x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
 
@@ -168,7 +166,6 @@ class Functional(nn.Linear):
         self.draw = draw
 
     def forward(self, x):
-        """Draw beside a linear function."""
         return self.draw(x, super().forward(x))
 
 
@@ -506,7 +503,6 @@ class Maybe(nn.Module):
     on = False
 
     def forward(self, x):
-        """Draw, if told to."""
         return x * torch.rand(1, device=x.device) if self.on else x
 
 

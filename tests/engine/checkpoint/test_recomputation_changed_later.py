@@ -68,7 +68,6 @@ class Hooked(nn.Linear):
     """A layer with a hook for as long as its forward runs."""
 
     def forward(self, x):
-        """Compute."""
         handle = self.register_forward_hook(lambda *args: None)
         try:
             return super().forward(x)
@@ -100,7 +99,6 @@ class Begins(nn.Module):
         self.register_buffer('calls', torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
-        """Count, and do it."""
         self.calls += 1
         return self.what(self, x) if self.calls > 4 else x.sin()
 

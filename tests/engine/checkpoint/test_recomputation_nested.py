@@ -26,7 +26,6 @@ class Nest(nn.Module):
         self.layout = layout
 
     def forward(self, x):
-        """Take the first rows of each."""
         rows = [sample[: SIZES[k % 3]] for k, sample in enumerate(self.linear(x))]
         return torch.nested.as_nested_tensor(rows, layout=self.layout)
 
@@ -35,7 +34,6 @@ class Pad(nn.Module):
     """RecomputedTensors them up."""
 
     def forward(self, x):
-        """Do so."""
         return torch.nested.to_padded_tensor(x, 0.0)
 
 

@@ -43,7 +43,6 @@ class Counted(nn.Linear):
         self.calls = []
 
     def forward(self, x):
-        """Count, and run."""
         self.calls.append(is_recomputing())
         return super().forward(x)
 
@@ -227,7 +226,6 @@ class Double:
         self.gpipe, self.devices = gpipe, gpipe.devices
 
     def __call__(self, x):
-        """Do so."""
         return self.gpipe(x.double())
 
 
@@ -525,7 +523,6 @@ class Pop(nn.Module):
         self.inner = no_recompute(Counted())
 
     def forward(self, x):
-        """Do so."""
         return self.inner(x + (yield pop('skip')))
 
 

@@ -43,7 +43,6 @@ class Late(nn.Module):
         self.register_buffer('late', None)
 
     def forward(self, x):
-        """Scale, and double the scale for the next mini-batch."""
         y = (x * self.scale.clone()).tanh()
         if len(x) == 2 and not is_recomputing():
             self.change(self)

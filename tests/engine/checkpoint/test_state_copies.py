@@ -111,7 +111,6 @@ class Replaced(nn.Module):
         self.register_buffer('state', torch.ones(size, dtype=torch.double))
 
     def forward(self, x):
-        """Multiply, and let the buffer decay."""
         y = x.sin() * self.state[0]
         self.state = self.state * 0.5
         return y
@@ -128,7 +127,6 @@ class Late(nn.Linear):
     """A layer that registers a buffer when a sample says so."""
 
     def forward(self, x):
-        """Register it, and change it in each later forward."""
         if x.detach().eq(7).any():
             self.register_buffer('late', torch.ones(1, dtype=x.dtype, device=x.device))
         elif 'late' in self._buffers:
@@ -172,7 +170,6 @@ class ReplacedLater(nn.Linear):
         self.register_buffer('table', torch.ones(20_000, dtype=torch.double))
 
     def forward(self, x):
-        """Replace it."""
         y = super().forward(x) * self.table[:2]
         if x.detach().eq(7).any():
             self.table = self.table * 3

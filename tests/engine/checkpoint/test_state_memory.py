@@ -57,7 +57,6 @@ class Grows(nn.Module):
         self.register_buffer('seen', torch.ones(size, dtype=torch.double))
 
     def forward(self, x):
-        """Move the buffer."""
         if len(self.seen) != 4:
             self.seen.resize_(4).zero_()
         self.seen.add_(x.detach().mean(0))
@@ -86,7 +85,6 @@ class There(nn.Module):
         self.register_buffer('sign', torch.ones((), dtype=torch.double))
 
     def forward(self, x):
-        """Turn it."""
         self.sign.data.neg_()
         return x.sin() * self.sign.clone()
 

@@ -34,7 +34,6 @@ class Adapters(nn.Module):
         self.part = self.up[0]
 
     def forward(self, x):
-        """Apply the active one."""
         return self.base(x) + self.part(self.down[self.config[self.active]](x))
 
     def choose(self, k):
@@ -53,7 +52,6 @@ class Rounded(nn.Module):
         self.temperature = 1.0
 
     def forward(self, x):
-        """Round, with the gradient of the softmax."""
         soft = (self.linear(x) / self.temperature).softmax(-1)
         hard = (soft == soft.max(1, keepdim=True).values).to(x)
         return hard - soft.detach() + soft
@@ -94,7 +92,6 @@ class Masked(nn.Linear):
         self.changes = False
 
     def forward(self, x):
-        """Apply the mask."""
         if self.changes:
             self.mask.mul_(0.5)
         return super().forward(x) * self.mask[:4].to(x).clone()

@@ -40,7 +40,6 @@ class Branches(nn.Module):
         self.second = ts.nn.ParallelLinear(4, 3, dim=0)
 
     def forward(self, x):
-        """Tag the intermediate tensor."""
         return self.second(self.tag(self.first(x).relu())) + x
 
 
