@@ -37,6 +37,7 @@ class Plain(Base):
     """Documented."""
 
     def forward(self, input):
+        """Stash and pop."""
         yield stash('a', self.fc(input))
         b = yield pop('b')
         return input + b
@@ -50,6 +51,7 @@ class Decorated(Base):
     """Documented too."""
 
     def forward(self, input):
+        """Stash."""
         yield stash('a', input)
         return self.fc(input)
 
