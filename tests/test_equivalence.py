@@ -12,7 +12,7 @@ from tests.zoo import LAYERS
 WORKERS, ACCELERATORS = DEVICES['a worker each'], DEVICES['accelerators']
 
 #: Cases of a layer on accelerators: many of the simulated ones take long.
-ON_ACCELERATORS = 3
+ON_ACCELERATORS = 2
 
 
 def test_each_layer_trains_as_unwrapped_in_one_case():

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.devices import ACCELERATOR, devices, places
@@ -18,78 +16,15 @@ from tests.helpers import (
     gradients,
     micro_batches,
     train_both,
-    train_twice,
 )
-from tests.marks import MODES
+from tests.zoo.computing import Pair, Unpair
 from torchgpipe import GPipe
 
 
-class Pair(nn.Module):
-    """Tensor to tuple, with an integer tensor and one that needs no gradient on the way."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.a(x), x.detach().argmax(1), self.b(x).tanh(), x.detach() * 2
-
-
-class Unpair(nn.Module):
-    """A layer that takes the tuple of a Pair."""
-
-    def forward(self, input):
-        a, index, b, constant = input
-        return (a * b + constant + index[:, None]).tanh()
-
-
-def layers(kinds, width=3):
-    """Make layers by name."""
-    make = {
-        'linear': lambda: nn.Linear(width, width),
-        'tanh': nn.Tanh,
-        'inplace': lambda: nn.Sequential(nn.Linear(width, width), nn.LeakyReLU(inplace=True)),
-        'norm': lambda: nn.LayerNorm(width),
-        'identity': nn.Identity,
-        'frozen': lambda: nn.Linear(width, width).requires_grad_(False),
-        'pair': lambda: nn.Sequential(Pair(width), Unpair()),
-    }
-    return [make[kind]() for kind in kinds]
-
-
-@st.composite
-def cases(draw):
-    """Draw a model, a balance and everything else that must not matter."""
-    n = draw(st.integers(1, 4))
-    balance = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
-    kinds = draw(
-        st.lists(
-            st.sampled_from(['linear', 'tanh', 'inplace', 'norm', 'identity', 'frozen', 'pair']),
-            min_size=sum(balance),
-            max_size=sum(balance),
-        )
-    )
-    return balance, kinds
-
-
-@pytest.mark.slow
-@devices
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    case=cases(),
-    chunks=st.sampled_from([1, 2, 3, 8]),
-    size=st.integers(1, 9),
-    modes=st.sampled_from(MODES) | st.lists(st.sampled_from(MODES), min_size=4, max_size=4),
-    input_grad=st.booleans(),
-)
-def test_outputs_and_gradients(devices, case, chunks, size, modes, input_grad):
-    balance, kinds = case
-    mode = modes if isinstance(modes, str) else modes[: len(balance)]
-    torch.manual_seed(size * 31 + chunks)
-    model = nn.Sequential(*layers(kinds)).double()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, balance, devices=devices(len(balance)), chunks=chunks, checkpoint=mode)
-    train_twice(reference, gpipe, torch.randn(size, 3, dtype=torch.double), input_grad)
+def model_of_values():
+    """Return layers with a tuple between two of them, in float64."""
+    pair = nn.Sequential(Pair(3), Unpair())
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), pair, nn.Linear(3, 3)).double()
 
 
 @devices
@@ -97,7 +32,7 @@ def test_every_combination(devices):
     """The grid of the same promise: every batch size from 1 to 9."""
     for n in [1, 2, 3, 4]:
         for chunks in [1, 2, 3, 8]:
-            model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
+            model = model_of_values()
             balance = {1: [4], 2: [1, 3], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
             for size in range(1, 10):
                 train_both(
@@ -156,23 +91,6 @@ def test_five_steps_with_momentum_and_dropout(devices):
             optimizer.step()
     assert_same(gpipe.parameters(), reference.parameters(), 1e-6)
     assert_same(gradients(gpipe), gradients(reference), 1e-6)
-
-
-@devices
-def test_layers_with_state_of_their_own(devices):
-    class Last(nn.Module):
-        def forward(self, input):
-            return input[0]
-
-    model = nn.Sequential(
-        nn.LSTM(3, 4, batch_first=True),
-        Last(),
-        nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
-        nn.Flatten(),
-        nn.Linear(20, 2),
-    ).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 3], devices=devices(2), chunks=3, checkpoint='always')
-    train_both(model, gpipe, torch.randn(7, 5, 3, dtype=torch.double))
 
 
 @devices
@@ -237,7 +155,7 @@ def test_no_gradient_is_computed_for_data_that_needs_none(devices):
 def test_accelerators_and_mixed_devices():
     """With one accelerator, copies go to the CPU and back; with several, between them too."""
     for where in ['aaa', 'cac', 'aca']:
-        model = nn.Sequential(*layers(['linear', 'tanh', 'pair', 'linear'])).double()
+        model = model_of_values()
         reference = copy.deepcopy(model)
         gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint='except_last')
         for size in (1, 4, 9):

@@ -15,7 +15,6 @@ from tests.helpers import (
     drop_failed_backward,
     memory_of,
 )
-from tests.marks import MODES, slow_after
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe, is_recomputing
@@ -150,9 +149,8 @@ def test_a_long_training_does_not_grow(devices):
 @pytest.mark.slow
 @devices
 @pytest.mark.filterwarnings('ignore:Using backward.. with create_graph')
-@pytest.mark.parametrize('mode', slow_after(1, MODES))
 @pytest.mark.parametrize('create_graph', [False, True])
-def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, create_graph):
+def test_skips_die_after_a_backward_that_does_not_get_through(devices, create_graph):
     def fail(grad):
         raise ZeroDivisionError
 
@@ -170,7 +168,7 @@ def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, cre
             return x
 
     model = nn.Sequential(StashAndFail(), nn.Linear(WIDTH, WIDTH), Pop())
-    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(model, [1, 1, 1], devices=devices(3), chunks=2, checkpoint='except_last')
 
     def count():
         gc.collect()
@@ -191,8 +189,7 @@ def test_skips_die_after_a_backward_that_does_not_get_through(devices, mode, cre
 
 @pytest.mark.slow
 @devices
-@pytest.mark.parametrize('mode', slow_after(1, MODES))
-def test_a_gradient_penalty_leaks_nothing(devices, mode):
+def test_a_gradient_penalty_leaks_nothing(devices):
     @skippable(stash=['skip'])
     class StashParameter(nn.Module):
         def __init__(self):
@@ -204,7 +201,7 @@ def test_a_gradient_penalty_leaks_nothing(devices, mode):
             return x
 
     model = nn.Sequential(StashParameter(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop())
-    gpipe = GPipe(model, [1, 2, 1], devices=devices(3), chunks=2, checkpoint=mode)
+    gpipe = GPipe(model, [1, 2, 1], devices=devices(3), chunks=2, checkpoint='except_last')
 
     def step():
         x = torch.rand(4, WIDTH, requires_grad=True, device=devices.first)
