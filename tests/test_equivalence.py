@@ -4,10 +4,14 @@ import random
 from itertools import combinations
 
 import pytest
+from torch import nn
 
 from tests.devices import DEVICES
 from tests.equivalence import MODES, OPTIONS, PLACEMENTS, SCHEDULES, cases_of, check
 from tests.zoo import LAYERS
+from tests.zoo.entry import Entry
+from torchgpipe.engine import gradients
+from torchgpipe.schedule.generators import SPLIT
 
 WORKERS, ACCELERATORS = DEVICES['a worker each'], DEVICES['accelerators']
 
@@ -53,6 +57,28 @@ def test_layers_train_on_accelerators_as_on_the_cpu(group):
 def admits_accelerators(name):
     """Return whether a layer draws nothing, and the simulated accelerator has its operations."""
     return not LAYERS[name].draws and 'accelerators' not in LAYERS[name].lacks
+
+
+def test_a_planted_fault_in_the_split_backward_of_a_layer_is_found(monkeypatch):
+    """Only the second half of the backward of one layer is wrong."""
+    weight_grads = gradients._weight_grads
+
+    def planted(function, grad, input, weights):
+        grads = weight_grads(function, grad, input, weights)
+        if weights[0].shape != (5, 4):
+            return grads
+        return tuple([None if grad is None else grad * 1.5 for grad in grads])
+
+    monkeypatch.setattr(gradients, '_weight_grads', planted)
+    layer = Entry(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)))
+    monkeypatch.setitem(LAYERS, 'planted', layer)
+    found = set()
+    for case in cases_of('planted'):
+        try:
+            check(case, WORKERS)
+        except AssertionError:
+            found.add(case.schedule)
+    assert found and found <= {*SPLIT}
 
 
 def pairs_of(case):

@@ -358,7 +358,7 @@ def serves(pid):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_processes_start(tmp_path):
+def test_ctrl_c_while_processes_start(tmp_path, ctrl_c):
     words = [*COMMAND, *TINY, '--data', 2, '--steps', 10**6, '--output', tmp_path]
     process = subprocess.Popen(
         [*map(str, words)],
@@ -371,11 +371,15 @@ def test_ctrl_c_while_processes_start(tmp_path):
     while not serves(process.pid):
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        _, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # or it would go on for hours
+        raise
     assert process.returncode == 130 and b'Traceback' not in err and err.endswith(b'Stopped.\n')
 
 
-def test_ctrl_c_while_the_server_of_ranks_starts_is_not_lost(monkeypatch):
+def test_ctrl_c_while_the_server_of_ranks_starts_is_not_lost(monkeypatch, ctrl_c):
     pending = []
 
     def ensure_running():
