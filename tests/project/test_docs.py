@@ -2,6 +2,7 @@
 
 import configparser
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -304,7 +305,8 @@ def commands(page):
 
 @pytest.mark.slow
 def test_the_commands_for_contributors():
-    setup, test, whole, ci, releases, build = commands(ROOT / 'docs/contributing.md')
+    page = commands(ROOT / 'docs/contributing.md')
+    setup, test, whole, mutants, ci, releases, build = page
     extras = re.search(r"pip install -e '\.\[(.*)\]' -c constraints.txt", setup)[1].split(',')
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / 'setup.cfg')
@@ -315,4 +317,5 @@ def test_the_commands_for_contributors():
     (readme,) = (command for command in commands(ROOT / 'README.md') if 'pytest' in command)
     assert readme.rpartition(' && ')[2] in script
     assert whole in script and releases in script
+    assert importlib.util.find_spec(mutants.split()[2])
     assert build.replace('html', '"$builder"') in script
