@@ -171,7 +171,7 @@ def test_checkpoint_modes_of_another_number_of_partitions():
 
 
 @devices
-def test_the_checkpoint_mode_stays_what_was_given_and_may_be_changed(devices):
+def test_the_checkpoint_mode_is_kept_and_may_be_changed(devices):
     modes = ['always', 'never']
     assert pipe(checkpoint=modes, devices=devices(2)).checkpoint is modes
     model = pipe(checkpoint=lambda j: modes[j], devices=devices(2))

@@ -91,7 +91,7 @@ def of_logarithms(output, target, **options):
 # ----------------------------------------------------------------------------------------
 
 
-def test_what_pytorch_s_losses_of_classes_count():
+def test_counts_of_pytorch_losses_of_classes():
     """In v0.8.0, functions and partials counted samples; modules were refused."""
     for loss_fn in [
         F.cross_entropy,
@@ -207,7 +207,7 @@ def test_a_compiled_loss_is_not_looked_into():
     )
 
 
-def test_what_is_called_as_pytorch_s():
+def test_functions_with_the_names_of_pytorch_losses():
     """In v0.8.0, functions were not looked at, nor targets but tensors."""
     for loss_fn, target, name in [
         (Shifted(), PADDED, 'Shifted'),

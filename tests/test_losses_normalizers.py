@@ -145,7 +145,7 @@ def test_a_sum_within_a_mean_over_samples():
         same(loss_fn, PROBABILITIES)
 
 
-def test_a_sum_divided_by_what_it_counts():
+def test_a_sum_divided_by_its_count():
     """It was averaged over samples."""
     for divide in [
         lambda loss, count: loss / count,
@@ -164,7 +164,7 @@ def test_a_sum_divided_by_what_it_counts():
             step(loss_fn, PADDED)
 
 
-def test_a_sum_divided_by_what_it_counts_with_a_normalizer():
+def test_a_sum_divided_by_its_count_with_a_normalizer():
     def loss_fn(output, target):
         return SUM(output, target) / target.square().sum()
 

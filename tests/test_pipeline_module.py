@@ -44,7 +44,7 @@ def test_the_sequence_protocol(devices):
 
 
 @devices
-def test_names_are_those_of_the_module(devices):
+def test_names_of_a_wrapped_and_an_unwrapped_module_are_equal(devices):
     module = nn.Sequential(
         OrderedDict(a=nn.Linear(1, 1), b=nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
     ).double()
@@ -122,7 +122,7 @@ def test_partitions_follow_before_anything_asks_for_them(devices):
 
 
 @devices
-def test_a_layer_can_not_be_replaced_in_a_partition_or_by_what_does_not_fit(devices):
+def test_a_layer_cannot_be_replaced_in_a_partition_or_by_one_that_does_not_fit(devices):
     """An optimizer made of the parameters of the model would not know of it."""
     x = torch.rand(2, 4, dtype=torch.double, device=devices.first)
     for replace in (

@@ -53,7 +53,7 @@ class Way:
         return self.aliasing.cross(0, [*tensors], copy)
 
 
-def test_what_once_shared_a_memory_is_followed_over_several_boundaries():
+def test_aliases_are_tracked_over_several_boundaries():
     way, x = Way(), torch.ones(2)
     xs = way.cross([x, x[:]])
     way.cell(xs, xs)
@@ -62,7 +62,7 @@ def test_what_once_shared_a_memory_is_followed_over_several_boundaries():
         way.cell(xs, xs, change=xs[0])
 
 
-def test_what_was_made_anew_is_not():
+def test_new_tensors_are_not_tracked():
     way, x = Way(), torch.ones(2)
     xs = way.cross([x, x[:]])
     new = [torch.ones(2), torch.ones(2)]
@@ -114,7 +114,7 @@ def test_a_batch_that_was_made_anew_may():
     way.cell([y], [y], change=y)
 
 
-def test_a_copy_of_what_all_micro_batches_share_may_not_change():
+def test_a_copy_of_a_value_shared_by_all_micro_batches_may_not_change():
     shared = torch.ones(2)
     way = Way([shared])
     xs = way.cross([torch.ones(2), shared])
@@ -136,7 +136,7 @@ def test_nor_may_one_that_was_a_skip():
 
 
 @pytest.mark.parametrize('stashed', [{}, {A: torch.ones(2)}])
-def test_what_a_cell_hands_on_may_not_change_before_it_does_so_again(stashed):
+def test_an_output_may_not_change_before_the_next_output_of_its_cell(stashed):
     way, kept = Way(), torch.ones(2)
     way.cell([torch.ones(2)], [kept], stashed=stashed)
     way.j = 0
@@ -144,7 +144,7 @@ def test_what_a_cell_hands_on_may_not_change_before_it_does_so_again(stashed):
         way.cell([torch.ones(2)], [kept.add_(1)], stashed=stashed)
 
 
-def test_what_is_not_handed_on_is_not_kept():
+def test_tensors_that_are_not_passed_on_are_not_kept():
     shared = torch.ones(2)
     way = Way([shared])
     xs = way.cross([torch.ones(2), shared])
@@ -182,7 +182,7 @@ def test_tensors_without_versions_or_a_memory_of_their_own_are_handed_on():
 
 @cpus
 @pytest.mark.parametrize('how', ['call', 'step'])
-def test_a_single_micro_batch_may_change_what_others_would_share(devices, how):
+def test_a_single_micro_batch_may_change_shared_tensors(devices, how):
     def add(linear, xs):
         return linear(xs[0]) + xs[1].add_(1)
 

@@ -108,7 +108,7 @@ def test_a_tensor_given_twice_is_copied_once(name, monkeypatch):
     assert_same(results[1], results[0])
 
 
-def test_a_copy_parts_what_shared_a_memory(monkeypatch):
+def test_a_copy_separates_tensors_that_share_a_memory(monkeypatch):
     """As if each partition had a memory of its own."""
     monkeypatch.setattr(partition.Engine, 'apart', lambda self, j, k: True)
     monkeypatch.setattr(
@@ -130,7 +130,7 @@ def test_a_copy_parts_what_shared_a_memory(monkeypatch):
 
 @cpus
 @pytest.mark.parametrize('mode', MODES)
-def test_a_first_layer_that_works_in_place_on_what_a_backbone_made(devices, mode):
+def test_a_first_layer_works_in_place_on_the_output_of_a_backbone(devices, mode):
     """In v0.3.0: "Output 0 of SplitWithSizesBackward0 is a view and is being modified inplace"."""
     backbone = nn.Linear(4, 4).double()
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4)).double()

@@ -137,7 +137,7 @@ class Two(nn.Module):
 
 @devices
 @pytest.mark.parametrize('used', [0, 1])
-def test_an_output_that_nobody_uses_has_no_gradient(devices, used):
+def test_an_unused_output_has_no_gradient(devices, used):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(4, 4), Two()),
         [1, 1],

@@ -107,7 +107,7 @@ def test_a_recorded_tensor_is_not_overwritten_while_another_stream_reads_it():
 
 
 @pytest.mark.parametrize('function', [Copy, Wait])
-def test_what_requires_no_grad_does_not_begin_to(function):
+def test_tensors_that_do_not_require_grad_stay_so(function):
     constant, variable = torch.rand(2), torch.rand(2, requires_grad=True)
     outputs = function.apply(CPUStream, CPUStream, constant, variable, torch.arange(2))
     assert [x.requires_grad for x in outputs] == [False, True, False]

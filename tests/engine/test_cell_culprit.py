@@ -89,7 +89,7 @@ def change_one_of_several_views(x):
 
 
 @devices
-def test_what_does_not_come_of_the_pipeline_has_no_remedy_of_it(devices):
+def test_errors_of_a_layer_have_no_remedy_of_the_pipeline(devices):
     for layers, options in [
         ([nn.Identity(), nn.BatchNorm1d(2)], {'chunks': 1}),
         ([nn.Identity(), Call(change_one_of_several_views)], {'chunks': 2}),

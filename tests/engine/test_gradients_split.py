@@ -83,7 +83,7 @@ def test_weights_come_with_w(devices, schedule, log):
 
 
 @devices
-def test_what_is_not_used_has_no_gradient(devices):
+def test_an_unused_parameter_has_no_gradient(devices):
     """Not zeros, by which an optimizer with momentum or weight decay would change it."""
 
     class Two(nn.Module):
@@ -106,7 +106,7 @@ def test_what_is_not_used_has_no_gradient(devices):
     assert gpipe[0].b.weight.grad is None and gpipe[0].a.weight.grad is not None
 
 
-def test_what_is_compiled_is_not_split(log):
+def test_the_backward_of_compiled_layers_is_not_split(log):
     gpipe = GPipe(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'], chunks=2
     )
@@ -298,7 +298,7 @@ def test_a_recomputation_where_the_schedule_has_it(devices):
 
 @devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
-def test_in_v080_what_a_split_layer_gave_could_not_be_changed_in_place(devices, mode):
+def test_in_v080_the_output_of_a_split_layer_could_not_be_changed_in_place(devices, mode):
     """ "Output 0 of _Split is a view …", for a linear layer on more than two dimensions."""
     layers = nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2)]

@@ -41,7 +41,7 @@ def test_scatter_and_gather_are_adjoint():
     assert torch.equal(x.grad, gather([batch_of(y) for y in ys]))
 
 
-def test_scatter_refuses_what_it_would_lose():
+def test_scatter_refuses_values_that_it_would_lose():
     for input, numbers in [
         ((torch.zeros(4, 1), torch.zeros(3, 1)), r'input\[0\]: 4, input\[1\]: 3.*NoChunk'),
         ({'x': torch.zeros(4, 1), 'y': torch.zeros(1, 4)}, r"input\['x'\]: 4, input\['y'\]: 1"),
@@ -88,7 +88,7 @@ def values(value, chunks, rule=0):
     return [batch.value for batch in scatter(value, chunks, rule)]
 
 
-def test_what_is_shared_is_whole_in_each_micro_batch():
+def test_shared_values_are_whole_in_each_micro_batch():
     x, table = torch.arange(3), torch.zeros(5)
     first, second = values(
         {'x': x, 'n': 3, 's': torch.tensor(7), 'none': None, 't': NoChunk([table, {'u': table}])},
@@ -196,7 +196,7 @@ def test_a_tensor_in_two_places_is_cut_once_and_put_together_once():
     assert a is b
 
 
-def test_what_all_micro_batches_share_comes_out_as_it_is():
+def test_values_that_all_micro_batches_share_are_returned_unchanged():
     shared = torch.ones(5)
     found = gather(
         [batch_of((torch.ones(2), shared)), batch_of((torch.ones(1), shared))],

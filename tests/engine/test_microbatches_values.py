@@ -563,7 +563,7 @@ def test_in_v080_a_tensor_in_two_places_was_two_behind_a_checkpoint(devices, how
     assert all(same) and len(same) >= 4
 
 
-def test_what_places_of_a_value_are_one_may_differ_between_micro_batches():
+def test_tensors_in_several_places_may_differ_between_micro_batches():
     seen = []
 
     def twice(linear, x):

@@ -143,7 +143,7 @@ def compare(layers, call, gpipe, sizes=(6, 6)):
 @devices
 @MODELS
 @pytest.mark.parametrize('how', ['layers', 'partitions', 'model'])
-def test_the_numbers_are_those_of_the_model(how, make, balance, devices):
+def test_compiled_models_train_as_the_unwrapped_model(how, make, balance, devices):
     """Before 0.5.0 a skip of compiled layers had no gradient, without an error."""
     layers, backend = make().double(), Backend()
     gpipe = GPipe(
@@ -293,7 +293,7 @@ def test_only_one_of_both_passes_was_compiled(devices):
 
 
 @devices
-def test_nothing_stays_of_what_checkpointed_compiled_code_saved(devices):
+def test_tensors_saved_by_checkpointed_compiled_code_are_freed(devices):
     seen = []
 
     def forward(graph, inputs):
@@ -386,7 +386,7 @@ class Around(nn.Module):
 @pytest.mark.slow
 @devices
 @pytest.mark.parametrize('how', ['layers', 'partitions'])
-def test_what_a_layer_calls_that_stashes_is_compiled(how, devices):
+def test_functions_called_by_a_layer_that_stashes_are_compiled(how, devices):
     layers, backend = nn.Sequential(Around(), Pop(4, 4)).double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [2], devices=devices(1))
     compare(layers, compile_as(how, gpipe, backend), gpipe)

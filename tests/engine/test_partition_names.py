@@ -41,7 +41,7 @@ def test_a_place_without_a_tensor_is_not_shared():
     assert shared_slots(partitions) == [{}, {}]
 
 
-def test_what_partitions_share_stands_in_the_later_ones():
+def test_shared_tensors_are_listed_in_the_later_partitions():
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
     b.weight = a.weight
     d = nn.BatchNorm1d(2)
@@ -68,7 +68,7 @@ def with_forward():
     return layer
 
 
-def test_what_is_known_not_to_change_by_being_called():
+def test_layers_that_do_not_change_when_called():
     for module, expected in [
         (nn.ReLU(), True),
         (nn.Dropout(), True),
@@ -102,7 +102,7 @@ def held(lock):
     return {*getattr(lock, 'locks', [lock])}
 
 
-def test_locks_of_what_partitions_share():
+def test_locks_of_shared_layers():
     own, known, other = Own(), nn.Tanh(), Own()
     a, b = [nn.Sequential(nn.Linear(2, 2), own, known), nn.Sequential(nn.Linear(2, 2), own, known)]
     c = nn.Sequential(other)

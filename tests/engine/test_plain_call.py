@@ -49,7 +49,7 @@ def test_no_partition_runs_far_ahead_of_the_next_one():
                 assert places.get(before, -1) < places[i, j]
 
 
-def test_what_a_cell_waits_for_on_other_workers():
+def test_a_cell_waits_for_cells_on_other_workers():
     plan = WorkerPlan.of_forward(0, 4, (torch.device('cpu:0'), torch.device('cpu:1')))
     waits = {str(action): sorted(map(str, before)) for action, before in plan.waits.items()}
     assert waits == {

@@ -264,7 +264,7 @@ class Average(nn.Module):
 
 
 @cpus
-def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(devices):
+def test_in_v080_a_kept_tensor_changed_before_the_next_partition_used_it(devices):
     for mode in ['always', 'never']:
         for view in [False, True]:
             for how in ['call', 'step', 'no_grad']:
@@ -286,7 +286,7 @@ def test_in_v080_what_a_partition_keeps_changed_before_the_next_one_used_it(devi
 
 
 @cpus
-def test_in_v080_so_did_what_it_stashed(devices):
+def test_in_v080_a_stashed_tensor_changed_before_the_next_partition_used_it(devices):
     kept = torch.zeros(4, device=devices.first)
     layers = nn.Sequential(
         nn.Linear(4, 4), Stash(lambda x: (kept.add_(1), x)), nn.Identity(), Pop()
@@ -297,7 +297,7 @@ def test_in_v080_so_did_what_it_stashed(devices):
 
 
 @devices
-def test_what_does_not_change_or_is_another_one_each_time_may_be_handed_on(devices):
+def test_a_partition_may_pass_on_tensors_that_do_not_change(devices):
     class Replace(Average):
         def forward(self, x):
             self.average = self.average.lerp(x.detach().mean(0), 0.5)

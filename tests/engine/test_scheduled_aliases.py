@@ -39,7 +39,7 @@ def test_a_change_in_place_that_another_tensor_should_see(devices, view):
 
 
 @devices
-def test_a_change_in_place_of_what_is_recomputed_from(devices):
+def test_a_change_in_place_of_the_input_of_a_recomputation(devices):
     class Through(nn.Linear):
         def forward(self, x):
             return x, super().forward(x).tanh()
@@ -110,7 +110,7 @@ class PopAndAdd(nn.Module):
 
 @devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
-def test_what_shares_a_memory_may_be_popped(devices, mode):
+def test_tensors_that_share_a_memory_may_be_popped(devices, mode):
     """A cell removes its skips from its inputs, which does not change them."""
     model = nn.Sequential(nn.Linear(4, 4), StashAndShare(), PopAndAdd()).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=mode)

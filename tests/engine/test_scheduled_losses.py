@@ -31,7 +31,7 @@ def test_a_scalar_may_have_dimensions(devices):
 
 
 @cpus
-def test_a_mean_over_what_is_counted_in_targets(devices):
+def test_a_mean_over_the_count_of_the_targets(devices):
     """Of one micro-batch nothing is counted at all."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)).double()

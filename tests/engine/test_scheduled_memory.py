@@ -181,7 +181,7 @@ class Look(torch.autograd.Function):
 
 
 @devices
-def test_what_a_cell_was_given_goes_with_its_backward(devices):
+def test_inputs_of_a_cell_are_freed_by_its_backward(devices):
     given, alive = [], []
 
     class Seen(nn.Module):
@@ -249,7 +249,7 @@ def test_a_recomputation_goes_with_its_backward(devices, monkeypatch):
     assert seen == [4, 3, 2, 1]
 
 
-def test_what_was_put_off_goes_as_soon_as_it_is_done():
+def test_deferred_work_is_freed_when_it_is_done():
     """Nor does a graph of it keep it."""
     alive, seen = weakref.WeakSet(), []
 

@@ -67,7 +67,7 @@ def test_workers_forget_why_they_may_not_communicate(devices):
         assert [each.result() for each in told] == [None, None] and context.no_order is None
 
 
-def test_what_an_interrupt_of_a_hook_leaves_behind_is_dropped():
+def test_remains_of_an_interrupt_in_a_hook_are_dropped():
     def interrupt(grad):
         # As if Ctrl-C came when a context has pushed them and does not count as entered.
         torch._C._autograd._push_saved_tensors_default_hooks(id, id)

@@ -332,7 +332,7 @@ def test_another_buffer_of_a_layer_on_two_devices_raises(devices):
 
 
 @apart
-def test_what_is_there_no_longer_is_not_shared(devices):
+def test_removed_tensors_are_not_shared(devices):
     layers = [nn.BatchNorm1d(4, affine=False).double() for _ in range(2)]
     layers[1].num_batches_tracked = layers[0].num_batches_tracked
     model = nn.Sequential(*layers).eval()
@@ -344,14 +344,14 @@ def test_what_is_there_no_longer_is_not_shared(devices):
 
 @cpu_or_accelerators
 @pytest.mark.parametrize('change', [in_place, anew])
-def test_in_one_worker_layers_may_change_what_they_have(devices, change):
+def test_in_one_worker_layers_may_change_their_tensors(devices, change):
     check_in_order(counts(change, leave), devices(1) * 2)
     layer = Count(change)
     check_in_order(nn.Sequential(layer, nn.Tanh(), layer), devices(1) * 2)
 
 
 @pytest.mark.parametrize('change', [in_place, anew])
-def test_in_one_memory_a_layer_may_change_what_it_has(change):
+def test_in_one_memory_a_layer_may_change_its_tensors(change):
     layer = Count(change)
     check_in_order(nn.Sequential(layer, nn.Tanh(), layer), ['cpu:0', 'cpu:1'])
 
@@ -366,7 +366,7 @@ def check_in_order(model, devices):
     assert_same(gpipe.buffers(), reference.buffers())
 
 
-def test_in_one_memory_layers_may_not_change_what_others_have():
+def test_in_one_memory_layers_may_not_change_tensors_of_others():
     devices, x, model = ['cpu:0', 'cpu:1'], rows(), counts(in_place, leave)
     expected = copy.deepcopy(model)(x)
     assert_same([pipe(copy.deepcopy(model), devices, chunks=1)(x)], [expected])

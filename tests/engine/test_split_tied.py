@@ -645,7 +645,7 @@ def nested(layer):
     return GPipe(nn.Sequential(layer), [1], devices=['cpu'])
 
 
-def test_what_can_not_have_a_copy(monkeypatch):
+def test_layers_that_cannot_be_shared_between_devices_are_refused(monkeypatch):
     in_two_memories(monkeypatch)
     layer, tied = nn.Linear(4, 4), nn.Linear(4, 4)
     tied.weight = layer.weight

@@ -87,7 +87,7 @@ def test_workers_end_with_their_owner_also_by_the_garbage_collector():
     assert set(threading.enumerate()) == before
 
 
-def test_a_thread_ends_whose_worker_nobody_has():
+def test_the_thread_of_an_unreferenced_worker_ends():
     worker = Worker('test', 0)
     thread = worker.thread
     del worker

@@ -113,7 +113,7 @@ def number_of_a_new_thread():
     return found[0]
 
 
-def test_other_threads_begin_with_what_they_would_have_without_workers():
+def test_other_threads_begin_with_the_state_that_they_have_without_workers():
     gpipe, seen = spying()
     torch.set_num_threads(6)
     call(gpipe)

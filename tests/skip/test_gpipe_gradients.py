@@ -112,7 +112,7 @@ def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
 
 
 @devices
-def test_a_skip_past_what_has_no_gradient(devices):
+def test_a_skip_past_layers_without_a_gradient(devices):
     """The main path is detached, or made of integers: the skip's gradient goes its own way."""
 
     class Indices(nn.Module):

@@ -31,7 +31,7 @@ class ChangePopped(nn.Module):
 
 
 @devices
-def test_an_inplace_change_of_what_was_stashed(devices):
+def test_an_inplace_change_of_a_stashed_tensor(devices):
     """The layer that pops sees it, as in the unwrapped model."""
     layers = [nn.Linear(4, 4), Stash(), Change(), nn.Linear(4, 4), Pop()]
     model = nn.Sequential(*layers).double()
@@ -84,7 +84,7 @@ def test_an_inplace_change_through_another_skip_raises(devices):
 
 @devices
 @pytest.mark.parametrize('requires_grad', [True, False])
-def test_an_inplace_change_of_what_was_popped_raises_under_checkpoints(devices, requires_grad):
+def test_an_inplace_change_of_a_popped_tensor_raises_under_checkpoints(devices, requires_grad):
     @skippable(pop=['skip'])
     class Change(nn.Module):
         def forward(self, x):

@@ -36,7 +36,7 @@ def test_copy_policy():
         assert [list(layout.copy_policy(j)) for j in range(len(partitions))] == policy
 
 
-def test_only_what_changes_its_partition_is_copied():
+def test_only_skips_to_another_partition_are_copied():
     layout = SkipLayout(
         num_partitions=2,
         skip_routes={(None, 'far'): (0, 1), (None, 'near'): (1, 1), (one, 'far'): (0, 0)},

@@ -64,7 +64,7 @@ def tracker():
         yield tracker
 
 
-def test_a_class_stays_what_it_was():
+def test_a_decorated_class_keeps_its_attributes():
     layer = Decorated(3, bias=False)
     assert Decorated.__name__ == Decorated.__qualname__ == 'Decorated'
     assert Decorated.__doc__ == 'Documented too.' and Decorated.__module__ == __name__

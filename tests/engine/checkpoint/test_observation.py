@@ -22,7 +22,7 @@ def test_false_alarms_are_looked_into_less_and_less_often():
     assert looked_into == [1, 2, 4, 8, 16]
 
 
-def test_what_is_seen_to_draw_is_not_asked_again():
+def test_a_partition_that_draws_is_not_observed_again():
     observed = Observed()
     observed.draws = Drawing.YES
     observed.watch_draws()

@@ -65,7 +65,7 @@ def test_indices_that_python_makes_anew_are_no_change():
     assert not changes([0] * 1000, lambda module: None)
 
 
-def test_what_is_the_users_to_change():
+def test_changes_by_the_user_are_not_observed():
     """Hooks, children, and values outside Python's own containers are not compared."""
     assert not changes(0, lambda module: module.register_forward_hook(print))
     assert not changes(0, lambda module: module.register_module('child', nn.ReLU()))

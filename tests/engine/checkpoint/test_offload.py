@@ -180,7 +180,7 @@ def sizes():
 
 
 @pytest.mark.sim
-def test_what_waits_is_not_on_the_device():
+def test_inputs_that_wait_for_backward_are_not_on_the_device():
     """Between forward and backward each device holds less, by the inputs of its cells."""
     for mode, kept in [('always', 4), ('except_last', 3), ('never', 0)]:
         m, rows, width = 4, 8, 64

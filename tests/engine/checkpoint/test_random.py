@@ -88,7 +88,7 @@ def by_partitions(gpipe, x, chunks=1):
 
 
 @devices
-def test_recomputation_draws_what_the_first_pass_drew(devices):
+def test_a_recomputation_repeats_the_random_numbers_of_the_first_pass(devices):
     for mode in [*MODES, ['always', 'never', 'except_last']]:
         for make in [Dropouts, lambda: Call(noise)]:
             gpipe = GPipe(
@@ -239,7 +239,7 @@ def test_a_seed_gives_the_numbers_of_the_unwrapped_micro_batches(devices):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_it_does_so_whatever_the_balance_and_the_devices(data):
+def test_random_numbers_do_not_depend_on_the_balance_and_the_devices(data):
     n = data.draw(st.integers(2, 4))
     balance = data.draw(st.lists(st.integers(1, 2), min_size=n, max_size=n))
     layers = data.draw(

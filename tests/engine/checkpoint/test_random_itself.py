@@ -50,7 +50,7 @@ def test_the_same_numbers_again():
 
 
 @pytest.mark.parametrize('make', [known, watched])
-def test_what_draws_nothing_is_not_put_back(make):
+def test_the_generator_is_not_restored_for_layers_that_draw_nothing(make):
     draws = make()
     draws.first_pass(lambda: torch.rand(0))
     before = torch.rand(1), torch.get_rng_state()
@@ -79,7 +79,7 @@ def test_other_numbers_than_in_the_first_pass_are_an_error(again):
     assert torch.equal(torch.get_rng_state(), now)
 
 
-def test_draws_of_another_thread_are_not_those_of_a_first_cell():
+def test_draws_of_another_thread_do_not_count_for_the_first_cell():
     draws, recorder = Draws([], recorder := Recorder()), recorder
 
     def function():
@@ -152,7 +152,7 @@ class Log(TorchDispatchMode):
 
 
 @pytest.mark.parametrize('function', list(FUNCTIONS.values()), ids=list(FUNCTIONS))
-def test_a_mode_of_the_user_s_sees_what_it_sees_without_a_recorder(function):
+def test_a_mode_of_the_user_sees_the_same_operations_with_a_recorder(function):
     with Log() as expected:
         function()
     with Log() as actual:

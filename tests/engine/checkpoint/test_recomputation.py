@@ -78,7 +78,7 @@ def test_backward_frees_inputs_also_while_the_loss_is_there(devices, mode):
 
 
 @devices
-def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
+def test_unused_results_computed_ahead_are_freed_by_backward(devices):
     """Also where a layer keeps a part of the graph alive."""
     made, kept = [], []
 
@@ -106,7 +106,7 @@ def test_what_was_made_ahead_and_nobody_asks_for_goes_with_backward(devices):
 
 @pytest.mark.slow
 @devices
-def test_what_a_step_kept_to_run_again_goes_also_where_a_part_of_the_graph_stays(devices):
+def test_a_step_frees_inputs_of_recomputations_even_if_a_part_of_the_graph_stays(devices):
     kept = []
 
     class Aside(nn.Linear):

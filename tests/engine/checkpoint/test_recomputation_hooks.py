@@ -64,7 +64,7 @@ def test_an_input_that_hooks_pack_and_unpack_on_its_device():
 
 
 @devices
-def test_hooks_pack_without_grad_as_those_of_autograd_do(devices):
+def test_hooks_pack_without_grad_as_in_autograd(devices):
     modes = []
 
     def pack(x):

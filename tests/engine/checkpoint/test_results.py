@@ -184,7 +184,7 @@ def test_autocast(devices):
 
 
 @devices
-def test_what_lives_between_forward_and_backward(devices):
+def test_tensors_alive_between_forward_and_backward(devices):
     """The marked layer's saved tensors and its result stay alive, but not the tensors around
     it."""
     middle = no_recompute(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
@@ -371,7 +371,7 @@ def test_a_module_of_its_own_forward_gets_it_back(devices):
 
 
 @devices
-def test_layers_that_know_the_pass_keep_what_they_set(devices):
+def test_layers_that_ask_for_the_pass_keep_their_attributes(devices):
     class Aware(nn.Module):
         def __init__(self):
             super().__init__()
@@ -415,7 +415,7 @@ def train_between(devices, function, after=lambda y: y):
 
 
 @devices
-def test_modes_of_the_user_s_see_what_layers_do(devices):
+def test_modes_of_the_user_see_the_operations_of_layers(devices):
     class Log(TorchDispatchMode):
         def __init__(self):
             super().__init__()
@@ -459,7 +459,7 @@ def test_an_interrupt_waits_until_layers_have_their_own_forward_again(devices):
 
 
 @devices
-def test_what_a_recomputation_would_not_see_is_refused(devices):
+def test_changes_that_a_recomputation_would_not_see_are_refused(devices):
     for function, after, text in [
         (lambda x: x.relu_(), lambda y: y, 'changed its input in place'),
         (lambda x: x, lambda y: y.relu_(), 'a later layer changed it in place'),
@@ -526,7 +526,7 @@ class Pop(nn.Module):
         return self.inner(x + (yield pop('skip')))
 
 
-def test_what_can_not_be_marked():
+def test_no_recompute_refuses_other_objects():
     for module in (Stash(), nn.Sequential(nn.Linear(1, 1), Pop())):
         with pytest.raises(TypeError, match='stashes or pops'):
             no_recompute(module)

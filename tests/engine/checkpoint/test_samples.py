@@ -19,7 +19,7 @@ from torchgpipe.engine.checkpoint import samples
     [lambda self, x: x * next(self.random), lambda self, x: (x.data.mul_(2), x * 1)[1]],
     ids=['a state of its own', 'input behind the version'],
 )
-def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
+def test_changes_without_a_snapshot_are_detected_by_the_result(devices, forward):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -43,7 +43,7 @@ def test_what_no_snapshot_sees_is_found_out_by_its_result(devices, forward):
 
 
 @devices
-def test_rounding_and_values_that_are_no_numbers_are_no_other_result(devices):
+def test_rounding_and_nan_are_no_different_result(devices):
     for dtype in [torch.float64, torch.float32, torch.bfloat16]:
 
         class Noise(nn.Module):
@@ -116,7 +116,7 @@ def test_as_soon_as_the_device_is_done(elsewhere):
     step(gpipe)
 
 
-def test_what_has_been_compared_is_let_go(elsewhere):
+def test_compared_samples_are_freed(elsewhere):
     gpipe = make()
     gpipe[1].on = False
     step(gpipe)

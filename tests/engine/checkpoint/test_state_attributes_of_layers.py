@@ -15,7 +15,7 @@ from torchgpipe.engine.checkpoint import state
 
 
 @devices
-def test_python_attributes_are_those_of_one_pass(devices):
+def test_python_attributes_change_once_per_pass(devices):
     layers = []
 
     def make():

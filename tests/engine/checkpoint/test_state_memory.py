@@ -21,7 +21,7 @@ def loaded(value):
 
 
 @devices
-def test_what_was_loaded_from_a_file(devices):
+def test_tensors_loaded_from_a_file(devices):
     """Its memory has no allocator, and cannot be resized."""
     for how in ['assign', 'module', 'gpipe']:
         torch.manual_seed(0)

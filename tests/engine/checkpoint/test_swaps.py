@@ -9,7 +9,7 @@ from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.engine.checkpoint.swaps import Swap, entry, substituted
 
 
-def test_what_was_there_is_back_and_what_was_not_is_gone():
+def test_entries_are_restored_and_new_ones_are_removed():
     holder = {'a': 1}
     with substituted([entry(holder, 'a', 2), entry(holder, 'b', 3)]):
         assert holder == {'a': 2, 'b': 3}

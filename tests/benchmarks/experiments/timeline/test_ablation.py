@@ -35,7 +35,7 @@ def train(model, setting, x):
     return [output, *gradients(gpipe)]
 
 
-def test_the_numbers_are_those_of_the_model():
+def test_compiled_models_train_as_the_unwrapped_model():
     model, x = unet(), torch.rand(4, 3, 64, 64, dtype=torch.double)
     reference = copy.deepcopy(model)
     expected = reference(x)
