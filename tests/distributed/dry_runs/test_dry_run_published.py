@@ -22,6 +22,7 @@ class Adam(torch.optim.Optimizer):
             }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'depth, width, heads, virtual, gib', [(6, 25600, 160, 1, 33.0), (9, 20480, 128, 3, 31.6)]
 )
