@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.helpers import assert_same, gradients, on_first
 from tests.skip.layers import Pop, Stash
+from tests.zoo.computing import Branch, Merge
 from torchgpipe.schedule import NAMES
 
 schedules = pytest.mark.parametrize('schedule', NAMES)
@@ -14,21 +15,6 @@ schedules = pytest.mark.parametrize('schedule', NAMES)
 def loss_of(output, target):
     """Return a mean over samples. The simulated accelerator has no kernel for PyTorch's loss."""
     return (output - target).square().mean()
-
-
-class Branch(nn.Module):
-    """From a tensor to a dict, some of which needs no gradient, or is no tensor."""
-
-    def forward(self, x):
-        return {'a': x * 2, 'index': x.detach().argmax(1), 'b': x.tanh(), 'n': 3, 'none': None}
-
-
-class Merge(nn.Module):
-    """And back."""
-
-    def forward(self, value):
-        assert value['none'] is None
-        return value['a'] * value['n'] + value['b'] + value['index'][:, None]
 
 
 def layers(width=4):

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import loss_of, train
-from tests.helpers import assert_same
+from tests.helpers import assert_same, on_first
 from tests.helpers import gradients as gradients_of
 from torchgpipe import GPipe
 from torchgpipe.engine import gradients
@@ -180,3 +180,32 @@ def test_in_v0210_a_leaf_that_a_layer_assigns_elsewhere_stayed_there(devices):
                 assert_same(gradients_of(gpipe), gradients_of(model), 1e-10)
                 for optimizer in optimizers:
                     optimizer.step()
+
+
+class Decaying(nn.Module):
+    """A layer that writes to its parameter in forward, and reads a copy of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return x * self.scale.clone()
+
+
+@devices
+def test_in_v027_a_written_parameter_beside_a_shared_layer_could_not_be_recomputed(devices):
+    """Each action then sets the leaves of its partition, also within a recomputation."""
+    act = nn.Tanh()
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), Decaying(), act), nn.Sequential(nn.Linear(4, 4), act)
+    ).double()
+    gpipe = GPipe(copy.deepcopy(model), [1, 1], devices=devices(2), chunks=3, checkpoint='always')
+    for _ in range(2):
+        x = torch.randn(6, 4, dtype=torch.double)
+        for part in x.chunk(3):
+            (loss_of(model(part), part) / 3).backward()
+        gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of)
+        assert_same(gradients_of(gpipe), gradients_of(model))
