@@ -37,7 +37,7 @@ OTHERS = {
         'tests/timeline',
         'tests/testing',
         'tests/project/test_surface.py',
-        *sorted(map(str, Path('tests').glob('test_[bglps]*.py'))),
+        *sorted(f'tests/{path.name}' for path in (ROOT / 'tests').glob('test_[bglps]*.py')),
     ],
     'distributed': ['tests/test_equivalence_ranks.py', 'tests/shard', 'tests/timeline'],
     'sequential': ['tests/model', 'tests/testing', 'tests/plan', 'tests/project'],
