@@ -185,7 +185,7 @@ def test_a_layer_that_is_called_partitions():
 
 
 @devices
-def test_the_mode_is_that_of_all_modules(devices):
+def test_the_mode_covers_all_modules(devices):
     model = pipe(small_model().eval(), devices=devices(2))
     assert not any(module.training for module in model.modules())
     assert all(module.training for module in model.train().modules())

@@ -63,7 +63,7 @@ def test_missing_record_stream():
     assert count(lambda: two_streams(records=False)) == 20
 
 
-def test_report_says_what_and_where():
+def test_report_names_the_access_and_its_line():
     (report,) = reports(lambda: two_streams(waits=False))
     assert 'aten::mul reads on sim:0 stream' in report
     assert 'aten::fill_ writes on sim:0 stream' in report

@@ -152,7 +152,7 @@ def train(model, x, steps=3):
     ]
 
 
-def test_training_gives_what_the_cpu_gives():
+def test_training_equals_the_cpu():
     for delay in [0, 50]:
         for name in ['linear', 'convolution', 'attention', 'lstm', 'gru']:
             model, x = models()[name]
@@ -231,7 +231,7 @@ def test_a_kernel_takes_the_time_for_which_it_computes():
     assert 0 < 10 * small < large
 
 
-def test_a_stream_goes_on_when_what_it_waits_for_is_over():
+def test_a_stream_continues_after_the_event_that_it_waits_for():
     a, b, c = (torch.Stream('sim:0') for _ in range(3))
     begin = stamp(a)
     with on(a):
@@ -245,7 +245,7 @@ def test_a_stream_goes_on_when_what_it_waits_for_is_over():
     assert ends[0].elapsed_time(ends[1]) == ends[0].elapsed_time(later) == 0
 
 
-def test_what_the_host_queues_after_a_wait_begins_later():
+def test_kernels_queued_after_a_wait_begin_later():
     for wait in [
         lambda stream, event: stream.synchronize(),
         lambda stream, event: event.synchronize(),
@@ -268,7 +268,7 @@ def until(function):
         pass
 
 
-def test_copies_between_devices_take_the_time_that_they_are_told_to_take():
+def test_copies_between_devices_take_their_set_time():
     x = torch.zeros(10, device='sim:0')
     stamps = []
     for time in (0, 2000):

@@ -74,7 +74,7 @@ def test_skips_between_four_devices(mode, seed):
         )
 
 
-def test_the_current_streams_are_those_of_the_caller():
+def test_the_current_streams_stay_the_caller_s():
     accelerator.set_delays(0, 300)
     model = layers()
     reference = copy.deepcopy(model)
@@ -189,7 +189,7 @@ def test_autocast():
     assert all(p.grad.dtype == torch.float for p in gpipe.parameters())
 
 
-def test_the_error_names_what_is_there():
+def test_the_error_names_the_devices():
     with pytest.raises(ValueError, match="'cuda:0'.*'sim:0' to 'sim:3'"):
         GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cuda:0'])
     with pytest.raises(ValueError, match="'sim:4'.*'sim:0' to 'sim:3'"):

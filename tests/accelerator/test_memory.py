@@ -85,7 +85,7 @@ def formula(costs, balance, mode, param_scale):
         )
     ],
 )
-def test_the_peak_of_each_device_is_what_the_formula_says(kinds, balance, mode):
+def test_the_peak_of_each_device_follows_the_formula(kinds, balance, mode):
     model, x = layers(kinds), torch.rand(M * ROWS, COLUMNS)
     costs = profile(model, x, device='cpu', timeout=0.01)
     before = [torch.accelerator.memory_allocated(device) for device in range(N)]

@@ -197,7 +197,7 @@ FOR_ALL = [
 FOR_CHECKPOINTS = [gradients_are_copied_beside_recomputations, recomputations_wait_for_no_gradient]
 
 
-def test_what_runs_beside_what():
+def test_concurrent_and_exclusive_kernels():
     for mode in MODES:
         timeline = Timeline(mode)
         for promise in FOR_ALL if mode == 'never' else FOR_ALL + FOR_CHECKPOINTS:

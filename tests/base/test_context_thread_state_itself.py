@@ -71,7 +71,7 @@ def test_a_captured_state_is_entered_and_taken_back_afterwards(field, monkeypatc
     assert getattr(after, field) == getattr(before, field)
 
 
-def test_cells_take_turns_where_the_user_s_code_sees_what_they_do():
+def test_cells_take_turns_where_code_of_the_user_sees_their_calls():
     for enter, is_serialized in [
         (nothing, False),
         (torch.no_grad, False),
@@ -86,7 +86,7 @@ def test_cells_take_turns_where_the_user_s_code_sees_what_they_do():
             assert ThreadState.capture().is_serialized is is_serialized
 
 
-def test_what_an_interrupt_left_behind_is_dropped():
+def test_messages_left_by_an_interrupt_are_dropped():
     entered = [phase('checkpointing'), phase('recomputing')]
     with hooks(), See(), SeeOperations():
         state = ThreadState.capture()

@@ -44,5 +44,5 @@ def test_no_other_file_asks_for_a_kind_of_device():
         assert not questions(layers.FILES[name].read_text())
 
 
-def test_those_that_may_ask_do():
+def test_modules_that_may_ask_do():
     assert all(questions(layers.FILES[name].read_text()) for name in MAY_ASK)

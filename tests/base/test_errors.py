@@ -304,7 +304,7 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(
 
 
 @devices
-def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_those_beside_it(devices, ctrl_c):
+def test_keyboard_interrupt_in_a_cell_of_the_caller_waits_for_concurrent_cells(devices, ctrl_c):
     log, started, raised = [], threading.Event(), threading.Event()
 
     def interrupt(x):
@@ -400,7 +400,7 @@ def test_an_in_place_change_that_autograd_would_not_catch(devices):
 
 
 @devices
-def test_an_in_place_change_by_a_layer_that_can_not_be_named(devices):
+def test_an_in_place_change_by_an_unknown_layer(devices):
     class NeedsGrad(nn.Module):
         def forward(self, x):
             if not torch.is_grad_enabled():

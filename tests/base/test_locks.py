@@ -223,7 +223,7 @@ def test_several_locks_are_taken_in_one_order():
     assert orders[0] == orders[1] and len(orders[0]) == 5
 
 
-def test_whoever_is_interrupted_while_it_waits_for_a_lock_holds_none():
+def test_a_thread_interrupted_while_it_waits_for_a_lock_holds_none():
     log = []
 
     class Lock:

@@ -178,7 +178,7 @@ NEEDED = {
 
 
 @pytest.mark.slow
-def test_without_any_one_name_the_import_works_and_what_needs_it_says_so():
+def test_each_missing_private_name_leaves_the_import_and_is_named_where_needed():
     result = subprocess.run(
         [sys.executable, '-W', 'ignore', '-m', 'tests.without'],
         check=True,
@@ -393,7 +393,7 @@ def between_operations(x):
 
 
 @pytest.mark.usefixtures('compiler')
-def test_what_is_not_compiled():
+def test_functions_that_are_not_compiled():
     for function, number in [
         (sine, 1),
         (apart, 0),
@@ -460,7 +460,7 @@ def test_modules_that_have_only_a_private_reset():
         assert own and not public
 
 
-def test_what_a_scaler_finds():
+def test_findings_of_a_scaler_decide_the_step():
     for fused in [False, True]:
 
         class Pessimist(private.Scaler):
@@ -478,7 +478,7 @@ def test_what_a_scaler_finds():
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='without torch.distributed')
-def test_what_ddp_leaves_alone():
+def test_ddp_leaves_the_attributes_of_the_model():
     layer = nn.Linear(1, 1)
     private.ignore_in_ddp(layer, ['bias'])
     private.ignore_in_ddp(layer, ['others'])

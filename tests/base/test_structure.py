@@ -114,14 +114,14 @@ def test_a_dataclass_is_not_initialised_again():
     assert value.made == [1]
 
 
-def test_what_else_a_dataclass_has_stays():
+def test_other_attributes_of_a_dataclass_stay():
     value = Frozen(X)
     object.__setattr__(value, 'cache', Y)
     tensors, kind = flatten(value)
     assert kind(tensors).cache is Y
 
 
-def test_what_holds_tensors_is_made_anew():
+def test_containers_of_tensors_are_built_anew():
     value = {'x': X}
     tensors, kind = flatten(value)
     kind(tensors)['x'] = Y

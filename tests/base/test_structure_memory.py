@@ -7,7 +7,7 @@ from torchgpipe.base.private import versions
 from torchgpipe.base.structure import copy_of, is_among, share_memory, size_of
 
 
-def test_versions_count_changes_in_place_but_for_those_in_inference_mode():
+def test_versions_count_in_place_changes_outside_inference_mode():
     x, y = torch.zeros(2), torch.zeros(2)
     assert versions([x, y]) == [0, 0]
     y[:1].add_(1)

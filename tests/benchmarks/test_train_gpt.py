@@ -422,7 +422,7 @@ def test_it_runs_in_the_processes_of_torchrun(tmp_path):
     assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))
 
 
-def test_it_stops_before_the_optimizer_uses_what_is_not_finite(tmp_path, run):
+def test_it_stops_before_the_optimizer_uses_values_that_are_not_finite(tmp_path, run):
     code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--lr', '1e300')
     assert code == train_gpt.NOT_FINITE
     assert re.search(r'^step 2: the loss is nan.* not finite on ranks \[0\]', err)

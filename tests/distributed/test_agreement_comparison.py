@@ -228,7 +228,7 @@ def in_turn(cases):
         function(axes, options)
 
 
-def test_gradients_from_elsewhere_are_those_of_the_whole_batch():
+def test_gradients_from_other_ranks_are_of_the_whole_batch():
     changes = [(function, *kind) for function in (adapted, learns_later) for kind in (DATA, SHARD)]
     frozen = [(frozen_for_a_step, *kind) for kind in (DATA, SHARD)]
     others = [(function, *DATA) for function in (closure, listed, replaced, expanded)]

@@ -211,7 +211,7 @@ def staged(folder):
     return len(calls), refused(lambda: world.save(folder, wait=False))
 
 
-def test_all_ranks_are_told_of_one_that_can_not_copy_what_it_saves(tmp_path):
+def test_all_ranks_raise_if_one_fails_to_copy_its_checkpoint(tmp_path):
     (once, first), (_, second) = run(2, staged, str(tmp_path / 'model'))
     assert once == 1 and second.startswith('MemoryError')
     assert 'as rank 1' in first and 'MemoryError: no room' in first

@@ -280,7 +280,7 @@ def test_in_v0_22_a_scheduler_of_other_groups_was_loaded(tmp_path):
         assert "extra 'scheduler' has" in result.text and "{'params': []}" in result.text
 
 
-def test_ranks_with_other_groups_are_told_the_way_out(tmp_path):
+def test_ranks_with_other_groups_get_the_way_out(tmp_path):
     for make in (by_decay, by_layer):
         for result in outcomes(2, grouped, make, {'pipe': 2}, False, tmp_path / 'model', False):
             assert isinstance(result, Failure)

@@ -114,7 +114,7 @@ def test_initial_values_are_the_same_on_all_meshes(axes):
         assert torch.equal(found[name], x), name
 
 
-def test_a_plan_that_names_nothing_names_what_there_is():
+def test_a_plan_that_matches_no_layer_lists_the_layers():
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"'0\.1'.*names like it: .*'0\.0'"):
         check_plan({'0.1': ColwiseParallel()}, module, 2)
@@ -222,6 +222,6 @@ def values():
     return {name: full(x) for name, x in model.named_parameters()}
 
 
-def test_a_module_with_values_keeps_those_of_the_first_shard():
+def test_a_module_with_values_keeps_the_values_of_the_first_shard():
     first, second = run(2, values)
     assert all(torch.equal(x, second[name]) for name, x in first.items())

@@ -19,7 +19,7 @@ def tied_values():
     return {name: x.detach() for name, x in model.named_parameters(remove_duplicate=False)}
 
 
-def test_tied_weights_are_those_of_the_first_stage():
+def test_tied_weights_take_the_values_of_the_first_stage():
     first, second = run(2, tied_values)
     assert torch.equal(first['0.weight'], second['4.weight'])
     assert torch.equal(first['0.weight'], second['7.weight'])

@@ -119,7 +119,7 @@ def train(model, step, clip, sizes=(12, 15, 12)):
         slow({'data': 3}, '1f1b', {'checkpoint': 'never'}),
     ],
 )
-def test_training_is_that_of_one_process(axes, schedule, options):
+def test_training_equals_one_process(axes, schedule, options):
     ranks = axes.get('data', 1) * axes.get('pipe', 1)
     check(run(ranks, trained, axes, schedule, options), alone())
 

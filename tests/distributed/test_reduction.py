@@ -113,7 +113,7 @@ def values():
     return own, dict(model.state_dict())
 
 
-def test_a_module_with_values_keeps_those_of_the_first_replica():
+def test_a_module_with_values_keeps_the_values_of_the_first_replica():
     found = run(4, values)
     for rank, (_, state) in enumerate(found):
         first, _ = found[rank % 2]
@@ -246,7 +246,7 @@ def mixed(axes, precision, chunks):
 
 
 @pytest.mark.parametrize('axes', [{}, {'data': 2, 'pipe': 2}])
-def test_types_of_a_policy_are_those_of_fsdp(axes):
+def test_types_of_a_policy_follow_fsdp(axes):
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)
     module = wide().float()
     x, target = batch(0, 16)

@@ -56,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize('ranks, axes, stages, name, schedule, options', CASES)
-def test_numbers_are_those_of_one_process(ranks, axes, stages, name, schedule, options):
+def test_results_equal_one_process(ranks, axes, stages, name, schedule, options):
     """Losses, norms, gradients, and parameters after three steps of AdamW with clipping."""
     places, sizes = options.pop('places', None), (8, 6, 12)
     found = run(
@@ -244,7 +244,7 @@ def peak(axes, stages, options):
 
 
 @pytest.mark.slow
-def test_two_replicas_have_half_of_what_one_process_has():
+def test_two_replicas_have_half_the_memory_of_one_process():
     (whole,) = run(1, peak, {}, 1, {})
     shards = run(2, peak, {'data': 2}, 14, OFFLOAD)
     assert whole > 4 and max(shards) < 0.55 * 4, (whole, shards)
@@ -394,7 +394,7 @@ def mixed():
     return types, {x.grad.dtype for x in model.parameters()}, output.dtype
 
 
-def test_types_are_those_of_a_policy():
+def test_types_follow_a_policy():
     for each in run(2, mixed):
         assert each == ({(torch.bfloat16, torch.bfloat16)}, {torch.float32}, torch.float32)
 

@@ -110,7 +110,7 @@ def sum_of(value, weight):
     return sum(tree_leaves(value)) * weight
 
 
-def test_inputs_that_are_alike_but_for_strides_nesting_or_what_is_shared():
+def test_inputs_that_differ_only_in_strides_nesting_or_sharing():
     x, y = torch.arange(24.0).view(2, 4, 3)
     check(
         [first_of, sum_of], x, x.T.contiguous().T, (x, NoChunk(y[:2])), (x, y), [x, y], x.double()
@@ -144,7 +144,7 @@ def end(value, weight):
     return (value[0] + value[1]) * weight
 
 
-def test_what_all_micro_batches_share():
+def test_tensors_that_all_micro_batches_share():
     check([shared, end], (torch.ones(4, 3), NoChunk(torch.full((3,), 2.0))))
 
 
@@ -175,7 +175,7 @@ def change_twice(value, weight):
         ([twice, change_twice], torch.ones(4, 3)),
     ],
 )
-def test_changes_in_place_of_what_lies_elsewhere_are_refused_as_between_devices(layers, x):
+def test_in_place_changes_of_tensors_on_other_ranks_are_refused_as_between_devices(layers, x):
     _, second = outcomes(2, outcome, layers, x, timeout=20)
     assert isinstance(second, Failure) and 'in place' in second.text
 
@@ -294,7 +294,7 @@ def shared_gradient():
     return None if table.grad is None else table.grad.tolist()
 
 
-def test_the_gradient_of_what_all_share_is_that_of_all():
+def test_the_gradient_of_a_shared_tensor_is_the_sum_of_all():
     table = torch.full((3,), 2.0, requires_grad=True)
     gpipe = GPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], devices=['cpu'] * 2, chunks=2)
     gpipe.step((torch.ones(4, 3), NoChunk(table)), torch.zeros(4, 3), square)

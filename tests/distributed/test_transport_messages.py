@@ -33,7 +33,7 @@ def sent():
     return found
 
 
-def test_a_u_net_over_four_stages_sends_what_has_to_cross():
+def test_a_u_net_over_four_stages_sends_only_tensors_that_cross():
     """Three batches and two skips; and gradients of all but the one that is made of the input."""
     first, second, other, same, back = (sum(each) for each in zip(*run(4, sent)))
     assert second == back == 9 * 8 * 6 * 8 and same == 9 * 6 * 6 * 8

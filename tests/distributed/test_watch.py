@@ -164,7 +164,7 @@ def about_gloo(release):
     steps(built(AboutGloo(), timeout=timedelta(minutes=30)))
 
 
-def test_an_error_of_a_layer_is_its_own_whatever_it_says():
+def test_an_error_of_a_layer_is_raised_unchanged():
     named(
         endings(3, about_gloo),
         f'{MIDDLE}',
@@ -696,7 +696,7 @@ def test_a_stuck_rank_is_named_when_others_have_waited_for_long(monkeypatch, sil
     assert (1 in room.ended) is not silent
 
 
-def test_a_rank_that_is_gone_is_told_from_those_that_wait(monkeypatch):
+def test_a_dead_rank_is_distinguished_from_waiting_ranks(monkeypatch):
     """Also where no backend says so, and it has waited as well, before."""
     room = Room(monkeypatch, 3)
     room.turn(5)

@@ -132,7 +132,7 @@ def test_under_hooks_of_the_user_s():
 
 
 @devices
-def test_the_input_s_gradient_does_not_wait_for_that_of_weights(devices, monkeypatch):
+def test_the_input_s_gradient_does_not_wait_for_the_weight_gradient(devices, monkeypatch):
     """Partition 0 goes back while partition 1 is held before its first W."""
     sent, add = threading.Event(), engine_gradients._add
     gpipe = GPipe(

@@ -394,7 +394,7 @@ def test_functions_called_by_a_layer_that_stashes_are_compiled(how, devices):
 
 
 @devices
-def test_layers_between_those_that_stash_and_pop_are_compiled_together(devices):
+def test_layers_between_stash_and_pop_are_compiled_together(devices):
     """PyTorch's own ones are compiled in the code of others only."""
     layers, backend = nn.Sequential(Stash(4, 4), nn.Linear(4, 4), nn.Tanh(), Pop(4, 4)), Backend()
     gpipe = GPipe(copy.deepcopy(layers.double()), [4], devices=devices(1))

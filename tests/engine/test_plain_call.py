@@ -152,7 +152,7 @@ def test_backward_takes_the_last_micro_batch_first(devices, mode, loss):
 
 @cpus
 @modes
-def test_an_output_has_an_edge_to_that_of_the_micro_batch_before(devices, mode):
+def test_an_output_has_an_edge_to_the_output_of_the_previous_micro_batch(devices, mode):
     """Wherever a partition has edges at all: [Note: Unchanged outputs]."""
     outputs = {}
 

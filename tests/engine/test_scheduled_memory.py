@@ -202,7 +202,7 @@ def test_inputs_of_a_cell_are_freed_by_its_backward(devices):
 
 
 @devices
-def test_gradients_of_micro_batches_go_as_that_of_the_input_comes(devices):
+def test_gradients_of_micro_batches_are_freed_as_they_are_gathered(devices):
     given, alive = [], []
 
     class Twice(torch.autograd.Function):

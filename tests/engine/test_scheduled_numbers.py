@@ -74,7 +74,7 @@ def test_any_micro_batches_are_recomputed(devices, case, size, chance):
 
 @devices
 @schedules
-def test_dropout_is_that_of_micro_batches_in_order(devices, schedule):
+def test_dropout_is_drawn_in_the_order_of_micro_batches(devices, schedule):
     """In all steps, though only the first one does not know yet who draws."""
     model = nn.Sequential(
         *[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Dropout(0.5))]

@@ -91,7 +91,7 @@ def test_threads_may_take_steps_of_the_same_model():
 
 
 @devices
-def test_a_layer_can_not_take_a_step_of_the_model_that_runs_it(devices):
+def test_a_layer_cannot_take_a_step_of_the_model_that_runs_it(devices):
     models = []
     model = nn.Sequential(
         nn.Linear(4, 4), Spy(lambda x: models[0].step(x.detach(), x.detach(), loss_of))

@@ -79,7 +79,7 @@ def test_recomputation_comes_before_the_gradient(devices):
 
 
 @devices
-def test_gradients_are_those_of_the_function(devices):
+def test_gradients_equal_the_function(devices):
     function = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     function.to(devices.first)
     x = leaf(3, 4, dtype=torch.double, device=devices.first)
@@ -221,7 +221,7 @@ def test_a_recomputation_runs_in_no_node_of_the_layers():
     assert log == [Checkpoint._backward_cls, Recompute._backward_cls]
 
 
-def test_what_a_node_saved_can_be_looked_at_outside_of_a_backward_pass():
+def test_saved_tensors_can_be_read_outside_of_backward():
     x = leaf(3)
     y = checkpoint(torch.exp, x)
     (node,) = [node for node in nodes(y) if node.name() == 'ExpBackward0']
@@ -280,7 +280,7 @@ def test_saved_tensors_of_a_custom_function_may_be_asked_for_twice(devices):
     assert passes == [False, True, False]
 
 
-def test_an_in_place_change_of_what_a_node_saved_is_noticed():
+def test_an_in_place_change_of_a_saved_tensor_is_noticed():
     def function(x):
         y = x.exp()  # saves its result
         return y.mul_(2)
@@ -297,7 +297,7 @@ def test_an_in_place_change_of_the_input_raises(devices):
         y.backward()
 
 
-def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
+def test_tensors_that_no_node_unpacked_are_freed_at_the_end_of_backward():
     refs = []
 
     class Ignore(torch.autograd.Function):
@@ -319,7 +319,7 @@ def test_what_no_node_asked_for_is_freed_at_the_end_of_backward():
 
 
 @devices
-def test_what_a_custom_function_saved_is_freed_when_another_node_asks(devices):
+def test_tensors_saved_by_a_custom_function_are_freed_when_another_node_asks(devices):
     refs, alive = [], []
 
     class Double(torch.autograd.Function):
@@ -369,7 +369,7 @@ def test_the_graph_of_a_recomputation_is_freed_when_it_ends():
     assert log == [[True]]
 
 
-def test_what_is_needed_to_recompute_is_freed_by_backward():
+def test_tensors_for_recomputation_are_freed_by_backward():
     function = nn.Linear(3, 3)
     ref = weakref.ref(function)
     y = checkpoint(function, leaf(3))

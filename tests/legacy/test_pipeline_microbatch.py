@@ -26,7 +26,7 @@ def test_a_non_atomic_batch_has_a_tuple():
         batch.tensor
 
 
-def test_call_keeps_the_kind_of_what_the_function_returns():
+def test_call_keeps_the_type_of_the_result():
     assert Batch(torch.tensor(1)).call(lambda x: x + 1).tensor.item() == 2
     assert Batch(torch.tensor(1)).call(lambda x: (x, x)).tensors
     assert Batch((torch.tensor(1),)).call(lambda xs: xs[0]).atomic
@@ -64,7 +64,7 @@ def test_assignment_by_slice():
         pair[1:] = (torch.tensor(1),)
 
 
-def test_check_names_what_it_got():
+def test_check_names_the_type_that_it_got():
     for value, name in [
         ('str', 'str'),
         (None, 'NoneType'),

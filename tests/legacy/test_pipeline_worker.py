@@ -25,7 +25,7 @@ class FakeDevice:
 cpu = torch.device('cpu')
 
 
-def test_what_a_task_computes_comes_out():
+def test_a_task_returns_its_result():
     with spawn_workers([cpu]) as (in_queues, out_queues):
         task = Task(CPUStream, compute=lambda: Batch(torch.tensor(42)), finalize=None)
         in_queues[0].put(task)

@@ -15,7 +15,7 @@ def streams(devices):
 
 
 @devices
-def test_the_gradient_is_that_of_the_tensor_itself(devices):
+def test_the_gradient_equals_the_tensor_s_gradient(devices):
     for requires_grad in [True, False]:
         for through_main in [True, False]:
             for copied in [True, False]:

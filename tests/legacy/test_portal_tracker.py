@@ -27,7 +27,7 @@ def test_the_spelling_of_0_0_7():
     assert tracker_module.SkipTrackerThroughPotals is SkipTrackerThroughPortals
 
 
-def test_a_portal_for_what_goes_to_another_partition_only(tracker):
+def test_portals_are_for_tensors_that_go_to_another_partition(tracker):
     tracker.save(batch, None, 'far', torch.ones(1))
     tracker.save(batch, None, 'near', torch.ones(1))
     assert set(tracker.portals) == {(None, 'far')}

@@ -65,7 +65,7 @@ class Count(nn.Module):
         return self.last(y)
 
 
-def test_numbers_are_those_of_the_model():
+def test_results_equal_the_model():
     model, reference = gpt(), gpt()
     model.hf_device_map = reference.hf_device_map = {'': 'cpu'}
     names = [*model.state_dict()]
@@ -85,7 +85,7 @@ def test_numbers_are_those_of_the_model():
     assert model.hf_device_map is reference.hf_device_map
 
 
-def test_modes_are_those_of_the_model():
+def test_modes_follow_the_model():
     for frozen in [False, True]:
         model, reference = gpt(0.5), gpt(0.5).eval()
         pipeline = pipeline_of(model)

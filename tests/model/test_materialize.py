@@ -127,7 +127,7 @@ def assert_equal(actual, expected):
 
 
 @devices
-def test_initial_values_are_those_of_the_model_built_on_the_cpu(devices):
+def test_initial_values_equal_the_model_built_on_the_cpu(devices):
     torch.manual_seed(1)
     plain = network()
     after = torch.rand(1)
@@ -172,7 +172,7 @@ def test_training_goes_on_as_usual(devices):
 
 
 @devices
-def test_what_has_a_value_keeps_it(devices):
+def test_tensors_that_have_a_value_keep_it(devices):
     real = nn.Linear(4, 4)
     expected = real.weight.detach().clone()
     module = nn.Sequential(
@@ -184,7 +184,7 @@ def test_what_has_a_value_keeps_it(devices):
 
 
 @devices
-def test_a_module_that_would_reset_what_has_a_value_is_not_asked(devices):
+def test_a_module_whose_reset_would_overwrite_a_value_is_not_reset(devices):
     scaled = on_meta(Scaled)
     scaled.norm = nn.BatchNorm1d(4)
     with torch.no_grad():
@@ -277,7 +277,7 @@ class Forgetful(nn.Linear):
         self.register_buffer('extra', torch.ones(4))
 
 
-def test_what_gets_no_value_is_named():
+def test_tensors_without_a_value_are_named():
     for make, name in WITHOUT_VALUE.values():
         with pytest.raises(ValueError, match='nothing gives a value to') as error:
             GPipe(
@@ -301,7 +301,7 @@ def test_a_reset_that_writes_where_pytorch_does_not_count():
     assert GPipe(on_meta(lambda: nn.Sequential(Data())), [1], devices=['cpu'])[0].weight[0] == 2
 
 
-def test_what_can_not_be_made_is_named_though_there_are_weights():
+def test_tensors_that_cannot_be_initialized_are_named_even_with_weights():
     with pytest.raises(ValueError, match="nothing gives a value to '0.weight'"):
         GPipe(
             on_meta(lambda: nn.Sequential(Other())),
@@ -464,7 +464,7 @@ def test_each_tensor_is_read_once():
     assert torch.equal(gpipe[0].table, plain[0].table)
 
 
-def test_a_function_gives_what_no_reset_gives():
+def test_a_function_gives_values_that_no_reset_gives():
     def ones(module):
         if isinstance(module, Scale):
             nn.init.ones_(module.scale)

@@ -32,7 +32,7 @@ def pipe(balance=(2, 3), seed=0, places=lambda n: ['cpu'] * n, **kwargs):
     return GPipe(make(seed), balance, devices=places(len(balance)), **kwargs)
 
 
-def test_keys_order_and_metadata_are_those_of_the_module():
+def test_keys_order_and_metadata_equal_the_module():
     plain, wrapped = make().state_dict(), pipe().state_dict()
     assert list(plain) == list(wrapped)
     assert plain._metadata == wrapped._metadata
@@ -75,7 +75,7 @@ def test_within_another_module():
     assert_same(outer.state_dict().values(), plain.state_dict().values())
 
 
-def test_strictness_and_error_texts_are_those_of_pytorch():
+def test_strictness_and_error_texts_equal_pytorch():
     for spoil in [
         lambda state: state.pop('norm.running_mean'),
         lambda state: state.update({'more.weight': torch.rand(1)}),

@@ -64,7 +64,7 @@ def test_something_else_is_not_a_profile():
             Profile.from_dict(data)
 
 
-def test_what_is_no_cost():
+def test_refused_costs():
     """In v0.8.0, a balance was made of whatever numbers there were."""
     for make_one in [
         lambda: make([1.0, -1.0]),
@@ -118,7 +118,7 @@ def test_recomputation_takes_time():
     assert costs.balance(2, chunks=100).seconds[0] == 3 + 7 / 8
 
 
-def test_what_does_not_shrink_is_spent_once_per_micro_batch():
+def test_constant_time_is_spent_once_per_micro_batch():
     layer = LayerProfile('0', 1.0, 2.0, 0, 0, 0, 0, 0, None, 0.5, 0.25)
     costs = Profile((layer, layer), (), 8, 10, 'cpu')
     assert costs.balance(2, chunks=1, checkpoint='never').seconds == [3, 3]
@@ -216,7 +216,7 @@ def test_devices_with_different_limits():
     assert costs.balance(2, chunks=1, memory_limit=500, param_scale=1) == [2, 2]
 
 
-def test_a_balance_that_can_not_exist():
+def test_an_impossible_balance():
     for limit, message in [
         (150, "layer 'layer0' alone needs 220 B.*largest memory limit is 150 B"),
         (300, r'all 4 layers together need 810 B.*add up to 600 B'),

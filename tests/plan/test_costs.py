@@ -34,12 +34,12 @@ def test_times_and_bytes_of_stages():
     assert (one.resident_bytes, other.resident_bytes) == (3 * 8 + 1 + 400, 3 * (3 * 8 + 1))
 
 
-def test_overheads_are_those_of_each_micro_batch():
+def test_overheads_count_for_each_micro_batch():
     (stage,) = Costs.of(profiled(layer(0, overhead=4.0)), [1], 4).stages
     assert (stage.forward, stage.backward) == (4 + (8 - 4) / 4, 4 + (16 - 4) / 4)
 
 
-def test_what_an_action_takes_beside_its_layers():
+def test_overhead_of_an_action():
     overhead = {'F': 1.0, 'B': 2.0, 'I': 3.0, 'W': 4.0, 'R': 5.0}
     costs = [
         Costs.of(profiled(*map(layer, range(2))), [1, 1], 4, overhead=each).stages[1]
@@ -134,7 +134,7 @@ def test_a_balance_of_other_layers():
 BAD = [-1.0, float('nan'), float('inf'), 'one']
 
 
-def test_what_is_no_cost():
+def test_refused_costs():
     """In v0.8.0, whatever there was went into a plan."""
     for make_one in [
         *(
@@ -150,7 +150,7 @@ def test_what_is_no_cost():
             make_one()
 
 
-def test_what_is_no_bandwidth():
+def test_refused_bandwidths():
     """In v0.8.0, 0 was a ZeroDivisionError, and others went into a plan."""
     for bandwidth in [0.0, -1.0, float('nan'), None]:
         with pytest.raises(

@@ -79,7 +79,7 @@ def test_recomputed_activations_are_there_until_gradients_of_weights_are_there()
     assert [peak.activations for peak in peaks(make('zb-h1', 3, 8), 'never')] == [3] * 3
 
 
-def test_the_peak_of_a_stage_is_that_of_the_simulation():
+def test_the_peak_of_a_stage_equals_the_simulation():
     """Where stages are equal, as nothing waits then."""
     for mode in ['never', 'always', 'except_last']:
         for n in [1, 2, 4]:

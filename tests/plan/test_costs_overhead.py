@@ -22,7 +22,7 @@ def test_a_plan_counts_it(devices, monkeypatch):
     assert (found.seconds > 1.0) is not devices.are_accelerators
 
 
-def test_it_is_what_one_more_micro_batch_takes(monkeypatch):
+def test_overhead_is_the_time_of_one_more_micro_batch(monkeypatch):
     seconds = {
         'layers': 2.0,
         ('1f1b', 'never'): 7.0,

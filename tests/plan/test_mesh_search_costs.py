@@ -154,7 +154,7 @@ def test_reasons_are_relative_to_the_best():
         assert one.reason == (f'{one.seconds / found.seconds - 1:.1%}: {max(more, key=more.get)}')
 
 
-def test_messages_are_what_links_take():
+def test_messages_have_the_sizes_that_links_take():
     slow = replace(H100, host=replace(H100.host, bandwidth=1e9))
     found, free = (
         plan(GPT, mesh={'pipe': 4}, machine=x, batch=16, schedules=['1f1b'], micro_batches=[1])

@@ -147,7 +147,7 @@ def test_stages_where_a_model_has_them():
     assert found.named is None and found.gain is None and 'no named' in str(found)
 
 
-def test_what_stages_recompute_is_part_of_the_search():
+def test_recomputation_of_stages_is_part_of_the_search():
     """The number in the costs is of another schedule."""
     stage = StageCosts(1.0, 2.0, activation_bytes=1.0, recomputed=9)
     assert search_schedule(Costs([stage] * 2), 2, 4).seconds == 13

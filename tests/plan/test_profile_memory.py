@@ -35,7 +35,7 @@ def test_an_activation_counts_for_the_layer_that_made_it_if_anyone_keeps_it():
     assert sizes(linear().requires_grad_(False), nn.ReLU()) == [0, 0]
 
 
-def test_what_a_partition_keeps_is_the_sum():
+def test_a_partition_keeps_the_sum_of_its_layers():
     """Compare with the tensors alive after a forward of several layers at once."""
     model = nn.Sequential(
         nn.Linear(64, 64),
@@ -64,7 +64,7 @@ class Squares(nn.Linear):
         return x * torch.func.grad(lambda x: x.square().sum())(x) if self.bias is None else x
 
 
-def test_what_the_graph_of_the_results_does_not_have():
+def test_tensors_outside_of_the_results_graph():
     assert sizes(nn.Linear(64, 64), Squares(64, 64)) == [16, 0]
 
 

@@ -25,7 +25,7 @@ SECONDS = {
 
 
 @pytest.mark.parametrize('name', SECONDS)
-def test_what_does_not_shrink_with_the_batch(name, clock):
+def test_constant_time_is_separated_from_time_per_sample(name, clock):
     seconds, whole, overhead = SECONDS[name]
     model = nn.Sequential(Timed(clock, forward=seconds), Timed(clock, backward=seconds))
     first, second = profile(model, torch.rand(32, 1), device='cpu', timeout=0).layers
@@ -40,7 +40,7 @@ def test_of_a_small_batch_no_part_is_timed(clock):
     assert (layer.forward_seconds, layer.forward_overhead) == (5, 0)
 
 
-def test_what_is_slow_at_first_or_once_does_not_count(clock):
+def test_slow_first_calls_and_outliers_do_not_count(clock):
     calls = Counter()
 
     def seconds(number):

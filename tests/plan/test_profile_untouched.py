@@ -51,7 +51,7 @@ def test_other_random_states_are_untouched():
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist())
 
 
-def test_layers_are_called_in_training_mode_with_what_the_one_before_gave():
+def test_layers_are_called_in_training_mode_with_the_output_of_the_previous_layer():
     seen = []
 
     class See(nn.Module):

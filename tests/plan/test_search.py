@@ -44,7 +44,7 @@ def made_up(layers, batch=32, seed=0, **others):
     )
 
 
-def test_what_an_action_takes_speaks_for_fewer_of_them():
+def test_overhead_of_actions_favours_fewer_actions():
     costs = made_up(9)
     free, paid = (
         plan(costs, devices=GPUS, overhead=dict.fromkeys('FBIWR', seconds))
@@ -403,7 +403,7 @@ def test_an_order_is_searched_where_no_named_schedule_fits():
     assert found.costs.stages[-1].resident_bytes == 8 * found.balance[-1]
 
 
-def test_what_a_model_refuses():
+def test_plans_that_a_model_refuses():
     sample = torch.rand(8, 8)
     found = plan(stack(), sample, devices=['cpu:0', 'cpu:1'], timeout=0.0, schedules=['1f1b'])
     for options in ({'chunks': 2}, {'devices': ['cpu', 'cpu']}, {'checkpoint': 'never'}):

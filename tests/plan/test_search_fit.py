@@ -38,14 +38,14 @@ def fitted(schedule, blocks, limits, balance, simulated):
     return tried[1:], found and found.balance
 
 
-def test_virtual_stages_share_what_a_device_has():
+def test_virtual_stages_share_the_memory_of_a_device():
     blocks = blocks_of([3, 3, 3, 3, 1, 1, 1, 1], [100] * 8)
     assert fitted(
         'zb-v', blocks, [400, 400], [1, 1, 1, 5], lambda a, b, c, d: [100 * (a + d), 100 * (b + c)]
     ) == ([[2, 2, 2, 2]], [2, 2, 2, 2])
 
 
-def test_what_only_a_simulation_knows_is_taken_into_account():
+def test_effects_that_only_a_simulation_shows_count():
     blocks = blocks_of([1] * 8, [100] * 8)
 
     def simulated(a, b):

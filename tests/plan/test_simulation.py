@@ -66,7 +66,7 @@ def test_recomputations_by_hand():
         assert simulate(Schedule.parse(row), costs).seconds == end
 
 
-def test_what_a_schedule_recomputes_itself_is_not_kept():
+def test_activations_that_a_schedule_recomputes_are_not_kept():
     """Of the second micro-batch only, by ``R``; a stage has as many bytes as activations."""
     stage = StageCosts(1.0, 3.0, recomputation=2.0, activation_bytes=8.0)
     simulation = simulate(Schedule.parse('0F0,0F1,0B0,0R1,0B1'), Costs([stage]))
@@ -275,7 +275,7 @@ def steps(draw):
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_each_time_is_what_its_definition_says(step):
+def test_each_time_equals_its_definition(step):
     schedule, costs = step
     simulation = simulate(schedule, costs)
     assert {x.action: x.start for x in simulation.actions} == slowly(schedule, costs)
@@ -284,7 +284,7 @@ def test_each_time_is_what_its_definition_says(step):
 
 @settings(max_examples=100, deadline=None)
 @given(steps())
-def test_what_holds_for_all(step):
+def test_properties_of_all_simulations(step):
     schedule, costs = step
     simulation = simulate(schedule, costs)
     for device in range(len(schedule.rows)):

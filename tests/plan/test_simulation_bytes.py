@@ -73,7 +73,7 @@ def test_by_hand_with_recomputation():
     )
 
 
-def test_what_goes_to_a_slower_device_waits_there():
+def test_outputs_wait_on_a_slower_device():
     """By the allocators of simulated devices, the faster one has none of it."""
     costs = Costs([StageCosts(time, time, recomputed=8, output_bytes=2.0) for time in (1.0, 3.0)])
     one, other = simulate(make('gpipe', 2, 8), costs).peak_bytes
@@ -87,7 +87,7 @@ def test_a_stage_of_the_same_device_takes_no_copy():
     )
 
 
-def test_a_stage_of_the_same_device_keeps_what_the_one_before_gives_up():
+def test_a_stage_of_the_same_device_keeps_tensors_of_the_previous_stage():
     stage = StageCosts(1.0, 1.0, recomputed=1, recomputation=0.0, output_bytes=16.0)
     assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), Costs([stage] * 2)).bytes == (
         ((0, 0), (1, 16), (2, 32), (3, 0)),

@@ -169,7 +169,7 @@ def test_code_that_is_wrong_would_be_found(text, empty):
         LOGS % 1,
     ],
 )
-def test_what_is_not_the_page_s_own_may_be_anything(text, empty):
+def test_output_that_the_page_elides_may_be_anything(text, empty):
     run(text, 'page')
 
 
@@ -290,7 +290,7 @@ def test_the_readme_s_examples_learn_and_both_tools_print_the_same_losses():
 
 
 @pytest.mark.slow
-def test_pictures_are_what_the_script_draws(tmp_path):
+def test_pictures_equal_the_script_s_output(tmp_path):
     pictures = ROOT / 'docs/pictures'
     subprocess.run([sys.executable, pictures / 'draw.py', tmp_path], check=True)
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}

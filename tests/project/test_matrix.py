@@ -59,7 +59,7 @@ LACKS = 'ERROR: No matching distribution found for '
         (['', Failed('no space left\n')], False, ['floor', sys.executable, 'not installed', '']),
     ],
 )
-def test_what_fails_and_what_the_index_lacks(outcomes, good, cells, tmp_path):
+def test_failures_and_releases_that_the_index_lacks(outcomes, good, cells, tmp_path):
     row = Scripted(tmp_path, outcomes)
     assert row.run(whole=False) is good
     assert row.cells[:4] == cells
@@ -77,7 +77,7 @@ def test_who_may_lack_a_release(release, good, tmp_path):
 
 
 @pytest.mark.parametrize('whole', [False, True])
-def test_what_is_run(whole, tmp_path):
+def test_commands_of_a_release(whole, tmp_path):
     row = Scripted(tmp_path, GOOD)
     row.run(whole)
     _, first, _, page, program, ranks, second, tests = row.commands

@@ -88,7 +88,7 @@ def test_a_half_and_a_third_of_the_activations():
                 assert max(spans(least)) == max(spans(half))
 
 
-def test_what_there_is_not():
+def test_unknown_schedules_and_wrong_counts():
     for arguments, what in [
         (('1f2b', 2, 2), 'no schedule .1f2b.; there are gpipe, 1f1b,'),
         (('1f1b', 0, 2), 'devices must be a positive integer, but is 0'),

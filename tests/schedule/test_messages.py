@@ -128,7 +128,7 @@ def test_receives_right_before_their_use_get_stuck():
     assert sum(count) > len(count) / 2
 
 
-def test_what_is_received_has_been_sent_and_nothing_is_missing():
+def test_each_received_message_was_sent_and_none_is_missing():
     for schedule, skips in programs():
         rows = with_messages(schedule, skips)
         sent = [each for row in rows for each in row if isinstance(each, Send)]

@@ -27,7 +27,7 @@ def test_pytorch_reads_it_alike():
         )
 
 
-def test_what_is_no_action():
+def test_refused_actions():
     for text in ['', '0F', 'F0', '0X1', '0F-1', '0F1 0F2', '0SEND_F1', '1.5F0']:
         with pytest.raises(
             ValueError, match='is no action: .*0F3.*W .backward, gradients of weights'
@@ -58,7 +58,7 @@ def test_it_is_drawn_in_steps():
     assert str(Schedule.parse(GOOD)) == ('0F0 0F1         0B0 0B1\n    1F0 1F1 1B0 1B1')
 
 
-def test_what_will_not_do_is_said_and_drawn():
+def test_failing_plans_are_explained_and_drawn():
     for text, what in [
         ('', 'the schedule is empty'),
         ('0F0\n2F0', r'it has a stage 2, but none \[1\]\n'),

@@ -314,7 +314,7 @@ def test_random_numbers_that_come_after():
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
-def test_random_numbers_of_python_that_come_after_what_a_leaf_draws():
+def test_random_numbers_of_python_after_a_leaf_that_draws():
     class Drawing(nn.Linear):
         def forward(self, x):
             return super().forward(x) * random.random()
@@ -324,7 +324,7 @@ def test_random_numbers_of_python_that_come_after_what_a_leaf_draws():
     assert random.getstate() == state
 
 
-def test_the_mode_of_the_model_is_that_of_all_modules():
+def test_the_mode_of_the_model_covers_all_modules():
     for training in [True, False]:
         model = Model(lambda m, x: x * 2).train(training)
         for layers in (

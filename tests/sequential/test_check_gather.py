@@ -72,7 +72,7 @@ def test_a_rule_that_is_wrong_is_named():
             to_sequential(model, tokens(), gather=gather, check_sample=False)
 
 
-def test_what_no_rule_is_for_is_warned_of():
+def test_outputs_without_a_rule_get_a_warning():
     model = Loss(lambda x, labels: {'loss': of_tokens(x, labels), 'other': of_tokens(x, labels)})
     with pytest.warns(
         UserWarning,

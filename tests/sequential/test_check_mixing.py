@@ -81,7 +81,7 @@ def test_steps_in_time_that_are_taken_for_samples():
         assert len(to_sequential(model, x, batch_dim=1)) == 4, (causal, backwards)
 
 
-def test_what_is_the_same_for_all_samples():
+def test_values_that_are_equal_for_all_samples():
     model = Model(lambda m, x, y: x * y.mean(0))
     x, y = torch.rand(4, 6), torch.rand(4, 6)
     with pytest.raises(ConversionError, match='samples of a mini-batch are mixed'):
@@ -232,7 +232,7 @@ def test_rounding_is_no_mixing():
                 assert len(to_sequential(Net().to(dtype), x)) == 5
 
 
-def test_what_rounding_may_come_to_is_that_of_the_least_precise_number():
+def test_rounding_follows_the_least_precise_value():
     x = torch.ones(3)
     single, half = torch.finfo(x.dtype).eps ** (2 / 3), torch.finfo(torch.half).eps ** (2 / 3)
     assert coarsest_tolerance([x, x.double(), x.int()]) == pytest.approx(single)
@@ -390,7 +390,7 @@ def test_a_loss_that_is_a_mean_by_other_weights_is_warned_of():
             assert found[0].filename == __file__, (loss, seed)
 
 
-def test_what_can_not_be_told_from_a_mean_by_other_weights_is_warned_of():
+def test_a_loss_that_may_be_a_weighted_mean_gets_a_warning():
     """A repeated sample is neither farther away nor another variance."""
     for loss in [
         lambda x: x.var(0, unbiased=False).sum(),

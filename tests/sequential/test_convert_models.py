@@ -190,7 +190,7 @@ def test_three_steps_without_dropout(name, n, chunks, mode):
 
 
 @models
-def test_parameters_and_buffers_are_those_of_the_model(name):
+def test_parameters_and_buffers_equal_the_model(name):
     before = make(name, 0.1)[0].state_dict()
     model, sequential, _ = converted_once(name, 0.1)
     for found, known in zip(trained(sequential, model)[1:], trained(model)[1:]):

@@ -111,7 +111,7 @@ def test_stages(devices):
         ), sample
 
 
-def test_a_stage_has_what_it_uses():
+def test_a_stage_has_the_parameters_that_it_uses():
     net = Net()
     layers = from_stages(net, STAGES, torch.randint(10, (4, 5)))
     names = [sorted({name.partition('.')[0] for name in layer.state_dict()}) for layer in layers]
@@ -192,7 +192,7 @@ def test_copies_and_pickles():
     assert net.places.dtype == torch.float
 
 
-def test_a_pipeline_of_what_is_not_sequential_says_whether_it_can_be():
+def test_a_pipeline_of_another_module_says_whether_it_can_be_sequential():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -214,7 +214,7 @@ class Routed(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_a_pipeline_of_what_can_not_be_sequential_says_why():
+def test_a_pipeline_of_a_model_that_cannot_be_sequential_says_why():
     with pytest.raises(TypeError, match=r'(?s)may make it one.*stops here.*if x.sum\(\) > 0'):
         GPipe(Routed(), [1], devices=['cpu'])
     with pytest.raises(TypeError, match='but got list$'):

@@ -91,7 +91,7 @@ def test_a_shape_goes_and_not_the_tensor():
     assert isinstance(layers[0](torch.randn(9, 4)), tuple)
 
 
-def test_what_is_asked_of_a_weight_leaves_it_in_one_layer():
+def test_a_query_of_a_weight_leaves_it_in_one_layer():
     def forward(m, x):
         for layer in m.layers:
             x = layer(x.to(layer.weight.dtype)) * torch.ones(layer.weight.shape[0])
@@ -103,7 +103,7 @@ def test_what_is_asked_of_a_weight_leaves_it_in_one_layer():
     ]
 
 
-def test_a_shape_is_read_behind_what_changes_it():
+def test_a_shape_is_read_after_its_change():
     def forward(m, x):
         y = m.layers[0](x)
         y.unsqueeze_(0)
@@ -149,7 +149,7 @@ def test_a_layer_hands_over_the_smallest_tensor():
         assert len(layers) == 5 and skips(layers) == expected
 
 
-def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
+def test_only_tensors_and_numbers_cross_boundaries():
     def forward(m, x):
         pack = nn.utils.rnn.pack_padded_sequence(
             m.first(x), torch.tensor([3, 2, 2, 1]), batch_first=True
@@ -195,7 +195,7 @@ def test_what_is_no_tensor_and_no_number_crosses_no_boundary():
     assert called(layers) == [['second', 'make'], ['third']]
 
 
-def test_a_change_in_place_is_in_the_layer_of_what_it_changes():
+def test_an_in_place_change_is_in_the_layer_of_its_tensor():
     def forward(m, x):
         y = m.first(x)
         part = y[:, :2]

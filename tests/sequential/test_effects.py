@@ -56,7 +56,7 @@ def empty_caches():
         cached.cache_clear()
 
 
-def test_what_a_cache_has_it_keeps():
+def test_a_cache_keeps_its_entries():
     """In v0.8.0, a conversion emptied a cache in which it had put a value."""
     for table in [bounded, unbounded]:
         mine = table(3)
@@ -65,7 +65,7 @@ def test_what_a_cache_has_it_keeps():
         assert [name for name, _ in layers.named_buffers() if 'constant' in name], table
 
 
-def test_what_a_global_has_it_keeps():
+def test_a_global_keeps_its_value():
     for function in [in_a_global, by_a_size]:
         model = Model(function)
         layers = to_sequential(model, sample())
@@ -73,7 +73,7 @@ def test_what_a_global_has_it_keeps():
         assert torch.equal(layers(sample()), model(sample())), function
 
 
-def test_what_others_have_is_left_alone():
+def test_objects_outside_of_the_model_are_left_alone():
     """In v0.8.0, values were removed from all dictionaries, also from another conversion's."""
     entered, goes_on, found = threading.Event(), threading.Event(), []
 
@@ -206,7 +206,7 @@ def test_a_value_is_of_no_use_once_its_recording_is_over():
         ANY['pair'][0] * 2
 
 
-def test_what_is_kept_in_each_run_is_refused():
+def test_state_kept_in_each_run_is_refused():
     held = []
 
     def function(m, x):
@@ -220,7 +220,7 @@ def test_what_is_kept_in_each_run_is_refused():
 
 
 @pytest.mark.filterwarnings('ignore:.*weight_norm:FutureWarning')
-def test_models_that_can_not_be_copied_say_so():
+def test_models_that_cannot_be_copied_say_so():
     model = Model(halves)
     model.lock = threading.Lock()
     with pytest.raises(ConversionError, match='cannot be copied'):
@@ -285,7 +285,7 @@ def hooked():
     return layer
 
 
-def test_what_a_program_draws_is_seen_before_a_step_that_draws_itself():
+def test_draws_of_a_program_are_seen_before_a_step_that_draws():
     """Such a step puts the generator back."""
     for draw in [lambda: Draws(6, 6), hooked, lambda: Inner(lambda m, x: Drawn.apply(x))]:
         uniform = random.uniform
@@ -342,7 +342,7 @@ def test_layers_of_pytorch_may_run_code_that_draws_numbers_of_python_s():
     assert torch.equal(to_sequential(model, x, leaves=['1'])(x), model(x))
 
 
-def test_what_can_not_be_followed_for_draws_of_numpy_s_says_so():
+def test_draws_of_numpy_that_cannot_be_followed_are_refused():
     """As SpecAugment, which draws places for each sample and fills them by NumPy."""
     numpy = pytest.importorskip('numpy')
 

@@ -127,7 +127,7 @@ def scale(state_dict, prefix, *_):
     state_dict[f'{prefix}weight'] = 3 * state_dict[f'{prefix}weight']
 
 
-def test_what_a_module_does_before_it_is_loaded_its_layers_do():
+def test_hooks_before_loading_a_module_run_on_its_layers():
     """In v0.9.0, such a module was a leaf, and in place of a large one's blocks was one layer."""
     model = nn.Sequential(nn.Linear(6, 6), Renamed(halves), nn.Linear(6, 6), Renamed(halves))
     layers = to_sequential(model, sample(), leaves=['3'])
@@ -200,7 +200,7 @@ class Body(Inner):
         return self.down(self.up(super().forward(x)))
 
 
-def test_modules_that_stay_whole_are_told():
+def test_modules_that_stay_whole_are_reported():
     model = nn.Sequential(nn.Linear(6, 6), Body(by_the_mode, 2), Inner(halves), Inner(halves))
     model[3].register_full_backward_hook(lambda *_: None)
     body, named, hooked = to_sequential(model, sample(), leaves=['2']).wholes
@@ -214,7 +214,7 @@ def test_modules_that_stay_whole_are_told():
     assert to_sequential(nn.Sequential(nn.Linear(6, 6), Inner(halves)), sample()).wholes == []
 
 
-def test_the_time_of_modules_that_stay_whole_is_told():
+def test_the_time_of_modules_that_stay_whole_is_reported():
     def slow(m, x):
         time.sleep(0.05)
         return by_the_mode(m, x)

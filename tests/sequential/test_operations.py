@@ -50,7 +50,7 @@ def test_a_batch_size_in_a_text_is_found_out():
         to_sequential(Model(by_type_in_text), sample())
 
 
-def test_a_refusal_can_not_be_caught_by_the_program():
+def test_a_refusal_cannot_be_caught_by_the_program():
     def caught(m, x):
         try:
             if x.sum() > 0:
@@ -254,7 +254,7 @@ def test_a_shape_is_read_behind_a_change_also_without_a_sample():
     assert torch.equal(to_sequential(model)(sample()), model(sample()))
 
 
-def test_stages_with_other_numbers_are_told_apart_from_graphs():
+def test_stages_with_other_values_are_distinguished_from_other_graphs():
     model = Model(halved)
     with pytest.raises(ConversionError, match='made in the last stages'):
         from_stages(model, [model.a, model.b], sample())

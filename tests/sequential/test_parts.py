@@ -37,7 +37,7 @@ class Tied(nn.Module):
         return self.head(self.body.used(x))
 
 
-def test_names_are_those_of_the_model():
+def test_names_equal_the_model():
     model, ids = Tied(), torch.randint(9, (4, 3))
     layers = to_sequential(copy.deepcopy(model), ids)
     pipe = GPipe(layers, [2, len(layers) - 2], devices=['cpu', 'cpu'], chunks=2)
@@ -151,7 +151,7 @@ def test_weights_may_have_buffers_that_are_in_no_state_dict():
         GPipe(plain, [1], devices=['cpu'], weights={**state, 'inside.lost': model.lost})
 
 
-def test_what_is_shared_stays_shared():
+def test_shared_modules_stay_shared():
     """In layers that have it in common, when they are loaded, moved or get another type."""
 
     class Tied(nn.Module):
@@ -180,7 +180,7 @@ def test_what_is_shared_stays_shared():
     assert len([*pipe.parameters()]) == 3
 
 
-def test_of_what_is_tied_one_name_is_enough():
+def test_one_name_of_a_tied_parameter_is_enough():
     """Files of safetensors have one name, and PyTorch asks for all."""
 
     class Net(nn.Module):
@@ -234,7 +234,7 @@ def test_states_that_are_no_tensors_are_not_tied():
         layers.load_state_dict(state)
 
 
-def test_submodules_may_have_the_names_of_what_layers_have():
+def test_submodules_may_have_the_names_of_attributes_of_layers():
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -248,7 +248,7 @@ def test_submodules_may_have_the_names_of_what_layers_have():
     assert len(layers) == 2
 
 
-def test_what_is_converted_can_be_converted():
+def test_a_converted_model_can_be_converted():
     model = Model(halves)
     layers = to_sequential(to_sequential(model, sample()), sample())
     assert torch.equal(layers(sample()), model(sample()))

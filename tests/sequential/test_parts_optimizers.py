@@ -143,7 +143,7 @@ def test_parameters_that_both_have():
     assert_equal(pipe, other)
 
 
-def test_what_is_refused():
+def test_refusals():
     model, optimizer, pipe = trained(named)
     state, bare = state_of(optimizer), state_of(optimizer)
     del bare['param_groups'][0]['param_names']
@@ -193,7 +193,7 @@ def test_what_is_refused():
         optimizer_state(source.state_dict(), pipe, torch.optim.LBFGS(pipe.parameters()), source)
 
 
-def test_names_of_a_state_dict_come_before_those_of_the_source():
+def test_names_of_a_state_dict_come_before_names_of_the_source():
     model, optimizer, pipe = trained(named)
     own = named(pipe)
     source = torch.optim.AdamW([*reversed([*model.named_parameters()])][:7])

@@ -123,7 +123,7 @@ def test_tensors_are_made_of_the_batch_size_of_each_run():
         assert torch.equal(layers(x), model(x)), name
 
 
-def test_limits_of_numbers_are_those_of_the_type_of_each_run():
+def test_limits_of_numbers_follow_the_type_of_each_run():
     for name in ['finfo', 'iinfo']:
 
         def function(m, x):
@@ -175,14 +175,14 @@ def test_a_random_number_is_refused_where_it_is_drawn():
             to_sequential(Model(function), torch.rand(4, 6))
 
 
-def test_buffers_that_are_listed_are_those_of_each_run():
+def test_listed_buffers_are_the_ones_of_each_run():
     model = Model(lambda m, x: x + sum(2 * b for _, b in m.named_buffers()) + sum(m.buffers()))
     layers, x = to_sequential(model, torch.rand(4, 6)), torch.rand(4, 6)
     model.table.add_(1)
     assert torch.equal(layers(x), model(x))
 
 
-def test_other_threads_have_what_python_has():
+def test_other_threads_keep_the_functions_of_python():
     def counted():
         return int(torch.arange(3).sum()) + len(nn.LayerNorm(2)(torch.ones(4, 2)))
 
@@ -198,7 +198,7 @@ def recorders():
     return sum(type(each) is ForwardTracer for each in gc.get_objects())
 
 
-def test_what_other_threads_see_of_what_is_replaced():
+def test_other_threads_do_not_see_replaced_functions():
     """In v0.8.0, ``torch.finfo`` was no class for them, and functions could not be pickled by
     name. References to these functions kept the recording alive.
     """
@@ -343,7 +343,7 @@ def functions_now():
     return (torch.arange, torch.finfo, builtins.len, builtins.isinstance, math.sqrt, random.random)
 
 
-def test_what_a_step_imports_finds_the_functions_of_pytorch_and_python():
+def test_imports_within_a_step_get_the_functions_of_pytorch_and_python():
     """A module keeps the functions it imports. PyTorch's compiler checks the type of
     ``torch.finfo``."""
     seen = []

@@ -199,7 +199,7 @@ def drawn(m, x):
     return x * torch.rand(1) + torch.randn_like(x)
 
 
-def test_what_people_write():
+def test_common_forward_methods():
     for function in [
         halves,
         written_in_place,
@@ -311,7 +311,7 @@ WRONG = [
 ]
 
 
-def test_what_can_not_be_followed_names_the_line():
+def test_code_that_cannot_be_followed_is_named_by_its_line():
     for function in WRONG:
         model = Model(function)
         state, known = copy.deepcopy(model.state_dict()), dict(model.__dict__)
@@ -405,7 +405,7 @@ def test_a_module_that_can_be_followed_in_one_mode_only_is_a_leaf():
         assert 'Cached' in [type(x).__name__ for x in layers.modules()], training
 
 
-def test_what_a_forward_draws_unseen_is_noticed():
+def test_draws_that_a_forward_hides_are_noticed():
     rand = torch.rand
     with pytest.raises(ConversionError, match='draws random numbers of PyTorch'):
         to_sequential(Model(lambda m, x: x + rand(1)), sample())
@@ -416,7 +416,7 @@ def test_what_a_forward_draws_unseen_is_noticed():
         to_sequential(Model(lambda m, x: x + float(numpy.random.rand())), sample())
 
 
-def test_what_is_kept_in_a_list_is_noticed():
+def test_tensors_kept_in_a_list_are_noticed():
     model = Model(lambda m, x: m.seen.append(x) or x)
     with pytest.raises(ConversionError, match="changes what is in the attribute 'seen'"):
         to_sequential(model, sample())
@@ -473,7 +473,7 @@ def test_a_flag_that_the_first_call_sets_is_set_before():
         check(model, sample())
 
 
-def test_what_each_call_changes_is_not_called_before():
+def test_code_that_changes_state_is_called_only_once():
     for function in [
         lambda m, x: setattr(m, 'number', m.number + 1) or x,
         lambda m, x: setattr(m, 'count', m.count + 1) or x,
@@ -516,7 +516,7 @@ def test_an_error_of_the_model_is_its_own():
         to_sequential(Model(halves), torch.randn(4, 5))
 
 
-def test_what_the_program_goes_by_is_checked_in_each_run():
+def test_guards_of_the_program_are_checked_in_each_run():
     def by_size(m, x, scale=1):
         return x * 2 if x.shape[1] > 3 and scale == 1 else x
 

@@ -307,7 +307,7 @@ def test_one_sample_for_which_another_way_does_the_same():
         in_a_pipeline(layers, torch.randn(3, 6))
 
 
-def test_what_the_other_way_does_is_asked_in_each_call():
+def test_effects_of_the_other_branch_are_checked_in_each_call():
     layers = to_sequential(Model(expanded_for_three), sample(), check_sample=False)
     for n in (1, 3, 9):
         layers(torch.randn(n, 6))

@@ -222,7 +222,7 @@ def test_the_mode_of_a_module_within_a_leaf():
                 assert (layers(inputs) != layers(inputs)).any() == mode
 
 
-def test_what_one_mode_alone_asks_for_is_guarded_and_makes_no_leaf():
+def test_an_attribute_read_in_one_mode_is_guarded_and_makes_no_leaf():
     """In v0.9.0, the module stayed whole."""
     for training in [True, False]:
         for asks_in in [True, False]:
@@ -311,7 +311,7 @@ def test_a_leaf_that_needs_gradients_in_its_own_forward():
                 assert all(map(torch.allclose, results[0], others)), (check_sample, grad)
 
 
-def test_what_needs_gradients_and_is_no_leaf_has_a_way_out():
+def test_a_tensor_that_requires_grad_and_is_no_leaf_gets_a_way_out():
     with pytest.raises(ConversionError, match=r"(?s)'forces'.*require grad.*leaves=\['forces'"):
         to_sequential(Physics(), sample())
     with pytest.raises(ConversionError, match='(?s)not require grad.*name it as a leaf'):

@@ -94,7 +94,7 @@ def everything():
 
 
 @pytest.mark.parametrize('world, group', [(2, 1), (4, 2), (4, 4)])
-def test_clip_grad_norm_over_local_shards_is_that_of_one_process_on_all_ranks(world, group):
+def test_clip_grad_norm_over_local_shards_equals_one_process_on_all_ranks(world, group):
     """In TorchShard 0.1.0, it differed from rank to rank, so replicas diverged."""
     norms = run(world, everything, group=group)
     assert all(norm == norms[rank // group * group] for rank, norm in enumerate(norms))

@@ -242,7 +242,7 @@ def own_values():
 
 
 @pytest.mark.slow
-def test_replicas_have_the_same_shards_whatever_their_seeds():
+def test_replicas_have_the_same_shards_for_all_seeds():
     """In v0.8.0, ranks of a group agreed, and each group had values of its own."""
     first, *others = run(4, other_seeds, group=2)
     for found in others:

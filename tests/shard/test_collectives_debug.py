@@ -115,7 +115,7 @@ def test_nothing_more_is_exchanged_without_it():
     run(2, plain, group=2)
 
 
-def test_the_host_reads_what_is_elsewhere_in_the_debug_mode_alone(monkeypatch):
+def test_the_host_reads_device_memory_in_debug_mode_only(monkeypatch):
     assert is_read(torch.empty(1)) and not is_read(torch.empty(1, device='meta'))
     monkeypatch.setattr(
         'torchgpipe.shard.collectives.get_debug_level', lambda: dist.DebugLevel.DETAIL

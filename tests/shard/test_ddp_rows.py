@@ -142,7 +142,7 @@ def refused():
 
 
 @pytest.mark.parametrize('world, group', [(2, 2), (4, 2)])
-def test_what_is_behind_the_gather_has_the_gradient_of_one_process(world, group):
+def test_layers_after_the_gather_have_the_gradient_of_one_process(world, group):
     """In v0.8.0, the gradients of whole parameters there, such as a row parallel layer's bias,
     were n times too large."""
     run(world, each, group=group)

@@ -87,7 +87,7 @@ def pairs(shape, dim):
 
 
 @pytest.mark.parametrize('world, groups', [(2, [1, 2]), (4, [2, 4])])
-def test_each_pair_moves_what_it_says_and_is_adjoint(world, groups):
+def test_each_pair_moves_its_tensors_and_is_adjoint(world, groups):
     run(world, moves, groups)
 
 

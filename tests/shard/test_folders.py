@@ -235,7 +235,7 @@ def test_a_damaged_file_is_named_before_anything_changes(tmp_path):
         same(values(model), before)
 
 
-def test_pytorch_reads_what_was_saved_and_the_other_way_round(tmp_path):
+def test_checkpoints_are_read_by_pytorch_and_the_reverse(tmp_path):
     model = perceptron()
     save_checkpoint(tmp_path / 'ours', model)
     state = {'model': perceptron().state_dict()}

@@ -9,7 +9,7 @@ import torchgpipe.shard as ts
 from torchgpipe.shard.parameter import lengths, shard
 
 
-def test_parts_are_those_of_torch_chunk():
+def test_parts_follow_torch_chunk():
     for n, size in [*product(range(1, 7), range(12))]:
         x = torch.arange(size)
         pieces = ts.slice(x, n)

@@ -17,7 +17,7 @@ def place(base):
     return base + dist.get_rank(), ts.distributed.get_rank(), torch.get_num_threads()
 
 
-def test_each_rank_returns_what_the_function_gives():
+def test_each_rank_returns_the_result_of_the_function():
     assert run(4, place, 10, group=2) == [(10, 0, 1), (11, 1, 1), (12, 0, 1), (13, 1, 1)]
 
 
@@ -76,7 +76,7 @@ def end_after_another():
     os._exit(3)
 
 
-def test_all_ranks_that_fail_together_are_told():
+def test_all_ranks_that_fail_concurrently_are_named():
     with pytest.raises(RuntimeError, match='(?s)rank 0.*has ended.*rank 1.*exit code 3'):
         run(2, end_after_another)
 

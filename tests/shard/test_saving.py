@@ -167,7 +167,7 @@ def fails_everywhere(folder):
     ]
 
 
-def test_what_fails_is_an_exception_on_all_ranks(tmp_path):
+def test_a_failure_is_an_exception_on_all_ranks(tmp_path):
     """PyTorch's CheckpointException is none."""
     for rank, (shapes, place, *cut) in enumerate(run(2, fails_everywhere, str(tmp_path), group=2)):
         for (text, cause), who, reason in (
@@ -185,7 +185,7 @@ def test_what_fails_is_an_exception_on_all_ranks(tmp_path):
             assert "'0.weight' is (1, 6) and not (4, 6)" in text
 
 
-def test_a_rank_that_can_not_save_or_load_is_named_by_the_others(tmp_path):
+def test_a_rank_that_fails_to_save_or_load_is_named_by_the_others(tmp_path):
     one, another = outcomes(2, fails, str(tmp_path), group=2)
     assert 'failed on rank 1, so it ended here, too: FileNotFoundError' in one.text
     assert 'nowhere' in another.text

@@ -116,7 +116,7 @@ def relocated(sizes):
 
 
 @pytest.mark.parametrize('world, group, sizes', [(2, 1, [2]), (4, 4, [2, 1]), (4, 2, [4])])
-def test_state_dicts_are_those_of_one_process_and_fit_groups_of_another_size(world, group, sizes):
+def test_state_dicts_equal_one_process_and_fit_groups_of_another_size(world, group, sizes):
     run(world, relocated, sizes, group=group)
 
 
@@ -254,7 +254,7 @@ def odd_ones():
     return read_when_asked_for()
 
 
-def test_what_is_collected_in_part_and_what_is_refused():
+def test_reading_whole_tensors_takes_the_memory_of_one():
     """Reading whole tensors takes the memory of one tensor; half of each is kept."""
     for peak in run(2, odd_ones, group=2):
         assert peak == (4 / 2 + 1) * 64 * 64 * 4

@@ -45,7 +45,7 @@ def norms(axes, data):
         ({'pipe': 2, 'tensor': 2}, 'replicate'),
     ],
 )
-def test_norms_are_those_of_one_process(axes, data):
+def test_norms_equal_one_process(axes, data):
     """The bias of the last layer is one number: of two shards one is empty."""
     (expected,) = run(1, norms, {}, 'replicate')
     assert expected[1::2] == pytest.approx([1e-3] * len(TYPES), rel=1e-2)

@@ -334,6 +334,6 @@ def fit():
         (4, 4, [write]),
     ],
 )
-def test_ten_steps_are_those_of_one_process(world, group, trainings):
+def test_ten_steps_equal_one_process(world, group, trainings):
     for training in trainings:
         run(world, training, group=group)

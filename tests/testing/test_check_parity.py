@@ -269,7 +269,7 @@ def test_a_shared_tensor_that_changes_in_place():
     assert "'0' (Grow) is the first module to differ: it changes its input in place" in reason
 
 
-def test_what_is_kept_from_call_to_call():
+def test_state_kept_from_call_to_call():
     def count(layer, x):
         layer.calls = getattr(layer, 'calls', 0) + 1
         return x * layer.calls
@@ -468,7 +468,7 @@ def test_the_loss_and_the_optimizer_that_are_given():
     assert 'tolerance 1e-03' in str(parity)
 
 
-def test_steps_are_those_of_a_plain_loop():
+def test_steps_equal_a_plain_loop():
     seen, losses, x = [], [], torch.rand(7, 4)
     model = nn.Sequential(Layer(), nn.Linear(4, 3))
 

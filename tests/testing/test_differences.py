@@ -36,7 +36,7 @@ def test_distance():
         )
 
 
-def test_what_is_zero_but_for_rounding_does_not_differ():
+def test_values_that_are_zero_up_to_rounding_do_not_differ():
     expected = {
         ('gradients', name): torch.tensor([size])
         for name, size in (('a', 1e-4), ('b', 1e-20), ('c', 2e-4))

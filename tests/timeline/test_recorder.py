@@ -482,7 +482,7 @@ def test_clocks_start_together():
 
 
 @pytest.mark.accelerator
-def test_copies_of_what_is_shared_are_not_those_of_a_micro_batch():
+def test_copies_of_shared_tensors_belong_to_no_micro_batch():
     if torch.accelerator.device_count() < 2:
         pytest.skip('needs 2 accelerators')
     layers = [nn.Linear(8, 8), nn.Linear(8, 8)]

@@ -8,7 +8,7 @@ from tests.tools.page import HUGGING_FACE, MODEL, PAGE, RECIPES, VISION
 from tests.tools.rows import table
 
 
-def test_the_table_is_that_of_the_tests():
+def test_the_table_equals_the_tests():
     """To make it: python -m tests.tools.rows."""
     assert table() in PAGE
 

@@ -16,7 +16,7 @@ def test_concurrency(run, tmp_path, monkeypatch):
     assert (tmp_path / 'concurrency.json').exists() and (tmp_path / 'concurrency.svg').exists()
 
 
-def test_shares_are_of_what_is_possible():
+def test_shares_are_relative_to_the_possible_overlap():
     for each in concurrency.measure(perceptron(4, 2), 0.01, 3, 1):
         assert each['speed_up'] == each['serial_ms'] / each['pipeline_ms']
         ideal = 2 if each['what'] == concurrency.THREADS else 1.5  # 2 · 3 / 4

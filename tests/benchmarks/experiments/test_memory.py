@@ -57,7 +57,7 @@ def test_a_skip_counts_where_it_is():
 
 
 @pytest.mark.parametrize('letters', ['cc', pytest.param('aa', marks=pytest.mark.accelerator)])
-def test_what_a_partition_gives_counts_for_the_next(letters):
+def test_the_output_of_a_partition_counts_for_the_next_one(letters):
     wide = nn.Sequential(
         nn.Linear(1, MIB // 4, bias=False), nn.Flatten(), nn.Linear(MIB // 4, 1, bias=False)
     )
@@ -69,7 +69,7 @@ def test_what_a_partition_gives_counts_for_the_next(letters):
 
 
 @pytest.mark.slow
-def test_peaks_on_workers_are_near_those_on_one_worker():
+def test_peaks_on_workers_are_near_the_peaks_on_one_worker():
     """One worker takes a micro-batch through all partitions before the next, and needs less."""
     found = []
     for devices in (['cpu'] * 3, ['cpu:0', 'cpu:1', 'cpu:2']):

@@ -201,7 +201,7 @@ def test_checkpoints_are_turned_off_in_any_version_of_transformers(monkeypatch, 
     assert calls == [name]
 
 
-def test_what_a_config_does_not_have_is_not_turned_off():
+def test_options_absent_from_a_config_are_not_turned_off():
     message = 'model.config.use_mems = False, or model.config.use_cache = False'
     assert [*ways_out(message, Cached())] == ['model.config.use_cache = False']
     assert not [*ways_out(message, nn.ReLU())]

@@ -74,7 +74,7 @@ def test_speed_of_steps_by_a_schedule(tmp_path, capsys, monkeypatch):
     assert "train by GPipe.step, '1f1b'" in out and 'one thread' not in out
 
 
-def test_a_step_by_a_schedule_is_that_of_the_plain_call(tmp_path):
+def test_a_step_by_a_schedule_equals_the_plain_call(tmp_path):
     losses = []
     for schedule in (None, 'gpipe'):
         job = Job(
@@ -87,7 +87,7 @@ def test_a_step_by_a_schedule_is_that_of_the_plain_call(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
 
 
-def test_only_what_was_asked_for(tmp_path, capsys):
+def test_only_selected_experiments_run(tmp_path, capsys):
     options = tiny.options(
         tiny.SPEED,
         tmp_path,
@@ -103,7 +103,7 @@ def test_only_what_was_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_what_was_measured(tmp_path, capsys):
+def test_ctrl_c_leaves_the_measurements(tmp_path, capsys):
     def measure(experiment, setting, options, result):
         if setting.name == 'pipeline-3':
             raise KeyboardInterrupt
@@ -207,7 +207,7 @@ def test_memory_by_its_definition(tmp_path):
         assert sum(result['details'].values()) == pytest.approx(result['figure'])
 
 
-def test_memory_says_that_it_is_not_that_of_compiled_layers(tmp_path, monkeypatch, capsys):
+def test_memory_of_compiled_layers_is_said_to_be_unknown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, 'compile', lambda run: run)
     options = tiny.options(tiny.MEMORY, tmp_path, settings=tiny.SETTINGS[:1], compile=True)
     campaign(tiny.MEMORY, options, memory.measure)

@@ -46,7 +46,7 @@ def test_recomputations_come_before_gradients():
     assert found['plain call'] == found['gpipe'] == 5 * 2 + 5 * 6 - 2
 
 
-def test_overheads_are_those_of_each_micro_batch():
+def test_overheads_count_for_each_micro_batch():
     found = step_seconds(profile(4, 1.0), replace(setting(4, (2, 2)), batch=4))
     # A layer takes 1 + 0 and 1 + 1 / 8 seconds for a sample.
     assert found['1f1b'] == pytest.approx(5 * 2 * 2.125)

@@ -43,7 +43,7 @@ def test_balances_fit_their_models():
             assert not number or str(len(setting.balance)) in number.groups(), setting
 
 
-def test_settings_of_an_ablation_differ_in_what_is_off():
+def test_settings_of_an_ablation_differ_in_the_disabled_part():
     assert [len(setting.off) for setting in UNET_TIMELINE.settings] == [3, 2, 1, 0]
     assert len({setting.balance for setting in UNET_TIMELINE.settings}) == 1
 

@@ -100,7 +100,7 @@ def test_a_timeline(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.sim
-def test_throughput_is_that_of_the_devices(tmp_path):
+def test_throughput_equals_the_devices(tmp_path):
     options = tiny.options(tiny.SPEED, tmp_path)
     job = SimpleNamespace(
         setting=tiny.SETTINGS[0],
@@ -134,7 +134,7 @@ def nothing_is_free():
     'name, value',
     [('exhaustion.free_memory', lambda: 2**16), ('campaign.memory_limit', nothing_is_free)],
 )
-def test_their_memory_is_that_of_the_host(tmp_path, monkeypatch, name, value):
+def test_their_memory_is_host_memory(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr(f'benchmarks.harness.{name}', value)
     summary, _ = measure(tiny.SPEED, speed.measure, tmp_path, monkeypatch)
     assert {result['status'] for result in summary['settings']} == {'out of memory'}

@@ -213,7 +213,7 @@ def test_plan_is_about_all_that_is_large():
         assert left == (['transformer.wpe'] if module is gpt else []), kind
 
 
-def test_heads_that_ranks_can_not_share():
+def test_heads_that_do_not_divide_by_the_ranks():
     assert heads_of(torch.zeros(1, 24), 3, 4).shape == (1, 2, 3, 4)
     with pytest.raises(ValueError, match=r'18 features are 1.50 heads of 12.* whole ones'):
         heads_of(torch.zeros(1, 18), 3, 4)

@@ -411,7 +411,7 @@ def test_a_loss_that_counts_has_no_values_to_compare():
     assert small(size=7, chunks=2, loss=loss).ranks
 
 
-def test_flops_are_those_of_the_unwrapped_model():
+def test_flops_equal_the_unwrapped_model():
     from torch.utils.flop_counter import FlopCounterMode
 
     report = small(checkpoint='never', chunks=4)

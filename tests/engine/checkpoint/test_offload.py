@@ -26,7 +26,7 @@ from torchgpipe.engine.streams import current_stream, new_stream
 
 
 @pytest.mark.accelerator
-def test_numbers_are_those_of_the_unwrapped_model():
+def test_results_equal_the_unwrapped_model():
     for mode in [*MODES, ['always', 'never', 'always', 'except_last']]:
         for letters in ['aaaa', 'acac', 'caac']:
             model = layers()

@@ -15,7 +15,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 
 @devices
-def test_layers_are_told_in_which_pass_they_are(devices):
+def test_layers_can_ask_for_the_pass(devices):
     log = []
 
     class Ask(nn.Linear):

@@ -27,7 +27,7 @@ def test_python_attributes_change_once_per_pass(devices):
 
 
 @devices
-def test_an_output_that_a_layer_keeps_is_that_of_the_first_pass(devices):
+def test_an_output_that_a_layer_keeps_is_the_one_of_the_first_pass(devices):
     """An example is an auxiliary loss. The recomputation's would keep a useless graph alive."""
 
     def keep(layer, x):

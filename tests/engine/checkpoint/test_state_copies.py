@@ -66,7 +66,7 @@ def test_a_large_buffer_is_not_copied(devices):
 
 @devices
 @pytest.mark.parametrize('memory', ['shared', 'numpy'])
-def test_memory_that_can_not_be_copied_on_write(devices, memory):
+def test_memory_without_copy_on_write(devices, memory):
     def make():
         if memory == 'shared':
             buffer = doubles(4).share_memory_()

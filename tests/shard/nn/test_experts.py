@@ -145,7 +145,7 @@ def several(*cases):
 
 
 @pytest.mark.parametrize('sizes', [[7, 5], [3, 0, 8, 1]])
-def test_numbers_on_several_ranks_are_those_of_one_process(sizes):
+def test_results_on_several_ranks_equal_one_process(sizes):
     run(
         len(sizes),
         several,
@@ -262,7 +262,7 @@ def autocasted():
     return y.dtype, aux.dtype, layer.up.grad.dtype
 
 
-def test_ranks_without_experts_send_what_the_others_do_under_autocast():
+def test_ranks_without_experts_send_the_same_types_under_autocast():
     assert run(2, autocasted) == [(torch.bfloat16, torch.float32, torch.float32)] * 2
 
 

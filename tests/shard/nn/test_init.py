@@ -108,7 +108,7 @@ def values():
 
 
 @pytest.mark.parametrize('world', [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_method_gives_what_one_process_has(world):
+def test_each_method_gives_the_values_of_one_process(world):
     run(world, values, group=world)
 
 

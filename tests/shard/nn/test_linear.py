@@ -55,7 +55,7 @@ def same_as_plain(in_features, out_features, dim, bias):
 
 
 @pytest.mark.parametrize('world, groups', [(2, [1, 2]), slow(4, [2, 4])])
-def test_numbers_are_those_of_one_process(world, groups):
+def test_results_equal_one_process(world, groups):
     run(world, over_groups, groups, same_as_plain, SIZES, SIZES, [None, 0, 1, -1], [True, False])
 
 
@@ -113,12 +113,12 @@ def called_with(dim):
             ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=12)
 
 
-def test_functions_take_what_torchshard_has_them_take():
+def test_functions_take_the_arguments_of_torchshard():
     """In v0.8.0, they took neither `dim` nor `num_embeddings`."""
     run(2, over_groups, [1, 2], called_with, [None, 0, 1, -1])
 
 
-def test_the_function_does_what_the_tag_of_the_weight_says():
+def test_the_function_follows_the_tag_of_the_weight():
     run(2, over_groups, [1, 2], functional, [None, 0, 1, -1], [True, False])
 
 
@@ -203,7 +203,7 @@ def alone(dim):
         assert 'copy_' not in operations(sharded.reset_parameters)
 
 
-def test_a_group_of_one_does_what_plain_layers_do():
+def test_a_group_of_one_gives_the_results_of_plain_layers():
     run(1, over_groups, [1], alone, [None, 0, 1])
 
 
@@ -225,7 +225,7 @@ def test_no_inputs_or_no_outputs():
     run(2, over_groups, [2], no_inputs, [None, 0, 1])
 
 
-def test_groups_come_before_what_is_split():
+def test_groups_are_set_before_layers_are_split():
     for make in (
         lambda: ts.nn.ParallelLinear(2, 2, dim=1),
         lambda: ts.draws(-1).__enter__(),
@@ -237,7 +237,7 @@ def test_groups_come_before_what_is_split():
             make()
 
 
-def test_what_is_not_split_needs_no_groups():
+def test_layers_that_are_not_split_need_no_groups():
     """In v0.8.0, it needed them, though not in TorchShard."""
     make = nn.Sequential
     plain, model = same_start(
@@ -317,7 +317,7 @@ def goes_places(dim):
         assert knows(other) == known
 
 
-def test_parameters_know_what_they_are_wherever_they_go():
+def test_parameters_keep_their_tags():
     run(2, over_groups, [2], goes_places, [None, 0, 1])
 
 
@@ -451,5 +451,5 @@ def within():
         ts.nn.ParallelLinear.convert_parallel_linear(half, 1)
 
 
-def test_conversion_of_what_is_in_a_model():
+def test_conversion_of_the_layers_of_a_model():
     run(2, over_groups, [2], within)

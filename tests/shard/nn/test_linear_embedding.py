@@ -87,7 +87,7 @@ def same_as_plain(number, features, dim, options):
         slow(4, [1, 4], [(5, 7)]),
     ],
 )
-def test_numbers_are_those_of_one_process(world, groups, sizes):
+def test_results_equal_one_process(world, groups, sizes):
     run(world, over_sizes, groups, sizes)
 
 

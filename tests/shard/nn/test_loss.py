@@ -115,7 +115,7 @@ def grid(all_sizes, shapes):
         slow(4, 4, [(2, 3)]),
     ],
 )
-def test_loss_and_gradient_are_those_of_one_process(world, group, shapes):
+def test_loss_and_gradient_equal_one_process(world, group, shapes):
     run(world, grid, SIZES, shapes, group=group)
 
 
@@ -534,7 +534,7 @@ def whole_logits():
         )
 
 
-def test_options_types_and_shapes_are_those_of_pytorch():
+def test_options_types_and_shapes_follow_pytorch():
     run(
         2,
         in_turn,

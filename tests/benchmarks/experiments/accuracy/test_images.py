@@ -112,7 +112,7 @@ def test_folders_that_are_not_laid_out_like_that(tmp_path):
         open_folders(tmp_path, 8, 0)
 
 
-def test_an_image_that_can_not_be_read_is_named(tmp_path):
+def test_an_unreadable_image_is_named(tmp_path):
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a/broken.png').write_bytes(b'nothing')
     with pytest.raises(UnreadableImage, match='broken.png'):

@@ -113,7 +113,7 @@ def test_mixed_precision(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_image_that_can_not_be_read_is_named_in_one_line(run, images, tmp_path):
+def test_an_unreadable_image_is_named_in_one_line(run, images, tmp_path):
     folder = shutil.copytree(images, tmp_path / 'images')
     broken = next((folder / 'val').glob('*/*.png'))
     broken.write_bytes(broken.read_bytes()[:200])
