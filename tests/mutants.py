@@ -1,9 +1,9 @@
 """Mutants: ``python -m tests.mutants`` takes guards out of the package, and runs the tests.
 
-It draws conditions, waits, locks and comparisons of versions by a seed. It takes each out in a
-copy of the project, one at a time, and runs tests until one fails: first the module's tests, then
-the harness of equivalence, the tests of the folder, and others that reach the folder. It prints
-the mutants that no test notices. A file of results is continued, so a run may be interrupted.
+It draws conditions, waits, locks and comparisons of versions by a seed. It copies the project, and
+runs all tests once with a probe at each of them (`tests.probes`). Then it takes them out one by
+one, and runs the tests that reach the place until one fails, starting with the module's tests. It
+prints the mutants that no test notices. Results are in a folder, so a run may be interrupted.
 """
 
 import argparse
@@ -19,42 +19,22 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import probes
+
 ROOT = Path(__file__).resolve().parent.parent
 
 #: The folders of mutants, with their shares of 120.
 SHARES = {'engine': 48, 'distributed': 28, 'sequential': 18, 'plan': 16, 'skip': 10}
 
-#: Tests outside of a folder's own that may notice its mutants.
-OTHERS = {
-    'engine': [
-        'tests/test_equivalence.py',
-        'tests/test_equivalence_ranks.py',
-        'tests/skip',
-        'tests/base',
-        'tests/accelerator',
-        'tests/legacy',
-        'tests/model',
-        'tests/timeline',
-        'tests/testing',
-        'tests/project/test_surface.py',
-        *sorted(f'tests/{path.name}' for path in (ROOT / 'tests').glob('test_[bglps]*.py')),
-    ],
-    'distributed': ['tests/test_equivalence_ranks.py', 'tests/shard', 'tests/timeline'],
-    'sequential': ['tests/model', 'tests/testing', 'tests/plan', 'tests/project'],
-    'plan': ['tests/distributed/dry_runs', 'tests/benchmarks', 'tests/project'],
-    'skip': ['tests/engine', 'tests/test_equivalence.py', 'tests/legacy', 'tests/test_gpipe.py'],
-}
-
 #: Contexts that are locks, streams or modes, and calls that wait, free or check.
 CONTEXTS = re.compile(r'lock|held|unseen|use_|stream|no_grad|substituted')
 CALLS = re.compile(r'wait|synchronize|record|acquire|release|join|clear|\.set\(|check|register')
 
-#: Seconds for one run of tests. A mutant that hangs is noticed.
+#: Seconds for the tests of one mutant. A mutant that hangs is noticed.
 TIMEOUT = 1500
 
-
-#: Pytest's exit code if no test is selected.
-NO_TESTS = 5
+#: Options of pytest: all tests, two at a time.
+PYTEST = [sys.executable, '-m', 'pytest', '-q', '--whole', '-n', '2', '-p', 'no:cacheprovider']
 
 
 class Mutant(NamedTuple):
@@ -65,6 +45,10 @@ class Mutant(NamedTuple):
     line: int
     column: int
     text: str
+
+    @property
+    def place(self):
+        return self.path, self.line, self.column
 
 
 def changes_of(node):
@@ -108,85 +92,123 @@ def draw(count, seed):
 
 
 class Change(ast.NodeTransformer):
-    """Apply the change of a mutant to a tree."""
+    """Change the nodes of some mutants of a file.
 
-    def __init__(self, mutant):
-        self.mutant = mutant
-        self.is_done = False
+    Args:
+        mutants: The mutants; of several at one place, the last one counts
+        change: A function of a node and its mutant that returns the node's replacement
+    """
+
+    def __init__(self, mutants, change):
+        self.mutants = {(mutant.line, mutant.column): mutant for mutant in mutants}
+        self.change = change
 
     def visit(self, node):
-        mutant = self.mutant
         place = getattr(node, 'lineno', None), getattr(node, 'col_offset', None)
-        if self.is_done or place != (mutant.line, mutant.column):
-            return self.generic_visit(node)
-        if mutant.change not in changes_of(node):
-            return self.generic_visit(node)
-
-        self.is_done = True
-        if mutant.change in ('never', 'always'):
-            node.test = ast.Constant(mutant.change == 'always')
-        elif mutant.change == 'without context':
-            return node.body
-        elif mutant.change == 'without call':
-            return ast.Pass()
-        elif mutant.change == 'equal':
-            return ast.Constant(isinstance(node.ops[0], ast.Eq | ast.Is))
-        else:
-            del node.values[int(mutant.change.split()[-1])]
-            if len(node.values) == 1:
-                return node.values[0]
+        mutant = self.mutants.get(place)
+        is_mutated = mutant is not None and mutant.change in changes_of(node)
+        if is_mutated:
+            del self.mutants[place]
+        node = self.generic_visit(node)
+        if is_mutated:
+            return self.change(node, mutant)
         return node
 
 
-def changed(source, mutant):
-    """Return the source with a mutant's change."""
-    change = Change(mutant)
-    tree = ast.fix_missing_locations(change.visit(ast.parse(source)))
-    assert change.is_done, mutant
+def mutate(node, mutant):
+    """Return a node with a mutant's change."""
+    if mutant.change in ('never', 'always'):
+        node.test = ast.Constant(mutant.change == 'always')
+    elif mutant.change == 'without context':
+        return node.body
+    elif mutant.change == 'without call':
+        return ast.Pass()
+    elif mutant.change == 'equal':
+        return ast.Constant(isinstance(node.ops[0], ast.Eq | ast.Is))
+    else:
+        del node.values[int(mutant.change.split()[-1])]
+        if len(node.values) == 1:
+            return node.values[0]
+    return node
+
+
+def changed(source, mutants, change):
+    """Return the source with the changes of some of its mutants."""
+    transformer = Change(mutants, change)
+    tree = ast.fix_missing_locations(transformer.visit(ast.parse(source)))
+    assert not transformer.mutants, transformer.mutants
     return ast.unparse(tree)
 
 
-def stages(root, mutant):
-    """Yield arguments of pytest: the nearest tests first."""
-    module = Path(mutant.path).relative_to('torchgpipe')
-    folder = root / 'tests' / module.parent
-    near = {*folder.glob(f'test_{module.stem}.py'), *folder.glob(f'test_{module.stem}_*.py')}
-    if near:
-        yield sorted(map(str, near))
-    top = module.parts[0]
-    if top in ('engine', 'skip'):
-        yield ['tests/test_equivalence.py', '-k', 'one_case']
-    yield [f'tests/{top}']
-    yield OTHERS[top]
+def pytest_of(root, arguments, **variables):
+    """Run pytest in a copy of the project, where processes find the copy's package."""
+    variables |= {'PYTHONDONTWRITEBYTECODE': '1', 'PYTHONPATH': str(root)}
+    return subprocess.run(
+        [*PYTEST, *arguments],
+        cwd=root,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT if '-x' in arguments else None,
+    )
 
 
-def noticed(root, mutant):
+def reaching(root, mutants, folder):
+    """Return the tests that reach each mutant, from one run of all tests."""
+    numbers = {}
+    for mutant in mutants:
+        numbers.setdefault(mutant.place, len(numbers))
+
+    def probe(node, mutant):
+        number = numbers[mutant.place]
+        call = ast.parse(f'__import__("torchgpipe.probes").probes.reach({number})').body[0]
+        if isinstance(node, ast.stmt):
+            return [call, node]
+        pair = ast.Tuple([call.value, node], ast.Load())
+        return ast.Subscript(pair, ast.Constant(1), ast.Load())
+
+    if not folder.exists():
+        shutil.copy(root / 'tests/probes.py', root / 'torchgpipe/probes.py')
+        sources = {mutant.path: (root / mutant.path).read_text() for mutant in mutants}
+        for path, source in sources.items():
+            of_file = [mutant for mutant in mutants if mutant.path == path]
+            (root / path).write_text(changed(source, of_file, probe))
+
+        folder.mkdir()
+        run = pytest_of(root, ['-p', 'tests.probes'], **{probes.VARIABLE: str(folder)})
+        (folder / 'output.txt').write_text(run.stdout)
+
+        for path, source in sources.items():
+            (root / path).write_text(source)
+
+    records = probes.records_of(folder)
+    return {mutant: records.get(numbers[mutant.place], set()) for mutant in mutants}
+
+
+def noticed(root, mutant, tests):
     """Return the first test that fails with a mutant, or None."""
+    module = Path(mutant.path).relative_to('torchgpipe')
+
+    # A line that runs at import is reached by no test in particular.
+    tests = tests - {''} or {f'tests/{module.parts[0]}'}
+
+    def distance(test):
+        is_of_module = f'{module.parent}/test_{module.stem}' in test
+        return not is_of_module, f'/{module.parts[0]}/' not in test, test
+
     path = root / mutant.path
     source = path.read_text()
-    path.write_text(changed(source, mutant))
-    environment = os.environ | {'PYTHONDONTWRITEBYTECODE': '1'}
-    options = ['-q', '-x', '--whole', '-n', '2', '-p', 'no:cacheprovider', '--timeout', '120']
+    path.write_text(changed(source, [mutant], mutate))
     try:
-        for tests in stages(root, mutant):
-            command = [sys.executable, '-m', 'pytest', *options, *tests]
-            try:
-                run = subprocess.run(
-                    command,
-                    cwd=root,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=TIMEOUT,
-                )
-            except subprocess.TimeoutExpired:
-                return 'no end'
-            if run.returncode not in (0, NO_TESTS):
-                failed = re.search(r'^(FAILED|ERROR) (.*)', run.stdout, re.M)
-                return failed[2] if failed else f'exit code {run.returncode}'
-        return None
+        run = pytest_of(root, ['-x', '--timeout', '120', *sorted(tests, key=distance)])
+    except subprocess.TimeoutExpired:
+        return 'no end'
     finally:
         path.write_text(source)
+    if run.returncode == 0:
+        return None
+    failed = re.search(r'^(FAILED|ERROR) (.*)', run.stdout, re.M)
+    return failed[2] if failed else f'exit code {run.returncode}'
 
 
 def main():
@@ -194,23 +216,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--count', type=int, default=120, help='number of mutants')
     parser.add_argument('--seed', type=int, default=68, help='seed of the draw')
-    parser.add_argument('--output', type=Path, default='mutants.jsonl', help='file of results')
+    parser.add_argument('--output', type=Path, default='mutants', help='folder of results')
     args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    results = args.output / 'results.jsonl'
     done = {}
-    if args.output.exists():
-        for line in args.output.read_text().splitlines():
+    if results.exists():
+        for line in results.read_text().splitlines():
             mutant, test = json.loads(line)
             done[Mutant(*mutant)] = test
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, 'project')
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns('.git', '__pycache__', 'build'))
-        for mutant in draw(args.count, args.seed):
+        mutants = draw(args.count, args.seed)
+        tests = reaching(root, mutants, (args.output / 'probes').resolve())
+        for mutant in mutants:
             if mutant not in done:
-                done[mutant] = noticed(root, mutant)
-                with args.output.open('a') as results:
-                    print(json.dumps([mutant, done[mutant]]), file=results)
-            print(*mutant, '->', done[mutant] or 'NOT NOTICED', flush=True)
+                done[mutant] = noticed(root, mutant, tests[mutant]) if tests[mutant] else None
+                with results.open('a') as lines:
+                    print(json.dumps([mutant, done[mutant]]), file=lines)
+            count = f'{len(tests[mutant])} tests'
+            print(*mutant, count, '->', done[mutant] or 'NOT NOTICED', flush=True)
     missed = [mutant for mutant, test in done.items() if test is None]
     print(f'{len(missed)} of {len(done)} mutants are not noticed')
 
