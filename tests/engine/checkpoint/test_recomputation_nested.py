@@ -31,7 +31,7 @@ class Nest(nn.Module):
 
 
 class Pad(nn.Module):
-    """RecomputedTensors them up."""
+    """Pad them."""
 
     def forward(self, x):
         return torch.nested.to_padded_tensor(x, 0.0)
