@@ -123,6 +123,12 @@ def small_model(n=4, width=4):
     return nn.Sequential(*layers).double()
 
 
+def in_partitions(devices, *layers, **options):
+    """Wrap layers, one in each partition. Devices are given, or made for their number."""
+    places = devices(len(layers)) if callable(devices) else devices
+    return GPipe(nn.Sequential(*layers), [1] * len(layers), devices=places, **options)
+
+
 def threads():
     """Return all threads except autograd's, one per device, of which Python may know or not."""
     return {

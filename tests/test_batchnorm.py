@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import assert_same, call, micro_batches
+from tests.helpers import assert_same, call, in_partitions, micro_batches
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 
@@ -23,13 +23,8 @@ def assert_same_statistics(deferred, plain, rtol=1e-12):
 
 def piped(layer, chunks, mode='never', devices=('cpu',)):
     """Return the layer in a pipeline, with deferred batch norm."""
-    return GPipe(
-        nn.Sequential(copy.deepcopy(layer)),
-        [1],
-        devices=devices,
-        chunks=chunks,
-        checkpoint=mode,
-        deferred_batch_norm=True,
+    return in_partitions(
+        devices, copy.deepcopy(layer), chunks=chunks, checkpoint=mode, deferred_batch_norm=True
     )
 
 
@@ -201,13 +196,7 @@ def test_a_pipeline_within_a_layer_is_part_of_the_outer_mini_batch(devices):
         checkpoint='except_last',
         deferred_batch_norm=True,
     )
-    outer = GPipe(
-        nn.Sequential(inner, nn.Identity()),
-        [1, 1],
-        devices=devices(2),
-        chunks=2,
-        checkpoint='except_last',
-    )
+    outer = in_partitions(devices, inner, nn.Identity(), chunks=2, checkpoint='except_last')
     for _ in range(3):
         x = torch.randn(8, 3, dtype=torch.double)
         plain[1](plain[0](x))
@@ -297,7 +286,7 @@ def test_an_input_without_channels_is_refused():
 def test_without_deferring_the_statistics_differ(devices):
     """The counterpart of the tests above: they can fail."""
     plain = nn.BatchNorm1d(3).double()
-    gpipe = GPipe(nn.Sequential(copy.deepcopy(plain)), [1], devices=devices(1), chunks=4)
+    gpipe = in_partitions(devices, copy.deepcopy(plain), chunks=4)
     x = torch.randn(8, 3, dtype=torch.double)
     plain(x), call(gpipe, x)
     with pytest.raises(AssertionError):

@@ -16,6 +16,7 @@ from tests.helpers import (
     assert_same,
     call,
     gradients,
+    in_partitions,
     nodes,
     nothing,
     small_model,
@@ -191,13 +192,7 @@ def test_checkpoint_nodes_in_the_graph(devices):
         (('except_last', 'always'), 5),
         (lambda j: ['never', 'except_last'][j], 2),
     ]:
-        model = GPipe(
-            nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
-            [1, 1],
-            devices=devices(2),
-            chunks=3,
-            checkpoint=mode,
-        )
+        model = in_partitions(devices, nn.Linear(1, 1), nn.Linear(1, 1), chunks=3, checkpoint=mode)
 
         def numbers(output):
             names = [node.name() for node in nodes(output)]
@@ -487,7 +482,7 @@ def test_a_seed_is_an_integer():
     """In v0.21, it was an OverflowError."""
     for seed in ['x', 1.5, True]:
         with pytest.raises(TypeError, match='seed must be an integer, but got'):
-            GPipe(nn.Sequential(nn.Linear(2, 2, device='meta')), [1], devices=['cpu'], seed=seed)
+            in_partitions(['cpu'], nn.Linear(2, 2, device='meta'), seed=seed)
 
 
 @pytest.mark.parametrize('make', [nn.Embedding, nn.EmbeddingBag])

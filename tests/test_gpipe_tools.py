@@ -19,10 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
 from tests.helpers import assert_same, gradients
-from tests.marks import MODES
 from torchgpipe import GPipe
-
-modes = pytest.mark.parametrize('mode', MODES)
 
 
 def module(seed=0):

@@ -179,11 +179,6 @@ def test_layers_with_names_of_its_own(devices):
         torch.func.functional_call(gpipe, model.state_dict(), x)
 
 
-def test_a_layer_that_is_called_partitions():
-    with pytest.raises(ValueError, match="called 'partitions'"):
-        pipe(nn.Sequential(OrderedDict(partitions=nn.Linear(1, 1))), [1])
-
-
 @devices
 def test_the_mode_covers_all_modules(devices):
     model = pipe(small_model().eval(), devices=devices(2))

@@ -63,13 +63,6 @@ def test_hooks_of_the_model_itself():
         gpipe.step(x, x[:, :3], loss_of)
 
 
-def test_partitions_that_do_not_go_by_devices():
-    gpipe = GPipe(layers(), [4, 2, 2], devices=['cpu:0', 'cpu:1', 'cpu:0'])
-    x = torch.randn(4, 4, dtype=torch.double)
-    with pytest.raises(ValueError, match="'zb-v' takes 2 partitions on each device, but there"):
-        gpipe.step(x, x[:, :3], loss_of, schedule='zb-v')
-
-
 def test_a_way_out_of_devices_in_another_order():
     gpipe = GPipe(layers(), [2, 2, 2, 2], devices=['cpu:0', 'cpu:1'] * 2, chunks=3)
     x = torch.randn(6, 4, dtype=torch.double)

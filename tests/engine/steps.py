@@ -4,17 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.equivalence import loss_of
 from tests.helpers import assert_same, gradients, on_first
 from tests.skip.layers import Pop, Stash
 from tests.zoo.computing import Branch, Merge
 from torchgpipe.schedule import NAMES
 
 schedules = pytest.mark.parametrize('schedule', NAMES)
-
-
-def loss_of(output, target):
-    """Return a mean over samples. The simulated accelerator has no kernel for PyTorch's loss."""
-    return (output - target).square().mean()
 
 
 def layers(width=4):

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.devices import cpus
 from tests.engine.steps import loss_of
-from tests.helpers import Layer, assert_same, gradients, memory_of
+from tests.helpers import Layer, assert_same, gradients, in_partitions, memory_of
 from tests.skip.layers import Pop
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.engine.aliasing import Aliasing
@@ -215,13 +215,7 @@ def test_a_skip_may_not_be_changed_by_a_layer_that_has_it_otherwise(devices, how
         kept[-1].detach().add_(1)
         return linear(x)
 
-    model = GPipe(
-        nn.Sequential(Stash(4, 4), Layer(change), Pop()),
-        [1, 1, 1],
-        devices=devices(3),
-        chunks=1,
-        checkpoint='never',
-    )
+    model = in_partitions(devices, Stash(4, 4), Layer(change), Pop(), chunks=1, checkpoint='never')
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="the skip tensor 'skip' was changed in place"):
         model(x) if how == 'call' else model.step(x, x, loss_of)

@@ -1,7 +1,5 @@
 """Tensors that share a memory: a change in place has the history that it has without pipeline."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -175,26 +173,3 @@ def test_that_is_not_said_where_it_is_not_the_reason(chunks, j):
     with pytest.raises(RuntimeError, match='is being modified inplace') as error:
         gpipe(torch.rand(6, 4))
     assert len(error.value.__notes__) == 1
-
-
-def test_a_block_that_is_cut_in_two():
-    """The everyday form: a residual block whose second half works in place."""
-
-    class Start(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            return y, y
-
-    class End(nn.Module):
-        def forward(self, xs):
-            x, residual = xs
-            return nn.functional.relu(x, inplace=True) + residual
-
-    model = nn.Sequential(Start(4, 4), End(), nn.Linear(4, 4)).double()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 2], devices=['cpu:0', 'cpu:1'], chunks=3, checkpoint='never')
-    x = torch.randn(6, 4, dtype=torch.double)
-    expected, actual = reference(x), gpipe(x)
-    expected.square().sum().backward()
-    actual.square().sum().backward()
-    assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)])

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.devices import ACCELERATOR, devices
-from tests.helpers import on_first
-from torchgpipe import GPipe
+from tests.helpers import in_partitions, on_first
 from torchgpipe.engine.backward_order import Fork, Join, Tie, fork, get_phony, join
 
 
@@ -138,13 +137,7 @@ class Two(nn.Module):
 @devices
 @pytest.mark.parametrize('used', [0, 1])
 def test_an_unused_output_has_no_gradient(devices, used):
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Two()),
-        [1, 1],
-        devices=devices(2),
-        chunks=2,
-        checkpoint='except_last',
-    )
+    gpipe = in_partitions(devices, nn.Linear(4, 4), Two(), chunks=2, checkpoint='except_last')
     gpipe(on_first(gpipe, torch.rand(4, 4)))[used].sum().backward()
     found = [layer.weight.grad is not None for layer in gpipe[1].layers]
     assert found == [used == 0, used == 1]

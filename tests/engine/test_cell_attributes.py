@@ -8,7 +8,7 @@ import torch._dynamo
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import assert_same, gradients, micro_batches, on_first
+from tests.helpers import assert_same, gradients, in_partitions, micro_batches, on_first
 from tests.shard.processes import run
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -344,13 +344,7 @@ def test_marks_of_the_compiler_are_not_passed_on(devices):
             assert '_dynamo_dynamic_indices' in y.__dict__
             return y
 
-    gpipe = GPipe(
-        nn.Sequential(Marking(), nn.Linear(4, 2)),
-        [1, 1],
-        devices=devices(2),
-        chunks=2,
-        checkpoint='except_last',
-    )
+    gpipe = in_partitions(devices, Marking(), nn.Linear(4, 2), chunks=2, checkpoint='except_last')
     x = on_first(gpipe, torch.ones(4, 4))
     torch._dynamo.mark_dynamic(x, 0)
     assert gpipe(x).shape == (4, 2)
@@ -358,7 +352,7 @@ def test_marks_of_the_compiler_are_not_passed_on(devices):
 
 @devices
 def test_an_input_with_other_values_is_refused(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices(1), chunks=2)
+    gpipe = in_partitions(devices, nn.Linear(2, 2), chunks=2)
     x = on_first(gpipe, torch.ones(4, 2))
     with pytest.raises(TypeError, match="the attribute 'factor', a Tensor"):
         gpipe(with_factor(x, torch.ones(1)))
@@ -366,7 +360,7 @@ def test_an_input_with_other_values_is_refused(devices):
 
 @devices
 def test_outputs_whose_attributes_differ_are_refused(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(2, 2), Growing()), [1, 1], devices=devices(2), chunks=2)
+    gpipe = in_partitions(devices, nn.Linear(2, 2), Growing(), chunks=2)
     with pytest.raises(ValueError, match=r"values or attributes: .*\{'factor': 2.0\}"):
         gpipe(on_first(gpipe, torch.ones(4, 2)))
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import loss_of, train
-from tests.helpers import assert_same, on_first
+from tests.helpers import assert_same, in_partitions, on_first
 from tests.helpers import gradients as gradients_of
 from torchgpipe import GPipe
 from torchgpipe.engine import gradients
@@ -28,7 +28,7 @@ def test_hooks_of_parameters_see_the_whole_gradient_once(devices):
 
 @devices
 def test_a_gradient_is_not_copied_into_its_parameter(devices):
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], devices=devices(1), chunks=2)
+    gpipe = in_partitions(devices, nn.Linear(4, 3), chunks=2)
     seen = []
     gpipe[0].weight.register_hook(lambda grad: seen.append(grad.data_ptr()))
     gpipe.step(
@@ -59,15 +59,6 @@ def test_layers_find_their_parameters_as_they_are(devices):
 
 
 @devices
-def test_hooks_of_layers(devices):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=4)
-    for net in (model, gpipe):
-        net[1].register_full_backward_hook(lambda layer, input, output: (input[0] * 2,))
-    train(model, gpipe, 8)
-
-
-@devices
 def test_a_parameter_that_a_layer_gives_up_does_not_come_back(devices):
     class GiveUp(nn.Linear):
         def forward(self, x):
@@ -75,9 +66,7 @@ def test_a_parameter_that_a_layer_gives_up_does_not_come_back(devices):
             del self.bias
             return y
 
-    gpipe = GPipe(
-        nn.Sequential(GiveUp(4, 4)), [1], devices=devices(1), chunks=1, checkpoint='never'
-    )
+    gpipe = in_partitions(devices, GiveUp(4, 4), chunks=1, checkpoint='never')
     x = torch.rand(4, 4, device=devices.first)
     gpipe.step(x, x, loss_of)
     assert [*dict(gpipe[0].named_parameters())] == ['weight']
@@ -91,31 +80,6 @@ def test_where_the_gradient_of_a_sparse_tensor_enters_its_graph():
         torch.autograd.backward([gradients.edge_of(y)], [torch.eye(2).to_sparse()])
     assert torch.equal(x.grad, 2 * torch.eye(2))
     assert torch.equal(leaf.grad.to_dense(), torch.eye(2))
-
-
-class Assigns(nn.Linear):
-    """A layer that assigns to the data of its weight in its forward."""
-
-    def forward(self, x):
-        self.weight.data = self.weight.data.clamp(-0.2, 0.2)
-        return super().forward(x)
-
-
-@devices
-def test_a_layer_may_assign_to_data(devices):
-    """The assigned tensor stays, and is trained."""
-    model = nn.Sequential(Assigns(3, 3), nn.Linear(3, 3), Assigns(3, 3)).double()
-    gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='never')
-    optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (model, gpipe)]
-    for _ in range(3):
-        x = torch.randn(4, 3, dtype=torch.double)
-        loss_of(model(x), x).backward()
-        gpipe.step(x.to(gpipe.devices[0]), x.to(gpipe.devices[-1]), loss_of)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, x in model.state_dict().items():
-        torch.testing.assert_close(gpipe.state_dict()[name].cpu(), x, rtol=1e-12, atol=1e-12)
 
 
 class Assigning(nn.Module):

@@ -9,24 +9,13 @@ import torch
 from torch import nn
 
 from tests.devices import cpus, devices
-from tests.helpers import assert_same, gradients, micro_batches, on_first
+from tests.equivalence import loss_of
+from tests.helpers import assert_same, gradients, in_partitions, micro_batches, on_first
 from tests.zoo.nested import adjoint
 from torchgpipe import GPipe
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 
 split_schedules = pytest.mark.parametrize('schedule', SPLIT)
-
-
-def loss_of(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
-
-
-def make(layer):
-    """Return a model whose partitions each have such a layer, after one that is split."""
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer()) for _ in range(4)]
-    ).double()
 
 
 def pipeline(model, schedule, devices, **options):
@@ -161,9 +150,7 @@ class Branches(nn.Linear):
 
 @devices
 def test_an_output_gradient_that_changes_between_the_halves(devices):
-    gpipe = GPipe(
-        nn.Sequential(Branches(4, 4)), [1], devices=devices(1), chunks=2, checkpoint='never'
-    )
+    gpipe = in_partitions(devices, Branches(4, 4), chunks=2, checkpoint='never')
     x = on_first(gpipe, torch.randn(4, 4)).requires_grad_()
     with pytest.raises(RuntimeError, match='output gradient and input'):
         gpipe.step(x, x.detach(), loss_of, schedule='zb-h1')

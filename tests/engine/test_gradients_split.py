@@ -11,18 +11,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.devices import devices
-from tests.helpers import Spy, assert_same, gradients, on_first
+from tests.equivalence import loss_of
+from tests.helpers import Spy, assert_same, gradients, in_partitions, on_first
 from tests.zoo.computing import COMPUTING
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import gradients as engine_gradients
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
-
-
-def loss_of(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
 
 
 @pytest.fixture
@@ -107,9 +103,7 @@ def test_an_unused_parameter_has_no_gradient(devices):
 
 
 def test_the_backward_of_compiled_layers_is_not_split(log):
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=['cpu', 'cpu'], chunks=2
-    )
+    gpipe = in_partitions(['cpu', 'cpu'], nn.Linear(4, 4), nn.Linear(4, 4), chunks=2)
     expected = copy.deepcopy(gpipe)
     gpipe.partitions[0].compile(backend='eager')
     x = torch.randn(4, 4)
@@ -135,12 +129,8 @@ def test_under_hooks_of_the_user_s():
 def test_the_input_s_gradient_does_not_wait_for_the_weight_gradient(devices, monkeypatch):
     """Partition 0 goes back while partition 1 is held before its first W."""
     sent, add = threading.Event(), engine_gradients._add
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        [1, 1],
-        devices=devices.distinct(2),
-        chunks=2,
-        checkpoint='never',
+    gpipe = in_partitions(
+        devices.distinct, nn.Linear(4, 4), nn.Linear(4, 4), chunks=2, checkpoint='never'
     )
     x = torch.randn(4, 4, device=devices.first)
     target = x.to(gpipe.devices[-1])
@@ -294,19 +284,3 @@ def test_a_recomputation_where_the_schedule_has_it(devices):
     gpipe.step(on_first(gpipe, x), x.to(gpipe.devices[-1]), loss_of, schedule=schedule)
     assert_same(gradients(gpipe), gradients(model))
     assert sorted(calls) == [False, False, True]
-
-
-@devices
-@pytest.mark.parametrize('mode', ['always', 'never'])
-def test_in_v080_the_output_of_a_split_layer_could_not_be_changed_in_place(devices, mode):
-    """ "Output 0 of _Split is a view …", for a linear layer on more than two dimensions."""
-    layers = nn.Sequential(
-        *[nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2)]
-    ).double()
-    x, y = torch.randn(2, 6, 3, 4, dtype=torch.double)
-    loss_of(layers(x), y).backward()
-    expected = gradients(layers)
-    layers.zero_grad()
-    model = GPipe(layers, [1, 1], devices=devices(2), chunks=3, checkpoint=mode)
-    model.step(on_first(model, x), y.to(model.devices[-1]), loss_of, schedule='zb-h1')
-    assert_same(gradients(layers), expected)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.devices import devices, places
-from tests.helpers import Layer, assert_same, gradients, micro_batches
+from tests.helpers import Layer, assert_same, gradients, in_partitions, micro_batches
 from tests.skip.layers import Pop, Stash
 from torchgpipe import Arguments, GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, profile
@@ -179,7 +179,7 @@ def test_the_batch_and_a_shared_tensor_in_one_memory(devices):
             return x, x + everything.sum(0)
 
     x = torch.rand(6, 2, device=devices.first)
-    a, b = GPipe(nn.Sequential(Add()), [1], devices=devices(1), chunks=3)(x, NoChunk(x))
+    a, b = in_partitions(devices, Add(), chunks=3)(x, NoChunk(x))
     assert torch.equal(a.cpu(), x.cpu()) and torch.equal(b.cpu(), (x + x.sum(0)).cpu())
 
 
@@ -225,10 +225,10 @@ def test_rules_by_part(devices):
                 'n': value['x'].sum(),
             }
 
-    gpipe = GPipe(
-        nn.Sequential(Mix(), nn.Identity()),
-        [1, 1],
-        devices=devices(2),
+    gpipe = in_partitions(
+        devices,
+        Mix(),
+        nn.Identity(),
         chunks=2,
         batch_dim={'t': 1},
         gather={'y': None, 'turned': 1, 'n': 'sum'},
@@ -242,11 +242,11 @@ def test_rules_by_part(devices):
 
 def test_rules_that_are_none():
     with pytest.raises(ValueError, match='batch_dim must be a dimension'):
-        GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cpu'], batch_dim='first')
+        in_partitions(['cpu'], nn.ReLU(), batch_dim='first')
     with pytest.raises(ValueError, match='gather must be a dimension'):
-        GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cpu'], gather='max')
+        in_partitions(['cpu'], nn.ReLU(), gather='max')
     with pytest.raises(ValueError, match='batch_dim is None'):
-        GPipe(nn.Sequential(nn.ReLU()), [1], devices=['cpu'], batch_dim=None)
+        in_partitions(['cpu'], nn.ReLU(), batch_dim=None)
 
 
 @devices
@@ -258,7 +258,7 @@ def test_a_shared_tensor_that_changes_in_place(devices):
 
     x = torch.zeros(4, 2, device=devices.first)
     for mark in (NoChunk(x[0].clone()), x[0, 0].clone()):
-        gpipe = GPipe(nn.Sequential(Grow(), nn.ReLU()), [1, 1], devices=devices(2), chunks=2)
+        gpipe = in_partitions(devices, Grow(), nn.ReLU(), chunks=2)
         with pytest.raises(RuntimeError, match='partition 0 changed a tensor in place that all'):
             gpipe(x, mark)
         gpipe.chunks = 1
@@ -277,13 +277,7 @@ def test_gradients_of_a_shared_tensor_are_added_up_on_one_stream():
         def forward(self, value):
             return value[0] + value[1]
 
-    gpipe = GPipe(
-        nn.Sequential(Pass(), Add()),
-        [1, 1],
-        devices=places('aa'),
-        chunks=3,
-        checkpoint='except_last',
-    )
+    gpipe = in_partitions(places('aa'), Pass(), Add(), chunks=3, checkpoint='except_last')
     x = torch.rand(6, 2, device=gpipe.devices[0])
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
@@ -305,7 +299,7 @@ def test_a_part_of_a_shared_tensor_that_changes_in_place(devices):
         def forward(self, value):
             return value[0] + value[1].add_(1)
 
-    gpipe = GPipe(nn.Sequential(Some(), Grow()), [1, 1], devices=devices(2), chunks=2)
+    gpipe = in_partitions(devices, Some(), Grow(), chunks=2)
     x, table = torch.zeros(4, 2, device=devices.first), torch.zeros(2, device=devices.first)
     if devices.are_apart:
         assert gpipe(x, NoChunk(table)).tolist() == [[1, 1]] * 4
@@ -398,7 +392,7 @@ def test_one_keyword_named_input(devices):
         def forward(self, x):
             return x * 2
 
-    gpipe = GPipe(nn.Sequential(Named()), [1], devices=devices(1))
+    gpipe = in_partitions(devices, Named())
     x = torch.ones(2, device=devices.first)
     assert gpipe(input=x).tolist() == gpipe(x=x).tolist() == [2, 2]
 
@@ -439,21 +433,6 @@ def test_a_partition_is_a_sequential_module(devices):
     assert again(state._replace(table=NoChunk(state.table)))['y'].shape == (2, 2)
 
 
-@devices
-def test_dropout_in_functional_form_with_structures(devices):
-    class Drop(nn.Module):
-        def forward(self, value):
-            return {'x': F.dropout(value['x'])}
-
-    gpipe = GPipe(
-        nn.Sequential(Drop(), Drop()), [1, 1], devices=devices(2), chunks=2, checkpoint='always'
-    )
-    x = torch.ones(8, 8, device=devices.first, requires_grad=True)
-    y = gpipe({'x': x})['x']
-    y.sum().backward()
-    assert torch.equal(x.grad.cpu(), y.detach().cpu())
-
-
 class Embed(nn.Module):
     """Takes a sequence of the batch first, and a table of all."""
 
@@ -472,9 +451,7 @@ def test_a_rule_goes_by_positions_and_names_of_arguments(devices):
         (0, None),
         [0, None, 0],
     ]:
-        gpipe = GPipe(
-            nn.Sequential(Embed(), nn.Tanh()), [1, 1], devices=devices(2), chunks=3, batch_dim=rule
-        )
+        gpipe = in_partitions(devices, Embed(), nn.Tanh(), chunks=3, batch_dim=rule)
         x = torch.randn(6, 6, 2, device=devices.first)
         positions = torch.randn(6, device=devices.first)
         expected = (x + positions[:, None]).tanh()
@@ -496,14 +473,7 @@ class Sums(nn.Module):
 @devices
 def test_a_rule_of_a_single_argument(devices):
     for rule in [(1,), [1], {0: 1}, {'x': 1}]:
-        gpipe = GPipe(
-            nn.Sequential(Sums(), nn.Tanh()),
-            [1, 1],
-            devices=devices(2),
-            chunks=3,
-            batch_dim=rule,
-            gather=1,
-        )
+        gpipe = in_partitions(devices, Sums(), nn.Tanh(), chunks=3, batch_dim=rule, gather=1)
         x = torch.randn(5, 5, 2, device=devices.first)
         assert_same([gpipe(x)], [x.cumsum(0).tanh().to(gpipe.devices[-1])])
 
@@ -515,15 +485,13 @@ def test_a_rule_about_nothing():
         ((0, None, 0, 1), lambda m, x: m(x, x), '3'),
         ({'src': 1}, lambda m, x: m(x), 'src'),
     ]:
-        gpipe = GPipe(nn.Sequential(Embed()), [1], devices=['cpu'], chunks=3, batch_dim=rule)
+        gpipe = in_partitions(['cpu'], Embed(), chunks=3, batch_dim=rule)
         with pytest.raises(ValueError, match=f"batch_dim says something of '?{key}"):
             call(gpipe, torch.zeros(6))
 
 
 def test_a_rule_about_nothing_in_a_value():
-    gpipe = GPipe(
-        nn.Sequential(nn.Identity()), [1], devices=['cpu'], chunks=3, batch_dim={'x': {'mask': 1}}
-    )
+    gpipe = in_partitions(['cpu'], nn.Identity(), chunks=3, batch_dim={'x': {'mask': 1}})
     gpipe({'x': {'mask': torch.zeros(2, 6), 'y': torch.zeros(6)}})
     with pytest.raises(ValueError, match="batch_dim says something of 'mask'"):
         gpipe({'x': {'msk': torch.zeros(6, 6)}})
@@ -570,7 +538,7 @@ def test_tensors_in_several_places_may_differ_between_micro_batches():
         seen.append(linear(x))
         return seen[-1], seen[-1].clone() if len(seen) == 1 else seen[-1]
 
-    gpipe = GPipe(nn.Sequential(Layer(twice)), [1], devices=['cpu'], chunks=2)
+    gpipe = in_partitions(['cpu'], Layer(twice), chunks=2)
     a, b = gpipe(torch.randn(4, 4))
     assert torch.equal(a, b) and a.shape == (4, 4)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpus, devices
-from tests.helpers import Spy, in_a_new_thread, nodes
+from tests.helpers import Spy, in_a_new_thread, in_partitions, nodes
 from tests.marks import modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.structure import bare
@@ -182,9 +182,7 @@ def test_an_output_has_an_edge_to_the_output_of_the_previous_micro_batch(devices
 
 
 def test_there_are_no_edges_to_nowhere():
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'], chunks=4, checkpoint='never'
-    )
+    gpipe = in_partitions(['cpu'], nn.Linear(2, 2), chunks=4, checkpoint='never')
     output = gpipe(torch.rand(4, 2))
     found = [node for node in nodes(output) if isinstance(node, Tie._backward_cls)]
     assert sorted(len(node.next_functions) for node in found) == [1, 2, 2, 2]

@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import ACCELERATOR, devices, places
-from tests.helpers import (
-    Slow,
-    as_if_on_several,
-    assert_same,
-    assert_trains_alike,
-    call,
-    gradients,
-    micro_batches,
-    train_both,
-)
+from tests.devices import ACCELERATOR, devices
+from tests.helpers import Slow, as_if_on_several, assert_trains_alike, in_partitions, train_both
 from tests.zoo.computing import Pair, Unpair
 from torchgpipe import GPipe
 
@@ -49,75 +40,6 @@ def test_every_combination(devices):
 
 
 @devices
-def test_five_steps_with_momentum_and_dropout(devices):
-    """Float32, against the same micro-batches run unwrapped, one after the other."""
-
-    def make():
-        torch.manual_seed(3)
-        return nn.Sequential(
-            nn.Linear(6, 16),
-            nn.Dropout(0.3),
-            nn.ReLU(),
-            nn.Linear(16, 16),
-            nn.Dropout(0.3),
-            nn.Linear(16, 2),
-        )
-
-    reference, model = make(), make()
-    gpipe = GPipe(model, [3, 3], devices=devices(2), chunks=4, checkpoint='except_last')
-    # On the same devices, as these may have generators of their own.
-    parts = [reference[3 * j : 3 * j + 3].to(device) for j, device in enumerate(gpipe.devices)]
-
-    def unwrapped(x):
-        outputs = []
-        for value in micro_batches(x, 4):
-            for part, device in zip(parts, gpipe.devices):
-                value = part(value.to(device))
-            outputs.append(value)
-        return torch.cat(outputs)
-
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (reference, gpipe)
-    ]
-    data = torch.randn(5, 10, 6).to(devices.first)
-    for run, net, optimizer in (
-        (unwrapped, reference, optimizers[0]),
-        (gpipe, gpipe, optimizers[1]),
-    ):
-        torch.manual_seed(7)
-        for x in data:
-            optimizer.zero_grad()
-            run(x).square().mean().backward()
-            optimizer.step()
-    assert_same(gpipe.parameters(), reference.parameters(), 1e-6)
-    assert_same(gradients(gpipe), gradients(reference), 1e-6)
-
-
-@devices
-def test_integer_input(devices):
-    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).double()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=3, checkpoint='always')
-    x = torch.randint(10, (7, 3))
-    expected, actual = reference(x), call(gpipe, x)
-    expected.square().sum().backward()
-    actual.square().sum().backward()
-    assert_same([actual, *gradients(gpipe)], [expected, *gradients(reference)])
-
-
-@devices
-def test_gradients_accumulate(devices):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [1, 1], devices=devices(2), chunks=2)
-    for _ in range(3):
-        x = torch.randn(5, 3, dtype=torch.double)
-        call(gpipe, x).square().sum().backward()
-        reference(x).square().sum().backward()
-    assert_same(gradients(gpipe), gradients(reference))
-
-
-@devices
 def test_no_gradient_is_computed_for_data_that_needs_none(devices):
     asked = []
 
@@ -140,26 +62,9 @@ def test_no_gradient_is_computed_for_data_that_needs_none(devices):
         def forward(self, x):
             return Product.apply(x, self.weight)
 
-    gpipe = GPipe(
-        nn.Sequential(First(), nn.Linear(2, 2)),
-        [1, 1],
-        devices=devices(2),
-        chunks=3,
-        checkpoint='except_last',
-    )
+    gpipe = in_partitions(devices, First(), nn.Linear(2, 2), chunks=3, checkpoint='except_last')
     gpipe(torch.rand(3, 2, device=devices.first)).sum().backward()
     assert asked == [False] * 3
-
-
-@pytest.mark.accelerator
-def test_accelerators_and_mixed_devices():
-    """With one accelerator, copies go to the CPU and back; with several, between them too."""
-    for where in ['aaa', 'cac', 'aca']:
-        model = model_of_values()
-        reference = copy.deepcopy(model)
-        gpipe = GPipe(model, [1, 2, 1], devices=places(where), chunks=4, checkpoint='except_last')
-        for size in (1, 4, 9):
-            assert_trains_alike(reference, gpipe, torch.randn(size, 3, dtype=torch.double))
 
 
 @pytest.mark.accelerator

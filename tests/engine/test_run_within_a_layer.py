@@ -8,15 +8,11 @@ import torch
 from torch import nn
 
 from tests.devices import cpus
+from tests.equivalence import loss_of
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
 
 SECONDS = 60
-
-
-def loss_of(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
 
 
 class Learning(nn.Linear):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpus, devices
+from tests.equivalence import loss_of
 from tests.helpers import Layer, assert_same, gradients, in_two_memories
 from tests.project.refusals import REFUSALS
 from tests.skip.layers import Pop, Stash
@@ -23,11 +24,6 @@ from torchgpipe.schedule.generators import V_SHAPED
 
 #: How long a thread waits for another one that the lock keeps away.
 SECONDS = 0.3
-
-
-def squares(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
 
 
 # --- leaves
@@ -53,7 +49,7 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
             self.layer = shared
 
         def forward(self, output, target):
-            return squares(self.layer(output), target)
+            return loss_of(self.layer(output), target)
 
     places = devices.distinct(2)
     layers = [nn.Sequential(shared), nn.Linear(4, 4)] if where[0] == 'a' else [shared, shared]
@@ -61,7 +57,7 @@ def test_in_v080_a_layer_that_stands_twice_had_the_leaves_of_one_cell_in_another
         pytest.skip('the loss would have a layer of another device')
     model = GPipe(nn.Sequential(*layers), [1, 1], devices=places, chunks=4, checkpoint='never')
     x, y = (torch.randn(8, 4, device=place) for place in (places[0], places[-1]))
-    loss_fn = Loss() if where[0] == 'a' else squares
+    loss_fn = Loss() if where[0] == 'a' else loss_of
     model.step(x, y, loss_fn)  # shows that no layer draws, so that cells run concurrently
     shared.register_forward_hook(see)
     calls = []
@@ -98,7 +94,7 @@ def test_in_v080_a_step_took_leaves_of_another_one_for_parameters(devices, where
     if where == 'loss':  # Two models have nothing else in common.
         models, loss_fn = [make(nn.Linear(4, 4)), make(nn.Linear(4, 4))], layer
     else:
-        models, loss_fn = [make(layer)] * 2, squares
+        models, loss_fn = [make(layer)] * 2, loss_of
     x, y = torch.randn(2, 4, 4, dtype=torch.double)
     for model in models:
         loss_fn(nn.Sequential(*model)(x), y).backward()
@@ -130,7 +126,7 @@ def draws_of(schedule, places, seed=0):
 
     def loss_fn(output, target):
         drawn[1].append(torch.rand(()).item())
-        return squares(output, target)
+        return loss_of(output, target)
 
     model = GPipe(
         nn.Sequential(*[Layer(draw) if j == 0 else nn.Linear(4, 4) for j in range(4)]),
@@ -235,7 +231,7 @@ def test_in_v080_a_step_let_changes_of_aliases_through(devices):
             input = (x, NoChunk(x.new_ones(4))) if 'share' in name else x
             target = torch.zeros(4, 4, device=devices(len(layers) - 1)[-1])
             with pytest.raises(RuntimeError, match='in place'):
-                model(input) if how == 'call' else model.step(input, target, squares)
+                model(input) if how == 'call' else model.step(input, target, loss_of)
 
 
 def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatch):
@@ -246,7 +242,7 @@ def test_in_v080_a_step_was_off_where_a_skip_stayed_in_another_memory(monkeypatc
     )
     x = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="which is also the skip tensor 'skip', was changed"):
-        model.step(x, x, squares)
+        model.step(x, x, loss_of)
 
 
 class Average(nn.Module):
@@ -279,7 +275,7 @@ def test_in_v080_a_kept_tensor_changed_before_the_next_partition_used_it(devices
                     RuntimeError, match='partition 0 hands on a tensor that was changed'
                 ):
                     if how == 'step':
-                        model.step(x, y, squares)
+                        model.step(x, y, loss_of)
                     else:
                         with torch.set_grad_enabled(how == 'call'):
                             model(x)
@@ -366,7 +362,7 @@ def test_in_v080_an_exception_that_takes_no_attributes_was_another_one(devices):
                 model = GPipe(layers, [1, 1], devices=devices(2), chunks=2, checkpoint=mode)
                 x = torch.randn(4, 4, device=devices.first)
                 target = torch.zeros(4, 4, device=devices(2)[-1])
-                loss_fn = fail if where == 'loss' else squares
+                loss_fn = fail if where == 'loss' else loss_of
                 context = {
                     'autocast': torch.autocast('cpu'),
                     'hooks': torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
@@ -444,10 +440,10 @@ def test_a_skip_may_be_changed_before_it_is_stashed(devices, mode):
     layers = nn.Sequential(nn.Linear(4, 4), Stash(before), nn.Identity(), Pop()).double()
     model = GPipe(layers, [2, 1, 1], devices=devices(3), chunks=2, checkpoint=mode)
     x, y = torch.randn(2, 4, 4, dtype=torch.double)
-    squares(layers(x), y).backward()
+    loss_of(layers(x), y).backward()
     expected = gradients(layers)
     layers.zero_grad()
-    model.step(x, y, squares)
+    model.step(x, y, loss_of)
     assert_same(gradients(layers), expected)
 
 
@@ -478,4 +474,4 @@ def test_a_tied_buffer_that_changes_in_a_pass():
             )
             x = torch.randn(6, 4)
             with pytest.raises(RuntimeError, match='is shared with another partition'):
-                model(x) if how == 'call' else model.step(x, torch.zeros(6, 4), squares)
+                model(x) if how == 'call' else model.step(x, torch.zeros(6, 4), loss_of)

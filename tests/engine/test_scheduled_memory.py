@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import layers, loss_of
-from tests.helpers import memory_of, on_first
+from tests.helpers import in_partitions, memory_of, on_first
 from torchgpipe import GPipe
 from torchgpipe.engine import cell
 from torchgpipe.engine.scheduled import Step
@@ -139,9 +139,7 @@ def test_outputs_are_kept_only_to_be_returned(devices, returns, expected):
         alive.append(sum(not x.expired() for x in outputs))
         return loss_of(y, target)
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=devices(2), chunks=4
-    )
+    gpipe = in_partitions(devices, nn.Linear(4, 4), nn.Linear(4, 4), chunks=4)
     x = on_first(gpipe, torch.randn(8, 4))
     gpipe.step(x, x.to(gpipe.devices[-1]), loss, schedule='1f1b', return_output=returns)
     assert alive == expected
@@ -189,12 +187,8 @@ def test_inputs_of_a_cell_are_freed_by_its_backward(devices):
             given.append(memory_of(x))
             return Look.apply(x, lambda: alive.append(sum(not x.expired() for x in given)))
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Seen(), nn.Linear(4, 4)),
-        [1, 1, 1],
-        devices=devices(3),
-        chunks=4,
-        checkpoint='never',
+    gpipe = in_partitions(
+        devices, nn.Linear(4, 4), Seen(), nn.Linear(4, 4), chunks=4, checkpoint='never'
     )
     x = on_first(gpipe, torch.randn(8, 4))
     gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='gpipe')
@@ -220,7 +214,7 @@ def test_gradients_of_micro_batches_are_freed_as_they_are_gathered(devices):
         def forward(self, x):
             return super().forward(Twice.apply(x))
 
-    gpipe = GPipe(nn.Sequential(Seen(4, 4)), [1], devices=devices(1), chunks=4)
+    gpipe = in_partitions(devices, Seen(4, 4), chunks=4)
     x = on_first(gpipe, torch.randn(8, 4)).requires_grad_()
     x.register_hook(lambda grad: alive.append(sum(not grad.expired() for grad in given)))
     gpipe.step(x, x.detach(), loss_of)
@@ -241,9 +235,7 @@ def test_a_recomputation_goes_with_its_backward(devices, monkeypatch):
             return Look.apply(super().forward(x), lambda: seen.append(len(alive)))
 
     monkeypatch.setattr(cell, 'Recomputation', Counted)
-    gpipe = GPipe(
-        nn.Sequential(Seen(4, 4)), [1], devices=devices(1), chunks=4, checkpoint='always'
-    )
+    gpipe = in_partitions(devices, Seen(4, 4), chunks=4, checkpoint='always')
     x = on_first(gpipe, torch.randn(8, 4))
     gpipe.step(x, x, loss_of, schedule='gpipe')
     assert seen == [4, 3, 2, 1]

@@ -11,16 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.devices import cpus, devices
+from tests.equivalence import loss_of
 from tests.helpers import assert_same, gradients, on_first
 from torchgpipe import GPipe
 from torchgpipe.schedule.generators import SPLIT
 
 schedules = pytest.mark.parametrize('schedule', ['1f1b', *SPLIT[:2]])
-
-
-def loss_of(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
 
 
 def network():

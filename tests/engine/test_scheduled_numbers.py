@@ -145,17 +145,6 @@ def test_who_begins_to_draw_is_noticed():
 
 
 @devices
-def test_gradients_are_added(devices):
-    model = nn.Linear(4, 3).double()
-    gpipe = GPipe(nn.Sequential(copy.deepcopy(model)), [1], devices=devices(1), chunks=2)
-    for _ in range(3):
-        x, y = torch.randn(5, 4, dtype=torch.double), torch.randn(5, 3, dtype=torch.double)
-        loss_of(model(x), y).backward()
-        gpipe.step(on_first(gpipe, x), on_first(gpipe, y), loss_of)
-    assert_same(gradients(gpipe), gradients(model))
-
-
-@devices
 @pytest.mark.parametrize('deferred', [False, True])
 def test_batch_norm(devices, deferred):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()

@@ -10,16 +10,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.devices import devices
+from tests.equivalence import loss_of
+from tests.helpers import in_partitions
 from tests.marks import slow
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule, make
 from torchgpipe.schedule.generators import V_SHAPED
-
-
-def squares(output, target):
-    """Return a loss that any device can compute."""
-    return (output - target).square().mean()
 
 
 class Meeting:
@@ -82,17 +79,13 @@ class GoBack(nn.Module):
 @pytest.mark.parametrize('draws', [True, slow(False)])
 def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(devices, draws):
     meeting = Meeting()
-    gpipe = GPipe(
-        nn.Sequential(Draw(draws, meeting), GoBack(meeting)),
-        [1, 1],
-        devices=devices.distinct(2),
-        chunks=4,
-        checkpoint='never',
+    gpipe = in_partitions(
+        devices.distinct, Draw(draws, meeting), GoBack(meeting), chunks=4, checkpoint='never'
     )
     x = torch.rand(4, 2, device=devices.first)
     for patience in (0, 0.1 if draws else 3):  # In the first step it is not known who draws.
         meeting.patience = patience
-        gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='1f1b')
     assert meeting.is_met is not draws  # Else they go on beside each other.
 
 
@@ -105,7 +98,7 @@ def test_a_forward_that_draws_nothing_runs_beside_a_backward_where_others_draw(d
     x = torch.rand(4, 2, device=devices.first)
     for patience in (0, 3):  # In the first step it is not known who draws.
         meeting.patience = patience
-        gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='1f1b')
     assert meeting.is_met
 
 
@@ -141,7 +134,7 @@ def test_in_v082_so_did_one_that_draws_in_backward_only(devices, draws):
     x = torch.rand(4, 2, device=devices.first)
     for patience in (0, 0.1 if draws else 3):  # In the first step it is not known who draws.
         meeting.patience = patience
-        gpipe.step(x, x.to(gpipe.devices[-1]), squares, schedule='1f1b')
+        gpipe.step(x, x.to(gpipe.devices[-1]), loss_of, schedule='1f1b')
     assert meeting.is_met is not draws
 
 
@@ -167,9 +160,9 @@ def test_dropout_in_checkpoints_of_layers(mode):
         )
         torch.manual_seed(seed)
         for part in x.double().chunk(4):
-            (squares(plain(part), part) / 4).backward()
+            (loss_of(plain(part), part) / 4).backward()
         torch.manual_seed(seed)
-        gpipe.step(x.double(), x.double(), squares)
+        gpipe.step(x.double(), x.double(), loss_of)
         for expected, found in zip(plain.parameters(), gpipe.parameters()):
             assert torch.allclose(expected.grad, found.grad)
 
@@ -188,7 +181,7 @@ def test_in_v082_a_loss_kept_others_from_layers_that_it_does_not_use():
         thread.start()
         thread.join(10)
         ended.append(not thread.is_alive())
-        return squares(output, target)
+        return loss_of(output, target)
 
     one.step(torch.rand(2, 2), torch.rand(2, 2), loss)
     assert ended == [True, True]
@@ -226,9 +219,9 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order():
                     chunks=2,
                     checkpoint='never',
                 )
-                expected = sum(squares(plain(part), part) / 2 for part in x.chunk(2))
+                expected = sum(loss_of(plain(part), part) / 2 for part in x.chunk(2))
                 try:
-                    loss = gpipe.step(x, x, squares, schedule=schedule)
+                    loss = gpipe.step(x, x, loss_of, schedule=schedule)
                 except RuntimeError as error:
                     assert 'another order' in str(error) and 'Count' in str(error)
                     assert changes != 'nothing' and schedule not in ('gpipe', '1f1b')
@@ -241,15 +234,17 @@ def test_in_v082_a_layer_in_several_partitions_changed_in_another_order():
 def test_a_layer_in_one_partition_may_change_where_others_take_turns_with_it(schedule):
     """Its partition goes through micro-batches in order, and backward does not call it."""
     count = Count('buffer')
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(3, 3), count, nn.Linear(3, 3), nn.Linear(3, 3)),
-        [1] * 4,
-        devices=['cpu:0', 'cpu:1'] * 2,
+    gpipe = in_partitions(
+        ['cpu:0', 'cpu:1'] * 2,
+        nn.Linear(3, 3),
+        count,
+        nn.Linear(3, 3),
+        nn.Linear(3, 3),
         chunks=4,
         checkpoint='never',
     )
     x = torch.randn(4, 3)
-    gpipe.step(x, x, squares, schedule=schedule)
+    gpipe.step(x, x, loss_of, schedule=schedule)
     assert count.calls == 5
 
 
@@ -258,12 +253,8 @@ def test_micro_batches_in_another_order(changes):
     text = make('gpipe', 2, 2).to_csv()
     for a, b in (('F0', 'F_'), ('F1', 'F0'), ('F_', 'F1')):
         text = text.replace(a, b)
-    gpipe = GPipe(
-        nn.Sequential(Count(changes), nn.Linear(3, 3)),
-        [1, 1],
-        devices=['cpu:0', 'cpu:1'],
-        chunks=2,
-        checkpoint='never',
+    gpipe = in_partitions(
+        ['cpu:0', 'cpu:1'], Count(changes), nn.Linear(3, 3), chunks=2, checkpoint='never'
     )
     x = torch.randn(4, 3)
     if changes == 'nothing':
@@ -296,10 +287,10 @@ def test_whose_forwards_run_one_micro_batch_after_the_other(why, monkeypatch):
         checkpoint='never',
     )
     x = torch.randn(4, 3)
-    gpipe.step(x, x, squares)  # In the first step it is not known who draws.
+    gpipe.step(x, x, loss_of)  # In the first step it is not known who draws.
     monkeypatch.setattr(Step, '_run_cell', run)
     with saved_tensors_hooks(lambda x: x, lambda x: x) if why == 'hooks' else torch.enable_grad():
-        gpipe.step(x, x, squares)
+        gpipe.step(x, x, loss_of)
     assert met == [why == 'nothing']
 
 
@@ -319,5 +310,5 @@ def test_on_one_worker_forwards_run_in_the_order_of_the_model():
     )
     x = torch.randn(6, 3)
     for _ in range(2):
-        gpipe.step(x, x, squares, schedule='gpipe')
+        gpipe.step(x, x, loss_of, schedule='gpipe')
     assert log == [0, 1] * 6

@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import loss_of
+from tests.helpers import in_partitions
 from torchgpipe import GPipe
 from torchgpipe.base.context import ThreadState, context
 from torchgpipe.base.private import DISPATCH_MODES
@@ -73,7 +74,7 @@ def test_remains_of_an_interrupt_in_a_hook_are_dropped():
         torch._C._autograd._push_saved_tensors_default_hooks(id, id)
         raise KeyboardInterrupt
 
-    model = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=['cpu'], chunks=2)
+    model = in_partitions(['cpu'], nn.Linear(4, 4), chunks=2)
     model[0].weight.register_hook(interrupt)
     x = torch.randn(4, 4)
     with pytest.raises(KeyboardInterrupt):
@@ -102,12 +103,8 @@ def test_a_weight_that_a_layer_has_kept_is_a_usual_one_after_a_step_that_failed(
             kept.append(self.weight)
             return super().forward(FailBack.apply(x))
 
-    model = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Keep(4, 4)),
-        [1, 1],
-        devices=['cpu', 'cpu'],
-        chunks=2,
-        checkpoint='never',
+    model = in_partitions(
+        ['cpu', 'cpu'], nn.Linear(4, 4), Keep(4, 4), chunks=2, checkpoint='never'
     )
     x = torch.randn(4, 4)
     with pytest.raises(ZeroDivisionError):

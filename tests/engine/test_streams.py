@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Spy
+from tests.helpers import Spy, in_partitions
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine import backward_order, plain_call, run, workers
 from torchgpipe.engine import streams as streams_module
@@ -126,11 +126,8 @@ def test_layers_and_recomputations_run_on_the_compute_stream_of_their_device(
         return real(*args)
 
     monkeypatch.setattr(recomputation, 'compare', compare)
-    gpipe = GPipe(
-        nn.Sequential(nn.Identity(), nn.Sequential(Spy(see), nn.Linear(2, 2))),
-        [1, 1],
-        devices=devices,
-        checkpoint='always',
+    gpipe = in_partitions(
+        devices, nn.Identity(), nn.Sequential(Spy(see), nn.Linear(2, 2)), checkpoint='always'
     )
     gpipe(torch.rand(2, 2)).sum().backward()
     assert seen == [False, True, 'compute 1']

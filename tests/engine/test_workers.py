@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Child, Spy
-from torchgpipe import GPipe
+from tests.helpers import Child, Spy, in_partitions
 from torchgpipe.engine import workers as workers_module
 from torchgpipe.engine.workers import Worker, Workers, _stop
 
@@ -196,15 +195,11 @@ def test_a_layer_that_calls_the_pipeline_that_runs_it(nested):
 
     def call(_):
         if nested:
-            GPipe(
-                nn.Sequential(nn.Identity(), Spy(lambda x: gpipe(x))),
-                [1, 1],
-                devices=['cpu:0', 'cpu:1'],
-            )(x)
+            in_partitions(['cpu:0', 'cpu:1'], nn.Identity(), Spy(lambda x: gpipe(x)))(x)
         else:
             gpipe(x)
 
-    gpipe = GPipe(nn.Sequential(Spy(call), nn.Identity()), [1, 1], devices=['cpu:0', 'cpu:1'])
+    gpipe = in_partitions(['cpu:0', 'cpu:1'], Spy(call), nn.Identity())
     with pytest.raises(RuntimeError, match="the GPipe that runs it.*devices=\\['cpu', 'cpu'\\]"):
         gpipe(x)
 
@@ -217,7 +212,7 @@ def test_on_one_device_a_layer_may_call_its_pipeline():
         if len(depth) < 3:
             gpipe(x)
 
-    gpipe = GPipe(nn.Sequential(Spy(call), nn.Identity()), [1, 1], devices=['cpu', 'cpu'])
+    gpipe = in_partitions(['cpu', 'cpu'], Spy(call), nn.Identity())
     gpipe(torch.rand(2, 2))
     assert len(depth) == 3
 
@@ -238,7 +233,7 @@ def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
                 Last()  # dies at once
             return x
 
-    gpipe = GPipe(nn.Sequential(Once(), nn.Identity()), [1, 1], devices=['cpu:0', 'cpu:1'])
+    gpipe = in_partitions(['cpu:0', 'cpu:1'], Once(), nn.Identity())
     gpipe(torch.rand(2, 2))
     assert len(errors) == 1 and 'the GPipe that runs it' in str(errors[0])
 
@@ -246,12 +241,8 @@ def test_a_finalizer_on_a_worker_that_calls_the_pipeline(monkeypatch):
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_a_fork_while_another_thread_holds_every_lock():
     """In v0.3.0 the child waited for locks that no thread held any more."""
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
-        [1, 1],
-        devices=['cpu:0', 'cpu:1'],
-        chunks=2,
-        checkpoint='always',
+    gpipe = in_partitions(
+        ['cpu:0', 'cpu:1'], nn.Linear(4, 4), nn.Dropout(0.5), chunks=2, checkpoint='always'
     )
     held, end = threading.Event(), threading.Event()
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.devices import cpus, devices
+from tests.devices import devices
 from tests.engine.steps import loss_of
-from tests.helpers import Spy, WeakLog, assert_same, gradients, on_first
-from tests.skip.layers import Pop
+from tests.helpers import Spy, WeakLog, assert_same, gradients, in_partitions, on_first
 from torchgpipe import GPipe
 from torchgpipe.base.private import innermost_hooks
 from torchgpipe.engine.workers import Workers, _Progress
-from torchgpipe.skip import skippable
 
 
 @pytest.mark.parametrize('after', ['nothing', 'a plain call'])
@@ -44,13 +42,7 @@ def test_workers_work_at_the_same_time(devices, after):
                     x.register_hook(lambda grad: (barriers['backward'].wait(20), None)[1])
             return x
 
-    gpipe = GPipe(
-        nn.Sequential(Meet(1, 0), Meet(0, 1)),
-        [1, 1],
-        devices=devices.distinct(2),
-        chunks=3,
-        checkpoint='never',
-    )
+    gpipe = in_partitions(devices.distinct, Meet(1, 0), Meet(0, 1), chunks=3, checkpoint='never')
     x = torch.randn(6, 4, device=devices.first)
     if after == 'a plain call':  # which tells that the layers draw nothing, and not of the loss
         gpipe(x)
@@ -90,38 +82,12 @@ def test_threads_may_take_steps_of_the_same_model():
     assert len(taken) == 300
 
 
-@devices
-def test_a_layer_cannot_take_a_step_of_the_model_that_runs_it(devices):
-    models = []
-    model = nn.Sequential(
-        nn.Linear(4, 4), Spy(lambda x: models[0].step(x.detach(), x.detach(), loss_of))
-    )
-    models.append(GPipe(model, [1, 1], devices=devices.distinct(2)))
-    x = torch.randn(6, 4, device=devices.first)
-    with pytest.raises(RuntimeError, match='called the GPipe that runs it'):
-        models[0].step(x, x.to(models[0].devices[-1]), loss_of)
-    models.clear()
-
-
-@cpus
-def test_a_skip_that_is_not_stashed(devices):
-    @skippable(stash=['skip'])
-    class Forgets(nn.Module):
-        def forward(self, x):
-            return x
-
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Forgets(), Pop()), [2, 1], devices=devices(2))
-    x = torch.randn(4, 4)
-    with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
-        gpipe.step(x, x, loss_of)
-
-
 def test_hooks_that_a_fault_leaves_behind_are_taken_away():
     def fail(x):
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
         raise ValueError
 
-    gpipe = GPipe(nn.Sequential(nn.Linear(4, 4), Spy(fail)), [1, 1], devices=['cpu'] * 2)
+    gpipe = in_partitions(['cpu'] * 2, nn.Linear(4, 4), Spy(fail))
     with pytest.raises(ValueError):
         gpipe.step(torch.rand(4, 4), torch.rand(4, 4), loss_of)
     assert innermost_hooks() is None
@@ -246,12 +212,7 @@ def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
                     break
             ended.append(stopping.is_set())
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(2, 2), Spy(interrupt)),
-        [1, 1],
-        devices=devices.distinct(2),
-        chunks=4,
-    )
+    gpipe = in_partitions(devices.distinct, nn.Linear(2, 2), Spy(interrupt), chunks=4)
     x = torch.rand(4, 2, device=devices.first)
     alive, target = WeakLog(gpipe[0]), x.clone().to(gpipe.devices[-1])
     gc.disable()

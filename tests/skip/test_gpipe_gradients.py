@@ -77,22 +77,6 @@ def test_every_mode_and_balance(devices):
 
 
 @devices
-def test_several_steps_of_an_optimizer(devices):
-    model = crossing()
-    gpipe = GPipe(
-        copy.deepcopy(model), [2, 2, 2], devices=devices(3), chunks=4, checkpoint='except_last'
-    )
-    for net in (model, gpipe):
-        torch.manual_seed(2)
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        for _ in range(5):
-            optimizer.zero_grad()
-            call(net, torch.randn(8, WIDTH, dtype=torch.double)).square().mean().backward()
-            optimizer.step()
-    assert_same(gpipe.parameters(), model.parameters(), 1e-10)
-
-
-@devices
 def test_gradients_may_be_asked_for_twice_and_of_gradients(devices):
     model = crossing()
     gpipe = GPipe(

@@ -9,40 +9,10 @@ from torch import nn
 from tests.devices import devices
 from tests.helpers import assert_same, train_both
 from tests.marks import MODES
-from tests.skip.layers import Pop, Stash, StashLinear, popping
+from tests.skip.layers import Pop, Stash, StashLinear
 from tests.skip.models import WIDTH
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
-
-
-@devices
-def test_tuples_and_skips(devices):
-    class Branch(nn.Module):
-        def forward(self, x):
-            return x, x * 2
-
-    @skippable(stash=['a', 'b'])
-    class StashPair(nn.Module):
-        def forward(self, input):
-            yield stash('a', input[0])
-            yield stash('b', input[1])
-            return input
-
-    class Merge(nn.Module):
-        def forward(self, input):
-            return input[0] * input[1]
-
-    for balance in ([1, 1, 1, 1, 1], [2, 3], [3, 2]):
-        model = nn.Sequential(nn.Linear(4, 4), Branch(), StashPair(), Merge(), popping('b', 'a')())
-        model = model.double()
-        gpipe = GPipe(
-            copy.deepcopy(model),
-            balance,
-            devices=devices(len(balance)),
-            chunks=2,
-            checkpoint='always',
-        )
-        train_both(model, gpipe, torch.randn(4, 4, dtype=torch.double))
 
 
 def test_sparse_tensors_may_skip():
@@ -156,17 +126,6 @@ def test_an_error_of_a_yield_appears_where_it_was_made():
         Wrong()(torch.rand(2))
     assert states == [True] and torch.is_grad_enabled()
     assert "yield stash('typo', x)" in str(error.getrepr())
-
-
-@devices
-def test_a_skip_that_is_not_stashed_after_all(devices):
-    class Lazy(type(Stash())):
-        def forward(self, x):
-            return x
-
-    gpipe = GPipe(nn.Sequential(Lazy(), Pop()), [1, 1], devices=devices(2))
-    with pytest.raises(RuntimeError, match="'skip' must be stashed but have not"):
-        gpipe(torch.rand(2, 4, device=devices.first))
 
 
 @devices

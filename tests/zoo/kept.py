@@ -159,9 +159,6 @@ PARTS = {
     'input changes later': (lambda self, y: y + 1, scale_input),
 }
 
-#: Parts that something else runs again: within its own backward, or in no_grad.
-AGAIN = frozenset({'checkpoint around', 'reentrant checkpoint around'})
-
 
 def kept(name):
     """Return a block around a part by its name."""

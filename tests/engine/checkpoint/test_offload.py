@@ -15,6 +15,7 @@ from tests.helpers import (
     call,
     compare_all_pending,
     gradients,
+    in_partitions,
     memory_of,
     train_both,
 )
@@ -133,10 +134,10 @@ def test_save_on_cpu_around_it():
 
 @pytest.mark.accelerator
 def test_a_changed_input_is_named_as_ever():
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
-        [1, 1],
-        devices=[f'{ACCELERATOR}:0'] * 2,
+    gpipe = in_partitions(
+        [f'{ACCELERATOR}:0'] * 2,
+        nn.Linear(4, 4),
+        nn.ReLU(inplace=True),
         checkpoint=['never', 'always'],
         offload=True,
     )
@@ -153,13 +154,8 @@ def test_an_input_that_is_changed_before_backward():
     for change in [lambda x: x.mul_(2), lambda x: x[1:].zero_()]:
         for waits in [False, True]:
             device = torch.device(ACCELERATOR, 0)
-            gpipe = GPipe(
-                nn.Sequential(nn.Linear(4, 4)),
-                [1],
-                devices=[device],
-                chunks=2,
-                checkpoint='always',
-                offload=waits,
+            gpipe = in_partitions(
+                [device], nn.Linear(4, 4), chunks=2, checkpoint='always', offload=waits
             )
             x = torch.rand(4, 4, device=device)
             output = gpipe(x)
@@ -207,13 +203,8 @@ def test_inputs_that_wait_for_backward_are_not_on_the_device():
 
 @pytest.mark.accelerator
 def test_nothing_is_alive_after_a_step():
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        [1, 1],
-        devices=places('aa'),
-        chunks=3,
-        checkpoint='always',
-        offload=True,
+    gpipe = in_partitions(
+        places('aa'), nn.Linear(4, 4), nn.Linear(4, 4), chunks=3, checkpoint='always', offload=True
     )
     log = WeakLog(*gpipe)
     hosts = []

@@ -22,6 +22,7 @@ from tests.helpers import (
     call,
     compare_all_pending,
     gradients,
+    in_partitions,
     micro_batches,
     nothing,
     on_first,
@@ -91,13 +92,7 @@ def by_partitions(gpipe, x, chunks=1):
 def test_a_recomputation_repeats_the_random_numbers_of_the_first_pass(devices):
     for mode in [*MODES, ['always', 'never', 'except_last']]:
         for make in [Dropouts, lambda: Call(noise)]:
-            gpipe = GPipe(
-                nn.Sequential(make(), make(), make()),
-                [1] * 3,
-                devices=devices(3),
-                chunks=5,
-                checkpoint=mode,
-            )
+            gpipe = in_partitions(devices, make(), make(), make(), chunks=5, checkpoint=mode)
             for _ in range(3):
                 assert_output_and_gradient_agree(
                     gpipe, torch.rand(10, 20, dtype=torch.double) + 0.5
@@ -363,13 +358,10 @@ def test_a_generator_of_a_layer_s_own_that_is_used_first_in_a_later_cell(devices
 @devices
 def test_recomputation_leaves_all_generators_where_they_were(devices):
     own = torch.Generator(devices(2)[1])
-    gpipe = GPipe(
-        nn.Sequential(
-            nn.Dropout(0.5),
-            Call(lambda x: x * torch.rand(x.shape, generator=own, device=x.device)),
-        ),
-        [1, 1],
-        devices=devices(2),
+    gpipe = in_partitions(
+        devices,
+        nn.Dropout(0.5),
+        Call(lambda x: x * torch.rand(x.shape, generator=own, device=x.device)),
         chunks=2,
         checkpoint='always',
     )
@@ -391,10 +383,11 @@ def test_recomputation_leaves_all_generators_where_they_were(devices):
 
 def train_with_dropout(mode, steps, draw):
     """Train a model whose input is drawn from a generator of its own."""
-    gpipe = GPipe(
-        nn.Sequential(nn.Dropout(0.3), Dropouts(), nn.Dropout(0.3)),
-        [1] * 3,
-        devices=['cpu:0', 'cpu:1', 'cpu:2'],
+    gpipe = in_partitions(
+        ['cpu:0', 'cpu:1', 'cpu:2'],
+        nn.Dropout(0.3),
+        Dropouts(),
+        nn.Dropout(0.3),
         chunks=4,
         checkpoint=mode,
     )
@@ -450,24 +443,16 @@ def test_cells_that_draw_hold_the_lock_of_the_generator(mode):
         held.append(generator_lock._is_owned())
         return x
 
-    inner = GPipe(
-        nn.Sequential(nn.Dropout(0.5), Call(note)),
-        [1, 1],
-        devices=['cpu:2', 'cpu:3'],
-        chunks=2,
-        checkpoint='always',
+    inner = in_partitions(
+        ['cpu:2', 'cpu:3'], nn.Dropout(0.5), Call(note), chunks=2, checkpoint='always'
     )
     for layers, expected in (
         ([nn.Dropout(0.5), Call(note)], True),
         ([Call(note), inner], False),
         ([nn.Linear(4, 4), Call(note)], False),
     ):
-        gpipe = GPipe(
-            nn.Sequential(nn.Sequential(*layers), nn.Identity()),
-            [1, 1],
-            devices=['cpu:0', 'cpu:1'],
-            chunks=2,
-            checkpoint=mode,
+        gpipe = in_partitions(
+            ['cpu:0', 'cpu:1'], nn.Sequential(*layers), nn.Identity(), chunks=2, checkpoint=mode
         )
         for _ in range(2):
             held.clear()
@@ -509,9 +494,7 @@ class Maybe(nn.Module):
 @devices
 @pytest.mark.parametrize('first', [Maybe, Dropouts])
 def test_a_partition_that_begins_to_draw_is_recorded_from_then_on(devices, first, monkeypatch):
-    gpipe = GPipe(
-        nn.Sequential(first(), Maybe()), [1, 1], devices=devices(2), chunks=3, checkpoint='always'
-    )
+    gpipe = in_partitions(devices, first(), Maybe(), chunks=3, checkpoint='always')
     x = torch.rand(3, 1, device=devices.first)
     assert_output_and_gradient_agree(gpipe, x)
     monkeypatch.setattr(Maybe, 'on', True)
@@ -559,10 +542,10 @@ def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypa
             # The third micro-batch has a seven.
             return super().forward(x) if x.detach().eq(7).any() else x * 2
 
-    gpipe = GPipe(
-        nn.Sequential(Call(lambda x: x + 0 * torch.rand(1)), Later()),
-        [1, 1],
-        devices=['cpu', 'cpu'],
+    gpipe = in_partitions(
+        ['cpu', 'cpu'],
+        Call(lambda x: x + 0 * torch.rand(1)),
+        Later(),
         chunks=3,
         checkpoint='always',
     )
@@ -574,12 +557,8 @@ def test_a_later_cell_that_begins_to_draw_beside_a_partition_that_draws(monkeypa
 
 
 def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
-    gpipe = GPipe(
-        nn.Sequential(Maybe(), Maybe(), Maybe()),
-        [1] * 3,
-        devices=['cpu:0', 'cpu:1', 'cpu:2'],
-        chunks=4,
-        checkpoint='never',
+    gpipe = in_partitions(
+        ['cpu:0', 'cpu:1', 'cpu:2'], Maybe(), Maybe(), Maybe(), chunks=4, checkpoint='never'
     )
     x = torch.rand(4, 1)
     gpipe(x)
@@ -593,10 +572,11 @@ def test_a_partition_that_begins_to_draw_takes_turns_from_then_on(monkeypatch):
 
 
 def test_partitions_that_begin_to_draw_beside_one_that_always_did_take_turns(monkeypatch):
-    gpipe = GPipe(
-        nn.Sequential(nn.Dropout(0.5), Maybe(), Maybe()),
-        [1] * 3,
-        devices=['cpu:0', 'cpu:1', 'cpu:2'],
+    gpipe = in_partitions(
+        ['cpu:0', 'cpu:1', 'cpu:2'],
+        nn.Dropout(0.5),
+        Maybe(),
+        Maybe(),
         chunks=4,
         checkpoint='never',
     )
@@ -621,12 +601,8 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices):
         thread.join()
         return x * 2
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Call(draw_elsewhere)),
-        [1, 1],
-        devices=devices(2),
-        chunks=3,
-        checkpoint='except_last',
+    gpipe = in_partitions(
+        devices, nn.Linear(4, 4), Call(draw_elsewhere), chunks=3, checkpoint='except_last'
     )
     for _ in range(10):
         call(gpipe, torch.rand(6, 4)).sum().backward()
@@ -637,13 +613,7 @@ def test_a_thread_that_draws_beside_a_model_that_does_not(devices):
 
 @devices
 def test_dropout_in_evaluation_does_not_keep_training_from_being_exact(devices):
-    gpipe = GPipe(
-        nn.Sequential(Dropouts(), Dropouts()),
-        [1, 1],
-        devices=devices(2),
-        chunks=4,
-        checkpoint='always',
-    )
+    gpipe = in_partitions(devices, Dropouts(), Dropouts(), chunks=4, checkpoint='always')
     call(gpipe.eval(), torch.rand(8, 4))
     gpipe.train()
     assert_output_and_gradient_agree(gpipe, torch.rand(8, 4) + 0.5)
@@ -658,7 +628,7 @@ def test_partitions_that_draw_nothing_run_at_the_same_time_once_that_is_known(de
         return Call(lambda x: (barrier.wait() if next(calls) == micro_batch else None, x)[1])
 
     # Micro-batch 0 goes through both and tells.
-    gpipe = GPipe(nn.Sequential(meet(2), meet(1)), [1, 1], devices=devices.distinct(2), chunks=3)
+    gpipe = in_partitions(devices.distinct, meet(2), meet(1), chunks=3)
     call(gpipe, torch.rand(3, 4))
 
 
@@ -706,19 +676,15 @@ def test_a_layer_that_draws_in_its_first_pass_only(devices):
                 self.noise = torch.rand(x.shape, device=x.device)
             return x * self.noise
 
-    gpipe = GPipe(nn.Sequential(Keep()), [1], devices=devices(1), checkpoint='always')
+    gpipe = in_partitions(devices, Keep(), checkpoint='always')
     for _ in range(2):
         assert_output_and_gradient_agree(gpipe, torch.rand(6, 4) + 0.5)
 
 
 @pytest.mark.accelerator
 def test_dropout_on_an_accelerator():
-    gpipe = GPipe(
-        nn.Sequential(Dropouts(), Dropouts()),
-        [1, 1],
-        devices=[ACCELERATOR, 'cpu'],
-        chunks=4,
-        checkpoint='except_last',
+    gpipe = in_partitions(
+        [ACCELERATOR, 'cpu'], Dropouts(), Dropouts(), chunks=4, checkpoint='except_last'
     )
     x = torch.rand(8, 16, device=ACCELERATOR, requires_grad=True)
     output = gpipe(x)
@@ -733,7 +699,7 @@ def test_who_else_draws_from_an_accelerator_in_a_recomputation_is_noticed():
             torch.rand(1, device=x.device)  # as another thread would
         return x * torch.rand_like(x)
 
-    gpipe = GPipe(nn.Sequential(Call(disturbed)), [1], devices=[ACCELERATOR], checkpoint='always')
+    gpipe = in_partitions([ACCELERATOR], Call(disturbed), checkpoint='always')
     x = torch.rand(2, 2, device=ACCELERATOR, requires_grad=True)
     with pytest.raises(RuntimeError, match='another thread drew'):
         gpipe(x).sum().backward()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import assert_same, call, compare_all_pending, gradients, nothing
+from tests.helpers import assert_same, call, compare_all_pending, gradients, in_partitions, nothing
 from torchgpipe import GPipe
 
 
@@ -118,9 +118,7 @@ def drop(layer, x):
 @pytest.mark.parametrize('what', [set_attribute, drop])
 def test_a_layer_that_begins_to_do_something_new(devices, what):
     """A draw is refused once, and watched from then on. Attributes are kept at any time."""
-    gpipe = GPipe(
-        nn.Sequential(Begins(what)), [1], devices=devices(1), chunks=2, checkpoint='always'
-    )
+    gpipe = in_partitions(devices, Begins(what), chunks=2, checkpoint='always')
     x = torch.rand(4, 4, dtype=torch.double, requires_grad=True, device=devices.first)
     for _ in range(2):
         gpipe(x).sum().backward()
@@ -148,7 +146,7 @@ def test_grad_mode_that_a_layer_leaves_changed(devices):
             torch.set_grad_enabled(False)
             return x
 
-    gpipe = GPipe(nn.Sequential(Off(), nn.Linear(4, 4)), [1, 1], devices=devices(2), chunks=2)
+    gpipe = in_partitions(devices, Off(), nn.Linear(4, 4), chunks=2)
     with pytest.raises(RuntimeError, match='left grad mode off'):
         gpipe(torch.rand(4, 4, device=devices.first))
     assert torch.is_grad_enabled()

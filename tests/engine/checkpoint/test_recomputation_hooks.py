@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.devices import devices, places
-from tests.helpers import assert_same, sleep, small_model
+from tests.helpers import assert_same, in_partitions, sleep, small_model
 from torchgpipe import GPipe
 
 
@@ -71,9 +71,7 @@ def test_hooks_pack_without_grad_as_in_autograd(devices):
         modes.append(torch.is_grad_enabled())
         return x
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(2, 2)), [1], devices=devices(1), chunks=2, checkpoint='always'
-    )
+    gpipe = in_partitions(devices, nn.Linear(2, 2), chunks=2, checkpoint='always')
     with saved_tensors_hooks(pack, lambda x: x):
         output = gpipe(torch.rand(4, 2, device=devices.first))
     assert modes and not any(modes)

@@ -22,6 +22,7 @@ from tests.helpers import (
     call,
     compare_all_pending,
     gradients,
+    in_partitions,
     nodes,
     to,
     train_both,
@@ -51,10 +52,10 @@ class Counted(nn.Linear):
 def test_a_marked_layer_runs_once(devices):
     for mode in ['always', 'except_last', 'never', ['always', 'never']]:
         layer, other = no_recompute(Counted()), Counted()
-        gpipe = GPipe(
-            nn.Sequential(nn.Sequential(other, nn.Tanh(), layer), nn.Linear(4, 4)),
-            [1, 1],
-            devices=devices(2),
+        gpipe = in_partitions(
+            devices,
+            nn.Sequential(other, nn.Tanh(), layer),
+            nn.Linear(4, 4),
             chunks=4,
             checkpoint=mode,
         )
@@ -64,14 +65,6 @@ def test_a_marked_layer_runs_once(devices):
         assert sum(other.calls) == 2 * {'always': 4, 'except_last': 3, 'never': 0}.get(
             str(mode), 4
         )
-
-
-@devices
-def test_a_marked_layer_in_a_marked_one(devices):
-    outer = no_recompute(
-        nn.Sequential(no_recompute(Counted()), nn.Tanh(), no_recompute(Counted()))
-    )
-    compare_modes(lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(outer)).double(), devices)
 
 
 @devices
@@ -313,12 +306,8 @@ def test_a_pipeline_in_a_pipeline(devices):
                 checkpoint=inner,
                 devices=['cpu:2', 'cpu:3'] if second == 'cpu:1' else [second] * 2,
             )
-            gpipe = GPipe(
-                nn.Sequential(copy.deepcopy(model)[0], within),
-                [1, 1],
-                devices=[first, second],
-                chunks=2,
-                checkpoint=outer,
+            gpipe = in_partitions(
+                [first, second], copy.deepcopy(model)[0], within, chunks=2, checkpoint=outer
             )
             train_both(model, gpipe, torch.randn(7, 4, dtype=torch.double))
 
@@ -356,12 +345,7 @@ def test_compiled():
 def test_a_module_of_its_own_forward_gets_it_back(devices):
     layer = no_recompute(nn.Linear(4, 4))
     own = layer.forward = lambda x: nn.functional.linear(x, layer.weight)
-    gpipe = GPipe(
-        nn.Sequential(layer, no_recompute(nn.Linear(4, 4))),
-        [1, 1],
-        devices=devices(2),
-        checkpoint='always',
-    )
+    gpipe = in_partitions(devices, layer, no_recompute(nn.Linear(4, 4)), checkpoint='always')
     call(gpipe, torch.rand(2, 4)).sum().backward()
     assert layer.forward is own and 'forward' not in vars(gpipe[1])
     layer.forward = lambda x: 1 / 0
@@ -381,9 +365,7 @@ def test_layers_that_ask_for_the_pass_keep_their_attributes(devices):
             self.passes += 1 + is_recomputing()
             return self.inner(x)
 
-    gpipe = GPipe(
-        nn.Sequential(Aware(), nn.Linear(4, 4)), [1, 1], devices=devices(2), checkpoint='always'
-    )
+    gpipe = in_partitions(devices, Aware(), nn.Linear(4, 4), checkpoint='always')
     for _ in range(2):
         call(gpipe, torch.rand(2, 4)).sum().backward()
     assert gpipe[0].passes == 6 and 'forward' not in vars(gpipe[0].inner)
@@ -396,7 +378,7 @@ def test_the_mark_travels_with_the_module_and_not_with_its_values(devices):
         compare_modes(
             lambda: nn.Sequential(nn.Linear(4, 4), copy.deepcopy(other)).double(), devices
         )
-        gpipe = GPipe(nn.Sequential(other), [1], devices=devices(1), checkpoint='always')
+        gpipe = in_partitions(devices, other, checkpoint='always')
         call(gpipe, torch.rand(2, 4)).sum().backward()
         assert other.calls == [False]
     assert list(layer.state_dict()) == ['weight', 'bias']
@@ -486,7 +468,7 @@ def test_an_input_of_any_nesting_that_is_changed_is_refused(devices):
         )
         layer = Layer(lambda layer, x: use(layer.inner, x * 2))
         layer.inner = inner
-        gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
+        gpipe = in_partitions(devices, layer, checkpoint='always')
         with pytest.raises(RuntimeError, match="layer '0.inner' .* changed its input in place"):
             call(gpipe, torch.rand(2, 4))
 
@@ -508,7 +490,7 @@ def test_another_path(devices):
         a, b = (no_recompute(nn.Linear(4, 4)) for _ in range(2))
         layer = Layer(lambda layer, x: forward(a, b, x))
         layer.a, layer.b = a, b
-        gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), checkpoint='always')
+        gpipe = in_partitions(devices, layer, checkpoint='always')
         output = call(gpipe, torch.rand(2, 4))
         with pytest.raises(RuntimeError, match=f'took another path.*{text}'):
             output.sum().backward()
@@ -558,7 +540,7 @@ def test_a_result_that_is_the_input_or_one_tensor_twice(devices):
         def forward(self, x):
             return x, x
 
-    gpipe = GPipe(nn.Sequential(Both()), [1], devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = in_partitions(devices, Both(), chunks=2, checkpoint='always')
     x = torch.rand(4, 4, device=devices.first)
     a, (b, c) = gpipe(x)
     (a.sum() + b.sin().sum() + c.sum()).backward()

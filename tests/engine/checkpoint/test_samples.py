@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.devices import ACCELERATOR, devices
-from tests.helpers import compare_all_pending
+from tests.helpers import compare_all_pending, in_partitions
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import samples
 
@@ -29,13 +29,7 @@ def test_changes_without_a_snapshot_are_detected_by_the_result(devices, forward)
         def forward(self, x):
             return forward(self, x)
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Layer()),
-        [1, 1],
-        devices=devices(2),
-        chunks=2,
-        checkpoint='always',
-    )
+    gpipe = in_partitions(devices, nn.Linear(4, 4), Layer(), chunks=2, checkpoint='always')
     output = gpipe(torch.rand(4, 4, device=devices.first))
     with pytest.raises(RuntimeError, match='its output has other values'):
         output.sum().backward()
@@ -141,9 +135,7 @@ def test_samples_are_copies(elsewhere):
 
 @pytest.mark.accelerator
 def test_on_an_accelerator():
-    gpipe = GPipe(
-        nn.Sequential(Layer()), [1], devices=[ACCELERATOR], chunks=2, checkpoint='always'
-    )
+    gpipe = in_partitions([ACCELERATOR], Layer(), chunks=2, checkpoint='always')
     gpipe(torch.rand(4, 4, device=ACCELERATOR)).sum().backward()
     torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match='other values, in partition 0 and an earlier backward'):

@@ -8,22 +8,10 @@ import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.engine.checkpoint.layers import Decay, Layer, compare_modes, count
-from tests.helpers import assert_same
+from tests.engine.checkpoint.layers import Decay, Layer
+from tests.helpers import assert_same, in_partitions
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.checkpoint import state
-
-
-@devices
-def test_python_attributes_change_once_per_pass(devices):
-    layers = []
-
-    def make():
-        layers.append(Layer(count, calls=0))
-        return nn.Sequential(nn.Linear(4, 4).double(), layers[-1])
-
-    compare_modes(make, devices)
-    assert [layer.calls for layer in layers] == [9, 9]
 
 
 @devices
@@ -34,13 +22,7 @@ def test_an_output_that_a_layer_keeps_is_the_one_of_the_first_pass(devices):
         layer.aux = x.sum()
         return x * 2
 
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), Layer(keep)),
-        [1, 1],
-        devices=devices(2),
-        chunks=2,
-        checkpoint='always',
-    )
+    gpipe = in_partitions(devices, nn.Linear(4, 4), Layer(keep), chunks=2, checkpoint='always')
     output = gpipe(torch.rand(4, 4, device=devices.first))
     kept = gpipe[1].aux
     output.sum().backward()
@@ -60,13 +42,7 @@ def test_a_layer_that_asks_which_pass_it_is_in_deals_with_its_attributes_itself(
         return x * 2
 
     layer = Layer(see, recomputations=0, kept=0)
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(4, 4), layer),
-        [1, 1],
-        devices=devices(2),
-        chunks=2,
-        checkpoint='always',
-    )
+    gpipe = in_partitions(devices, nn.Linear(4, 4), layer, chunks=2, checkpoint='always')
     for step in (1, 2):
         gpipe(torch.rand(5, 4, device=devices.first)).sum().backward()
         assert layer.recomputations == 2 * step

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import assert_same, call, gradients
+from tests.helpers import assert_same, call, gradients, in_partitions
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.state import with_grad
 
@@ -67,9 +67,7 @@ class Grows(nn.Module):
 @pytest.mark.parametrize('size', [0, 1])
 def test_a_buffer_that_is_resized(devices, size):
     plain = Grows(size)
-    gpipe = GPipe(
-        nn.Sequential(Grows(size)), [1], devices=devices(1), chunks=2, checkpoint='always'
-    )
+    gpipe = in_partitions(devices, Grows(size), chunks=2, checkpoint='always')
     for _ in range(2):
         a, b = (torch.ones(4, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
         torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()
@@ -92,7 +90,7 @@ class There(nn.Module):
 @devices
 def test_a_buffer_that_has_an_earlier_value_again(devices):
     plain = There()
-    gpipe = GPipe(nn.Sequential(There()), [1], devices=devices(1), chunks=3, checkpoint='always')
+    gpipe = in_partitions(devices, There(), chunks=3, checkpoint='always')
     a, b = (torch.ones(6, dtype=torch.double, requires_grad=True) for _ in range(2))
     torch.cat([plain(c) for c in a.chunk(3)]).sum().backward()
     call(gpipe, b).sum().backward()

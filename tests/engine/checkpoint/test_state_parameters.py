@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.checkpoint.layers import Layer, doubles
-from tests.helpers import assert_same, call, gradients
+from tests.helpers import assert_same, call, gradients, in_partitions
 from torchgpipe import GPipe
 
 
@@ -16,12 +16,8 @@ from torchgpipe import GPipe
 def test_a_step_between_forward_and_backward_raises_as_without_checkpoints(devices):
     for mode in ['always', 'never']:
         for passes in [0, 1]:
-            gpipe = GPipe(
-                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-                [1, 1],
-                devices=devices(2),
-                chunks=1 + passes,
-                checkpoint=mode,
+            gpipe = in_partitions(
+                devices, nn.Linear(2, 2), nn.Linear(2, 2), chunks=1 + passes, checkpoint=mode
             )
             optimizer = torch.optim.SGD(gpipe.parameters(), 0.1)
             for parameter in gpipe.parameters():
@@ -59,17 +55,6 @@ def test_a_step_in_a_hook_of_backward_is_fine(devices):
         lambda model: GPipe(model, [1, 2], devices=devices(2), chunks=3, checkpoint='always')
     )
     assert_same(actual, expected)
-
-
-@devices
-def test_a_layer_may_write_to_its_own_parameters(devices):
-    model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 2)).double()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [2], devices=devices(1), chunks=3, checkpoint='always')
-    x = torch.randint(10, (7,))
-    call(gpipe, x).square().sum().backward()
-    reference(x).square().sum().backward()
-    assert_same(gradients(gpipe), gradients(reference))
 
 
 class Clipped(nn.Embedding):
@@ -113,7 +98,7 @@ def test_a_parameter_that_a_layer_begins_to_write_to(devices):
         return x * layer.weight.clone()
 
     layer = Layer(maybe_write, parameters={'weight': (doubles(4), True)}, on=False)
-    gpipe = GPipe(nn.Sequential(layer), [1], devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = in_partitions(devices, layer, chunks=2, checkpoint='always')
     call(gpipe, doubles(4, 4)).sum().backward()
     layer.on = True
     with pytest.raises(RuntimeError, match="parameter '0.weight' was written to by its layer"):

@@ -9,14 +9,10 @@ from torch import nn
 from benchmarks.harness.live import LiveTensors
 from tests.devices import devices
 from tests.engine.checkpoint.layers import Layer, doubles, move_attributes
-from tests.helpers import assert_same, call, gradients
+from tests.equivalence import loss_of
+from tests.helpers import assert_same, call, gradients, in_partitions
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint import observation, state
-
-
-def loss_of(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
 
 
 class Adapters(nn.Module):
@@ -100,7 +96,7 @@ class Masked(nn.Linear):
 @devices
 def test_a_large_attribute_is_copied_only_if_it_is_written_to(devices):
     """In v0.21, each cell copied it."""
-    gpipe = GPipe(nn.Sequential(Masked()), [1], devices=devices(1), chunks=8, checkpoint='always')
+    gpipe = in_partitions(devices, Masked(), chunks=8, checkpoint='always')
     move_attributes(gpipe)
     x = torch.rand(8, 4, device=devices.first)
     for _ in range(2):
@@ -122,7 +118,7 @@ def test_a_large_attribute_is_copied_only_if_it_is_written_to(devices):
 
 @devices
 def test_a_large_attribute_that_the_user_writes_to_before_backward(devices):
-    gpipe = GPipe(nn.Sequential(Masked()), [1], devices=devices(1), chunks=2, checkpoint='always')
+    gpipe = in_partitions(devices, Masked(), chunks=2, checkpoint='always')
     move_attributes(gpipe)
     for _ in range(2):
         output = gpipe(torch.rand(8, 4, device=devices.first))
@@ -143,9 +139,7 @@ def test_large_buffers_are_not_copied_in_the_first_pass(devices):
         def forward(self, x):
             return super().forward(x) * self.codes[:4].to(x.dtype)
 
-    gpipe = GPipe(
-        nn.Sequential(Quantized()), [1], devices=devices(1), chunks=4, checkpoint='always'
-    )
+    gpipe = in_partitions(devices, Quantized(), chunks=4, checkpoint='always')
     with LiveTensors().watched() as live:
         output = gpipe(torch.rand(8, 4, device=devices.first))
     assert live.peak < gpipe[0].codes.nbytes
