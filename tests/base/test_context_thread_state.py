@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import allow_mutation_on_saved_tensors, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +49,7 @@ def test_autocast(devices):
     """Outputs, their dtype and gradients equal the unwrapped model's for the same
     micro-batches."""
     for dtype in [torch.bfloat16, torch.float16]:
-        for where in ['forward', 'backward', 'both']:
+        for where in ['forward', 'backward']:
             dtypes = []
             model = nn.Sequential(
                 nn.Linear(8, 8), Spy(lambda x: dtypes.append(x.dtype)), nn.Linear(8, 8), nn.Tanh()
@@ -57,21 +57,13 @@ def test_autocast(devices):
             gpipe = pipe(model, devices, 'except_last')
             x = torch.rand(8, 8)
 
-            @contextmanager
-            def autocast(*places):
-                with torch.autocast('cpu', dtype) if where in places else nothing():
-                    yield
-
             def run(function):
                 model.zero_grad()
-                with autocast('forward', 'both'):
+                with torch.autocast('cpu', dtype) if where == 'forward' else nothing():
                     y = function(x)
                     loss = y.float().square().sum()
-                    if where == 'both':
-                        loss.backward()
-                if where != 'both':
-                    with autocast('backward'):
-                        loss.backward()
+                with torch.autocast('cpu', dtype) if where == 'backward' else nothing():
+                    loss.backward()
                 return y, gradients(model)
 
             expected, expected_gradients = run(lambda x: torch.cat([model(c) for c in x.chunk(4)]))
@@ -155,17 +147,6 @@ def test_saved_tensor_hooks(devices):
         ] * 2  # cells, one input each
         assert counts['pack'] == expected['pack'] + checkpointed, mode
         assert counts['unpack'] == expected['unpack'] + checkpointed, mode
-
-
-@cpus
-def test_save_on_cpu(devices):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
-    train_both(
-        model,
-        pipe(model, devices, 'except_last'),
-        torch.rand(5, 4, dtype=torch.double),
-        context=save_on_cpu,
-    )
 
 
 @cpus

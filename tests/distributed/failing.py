@@ -18,7 +18,7 @@ from torch import nn
 from tests.shard.processes import _context
 
 
-def endings(world, function, *args, tcp=False, stays=(), timeout=100, group_timeout=100):
+def endings(world, function, *args, tcp=False, stays=(), group_timeout=100):
     """Call a function on each rank; return the exit status of each, and its standard error.
 
     Args:
@@ -28,7 +28,6 @@ def endings(world, function, *args, tcp=False, stays=(), timeout=100, group_time
         args: These.
         tcp: Whether rank 0 has the store, which is a file otherwise.
         stays: The ranks that wait for that event.
-        timeout: After so many seconds they are killed.
         group_timeout: After so many seconds a wait of theirs ends, whatever their model says.
     """
     release, ports = _context.Event(), _context.SimpleQueue()
@@ -52,7 +51,7 @@ def endings(world, function, *args, tcp=False, stays=(), timeout=100, group_time
         for process in processes:
             process.start()
         try:
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + 100
             _join([each for rank, each in enumerate(processes) if rank not in stays], deadline)
             release.set()
             _join(processes, deadline)

@@ -148,6 +148,17 @@ def frozen():
 MODELS = {each.__name__: each for each in (perceptron, unet, resnet, dictionaries, tied, frozen)}
 
 
+class Behind(nn.Module):
+    """A loss with a layer of the model."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, output, target):
+        return F.mse_loss(self.layer(output), target)
+
+
 def batch(step, size, width=6):
     """A mini-batch, other ones in each step."""
     generator = torch.Generator().manual_seed(step)

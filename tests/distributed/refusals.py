@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
+from tests.distributed.models import Behind
 from torchgpipe import NoChunk
 from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
@@ -229,7 +230,7 @@ class Uses(nn.Linear):
         return super().forward(x) * (self.others[0].weight.sum() if x.sum() > 0 else 1)
 
 
-def shards(layers, loss=F.mse_loss):
+def shards(layers, loss_of=lambda model: F.mse_loss):
     """Train two stages whose parameters are gathered."""
     model = DistributedGPipe(
         layers,
@@ -243,7 +244,7 @@ def shards(layers, loss=F.mse_loss):
     model.step(
         torch.tensor([[-1.0], [-1.0], [-1.0], [1.0]]).expand(4, 2),
         torch.ones(4, 2),
-        loss(model) if isinstance(loss, type) else loss,
+        loss_of(model),
     )
 
 
@@ -252,17 +253,6 @@ def used_later():
     layers = nn.Sequential(Uses(2, 2), nn.Linear(2, 2))
     layers[0].others = [layers[1]]
     shards(layers)
-
-
-class Behind(nn.Module):
-    """A loss with the first layer of a model."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.layer = model.get_submodule('0')
-
-    def forward(self, output, target):
-        return F.mse_loss(self.layer(output), target)
 
 
 def descending():
@@ -414,7 +404,10 @@ REFUSALS = [
     lambda: sharded(lambda layer: setattr(layer, 'bias', nn.Parameter(torch.ones(2)))),
     changed_in_shards,
     used_later,
-    lambda: shards(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Behind),
+    lambda: shards(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        lambda model: Behind(model.get_submodule('0')),
+    ),
     lambda: wrap(nn.Linear(2, 2), max_active_stages=2),
     lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),
     descending,

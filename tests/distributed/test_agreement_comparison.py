@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
+from tests.helpers import Call
 from tests.shard.processes import outcomes, run
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -190,21 +191,6 @@ def frozen_for_a_step(axes, options):
         check_grads(model, module)
 
 
-def replaced(axes, options):
-    """Replace a layer by another one on each rank, whose values then come from the first rank."""
-    world, module = World(**axes), layers()
-    model = world.model(copy.deepcopy(module), **options)
-    torch.manual_seed(7)
-    module[2] = linear()
-    torch.manual_seed(7 + dist.get_rank())
-    model.set_submodule('2', linear())
-    x, y = data()
-    for _ in range(2):
-        F.mse_loss(module(x), y).backward()
-        world.step(model)
-    check_grads(model, module)
-
-
 def expanded(axes, options):
     """Buffers that are expanded, or sparse."""
     world = World(**axes)
@@ -231,7 +217,7 @@ def in_turn(cases):
 def test_gradients_from_other_ranks_are_of_the_whole_batch():
     changes = [(function, *kind) for function in (adapted, learns_later) for kind in (DATA, SHARD)]
     frozen = [(frozen_for_a_step, *kind) for kind in (DATA, SHARD)]
-    others = [(function, *DATA) for function in (closure, listed, replaced, expanded)]
+    others = [(function, *DATA) for function in (closure, listed, expanded)]
     run(2, in_turn, [*changes, *frozen, *others, (expanded, {'pipe': 2}, {})])
     axes = {'data': 2, 'pipe': 2}
     run(4, in_turn, [(frozen_first, axes, {'data': 'shard'}), (frozen_first, axes, {})])
@@ -285,24 +271,6 @@ def a_weight_is_changed_on_one_rank(world):
     train(world, world.model(layers()), first_rank(lambda m: m.get_parameter('0.weight').mul_(2)))
 
 
-@way(2, "'0.bias' should be the same on ranks [0, 1], along the data axis", data=2)
-def two_elements_change_places(world):
-    train(
-        world,
-        world.model(layers()),
-        first_rank(lambda m: m.get_parameter('0.bias').copy_(m.get_parameter('0.bias').flip(0))),
-    )
-
-
-@way(2, 'along the data axis', data=2)
-def optimizers_with_other_options(world):
-    model = world.model(layers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
-    for _ in range(3):
-        world.step(model)
-        optimizer.step()
-
-
 @way(2, 'loss_fn uses a tensor of shape (2.*) that requires grad, but is no parameter', data=2)
 def a_criterion_in_a_closure(world):
     criterion = linear()
@@ -335,18 +303,8 @@ class Average(nn.Module):
 
 
 @way(2, "'2.mean' should be the same on ranks [0, 1], along the data axis", data=2)
-def a_layer_moves_a_buffer(world):
-    train(world, world.model(layers(Average())))
-
-
-@way(2, "'2.mean' should be the same on ranks [0, 1], along the data axis", data=2)
 def a_layer_moves_a_buffer_that_is_in_no_state_dict(world):
     train(world, world.model(layers(Average(persistent=False)), data='shard'))
-
-
-@way(2, 'along the data axis, but differs. Usual causes: .*deferred_batch_norm=True', data=2)
-def a_plain_batch_norm(world):
-    train(world, world.model(layers(nn.BatchNorm1d(2, dtype=torch.float64))))
 
 
 @way(2, "'1.mean' should be the same on ranks [0, 1], along the pipe axis", pipe=2)
@@ -388,20 +346,6 @@ def an_embedding_with_a_norm_over_replicas(world):
 @way(2, "a layer has changed '0.words.weight' in its forward", data=2)
 def an_embedding_with_a_norm_in_shards(world):
     train(world, world.model(nn.Sequential(Words(), linear()), data='shard'))
-
-
-@way(2, "'0.words.weight' should be the same on ranks [0, 1], along the pipe axis", pipe=2)
-def an_embedding_with_a_norm_on_two_ranks(world):
-    module = nn.Sequential(Words(), linear(), linear(), Words())
-    module[3].words = module[0].words
-    train(world, world.model(module), lambda number, model: model.zero_grad())
-
-
-@way(2, "'0.weight' was replaced after this model was made, but with data='shard'", data=2)
-def a_sharded_parameter_is_replaced(world):
-    model = world.model(layers(), data='shard')
-    model.get_submodule('0').weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
-    train(world, model)
 
 
 @way(2, 'ranks [0, 1] have the same stages, but not in the same state', data=2)
@@ -611,20 +555,6 @@ def the_value_of_a_sharded_weight(world):
     train(world, world.model(module, data='shard'))
 
 
-@way(2, "'0.weight' has a hook, but another tensor took its place", data=2)
-def a_hook_of_what_is_split(world):
-    module = layers()
-    module[0].weight.register_hook(lambda grad: grad * 2)
-    train(world, world.model(module, data='shard'))
-
-
-@way(2, "'0.weight' has a hook, which FSDP2 does not call", data=2)
-def a_hook_of_a_part(world):
-    model = world.model(layers(), data='shard')
-    model.get_parameter('0.weight').register_hook(lambda grad: grad * 2)
-    train(world, model)
-
-
 def tied_layers():
     module = layers().append(linear())
     module[3].weight = module[0].weight
@@ -660,15 +590,6 @@ class Reassigned(Average):
 def a_buffer_of_two_ranks_is_replaced_in_forward(world):
     average = Reassigned()
     train(world, world.model(nn.Sequential(linear(), average, linear(), average)))
-
-
-@way(2, 'a gradient waits from a step within no_sync()', data=2)
-def a_parameter_is_frozen_while_its_gradient_waits(world):
-    model = world.model(layers())
-    with model.no_sync():
-        world.step(model)
-    model.get_parameter('0.weight').requires_grad_(False)
-    world.step(model)
 
 
 @way(2, "'0.bias' was replaced after this model was made, but with data='shard'", data=2)
@@ -714,28 +635,12 @@ def noise_along_the_tensor_axis(world):
 
 @way(2, 'ranks [0, 1] along the tensor axis compute each layer together', tensor=2)
 def another_number_along_the_tensor_axis(world):
-    class Times(nn.Module):
-        def forward(self, x, k):
-            return x * k
-
     model = world.model(
-        nn.Sequential(Times(), *layers(), Noise())[:4],
+        nn.Sequential(Call(torch.mul), *layers()),
         tensor_plan={'1': ColwiseParallel(), '3': RowwiseParallel()},
     )
     x, y = data()
     model.step(Arguments(x, dist.get_rank() + 1.0), y, F.mse_loss)
-
-
-@way(2, "'0.perm' should be the same on ranks [0, 1], along the data axis", data=2)
-def rows_in_another_order(world):
-    module = layers()
-    module[0].register_buffer('perm', torch.eye(4))
-    model = world.model(module)
-    train(
-        world,
-        model,
-        first_rank(lambda m: m.get_buffer('0.perm').copy_(torch.eye(4)[[1, 0, 3, 2]])),
-    )
 
 
 @way(2, 'along the data axis', data=2)
@@ -762,11 +667,7 @@ def a_tensor_learns_later(world):
 
 @way(2, 'a NoChunk in the input requires grad', data=2)
 def an_input_of_all_replicas_learns(world):
-    class Times(nn.Module):
-        def forward(self, x, weight):
-            return x * weight
-
-    model = world.model(nn.Sequential(Times(), *layers()))
+    model = world.model(nn.Sequential(Call(torch.mul), *layers()))
     x, y = map(world.part, data())
     weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
     model.step(Arguments(x, NoChunk(weight)), y, F.mse_loss)

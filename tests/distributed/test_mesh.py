@@ -18,18 +18,11 @@ def wrong():
     rank, found = torch.distributed.get_rank(), []
     layers, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_mesh(pipe=2)
     for make in (
-        lambda: init_mesh(pipe=3),
         lambda: init_mesh(data=0),
         lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh('cpu', (2,))),
-        lambda: DistributedGPipe(
-            layers, [1, 1], mesh=init_device_mesh('cpu', (2,), mesh_dim_names=('dp',))
-        ),
         lambda: DistributedGPipe(layers, [2], mesh=mesh),
         lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, places=[0, 0]),
-        lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, data='fsdp'),
         lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=0),
-        lambda: DistributedGPipe([nn.Linear(2, 2)], [1], mesh=mesh),
-        lambda: DistributedGPipe([lambda: 3, lambda: 4], [1, 1], mesh=mesh),
         lambda: DistributedGPipe(3, [1, 1], mesh=mesh),
         lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, seed=rank),
         lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=1 + rank),
@@ -65,16 +58,11 @@ def wrong():
 def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
     words = [
-        '3 processes, but there are 2',
         'data=0',
         'name them by mesh_dim_names',
-        "'dp'",
         'places are [0]',
         'places are [0, 0]',
-        "'fsdp'",
         'chunks must be a positive integer',
-        'a Linear in it',
-        'function 0 of the model gave a int',
         'this is a int',
         'other settings on rank 1',
         'other settings on rank 1',
@@ -87,9 +75,9 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
     ]
     for one, two, word in zip(first, second, words, strict=True):
         assert word in one and word in two, (one, two)
-    assert 'empty' in first[17] and 'rank 0' in second[17]
-    assert 'rank 1' in first[18] and 'the target has 3 samples' in second[18]
-    assert 'rank 1' in first[19] and 'sum' in second[19]
+    assert 'empty' in first[12] and 'rank 0' in second[12]
+    assert 'rank 1' in first[13] and 'the target has 3 samples' in second[13]
+    assert 'rank 1' in first[14] and 'sum' in second[14]
     assert loss == other
 
 
@@ -112,14 +100,10 @@ def test_axes_by_their_names():
     assert found[0] == ([0, 1], [0, 2], [0], [0, 1], 4)
 
 
-def edges(queues, limit, world=4):
+def edges(queues, limit):
     """Return the losses of two models on a mesh, and facts about the groups of their messages."""
     meshes.WITHOUT_QUEUES, meshes.MOST_EDGES = () if queues else ('cpu',), limit
-    mesh = (
-        init_mesh(data=2, pipe=2)
-        if world == 4
-        else init_device_mesh('cpu', (2,), mesh_dim_names=('pipe',))
-    )
+    mesh = init_mesh(data=2, pipe=2)
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)

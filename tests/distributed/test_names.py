@@ -61,20 +61,32 @@ def layers(turn, tied):
     return found
 
 
+def losses_of(model, loss=F.mse_loss, lr=0.1):
+    """Take two steps, with the samples of this replica if there are several; return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in range(2):
+        x, target = batch(step, 8)
+        if isinstance(model, DistributedGPipe):
+            data = model._rank.data
+            x, target = (part.chunk(data.size)[data.rank] for part in (x, target))
+            value = model.step(x, target, loss)
+        else:
+            value = loss(model(x), target)
+            value.backward()
+        losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def trained(axes, tied, loss=None, **options):
     """Take two steps; return the losses, and all parameters of the first stage by name."""
     loss = (loss or (lambda turn: F.mse_loss))(turn())
     model = DistributedGPipe(
         layers(turn(), tied), [2, 1], mesh=init_mesh(**axes), chunks=2, **options
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replicas, replica = axes.get('data', 1), model._rank.data.rank
-    losses = []
-    for step in range(2):
-        x, target = (part.chunk(replicas)[replica] for part in batch(step, 8))
-        losses.append(model.step(x, target, loss).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(model, loss)
     values = {name: x.detach().sum().item() for name, x in model.named_parameters()}
     return losses, values
 
@@ -82,17 +94,7 @@ def trained(axes, tied, loss=None, **options):
 def plain(tied, loss=None):
     """Return the same for one process."""
     model, loss = layers(0, tied), (loss or (lambda turn: F.mse_loss))(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(2):
-        x, target = batch(step, 8)
-        value = loss(model(x), target)
-        value.backward()
-        losses.append(value.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()
-        getattr(loss, 'zero_grad', int)()
+    losses = losses_of(model, loss)
     return losses, {
         name: x.sum().item() for name, x in model.named_parameters(remove_duplicate=False)
     }
@@ -129,14 +131,7 @@ def test_the_way_out_for_fsdp_is_one_order():
 
 def sharded(turn):
     model = DistributedGPipe(layers(turn(), False), [2, 1], mesh=init_mesh(data=2), data='shard')
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(2):
-        x, target = (part.chunk(2)[dist.get_rank()] for part in batch(step, 8))
-        losses.append(model.step(x, target, F.mse_loss).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return losses_of(model)
 
 
 class Sized(nn.Module):
@@ -235,28 +230,12 @@ def trained_by_kinds(axes):
     rank = dist.get_rank()
     layers = to_sequential(Blocks(KINDS if rank % 3 == 0 else KINDS[::-1]), batch(0, 4)[0])
     model = DistributedGPipe(layers, [2, len(layers) - 2], mesh=init_mesh(**axes), chunks=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    replicas, replica = axes.get('data', 1), model._rank.data.rank
-    losses = []
-    for step in range(2):
-        x, target = (part.chunk(replicas)[replica] for part in batch(step, 8))
-        losses.append(model.step(x, target, F.mse_loss).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return losses_of(model, lr=0.01)
 
 
 def test_in_v0_22_a_forward_over_a_set_exchanged_buffers():
     torch.manual_seed(0)
-    model, losses = Blocks(KINDS), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(2):
-        x, target = batch(step, 8)
-        loss = F.mse_loss(model(x), target)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of(Blocks(KINDS), lr=0.01)
     for found in run(4, trained_by_kinds, {'data': 2, 'pipe': 2}):
         assert found == pytest.approx(losses, rel=1e-12)
 

@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
-from tests.distributed.models import batch, full, perceptron
+from tests.distributed.models import Behind, batch, full, perceptron
 from tests.distributed.test_model import alone, check, trained
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe
@@ -152,20 +153,24 @@ def test_a_parameter_that_another_stage_uses_is_refused_with_shards():
         assert any(text in result.text for result in results), results[0].text
 
 
-def refused():
-    """Return the errors for numbers of stages that do not fit."""
-    found = []
-    for options in ({'max_active_stages': 0, 'data': 'shard'}, {'max_active_stages': 2}):
-        with pytest.raises(ValueError, match='max_active_stages is a positive number') as error:
+def refused(cases):
+    """Make models with options that do not fit."""
+    for options, text in cases:
+        with pytest.raises(ValueError, match=text):
             DistributedGPipe(perceptron(), [4, 4], mesh=init_mesh(), **options)
-        found.append(str(error.value))
-    return found
 
 
-def test_numbers_of_stages_that_do_not_fit_are_refused():
-    ((none, replicated),) = run(1, refused)
-    assert "but is 0, with data='shard'" in none
-    assert "but is 2, with data='replicate'" in replicated
+def test_options_that_do_not_fit_are_refused():
+    number = "max_active_stages is a positive number, .*but is {}, with data='{}'"
+    cases = [
+        ({'max_active_stages': 0, 'data': 'shard'}, number.format(0, 'shard')),
+        ({'max_active_stages': 2}, number.format(2, 'replicate')),
+        (
+            {'mp_policy': MixedPrecisionPolicy(torch.float32)},
+            "mp_policy are of FSDP2: they take data='shard'",
+        ),
+    ]
+    run(1, refused, cases)
 
 
 def frozen_while_waiting(data):
@@ -214,17 +219,6 @@ def test_all_ranks_raise_if_a_gradient_of_one_waits(data):
             torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
 
 
-class Behind(nn.Module):
-    """A loss with a layer of the model."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, output, target):
-        return F.mse_loss(self.layer(output), target)
-
-
 def behind(data, k, axes):
     """Train with a loss that has layer ``k``, and return its gradient."""
     model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(**axes), chunks=2, data=data)
@@ -246,24 +240,6 @@ def test_a_loss_with_a_layer_of_another_stage_is_refused_with_shards():
         assert "loss_fn has '0.up.weight', a parameter of another stage" in each.text
 
 
-@pytest.mark.parametrize(
-    'data, name', [('shard', 'tied'), ('replicate', 'unet'), ('shard', 'frozen')]
-)
-def test_models_whose_replicas_reduce_within_the_step(data, name):
-    found = run(
-        4,
-        trained,
-        {'data': 2, 'pipe': 2},
-        name,
-        4,
-        None,
-        {'schedule': 'interleaved', 'sizes': (8, 8)},
-        {'data': data},
-        True,
-    )
-    check(found, alone(name, sizes=(8, 8)))
-
-
 def kept(data):
     """Return the reductions of a step without synchronization."""
     model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(data=2), chunks=2, data=data)
@@ -278,17 +254,25 @@ def test_a_step_without_synchronization_reduces_nothing():
         assert run(2, kept, data) == [[], []], data
 
 
-def raising():
-    """Return the types of parameters after a loss has raised on all ranks."""
+def types_of_parameters():
+    """Return their types after a call, a step, and a step whose loss raises on all ranks."""
 
-    def loss(output, target):
+    def fails(output, target):
         raise ValueError('no loss')
 
+    def types():
+        return {type(each).__name__ for each in model.parameters()}
+
     model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(data=2), chunks=2, data='shard')
+    x, target = batch(0, 4)
+    model(x)
+    after_a_call = types()
+    model.step(x, target, F.mse_loss)
+    after_a_step = types()
     with pytest.raises((ValueError, RuntimeError)):
-        model.step(*batch(0, 4), loss)
-    return {type(each).__name__ for each in model.parameters()}
+        model.step(x, target, fails)
+    return after_a_call, after_a_step, types()
 
 
-def test_a_failed_step_leaves_no_whole_parameters():
-    assert run(2, raising) == [{'DTensor'}] * 2
+def test_parameters_are_shards_but_within_steps_and_calls():
+    assert run(2, types_of_parameters) == [({'DTensor'},) * 3] * 2

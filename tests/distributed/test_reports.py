@@ -15,10 +15,16 @@ def test_a_rank_that_raised_in_this_run_is_blamed_before_all_others():
     raised = WAITS._replace(state='failed', error='ValueError: no', raised_in=3)
     records = {1: WAITS, 2: raised, 3: None}
     assert blame(records, 3, lost=[1], late=True) == ([(2, 'raised ValueError: no')], True)
+    goes_on = raised._replace(run=4, state='waits')
+    assert blame({1: WAITS, 2: goes_on}, 3) == ([(2, 'raised ValueError: no')], True)
 
 
 def test_an_error_of_an_earlier_run_is_not_blamed():
-    assert blame({1: WAITS._replace(error='ValueError: no', raised_in=2)}, 3) == ([], True)
+    earlier = WAITS._replace(error='ValueError: no', raised_in=2)
+    assert blame({1: earlier}, 3) == ([], True)
+    stopped = earlier._replace(run=2, state='failed')
+    assert blame({1: WAITS, 2: stopped}, 3) == ([], True)
+    assert 'had raised ValueError: no' in blame({1: WAITS, 2: stopped}, 3, late=True)[0][0][1]
 
 
 def test_the_finding_of_another_rank_is_passed_on_and_is_not_certain():
@@ -38,7 +44,7 @@ def test_a_rank_that_ended_or_stopped_reporting_is_blamed_at_once():
 def test_a_busy_rank_is_blamed_only_when_the_others_have_waited_for_long():
     for record, expected in (
         (None, 'has not made this model'),
-        (WAITS._replace(state='computes', where='layer.py:1'), 'does not wait, but computes'),
+        (Record(run=3, state='computes', text='this'), 'does not wait, but computes in this, for'),
         (Record(run=2), 'is not where the others are'),
     ):
         records = {1: WAITS, 2: record}

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.distributed.models import Block, batch, full, perceptron
 from tests.distributed.saving import fresh
+from tests.distributed.test_layers_shared import Mixture
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, GradScaler, init_mesh
 from torchgpipe.shard.nn import Experts
@@ -51,20 +52,6 @@ def test_parameters_of_the_loss_are_reduced_too():
 def ignoring(output, target):
     """Return a mean over labels that are not ignored, which the library cannot detect."""
     return F.cross_entropy(output, target, ignore_index=-100)
-
-
-def ignored():
-    """Take a step in which replicas ignore other numbers of labels."""
-    mesh = init_mesh(data=2)
-    model = DistributedGPipe(nn.Sequential(nn.Linear(3, 4)), [1], mesh=mesh)
-    target = torch.tensor([0, 1, 2, -100] if mesh.get_local_rank('data') else [0, 1, 2, 3])
-    with pytest.raises(ValueError, match='normalizer='):
-        model.step(torch.ones(4, 3), target, ignoring)
-    return True
-
-
-def test_a_loss_that_replicas_divide_by_other_numbers_is_refused():
-    assert run(2, ignored) == [True, True]
 
 
 def regular(output, target):
@@ -160,15 +147,9 @@ def test_all_ranks_follow_a_scaler(cls):
     assert run(2, by_a_scaler, cls) == [(pytest.approx(losses, rel=1e-12), 2.0)] * 2
 
 
-class Mixture(nn.Module):
-    """A residual mixture of experts, of which each replica has some."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = Experts(6, 8, experts=4, k=2, balance=0)
-
-    def forward(self, x):
-        return x + self.experts(x)[0]
+def mixture():
+    """Return a residual mixture of experts, of which each replica has some."""
+    return Mixture(Experts(6, 8, experts=4, k=2, balance=0))
 
 
 def with_parts(axes, make, plan, scales):
@@ -196,7 +177,7 @@ def with_parts(axes, make, plan, scales):
     'axes, make, plan',
     [
         ({'tensor': 2}, Block, {'0.up': ColwiseParallel(), '0.down': RowwiseParallel()}),
-        ({'data': 2}, Mixture, {}),
+        ({'data': 2}, mixture, {}),
     ],
 )
 def test_in_v0_22_no_scaler_took_parts_of_layers_beside_plain_parameters(axes, make, plan):

@@ -14,7 +14,7 @@ from torchgpipe.skip import pop, skippable, stash
 class Do(nn.Module):
     """A layer that does something, and has a parameter."""
 
-    def __init__(self, function):
+    def __init__(self, function=None):
         super().__init__()
         self.function = function
         self.weight = nn.Parameter(torch.ones(1))
@@ -28,16 +28,8 @@ def square(output, target):
     return (output - target).square().mean()
 
 
-def outcome(layers, *inputs):
-    """Take steps with layers, one in each stage, on each rank."""
-    layers = [Do(each) for each in layers]
-    model = DistributedGPipe(
-        nn.Sequential(*layers),
-        [1] * len(layers),
-        mesh=init_mesh(pipe=2),
-        chunks=2,
-        checkpoint='never',
-    )
+def trained(model, inputs):
+    """Take steps; return the losses, and the gradients of the layers."""
     found = []
     for x in inputs:
         value = model.step(x, torch.zeros(4, 3), square)
@@ -45,21 +37,18 @@ def outcome(layers, *inputs):
     return found
 
 
-def alone(layers, *inputs):
-    """The same in one process."""
-    layers = [Do(each) for each in layers]
-    gpipe = GPipe(
-        nn.Sequential(*layers),
-        [1] * len(layers),
-        devices=['cpu'] * len(layers),
-        chunks=2,
-        checkpoint='never',
-    )
-    found = []
-    for x in inputs:
-        value = gpipe.step(x, torch.zeros(4, 3), square)
-        found.append((value.item(), [layer.weight.grad.tolist() for layer in gpipe]))
-    return found
+def outcome(functions, *inputs):
+    """Take steps with layers, one in each stage, on each rank."""
+    layers, balance = nn.Sequential(*map(Do, functions)), [1] * len(functions)
+    options = {'chunks': 2, 'checkpoint': 'never'}
+    return trained(DistributedGPipe(layers, balance, mesh=init_mesh(pipe=2), **options), inputs)
+
+
+def alone(functions, *inputs):
+    """Take them in one process."""
+    layers, balance = nn.Sequential(*map(Do, functions)), [1] * len(functions)
+    devices = ['cpu'] * len(functions)
+    return trained(GPipe(layers, balance, devices=devices, chunks=2, checkpoint='never'), inputs)
 
 
 def check(layers, *inputs):
@@ -182,9 +171,6 @@ def test_in_place_changes_of_tensors_on_other_ranks_are_refused_as_between_devic
 
 @skippable(stash=['x'])
 class Begin(Do):
-    def __init__(self):
-        super().__init__(None)
-
     def forward(self, x):
         y = x * self.weight
         yield stash('x', y)
@@ -192,27 +178,18 @@ class Begin(Do):
 
 
 class ChangeBatch(Do):
-    def __init__(self):
-        super().__init__(None)
-
     def forward(self, x):
         return x.mul_(2) * self.weight
 
 
 @skippable(pop=['x'])
 class End(Do):
-    def __init__(self):
-        super().__init__(None)
-
     def forward(self, x):
         skip = yield pop('x')
         return (x + skip) * self.weight
 
 
 class Pass(Do):
-    def __init__(self):
-        super().__init__(None)
-
     def forward(self, x):
         return x.view_as(x)
 
@@ -239,9 +216,6 @@ def test_a_skip_whose_memory_another_rank_changes_is_refused(between, places):
 
 @skippable(stash=['x'])
 class Sometimes(Do):
-    def __init__(self):
-        super().__init__(None)
-
     def forward(self, x):
         y = x * self.weight
         yield stash('x', y if x.sum() > 0 else None)
@@ -250,9 +224,6 @@ class Sometimes(Do):
 
 @skippable(pop=['x'])
 class EndOrNot(Do):
-    def __init__(self):
-        super().__init__(None)
-
     def forward(self, x):
         skip = yield pop('x')
         return (x if skip is None else x + skip) * self.weight

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from tests.distributed.failing import Fault, endings
 from tests.distributed.models import Block, batch
+from tests.marks import slow
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed import watch as watchers
-from torchgpipe.distributed.reports import Record, blame
+from torchgpipe.distributed.reports import Record
 from torchgpipe.distributed.watch import (
     EXIT,
     GRACE,
@@ -40,7 +41,7 @@ LIMIT = timedelta(seconds=3)
 MIDDLE = 'rank 1 (data 0, pipe 1, tensor 0)'
 
 
-def built(fault=None, at=3, timeout=LIMIT, **settings):
+def built(fault=None, at=3, timeout=LIMIT):
     """A model of three stages of two layers, one of which has a fault."""
     layers = [Block() for _ in range(6)]
     if fault is not None:
@@ -52,14 +53,13 @@ def built(fault=None, at=3, timeout=LIMIT, **settings):
         chunks=2,
         checkpoint='never',
         timeout=timeout,
-        **settings,
     )
 
 
-def steps(model, number=3, loss=F.mse_loss, **options):
+def steps(model, number=3, loss=F.mse_loss):
     """Take steps."""
     for step in range(number):
-        model.step(*batch(step, 4), loss, **options)
+        model.step(*batch(step, 4), loss)
 
 
 def in_layer(release, how, backward=False, at=3, timeout=LIMIT):
@@ -95,43 +95,20 @@ def named(found, *texts, codes=None):
         assert [code for code, _ in found] == codes, found
 
 
-def test_raises_in_a_layer():
-    named(
-        endings(3, in_layer, 'raise'),
-        MIDDLE,
-        'it is broken',
-        'micro-batch 1',
-        'partition 1',
-        "layer '3'",
-        'forward of stage 1',
-    )
-
-
-@pytest.mark.slow
-def test_raises_in_backward():
-    named(
-        endings(3, in_layer, 'raise', True),
-        MIDDLE,
-        'it is broken',
-        'micro-batch 1',
-        'backward of stage 1',
-    )
-
-
-@pytest.mark.slow
-def test_raises_in_the_loss():
-    named(
-        endings(3, in_loss),
-        'rank 2 (data 0, pipe 2, tensor 0)',
-        'it is broken',
-        'stage 2',
-        'micro-batch 1',
-    )
-
-
-@pytest.mark.slow
-def test_raises_in_a_hook():
-    named(endings(3, in_hook), MIDDLE, 'it is broken', "layer '2'", 'micro-batch 1')
+@pytest.mark.parametrize(
+    'function, args, tcp, texts',
+    [
+        (in_layer, ('raise',), False, [MIDDLE, 'partition 1', "layer '3'", 'forward of stage 1']),
+        slow(in_layer, ('raise', True), False, [MIDDLE, 'backward of stage 1']),
+        slow(in_loss, (), False, ['rank 2 (data 0, pipe 2, tensor 0)', 'stage 2']),
+        slow(in_hook, (), False, [MIDDLE, "layer '2'"]),
+        slow(in_layer, ('raise', False, 0), True, ['rank 0 (data 0, pipe 0, tensor 0)']),
+    ],
+)
+def test_a_rank_raises(function, args, tcp, texts):
+    """In the last row, it is the one that has the store."""
+    found = endings(3, function, *args, tcp=tcp)
+    named(found, 'it is broken', 'micro-batch 1', *texts)
 
 
 def two_ranks(release):
@@ -216,12 +193,6 @@ def test_rank_0_is_killed_which_may_have_the_store(tcp):
 
 
 @pytest.mark.slow
-def test_rank_0_raises_which_has_the_store():
-    found = endings(3, in_layer, 'raise', False, 0, tcp=True)
-    named(found, 'rank 0 (data 0, pipe 0, tensor 0)', 'it is broken', 'micro-batch 1')
-
-
-@pytest.mark.slow
 def test_is_stuck():
     found = endings(3, in_layer, 'stuck', True)
     named(
@@ -290,10 +261,6 @@ def test_the_group_ends_a_wait_before_the_model_does():
     )
 
 
-def unequal_arguments(release):
-    built(seed=int(torch.distributed.get_rank() == 1))
-
-
 def fewer_layers(release):
     rank = torch.distributed.get_rank()
     DistributedGPipe(
@@ -302,10 +269,6 @@ def fewer_layers(release):
         mesh=init_mesh(pipe=3),
         timeout=LIMIT,
     )
-
-
-def unequal_schedules(release):
-    steps(built(), schedule='gpipe' if torch.distributed.get_rank() == 1 else '1f1b')
 
 
 def unequal_files(release):
@@ -351,9 +314,7 @@ def no_input(release):
 @pytest.mark.parametrize(
     'function, texts',
     [
-        (unequal_arguments, ['other settings on rank 1']),
         (fewer_layers, [MIDDLE, 'ValueError']),
-        (unequal_schedules, ['other settings on rank 1']),
         (no_input, ['rank 0 (data 0, pipe 0, tensor 0)', 'TypeError', 'in a step']),
     ],
 )
@@ -412,24 +373,6 @@ def alone():
 
 def test_one_process_has_no_thread():
     assert run(1, alone) == [0]
-
-
-def test_who_is_to_blame():
-    waits, busy = Record(run=2, state='waits'), Record(run=2, state='computes', text='this')
-    raised = Record(run=2, state='failed', error='E', raised_in=2)
-    assert blame({0: waits, 1: busy}, 2) == ([], True)
-    assert blame({0: waits, 1: busy}, 2, late=True)[0] == [
-        (1, 'does not wait, but computes in this, for 0.0 s')
-    ]
-    assert blame({0: waits, 1: raised}, 2, lost=[0]) == ([(1, 'raised E')], True)
-    goes_on = raised._replace(run=3, state='waits')
-    assert blame({0: waits, 1: goes_on}, 2) == ([(1, 'raised E')], True)
-    assert blame({0: waits, 1: raised}, 3) == blame({0: waits, 1: goes_on}, 3) == ([], True)
-    assert 'had raised E' in blame({0: waits, 1: raised}, 3, late=True)[0][0][1]
-    assert blame({0: waits, 1: waits._replace(found='E')}, 2) == ([(1, 'E')], False)
-    assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, lost=[0])[0]] == [0]
-    assert [rank for rank, _ in blame({0: waits, 1: waits}, 2, late=True)[0]] == [0, 1]
-    assert blame({0: None}, 1, late=True)[0] == [(0, 'has not made this model')]
 
 
 class Frame:

@@ -21,19 +21,6 @@ def test_a_file_of_torch_save_is_found_by_its_path_or_its_folder(tmp_path, name)
         assert all(found[key].equal(state[key]) for key in state) and len(found) == len(state)
 
 
-def test_several_files_of_safetensors_are_read_by_their_index(tmp_path):
-    save_file = pytest.importorskip('safetensors.torch').save_file
-    for k in range(2):
-        save_file({f'{k}.weight': torch.full((2,), float(k))}, tmp_path / f'part{k}.safetensors')
-    index = tmp_path / 'model.safetensors.index.json'
-    index.write_text(
-        '{"weight_map": {"0.weight": "part0.safetensors", "1.weight": "part1.safetensors"}}'
-    )
-    found = open_weights(tmp_path)
-    assert [*found] == ['0.weight', '1.weight']
-    assert found['1.weight'].tolist() == [1, 1]
-
-
 def test_a_folder_without_weights_or_with_several_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match='has no weights'):
         open_weights(tmp_path)

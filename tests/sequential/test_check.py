@@ -7,23 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.sequential.test_record import Model
 from torchgpipe import Arguments
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.effects import ids_within
-
-
-class Model(nn.Module):
-    """A function between two linear layers."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.table = nn.Parameter(torch.rand(6))
-        self.function = function
-
-    def forward(self, x):
-        return self.b(self.function(self, self.a(x)))
-
 
 # --- differences that it finds
 # -------------------------------------------------------------------------------------------------
@@ -128,11 +115,6 @@ def test_a_gradient_that_is_lost_where_a_half_is_nothing_but_padding():
             ],
             sample,
         )
-
-
-def test_one_sample_is_no_half_for_a_batch_normalization():
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-    assert len(to_sequential(model, torch.rand(2, 6))) == 2
 
 
 def test_an_error_of_the_model_in_training_goes_by_no_size():
@@ -305,13 +287,6 @@ def test_weights_are_not_copied():
     assert layers[0].table is model.table
     layers = from_stages(model, [model.a, lambda m, x: m.b(x * m.table)], torch.rand(4, 6))
     assert layers[1].table is model.table
-
-
-def test_random_numbers_that_come_after():
-    model = Model(lambda m, x: nn.functional.dropout(x))
-    states = torch.get_rng_state(), random.getstate()
-    to_sequential(model, torch.ones(4, 6))
-    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
 def test_random_numbers_of_python_after_a_leaf_that_draws():

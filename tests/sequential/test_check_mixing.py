@@ -5,21 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers import Call
+from tests.sequential.test_record import Model
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.check import coarsest_tolerance, compare_parts, differences
-
-
-class Model(nn.Module):
-    """A function between two linear layers."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.function = function
-
-    def forward(self, x, *args):
-        return self.b(self.function(self, self.a(x), *args))
 
 
 class Towers(nn.Module):
@@ -180,7 +170,8 @@ def test_one_sample_alone_is_mixed_with_none():
 
 def test_normalizations_mix_samples_in_training_by_design():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-    assert len(to_sequential(model, torch.rand(8, 6))) == 2
+    for size in (2, 8):
+        assert len(to_sequential(model, torch.rand(size, 6))) == 2
 
 
 def test_random_numbers_in_evaluation_are_no_mixing():
@@ -189,20 +180,8 @@ def test_random_numbers_in_evaluation_are_no_mixing():
 
 
 def test_samples_that_are_put_in_a_list():
-    class Listed(nn.Module):
-        def forward(self, x):
-            return [*x]
-
-    class Lists(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.listed = Listed()
-
-        def forward(self, x):
-            return self.listed(x)
-
     with pytest.raises(ConversionError, match='micro-batches'):
-        to_sequential(Lists(), torch.rand(4, 6), leaves=['listed'])
+        to_sequential(nn.Sequential(Call(lambda x: [*x])), torch.rand(4, 6), leaves=['0'])
 
 
 class Net(nn.Module):

@@ -7,6 +7,7 @@ from torch import nn
 from benchmarks.models.resnet101 import resnet101
 from benchmarks.models.unet import unet
 from tests.marks import slow
+from tests.sequential.convnets import ResNet
 from torchgpipe import Arguments, GPipe
 from torchgpipe.balance import profile
 from torchgpipe.sequential import to_sequential
@@ -254,48 +255,6 @@ def test_layers_are_compiled():
 # -------------------------------------------------------------------------------------------------
 
 
-class Bottleneck(nn.Module):
-    def __init__(self, channels, planes, stride):
-        super().__init__()
-        out = 4 * planes
-        self.conv1, self.bn1 = nn.Conv2d(channels, planes, 1, bias=False), nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.conv3, self.bn3 = nn.Conv2d(planes, out, 1, bias=False), nn.BatchNorm2d(out)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = (
-            nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-            if stride != 1 or channels != out
-            else None
-        )
-
-    def forward(self, x):
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(out)))))
-        out += x if self.downsample is None else self.downsample(x)
-        return self.relu(out)
-
-
-class ResNet101(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
-        self.relu, self.pool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
-        blocks, channels = [], 64
-        for stage, number in enumerate((3, 4, 23, 3)):
-            for k in range(number):
-                blocks.append(Bottleneck(channels, 64 << stage, 2 if stage and not k else 1))
-                channels = 256 << stage
-        self.blocks = nn.ModuleList(blocks)
-        self.average, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, 1000)
-
-    def forward(self, x):
-        x = self.pool(self.relu(self.bn1(self.conv1(x))))
-        for block in self.blocks:
-            x = block(x)
-        return self.fc(self.average(x).flatten(1))
-
-
 class UNet(nn.Module):
     def __init__(self, depth, convs, c):
         super().__init__()
@@ -352,7 +311,7 @@ def least_across(found, share):
 @pytest.mark.parametrize(
     'by_hand, model, number',
     [
-        slow(resnet101, ResNet101, 105),
+        slow(resnet101, lambda: ResNet((3, 4, 23, 3)), 105),
         (lambda: unet(depth=3, num_convs=2, base_channels=4), lambda: UNet(3, 2, 4), 15),
     ],
     ids=['ResNet-101', 'U-Net'],

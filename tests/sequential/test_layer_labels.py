@@ -169,6 +169,18 @@ def assert_near(actual, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+def check(model, pipe, batch, target=None, **options):
+    """Compare the loss and the gradients of a call and of a step with the model's."""
+
+    def step():
+        return pipe.step(Arguments(**batch), target, lambda output, _: value_of(output), **options)
+
+    expected = trained(model, lambda: value_of(model(**batch)))
+    assert_near(trained(model, lambda: value_of(pipe(**batch))), expected)
+    assert_near(trained(model, step), expected)
+    return expected
+
+
 @language_models
 def test_a_mean_over_the_labels_of_the_mini_batch(name):
     """Of 2 to 9 rows, in micro-batches of 1 to 5, by the plain call and by a step."""
@@ -176,22 +188,15 @@ def test_a_mean_over_the_labels_of_the_mini_batch(name):
     for rows, chunks in ((2, 2), (7, 3), (8, 8), (9, 2)):
         pipe = pipeline(layers, chunks, gather={'loss': count})
         batch = padded(rows, rows)
-        expected = trained(model, lambda: value_of(model(**batch)))
-        assert_near(trained(model, lambda: value_of(pipe(**batch))), expected)
-        assert_near(
-            trained(
-                model,
-                lambda: pipe.step(
-                    Arguments(**batch),
-                    batch['labels'],
-                    lambda output, _: value_of(output),
-                    normalizer=lambda labels: count(None, None, labels),
-                ),
-            ),
-            expected,
+        loss, *_ = check(
+            model,
+            pipe,
+            batch,
+            batch['labels'],
+            normalizer=lambda labels: count(None, None, labels),
         )
         with torch.no_grad():
-            assert_near([value_of(pipe(**batch))], expected[:1])
+            assert_near([value_of(pipe(**batch))], [loss])
 
 
 class Classifier(nn.Module):
@@ -240,14 +245,7 @@ def test_a_mean_over_labels_is_taken_for_no_mean_over_samples(name, checkpoint):
     )
     batch['labels'] = batch['input_ids']
     batch['attention_mask'] = torch.ones_like(batch['attention_mask'])
-    expected = trained(model, lambda: value_of(model(**batch)))
-    assert_near(trained(model, lambda: value_of(pipe(**batch))), expected)
-    assert_near(
-        trained(
-            model, lambda: pipe.step(Arguments(**batch), None, lambda output, _: value_of(output))
-        ),
-        expected,
-    )
+    check(model, pipe, batch)
 
 
 def test_a_loss_that_is_a_submodule():
@@ -284,17 +282,7 @@ def test_a_number_that_the_model_is_given():
     pipe = pipeline(layers, 4, gather={'loss': 'sum'})
     for rows in (2, 5, 9):
         batch = {**padded(rows), 'num_items_in_batch': torch.tensor(11 + rows)}
-        expected = trained(model, lambda: model(**batch)['loss'])
-        assert_near(trained(model, lambda: pipe(**batch)['loss']), expected)
-        assert_near(
-            trained(
-                model,
-                lambda: pipe.step(
-                    Arguments(**batch), None, lambda output, _: output['loss'], normalizer=1
-                ),
-            ),
-            expected,
-        )
+        check(model, pipe, batch, normalizer=1)
 
 
 def test_a_mean_over_the_labels_of_several_mini_batches():

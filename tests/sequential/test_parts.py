@@ -80,18 +80,20 @@ def test_a_sequential_model_keeps_its_names_apart():
     assert torch.equal(layers[0].state_dict()['0.weight'], 2 * model[0].weight)
 
 
+class Numbered(nn.Module):
+    """A model with a name that a layer has as well, for another parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+        self.add_module('0', nn.Linear(4, 4, bias=False))
+
+    def forward(self, x):
+        return self.get_submodule('0')(x @ self.weight)
+
+
 def test_a_name_of_a_layer_that_is_one_of_the_model_as_well():
     """All names together decide which one is meant."""
-
-    class Numbered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(4, 4))
-            self.add_module('0', nn.Linear(4, 4, bias=False))
-
-        def forward(self, x):
-            return self.get_submodule('0')(x @ self.weight)
-
     model, x = Numbered(), torch.randn(4, 4)
     layers = to_sequential(copy.deepcopy(model), x)
     assert [*layers.state_dict()] == ['0.weight', '1.0.weight']

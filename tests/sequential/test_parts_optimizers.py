@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.sequential.test_parts import Numbered
 from torchgpipe import GPipe
 from torchgpipe.sequential import optimizer_state, original_names, to_sequential
 
@@ -213,20 +214,10 @@ def other_shape(state):
 
 def test_names_of_the_model_that_are_also_names_of_layers():
     """``0.weight`` is another one in layers: all names together decide which one is meant."""
-
-    class Numbered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(4, 4))
-            self.add_module('0', nn.Linear(4, 4, bias=False))
-
-        def forward(self, x):
-            return self.get_submodule('0')(x @ self.weight)
-
     model = Numbered()
     layers = to_sequential(copy.deepcopy(model), torch.rand(4, 4))
     target = torch.optim.Adam(reversed([*layers.parameters()]))
-    for module, rest in ((model, 0), (layers, 0)):
+    for module in (model, layers):
         source = torch.optim.Adam(module.named_parameters())
         for k, p in enumerate(module.parameters()):
             source.state[p] = {'step': torch.tensor(float(k))}

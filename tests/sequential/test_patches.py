@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import Call
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
 from torchgpipe.sequential.effects import UnknownValue
 from torchgpipe.sequential.record import ForwardTracer
@@ -64,26 +65,19 @@ MAKERS = {
 
 
 def test_tensors_are_made_anew_in_each_run():
+    """Also on the device of another one."""
     for name in MAKERS:
+        for has_device in (False, True):
 
-        def function(m, x):
-            made = getattr(torch, name)(*MAKERS[name])
-            if name == 'empty':
-                made.zero_()
-            made += x.shape[0]
-            return x + made.sum()
+            def function(m, x):
+                options = {'device': x.device} if has_device else {}
+                made = getattr(torch, name)(*MAKERS[name], **options)
+                if name == 'empty':
+                    made.zero_()
+                made += x.shape[0]
+                return x + made.sum()
 
-        assert_same(function)
-
-
-def test_tensors_are_made_on_the_device_of_another():
-    for name in MAKERS:
-
-        def function(m, x):
-            made = getattr(torch, name)(*MAKERS[name], device=x.device)
-            return x + (torch.zeros_like(made) if name == 'empty' else made).sum()
-
-        assert_same(function)
+            assert_same(function)
 
 
 NUMBERS = {
@@ -139,13 +133,7 @@ def test_limits_of_numbers_follow_the_type_of_each_run():
 def test_functions_of_the_batch_size():
     for name in ['ceil', 'cos', 'exp', 'floor', 'isqrt', 'log', 'log10', 'log2', 'sin', 'sqrt']:
         assert_same(lambda m, x: x + getattr(math, name)(x.shape[0]))
-
-
-def test_powers_of_the_batch_size():
     assert_same(lambda m, x: x + math.pow(x.shape[0], 0.5))
-
-
-def test_the_product_of_a_shape():
     assert_same(lambda m, x: x + math.prod(x.shape))
 
 
@@ -299,9 +287,9 @@ def test_a_function_that_is_applied_by_a_name_of_its_own():
             ):
                 to_sequential(Model(lambda m, x: function(x)), sample)
             layers = to_sequential(
-                nn.Sequential(nn.Linear(6, 6), Applied(function)),
+                nn.Sequential(nn.Linear(6, 6), Call(function)),
                 torch.rand(4, 6),
-                leaves=[Applied],
+                leaves=[Call],
             )
             called = to_sequential(Model(lambda m, x: cls.apply(x)), sample)
             for each in (layers, called):
@@ -311,15 +299,6 @@ def test_a_function_that_is_applied_by_a_name_of_its_own():
                 assert torch.allclose(
                     first.grad, (x * (5 if cls is Twice else -1)).sum(0).expand(6, 6)
                 )
-
-
-class Applied(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def test_a_leaf_may_trace_functions_itself():

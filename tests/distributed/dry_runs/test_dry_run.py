@@ -269,13 +269,6 @@ class Window(nn.Linear):
         return x
 
 
-def test_stages_with_other_attributes_are_not_alike():
-    with torch.device('meta'):
-        module = nn.Sequential(*map(Window, (1, 1, 2, 1, 2, 1)))
-    report = small(module, [1] * 6, {'pipe': 6}, chunks=2, checkpoint='never')
-    assert [each.forward_flops // 1024 for each in report.stages] == [1, 1, 2, 1, 2, 1]
-
-
 class Twice(nn.Linear):
     """A layer with the attributes of a linear layer, and twice its work."""
 
@@ -283,10 +276,11 @@ class Twice(nn.Linear):
         return super().forward(super().forward(x))
 
 
-def test_stages_with_other_types_or_names_are_not_alike():
+def test_stages_with_other_types_names_or_attributes_are_not_alike():
     for one, other in (
         (lambda: nn.Linear(8, 8), lambda: Twice(8, 8)),
         (lambda: WithPart('once'), lambda: WithPart('twice')),
+        (lambda: Window(1), lambda: Window(2)),
     ):
         with torch.device('meta'):
             module = nn.Sequential(one(), one(), other(), one(), other(), one())
@@ -558,10 +552,6 @@ def test_a_converted_model():
     assert sum(rank.parameters for rank in report.ranks) == 2 * 2 * 72 * 4
 
 
-def test_a_limit_of_memory_is_any_number():
-    assert small(memory_limit=80e9).problems == () != small(memory_limit=1e3).problems
-
-
 def real_run_first():
     plan = {'0': ColwiseParallel(output_layouts=Replicate())}
     model = DistributedGPipe(linear(), [4], mesh=init_mesh(tensor=2), tensor_plan=plan)
@@ -595,10 +585,10 @@ def test_a_skip_to_an_earlier_stage_is_an_error():
 
 
 def test_a_rank_beyond_its_memory_is_named():
-    report = small(memory_limit=2000, optimizer=torch.optim.AdamW)
+    report = small(memory_limit=2e3, optimizer=torch.optim.AdamW)
     assert len(report.problems) == 2 and 'rank 0 (pipe 0) needs' in report.problems[0]
     assert 'more than the limit of 1.95 KiB: optimizer take the most' in report.problems[0]
-    assert not small(memory_limit=1 << 20).problems
+    assert small(memory_limit=1 << 20).problems == ()
 
 
 def test_dtensor_uses_no_group_of_a_dry_run_afterwards():
