@@ -138,8 +138,8 @@ def autocast():
 
 
 def packed():
-    """Return hooks of the user, under which autograd saves arrays."""
-    return saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+    """Return hooks of the user, under which autograd saves lists."""
+    return saved_tensors_hooks(lambda x: [x.detach().clone()], lambda kept: kept[0])
 
 
 OPTIONS = {

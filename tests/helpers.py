@@ -1,6 +1,7 @@
 """Oracles and test doubles that several test files share."""
 
 import copy
+import gc
 import itertools
 import os
 import select
@@ -8,6 +9,7 @@ import signal
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextlib import nullcontext as nothing
 
 import torch
@@ -136,6 +138,16 @@ def threads():
         for thread in threading.enumerate()
         if not isinstance(thread, threading._DummyThread)
     }
+
+
+@contextmanager
+def no_gc():
+    """Let Python's garbage collector free nothing."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def in_a_new_thread(function):

@@ -92,83 +92,64 @@ def test_a_missing_balance_recommends_how_to_find_one():
     assert 'torchgpipe.balance' in str(error.value) and 'balance_by_time(' in str(error.value)
 
 
-def test_a_wrong_balance():
-    for balance, numbers in [
-        ([8, 1], r'8 layers.*\[8, 1\] adds up to 9'),
-        ([], 'adds up to 0'),
-        ([-1], 'up to -1'),
-        ([8, 0], r'positive.*\[8, 0\]'),
-        ([9, -1], r'positive.*\[9, -1\]'),
-    ]:
-        with pytest.raises(ValueError, match=numbers) as error:
-            pipe(balance=balance)
-        assert 'torchgpipe.balance' in str(error.value)
+#: Arguments of GPipe, values that it refuses, and the errors.
+WRONG = [
+    ('balance', [[8, 1]], ValueError, r'8 layers.*\[8, 1\] adds up to 9.*torchgpipe.balance'),
+    ('balance', [[]], ValueError, 'adds up to 0.*torchgpipe.balance'),
+    ('balance', [[-1]], ValueError, 'up to -1.*torchgpipe.balance'),
+    ('balance', [[8, 0]], ValueError, r'positive.*\[8, 0\].*torchgpipe.balance'),
+    ('balance', [[9, -1]], ValueError, r'positive.*\[9, -1\].*torchgpipe.balance'),
+    (
+        'balance',
+        [[4.0, 4.0], ['4', '4'], [True] * 8, 8, [[4], [4]], 'four'],
+        TypeError,
+        'integers',
+    ),
+    ('devices', [[]], IndexError, 'too few devices.*devices: 0, partitions: 2'),
+    ('devices', [['cpu']], IndexError, 'too few devices.*devices: 1, partitions: 2'),
+    (
+        'devices',
+        [['cpu', other] for other in ('gpu', 'cpu:x', 'cuda:99', 'meta', None, 3.5)],
+        ValueError,
+        'device',
+    ),
+    ('devices', ['cpu'], TypeError, r"\['cpu'\]"),
+    (
+        'chunks',
+        [0, -1, 'x', None, float('inf')],
+        ValueError,
+        'number of chunks must be a positive integer',
+    ),
+    (
+        'checkpoint',
+        ['sometimes', None, 'ALWAYS'],
+        ValueError,
+        "checkpoint is not one of 'always', 'except_last', or 'never'",
+    ),
+    (
+        'checkpoint',
+        [['always', 'sometimes'], ['always', None], lambda j: 'sometimes' if j else 'always'],
+        ValueError,
+        "checkpoint is not one of .*: ('sometimes'|None)$",
+    ),
+    ('checkpoint', [['always']], ValueError, '1 modes for 2 partitions'),
+]
 
 
-def test_a_balance_that_is_not_made_of_integers():
-    for balance in [[4.0, 4.0], ['4', '4'], [True] * 8, 8, [[4], [4]], 'four']:
-        with pytest.raises(TypeError, match='integers'):
-            pipe(balance=balance)
+def test_wrong_arguments():
+    for name, values, error, text in WRONG:
+        for value in values:
+            with pytest.raises(error, match=f'(?s){text}'):
+                pipe(**{name: value})
 
 
-@devices
-def test_a_balance_of_integers_of_another_type(devices):
+def test_a_balance_of_integers_of_another_type():
     assert pipe(balance=torch.tensor([3, 5])).balance == [3, 5]
-
-
-@pytest.mark.parametrize('devices', [[], ['cpu']])
-def test_too_few_devices(devices):
-    with pytest.raises(
-        IndexError,
-        match=rf'too few devices.*devices: {len(devices)}, '
-        'partitions: 2',
-    ):
-        pipe(devices=devices)
 
 
 @devices
 def test_devices_that_are_not_needed_are_dropped(devices):
     assert len(pipe(devices=devices(5)).devices) == 2
-
-
-def test_an_unknown_device():
-    for device in ['gpu', 'cpu:x', 'cuda:99', 'meta', None, 3.5]:
-        with pytest.raises(ValueError, match='device'):
-            pipe(devices=['cpu', device])
-
-
-def test_one_device_instead_of_several():
-    with pytest.raises(TypeError, match=r"\['cpu'\]"):
-        pipe(devices='cpu')
-
-
-def test_wrong_chunks():
-    for chunks in [0, -1, 'x', None, float('inf')]:
-        with pytest.raises(ValueError, match='number of chunks must be a positive integer'):
-            pipe(chunks=chunks)
-
-
-def test_an_unknown_checkpoint_mode():
-    for checkpoint in ['sometimes', None, 'ALWAYS']:
-        with pytest.raises(
-            ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never'"
-        ):
-            pipe(checkpoint=checkpoint)
-
-
-def test_an_unknown_checkpoint_mode_of_a_partition():
-    for checkpoint in [
-        ['always', 'sometimes'],
-        ['always', None],
-        lambda j: 'sometimes' if j else 'always',
-    ]:
-        with pytest.raises(ValueError, match="checkpoint is not one of .*: ('sometimes'|None)$"):
-            pipe(checkpoint=checkpoint)
-
-
-def test_checkpoint_modes_of_another_number_of_partitions():
-    with pytest.raises(ValueError, match='1 modes for 2 partitions'):
-        pipe(checkpoint=['always'])
 
 
 @devices

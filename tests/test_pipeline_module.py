@@ -10,26 +10,9 @@ from torch import nn
 
 from tests.devices import devices
 from tests.helpers import assert_same, call, gradients, small_model
+from tests.skip.layers import popping, stashing
 from tests.test_gpipe import pipe
 from torchgpipe import GPipe
-from torchgpipe.skip import pop, skippable, stash
-
-
-@skippable(stash=['alone'])
-class Alone(nn.Module):
-    """Stash a tensor that one other layer pops."""
-
-    def forward(self, x):
-        yield stash('alone', x)
-        return x
-
-
-@skippable(pop=['alone'])
-class Company(nn.Module):
-    """Add the stashed tensor."""
-
-    def forward(self, x):
-        return x + (yield pop('alone'))
 
 
 @devices
@@ -98,7 +81,8 @@ def test_skips_go_their_way_when_layers_that_have_them_come_later(devices):
     plain, x = small_model(), torch.rand(4, 4, dtype=torch.double)
     gpipe = pipe(copy.deepcopy(plain), chunks=2, devices=devices(2))
     call(gpipe, x)
-    gpipe.set_submodule('1', Alone()), gpipe.set_submodule('5', Company())
+    gpipe.set_submodule('1', stashing('alone')())
+    gpipe.set_submodule('5', popping('alone')())
     stashed = plain[0](x)
     assert_same([call(gpipe, x)], [plain[6:](plain[2:5](stashed) + stashed)])
 
@@ -136,7 +120,7 @@ def test_a_layer_cannot_be_replaced_in_a_partition_or_by_one_that_does_not_fit(d
             model(x)
     for layer, error, match in (
         (None, ValueError, "layer '0' is None"),
-        (Alone(), TypeError, 'do not match'),
+        (stashing('alone')(), TypeError, 'do not match'),
     ):
         model = pipe(devices=devices(2))
         model.add_module('0', layer)

@@ -1,17 +1,17 @@
 """Errors: they keep type and traceback, name the culprit, hang nothing and spoil nothing."""
 
 import copy
-import gc
 import signal
 import threading
 import traceback
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import Spy, WeakLog, assert_same, call, gradients, threads, train_both
+from tests.helpers import Spy, WeakLog, assert_same, call, gradients, no_gc, threads, train_both
 from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
@@ -292,13 +292,8 @@ def test_keyboard_interrupt_stops_the_workers_and_keeps_nothing_alive(
     alive = WeakLog(gpipe[0])
     real = Workers.stop
     monkeypatch.setattr(Workers, 'stop', lambda self: (stopping.set(), real(self)))
-    gc.disable()
-    try:
+    with no_gc(), suppress(KeyboardInterrupt):
         gpipe(torch.rand(3, 2, device=devices.first))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        gc.enable()
     assert log == ['partition 0']  # it has ended, and none has started after it
     assert alive.alive() == 0
 

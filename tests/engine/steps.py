@@ -9,6 +9,7 @@ from tests.helpers import assert_same, gradients, on_first
 from tests.skip.layers import Pop, Stash
 from tests.zoo.computing import Branch, Merge
 from torchgpipe.schedule import NAMES
+from torchgpipe.schedule.generators import V_SHAPED
 
 schedules = pytest.mark.parametrize('schedule', NAMES)
 
@@ -25,6 +26,11 @@ def layers(width=4):
         Pop(),
         nn.Linear(width, 3),
     ).double()
+
+
+def placed(places, schedule):
+    """Return the devices of four partitions, which a V-shaped schedule has there and back."""
+    return [*places[:2], *reversed(places[:2])] if schedule in V_SHAPED else places
 
 
 def train(model, gpipe, size, *, steps=2, loss_fn=loss_of, expected_loss=loss_of, **options):

@@ -1,5 +1,6 @@
 """Cells: a value and its tensors, on their way through layers."""
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -24,43 +25,32 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
+class Swap(nn.Module):
+    """Swap the parts of a named tuple."""
+
+    def forward(self, pair):
+        assert isinstance(pair, Pair)
+        return Pair(pair.y * 2, pair.x)
+
+
+class Max(nn.Module):
+    """Return a named tuple of PyTorch's."""
+
+    def forward(self, pair):
+        assert isinstance(pair, Pair)
+        return pair.x.max(1)
+
+
 def test_in_v030_named_tuples_became_tuples_depending_on_the_batch_size():
-    for mode in ['always', 'never']:
-        for size in [1, 2, 5]:
-            for chunks in [1, 3]:
+    balances = [[2], [1, 1]]
+    for mode, size, chunks, balance in product(['always', 'never'], [1, 2, 5], [1, 3], balances):
+        x, y = torch.rand(size, 3, requires_grad=True), torch.rand(size, 3, requires_grad=True)
+        devices = [f'cpu:{j}' for j in range(len(balance))]
+        options = {'devices': devices, 'chunks': chunks, 'checkpoint': mode}
 
-                class Swap(nn.Module):
-                    def forward(self, pair):
-                        assert isinstance(pair, Pair)
-                        return Pair(pair.y * 2, pair.x)
+        swapped = GPipe(nn.Sequential(Swap(), Swap()), balance, **options)(Pair(x, y))
+        assert isinstance(swapped, Pair) and torch.equal(swapped.x, x * 2)
 
-                class Max(nn.Module):
-                    def forward(self, pair):
-                        assert isinstance(pair, Pair)
-                        return pair.x.max(1)
-
-                x, y = (
-                    torch.rand(size, 3, requires_grad=True),
-                    torch.rand(size, 3, requires_grad=True),
-                )
-                for balance in ([2], [1, 1]):
-                    devices = [f'cpu:{j}' for j in range(len(balance))]
-                    gpipe = GPipe(
-                        nn.Sequential(Swap(), Swap()),
-                        balance,
-                        devices=devices,
-                        chunks=chunks,
-                        checkpoint=mode,
-                    )
-                    output = gpipe(Pair(x, y))
-                    assert isinstance(output, Pair) and torch.equal(output.x, x * 2)
-                    gpipe = GPipe(
-                        nn.Sequential(Swap(), Max()),
-                        balance,
-                        devices=devices,
-                        chunks=chunks,
-                        checkpoint=mode,
-                    )
-                    output = gpipe(Pair(x, y))
-                    assert torch.equal(output.values, (y * 2).max(1).values)
-                    assert type(output) is type(x.max(1))
+        largest = GPipe(nn.Sequential(Swap(), Max()), balance, **options)(Pair(x, y))
+        assert type(largest) is type(x.max(1))
+        assert torch.equal(largest.values, (y * 2).max(1).values)

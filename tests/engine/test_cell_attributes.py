@@ -8,11 +8,12 @@ import torch._dynamo
 from torch import nn
 
 from tests.devices import devices
+from tests.engine.steps import placed
+from tests.equivalence import loss_of as square
 from tests.helpers import assert_same, gradients, in_partitions, micro_batches, on_first
 from tests.shard.processes import run
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.skip import pop, skippable, stash
 
 SCHEDULES = [None, 'gpipe', '1f1b', 'zb-h1', 'zb-v']
@@ -60,23 +61,17 @@ def loss_of(output, target):
     return (output * output.factor - target * getattr(target, 'factor', 1.0)).square().mean()
 
 
-def placed(devices, schedule):
-    """Return the devices of four partitions."""
-    places = devices(4)
-    return [*places[:2], *reversed(places[:2])] if schedule in V_SHAPED else places
-
-
 def with_factor(x, factor):
     """Return a tensor with an attribute."""
     x.factor = factor
     return x
 
 
-def expected_of(net, x, target):
+def expected_of(net, x, target, loss_fn=loss_of):
     """Run the unwrapped model on each of three micro-batches."""
     for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
         part, label = with_factor(part, 0.7), with_factor(label, 0.3)
-        (loss_of(net(part), label) * len(part) / len(x)).backward()
+        (loss_fn(net(part), label) * len(part) / len(x)).backward()
 
 
 @devices
@@ -87,7 +82,7 @@ def test_attributes_are_passed_on(devices):
         gpipe = GPipe(
             copy.deepcopy(net),
             [1] * 4,
-            devices=placed(devices, schedule),
+            devices=placed(devices(4), schedule),
             chunks=3,
             checkpoint='except_last',
         )
@@ -117,30 +112,6 @@ def test_results_of_layers_that_are_kept_out_of_recomputation_have_attributes(de
     assert_same(gradients(gpipe), gradients(net), 1e-10)
 
 
-def train(schedule, mode):
-    """Train on this rank and in one process; return whether gradients are the same."""
-    torch.manual_seed(0)
-    layers = model()
-    net = copy.deepcopy(layers)
-    gpipe = DistributedGPipe(layers, [2, 2], mesh=init_mesh(pipe=2), chunks=3, checkpoint=mode)
-    for _ in range(3):
-        x, target = torch.randn(2, 7, 4, dtype=torch.double)
-        expected_of(net, x, target)
-        gpipe.step(with_factor(x, 0.7), with_factor(target, 0.3), loss_of, schedule=schedule)
-    expected = dict(net.named_parameters())
-    assert_same(
-        [x.grad for _, x in gpipe.named_parameters()],
-        [expected[name].grad for name, _ in gpipe.named_parameters()],
-        1e-10,
-    )
-    return True
-
-
-@pytest.mark.parametrize('schedule', ['1f1b', 'zb-h1'])
-def test_attributes_are_passed_on_to_ranks(schedule):
-    assert all(run(2, train, schedule, 'except_last'))
-
-
 class Growing(nn.Module):
     """Count its calls, in an attribute of its output."""
 
@@ -158,11 +129,13 @@ class Multiply(nn.Module):
         return x * x.factor
 
 
-def grow(mode):
+def grow():
     """Return the losses of two ranks, each with the loss of one process."""
     layers = nn.Sequential(nn.Linear(2, 2), Growing(), Multiply())
     net = copy.deepcopy(layers)
-    gpipe = DistributedGPipe(layers, [2, 1], mesh=init_mesh(pipe=2), chunks=2, checkpoint=mode)
+    gpipe = DistributedGPipe(
+        layers, [2, 1], mesh=init_mesh(pipe=2), chunks=2, checkpoint='except_last'
+    )
     losses = []
     for _ in range(3):
         expected = torch.stack([net(x).mean() for x in torch.ones(4, 2).chunk(2)]).mean()
@@ -172,7 +145,7 @@ def grow(mode):
 
 
 def test_an_attribute_that_changes_has_a_header_each_time():
-    for losses in run(2, grow, 'except_last'):
+    for losses in run(2, grow):
         for loss, expected in losses:
             assert loss == pytest.approx(expected)
 
@@ -200,15 +173,37 @@ def skips():
     return nn.Sequential(Stash(4, 4), nn.Linear(4, 4), Pop(4, 4)).double()
 
 
-def square(output, target):
-    """Return a mean over samples."""
-    return (output - target).square().mean()
+def train(make, balance, schedule, loss_fn):
+    """Train on this rank and in one process; return whether gradients are the same."""
+    torch.manual_seed(0)
+    layers = make()
+    net = copy.deepcopy(layers)
+    gpipe = DistributedGPipe(
+        layers, balance, mesh=init_mesh(pipe=2), chunks=3, checkpoint='except_last'
+    )
+    for _ in range(3):
+        x, target = torch.randn(2, 7, 4, dtype=torch.double)
+        expected_of(net, x, target, loss_fn)
+        gpipe.step(with_factor(x, 0.7), with_factor(target, 0.3), loss_fn, schedule=schedule)
+    expected = dict(net.named_parameters())
+    assert_same(
+        [x.grad for _, x in gpipe.named_parameters()],
+        [expected[name].grad for name, _ in gpipe.named_parameters()],
+        1e-10,
+    )
+    return True
 
 
-def train_in_parts(net, x, target):
-    """Run the unwrapped model on each of three micro-batches."""
-    for part, label in zip(micro_batches(x, 3), micro_batches(target, 3)):
-        (square(net(part), label) * len(part) / len(x)).backward()
+@pytest.mark.parametrize(
+    'make, balance, schedule, loss_fn',
+    [
+        (model, [2, 2], '1f1b', loss_of),
+        (model, [2, 2], 'zb-h1', loss_of),
+        (skips, [2, 1], '1f1b', square),
+    ],
+)
+def test_attributes_are_passed_on_to_ranks(make, balance, schedule, loss_fn):
+    assert all(run(2, train, make, balance, schedule, loss_fn))
 
 
 @devices
@@ -219,36 +214,13 @@ def test_skips_have_their_attributes(devices):
             copy.deepcopy(net), [1, 1, 1], devices=devices(3), chunks=3, checkpoint='except_last'
         )
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
-        train_in_parts(net, x, target)
+        expected_of(net, x, target, square)
         x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
         if schedule is None:
             square(gpipe(x), target).backward()
         else:
             gpipe.step(x, target, square, schedule=schedule)
         assert_same(gradients(gpipe), gradients(net), 1e-10)
-
-
-def train_skips(mode):
-    """Train on this rank and in one process; return whether gradients are the same."""
-    torch.manual_seed(0)
-    layers = skips()
-    net = copy.deepcopy(layers)
-    gpipe = DistributedGPipe(layers, [2, 1], mesh=init_mesh(pipe=2), chunks=3, checkpoint=mode)
-    for _ in range(2):
-        x, target = torch.randn(2, 7, 4, dtype=torch.double)
-        train_in_parts(net, x, target)
-        gpipe.step(x, target, square)
-    expected = dict(net.named_parameters())
-    assert_same(
-        [x.grad for _, x in gpipe.named_parameters()],
-        [expected[name].grad for name, _ in gpipe.named_parameters()],
-        1e-10,
-    )
-    return True
-
-
-def test_skips_have_their_attributes_on_ranks():
-    assert all(run(2, train_skips, 'except_last'))
 
 
 class Appending(nn.Linear):
@@ -270,12 +242,12 @@ def test_each_partition_has_containers_of_its_own(devices):
         gpipe = GPipe(
             copy.deepcopy(net),
             [1] * 4,
-            devices=placed(devices, schedule),
+            devices=placed(devices(4), schedule),
             chunks=3,
             checkpoint='except_last',
         )
         x, target = torch.randn(2, 7, 4, dtype=torch.double)
-        train_in_parts(net, x, target)
+        expected_of(net, x, target, square)
         x, target = on_first(gpipe, x), target.to(gpipe.devices[-1])
         x.notes = [1.0]
         if schedule is None:

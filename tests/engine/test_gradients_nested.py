@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.devices import cpus, devices
+from tests.engine.steps import placed
 from tests.equivalence import loss_of
 from tests.helpers import assert_same, gradients, in_partitions, micro_batches, on_first
 from tests.zoo.nested import adjoint
@@ -20,9 +21,7 @@ split_schedules = pytest.mark.parametrize('schedule', SPLIT)
 
 def pipeline(model, schedule, devices, **options):
     """Wrap a copy of the model."""
-    places = devices(4)
-    if schedule in V_SHAPED:
-        places = [*places[:2], *reversed(places[:2])]
+    places = placed(devices(4), schedule)
     return GPipe(copy.deepcopy(model), [1] * 4, devices=places, chunks=3, **options)
 
 

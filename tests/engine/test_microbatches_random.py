@@ -304,7 +304,7 @@ def run_case(seed, accelerators=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('block', slow_after(1, range(BLOCKS)))
+@pytest.mark.parametrize('block', range(BLOCKS))
 def test_cases(block):
     for seed in range(BLOCK * block, BLOCK * block + BLOCK):
         run_case(seed)

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 from tests.devices import DEVICES, devices
 from tests.helpers import assert_same, gradients, in_a_new_thread, memory_of, on_first
-from tests.marks import MODES, slow_after
+from tests.marks import modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base import private
 from torchgpipe.base.context import context
@@ -174,7 +174,7 @@ def test_micro_batches_of_several_sizes(how, devices):
 
 @pytest.mark.slow
 @devices
-@pytest.mark.parametrize('mode', slow_after(1, MODES))
+@modes
 def test_a_compiled_step_around_it(mode, devices):
     layers, backend = layers_with_skips().double(), Backend()
     gpipe = GPipe(copy.deepcopy(layers), [3, 5], devices=devices(2), chunks=3, checkpoint=mode)

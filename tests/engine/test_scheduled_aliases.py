@@ -10,7 +10,6 @@ from tests.devices import cpus, devices
 from tests.engine.steps import loss_of
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
-from torchgpipe.skip import pop, skippable, stash
 
 
 @devices
@@ -71,28 +70,15 @@ def test_a_change_in_place_of_a_batch_beside_a_skip(devices):
         gpipe.step(x, x, loss_of)
 
 
-@skippable(stash=['skip'])
-class StashAndShare(nn.Module):
-    """Stash a tensor that shares memory with the output."""
-
-    def forward(self, x):
-        yield stash('skip', x)
-        return x, x[:]
-
-
-@skippable(pop=['skip'])
-class PopAndAdd(nn.Module):
-    """Add all."""
-
-    def forward(self, values):
-        return values[0] + values[1] + (yield pop('skip'))
-
-
 @devices
 @pytest.mark.parametrize('mode', ['always', 'never'])
 def test_tensors_that_share_a_memory_may_be_popped(devices, mode):
     """A cell removes its skips from its inputs, which does not change them."""
-    model = nn.Sequential(nn.Linear(4, 4), StashAndShare(), PopAndAdd()).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        Stash(lambda x: (x, (x, x[:]))),
+        Pop(lambda values, skip: values[0] + values[1] + skip),
+    ).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint=mode)
     x = torch.randn(4, 4, dtype=torch.double)
     (model(x).square().mean()).backward()

@@ -1,6 +1,5 @@
 """Objects that are alive in a step and after it."""
 
-import gc
 import weakref
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import layers, loss_of
-from tests.helpers import in_partitions, memory_of, on_first
+from tests.helpers import in_partitions, memory_of, no_gc, on_first
 from torchgpipe import GPipe
 from torchgpipe.engine import cell
 from torchgpipe.engine.scheduled import Step
@@ -156,12 +155,9 @@ def test_nothing_is_left_behind():
     x = torch.randn(8, 4, dtype=torch.double)
     seen = weakref.WeakSet()
     gpipe[5].register_forward_hook(lambda layer, args, output: seen.add(output))
-    gc.disable()
-    try:
+    with no_gc():
         gpipe.step(x, x[:, :3], loss_of)
         assert not seen
-    finally:
-        gc.enable()
 
 
 class Look(torch.autograd.Function):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.devices import cpus, devices
-from tests.engine.steps import layers, loss_of, schedules, train
+from tests.engine.steps import layers, loss_of, placed, schedules, train
 from tests.helpers import assert_same, by_partitions, gradients, on_first
 from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
@@ -22,9 +22,7 @@ from torchgpipe.schedule.generators import V_SHAPED
 def test_each_schedule_trains_as_the_unwrapped_model(devices):
     for schedule in NAMES:
         model = layers()
-        places = devices(4)
-        if schedule in V_SHAPED:
-            places = [*places[:2], *reversed(places[:2])]
+        places = placed(devices(4), schedule)
         gpipe = GPipe(
             copy.deepcopy(model), [2, 2, 2, 2], devices=places, chunks=3, checkpoint='except_last'
         )
@@ -80,9 +78,7 @@ def test_dropout_is_drawn_in_the_order_of_micro_batches(devices, schedule):
         *[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Dropout(0.5))]
     ).double()
     # Those that draw from the generator of one of several accelerators take no turns.
-    places = devices.distinct(4) if devices.are_apart else devices(4)
-    if schedule in V_SHAPED:
-        places = [*places[:2], *reversed(places[:2])]
+    places = placed(devices.distinct(4) if devices.are_apart else devices(4), schedule)
     gpipe = GPipe(model, [2] * 4, devices=places, chunks=3, checkpoint='always')
     # With two stages on a device, the second one may have to wait for more than that.
     same_order = schedule not in ('looped-bfs', *V_SHAPED) or (

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from tests.devices import devices
 from tests.equivalence import loss_of
 from tests.helpers import in_partitions
-from tests.marks import slow
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.scheduled import Step
 from torchgpipe.schedule import Schedule, make
@@ -76,7 +75,7 @@ class GoBack(nn.Module):
 
 @pytest.mark.slow
 @devices
-@pytest.mark.parametrize('draws', [True, slow(False)])
+@pytest.mark.parametrize('draws', [True, False])
 def test_in_v082_a_layer_that_moves_the_generator_in_backward_disturbed_others(devices, draws):
     meeting = Meeting()
     gpipe = in_partitions(
@@ -120,7 +119,7 @@ class Noise(torch.autograd.Function):
 
 @pytest.mark.slow
 @devices
-@pytest.mark.parametrize('draws', [True, slow(False)])
+@pytest.mark.parametrize('draws', [True, False])
 def test_in_v082_so_did_one_that_draws_in_backward_only(devices, draws):
     class Noisy(nn.Linear):
         def forward(self, x):

@@ -1,7 +1,6 @@
 """Tensors that partitions share: one copy for a pass, in their place, and no changes to them."""
 
 import copy
-import gc
 import signal
 import threading
 
@@ -18,6 +17,7 @@ from tests.helpers import (
     in_two_memories,
     memory_of,
     micro_batches,
+    no_gc,
     nodes,
     on_first,
 )
@@ -190,12 +190,9 @@ def test_a_step_leaves_nothing_of_the_copy(devices):
     gpipe = pipe(
         two(lambda weight: seen.append(memory_of(weight))), devices, checkpoint='except_last'
     )
-    gc.disable()
-    try:
+    with no_gc():
         call(gpipe, rows()).sum().backward()
         assert seen and all(ref.expired() for ref in seen)
-    finally:
-        gc.enable()
 
 
 @apart

@@ -39,6 +39,12 @@ def devices_of(layout):
     return places(layout) if isinstance(layout, str) else layout
 
 
+def pipe(model, balance, layout, **options):
+    """Wrap a copy of a model on the devices of a layout."""
+    options = {'chunks': 3, 'checkpoint': 'except_last', **options}
+    return GPipe(copy.deepcopy(model), balance, devices=devices_of(layout), **options)
+
+
 def language_model():
     """Return a small model with one tensor for its embedding and its head."""
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
@@ -83,14 +89,13 @@ def train(reference, gpipe, batches, make_optimizer=OPTIMIZERS['SGD'], tolerance
 @pytest.mark.parametrize('optimizer', OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_embedding_and_a_head(layout, optimizer):
     model = language_model()
-    reference = copy.deepcopy(model)
-    gpipe = GPipe(model, [2, 3], devices=devices_of(layout), chunks=3, checkpoint='except_last')
+    gpipe = pipe(model, [2, 3], layout)
     weight = gpipe[0].weight
-    train(reference, gpipe, [tokens(), tokens(6), tokens(2)], optimizer)
+    train(model, gpipe, [tokens(), tokens(6), tokens(2)], optimizer)
     assert gpipe[4].weight is gpipe[0].weight is weight
     assert weight.device == gpipe[1].weight.device
     names = [name for name, _ in gpipe.named_parameters()]
-    assert names == [name for name, _ in reference.named_parameters()] and '4.weight' not in names
+    assert names == [name for name, _ in model.named_parameters()] and '4.weight' not in names
     assert {'0.weight', '4.weight'} <= gpipe.state_dict().keys()
 
 
@@ -149,13 +154,7 @@ def test_a_parameter_and_a_buffer_in_four_partitions(layout):
 def test_a_module_within_another_one(layout):
     embedding = nn.Embedding(7, 4)
     model = nn.Sequential(embedding, nn.Linear(4, 4), nn.Tanh(), Tied(embedding)).double()
-    gpipe = GPipe(
-        copy.deepcopy(model),
-        [2, 2],
-        devices=devices_of(layout),
-        chunks=3,
-        checkpoint='except_last',
-    )
+    gpipe = pipe(model, [2, 2], layout)
     train(model, gpipe, [tokens(), tokens(5)])
 
 
@@ -174,13 +173,7 @@ class Last(nn.Module):
 def test_a_recurrent_layer_twice(layout):
     layer = Last(nn.LSTM(4, 4, batch_first=True))
     model = nn.Sequential(layer, nn.Tanh(), layer).double()
-    gpipe = GPipe(
-        copy.deepcopy(model),
-        [1, 2],
-        devices=devices_of(layout),
-        chunks=3,
-        checkpoint='except_last',
-    )
+    gpipe = pipe(model, [1, 2], layout)
     train(model, gpipe, [torch.randn(7, 3, 4, dtype=torch.double) for _ in range(3)])
     copy.deepcopy(gpipe), pickle.loads(pickle.dumps(gpipe))
 
@@ -516,13 +509,7 @@ def test_a_layer_that_only_computes_runs_in_two_partitions_at_once(devices):
 def test_a_layer_that_is_kept_out_of_recomputation(layout):
     act, linear = nn.Tanh(), nn.Linear(4, 4)
     model = nn.Sequential(linear, act, nn.Sequential(nn.Linear(4, 4), act), linear).double()
-    gpipe = GPipe(
-        copy.deepcopy(model),
-        [2, 2],
-        devices=devices_of(layout),
-        chunks=3,
-        checkpoint='except_last',
-    )
+    gpipe = pipe(model, [2, 2], layout)
     no_recompute(gpipe[0]), no_recompute(gpipe[1])
     train(model, gpipe, [torch.randn(7, 4).double() for _ in range(3)])
 
@@ -581,14 +568,7 @@ def test_deferred_batch_norm_in_two_partitions(layout):
     """Each place moves the statistics by its own mini-batch, the first place first."""
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm).double()
-    gpipe = GPipe(
-        copy.deepcopy(model),
-        [2, 2],
-        devices=devices_of(layout),
-        chunks=3,
-        checkpoint='except_last',
-        deferred_batch_norm=True,
-    )
+    gpipe = pipe(model, [2, 2], layout, deferred_batch_norm=True)
     assert gpipe[1] is gpipe[3] and type(gpipe[1]) is DeferredBatchNorm
     for _ in range(2):
         x = torch.randn(8, 4, dtype=torch.double)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Child, Spy, in_partitions
+from tests.helpers import Child, Spy, in_partitions, no_gc
 from torchgpipe.engine import workers as workers_module
 from torchgpipe.engine.workers import Worker, Workers, _stop
 
@@ -34,14 +34,12 @@ def test_an_error_is_freed_without_the_garbage_collector():
         raise Oops
 
     workers = Workers()
-    gc.disable()
-    try:
-        workers.submit([(cpu, fail)])[0].result()
-    except Oops as error:
-        ref = weakref.ref(error)
-    finally:
-        gc.enable()
-    assert ref() is None
+    with no_gc():
+        try:
+            workers.submit([(cpu, fail)])[0].result()
+        except Oops as error:
+            ref = weakref.ref(error)
+        assert ref() is None
 
 
 def test_devices_have_threads_of_their_own():

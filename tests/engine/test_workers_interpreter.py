@@ -1,11 +1,11 @@
 """Threads that run the actions of a step concurrently, and the effects of a fault."""
 
 import copy
-import gc
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.devices import devices
 from tests.engine.steps import loss_of
-from tests.helpers import Spy, WeakLog, assert_same, gradients, in_partitions, on_first
+from tests.helpers import Spy, WeakLog, assert_same, gradients, in_partitions, no_gc, on_first
 from torchgpipe import GPipe
 from torchgpipe.base.private import innermost_hooks
 from torchgpipe.engine.workers import Workers, _Progress
@@ -182,13 +182,8 @@ def test_no_action_starts_after_a_fault(devices, monkeypatch):
     gpipe[2].see = fail
     stopped.clear(), calls.clear()
     alive, target = WeakLog(gpipe[0]), x.to(gpipe.devices[-1])
-    gc.disable()
-    try:
+    with no_gc(), suppress(ValueError):
         gpipe.step(x, target, loss_of, schedule='gpipe')
-    except ValueError:
-        pass
-    finally:
-        gc.enable()
     assert len(calls) == 2
     calls.clear()
     del x, target
@@ -215,17 +210,12 @@ def test_keyboard_interrupt_of_the_caller(devices, ctrl_c, monkeypatch):
     gpipe = in_partitions(devices.distinct, nn.Linear(2, 2), Spy(interrupt), chunks=4)
     x = torch.rand(4, 2, device=devices.first)
     alive, target = WeakLog(gpipe[0]), x.clone().to(gpipe.devices[-1])
-    gc.disable()
-    try:
-        gpipe.step(x, target, loss_of, schedule='gpipe')
-    except KeyboardInterrupt:
-        pass
-    y = x.clone()
-    del x
-    try:
+    with no_gc():
+        with suppress(KeyboardInterrupt):
+            gpipe.step(x, target, loss_of, schedule='gpipe')
+        y = x.clone()
+        del x
         assert alive.alive() == 0
-    finally:
-        gc.enable()
     assert len(calls) == 2 and ended == [True] and gpipe[0].weight.grad is None
     gpipe.step(y, target, loss_of)
 

@@ -14,7 +14,7 @@ from tests.marks import MODES
 from tests.skip.layers import Pop, StashLinear
 from tests.skip.models import KINDS, WIDTH, build, crossing
 from torchgpipe import GPipe
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip import skippable, stash
 
 
 @st.composite
@@ -141,14 +141,6 @@ class StashOfPair(nn.Module):
         return input
 
 
-@skippable(pop=['skip'])
-class PopIntoSecond(nn.Module):
-    """Add the stashed tensor to a pair's second part."""
-
-    def forward(self, input):
-        return input[0], input[1] + (yield pop('skip'))
-
-
 @devices
 def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(devices):
     def steps(net, model):
@@ -159,7 +151,8 @@ def test_a_gradient_that_was_left_behind_does_not_reach_the_next_backward(device
         first.sum().backward()
         return [*grads, *gradients(model)]
 
-    model = nn.Sequential(Both(), StashOfPair(), PopIntoSecond()).double()
+    add = Pop(lambda input, skip: (input[0], input[1] + skip))
+    model = nn.Sequential(Both(), StashOfPair(), add).double()
     gpipe = GPipe(
         copy.deepcopy(model), [2, 1], devices=devices(2), chunks=2, checkpoint='except_last'
     )

@@ -75,15 +75,10 @@ def test_an_inplace_change_after_the_pop_is_fine(devices, mode):
 @devices
 @pytest.mark.parametrize('requires_grad', [True, False])
 def test_an_inplace_change_of_a_popped_tensor_raises_under_checkpoints(devices, requires_grad):
-    @skippable(pop=['skip'])
-    class Change(nn.Module):
-        def forward(self, x):
-            skip = yield pop('skip')
-            return skip.mul_(2) + x
-
     def make(mode):
         torch.manual_seed(0)
-        model = nn.Sequential(StashLinear(), nn.Linear(4, 4), Change()).double()
+        change = Pop(lambda x, skip: skip.mul_(2) + x)
+        model = nn.Sequential(StashLinear(), nn.Linear(4, 4), change).double()
         model[0].requires_grad_(requires_grad)
         return model, GPipe(
             copy.deepcopy(model), [1, 1, 1], devices=devices(3), chunks=2, checkpoint=mode

@@ -16,18 +16,11 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 
 
 def test_sparse_tensors_may_skip():
-    @skippable(stash=['skip'])
-    class StashSparse(nn.Module):
-        def forward(self, x):
-            yield stash('skip', x.detach().to_sparse())
-            return x
-
-    @skippable(pop=['skip'])
-    class PopSparse(nn.Module):
-        def forward(self, x):
-            return x + (yield pop('skip')).to_dense()
-
-    model = nn.Sequential(StashSparse(), nn.Linear(4, 4), PopSparse()).double()
+    model = nn.Sequential(
+        Stash(lambda x: (x.detach().to_sparse(), x)),
+        nn.Linear(4, 4),
+        Pop(lambda x, skip: x + skip.to_dense()),
+    ).double()
     gpipe = GPipe(
         copy.deepcopy(model), [1, 1, 1], devices=['cpu'] * 3, chunks=2, checkpoint='never'
     )

@@ -204,7 +204,7 @@ def test_a_stash_and_its_pop(tracker):
     assert torch.equal(Pop()(x), 2 * x) and not tracker.tensors
 
 
-def test_none_can_be_stashed(tracker):
+def test_none_can_be_stashed():
     @skippable(stash=['skip'])
     class StashNone(nn.Module):
         def forward(self, input):

@@ -110,6 +110,36 @@ def buffer_behind_its_version(layer, x):
 
 
 @add()
+def buffer_that_changes_its_sign(layer, x):
+    """A buffer that has an earlier value again, without a new version."""
+    layer.memory.data.neg_()
+    return layer.linear(x).sin() * layer.memory.clone()
+
+
+def buffer_that_grows(size):
+    """Return a function that makes a layer with room for so many numbers."""
+
+    class Grows(nn.Module):
+        """A layer that resizes a buffer in its first forward, as observers per channel do."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('seen', torch.ones(size))
+
+        def forward(self, x):
+            if len(self.seen) != 4:
+                self.seen.resize_(4).zero_()
+            self.seen.add_(x.detach().mean(0))
+            return x.sin() * self.seen.clone()
+
+    return Grows
+
+
+for size in (0, 1):
+    STATEFUL[f'buffer that grows from {size}'] = Entry(buffer_that_grows(size))
+
+
+@add()
 def rebound_buffer(layer, x):
     """A new buffer in each call."""
     layer.memory = layer.memory * 0.5 + x.detach().mean(0)

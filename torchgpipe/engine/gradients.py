@@ -573,7 +573,7 @@ def _put_leaf(
     # In a recomputation, modules may have other dictionaries than when the step began. In
     # TorchScript it is not a dictionary.
     parameters: Any = module._parameters
-    if context.recomputing and name in parameters and parameters[name] is not parameter:
+    if context.recomputing and parameters[name] is not parameter:
         # The layer has written to the parameter, and this is its value in the first pass.
         leaf = with_data(leaf, parameters[name].detach(), leaf.requires_grad)
     parameters[name] = leaf

@@ -19,6 +19,7 @@ from tests.devices import ACCELERATOR, DEVICES, devices
 from tests.helpers import (
     Call,
     assert_same,
+    by_partitions,
     call,
     compare_all_pending,
     gradients,
@@ -31,7 +32,6 @@ from tests.marks import MODES, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.locks import generator_lock
 from torchgpipe.engine.checkpoint.random import Drawing
-from torchgpipe.engine.streams import use_device
 
 
 class Dropouts(nn.Dropout):
@@ -75,17 +75,6 @@ def assert_output_and_gradient_agree(gpipe, x):
     output.sum().backward()
     compare_all_pending(gpipe)
     assert torch.allclose(output.cpu(), (x * x.grad).cpu())
-
-
-def by_partitions(gpipe, x, chunks=1):
-    """Run partitions on their devices without a pipeline, in the order of the clock."""
-    values = list(micro_batches(x, chunks))
-    for k in range(chunks + len(gpipe.partitions) - 1):
-        for j, (layers, device) in enumerate(zip(gpipe.partitions, gpipe.devices)):
-            if 0 <= k - j < chunks:
-                with use_device(device):
-                    values[k - j] = layers(values[k - j].to(device))
-    return torch.cat(values)
 
 
 @devices

@@ -9,9 +9,9 @@ from torch import nn
 from tests.devices import devices
 from tests.engine.steps import loss_of
 from tests.helpers import in_partitions, memory_of, on_first
+from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_checkpointing, is_recomputing, no_recompute
 from torchgpipe.engine.checkpoint.results import Results
-from torchgpipe.skip import pop, skippable, stash
 
 
 @devices
@@ -155,20 +155,15 @@ def test_a_change_of_the_input_is_noticed_also_where_no_sample_is():
 def test_a_skip_that_is_the_batch_is_so_again():
     same = []
 
-    @skippable(stash=['skip'])
-    class Stash(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            yield stash('skip', y)
-            return y
+    def add(x, skip):
+        same.append(x is skip)
+        return x + skip
 
-    @skippable(pop=['skip'])
-    class Pop(nn.Linear):
-        def forward(self, x):
-            skip = yield pop('skip')
-            same.append(x is skip)
-            return super().forward(x + skip)
-
-    gpipe = in_partitions(['cpu', 'cpu'], Stash(4, 4), Pop(4, 4), checkpoint=['never', 'always'])
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(4, 4), Stash(), Pop(add), nn.Linear(4, 4)),
+        [2, 2],
+        devices=['cpu', 'cpu'],
+        checkpoint=['never', 'always'],
+    )
     gpipe(torch.rand(4, 4)).sum().backward()
     assert same == [True, True]

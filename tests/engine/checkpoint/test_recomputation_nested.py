@@ -51,27 +51,19 @@ def train(model, balance, devices, mode):
 
 
 @cpus
-def test_a_layer_makes_them_that_is_kept_out_of_recomputation(devices):
-    for balance in [[5], [1, 4], [2, 3]]:
-        train(layers(no_recompute(Nest(torch.jagged))), balance, devices, 'except_last')
-
-
-@cpus
-@pytest.mark.parametrize('layout', [torch.jagged, torch.strided])
-def test_without_a_checkpoint(layout, devices):
-    train(layers(Nest(layout)), [2, 3], devices, 'never')
-
-
-@cpus
-@pytest.mark.parametrize('balance', [[1, 4], [2, 3]])
-def test_they_come_from_a_partition_without_a_checkpoint(balance, devices):
-    train(layers(Nest(torch.jagged)), balance, devices, ['never', 'always'])
-
-
-@cpus
-def test_a_partition_that_only_makes_them(devices):
-    """Its recomputation has another ragged size, which is not used."""
-    train(layers(Nest(torch.jagged)), [1, 4], devices, 'always')
+def test_they_train_as_without_a_pipeline(devices):
+    """A recomputation that only makes them has another ragged size, which is not used."""
+    for balance, mode, layer in [
+        ([5], 'except_last', no_recompute(Nest(torch.jagged))),
+        ([1, 4], 'except_last', no_recompute(Nest(torch.jagged))),
+        ([2, 3], 'except_last', no_recompute(Nest(torch.jagged))),
+        ([2, 3], 'never', Nest(torch.jagged)),
+        ([2, 3], 'never', Nest(torch.strided)),
+        ([1, 4], ['never', 'always'], Nest(torch.jagged)),
+        ([2, 3], ['never', 'always'], Nest(torch.jagged)),
+        ([1, 4], 'always', Nest(torch.jagged)),
+    ]:
+        train(layers(layer), balance, devices, mode)
 
 
 @cpus

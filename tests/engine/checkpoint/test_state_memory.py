@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import assert_same, call, gradients, in_partitions
+from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine.checkpoint.state import with_grad
 
@@ -47,54 +47,6 @@ def test_tensors_loaded_from_a_file(devices):
                 [actual, *gradients(gpipe), *gpipe.buffers()],
                 [expected, *gradients(plain), *plain.buffers()],
             )
-
-
-class Grows(nn.Module):
-    """A layer that makes room for a buffer in its first forward, as observers per channel do."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer('seen', torch.ones(size, dtype=torch.double))
-
-    def forward(self, x):
-        if len(self.seen) != 4:
-            self.seen.resize_(4).zero_()
-        self.seen.add_(x.detach().mean(0))
-        return x.sin() * self.seen.clone()
-
-
-@devices
-@pytest.mark.parametrize('size', [0, 1])
-def test_a_buffer_that_is_resized(devices, size):
-    plain = Grows(size)
-    gpipe = in_partitions(devices, Grows(size), chunks=2, checkpoint='always')
-    for _ in range(2):
-        a, b = (torch.ones(4, 4, dtype=torch.double, requires_grad=True) for _ in range(2))
-        torch.cat([plain(c) for c in a.chunk(2)]).sum().backward()
-        call(gpipe, b).sum().backward()
-        assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
-
-
-class There(nn.Module):
-    """A buffer that goes to and fro."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('sign', torch.ones((), dtype=torch.double))
-
-    def forward(self, x):
-        self.sign.data.neg_()
-        return x.sin() * self.sign.clone()
-
-
-@devices
-def test_a_buffer_that_has_an_earlier_value_again(devices):
-    plain = There()
-    gpipe = in_partitions(devices, There(), chunks=3, checkpoint='always')
-    a, b = (torch.ones(6, dtype=torch.double, requires_grad=True) for _ in range(2))
-    torch.cat([plain(c) for c in a.chunk(3)]).sum().backward()
-    call(gpipe, b).sum().backward()
-    assert_same([b.grad, *gpipe.buffers()], [a.grad, *plain.buffers()])
 
 
 @pytest.mark.parametrize('make', [nn.Parameter, torch.Tensor.clone])

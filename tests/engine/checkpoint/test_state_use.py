@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.harness.live import LiveTensors
 from tests.devices import devices
-from tests.engine.checkpoint.layers import Layer, doubles, move_attributes
+from tests.engine.checkpoint.layers import Layer, count, doubles, move_attributes
 from tests.equivalence import loss_of
 from tests.helpers import assert_same, call, gradients, in_partitions
 from torchgpipe import GPipe
@@ -144,12 +144,6 @@ def test_large_buffers_are_not_copied_in_the_first_pass(devices):
         output = gpipe(torch.rand(8, 4, device=devices.first))
     assert live.peak < gpipe[0].codes.nbytes
     output.sum().backward()
-
-
-def count(layer, x):
-    """Count the calls."""
-    layer.calls += 1
-    return x * layer.calls
 
 
 @devices
