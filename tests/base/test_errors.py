@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from tests.devices import devices
-from tests.helpers import Spy, WeakLog, assert_same, call, gradients, no_gc, threads, train_both
+from tests.helpers import (
+    Call,
+    Spy,
+    WeakLog,
+    assert_same,
+    call,
+    gradients,
+    no_gc,
+    threads,
+    train_both,
+)
 from tests.marks import MODES
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_recomputing
@@ -501,15 +511,8 @@ def test_an_in_place_change_without_checkpointing_is_as_without_a_pipeline(devic
 @devices
 @pytest.mark.parametrize('mode', MODES)
 def test_an_in_place_change_that_spoils_the_partition_before_is_caught(devices, mode):
-    class Exp(nn.Module):
-        def forward(self, x):
-            return x.exp()  # saves its result
-
-    class Double(nn.Module):
-        def forward(self, x):
-            return x.mul_(2)
-
-    model = nn.Sequential(nn.Linear(2, 2), Exp(), Double()).double()
+    # The exponential function saves its result.
+    model = nn.Sequential(nn.Linear(2, 2), Call(torch.exp), Call(lambda x: x.mul_(2))).double()
     gpipe = GPipe(copy.deepcopy(model), [2, 1], devices=devices(2), checkpoint=mode)
     x = torch.rand(3, 2, dtype=torch.double)
     if devices.are_apart and mode != 'always':  # Only a copy is changed.
@@ -569,13 +572,9 @@ def test_sparse_tensors_between_partitions():
 def test_another_shape_of_an_output_in_recomputation(devices):
     """In v0.3.0, "size mismatch" of PyTorch's."""
 
-    class Last(nn.Module):
-        def forward(self, x):
-            return torch.cat([x, x]) if is_recomputing() else x
-
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(2, 2), Last()), [1, 1], devices=devices(2), checkpoint='always'
-    )
+    last = Call(lambda x: torch.cat([x, x]) if is_recomputing() else x)
+    model = nn.Sequential(nn.Linear(2, 2), last)
+    gpipe = GPipe(model, [1, 1], devices=devices(2), checkpoint='always')
     output = gpipe(torch.rand(3, 2, device=devices.first))
     with pytest.raises(RuntimeError, match=r'its output 0 is .* of shape \(6, 2\)'):
         output.sum().backward()
