@@ -40,13 +40,6 @@ class AddTable(nn.Linear):
         return super().forward(x).tanh() + table, table
 
 
-class First(nn.Module):
-    """Return the first of two tensors."""
-
-    def forward(self, xs):
-        return xs[0]
-
-
 class TwoPlaces(nn.Linear):
     """Return one tensor on the CPU, and one where the input is."""
 

@@ -172,11 +172,7 @@ MUTATIONS = [
             'use_stream(self._runs[action.stage].stream)',
             P.side_streams_without_grad,
         ),
-        (
-            plain_call.PlainCall._run_in_order,
-            'use_stream(run.stream)',
-            P.layers_make_tensors,
-        ),
+        (plain_call.PlainCall._run_in_order, 'use_stream(run.stream)', P.layers_make_tensors),
         (
             run.Run._prepare,
             'workers.copy_streams(device, len(self._batches))',

@@ -15,9 +15,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests import accelerator
-from tests.accelerator.layers import AddTable, Elsewhere, First, Pop, Shift, Stash, TwoPlaces
+from tests.accelerator.layers import AddTable, Elsewhere, Pop, Shift, Stash, TwoPlaces
 from tests.accelerator.timeline import Timeline
-from tests.helpers import assert_same, gradients, nodes, small_model
+from tests.helpers import Call, assert_same, gradients, in_partitions, nodes, small_model
 from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
@@ -162,9 +162,8 @@ def backward_in_another_thread(mode='except_last'):
 
 def micro_batches_share_a_tensor(mode='except_last'):
     """Copy one tensor for each micro-batch, and sum up its gradients."""
-    pair = Pair(
-        nn.Sequential(AddTable(), AddTable(), AddTable(), First()).double(), [1, 1, 2], mode=mode
-    )
+    layers = AddTable(), AddTable(), AddTable(), Call(lambda xs: xs[0])
+    pair = Pair(nn.Sequential(*layers).double(), [1, 1, 2], mode=mode)
     x, table = torch.randn(7, WIDTH).double(), torch.randn(WIDTH).double().requires_grad_()
     there = table.detach().to('sim:0').requires_grad_()
     for _ in range(2):
@@ -288,9 +287,7 @@ def only_a_skip_has_a_gradient(mode='except_last'):
 def outputs_in_two_places():
     """Recompute each micro-batch once, in the device's thread and not in the CPU's."""
     layer = TwoPlaces()
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), [1, 1], chunks=4, checkpoint='always'
-    )
+    gpipe = in_partitions(None, nn.Linear(WIDTH, WIDTH), layer, chunks=4, checkpoint='always')
     a, b = gpipe(torch.rand(4, WIDTH, device='sim:0'))
     (a.sum() + b.cpu().sum()).backward()
     assert len(layer.recomputed_in) == 4 and threading.get_ident() not in layer.recomputed_in
@@ -390,9 +387,9 @@ def devices_do_not_wait_for_what_is_shared():
     assert not accelerator.is_ordered(there[0], timeline.events['forward', 0][0])
 
 
-def copies_overlap_with_computation():
+def copies_overlap_with_computation(**options):
     """Let the next micro-batch be copied while a partition computes, and the other way round."""
-    timeline = Timeline().run()
+    timeline = Timeline().run(**options)
     for j in range(2):
         there, back = (f'to {j + 1} from', j), (f'to {j} from', j + 1)
         assert timeline.is_free(there, ('forward', j + 1), after=1)
@@ -411,13 +408,7 @@ def recomputations_overlap_with_what_comes_before():
 
 def copies_of_a_step_overlap_with_computation():
     """Let the same be so in a step."""
-    timeline = Timeline().run(schedule='gpipe')
-    for j in range(2):
-        there, back = (f'to {j + 1} from', j), (f'to {j} from', j + 1)
-        assert timeline.is_free(there, ('forward', j + 1), after=1)
-        assert timeline.is_free(('forward', j), there, after=1)
-        assert timeline.is_free(back, ('backward', j), after=1)
-        assert timeline.is_free(('backward', j + 1), back, after=1)
+    copies_overlap_with_computation(schedule='gpipe')
 
 
 def recomputations_of_a_step_overlap_with_what_comes_before():

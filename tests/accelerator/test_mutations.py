@@ -33,21 +33,9 @@ SLOW = tuple(f' {mode}' for mode in MODES[1:])
 
 #: Calls that wait, record, or choose a stream or a device.
 CALLS = {
-    '_wait',
-    'copy_streams',
-    'current_stream',
-    'device_index',
-    'new_stream',
-    'record_event',
-    'record_stream',
-    'set_device_index',
-    'set_stream',
-    'synchronize',
-    'torch.Stream',
-    'use_device',
-    'use_stream',
-    'wait_stream',
-    'Wait.apply',
+    *'_wait copy_streams current_stream device_index new_stream record_event'.split(),
+    *'record_stream set_device_index set_stream synchronize torch.Stream'.split(),
+    *'use_device use_stream wait_stream Wait.apply'.split(),
 }
 
 

@@ -18,23 +18,8 @@ from benchmarks.harness.published import EXPERIMENTS
 def test_help(run):
     code, out, _ = run('--help')
     assert code == 0
-    assert all(
-        name in out
-        for name in (
-            'list',
-            'digits',
-            'balance',
-            'overhead',
-            'concurrency',
-            'schedules',
-            'scaling',
-            'pictures',
-            'classes',
-            'mingpt',
-            'arcface',
-            *EXPERIMENTS,
-        )
-    )
+    names = 'list digits balance overhead concurrency schedules scaling pictures classes mingpt'
+    assert all(name in out for name in (*names.split(), 'arcface', *EXPERIMENTS))
     assert out.count('\n') < 34
     code, out, _ = run('digits', '--help')
     assert code == 0
@@ -122,13 +107,8 @@ def test_the_list(run):
 
 @pytest.mark.slow
 def test_a_published_model_from_the_command_line(run, tmp_path):
-    code, out, _ = run(
-        *(
-            'resnet101-speed --setting baseline --setting pipeline-1 --scale 0.004 --epochs 1'
-        ).split(),
-        '--output',
-        tmp_path,
-    )
+    words = 'resnet101-speed --setting baseline --setting pipeline-1 --scale 0.004 --epochs 1'
+    code, out, _ = run(*words.split(), '--output', tmp_path)
     assert code == 0 and '0.853' in out
     summary = json.loads((tmp_path / 'resnet101-speed.json').read_text())
     assert summary['machine']['torch'] == torch.__version__
@@ -159,17 +139,9 @@ runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
+    words = 'resnet101-speed --scale 0.004 --epochs 2 --setting baseline --setting pipeline-2'
     process = subprocess.Popen(
-        [
-            sys.executable,
-            '-c',
-            TELLING,
-            *(
-                'resnet101-speed --scale 0.004 --epochs 2 --setting baseline --setting pipeline-2'
-            ).split(),
-            '--output',
-            str(tmp_path),
-        ],
+        [sys.executable, '-c', TELLING, *words.split(), '--output', str(tmp_path)],
         cwd=PAGE.parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

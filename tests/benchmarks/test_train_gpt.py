@@ -66,6 +66,14 @@ def launched(folder, *args, run=train_gpt.train):
     return lines_of(folder / 'log')
 
 
+def run_tiny(run, folder, *args):
+    """Run the command with the tiny model. A text may have several words; others are one."""
+    words = []
+    for arg in args:
+        words += arg.split() if isinstance(arg, str) else [arg]
+    return run('train-gpt', *TINY, '--output', folder, *words)
+
+
 def assert_same(found, expected):
     """Compare losses, norms and validations of all steps."""
     for key in ('step', 'loss', 'grad_norm', 'val_loss'):
@@ -197,13 +205,8 @@ def test_a_dry_run_prints_and_draws_the_needs_of_each_rank(run, tmp_path, monkey
 
 
 def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
-    code, out, err = run(
-        'train-gpt',
-        *TINY,
-        '--output',
-        tmp_path,
-        *'--plan auto --devices 8 --machine H100 --dtype bfloat16 --dry-run'.split(),
-    )
+    options = '--plan auto --devices 8 --machine H100 --dtype bfloat16 --dry-run'
+    code, out, err = run_tiny(run, tmp_path, options)
     assert code == 0, err
     assert 'slower by' in out and 'the first: compute' in out
     mesh = re.search(r'^8 ranks: data (\d+) × pipe (\d+) × tensor (\d+)', out, re.MULTILINE)
@@ -248,24 +251,9 @@ def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_of_each_schedule(run, tmp_path):
-    for schedule, options in [
-        ('interleaved', []),
-        ('looped-bfs', ['--shard']),
-        ('zb-h2', []),
-        ('zb-v', []),
-        ('1f1b', ['--dtype', 'bfloat16']),
-    ]:
-        code, out, _ = run(
-            'train-gpt',
-            *TINY,
-            '--output',
-            tmp_path,
-            *'--data 2 --pipe 2'.split(),
-            '--schedule',
-            schedule,
-            '--dry-run',
-            *options,
-        )
+    for options in ('interleaved', 'looped-bfs --shard', 'zb-h2', 'zb-v', '1f1b --dtype bfloat16'):
+        words = f'--data 2 --pipe 2 --dry-run --schedule {options}'
+        code, out, _ = run_tiny(run, tmp_path, words)
         assert code == 0 and out.startswith('4 ranks')
 
 
@@ -287,15 +275,7 @@ def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     code, _, err = run('train-gpt', *TINY, '--output', tmp_path, '--data', 4)
     assert code == 2 and 'take 4 processes, but there are 2 of torchrun' in err
-    code, _, err = run(
-        'train-gpt',
-        *TINY,
-        '--output',
-        tmp_path,
-        *'--data 2 --restarts 1'.split(),
-        '--save',
-        tmp_path / 'saved',
-    )
+    code, _, err = run_tiny(run, tmp_path, '--data 2 --restarts 1 --save', tmp_path / 'saved')
     assert code == 2 and 'run torchrun again, with --resume' in err
 
 
@@ -511,24 +491,11 @@ def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
     tokens = torch.randint(50304, (4000,), generator=torch.Generator().manual_seed(0))
     for name in ('train', 'val'):
         (tmp_path / f'{name}.bin').write_bytes(bytes(tokens.to(torch.uint16).view(torch.uint8)))
-    code, out, err = run(
-        'train-gpt',
-        *TINY,
-        '--steps',
-        1,
-        '--output',
-        tmp_path,
-        '--tokens',
-        tmp_path,
-        '--generate',
-        3,
-    )
+    code, out, err = run_tiny(run, tmp_path, '--steps 1 --generate 3 --tokens', tmp_path)
     assert code == 0 and '50304' not in err, err
     config = options_of(tmp_path, '--tokens', tmp_path)
     x, y = samples_at(config, read(config)[0], torch.tensor([0, 7]), CPU)
     assert torch.equal(x, torch.stack([tokens[:8], tokens[7:15]]))
     assert torch.equal(y, torch.stack([tokens[1:9], tokens[8:16]]))
-    code, _, err = run(
-        'train-gpt', *TINY, '--steps', 1, '--output', tmp_path, '--mock-data', '--vocab-size', 40
-    )
+    code, _, err = run_tiny(run, tmp_path, '--steps 1 --mock-data --vocab-size 40')
     assert code == 0, err

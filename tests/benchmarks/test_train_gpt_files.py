@@ -28,6 +28,7 @@ from tests.benchmarks.test_train_gpt import (
     mesh_of,
     options_of,
     plain_curve,
+    run_tiny,
 )
 from torchgpipe.base.devices import CPU
 
@@ -42,16 +43,8 @@ def one_thread(monkeypatch):
 @pytest.fixture
 def trained(run, tmp_path):
     """Train for some steps with checkpoints and a log; return the options."""
-    words = [
-        *TINY,
-        '--output',
-        tmp_path,
-        '--log',
-        tmp_path / 'log',
-        '--save',
-        tmp_path / 'saved',
-        *'--save-interval 2 --keep-last 9 --log-samples'.split(),
-    ]
+    files = ['--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved']
+    words = [*TINY, *files, *'--save-interval 2 --keep-last 9 --log-samples'.split()]
     assert run('train-gpt', *words)[0] == 0
     return words
 
@@ -119,26 +112,16 @@ def test_a_training_continues_as_it_began(run, tmp_path, trained):
 def test_another_text_of_the_same_length_is_refused(run, tmp_path):
     text = tmp_path / 'text'
     text.write_text('abcd' * 999)
-    words = [
-        *TINY,
-        '--steps',
-        1,
-        '--output',
-        tmp_path,
-        '--save',
-        tmp_path / 'saved',
-        '--text',
-        text,
-    ]
-    assert run('train-gpt', *words)[0] == 0
+    words = '--steps 1 --save', tmp_path / 'saved', '--text', text
+    assert run_tiny(run, tmp_path, *words)[0] == 0
     for k in (0, 1998, 3995):
         changed = bytearray(b'abcd' * 999)
         changed[k] += 1
         text.write_bytes(changed)
-        code, _, err = run('train-gpt', *words, '--resume')
+        code, _, err = run_tiny(run, tmp_path, *words, '--resume')
         assert code == 2 and 'digest' in err
     text.write_text('abcd' * 999)
-    assert run('train-gpt', *words, '--resume')[0] == 0
+    assert run_tiny(run, tmp_path, *words, '--resume')[0] == 0
 
 
 @pytest.mark.slow
@@ -228,17 +211,9 @@ def test_a_checkpoint_comes_before_the_validation_of_its_step(tmp_path, options)
 @pytest.mark.slow
 def test_validations_of_samples_that_replicas_cannot_share(tmp_path):
     """Of 142 samples, neither batches nor replicas take an equal part."""
-    for data, pipe, batch, size, experts in [
-        (3, 1, 18, 1, 3),
-        (2, 2, 18, 3, 0),
-    ]:
-        words = [
-            '--global-batch-size',
-            batch,
-            '--experts',
-            experts,
-            *'--vocab-size 257 --eval-batches 0 --steps 3'.split(),
-        ]
+    for data, pipe, batch, size, experts in [(3, 1, 18, 1, 3), (2, 2, 18, 3, 0)]:
+        sizes = f'--global-batch-size {batch} --experts {experts}'
+        words = f'{sizes} --vocab-size 257 --eval-batches 0 --steps 3'.split()
         alone = launched(tmp_path / 'alone', *words, '--micro-batch-size', size * data)
         spread = launched(
             tmp_path / 'spread', *words, *mesh_of(data, pipe, 1), '--micro-batch-size', size
@@ -266,10 +241,7 @@ def test_samples_of_lost_steps_are_dropped_on_a_mesh_with_fewer_replicas(tmp_pat
 
 @pytest.mark.slow
 def test_a_terminal_without_unicode(tmp_path):
-    for encoding, options in [
-        ('latin-1', ['--data', 2]),
-        ('ascii', ['--dry-run']),
-    ]:
+    for encoding, options in [('latin-1', ['--data', 2]), ('ascii', ['--dry-run'])]:
         done = subprocess.run(
             [*map(str, (*COMMAND, *TINY, '--steps', 1, '--output', tmp_path, *options))],
             cwd=ROOT,
@@ -290,16 +262,8 @@ def test_results_without_matplotlib(run, tmp_path, monkeypatch):
 
 
 def test_a_text_of_a_small_vocabulary(run, tmp_path):
-    code, out, err = run(
-        'train-gpt',
-        *TINY,
-        *'--steps 1 --generate 5'.split(),
-        '--output',
-        tmp_path,
-        '--mock-data',
-        '--vocab-size',
-        8,
-    )
+    options = '--steps 1 --generate 5 --mock-data --vocab-size 8'
+    code, out, err = run_tiny(run, tmp_path, options)
     assert code == 0, err
     tokens = json.loads(out.splitlines()[-1])
     assert len(tokens) == 5 and max(tokens) < 8

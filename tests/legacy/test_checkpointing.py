@@ -297,23 +297,29 @@ def test_an_in_place_change_of_the_input_raises(devices):
         y.backward()
 
 
+class Double(torch.autograd.Function):
+    """Save a result. In backward, count the recomputed results that are alive, if asked to."""
+
+    @staticmethod
+    def forward(ctx, refs, alive, x):
+        y = x * 2
+        if is_recomputing():
+            refs.append(memory_of(y))
+        ctx.save_for_backward(y)
+        ctx.refs, ctx.alive = refs, alive
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.alive is not None:
+            ctx.saved_tensors
+            ctx.alive.append(sum(not ref.expired() for ref in ctx.refs))
+        return None, None, grad * 2
+
+
 def test_tensors_that_no_node_unpacked_are_freed_at_the_end_of_backward():
     refs = []
-
-    class Ignore(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = x * 2
-            if is_recomputing():
-                refs.append(memory_of(y))
-            ctx.save_for_backward(y)
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    y = checkpoint(Ignore.apply, leaf(1))
+    y = checkpoint(partial(Double.apply, refs, None), leaf(1))
     y.backward()
     assert refs and refs[0].expired()
 
@@ -321,26 +327,8 @@ def test_tensors_that_no_node_unpacked_are_freed_at_the_end_of_backward():
 @devices
 def test_tensors_saved_by_a_custom_function_are_freed_when_another_node_asks(devices):
     refs, alive = [], []
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = x * 2
-            if is_recomputing():
-                refs.append(memory_of(y))
-            ctx.save_for_backward(y)
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.saved_tensors
-            alive.append(sum(not ref.expired() for ref in refs))
-            return grad * 2
-
-    def function(x):
-        return Double.apply(Double.apply(Double.apply(x)))
-
-    checkpoint(function, leaf(1, device=devices.first)).backward()
+    double = partial(Double.apply, refs, alive)
+    checkpoint(lambda x: double(double(double(x))), leaf(1, device=devices.first)).backward()
     assert alive == [3, 2, 1]
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from tests.helpers import Call
 from tests.skip.layers import Pop, Stash
 from torchgpipe.skip import Namespace, pop, skippable
 
@@ -101,17 +102,6 @@ def transformer():
     )
 
 
-class Function(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def frozen():
     """The first half does not train."""
     model = nn.Sequential(
@@ -130,7 +120,7 @@ def inplace():
     """Layers that change their input, even the first one."""
     return nn.Sequential(
         nn.Linear(4, 4),
-        Function(lambda x: x.mul_(2)),
+        Call(lambda x: x.mul_(2)),
         nn.ReLU(inplace=True),
         nn.Linear(4, 4),
         nn.Hardtanh(inplace=True),

@@ -17,6 +17,12 @@ from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _virtual
 HALF = replace(H100, devices_per_host=4)
 
 
+def piped(model, pipe=2, **options):
+    """Return the plan of a pipeline by 1F1B, with micro-batches of one sample."""
+    options = {'machine': H100, 'batch': 8, 'schedules': ['1f1b'], 'micro_batches': [1]} | options
+    return plan(model, mesh={'pipe': pipe}, **options)
+
+
 def test_costs_of_a_case_by_hand():
     for dtype in ['bfloat16', 'float32']:
         for data in ['replicate', 'shard']:
@@ -81,14 +87,7 @@ def test_a_balance_that_is_given():
 
 
 def test_a_split_backward_is_part_of_compute():
-    found = plan(
-        measured(1.0),
-        mesh={'pipe': 2},
-        machine=H100,
-        batch=8,
-        schedules=['zb-h1'],
-        micro_batches=[1],
-    )
+    found = piped(measured(1.0), schedules=['zb-h1'])
     assert found.parts['compute'] == pytest.approx(
         sum(8 * x.seconds(kind) for x in found.costs.stages for kind in 'FIW') / 2
     )
@@ -97,24 +96,14 @@ def test_a_split_backward_is_part_of_compute():
 
 
 def test_a_full_recomputation_is_its_own_part_and_its_checkpoint():
-    found = plan(
-        measured(1.0),
-        mesh={'pipe': 2},
-        machine=H100,
-        batch=8,
-        schedules=['1f1b'],
-        micro_batches=[1],
-        recomputations=['full'],
-    )
+    found = piped(measured(1.0), recomputations=['full'])
     assert (found.checkpoint, found.recomputation) == ('always', 'full')
     assert found.parts['compute'] == pytest.approx(8 * 8 * 3 / 2)
     assert found.parts['recomputation'] == pytest.approx(8 * 8 / 2)
 
 
 def test_places_of_stages_in_a_v():
-    found = plan(
-        GPT, mesh={'pipe': 3}, machine=H100, batch=6, schedules=['zb-v'], micro_batches=[1]
-    )
+    found = piped(GPT, 3, batch=6, schedules=['zb-v'])
     assert found.devices == tuple(f'pipe {k}' for k in (0, 1, 2, 2, 1, 0))
 
 
@@ -156,10 +145,8 @@ def test_reasons_are_relative_to_the_best():
 
 def test_messages_have_the_sizes_that_links_take():
     slow = replace(H100, host=replace(H100.host, bandwidth=1e9))
-    found, free = (
-        plan(GPT, mesh={'pipe': 4}, machine=x, batch=16, schedules=['1f1b'], micro_batches=[1])
-        for x in (slow, slow.without_links())
-    )
+    machines = slow, slow.without_links()
+    found, free = (piped(GPT, 4, machine=machine, batch=16) for machine in machines)
     assert found.parts['messages'] == pytest.approx(found.seconds - free.seconds)
     assert free.parts['messages'] == 0 < found.parts['messages']
 
@@ -184,14 +171,7 @@ def test_replicas_that_share_a_tied_model_take_as_long_as_a_rank_waits():
 
 def test_a_split_may_take_longer_than_a_backward():
     layers = tuple(replace(x, input_share=0.75, weight_share=0.5) for x in measured(1.0).layers)
-    found = plan(
-        replace(measured(1.0), layers=layers),
-        mesh={'pipe': 2},
-        machine=H100,
-        batch=8,
-        schedules=['zb-h1'],
-        micro_batches=[1],
-    )
+    found = piped(replace(measured(1.0), layers=layers), schedules=['zb-h1'])
     assert found.parts['compute'] == pytest.approx(8 * 8 * (1 + 2 * 1.25) / 2)
 
 
@@ -233,34 +213,15 @@ def test_a_stage_that_recomputes_has_fewer_layers():
             measured(1.0).layers, (4.0, 0.0, 0.0, 0.0), (0.0, 3.0, 3.0, 3.0)
         )
     )
-    none, full = (
-        plan(
-            replace(measured(1.0), layers=layers),
-            mesh={'pipe': 2},
-            machine=H100,
-            batch=2,
-            schedules=['1f1b'],
-            micro_batches=[1],
-            recomputations=[x],
-        )
-        for x in ('none', 'full')
-    )
+    model = replace(measured(1.0), layers=layers)
+    none, full = (piped(model, batch=2, recomputations=[x]) for x in ('none', 'full'))
     assert (none.balance, full.balance) == ((2, 2), (1, 3))
 
 
 def layer(name, number, size, frozen=0):
     """Return a layer of some parameters, each of some bytes."""
-    return LayerProfile(
-        name,
-        1e-3,
-        2e-3,
-        number * size,
-        frozen * size,
-        0,
-        100,
-        40,
-        trainable_parameters=number - frozen,
-    )
+    times, sizes = (1e-3, 2e-3), (number * size, frozen * size, 0, 100, 40)
+    return LayerProfile(name, *times, *sizes, trainable_parameters=number - frozen)
 
 
 def profile_of(*layers, skips=(), ties=()):
@@ -291,14 +252,7 @@ def test_skips_have_bytes_and_messages():
     layers = [layer(str(k), 100, 4) for k in range(4)]
     slow = replace(H100, host=Link(0.0, 1e9))
     without, found = (
-        plan(
-            profile_of(*layers, skips=skips),
-            mesh={'pipe': 4},
-            machine=slow,
-            batch=4,
-            schedules=['1f1b'],
-            micro_batches=[1],
-        )
+        piped(profile_of(*layers, skips=skips), 4, machine=slow, batch=4)
         for skips in ((), (SkipProfile(0, 3, 10**8),))
     )
     assert max(found.peaks) >= max(without.peaks) + 10**8
@@ -406,24 +360,11 @@ def test_groups_of_hosts_that_they_do_not_divide():
 
 
 def test_few_devices_are_on_one_host():
-    search = [
-        plan(
-            measured(1.0, t),
-            mesh={'pipe': 3},
-            machine=H100,
-            batch=3,
-            micro_batches=[1],
-            schedules=['1f1b'],
-        )
-        for t in (1, 2)
-    ]
-    assert all(found.costs.links == H100.host for found in search)
-    three = plan(Transformer(3, 96, 3, 96, 8), mesh={'tensor': 3}, machine=H100, batch=3)
-    eight = plan(
-        Transformer(3, 96, 3, 96, 8),
-        mesh={'tensor': 3},
-        machine=replace(H100, network=Link(1.0, 1.0)),
-        batch=3,
+    for tensor in (1, 2):
+        assert piped(measured(1.0, tensor), 3, batch=3).costs.links == H100.host
+    three, eight = (
+        plan(Transformer(3, 96, 3, 96, 8), mesh={'tensor': 3}, machine=machine, batch=3)
+        for machine in (H100, replace(H100, network=Link(1.0, 1.0)))
     )
     assert three.seconds == eight.seconds
 

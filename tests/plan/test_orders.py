@@ -5,8 +5,7 @@ import random
 import pytest
 
 from tests.plan.exhaustive import Orders
-from tests.schedule.queues import times_in_queues
-from tests.schedule.test_messages import stuck
+from tests.schedule.queues import stuck, times_in_queues
 from torchgpipe.plan import Costs, Link, StageCosts, search_schedule, simulate
 from torchgpipe.plan.orders import _Listing
 from torchgpipe.schedule import NAMES, make

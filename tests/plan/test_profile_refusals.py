@@ -14,34 +14,28 @@ def test_bad_input():
         lambda *args, **kwargs: balance_by_time(1, *args, **kwargs),
         lambda *args, **kwargs: balance_by_size(1, *args, **kwargs),
     ]:
-        model = nn.Sequential(nn.Linear(3, 3))
-        with pytest.raises(TypeError, match='expected Tensor, but got str'):
-            function(model, 'text', device='cpu')
-        with pytest.raises(TypeError, match='expected Tensor, but got set'):
-            function(model, (torch.rand(2, 3), {1}), device='cpu')
-        with pytest.raises(TypeError, match='must be nn.Sequential'):
-            function(
-                nn.Linear(3, 3), torch.rand(2, 3), device='cpu'
-            ) if function is profile else function(
-                nn.ModuleList([nn.Linear(3, 3)]), torch.rand(2, 3), device='cpu'
-            )
-        with pytest.raises(TypeError, match='stash and pop do not match'):
-            function(nn.Sequential(Stash()), torch.rand(2, 3), device='cpu')
-        with pytest.raises(ValueError, match="sample is on 'meta'"):
-            function(model, torch.rand(2, 3, device='meta'), device='cpu')
-        with pytest.raises(ValueError, match="device 'cuda:99' is not on this machine"):
-            function(model, torch.rand(2, 3), device='cuda:99')
-        with pytest.raises(ValueError, match="device 'gpu' is not on this machine"):
-            function(model, torch.rand(2, 3), device='gpu')
+        model, sample = nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3)
+        no_sequence, no_pop = nn.ModuleList([nn.Linear(3, 3)]), nn.Sequential(Stash())
+        for given, device, error, text in [
+            ((model, 'text'), 'cpu', TypeError, 'expected Tensor, but got str'),
+            ((model, (sample, {1})), 'cpu', TypeError, 'expected Tensor, but got set'),
+            ((no_sequence, sample), 'cpu', TypeError, 'must be nn.Sequential'),
+            ((no_pop, sample), 'cpu', TypeError, 'stash and pop do not match'),
+            ((model, sample.to('meta')), 'cpu', ValueError, "sample is on 'meta'"),
+            ((model, sample), 'cuda:99', ValueError, "device 'cuda:99' is not on this machine"),
+            ((model, sample), 'gpu', ValueError, "device 'gpu' is not on this machine"),
+        ]:
+            with pytest.raises(error, match=text):
+                function(*given, device=device)
         with pytest.raises(RuntimeError) as error:
             function(model, torch.rand(2, 4), device='cpu')
         assert error.value.__notes__ == ["while layer '0' was profiled on cpu with 2 samples"]
         with pytest.raises(RuntimeError) as error:
             function(nn.Sequential(nn.Embedding(3, 3)), torch.rand(2, 4), device='cpu')
         assert "layer '0'" in error.value.__notes__[0], function
-        model(torch.rand(2, 3)).sum().backward()
+        model(sample).sum().backward()
         with pytest.raises(ValueError, match="some parameter already has gradient: '0.weight'"):
-            function(model, torch.rand(2, 3), device='cpu')
+            function(model, sample, device='cpu')
 
 
 def test_bad_numbers():
@@ -68,6 +62,7 @@ def test_bad_numbers():
         (lambda m, x: profile(m, x, timeout=float('nan'), device='cpu'), ValueError, 'timeout'),
         (lambda m, x: profile(m, x[:0], device='cpu'), ValueError, 'batch is empty'),
         (lambda m, x: profile(m, x, device='meta'), ValueError, "'meta'"),
+        (lambda m, x: profile(m[0], x, device='cpu'), TypeError, 'must be nn.Sequential'),
         (lambda m, x: balance_by_time('1', m, x, device='cpu'), TypeError, 'must be an integer'),
         (lambda m, x: balance_by_time(True, m, x, device='cpu'), TypeError, 'must be an integer'),
         (

@@ -127,14 +127,8 @@ def test_links_between_pairs_of_devices():
     links[0][1], links[1][2] = Link(10.0), Link(20.0)
     links[2][1], links[1][0] = Link(30.0), Link(40.0)
     costs = Costs([StageCosts(1.0, 1.0)] * 3, links=links)
-    assert [x.start for x in simulate(make('1f1b', 3, 1), costs).actions] == [
-        0,
-        105,
-        11,
-        64,
-        32,
-        33,
-    ]
+    starts = [x.start for x in simulate(make('1f1b', 3, 1), costs).actions]
+    assert starts == [0, 105, 11, 64, 32, 33]
 
 
 def test_stages_of_one_device_need_no_copies():
@@ -240,24 +234,8 @@ def steps(draw):
         )
     number = st.integers(0, 5).map(float)
     number_of_stages = n * SEVERAL.get(name, 1)
-    stages = [
-        draw(
-            st.builds(
-                StageCosts,
-                number,
-                number,
-                number,
-                number,
-                number,
-                st.integers(0, m),
-                number,
-                number,
-                number,
-                number,
-            )
-        )
-        for _ in range(number_of_stages)
-    ]
+    stage = st.builds(StageCosts, *[number] * 5, st.integers(0, m), *[number] * 4)
+    stages = [draw(stage) for _ in range(number_of_stages)]
     ends = st.tuples(*[st.integers(0, number_of_stages - 1)] * 2).filter(lambda x: x[0] < x[1])
     skips = (
         draw(st.lists(ends.map(lambda x: SkipProfile(*x, 3)), max_size=2))

@@ -43,9 +43,15 @@ def test_by_hand_without_recomputation():
             StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0),
         ]
     )
-    one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).bytes
+    simulation = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs)
+    one, other = simulation.bytes
     assert one == ((0, 1008), (3, 1010), (4, 1000))
     assert other == ((0, 2000), (1, 2048), (2, 2116), (3, 2000))
+    # Memory that ends at the time of the peak is not part of it; memory that starts then is.
+    one, other = simulation.peak_parts
+    assert one == {'resident': 1000, 'activations': 8, 'backward': 2}
+    there = {'resident': 2000, 'activations': 32}
+    assert other == {**there, 'inputs': 16, 'backward': 4, 'output': 64}
 
 
 def test_by_hand_with_recomputation():

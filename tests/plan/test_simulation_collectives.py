@@ -88,25 +88,6 @@ def test_overlapping_collectives_by_hand():
         ] == [('reduction 1', 2, 4), ('reduction 0', 4, 6)]
 
 
-def test_parts_of_a_peak_by_hand():
-    """Memory that ends at the time of the peak is not part of it; memory that starts then is."""
-    costs = Costs(
-        [
-            StageCosts(1.0, 1.0, None, None, None, 0, 8.0, 2.0, 16.0, 1000.0),
-            StageCosts(1.0, 1.0, None, None, None, 0, 32.0, 4.0, 64.0, 2000.0),
-        ]
-    )
-    one, other = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs).peak_parts
-    assert one == {'resident': 1000, 'activations': 8, 'backward': 2}
-    assert other == {
-        'resident': 2000,
-        'activations': 32,
-        'inputs': 16,
-        'backward': 4,
-        'output': 64,
-    }
-
-
 def test_numbers_of_the_steady_state():
     for name, devices, m, numbers in [
         ('1f1b', 4, 121, (44, 48)),

@@ -16,6 +16,13 @@ A100 = MACHINES['A100']
 GPT_22B = Transformer(48, 6144, 64, 51200, 2048, dropout=True, fused=False)
 
 
+def llama(layers, width, heads, features):
+    """Return a Llama 3."""
+    sizes = {'key_heads': 8, 'features': features}
+    options = {'gated': True, 'tied': False, 'biases': False}
+    return Transformer(layers, width, heads, 128256, 8192, **sizes, **options)
+
+
 def test_saved_tensors_match_the_paper():
     """Korthikanti et al., 2022, equations 1 to 4."""
     for parallel in [False, True]:
@@ -51,36 +58,8 @@ def test_parameters_of_published_models():
     """GPT-2 XL, Llama 3 8B and 70B, to the last one."""
     for model, billions in [
         (Transformer(48, 1600, 25, 50257, 1024), 1.557611200),
-        (
-            Transformer(
-                32,
-                4096,
-                32,
-                128256,
-                8192,
-                key_heads=8,
-                features=14336,
-                gated=True,
-                tied=False,
-                biases=False,
-            ),
-            8.030261248,
-        ),
-        (
-            Transformer(
-                80,
-                8192,
-                64,
-                128256,
-                8192,
-                key_heads=8,
-                features=28672,
-                gated=True,
-                tied=False,
-                biases=False,
-            ),
-            70.553706496,
-        ),
+        (llama(32, 4096, 32, 14336), 8.030261248),
+        (llama(80, 8192, 64, 28672), 70.553706496),
     ]:
         assert model.parameters == round(billions * 1e9)
 

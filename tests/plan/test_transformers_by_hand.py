@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.plan.test_transformers import llama
 from tests.plan.test_transformers_machines import MACHINE
 from torchgpipe.plan import MACHINES, Link, Machine, Transformer
 from torchgpipe.plan.transformers import Product, shares_of
@@ -205,17 +206,6 @@ def test_the_dtype_of_products():
 
 
 def test_flops_have_grouped_keys_and_gates():
-    model = Transformer(
-        32,
-        4096,
-        32,
-        128256,
-        8192,
-        key_heads=8,
-        features=14336,
-        gated=True,
-        tied=False,
-        biases=False,
-    )
+    model = llama(32, 4096, 32, 14336)
     matrices = model.block_parameters() - 2 * 4096  # without norms
     assert model.flops(3) == 6 * 3 * 8192 * (32 * (matrices + 2 * 8192 * 4096) + 128256 * 4096)

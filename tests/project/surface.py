@@ -92,6 +92,10 @@ class Setting:
         n = x.shape[dim]
         return x if self.replicas == 1 else x.split([n - n // 3, n // 3], dim)[self.replica]
 
+    def equal_part(self, x):
+        """Return the samples of this replica, of which each has equally many."""
+        return x.chunk(self.replicas)[self.replica]
+
     def plan(self, module, schedule='1f1b'):
         """Return a plan for a module."""
         balance = (len(module),) if self.stages == 1 else (len(module) - 1, 1)
@@ -146,6 +150,13 @@ def same_step(setting, module, input, target, loss_fn, batch_loss=None, args=(),
     same(found.double(), loss.detach().double())
     same_grads(model, module)
     return model
+
+
+def same_learning(setting, model, module, x, y, **options):
+    """Let both learn from a mini-batch, and compare their gradients."""
+    F.mse_loss(module(x), y).backward()
+    model.step(setting.part(x), setting.part(y), F.mse_loss, **options)
+    same_grads(model, module)
 
 
 def same_call(setting, model, output, *args, **kwargs):
@@ -267,12 +278,6 @@ def refuse_a_rule_for_no_part(setting):
 
 
 @promise
-def refuse_batch_dim_none(setting):
-    with pytest.raises(ValueError, match='nothing to split'):
-        setting.make(layers(), batch_dim=None)
-
-
-@promise
 def fewer_samples_than_chunks(setting):
     same_step(setting, layers(), *data(3), F.mse_loss)
 
@@ -360,37 +365,17 @@ def refuse_a_function_that_counts_nothing(setting):
         model(x)
 
 
-@promise
-def refuse_another_word(setting):
-    with pytest.raises(ValueError, match='gather must be'):
-        setting.make(layers(), gather='max')
-
-
 # --- settings and plans
 # ------------------------------------------------------------------------------------
 
 
 @promise
 def a_plan_in_place_of_the_balance(setting):
-    module = layers()
-    model = setting.make(module, setting.plan(module))
-    assert model.chunks == 2 and sum(model.balance) == 3
-    x, y = data()
-    model.step(setting.part(x), setting.part(y), F.mse_loss, schedule='auto')
-    other = layers()
-    F.mse_loss(other(x), y).backward()
-    same_grads(model, other)
-
-
-@promise
-def a_plan_for_the_plain_call(setting):
-    module = layers()
-    model = setting.make(module, setting.plan(module, 'plain call'))
-    x, y = data()
-    other = layers()
-    F.mse_loss(other(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss, schedule='auto')
-    same_grads(model, other)
+    for schedule in ('1f1b', 'plain call'):
+        module = layers()
+        model = setting.make(module, setting.plan(module, schedule))
+        assert model.chunks == 2 and sum(model.balance) == 3
+        same_learning(setting, model, layers(), *data(), schedule='auto')
 
 
 @promise
@@ -403,10 +388,7 @@ def a_plan_says_where_stages_are(setting):
     model = setting.make(
         copy.deepcopy(module), Settings(schedule, (1, 1, 1, 1), devices, 2, 'except_last', sizes)
     )
-    x, y = data(out=4)
-    F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss, schedule='auto')
-    same_grads(model, module)
+    same_learning(setting, model, module, *data(out=4), schedule='auto')
 
 
 @promise
@@ -423,47 +405,35 @@ def refuse_a_plan_of_another_module(setting):
 
 
 @promise
-def refuse_auto_without_a_plan(setting):
-    model = setting.make(layers())
-    with pytest.raises(ValueError, match='made without one'):
-        model.step(*map(setting.part, data()), F.mse_loss, schedule='auto')
+def refuse_wrong_steps(setting):
+    for words, loss_fn, options in (
+        ('made without one', F.mse_loss, {'schedule': 'auto'}),
+        ('1g1b', F.mse_loss, {'schedule': '1g1b'}),
+        ('adds up samples', nn.MSELoss(reduction='sum'), {}),
+    ):
+        model = setting.make(layers())
+        with pytest.raises(ValueError, match=words):
+            model.step(*map(setting.part, data()), loss_fn, **options)
 
 
 @promise
-def refuse_an_unknown_schedule(setting):
-    model = setting.make(layers())
-    with pytest.raises(ValueError, match='1g1b'):
-        model.step(*map(setting.part, data()), F.mse_loss, schedule='1g1b')
-
-
-@promise
-def refuse_a_balance_of_other_sum(setting):
-    with pytest.raises(ValueError, match='different length'):
-        setting.make(layers(), [7])
-
-
-@promise
-def refuse_a_balance_of_floats(setting):
-    with pytest.raises(TypeError, match='integers'):
-        setting.make(layers(), [1.5, 1.5])
+def refuse_wrong_options(setting):
+    for error, words, options in (
+        (ValueError, 'nothing to split', {'batch_dim': None}),
+        (ValueError, 'gather must be', {'gather': 'max'}),
+        (ValueError, 'different length', {'balance': [7]}),
+        (TypeError, 'integers', {'balance': [1.5, 1.5]}),
+        (ValueError, 'positive integer', {'chunks': 0}),
+        (ValueError, 'except_last', {'checkpoint': 'sometimes'}),
+    ):
+        with pytest.raises(error, match=words):
+            setting.make(layers(), **options)
 
 
 @promise
 def refuse_no_balance(setting):
     with pytest.raises(ValueError, match='balance is required'):
         setting.pipeline(layers(), None)
-
-
-@promise
-def refuse_no_chunks(setting):
-    with pytest.raises(ValueError, match='positive integer'):
-        setting.make(layers(), chunks=0)
-
-
-@promise
-def refuse_an_unknown_checkpoint(setting):
-    with pytest.raises(ValueError, match='except_last'):
-        setting.make(layers(), checkpoint='sometimes')
 
 
 @promise
@@ -482,10 +452,7 @@ def refuse_a_layer_called_partitions(setting):
 def checkpoints_of_each_partition(setting):
     module = layers()
     model = setting.make(copy.deepcopy(module), checkpoint=lambda j: ['always', 'never'][j % 2])
-    x, y = data()
-    F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss)
-    same_grads(model, module)
+    same_learning(setting, model, module, *data())
 
 
 # --- names and states
@@ -500,10 +467,7 @@ def layers_with_names_of_methods(setting):
         OrderedDict((name, nn.Linear(3, 3, dtype=torch.float64)) for name in names)
     )
     model = setting.make(copy.deepcopy(module))
-    x, y = data(out=3)
-    F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss)
-    same_grads(model, module)
+    same_learning(setting, model, module, *data(out=3))
     for name in model._modules:
         assert model.get_parameter(f'{name}.weight').shape == (3, 3)
 
@@ -730,9 +694,7 @@ def deferred_batch_norm(setting):
     model = setting.make(copy.deepcopy(module), deferred_batch_norm=True)
     x, y = data(8)
     module(x)
-    own = x if setting.replicas == 1 else x.chunk(2)[setting.replica]
-    target = y if setting.replicas == 1 else y.chunk(2)[setting.replica]
-    model.step(own, target, F.mse_loss)
+    model.step(setting.equal_part(x), setting.equal_part(y), F.mse_loss)
     for name, buffer in model.named_buffers():
         same(buffer, module.get_buffer(name))
 
@@ -749,10 +711,7 @@ def a_replaced_layer_runs(setting):
     module[2] = nn.Linear(4, 2, dtype=torch.float64)
     if '2' in model._modules:
         model.set_submodule('2', copy.deepcopy(module[2]))
-    x, y = data()
-    F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss)
-    same_grads(model, module)
+    same_learning(setting, model, module, *data())
 
 
 @promise
@@ -772,9 +731,7 @@ def a_replaced_layer_learns(setting):
     for _ in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        F.mse_loss(module(x), y).backward()
-        model.step(setting.part(x), setting.part(y), F.mse_loss)
-        same_grads(model, module)
+        same_learning(setting, model, module, x, y)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -844,13 +801,6 @@ def a_sum_with_a_number(setting):
     )
 
 
-@promise
-def refuse_a_sum(setting):
-    model = setting.make(layers())
-    with pytest.raises(ValueError, match='adds up samples'):
-        model.step(*map(setting.part, data()), nn.MSELoss(reduction='sum'))
-
-
 @error('normalizer=lambda target')
 def refuse_a_loss_that_hides_its_count(setting):
     setting.make(layers()).step(
@@ -918,22 +868,20 @@ def with_loss(net=None):
     )
 
 
+def by_its_loss(setting, function):
+    """Call `step` or `evaluate` with the loss that a model has computed."""
+    input = Arguments(setting.part(data()[0]), labels=setting.part(labels()))
+    function(input, None, lambda output, _: output['loss'])
+
+
 @error('normalizer=lambda target')
 def refuse_a_step_by_a_loss_in_the_model(setting):
-    setting.make(with_loss()).step(
-        Arguments(setting.part(data()[0]), labels=setting.part(labels())),
-        None,
-        lambda output, _: output['loss'],
-    )
+    by_its_loss(setting, setting.make(with_loss()).step)
 
 
 @error('normalizer=lambda target')
 def refuse_a_step_by_a_loss_in_an_early_layer(setting):
-    setting.make(with_loss(EarlyLoss())).step(
-        Arguments(setting.part(data()[0]), labels=setting.part(labels())),
-        None,
-        lambda output, _: output['loss'],
-    )
+    by_its_loss(setting, setting.make(with_loss(EarlyLoss())).step)
 
 
 @promise
@@ -1054,11 +1002,7 @@ def evaluation_keeps_no_output(setting):
 
 @error('normalizer=lambda target')
 def refuse_to_evaluate_a_loss_in_the_model(setting):
-    setting.make(with_loss().eval()).evaluate(
-        Arguments(setting.part(data()[0]), labels=setting.part(labels())),
-        None,
-        lambda output, _: output['loss'],
-    )
+    by_its_loss(setting, setting.make(with_loss().eval()).evaluate)
 
 
 @promise
@@ -1106,12 +1050,9 @@ def train_for_some_steps(setting):
     model = setting.make(copy.deepcopy(module))
     optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (model, module)]
     for n in (9, 4, 7):
-        x, y = data(n)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        F.mse_loss(module(x), y).backward()
-        model.step(setting.part(x), setting.part(y), F.mse_loss)
-        same_grads(model, module)
+        same_learning(setting, model, module, *data(n))
         for optimizer in optimizers:
             optimizer.step()
 
@@ -1178,18 +1119,13 @@ def copy_a_model(setting):
     with torch.no_grad():
         for each in new.parameters():
             each.zero_()
-    x, y = data()
-    F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss)
-    same_grads(model, module)
+    same_learning(setting, model, module, *data())
     assert all(x.grad is None for x in new.parameters())
     with torch.no_grad():
         for each in module.parameters():
             each.zero_()
     module.zero_grad()
-    F.mse_loss(module(x), y).backward()
-    new.step(setting.part(x), setting.part(y), F.mse_loss)
-    same_grads(new, module)
+    same_learning(setting, new, module, *data())
 
 
 @promise
@@ -1247,11 +1183,7 @@ def compile_partitions(setting):
     module, (x, y), backend = layers(), data(8), Counted()
     model = setting.make(copy.deepcopy(module))
     model.compile(backend=backend)
-    x, y = (
-        (x, y)
-        if setting.replicas == 1
-        else (x.chunk(2)[setting.replica], y.chunk(2)[setting.replica])
-    )
+    x, y = map(setting.equal_part, (x, y))
     partitions = len([each for each in model.partitions if len(each)])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Dynamo reads gradients of tensors that are no leaves.
@@ -1266,11 +1198,7 @@ def compile_partitions(setting):
 @promise
 def change_the_dtype(setting):
     model = setting.make(layers(dtype=torch.float32)).to(torch.float64)
-    module = layers(dtype=torch.float32).double()
-    x, y = data()
-    F.mse_loss(module(x), y).backward()
-    model.step(setting.part(x), setting.part(y), F.mse_loss)
-    same_grads(model, module)
+    same_learning(setting, model, layers(dtype=torch.float32).double(), *data())
 
 
 @promise

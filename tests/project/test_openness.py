@@ -16,22 +16,8 @@ from tests.project.test_layers import layers
 
 #: Identifiers that name nothing.
 WORDS = {
-    'alike',
-    'beside',
-    'each',
-    'found',
-    'given',
-    'here',
-    'known',
-    'looks',
-    'made',
-    'others',
-    'own',
-    'said',
-    'them',
-    'there',
-    'those',
-    'told',
+    *'alike beside each found given here known looks'.split(),
+    *'made others own said them there those told'.split(),
 }
 
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchgpipe
-from torchgpipe import GPipe
+from tests.helpers import in_partitions
 
 ROOT = str(Path(torchgpipe.__file__).parent)
 
@@ -41,13 +41,8 @@ def called(function):
 
 def counts(devices):
     """Count for forward, backward and a step of two partitions, all of it checkpointed."""
-    gpipe = GPipe(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-        [1, 1],
-        devices=devices,
-        chunks=2,
-        checkpoint='always',
-    )
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    gpipe = in_partitions(devices, *layers, chunks=2, checkpoint='always')
     x = torch.rand(4, 2)
     for _ in range(2):  # The first pass sees which layers draw, and the second makes its plan.
         gpipe(x).sum().backward()

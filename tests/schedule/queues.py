@@ -3,10 +3,30 @@
 from collections import defaultdict, deque
 
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Message, Receive
+from torchgpipe.schedule.messages import Message, Receive, Send
 
 
-def times_in_queues(rows, seconds, transfer=0.0, queue=None):
+def pair(one, other):
+    """Return the queue of a pair of ranks, as NCCL has it."""
+    return frozenset((one, other))
+
+
+def stuck(rows, blocking):
+    """Return whether ranks wait for each other, with one queue for each pair of them."""
+    try:
+        times_in_queues(rows, lambda action: 1.0, queue=pair, blocking=blocking)
+    except ValueError:
+        return True
+    return False
+
+
+def cell_of(item):
+    """Return the stage, the direction and the micro-batch of an action, or of a message for it."""
+    action = item if isinstance(item, Action) else item.action
+    return item.stage, action.kind == 'F', action.micro_batch
+
+
+def times_in_queues(rows, seconds, transfer=0.0, queue=None, blocking=False):
     """Return the time at which each action ends, if messages wait in queues.
 
     A message starts when sender and receiver have reached it in their rows, and when all earlier
@@ -18,6 +38,7 @@ def times_in_queues(rows, seconds, transfer=0.0, queue=None):
         transfer: The seconds of a message.
         queue: Returns the queue of the messages from one rank to another one. By default, each
             message has a queue of its own.
+        blocking: Whether a rank that sends continues only when the message has arrived.
 
     Raises:
         ValueError: The ranks wait for each other.
@@ -33,12 +54,12 @@ def times_in_queues(rows, seconds, transfer=0.0, queue=None):
     for row in rows:
         for item in row:
             if isinstance(item, Receive):
-                cell = item.stage, item.action.kind == 'F', item.action.micro_batch
-                needs[cell].append(item)
+                needs[cell_of(item)].append(item)
 
     ends = {}
     arrived = {}
     now = [0.0] * len(rows)
+    known = set()
     remaining = [deque(row) for row in rows]
     #: By queue and rank, the messages that wait, each with the time at which it was posted.
     posted = defaultdict(deque)
@@ -50,10 +71,15 @@ def times_in_queues(rows, seconds, transfer=0.0, queue=None):
         while remaining[rank]:
             item = remaining[rank][0]
             if isinstance(item, Message):
-                posted[queue_of(item), rank].append((item, now[rank]))
+                if (item, rank) not in known:
+                    known.add((item, rank))
+                    posted[queue_of(item), rank].append((item, now[rank]))
+                if blocking and isinstance(item, Send):
+                    if item not in arrived:
+                        return
+                    now[rank] = max(now[rank], arrived[item])
             elif isinstance(item, Action):
-                cell = item.stage, item.kind == 'F', item.micro_batch
-                messages = needs[cell] if item.kind in 'FBI' else []
+                messages = needs[cell_of(item)] if item.kind in 'FBI' else []
                 if any(message not in arrived for message in messages):
                     return
                 now[rank] = max([now[rank], *(arrived[message] for message in messages)])

@@ -1,8 +1,8 @@
 """Messages of schedules: nothing is stuck, whichever way ranks meet."""
 
 import random
-from collections import defaultdict, deque
 
+from tests.schedule.queues import cell_of, stuck
 from torchgpipe.schedule import Action, make
 from torchgpipe.schedule.messages import Message, Receive, Send, with_messages
 
@@ -23,76 +23,18 @@ SHAPES = [
 ]
 
 
-def needs(action, rows):
-    """Give the messages that an action waits for."""
-    kinds = 'F' if action.kind == 'F' else 'BI' if action.kind in 'BI' else ''
-    return [
-        each
-        for row in rows
-        for each in row
-        if isinstance(each, Receive)
-        and each.stage == action.stage
-        and each.action.kind in kinds
-        and each.action.micro_batch == action.micro_batch
-    ]
-
-
-def stuck(rows, blocking):
-    """Run rows as NCCL does: a pair of ranks has one queue, whose heads have to meet.
-
-    Args:
-        rows: Actions of each rank, in order. blocking: Whether a rank that sends continues only
-        when the other one receives.
-    """
-    owners = {
-        each.stage: rank
-        for rank, row in enumerate(rows)
-        for each in row
-        if isinstance(each, Action)
-    }
-    waits = [
-        [needs(each, rows) if isinstance(each, Action) else [] for each in row] for row in rows
-    ]
-    at, queues, met = [0] * len(rows), defaultdict(deque), set()
-    posted = [-1] * len(rows)
-    moves = True
-    while moves:
-        moves = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                each = row[at[rank]]
-                if isinstance(each, (Send, Receive)):
-                    if posted[rank] < at[rank]:
-                        posted[rank], moves = at[rank], True
-                        ends = owners[each.action.stage], owners[each.stage]
-                        queues[ends[rank == ends[0]], rank].append(Message(*each))
-                    if blocking and isinstance(each, Send) and Message(*each) not in met:
-                        break
-                elif any(Message(*other) not in met for other in waits[rank][at[rank]]):
-                    break
-                at[rank], moves = at[rank] + 1, True
-        for one, other in list(queues):
-            while (
-                queues[one, other]
-                and queues[other, one]
-                and queues[one, other][0] == queues[other, one][0]
-            ):
-                met.add(queues[one, other].popleft())
-                queues[other, one].popleft()
-                moves = True
-    return any(k < len(row) for k, row in zip(at, rows))
-
-
 def naive(rows):
     """Put each receive right before its use."""
     found = []
     for row in rows:
-        own, there = [], [each for each in row if isinstance(each, Receive)]
+        own = []
         for each in row:
-            if isinstance(each, Action):
-                first = [other for other in there if other in needs(each, [row])]
-                own += first
-                there = [other for other in there if other not in first]
+            if isinstance(each, Action) and each.kind in 'FBI':
+                own += [
+                    other
+                    for other in row
+                    if isinstance(other, Receive) and cell_of(other) == cell_of(each)
+                ]
             if not isinstance(each, Receive):
                 own.append(each)
         found.append(own)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.schedule.queues import times_in_queues
+from tests.schedule.queues import pair, times_in_queues
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.schedule.messages import Receive, edges, receiving_early, with_messages
@@ -13,10 +13,6 @@ STAGES = {'interleaved': (2, 3), 'looped-bfs': (2,), **dict.fromkeys(V_SHAPED, (
 
 #: The seconds of a message. Actions take from 0.5 to 2 seconds.
 TRANSFER = 0.2
-
-
-def pair(one, other):
-    return frozenset((one, other))
 
 
 def direction(one, other):
@@ -71,12 +67,8 @@ def test_receives_that_are_late_enough_for_one_queue_wait_for_the_transfer():
 def test_a_message_waits_for_its_content_and_for_both_ranks():
     rows = with_messages(make('gpipe', 2, 1))
     times = times_in_queues(rows, lambda action: 3.0 if action.kind == 'F' else 5.0, transfer=1.0)
-    assert {str(action): end for action, end in times.items()} == {
-        '0F0': 3,
-        '1F0': 7,
-        '1B0': 12,
-        '0B0': 18,
-    }
+    ends = {str(action): end for action, end in times.items()}
+    assert ends == {'0F0': 3, '1F0': 7, '1B0': 12, '0B0': 18}
 
 
 def test_receives_move_before_one_action_and_keep_their_order():

@@ -20,7 +20,7 @@ def rows(name, m=8):
     return [*map(receiving_early, with_messages(make(name, 2, m, v).recomputing([m] * 2 * v)))]
 
 
-def check(row, units, most, reduced):
+def check(row, units, reduced):
     """Run the actions of units in a row, and return the largest number of whole units."""
     whole, done, largest, last = set(), [], 0, {}
     for k, each in enumerate(row):
@@ -51,13 +51,13 @@ def test_units_are_whole_while_their_actions_run_and_are_reduced_once():
                 units = {j: j for j in stages}
                 found = with_unit_actions(row, units, most, stages)
                 assert tuple(each for each in found if not isinstance(each, UnitAction)) == row
-                assert check(found, units, most, stages) == min(most, len(stages))
+                assert check(found, units, stages) == min(most, len(stages))
 
 
 def test_stages_of_one_unit_are_whole_together():
     row = rows('interleaved')[0]
     units = {0: 0, 2: 2, 4: 0, 6: 6}
-    assert check(with_unit_actions(row, units, 2, [0, 6]), units, 2, [0, 6]) == 2
+    assert check(with_unit_actions(row, units, 2, [0, 6]), units, [0, 6]) == 2
 
 
 def test_the_next_unit_is_gathered_while_an_action_runs():

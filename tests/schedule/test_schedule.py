@@ -20,11 +20,8 @@ def test_an_action_is_read_as_it_is_written():
 def test_pytorch_reads_it_alike():
     for kind in sorted({*KINDS} - {'R'}):
         theirs = _Action.from_str(str(Action(3, kind, 14)))
-        assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == (
-            3,
-            kind,
-            14,
-        )
+        parts = theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index
+        assert parts == (3, kind, 14)
 
 
 def test_refused_actions():

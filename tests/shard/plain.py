@@ -1,6 +1,7 @@
 """The plain layers of one process, and the parts of their tensors that belong to a rank."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchgpipe.shard as ts
@@ -27,6 +28,16 @@ def pair(make):
     sharded = make(ts.nn.ParallelLinear, ts.nn.ParallelEmbedding).double()
     sharded.load_state_dict(ts.relocate_state_dict(sharded, plain.state_dict()))
     return plain, sharded
+
+
+def part(tensors, i, parts):
+    """Return one of the parts of a batch."""
+    return [tensor.chunk(parts)[i] for tensor in tensors]
+
+
+def replicas():
+    """Say which replica this is, and how many there are."""
+    return ts.distributed.get_data_rank(), dist.get_world_size() // ts.distributed.get_group_size()
 
 
 def give_gradients(plain, sharded, scale=1.0):

@@ -13,11 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchgpipe.shard as ts
 from tests.marks import slow
-from tests.shard.plain import close, gradients, pair, whole, whole_gradients
+from tests.shard.plain import (
+    close,
+    gradients,
+    in_turn,
+    pair,
+    part,
+    replicas,
+    whole,
+    whole_gradients,
+)
 from tests.shard.processes import outcomes, run
-
-#: Worlds, and groups in them.
-GRID = [(4, 2), (2, 2), slow(4, 1)]
 
 
 class Net(nn.Module):
@@ -39,16 +45,6 @@ def samples(number):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(number, 1, 3, 3, dtype=torch.double, generator=generator)
     return x, torch.randint(5, (number,), generator=generator)
-
-
-def part(tensors, i, parts):
-    """Return one of the parts of a batch."""
-    return [tensor.view(parts, -1, *tensor.shape[1:])[i] for tensor in tensors]
-
-
-def replicas():
-    """Say which replica this is, and how many there are."""
-    return ts.distributed.get_data_rank(), dist.get_world_size() // ts.distributed.get_group_size()
 
 
 def plain_gradients(plain, batch):
@@ -256,22 +252,12 @@ def test_replicas_with_values_of_their_own_are_refused_or_get_the_same():
     run(4, own_values, group=2)
 
 
-@pytest.mark.parametrize('world, group', GRID)
-def test_under_ddp_the_gradient_of_the_backbone_has_its_scale_where_features_are_gathered(
+@pytest.mark.parametrize('world, group', [(4, 2), (2, 2), slow(4, 1)])
+def test_gradients_have_their_scale_where_features_are_gathered_and_shards_are_averaged(
     world, group
 ):
-    """In TorchShard 0.1.0, it was divided by the world size."""
-    run(world, gathered, group=group)
-    run(world, nothing_gathered, group=group)
-
-
-@pytest.mark.parametrize('world, group', GRID)
-def test_sharded_parameters_are_averaged_over_replicas(world, group):
-    run(world, over_the_data_axis, group=group)
-
-
-def test_names_that_ddp_is_told_to_ignore():
-    run(4, ignored_before, group=2)
+    """In TorchShard 0.1.0, the gradient of the backbone was divided by the world size."""
+    run(world, in_turn, gathered, nothing_gathered, over_the_data_axis, group=group)
 
 
 def test_shards_that_ddp_takes_for_copies_are_refused():
@@ -285,13 +271,5 @@ def test_shards_of_uneven_size_are_refused_by_ddp_itself():
     )
 
 
-def test_gradients_that_some_replicas_lack():
-    run(4, odd_gradients, group=2)
-
-
-def test_an_optimizer_that_is_spread_over_the_data_group():
-    run(4, zero, group=2)
-
-
-def test_gathered_features_need_the_whole_group():
-    run(4, refused, group=2)
+def test_ignored_names_missing_gradients_and_optimizers_over_the_data_group():
+    run(4, in_turn, ignored_before, odd_gradients, zero, refused, group=2)

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
+from tests.shard.nn.oracle import operations
 from tests.shard.plain import in_turn
 from tests.shard.processes import run
 from torchgpipe.shard import collectives
@@ -205,25 +205,12 @@ def in_threads():
     assert x.grad.equal(torch.full_like(x, dist.get_world_size()))
 
 
-class Names(TorchDispatchMode):
-    """Record the names of called operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.found.append(operation.overloadpacket.__name__)
-        return operation(*args, **(kwargs or {}))
-
-
 def sent_as_it_is():
     """See whether a part is copied before it is sent."""
     for size, copied in [(4, False), (3, ts.distributed.get_rank() == 1)]:
         part = mine(torch.ones(size), 0)
-        with Names() as names:
-            ts.distributed.gather(part, size=size)
-        assert ('new_zeros' in names.found) == copied
+        names = operations(lambda: ts.distributed.gather(part, size=size))
+        assert ('new_zeros' in names) == copied
 
 
 def of_another_size():

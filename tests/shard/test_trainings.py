@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchgpipe.shard as ts
-from tests.shard.plain import close, pair, whole
+from tests.shard.plain import close, pair, part, replicas, whole
 from tests.shard.processes import run
+from tests.shard.test_parameter import Scale
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 OPTIMIZERS = [
@@ -67,18 +68,9 @@ def mean(loss):
     return loss / dist.get_world_size()
 
 
-def part(batch, i, parts):
-    """Return a part of each tensor of a batch."""
-    return [tensor.chunk(parts)[i] for tensor in batch]
-
-
 def of_the_group(*batch):
     """Return the part of a batch that all ranks of this group read."""
-    return part(
-        batch,
-        ts.distributed.get_data_rank(),
-        dist.get_world_size() // ts.distributed.get_group_size(),
-    )
+    return part(batch, *replicas())
 
 
 def images(generator):
@@ -265,7 +257,7 @@ def write():
 # ------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
+class PlainScale(nn.Module):
     """Scale each feature."""
 
     def __init__(self, features):
@@ -276,27 +268,13 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class ParallelScale(ts.nn.ParallelModule):
-    """Scale each of this rank's features."""
-
-    def __init__(self, features):
-        super().__init__()
-        self.register_part('weight', (features,), dim=1)
-        ts.nn.init.shard_init_helper_(nn.init.ones_, self.weight)
-
-    def forward(self, x):
-        y = x * self.weight
-        ts.register_parallel_dim(y, -1)
-        return y
-
-
 class Own(nn.Module):
     """A layer that is split, and scales of its outputs."""
 
     def __init__(self, linear, embedding):
         super().__init__()
         self.layer = linear(50, 7, dim=1)
-        self.scale = (ParallelScale if linear is ts.nn.ParallelLinear else Scale)(7)
+        self.scale = (Scale if linear is ts.nn.ParallelLinear else PlainScale)(7)
 
     def forward(self, x):
         return self.scale(self.layer(x.flatten(1)))

@@ -111,6 +111,7 @@ def test_a_mesh_is_handed_over():
 
 def refusals():
     """Do it wrong."""
+    rank = dist.get_rank()  # torch.distributed forgets it
     for call in [
         ts.distributed.get_group,
         ts.distributed.get_group_size,
@@ -135,21 +136,15 @@ def refusals():
         with pytest.raises(RuntimeError, match='torch.distributed.init_process_group'):
             call()
     dist.init_process_group(
-        'gloo', store=dist.PrefixStore('again', store), rank=place.rank, world_size=4
+        'gloo', store=dist.PrefixStore('again', store), rank=rank, world_size=4
     )
     with pytest.raises(RuntimeError, match='there are no parallel groups'):
         ts.distributed.get_rank()
     ts.distributed.init_process_group(4)
 
 
-def refused():
-    """Remember the rank, as torch.distributed forgets it."""
-    place.rank = dist.get_rank()
-    refusals()
-
-
 def test_wrong_use_raises():
-    run(4, refused)
+    run(4, refusals)
 
 
 def test_without_torch_distributed():

@@ -8,7 +8,7 @@ import pytest
 from torchgpipe.shard.world import THREADS
 
 pytestmark = [
-    pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads'),
+    pytest.mark.skipif(not THREADS.exists(), reason='this system does not show its threads')
 ]
 
 #: A thread that the system takes for one of gloo's works on, and the script ends.

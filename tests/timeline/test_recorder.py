@@ -48,6 +48,12 @@ class Broken(nn.Module):
         raise ValueError('broken')
 
 
+def broken(when):
+    """Return layers of which the fourth is broken."""
+    first, third, fifth = (nn.Linear(8, 8) for _ in range(3))
+    return [first, nn.Tanh(), third, Broken(when), fifth, nn.Tanh()]
+
+
 def pipeline(devices, mode='except_last', n=N, layers=(), **options):
     """Make a pipeline of two layers a partition, or of others."""
     torch.manual_seed(0)
@@ -151,12 +157,8 @@ def test_lanes_are_devices(devices):
     for function, options in ((call, {}), (step, {'schedule': 'interleaved'})):
         timeline = recorded(model, function, **options)
         assert timeline.devices == (a, b)
-        assert {(each.device, each.action.stage) for each in timeline.actions} == {
-            (0, 0),
-            (1, 1),
-            (0, 2),
-            (1, 3),
-        }
+        places = {(each.device, each.action.stage) for each in timeline.actions}
+        assert places == {(0, 0), (1, 1), (0, 2), (1, 3)}
         # Wide enough for the label of the shortest action, however slow the others are.
         shortest = min(each.end - each.start for each in timeline.actions)
         assert '2F0' in timeline.text(math.ceil(5 * timeline.seconds / shortest))
@@ -277,15 +279,7 @@ def assert_nothing_observes(model):
 def test_an_error_leaves_nothing_behind(devices):
     for function in [call, step]:
         for when in ['forward', 'backward']:
-            layers = [
-                nn.Linear(8, 8),
-                nn.Tanh(),
-                nn.Linear(8, 8),
-                Broken(when),
-                nn.Linear(8, 8),
-                nn.Tanh(),
-            ]
-            model = pipeline(devices, 'never', layers=layers)
+            model = pipeline(devices, 'never', layers=broken(when))
             timeline = None
             with pytest.raises(ValueError, match='broken'):
                 with record(model) as timeline:
@@ -325,15 +319,7 @@ def test_two_backward_passes(devices):
 
 @devices
 def test_a_step_that_fails_within_a_recording(devices):
-    layers = [
-        nn.Linear(8, 8),
-        nn.Tanh(),
-        nn.Linear(8, 8),
-        Broken('forward'),
-        nn.Linear(8, 8),
-        nn.Tanh(),
-    ]
-    model = pipeline(devices, 'never', layers=layers)
+    model = pipeline(devices, 'never', layers=broken('forward'))
     with record(model) as timeline:
         with pytest.raises(ValueError, match='broken'):
             step(model)

@@ -9,9 +9,7 @@ from tests.tools.models import RATE, STEPS, assert_equal, plain, samples, train,
 from tests.tools.rows import works
 from torchgpipe import GPipe
 
-pytestmark = [
-    pytest.mark.usefixtures('no_state'),
-]
+pytestmark = [pytest.mark.usefixtures('no_state')]
 
 
 class Model(nn.Module):

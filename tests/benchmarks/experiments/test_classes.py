@@ -11,14 +11,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), re
 
 @pytest.mark.slow
 def test_classes(run, tmp_path):
-    code, out, err = run(
-        *(
-            'classes --classes 3001 --classes 4 --processes 3 --processes 3 --steps 2 '
-            '--features 4 --batch 32'
-        ).split(),
-        '--output',
-        tmp_path,
-    )
+    words = 'classes --classes 3001 --classes 4 --processes 3 --processes 3 --steps 2 --features 4'
+    code, out, err = run(*words.split(), '--batch', 32, '--output', tmp_path)
     assert code == 0, err
     results = json.loads((tmp_path / 'classes.json').read_text())['results']
     few, many = results['cases']

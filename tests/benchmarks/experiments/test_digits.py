@@ -23,11 +23,8 @@ def test_digits(run, tmp_path, monkeypatch):
     numbers = []
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
     monkeypatch.setattr(torch, 'set_num_threads', numbers.append)
-    code, out, _ = run(
-        *'digits --epochs 2 --chunks 2 --checkpoint always --schedule 1f1b'.split(),
-        '--output',
-        tmp_path,
-    )
+    words = 'digits --epochs 2 --chunks 2 --checkpoint always --schedule 1f1b'.split()
+    code, out, _ = run(*words, '--output', tmp_path)
     assert code == 0
     accuracies = re.findall(r'^(.+?)  +([\d.]+)%', out, re.M)
     assert [name for name, _ in accuracies] == [*alone, 'GPipe, plain call', 'GPipe, 1f1b']

@@ -8,9 +8,7 @@ from benchmarks.experiments import machine
 from benchmarks.harness.processes import is_available
 from torchgpipe.plan import Machine
 
-pytestmark = [
-    pytest.mark.skipif(not is_available(), reason='this takes gloo'),
-]
+pytestmark = [pytest.mark.skipif(not is_available(), reason='this takes gloo')]
 
 
 @pytest.mark.slow

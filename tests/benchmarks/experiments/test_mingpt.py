@@ -81,11 +81,8 @@ def test_pieces_of_a_text():
 
 @pytest.mark.slow
 def test_mingpt(run, tmp_path):
-    code, out, err = run(
-        *'mingpt --processes 2 --steps 20 --width 32 --heads 2 --depth 1 --context 8'.split(),
-        '--output',
-        tmp_path,
-    )
+    words = 'mingpt --processes 2 --steps 20 --width 32 --heads 2 --depth 1 --context 8'.split()
+    code, out, err = run(*words, '--output', tmp_path)
     assert code == 0, err
     results = json.loads((tmp_path / 'mingpt.json').read_text())['results']
     plain, sharded = results['rows']

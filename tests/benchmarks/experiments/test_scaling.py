@@ -59,11 +59,7 @@ def mean(answers):
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 @pytest.mark.parametrize(
-    'names',
-    [
-        slow(['data2', 'data2-shard', 'pipe2', 'tensor2']),
-        slow(['data2-pipe2-shard']),
-    ],
+    'names', [slow(['data2', 'data2-shard', 'pipe2', 'tensor2']), slow(['data2-pipe2-shard'])]
 )
 def test_all_train_the_same_model(names):
     n = MESHES[names[0]].size

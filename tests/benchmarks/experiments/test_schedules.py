@@ -64,11 +64,8 @@ def test_stages_of_torch_take_a_step():
 
 
 def run_tiny(run, folder):
-    code, out, _ = run(
-        *'schedules --stack mlp --chunks 2 --milliseconds 0.001 --rounds 1'.split(),
-        '--output',
-        folder,
-    )
+    words = 'schedules --stack mlp --chunks 2 --milliseconds 0.001 --rounds 1'.split()
+    code, out, _ = run(*words, '--output', folder)
     assert code == 0
     (case,) = json.loads((folder / 'schedules.json').read_text())['results']['cases']
     assert case['ideal'] == 4 / 3

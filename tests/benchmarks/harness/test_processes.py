@@ -127,15 +127,9 @@ if __name__ == '__main__':
     [(signal.SIGINT, 130, 'Stopped.\n'), (signal.SIGKILL, -signal.SIGKILL, '')],
 )
 def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
+    words = 'schedules --stack mlp --chunks 2 --rounds 1000 --milliseconds .001'.split()
     process = subprocess.Popen(
-        [
-            sys.executable,
-            '-c',
-            TELLING,
-            *'schedules --stack mlp --chunks 2 --rounds 1000 --milliseconds .001'.split(),
-            '--output',
-            str(tmp_path),
-        ],
+        [sys.executable, '-c', TELLING, *words, '--output', str(tmp_path)],
         cwd=PAGE.parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

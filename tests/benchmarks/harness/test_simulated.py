@@ -85,12 +85,8 @@ def test_a_timeline(tmp_path, monkeypatch, capsys):
         _, svg, trace = (tmp_path / name for name in result['files'])
         assert 'on a simulated accelerator' in svg.read_text()
         events = json.loads(trace.read_text())['traceEvents']
-        assert {event['cat'] for event in events if event['ph'] == 'X'} == {
-            'forward',
-            'recomputation',
-            'backward',
-            'copy',
-        }
+        kinds = {event['cat'] for event in events if event['ph'] == 'X'}
+        assert kinds == {'forward', 'recomputation', 'backward', 'copy'}
     assert 'on a simulated accelerator' in (tmp_path / 'tiny-timeline.svg').read_text()
     out = capsys.readouterr().out
     assert '4 × simulated accelerator on ' in out and 'The accelerator is simulated' in out

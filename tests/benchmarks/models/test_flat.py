@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.models import amoebanetd, resnet101, unet
 from tests.helpers import assert_same, gradients
+from tests.sequential.convnets import ResNet
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size
 
@@ -44,53 +45,13 @@ def test_sizes():
         assert (len(model), sum(p.numel() for p in model.parameters())) == (layers, parameters)
 
 
-class Bottleneck(nn.Module):
-    """A bottleneck as the paper draws it."""
-
-    def __init__(self, channels, planes, stride):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(channels, planes, 1, bias=False), nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.conv3 = nn.Conv2d(planes, planes * 4, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(planes * 4)
-        self.shortcut = None
-        if stride > 1 or channels != planes * 4:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, planes * 4, 1, stride, bias=False), nn.BatchNorm2d(planes * 4)
-            )
-
-    def forward(self, x):
-        y = self.bn1(self.conv1(x)).relu()
-        y = self.bn2(self.conv2(y)).relu()
-        y = self.bn3(self.conv3(y))
-        return (y + (x if self.shortcut is None else self.shortcut(x))).relu()
-
-
-class ResNet101(nn.Module):
-    """A ResNet-101 that is not flat."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn = nn.BatchNorm2d(64)
-        blocks, channels = [], 64
-        for planes, number in ((64, 3), (128, 4), (256, 23), (512, 3)):
-            for index in range(number):
-                blocks.append(Bottleneck(channels, planes, 2 if planes > 64 and not index else 1))
-                channels = planes * 4
-        self.blocks = nn.Sequential(*blocks)
-        self.fc = nn.Linear(2048, 10)
-
-    def forward(self, x):
-        x = nn.functional.max_pool2d(self.bn(self.conv(x)).relu(), 3, 2, 1)
-        return self.fc(self.blocks(x).mean((2, 3)))
-
-
 @pytest.mark.slow
 def test_resnet101_against_one_that_is_not_flat():
     torch.manual_seed(0)
-    reference, model = ResNet101().double(), resnet101(num_classes=10).double()
+    reference, model = (
+        ResNet((3, 4, 23, 3), num_classes=10).double(),
+        resnet101(num_classes=10).double(),
+    )
     # Both have their layers in the order of the forward pass.
     model.load_state_dict(dict(zip(model.state_dict(), reference.state_dict().values())))
     x = torch.rand(2, 3, 64, 64, dtype=torch.double)
@@ -98,7 +59,7 @@ def test_resnet101_against_one_that_is_not_flat():
     assert_same([actual], [expected], 1e-10)
     expected.square().sum().backward()
     actual.square().sum().backward()
-    assert_same([model[0].weight.grad], [reference.conv.weight.grad], 1e-6)
+    assert_same([model[0].weight.grad], [reference.conv1.weight.grad], 1e-6)
 
 
 def test_initialisation_of_resnet101():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.accelerator.test_gpipe import layers
 from tests.devices import ACCELERATOR, DEVICES, places
 from tests.helpers import (
     WeakLog,
@@ -24,6 +23,31 @@ from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, NoChunk, no_recompute
 from torchgpipe.engine.checkpoint.offload import Offload
 from torchgpipe.engine.streams import current_stream, new_stream
+from torchgpipe.skip import Namespace
+
+
+def doubled(x):
+    """Return a skip tensor and the output."""
+    return x, x * 2
+
+
+def layers():
+    """Return a model with two skips that cross each other."""
+    a, b = Namespace(), Namespace()
+    return nn.Sequential(
+        nn.Linear(6, 6),
+        Stash(doubled).isolate(a),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        Stash(doubled).isolate(b),
+        nn.ReLU(),
+        nn.LayerNorm(6),
+        Pop().isolate(a),
+        nn.Linear(6, 6),
+        nn.GELU(),
+        Pop().isolate(b),
+        nn.Linear(6, 3),
+    ).double()
 
 
 @pytest.mark.accelerator

@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
 from torchgpipe.shard.parameter import global_shape, storage_dim
@@ -66,3 +67,23 @@ def same_gradients(plain, sharded):
     for name, whole in plain.named_parameters():
         assert found[name].grad.is_sparse == whole.grad.is_sparse
         close(found[name].grad.to_dense(), cut(whole.grad.to_dense(), storage_dim(found[name])))
+
+
+class Operations(TorchDispatchMode):
+    """List the called operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is not torch.ops.aten.detach.default:
+            self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(function, *args):
+    """List the operations that a function calls."""
+    with Operations() as found:
+        function(*args)
+    return found.names

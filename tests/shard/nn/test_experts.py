@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import torchgpipe.shard as ts
+from tests.shard.nn.oracle import close
 from tests.shard.processes import outcomes, run
 from torchgpipe import GPipe
 
@@ -63,10 +64,6 @@ def one_by_one(layer, x):
             y[t] = y[t] + gate * (layer.down[e] @ hidden + layer.down_bias[e])
     balance = layer.experts * (chances * torch.tensor(shares, dtype=DOUBLE)).sum(-1)
     return torch.stack(y), 0.3 * balance + 0.2 * scores.exp().sum(-1).log() ** 2, dropped
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_it_is_equal_to_a_loop_over_tokens():

@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgpipe.shard as ts
 from tests.marks import slow
@@ -17,6 +16,7 @@ from tests.shard.nn.oracle import (
     close,
     cut,
     double,
+    operations,
     over_groups,
     same_gradients,
     same_parameters,
@@ -57,69 +57,6 @@ def same_as_plain(in_features, out_features, dim, bias):
 @pytest.mark.parametrize('world, groups', [(2, [1, 2]), slow(4, [2, 4])])
 def test_results_equal_one_process(world, groups):
     run(world, over_groups, groups, same_as_plain, SIZES, SIZES, [None, 0, 1, -1], [True, False])
-
-
-def functional(dim, bias):
-    """Compare the function with the layer, and with a table without tags."""
-    layer = ts.nn.ParallelLinear(7, 5, bias, dim)
-    x = torch.randn(3, 7)
-    y = ts.nn.functional.parallel_linear(x, layer.weight, layer.bias)
-    assert y.equal(layer(x)) and ts.get_parallel_dim(y) == ts.get_parallel_dim(layer(x))
-    weight = torch.randn(5, 7)
-    assert ts.nn.functional.parallel_linear(x, weight).equal(nn.functional.linear(x, weight))
-
-
-def called_with(dim):
-    """Pass the dimension of a weight without a tag, or one that contradicts the tag."""
-    plain, x = nn.Linear(7, 5), torch.randn(3, 7)
-    weight, bias = cut(plain.weight, {None: None, 0: 1}.get(dim, 0)), plain.bias
-    bias = cut(bias, 0) if dim in (1, -1) else bias
-    y = ts.nn.functional.parallel_linear(x, weight, bias, dim)
-    assert ts.get_parallel_dim(y) == (-1 if dim in (1, -1) else None)
-    torch.testing.assert_close(y, cut(plain(x), -1) if dim in (1, -1) else plain(x))
-    assert not is_tagged(weight)
-
-    table = nn.Embedding(7, 5, padding_idx=6, max_norm=1.0)
-    ids = torch.tensor([[0, 6], [3, 3]])
-    options = {'padding_idx': 6, 'max_norm': 1.0, 'num_embeddings': 7, 'dim': dim}
-    rows = cut(table.weight.detach(), None if dim is None else abs(dim)).clone()
-    torch.testing.assert_close(
-        ts.nn.functional.parallel_embedding(ids, rows, **options), table(ids)
-    )
-    torch.testing.assert_close(rows, cut(table.weight, None if dim is None else abs(dim)))
-
-    # Tags without a layer.
-    ts.nn.functional.set_attribute(rows, dim, 1)
-    ts.nn.functional.set_attribute(weight, dim)
-    assert ts.nn.functional.parallel_linear(x, weight, bias).equal(y)
-    torch.testing.assert_close(
-        ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=7), table(ids)
-    )
-    for wrong in {0, 1} - {dim, dim and abs(dim)}:
-        with pytest.raises(ValueError, match=f'parallel_linear is called with dim={wrong}, .*tag'):
-            ts.nn.functional.parallel_linear(x, weight, bias, wrong)
-        with pytest.raises(ValueError, match=f'parallel_embedding is called with dim={wrong}, '):
-            ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=7, dim=wrong)
-    with pytest.raises(ValueError, match='None, 0, 1 or -1'):
-        ts.nn.functional.parallel_linear(x, weight, bias, 2)
-    layer = ts.nn.ParallelEmbedding(7, 5, dim=dim)
-    for part in (layer.weight, rows) if dim != 0 else (layer.weight,):
-        with pytest.raises(ValueError, match='=9, and the full table has 7 rows'):
-            ts.nn.functional.parallel_embedding(ids, part, num_embeddings=9)
-    if dim == 0:
-        with pytest.raises(ValueError, match='takes num_embeddings, .* does not know'):
-            ts.nn.functional.parallel_embedding(ids, rows)
-        with pytest.raises(ValueError, match='=12 rows, the shard of rank .*this weight has'):
-            ts.nn.functional.parallel_embedding(ids, rows, num_embeddings=12)
-
-
-def test_functions_take_the_arguments_of_torchshard():
-    """In v0.8.0, they took neither `dim` nor `num_embeddings`."""
-    run(2, over_groups, [1, 2], called_with, [None, 0, 1, -1])
-
-
-def test_the_function_follows_the_tag_of_the_weight():
-    run(2, over_groups, [1, 2], functional, [None, 0, 1, -1], [True, False])
 
 
 def refuses():
@@ -168,30 +105,6 @@ def without_bias(dim):
     assert copy.deepcopy(layer)(x).equal(layer(x)) and [*layer.state_dict()] == ['weight']
 
 
-def test_a_bias_is_taken_away():
-    run(2, over_groups, [2], without_bias, [None, 0, 1])
-
-
-class Operations(TorchDispatchMode):
-    """List the called operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation is not torch.ops.aten.detach.default:
-            self.names.append(operation.overloadpacket.__name__)
-        return operation(*args, **(kwargs or {}))
-
-
-def operations(function, *args):
-    """List the operations that a function calls."""
-    with Operations() as found:
-        function(*args)
-    return found.names
-
-
 def alone(dim):
     """Compare a group of one with the plain layers."""
     x, ids, options = torch.randn(2, 7), torch.tensor([1, 2]), {'max_norm': 0.1}
@@ -219,10 +132,6 @@ def no_inputs(dim):
         y = layer(x)
         assert y.equal(cut(plain(x), -1) if dim == 1 else plain(x))
     same_start(lambda: nn.Embedding(0, 5), lambda: ts.nn.ParallelEmbedding(0, 5, dim=dim))
-
-
-def test_no_inputs_or_no_outputs():
-    run(2, over_groups, [2], no_inputs, [None, 0, 1])
 
 
 def test_groups_are_set_before_layers_are_split():
@@ -317,8 +226,9 @@ def goes_places(dim):
         assert knows(other) == known
 
 
-def test_parameters_keep_their_tags():
-    run(2, over_groups, [2], goes_places, [None, 0, 1])
+@pytest.mark.parametrize('check', [without_bias, no_inputs, goes_places])
+def test_a_layer_has_its_tags_everywhere_also_without_a_bias_inputs_or_outputs(check):
+    run(2, over_groups, [2], check, [None, 0, 1])
 
 
 def meta(dim):
@@ -416,17 +326,8 @@ def within():
     assert ts.nn.ParallelLinear.convert_parallel_linear(model, 1) is model
     assert type(model[0]) is type(model[2]['a']) is ts.nn.ParallelLinear
     assert model[2]['a'] is model[2]['b'] and type(model[3]) is Mine
-    assert list(model.state_dict()) == [
-        '0.weight',
-        '0.bias',
-        '2.a.weight',
-        '2.a.bias',
-        '2.b.weight',
-        '2.b.bias',
-        '3.weight',
-        '3.bias',
-        '4.weight',
-    ]
+    names = '0.weight 0.bias 2.a.weight 2.a.bias 2.b.weight 2.b.bias 3.weight 3.bias 4.weight'
+    assert ' '.join(model.state_dict()) == names
     ts.nn.ParallelLinear.convert_parallel_linear(model, 0)  # there is nothing left to convert
     assert model[0].dim == 1
     tied = nn.Sequential(nn.Embedding(5, 7), nn.Linear(7, 5))

@@ -28,7 +28,7 @@ OPTIONS = [
     {'max_norm': 0.8},
     {'max_norm': 0.8, 'norm_type': 1.0},
     {'max_norm': 0.3, 'norm_type': 0.0},
-    {'max_norm': 0.8, 'norm_type': float('inf'), 'padding_idx': 4},
+    {'max_norm': 0.8, 'norm_type': float('inf'), 'padding_idx': -3},
     {'scale_grad_by_freq': True},
     {'scale_grad_by_freq': True, 'padding_idx': -2},
     {'sparse': True},
@@ -81,11 +81,7 @@ def same_as_plain(number, features, dim, options):
 
 @pytest.mark.parametrize(
     'world, groups, sizes',
-    [
-        (2, [2], [(31, 5)]),
-        slow(4, [2, 4], [(7, 3)]),
-        slow(4, [1, 4], [(5, 7)]),
-    ],
+    [(2, [2], [(31, 5)]), slow(4, [2, 4], [(7, 3)]), slow(4, [1, 4], [(5, 7)])],
 )
 def test_results_equal_one_process(world, groups, sizes):
     run(world, over_sizes, groups, sizes)

@@ -108,12 +108,7 @@ def grid(all_sizes, shapes):
 
 
 @pytest.mark.parametrize(
-    'world, group, shapes',
-    [
-        (2, 1, [(2, 3)]),
-        (2, 2, [(6,), (2, 3)]),
-        slow(4, 4, [(2, 3)]),
-    ],
+    'world, group, shapes', [(2, 1, [(2, 3)]), (2, 2, [(6,), (2, 3)]), slow(4, 4, [(2, 3)])]
 )
 def test_loss_and_gradient_equal_one_process(world, group, shapes):
     run(world, grid, SIZES, shapes, group=group)
@@ -385,77 +380,62 @@ def as_module():
 # ----------------------------------------------------------------------------------
 
 
+def altered(tensor, index, value):
+    """Return a tensor with another element."""
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+def wrong_calls():
+    """Return logits, targets and options of calls that are refused."""
+    logits, target = draw(7, (2, 3), 'numbers')
+    part, few, likely = sharded(logits), target.clamp(max=2), logits.softmax(-1)
+    rank, size = ts.distributed.get_rank(), part.size(-1)
+    same_size, narrow = logits[..., 3 * rank :][..., :3].clone(), likely[..., :2]
+    ts.register_parallel_dim(narrow, 1)
+    other_shapes = (part, target, {}) if rank else (sharded(logits[:, :2]), target[:, :2], {})
+    return {
+        'too high': (part, altered(target, (1, 2), 7), {}),
+        'negative': (part, altered(target, (0, 1), -1), {}),
+        'a single one': (sharded(logits[0, 0]), torch.tensor(-3), {}),
+        'lost tag': (part + 0, few, {}),  # These are classes of each rank.
+        'lost tag of shards of one size': (same_size, few, {}),
+        'lost tag, probabilities': (part + 0, likely, {}),
+        'lost tag, weights': (part + 0, target * 0, {'weight': weights(7)}),
+        'whole logits, probabilities': (logits + 0, logits[..., :5].softmax(-1), {}),
+        'whole logits, weights': (logits + 0, target, {'weight': weights(6)}),
+        'whole logits, too high': (logits + 0, target + 7, {}),
+        'other targets': (part, altered(target, (0, 0), (target[0, 0] + rank) % 7), {}),
+        'targets in another order': (part, target.flatten().roll(rank).view(2, 3), {}),
+        'other types of targets': (part, likely if rank else likely.float(), {}),
+        'other shapes': other_shapes,
+        'other types': (part if rank else sharded(logits.float()), target, {}),
+        'class numbers in floating point': (part, target.double(), {'weight': weights(7)}),
+        'classes first': (sharded(logits.movedim(-1, 1)), target, {}),
+        'ignored probabilities': (part, likely, {'ignore_index': 1}),
+        'probabilities of a shard without a tag': (part, likely[..., :size], {}),
+        'a shard of probabilities of another size': (part, narrow, {}),
+        'weights of a shard': (part, target, {'weight': weights(7)[:size]}),
+        'targets with a gradient': (part, likely.clone().requires_grad_(), {}),
+        'weights with a gradient': (part, target, {'weight': weights(7).requires_grad_()}),
+        'booleans': (part, target > 1, {}),
+        'short integers': (part, target.int(), {}),
+        'integers for logits': (part.long(), target, {}),
+        'no dimension': (torch.tensor(1.0), target, {}),
+        'parallel dimension 0': (sharded(logits, 0), target, {}),
+        'reduction': (part, target, {'reduction': 'average'}),
+        'smoothing': (part, target, {'label_smoothing': 1.5}),
+    }
+
+
 def refused(name):
     """Give the error of a call, on each rank."""
-    logits, target = draw(7, (2, 3), 'numbers')
-    part, more = sharded(logits), {}
-    rank = ts.distributed.get_rank()
-    if name == 'too high':
-        target[1, 2] = 7
-    elif name == 'negative':
-        target[0, 1] = -1
-    elif name == 'a single one':
-        part, target = sharded(logits[0, 0]), torch.tensor(-3)
-    elif name == 'lost tag':
-        part, target = part + 0, target.clamp(max=2)  # These are classes of each rank.
-    elif name == 'lost tag of shards of one size':
-        part, target = logits[..., 3 * rank :][..., :3].clone(), target.clamp(max=2)
-    elif name == 'lost tag, probabilities':
-        part, target = part + 0, logits.softmax(-1)
-    elif name == 'lost tag, weights':
-        part, target, more = part + 0, target * 0, {'weight': weights(7)}
-    elif name == 'whole logits, probabilities':
-        part, target = logits + 0, logits[..., :5].softmax(-1)
-    elif name == 'whole logits, weights':
-        part, more = logits + 0, {'weight': weights(6)}
-    elif name == 'whole logits, too high':
-        part, target = logits + 0, target + 7
-    elif name == 'other targets':
-        target[0, 0] = (target[0, 0] + rank) % 7
-    elif name == 'targets in another order':
-        target = target.flatten().roll(rank).view(2, 3)
-    elif name == 'other types of targets':
-        target = logits.softmax(-1) if rank else logits.softmax(-1).float()
-    elif name == 'other shapes':
-        part = part if rank else sharded(logits[:, :2])
-        target = target if rank else target[:, :2]
-    elif name == 'other types':
-        part = part if rank else sharded(logits.float())
-    elif name == 'class numbers in floating point':
-        target, more = target.double(), {'weight': weights(7)}
-    elif name == 'classes first':
-        part = sharded(logits.movedim(-1, 1))
-    elif name == 'ignored probabilities':
-        target, more = logits.softmax(-1), {'ignore_index': 1}
-    elif name == 'probabilities of a shard without a tag':
-        target = logits.softmax(-1)[..., : part.size(-1)]
-    elif name == 'a shard of probabilities of another size':
-        target = logits.softmax(-1)[..., :2]
-        ts.register_parallel_dim(target, 1)
-    elif name == 'weights of a shard':
-        more = {'weight': weights(7)[: part.size(-1)]}
-    elif name == 'targets with a gradient':
-        target = logits.softmax(-1).requires_grad_()
-    elif name == 'weights with a gradient':
-        more = {'weight': weights(7).requires_grad_()}
-    elif name == 'booleans':
-        target = target > 1
-    elif name == 'short integers':
-        target = target.int()
-    elif name == 'integers for logits':
-        part = part.long()
-    elif name == 'no dimension':
-        part = torch.tensor(1.0)
-    elif name == 'parallel dimension 0':
-        ts.register_parallel_dim(part, 0)
-    elif name == 'reduction':
-        more = {'reduction': 'average'}
-    elif name == 'smoothing':
-        more = {'label_smoothing': 1.5}
+    logits, target, options = wrong_calls()[name]
     if name in ONLY_IN_DEBUG:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        parallel_cross_entropy(part, target, **more)
+        parallel_cross_entropy(logits, target, **options)
     except Exception as error:
         return f'{type(error).__name__}: {error}'
     finally:

@@ -46,19 +46,8 @@ def without_speed(rows):
 
 def arguments(images, output, *more, epochs=2):
     """Return a command line; a batch of 8 images of 64²."""
-    return [
-        'resnet101-accuracy',
-        '--data',
-        images,
-        '--scale',
-        '0.03',
-        '--epochs',
-        epochs,
-        *'--workers 0 --setting pipeline-256'.split(),
-        '--output',
-        output,
-        *more,
-    ]
+    words = f'--scale 0.03 --epochs {epochs} --workers 0 --setting pipeline-256'.split()
+    return ['resnet101-accuracy', '--data', images, *words, '--output', output, *more]
 
 
 @pytest.mark.slow
@@ -117,14 +106,8 @@ def test_an_unreadable_image_is_named_in_one_line(run, images, tmp_path):
     folder = shutil.copytree(images, tmp_path / 'images')
     broken = next((folder / 'val').glob('*/*.png'))
     broken.write_bytes(broken.read_bytes()[:200])
-    code, _, err = run(
-        'resnet101-accuracy',
-        '--data',
-        folder,
-        *'--scale 0.03 --epochs 1 --setting baseline --workers 1'.split(),
-        '--output',
-        tmp_path,
-    )
+    words = '--scale 0.03 --epochs 1 --setting baseline --workers 1'.split()
+    code, _, err = run('resnet101-accuracy', '--data', folder, *words, '--output', tmp_path)
     line = err.splitlines()[-1]
     assert code == 1 and line.startswith(f"Error: '{broken}' is not an image"), err
     assert '--resume' in line

@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks.experiments.timeline.ablation import without
 from benchmarks.experiments.timeline.carry import carry
 from tests.benchmarks import tiny
-from tests.helpers import assert_same, gradients
+from tests.helpers import Call, assert_same, gradients
 from torchgpipe import GPipe
 from torchgpipe.engine.workers import Workers
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -63,18 +63,9 @@ def test_carried_skips_cross_every_boundary():
 
 
 def test_layers_that_give_tuples_can_be_carried():
-    class Two(nn.Module):
-        def forward(self, x):
-            """Return two tensors."""
-            return x, x + 1
-
-    class One(nn.Module):
-        def forward(self, input):
-            """Take two."""
-            return input[0] * input[1]
-
+    layers = nn.Sequential(Call(lambda x: (x, x + 1)), Call(lambda pair: pair[0] * pair[1]))
     x = torch.rand(3)
-    assert torch.equal(carry(nn.Sequential(Two(), One()))(x), x * (x + 1))
+    assert torch.equal(carry(layers)(x), x * (x + 1))
 
 
 def order_of_backward(off):

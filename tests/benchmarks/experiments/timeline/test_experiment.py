@@ -36,34 +36,19 @@ def test_the_experiment(tmp_path, monkeypatch, capsys):
     options = tiny.options(tiny.TIMELINE, tmp_path, scale=1.0)
     campaign(tiny.TIMELINE, options, timeline.measure)
     written = json.loads((tmp_path / 'tiny-timeline.json').read_text())['results']['settings']
-    assert [result['setting'] for result in written] == [
-        'nothing',
-        'dependency',
-        'streams',
-        'portals',
-    ]
+    names = [result['setting'] for result in written]
+    assert names == ['nothing', 'dependency', 'streams', 'portals']
     for result in written:
         assert result['ratio'] > 0 and 0 < result['details']['utilisation, %'] <= 100
         assert result['details']['memory, GiB'] > 0
         png, svg, trace = (tmp_path / name for name in result['files'])
         assert png.read_bytes().startswith(b'\x89PNG') and '<svg' in svg.read_text()
         events = json.loads(trace.read_text())['traceEvents']
-        assert {event['cat'] for event in events if event['ph'] == 'X'} == {
-            'forward',
-            'recomputation',
-            'backward',
-        }
+        boxes = [event for event in events if event['ph'] == 'X']
+        assert {box['cat'] for box in boxes} == {'forward', 'recomputation', 'backward'}
         for kind, number in (('forward', 12), ('recomputation', 9), ('backward', 12)):
-            assert (
-                len(
-                    {
-                        event['name'] + str(event['tid'])
-                        for event in events
-                        if event.get('cat') == kind
-                    }
-                )
-                == number
-            )
+            places = {box['name'] + str(box['tid']) for box in boxes if box['cat'] == kind}
+            assert len(places) == number
         assert [event['args']['name'] for event in events if event['ph'] == 'M'][0] == 'cpu:0'
     assert 'utilisation, %' in capsys.readouterr().out
 
