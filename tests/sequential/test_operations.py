@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import threading
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from tests.devices import devices
 from tests.sequential.test_record import Inner, Model, check, sample
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
+from torchgpipe.sequential.operations import words
 
 
 def looked_up(m, x):
@@ -285,3 +287,18 @@ def test_tensors_are_made_on_the_device_of_the_layer_that_makes_them(devices):
     output = pipe(x.to(devices.first))
     assert torch.allclose(output.cpu(), expected, atol=1e-5)
     output.sum().backward()
+
+
+def test_words_of_an_expression():
+    model = nn.Module()
+    model.block = nn.Linear(1, 1)
+    graph = fx.Graph(model)
+    x = graph.placeholder('x')
+    x.meta['kind'] = 'tensor'
+    bias = graph.get_attr('block.bias')
+    sizes = graph.call_function(getattr, (x, 'shape'))
+    size = graph.call_function(operator.getitem, (sizes, 1))
+    total = graph.call_function(operator.add, (size, bias))
+    for node in (bias, sizes, size, total):
+        node.meta['kind'] = 'number'
+    assert words(total) == 'x.shape[1] + block.bias'
