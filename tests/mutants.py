@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from tests import probes
@@ -33,8 +35,11 @@ CALLS = re.compile(r'wait|synchronize|record|acquire|release|join|clear|\.set\(|
 #: Seconds for the tests of one mutant. A mutant that hangs is noticed.
 TIMEOUT = 1500
 
-#: Options of pytest: all tests, two at a time.
-PYTEST = [sys.executable, '-m', 'pytest', '-q', '--whole', '-n', '2', '-p', 'no:cacheprovider']
+#: The number of tests that are run first for each mutant. The others run for those that remain.
+NEAREST = 150
+
+#: The command of all tests.
+PYTEST = [sys.executable, '-m', 'pytest', '-q', '--whole', '-p', 'no:cacheprovider']
 
 
 class Mutant(NamedTuple):
@@ -175,7 +180,7 @@ def reaching(root, mutants, folder):
             (root / path).write_text(changed(source, of_file, probe))
 
         folder.mkdir()
-        run = pytest_of(root, ['-p', 'tests.probes'], **{probes.VARIABLE: str(folder)})
+        run = pytest_of(root, ['-n', '2', '-p', 'tests.probes'], **{probes.VARIABLE: str(folder)})
         (folder / 'output.txt').write_text(run.stdout)
 
         for path, source in sources.items():
@@ -185,22 +190,25 @@ def reaching(root, mutants, folder):
     return {mutant: records.get(numbers[mutant.place], set()) for mutant in mutants}
 
 
-def noticed(root, mutant, tests):
-    """Return the first test that fails with a mutant, or None."""
+def nearest_first(tests, mutant):
+    """Return the tests that reach a mutant, starting with the tests of its module."""
     module = Path(mutant.path).relative_to('torchgpipe')
-
-    # A line that runs at import is reached by no test in particular.
-    tests = tests - {''} or {f'tests/{module.parts[0]}'}
 
     def distance(test):
         is_of_module = f'{module.parent}/test_{module.stem}' in test
         return not is_of_module, f'/{module.parts[0]}/' not in test, test
 
+    # A line that runs at import is reached by no test in particular.
+    return sorted(tests - {''} or {f'tests/{module.parts[0]}'}, key=distance)
+
+
+def noticed(root, mutant, tests):
+    """Return the first of some tests that fails with a mutant, or None."""
     path = root / mutant.path
     source = path.read_text()
     path.write_text(changed(source, [mutant], mutate))
     try:
-        run = pytest_of(root, ['-x', '--timeout', '120', *sorted(tests, key=distance)])
+        run = pytest_of(root, ['-x', '--timeout', '120', *tests])
     except subprocess.TimeoutExpired:
         return 'no end'
     finally:
@@ -211,6 +219,33 @@ def noticed(root, mutant, tests):
     return failed[2] if failed else f'exit code {run.returncode}'
 
 
+class Results:
+    """The results of mutants, in a file."""
+
+    def __init__(self, path):
+        self.path = path
+        #: The number of tests that have run, and the test that failed or None.
+        self.of = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                mutant, count, test = json.loads(line)
+                self.of[Mutant(*mutant)] = count, test
+
+    def add(self, mutant, count, test):
+        """Add or replace a result."""
+        self.of[mutant] = count, test
+        with self.path.open('a') as lines:
+            print(json.dumps([mutant, count, test]), file=lines)
+        print(*mutant, f'{count} tests', '->', test or 'NOT NOTICED', flush=True)
+
+
+def copy_of_project(folder):
+    """Copy the project, and return the copy's path."""
+    root = Path(folder, 'project')
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns('.git', '__pycache__', 'build'))
+    return root
+
+
 def main():
     """Run mutants, and print those that no test notices."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -219,27 +254,33 @@ def main():
     parser.add_argument('--output', type=Path, default='mutants', help='folder of results')
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    results = args.output / 'results.jsonl'
-    done = {}
-    if results.exists():
-        for line in results.read_text().splitlines():
-            mutant, test = json.loads(line)
-            done[Mutant(*mutant)] = test
+    results = Results(args.output / 'results.jsonl')
+    mutants = draw(args.count, args.seed)
 
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder, 'project')
-        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns('.git', '__pycache__', 'build'))
-        mutants = draw(args.count, args.seed)
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        roots = SimpleQueue()
+        for folder in (first, second):
+            roots.put(copy_of_project(folder))
+        root = roots.get()
         tests = reaching(root, mutants, (args.output / 'probes').resolve())
-        for mutant in mutants:
-            if mutant not in done:
-                done[mutant] = noticed(root, mutant, tests[mutant]) if tests[mutant] else None
-                with results.open('a') as lines:
-                    print(json.dumps([mutant, done[mutant]]), file=lines)
-            count = f'{len(tests[mutant])} tests'
-            print(*mutant, count, '->', done[mutant] or 'NOT NOTICED', flush=True)
-    missed = [mutant for mutant, test in done.items() if test is None]
-    print(f'{len(missed)} of {len(done)} mutants are not noticed')
+        roots.put(root)
+
+        def run_more(mutant, most):
+            count, test = results.of.get(mutant, (0, None))
+            ordered = nearest_first(tests[mutant], mutant)[:most]
+            if test is not None or count >= len(ordered):
+                return
+            root = roots.get()
+            test = noticed(root, mutant, ordered[count:])
+            roots.put(root)
+            results.add(mutant, len(ordered), test)
+
+        for most in (NEAREST, None):
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(run_more, mutants, [most] * len(mutants)))
+
+    missed = [mutant for mutant in mutants if results.of[mutant][1] is None]
+    print(f'{len(missed)} of {len(mutants)} mutants are not noticed')
 
 
 if __name__ == '__main__':

@@ -24,6 +24,7 @@ from tests.helpers import (
     to,
 )
 from torchgpipe import GPipe, NoChunk
+from torchgpipe.engine import split
 from torchgpipe.engine.streams import use_device
 
 
@@ -141,6 +142,12 @@ def test_wrong_arguments():
         for value in values:
             with pytest.raises(error, match=f'(?s){text}'):
                 pipe(**{name: value})
+
+
+def test_an_accelerator_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(split, 'accelerators', list)
+    with pytest.raises(ValueError, match="'cuda'; there are the CPU and no accelerator"):
+        pipe(devices=['cpu', 'cuda'])
 
 
 def test_a_balance_of_integers_of_another_type():

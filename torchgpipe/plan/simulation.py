@@ -477,7 +477,7 @@ def _gathered(collected: Iterable[Collected], costs: Costs) -> Iterator[_Hold]:
     for device, stage, kind, start, end in collected:
         if kind == 'gather':
             starts[stage] = start
-        elif kind in ('free', 'reduction') and stage in starts:
+        elif stage in starts:  # by a free or a reduction
             yield _Hold(
                 device, starts.pop(stage), end, costs.stages[stage].gathered_bytes, 'resident'
             )

@@ -466,6 +466,8 @@ WRONG = [
     ({'mesh': {'pip': 2}}, r"this one has \['pip'\]"),
     ({'mesh': {'pipe': 0}}, 'pipe=0'),
     ({'balance': [2, 3]}, 'balance'),
+    ({'module': [nn.ReLU, 3]}, 'makes a layer, but this is a list with a int in it'),
+    ({'module': [nn.ReLU(), nn.ReLU]}, 'makes a layer, but this is a list with a ReLU in it'),
     ({'places': [0, 0]}, 'takes at least one of 2 stages'),
     (
         {'mesh': {'pipe': 2, 'tensor': 2}, 'tensor_plan': {'*.c_fc': ColwiseParallel()}},
@@ -491,7 +493,7 @@ WRONG = [
 
 def test_wrong_configurations_raise_the_errors_of_a_real_run():
     for options, text in WRONG:
-        with pytest.raises((ValueError, RuntimeError), match=text):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
             small(**options)
         assert not dist.is_initialized()
 
