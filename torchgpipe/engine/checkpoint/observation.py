@@ -169,13 +169,11 @@ def state_of(module: nn.Module) -> list[Any]:
 
 
 def are_same(
-    a: list[Any] | None,
+    a: list[Any],
     b: list[Any] | None,
 ) -> bool:
     """Return whether two lists contain identical objects, or equal integers."""
-    if a is None or b is None:
-        return a is b
-    if len(a) != len(b):
+    if b is None or len(a) != len(b):
         return False
     for x, y in zip(a, b):
         # Indices and versions are new objects each time.
