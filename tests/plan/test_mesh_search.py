@@ -335,7 +335,9 @@ def test_text_and_picture(tmp_path):
     assert text.count('\n') > 4 and 'the first: compute' in text
     assert all(x.reason in text for x in found.runners_up)
     assert all(f'{name}: {why}' in text for name, why in found.refused.items())
+    assert found.draw().get_suptitle() == found.name
     figure = found.draw('a title')
+    assert figure.get_suptitle() == 'a title'
     assert [axes.get_xlabel() for axes in figure.axes] == [
         'seconds of a step',
         'place along the pipe axis',

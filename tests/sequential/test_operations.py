@@ -14,7 +14,7 @@ from tests.devices import devices
 from tests.sequential.test_record import Inner, Model, check, sample
 from torchgpipe import Arguments, GPipe
 from torchgpipe.sequential import ConversionError, from_stages, to_sequential
-from torchgpipe.sequential.operations import words
+from torchgpipe.sequential.operations import gives_no_tensor, words
 
 
 def looked_up(m, x):
@@ -302,3 +302,8 @@ def test_words_of_an_expression():
     for node in (bias, sizes, size, total):
         node.meta['kind'] = 'number'
     assert words(total) == 'x.shape[1] + block.bias'
+
+
+def test_an_argument_with_the_name_of_a_property_may_be_a_tensor():
+    for name in ('shape', 'device', 'x'):
+        assert not gives_no_tensor(fx.Graph().placeholder(name))

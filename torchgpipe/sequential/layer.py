@@ -392,7 +392,7 @@ def _program(
     given: Any = (
         fx.node.map_arg(end.args[0], value_of) if last else tuple(map(value_of, route.forwarded))
     )
-    if not last and len(route.forwarded) == 1:
+    if len(route.forwarded) == 1:
         (given,) = given
     part.output((given, tuple(value_of(node) for _, node in route.stashed)))
     return part, sorted(targets, key=targets.__getitem__)

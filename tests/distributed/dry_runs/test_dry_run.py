@@ -16,12 +16,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 from tests.distributed.dry_runs.real import SIZE, WIDTH, arguments, real
+from tests.helpers import Call
 from tests.marks import slow_after
 from tests.shard.processes import run
 from tests.skip.layers import Pop, StashLinear
 from torchgpipe import NoChunk
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
-from torchgpipe.distributed.dry_runs.virtual import VirtualRank
+from torchgpipe.distributed.dry_runs.virtual import REPEATS, VirtualRank
 from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.sequential import from_stages, to_sequential
@@ -131,6 +132,13 @@ def test_a_few_micro_batches_and_equal_places_stand_for_all(schedule, checkpoint
         assert report.shapes(one.rank) == whole.shapes(one.rank)
         assert one.total == pytest.approx(other.total, rel=0.01)
     assert report.stages == whole.stages and report.traffic == whole.traffic
+
+
+def test_time_does_not_grow_with_the_number_of_micro_batches():
+    calls = []
+    model = nn.Sequential(*linear(3), Call(lambda x: calls.append(len(x)) or x))
+    small(model, size=20, chunks=20, checkpoint='never')
+    assert calls == [1] * REPEATS
 
 
 def test_equal_stages_that_recompute_other_micro_batches_are_not_alike():

@@ -74,6 +74,14 @@ def test_uneven_stages_are_named():
     assert any('needs' in line and 'times the memory' in line for line in report.uneven)
 
 
+def test_ranks_with_uneven_shards_are_named():
+    plan = {'0': ColwiseParallel(output_layouts=Replicate())}
+    for width, expected in ((7, ['ranks at pipe 0 have 320 B to 352 B of parameters']), (8, [])):
+        report = small(linear(2, width), [2], {'tensor': 2}, width=width, tensor_plan=plan)
+        lines = [line.partition(', as a dimension')[0] for line in report.uneven]
+        assert [line for line in lines if 'of parameters' in line] == expected
+
+
 def test_the_report_as_data_and_as_a_picture(tmp_path):
     report = small(chunks=4, optimizer=torch.optim.Adam, memory_limit=1000)
     data = json.loads(json.dumps(report.to_dict()))
