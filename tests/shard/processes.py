@@ -294,11 +294,9 @@ def _holders():
     for name, module in [*sys.modules.items()]:
         if name.startswith('torchgpipe'):
             yield module
-            yield from (
-                value
-                for value in vars(module).values()
-                if isinstance(value, type) and value.__module__ == name
-            )
+            for value in vars(module).values():
+                if isinstance(value, type) and value.__module__ == name:
+                    yield from value.__mro__  # A class of PyTorch is often among the bases.
     yield from (sys.modules['torch'], sys.modules['torch.distributed'])
 
 
