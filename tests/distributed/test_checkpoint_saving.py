@@ -193,6 +193,29 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ['model', 'model2']
 
 
+def unnoticed(folder, task):
+    """Save in the background, which fails on one rank; return the error of the next call."""
+    world, write_data = World('pipe'), FileSystemWriter.write_data
+    world.save(folder)
+
+    def fails(writer, plan, planner):
+        raise OSError('no space left')
+
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = fails
+    world.save(folder, wait=False)
+    error = refused(getattr(world, task), folder)
+    FileSystemWriter.write_data = write_data
+    world.load(folder)  # The error is raised once.
+    return error
+
+
+@pytest.mark.parametrize('task', ['save', 'load'])
+def test_an_error_in_the_background_is_raised_by_the_next_save_or_load(task, tmp_path):
+    for error in run(2, unnoticed, str(tmp_path / 'model'), task):
+        assert 'failed on ranks [1]: OSError: no space left' in error
+
+
 def staged(folder):
     """Return how often a rank copies the saved state, and the error if one cannot copy."""
     world, stage, calls = World('pipe'), FileSystemWriter.stage, []

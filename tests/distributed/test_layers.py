@@ -10,10 +10,11 @@ from torchgpipe.distributed import DistributedGPipe, init_mesh
 
 
 def layer(width):
-    """Make a layer whose constructor draws by itself."""
+    """Make a layer whose function draws its weight, and sets its bias."""
     made = nn.Linear(width, width)
     if not made.weight.is_meta:
         nn.init.normal_(made.weight)
+        nn.init.constant_(made.bias, width)
     return made
 
 
@@ -28,6 +29,7 @@ def test_functions_make_the_same_layers_on_all_meshes():
     (expected,) = run(1, of_functions, {}, 1)
     first, second = run(2, of_functions, {'pipe': 2}, 2)
     assert [*first] == ['0.weight', '0.bias', '1.weight', '1.bias'] and len(second) == 4
+    assert first['0.bias'].tolist() == [2, 2]
     for name, x in {**first, **second}.items():
         assert torch.equal(x, expected[name])
 

@@ -2,6 +2,7 @@
 
 from torchgpipe.distributed.reports import Record, blame, doing, text_of
 from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import UnitAction
 
 WAITS = Record(run=3, state='waits', seconds=9.0, text='a step')
 
@@ -60,5 +61,6 @@ def test_without_a_busy_rank_all_that_wait_are_listed():
 def test_descriptions_of_actions_and_errors():
     assert doing(None) == ''
     assert doing(Action(1, 'W', 2)) == 'backward to weights of stage 1, micro-batch 2'
+    assert doing(UnitAction('UNSHARD', 2)) == 'gather of the parameters of stage 2'
     error = ValueError('x' * 10000)
     assert text_of(error).startswith('ValueError: xxx') and len(text_of(error)) == 4000
