@@ -172,7 +172,9 @@ def reaching(root, mutants, folder):
         pair = ast.Tuple([call.value, node], ast.Load())
         return ast.Subscript(pair, ast.Constant(1), ast.Load())
 
-    if not folder.exists():
+    output = folder / 'output.txt'
+    if not output.exists():  # A run that was interrupted has a part of the records.
+        shutil.rmtree(folder, ignore_errors=True)
         shutil.copy(root / 'tests/probes.py', root / 'torchgpipe/probes.py')
         sources = {mutant.path: (root / mutant.path).read_text() for mutant in mutants}
         for path, source in sources.items():
@@ -181,7 +183,7 @@ def reaching(root, mutants, folder):
 
         folder.mkdir()
         run = pytest_of(root, ['-n', '2', '-p', 'tests.probes'], **{probes.VARIABLE: str(folder)})
-        (folder / 'output.txt').write_text(run.stdout)
+        output.write_text(run.stdout)
 
         for path, source in sources.items():
             (root / path).write_text(source)
