@@ -26,8 +26,10 @@ watch
     The thread of a rank that reports its state and detects ranks that block the others.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchgpipe.distributed.checkpoint import load_checkpoint, save_checkpoint
-from torchgpipe.distributed.dry_runs.dry_run import dry_run
 from torchgpipe.distributed.mesh import init_mesh
 from torchgpipe.distributed.model import DistributedGPipe
 from torchgpipe.shard.averaging import GradScaler
@@ -35,8 +37,16 @@ from torchgpipe.shard.averaging import GradScaler
 __all__ = [
     'DistributedGPipe',
     'GradScaler',
-    'dry_run',
+    'dry_run',  # noqa: F822  see __getattr__
     'init_mesh',
     'load_checkpoint',
     'save_checkpoint',
 ]
+
+if not TYPE_CHECKING:  # where any name would be one of the package
+
+    def __getattr__(name: str) -> Any:
+        """Import ``dry_run``, which is a tool above this folder, when it is first used."""
+        if name == 'dry_run':
+            return import_module('torchgpipe.dry_run').dry_run
+        raise AttributeError(f'torchgpipe.distributed has no {name!r}')

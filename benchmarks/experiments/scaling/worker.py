@@ -13,7 +13,7 @@ from benchmarks.experiments.scaling.trainers import Trainer, trainer
 from benchmarks.harness.processes import Span
 from torchgpipe.base.devices import synchronize
 from torchgpipe.distributed import DistributedGPipe
-from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
+from torchgpipe.dry_run.counters import Counter, calls_seen
 from torchgpipe.timeline import record
 
 #: Steps after which all buffers of a library exist: DDP makes its buckets again in the second one.

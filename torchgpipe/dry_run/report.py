@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.base.html import figure_as_html, text_as_html
-from torchgpipe.distributed.dry_runs.counters import Entry
+from torchgpipe.dry_run.counters import Entry
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Send
 

@@ -15,14 +15,14 @@ from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from tests.distributed.dry_runs.real import SIZE, WIDTH, arguments, real
+from tests.dry_run.real import SIZE, WIDTH, arguments, real
 from tests.helpers import Call
 from tests.marks import slow_after
 from tests.shard.processes import run
 from tests.skip.layers import Pop, StashLinear
 from torchgpipe import NoChunk
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
-from torchgpipe.distributed.dry_runs.virtual import REPEATS, VirtualRank
+from torchgpipe.dry_run.virtual import REPEATS, VirtualRank
 from torchgpipe.schedule import make
 from torchgpipe.schedule.generators import V_SHAPED
 from torchgpipe.sequential import from_stages, to_sequential
@@ -120,9 +120,9 @@ def test_a_few_micro_batches_and_equal_places_stand_for_all(schedule, checkpoint
     if schedule in V_SHAPED:
         options['places'] = [*range(pipe), *reversed(range(pipe))]
     report = small(linear(16, 16), [16 // stages] * stages, **options)
-    monkeypatch.setattr('torchgpipe.distributed.dry_runs.virtual.REPEATS', 30)
+    monkeypatch.setattr('torchgpipe.dry_run.virtual.REPEATS', 30)
     monkeypatch.setattr(
-        'torchgpipe.distributed.dry_runs.dry_run._like',
+        'torchgpipe.dry_run.rehearsal._like',
         lambda model, skeleton, plan: [*range(pipe)],
     )
     whole = small(linear(16, 16), [16 // stages] * stages, **options)
@@ -340,7 +340,7 @@ def test_stages_with_skips_and_ties_are_not_alike(monkeypatch):
 
     few = [*reports()]
     monkeypatch.setattr(
-        'torchgpipe.distributed.dry_runs.dry_run._like', lambda model, skeleton, plan: [*range(7)]
+        'torchgpipe.dry_run.rehearsal._like', lambda model, skeleton, plan: [*range(7)]
     )
     assert few == [*reports()]
 

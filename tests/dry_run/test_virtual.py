@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from torchgpipe.distributed.dry_runs.virtual import Turns
+from torchgpipe.dry_run.virtual import Turns
 
 
 def test_one_function_runs_at_a_time_in_a_repeatable_order():

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.distributed.models import Block, Down, Fork, Head, Join, Middle, Out, Pass, Up
 from torchgpipe.base.structure import storage_id
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
+from torchgpipe.dry_run.counters import Counter, calls_seen
 from torchgpipe.schedule.generators import V_SHAPED
 
 #: Activations take more memory than parameters, and micro-batches have two sizes.

@@ -25,7 +25,6 @@ from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import FakeTensorMode
 from torchgpipe.base.structure import size_of
 from torchgpipe.distributed.agreement import Facts
-from torchgpipe.distributed.dry_runs.counters import Counter
 from torchgpipe.distributed.layers import Ties
 from torchgpipe.distributed.model import DistributedGPipe
 from torchgpipe.distributed.rank import Rank
@@ -33,6 +32,7 @@ from torchgpipe.distributed.reduction import Replicas
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.transport import AHEAD, Header, Messages
 from torchgpipe.distributed.watch import Watch
+from torchgpipe.dry_run.counters import Counter
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule

@@ -32,16 +32,16 @@ from torch.optim import Optimizer
 from torchgpipe.base.private import fake_store, forget_meshes
 from torchgpipe.base.settings import AXES, checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
-from torchgpipe.distributed.dry_runs.counters import Entry, calls_seen
-from torchgpipe.distributed.dry_runs.report import Account, DryRun, Kept
-from torchgpipe.distributed.dry_runs.virtual import (
+from torchgpipe.distributed.layers import skeleton_of, style_of
+from torchgpipe.distributed.mesh import check_sizes
+from torchgpipe.dry_run.counters import Entry, calls_seen
+from torchgpipe.dry_run.report import Account, DryRun, Kept
+from torchgpipe.dry_run.virtual import (
     Rendezvous,
     VirtualModel,
     VirtualRank,
     micro_batch_of,
 )
-from torchgpipe.distributed.layers import skeleton_of, style_of
-from torchgpipe.distributed.mesh import check_sizes
 from torchgpipe.engine.gradients import FakeWeights
 from torchgpipe.schedule import Action, ScheduleLike
 from torchgpipe.schedule.messages import Message, Row, UnitAction, receiving_early, with_messages

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchgpipe.base.private import FakeTensorMode
-from torchgpipe.distributed.dry_runs.counters import Counter, calls_seen
+from torchgpipe.dry_run.counters import Counter, calls_seen
 from torchgpipe.schedule import Action
 
 

@@ -7,8 +7,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
-from tests.distributed.dry_runs.test_dry_run import linear, small
-from torchgpipe.distributed.dry_runs.report import Kept
+from tests.dry_run.test_rehearsal import linear, small
+from torchgpipe.dry_run.report import Kept
 
 
 def test_the_part_of_a_rank():

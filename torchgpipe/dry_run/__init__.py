@@ -15,3 +15,8 @@ replay
 virtual rank
     A rank that is a thread of this process, with fake tensors.
 """
+
+from torchgpipe.dry_run.rehearsal import dry_run
+from torchgpipe.dry_run.report import DryRun, RankMemory, StageWork, Traffic
+
+__all__ = ['DryRun', 'RankMemory', 'StageWork', 'Traffic', 'dry_run']
