@@ -15,6 +15,7 @@ from torch import nn
 from torchgpipe.base.devices import Device
 from torchgpipe.base.settings import (
     Checkpoint,
+    LossOptions,
     Settings,
     checkpoint_stops,
 )
@@ -31,7 +32,7 @@ from torchgpipe.engine.run import Run
 from torchgpipe.engine.split import parse_devices, parse_seed, split, verify_shared
 from torchgpipe.engine.split import verify_module as verify_module  # a name of torchgpipe 0.0.7
 from torchgpipe.model.weights import Weights
-from torchgpipe.pipeline_module import LossOptions, PipelineModule, verify
+from torchgpipe.pipeline_module import PipelineModule, verify
 from torchgpipe.schedule import ScheduleLike
 
 
@@ -229,14 +230,7 @@ class GPipe(PipelineModule):
 
         schedule = ready()
         mini_batch = self._split(input)
-        losses = Losses(
-            loss.function,
-            loss.target,
-            mini_batch.sizes,
-            loss.target_dim,
-            loss.normalizer,
-            loss.scale,
-        )
+        losses = Losses(loss, mini_batch.sizes)
         run = run_step(
             self._running_engine(),
             mini_batch.batches,
@@ -262,15 +256,7 @@ class GPipe(PipelineModule):
 
         ready()
         mini_batch = self._split(input)
-        losses = Losses(
-            loss.function,
-            loss.target,
-            mini_batch.sizes,
-            loss.target_dim,
-            loss.normalizer,
-            None,
-            alone=False,
-        )
+        losses = Losses(loss, mini_batch.sizes, alone=False)
         # A step raises if nothing counts. An evaluation returns that count.
         if losses.counted is not None:
             losses.count_in(losses.counted, trains=False)

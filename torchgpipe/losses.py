@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.context import context
 from torchgpipe.base.errors import add_note
+from torchgpipe.base.settings import LossOptions
 from torchgpipe.base.structure import Gradients, call, leaves_of
 from torchgpipe.divisors import LossMonitor, counted_labels, no_mean_over_samples, reduction_of
 from torchgpipe.engine.gradients import leaf_of
@@ -200,8 +201,10 @@ class Losses:
     """The loss of each micro-batch, and its weight in the loss of the mini-batch.
 
     Args:
-        target: A value of any nesting, or ``None``.
-        normalizer: ``None``, a function or a number: see the table of this module.
+        loss: The function, and the target: a value of any nesting, or ``None``. The normalizer is
+            ``None``, a function or a number: see the table of this module.
+        sizes: The numbers of samples of micro-batches.
+        targets: The targets of micro-batches, if they are cut already.
         alone: Whether this process has all of the mini-batch. Otherwise :meth:`count_in` follows.
 
     Raises:
@@ -211,17 +214,16 @@ class Losses:
 
     def __init__(
         self,
-        function: Callable[[Any, Any], Tensor],
-        target: Any,
+        loss: LossOptions,
         sizes: Sequence[int],
-        batch_dim: Any,
-        normalizer: Any,
-        scale: Callable[[Tensor], Tensor] | None,
+        targets: list[Chunk] | None = None,
         alone: bool = True,
     ) -> None:
+        function = loss.function
+        normalizer = loss.normalizer
         self._function = function
         #: Scales a loss for its backward, such as a gradient scaler's ``scale``.
-        self._scale = scale
+        self._scale = loss.scale
         #: Whether no other process waits for this one.
         self._alone = alone
         module = itself(function)
@@ -230,7 +232,13 @@ class Losses:
         if isinstance(module, nn.Module):
             self.modules = [*module.modules()]
         #: The targets of micro-batches.
-        self.targets = _scatter(target, sizes, batch_dim)
+        if targets is None:
+            targets, samples = cut_target(loss.target, len(sizes), loss.target_dim)
+            if samples is None:
+                targets = targets * len(sizes)
+            else:
+                check_samples(sum(samples), sum(sizes))
+        self.targets = targets
         #: The targets with leaves in place of tensors, at which the graphs of losses end.
         self._leaves = []
         for batch in self.targets:
@@ -420,29 +428,36 @@ class Losses:
         return result
 
 
-def _scatter(
+def cut_target(
     target: Any,
-    sizes: Sequence[int],
+    chunks: int,
     batch_dim: Any,
-) -> list[Chunk]:
-    """Cut a target as the input was cut."""
+) -> tuple[list[Chunk], list[int] | None]:
+    """Cut a target into at most as many micro-batches.
+
+    Returns:
+        The targets of micro-batches, and their numbers of samples; or the target of each
+        micro-batch, and ``None``, if there is nothing to cut.
+    """
     is_tensor = isinstance(target, Tensor)
     if not is_tensor and not any(isinstance(leaf.value, Tensor) for leaf in leaves_of(target)):
-        # There is nothing to cut, so each micro-batch has the whole target.
-        return [Chunk((), lambda tensors: target)] * len(sizes)
-    batches, samples, _ = cut(
-        target,
-        len(sizes),
-        batch_dim,
-        'target',
-    )
-    if samples != list(sizes):
+        return [Chunk((), lambda tensors: target)], None
+    batches, samples, _ = cut(target, chunks, batch_dim, 'target')
+    return batches, samples
+
+
+def check_samples(in_target: int, in_input: int) -> None:
+    """Check that a target has as many samples as the input.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if in_target != in_input:
         raise ValueError(
-            f'the target has {sum(samples)} samples, but the input has {sum(sizes)}; '
+            f'the target has {in_target} samples, but the input has {in_input}; '
             'both are cut along their batch dimensions. Say which one that of the '
             'target is: target_dim=0'
         )
-    return batches
 
 
 def counts_of(

@@ -13,7 +13,7 @@ are empty.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.base.private import hooks_of, uncompiled
 from torchgpipe.base.settings import (
     Checkpoint,
+    LossOptions,
     Settings,
     parse_checkpoint,
 )
@@ -40,16 +41,6 @@ from torchgpipe.model.sequence import LayerSequence
 from torchgpipe.schedule import Schedule, ScheduleLike
 from torchgpipe.schedule.generators import PLAIN_CALL
 from torchgpipe.skip.skippable import verify_skippables
-
-
-class LossOptions(NamedTuple):
-    """The loss of a step or an evaluation: arguments of :meth:`PipelineModule.step`."""
-
-    function: Callable[[Any, Any], Tensor]
-    target: Any
-    target_dim: Any
-    normalizer: Any
-    scale: Callable[[Tensor], Tensor] | None = None
 
 
 class PipelineModule(LayerSequence):

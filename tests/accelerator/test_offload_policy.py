@@ -14,7 +14,7 @@ from tests import accelerator
 from tests.devices import ACCELERATOR
 from tests.shard.processes import Failure, end_idle, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.layers import Ties
+from torchgpipe.distributed.ties import Ties
 
 pytestmark = pytest.mark.accelerator
 
@@ -169,7 +169,7 @@ def spread():
         patch.object(dist, 'recv', lambda x, *args: messages.append(x.fill_(2))),
     ):
         for ranks in ([0, 1], [1, 0]):  # This is rank 0.
-            Ties({'0': module[0], '1': module[1]}, ties, ranks, None).spread(
+            Ties({'0': module[0], '1': module[1]}, ties, ranks, None, 0).spread(
                 torch.device(ACCELERATOR, 0)
             )
     return [x.device.type for x in messages], module[1].weight.tolist()

@@ -1,12 +1,12 @@
 """Refusals with many processes: a small program in one of them for each row of that section."""
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,14 +19,24 @@ from tests.distributed.models import Behind
 from torchgpipe import NoChunk
 from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-from torchgpipe.distributed.agreement import Facts, NotBegun, Shared, together
+from torchgpipe.distributed.agreement import NotBegun, check_settings
 from torchgpipe.distributed.checkpoint import check_scheduler
-from torchgpipe.distributed.layers import Ties, check_plan, tie_again
+from torchgpipe.distributed.comparison import difference
+from torchgpipe.distributed.layers import check_plan
 from torchgpipe.distributed.mesh import Axis, axis_of
 from torchgpipe.distributed.rank import Rank, other_model, other_tensors
-from torchgpipe.distributed.reduction import Replicas, check_shardable
-from torchgpipe.distributed.steps import check_alike, check_counts, check_losses, check_same_losses
-from torchgpipe.distributed.transport import Header, Messages, outline
+from torchgpipe.distributed.replicas import Replicas
+from torchgpipe.distributed.starts import (
+    StepFacts,
+    check_counts,
+    check_equal,
+    check_losses,
+    check_same_samples,
+)
+from torchgpipe.distributed.steps import check_same_losses
+from torchgpipe.distributed.ties import Ties, tie_again
+from torchgpipe.distributed.transport import Header, Messages, outline_of
+from torchgpipe.distributed.units import check_shardable
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Send
@@ -51,46 +61,15 @@ def other_axes():
     wrap(nn.Linear(2, 2), mesh=init_device_mesh('cpu', (1,), mesh_dim_names=('dp',)))
 
 
-def other_settings():
-    """Get together with a rank of other settings."""
-
-    def gather(found, own, group):
-        for rank, each in enumerate(found):
-            each.copy_(own + rank * (torch.arange(len(own)) == 4))
-
-    with (
-        patch.object(dist, 'all_gather', gather),
-        patch.object(dist, 'get_process_group_ranks', lambda group: [0, 1]),
-    ):
-        together('a step of this model', Facts, SimpleNamespace(size=lambda: 2), CPU)
-
-
 def raised(error):
     """Raise an error."""
     raise error
 
 
-def other_gradients():
-    """Compare gradients along the tensor axis with others."""
-    rank = rank_of()
-    rank.tensor, weight = SimpleNamespace(size=2), torch.nn.Parameter(WEIGHT)
-    rank.replicas = SimpleNamespace(named_parameters=lambda: [('stages.0.0.weight', weight)])
-    rank.together = lambda task, function: {
-        0: function(),
-        1: function()._replace(numbers=(0, 1, 0)),
-    }
-
-    def gather(found, own, group):
-        found[:] = own, [own[0]._replace(number=1)]
-
-    with patch.object(dist, 'all_gather_object', gather):
-        Rank.compare_gradients(rank, [(weight, WEIGHT)])
-
-
 def clip_one_rank():
     """Clip the gradients of one rank of several."""
     model = wrap(nn.Linear(2, 2))
-    model._rank.pipe = SimpleNamespace(size=2)
+    model._rank.mesh = SimpleNamespace(pipe=SimpleNamespace(size=2))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -121,38 +100,18 @@ def split_in_two_ways():
 
 def rank_of():
     """Make an object with the parts of a rank that its checks read."""
-    lines = {'data': [[0, 1]], 'tensor': [[0, 1]], 'pipe': [[0], [1]]}
     return SimpleNamespace(
-        at_place=[{0, 1}],
-        lines=lines,
+        mesh=SimpleNamespace(same_stages=[{0, 1}], data=SimpleNamespace(group=1)),
         replaced=[],
-        everyone=SimpleNamespace(size=lambda: 2),
-        data=SimpleNamespace(group=1),
-        shared=lambda loss, within_step: [Shared('0.weight', torch.ones(2), frozenset(['data']))],
+        replicas=SimpleNamespace(records=SimpleNamespace(of=lambda x: None)),
+        _check_used=lambda x, where: None,
     )
-
-
-def others_differ():
-    """Compare a weight with another one."""
-
-    def gather(found, own, group):
-        found[:] = own, [own[0]._replace(number=1)]
-
-    with patch.object(dist, 'all_gather_object', gather):
-        Rank.compare(rank_of(), {0: Facts(numbers=(1, 0, 0)), 1: Facts(numbers=(2, 0, 0))})
 
 
 def unused(x=WEIGHT):
     """Let a layer have a parameter of another rank."""
     rank = SimpleNamespace(_unused={id(x): ('0.weight', lambda: x)})
-    Rank._check_unused_one(rank, x, "'1.shared'")
-
-
-def unknown(x=WEIGHT):
-    """Let a tensor learn that the model does not have."""
-    rank = rank_of()
-    rank._check_unused_one = lambda x, where: None
-    Rank.check_learning(rank, {0: (x, 'stage 1')}, [])
+    Rank._check_used(rank, x, "'1.shared'")
 
 
 def hooked():
@@ -165,8 +124,7 @@ def hooked():
 def replaced():
     """Replace a tied weight."""
     module = nn.Sequential(nn.Linear(2, 2))
-    ties = Ties(module._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None)
-    ties.remember()
+    ties = Ties(module._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None, 0)
     module[0].weight = nn.Parameter(torch.ones(2, 2))
     ties.check()
 
@@ -174,7 +132,8 @@ def replaced():
 def shared_input():
     """Let an input of all micro-batches learn, over replicas."""
     model = wrap(nn.Linear(2, 2))
-    model._rank.data = SimpleNamespace(group=1, size=2)
+    axis = SimpleNamespace(group=1, size=2)
+    model._rank.mesh = replace(model._rank.mesh, data=axis)
     x = torch.ones(2, 2)
     model.step((NoChunk(x.clone().requires_grad_()), x), x, F.mse_loss)
 
@@ -211,16 +170,16 @@ def changed_in_shards():
     model.step(torch.ones(2, 2), torch.ones(2, 2), F.mse_loss)
 
 
-def beside_with_a_hook():
-    """Give a parameter with a hook a gradient beside its leaf."""
+def direct_with_a_hook():
+    """Give a parameter with a hook a gradient that does not come through its leaf."""
     axis = Axis('data', 1, 0, None, None)
     layers = nn.Sequential(nn.Linear(2, 2))
     x = layers[0].weight
-    replicas = Replicas({0: layers}, axis, {}, {}, 1, {id(x)})
+    replicas = Replicas({0: layers}, axis, {}, {id(x)})
     x.register_hook(abs)
-    with replicas.beside([x]) as found:
+    with replicas.direct_gradients():
         x.grad = torch.ones_like(x)
-        found()
+        replicas.take_direct()
 
 
 class Uses(nn.Linear):
@@ -270,16 +229,16 @@ def unreadable():
 def frozen_on_one():
     """Tie weights of two ranks, of which one is frozen."""
     module = nn.Sequential(nn.Linear(2, 2))
-    ties = Ties(module._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None)
-    with patch.object(ties, '_sum', lambda x, *others: (x, 1, 1)):
-        ties.together([])
+    ties = Ties(module._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 1], None, 0)
+    with patch.object(ties, '_sum_of', lambda x, *others: (x, 1, 1)):
+        ties.sum([])
 
 
 def other_message():
     """Send a tensor with another shape than in an earlier step."""
     message = Send(Action(0, 'F', 0), 1)
-    known = {message: Header((outline(0, torch.ones(2)),))}
-    Messages(None, [0, 0], CPU, known).send(message, Header((outline(0, torch.ones(3)),)), [])
+    known = {message: Header((outline_of(0, torch.ones(2)),))}
+    Messages(None, [0, 0], CPU, known).send(message, Header((outline_of(0, torch.ones(3)),)), [])
 
 
 class Fails(nn.Linear):
@@ -379,21 +338,21 @@ REFUSALS = [
     lambda: wrap(nn.Linear(2, 2), tensor_plan={'1': None}),
     lambda: check_plan({}, nn.Sequential(), 2),
     split_in_two_ways,
-    others_differ,
-    other_gradients,
+    lambda: raised(RuntimeError(difference(['0.weight'], [0, 1], 'data'))),
+    lambda: raised(RuntimeError(difference(['0.weight'], [0, 1], 'tensor', 'the gradient of '))),
     with_shards,
     clip_one_rank,
     lambda: raised(other_model(0, [('0.a', (2,))], 1, [])),
     lambda: raised(other_tensors(0, [('0.a', (2,))], 1, [])),
     lambda: raised(other_tensors(0, [('0.a', ()), ('0.b', ())], 1, [('0.b', ()), ('0.a', ())])),
-    lambda: Rank.check_outlines(rank_of(), {0: Facts(layers=1), 1: Facts(layers=2)}),
-    lambda: Rank.check_samples(rank_of(), {0: Facts(given=1), 1: Facts(given=2)}),
-    lambda: check_losses({0: Facts(divisors=(6.0, 0.0)), 1: Facts()}),
-    lambda: check_losses({0: Facts(layers=1), 1: Facts()}),
+    lambda: Rank.check_states(rank_of(), {0: 1, 1: 2}),
+    lambda: check_same_samples({0: StepFacts(samples=1), 1: StepFacts(samples=2)}, [[0, 1]]),
+    lambda: check_losses({0: StepFacts(normalizer=6.0), 1: StepFacts()}),
+    lambda: check_losses({0: StepFacts(loss=1), 1: StepFacts()}),
     lambda: check_same_losses({0: 1.0, 1: 2.0}),
     unused,
-    unknown,
-    beside_with_a_hook,
+    lambda: Rank.check_learning(rank_of(), {0: (WEIGHT, 'stage 1')}, []),
+    direct_with_a_hook,
     hooked,
     lambda: check_shardable(nn.ModuleList([nn.ParameterList([torch.empty(0)])]), set()),
     lambda: check_shardable(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double()]), set()),
@@ -411,13 +370,13 @@ REFUSALS = [
     lambda: wrap(nn.Linear(2, 2), max_active_stages=2),
     lambda: like(torch.ones(2, 2), torch.eye(2).to_sparse()),
     descending,
-    lambda: check_alike({0: 2, 1: 3}),
+    lambda: check_equal({0: 2, 1: 3}),
     lambda: check_counts([1.0, 0.0]),
     lambda: Experts(2, 2, 2)(torch.full((1, 2), torch.nan)),
-    other_settings,
+    lambda: check_settings('a step of this model', {0: 1, 1: 2}),
     ended,
     goes_on,
-    lambda: outline(0, torch.eye(2).to_sparse()),
+    lambda: outline_of(0, torch.eye(2).to_sparse()),
     other_message,
     frozen_on_one,
     lambda: load_checkpoint('nowhere', *made()),

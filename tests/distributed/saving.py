@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.distributed.models import MODELS, batch, full
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-from torchgpipe.distributed.layers import fill
+from torchgpipe.distributed.layers import Values, fill
 
 OFFLOAD = {'data': 'shard', 'offload_policy': CPUOffloadPolicy()}
 
@@ -45,9 +45,7 @@ def fresh(name='perceptron'):
                 module,
                 [*module._modules],
                 torch.device('cpu'),
-                0,
-                None,
-                None,
+                Values(),
                 lambda name, layer: None,
             )
         )

@@ -68,7 +68,7 @@ def losses_of(model, loss=F.mse_loss, lr=0.1):
     for step in range(2):
         x, target = batch(step, 8)
         if isinstance(model, DistributedGPipe):
-            data = model._rank.data
+            data = model._rank.mesh.data
             x, target = (part.chunk(data.size)[data.rank] for part in (x, target))
             value = model.step(x, target, loss)
         else:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, steps
-from torchgpipe.distributed.transport import AHEAD, Messages, outline
+from torchgpipe.distributed.transport import AHEAD, Messages, outline_of
 from torchgpipe.schedule import make
 from torchgpipe.schedule.messages import receiving_early, with_messages
 
@@ -102,7 +102,7 @@ class Own(torch.Tensor):
 def test_only_plain_dense_tensors_travel():
     for x in (torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Own)):
         with pytest.raises(TypeError, match='only plain dense tensors travel'):
-            outline(0, x)
+            outline_of(0, x)
 
 
 def linear():

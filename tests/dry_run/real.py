@@ -142,10 +142,10 @@ def real(model, mesh, schedule, data, checkpoint='except_last'):
     groups = {
         group.group_name: axis
         for axis, group in (
-            ('all', rank.everyone),
-            ('data', rank.data.group),
-            ('pipe', rank.pipe.group),
-            ('tensor', rank.tensor.group),
+            ('all', rank.mesh.everyone),
+            ('data', rank.mesh.data.group),
+            ('pipe', rank.mesh.pipe.group),
+            ('tensor', rank.mesh.tensor.group),
         )
         if group
     }

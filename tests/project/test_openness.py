@@ -82,18 +82,18 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.              9903     6.7      27       0       0       0       0       0
+.              9880     6.7      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
-base          10577     7.1      23       0       0       0       2       0
-distributed   33881     8.9     276      15      21       0     757       4
-dry_run       10574     9.1      80       9       5       0     144       1
-engine        39045     7.5     102       0       1       0       0       0
+base          10630     7.1      23       0       0       0       2       0
+distributed   36953     8.7     195       3       8       0     206       1
+dry_run       10665     9.0      76       8       5       0     126       1
+engine        39052     7.5     102       0       0       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0
-plan          34101     8.9     277       0      19       0     275       5
+plan          34090     8.9     277       0      19       0     275       5
 schedule       5593     7.2      21       0       0       0       0       0
-sequential    29876     8.5     229       0      16       0     493       4
-shard         25134     8.3     111       0       6       0     269       0
+sequential    29873     8.5     229       0      16       0     493       4
+shard         25124     8.2     107       0       6       0     259       0
 skip           3417     6.7       4       0       0       0       0       0
 testing        6228     8.5      47       0       1       0      44       0
 timeline       5879     9.3      44       0       2       0      18       0

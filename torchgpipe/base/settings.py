@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 #: The axes of a mesh, by name, from the outermost one; one that a mesh lacks has size 1.
 AXES = ('data', 'pipe', 'tensor')
@@ -69,6 +71,16 @@ def checkpoint_stops(
             )
         stops.append(stop_of[mode])
     return tuple(stops)
+
+
+class LossOptions(NamedTuple):
+    """The loss of a step or an evaluation: arguments of a pipeline's ``step``."""
+
+    function: Callable[[Any, Any], Tensor]
+    target: Any = None
+    target_dim: Any = 0
+    normalizer: Any = None
+    scale: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

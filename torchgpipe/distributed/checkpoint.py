@@ -15,6 +15,7 @@ entries that several ranks have. ``torch.distributed.checkpoint`` writes and rea
 
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from torchgpipe.base.devices import rng_states, set_rng_states
+from torchgpipe.base.devices import CPU, rng_states, set_rng_states
 from torchgpipe.base.settings import AXES
-from torchgpipe.distributed.agreement import Facts, digest
-from torchgpipe.distributed.mesh import Axis
+from torchgpipe.distributed.agreement import F, Facts, check_settings, digest
+from torchgpipe.distributed.comparison import BitwiseComparison
+from torchgpipe.distributed.mesh import Axis, MeshInfo
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
@@ -366,7 +367,7 @@ Extra = Mapping[str, Any] | None
 
 def save(
     model: nn.Module,
-    rank: Rank,
+    rank: 'Rank | Alone',
     folder: Folder,
     optimizer: Optimizer | None,
     extra: Extra,
@@ -379,81 +380,100 @@ def save(
         patience: Returns how long a rank waits for others, in seconds.
     """
     task = 'saving a checkpoint'
-    number, ranks = _place(rank)
-    writer = Writer(folder, number, ranks, patience)
+    mesh = rank.mesh
+    writer = Writer(folder, mesh.number, mesh.size, patience)
     state = dict[str, Any]()
-    own = dict[str, bytes]()
+    extra_files = dict[str, bytes]()
 
     def read() -> Facts:
         _settle(rank)
-        own.update(extra_bytes(extra or {}))
+        extra_files.update(extra_bytes(extra or {}))
         return Facts(
             settings=digest(writer.folder.name, wait),
-            layers=rank.outline(),
-            numbers=rank.numbers(),
+            state=rank.state_of_layers(),
+            names=comparison.names,
         )
 
-    def prepare() -> None:
+    def prepare() -> Facts:
         entries = {
             'model': model.state_dict(),
-            'optimizer': {}
-            if optimizer is None
-            else optimizer_entries(named(model, optimizer, rank.ties.names)),
-            'random': random_entries(_name(rank), rank.devices),
-            'extra': extra_entries(everywhere, rank.data.rank),
+            'optimizer': {},
+            'random': random_entries(_name(mesh), rank.devices),
+            'extra': extra_entries(by_rank, mesh.data.rank),
         }
+        if optimizer is not None:
+            by_name = named(model, optimizer, rank.ties.first_names)
+            entries['optimizer'] = optimizer_entries(by_name)
         state.update(entries if wait else writer.stage(entries))
-        if not number:
+        if not mesh.number:
             writer.make_way()
+        return Facts()
 
     _wait(rank, task)
-    said = rank.together(task, read)
-    rank.check_outlines(said)
-    rank.compare(said)
-    everywhere = _everywhere(rank, (rank.data.rank, own))
-    rank.together(task, prepare)
+    comparison = rank.comparison()
+    facts = rank.agree(task, read, Facts())
+    check_settings(task, {k: fact.settings for k, fact in facts.items()})
+    rank.check_states({k: fact.state for k, fact in facts.items()})
+    comparison.agree_names({k: fact.names for k, fact in facts.items()})
+    comparison.check()
+    by_rank = _by_rank(mesh, (mesh.data.rank, extra_files))
+    rank.agree(task, prepare, Facts())
     with as_errors(task):
         state_dict_saver.save(
             state,
             storage_writer=writer,
-            process_group=rank.everyone,
-            no_dist=rank.everyone is None,
+            process_group=mesh.everyone,
+            no_dist=mesh.everyone is None,
         )
     if not wait:
         rank.saving = saving = Saving(writer)
         return saving
-    rank.together(task, writer.write)
-    rank.together(task, _nothing if number else writer.end)
-    rank.together(task, writer.end if number else _nothing)
+    rank.agree(task, partial(_call, writer.write), Facts())
+    for is_turn in (not mesh.number, mesh.number > 0):  # The first rank moves the folder first.
+        rank.agree(task, partial(_call, writer.end if is_turn else bool), Facts())
     return None
 
 
+def _call(function: Callable[[], object]) -> Facts:
+    """Call a function that has no facts."""
+    function()
+    return Facts()
+
+
 def load(
-    model: nn.Module, rank: Rank, folder: Folder, optimizer: Optimizer | None, extra: Extra
+    model: nn.Module,
+    rank: 'Rank | Alone',
+    folder: Folder,
+    optimizer: Optimizer | None,
+    extra: Extra,
 ) -> dict[str, Any]:
     """Load a model on all ranks: see :meth:`DistributedGPipe.load`.
 
     Options and further state are read before any tensor.
     """
     task = 'loading a checkpoint'
-    loading = list[_Loading]()
-    found = dict[str, Any]()
+    mesh = rank.mesh
+    loading = _Loading(model, rank, optimizer)
 
-    def prepare() -> Facts:
+    def open_folder() -> Facts:
         _settle(rank)
-        loading.append(_Loading(model, rank, *opened(folder, *_place(rank)), optimizer))
-        return Facts(settings=digest(sorted(loading[0].saved)))
+        loading.open(folder)
+        return Facts(settings=digest(sorted(loading.saved)))
 
-    def finish() -> Facts:
-        found.update(loading[0].read_tensors(extra or {}))
-        return Facts(numbers=rank.numbers())
+    def read_tensors() -> Facts:
+        loading.read_tensors(extra or {})
+        return Facts(names=comparison.names)
 
     _wait(rank, task)
-    rank.together(task, prepare)
-    _check(_everywhere(rank, loading[0].facts), loading[0].saved)
-    rank.together(task, lambda: loading[0].read_options(extra or {}))
-    rank.compare(rank.together(task, finish))
-    return found
+    comparison = rank.comparison()
+    facts = rank.agree(task, open_folder, Facts())
+    check_settings(task, {k: fact.settings for k, fact in facts.items()})
+    _check(_by_rank(mesh, loading.form), loading.saved)
+    rank.agree(task, partial(_call, partial(loading.read_options, extra or {})), Facts())
+    facts = rank.agree(task, read_tensors, Facts())
+    comparison.agree_names({k: fact.names for k, fact in facts.items()})
+    comparison.check()
+    return loading.states
 
 
 def save_checkpoint(
@@ -474,7 +494,7 @@ def save_checkpoint(
         ValueError: The optimizer has other parameters.
         RuntimeError: It cannot be written.
     """
-    save(module, _alone(module), folder, optimizer, extra)
+    save(module, Alone(module), folder, optimizer, extra)
 
 
 def load_checkpoint(
@@ -498,30 +518,43 @@ def load_checkpoint(
         ValueError: It is of another model, or of another optimizer.
         RuntimeError: It cannot be read.
     """
-    return load(module, _alone(module), folder, optimizer, extra)
+    return load(module, Alone(module), folder, optimizer, extra)
 
 
 class _Loading:
-    """A checkpoint while it is loaded. Each rank reads its own entries without waiting."""
+    """A checkpoint while it is loaded. Each rank reads its own entries without waiting.
+
+    Attributes:
+        saved: The metadata of all entries, by path.
+        form: The shapes of the model, the parameters of the optimizer and its options.
+        states: In the end, all states and values of ``extra``, by names.
+    """
+
+    saved: Mapping[str, Any]
+    states: dict[str, Any]
+    _reader: FileSystemReader
 
     def __init__(
-        self,
-        model: nn.Module,
-        rank: Rank,
-        reader: FileSystemReader,
-        metadata: Metadata,
-        optimizer: Optimizer | None,
+        self, model: nn.Module, rank: 'Rank | Alone', optimizer: Optimizer | None
     ) -> None:
         self._model = model
         self._rank = rank
-        self._reader = reader
-        self.saved = metadata.state_dict_metadata
-        self._optimizer = None if optimizer is None else named(model, optimizer, rank.ties.names)
-        own = self._optimizer
-        #: The shapes of the model, the parameters of the optimizer and its options.
-        self.facts = (shapes(model), own.names if own else [], options_of(own) if own else None)
+        self._optimizer: Named | None = None
+        names: list[str] = []
+        options = None
+        if optimizer is not None:
+            self._optimizer = named(model, optimizer, rank.ties.first_names)
+            names = self._optimizer.names
+            options = options_of(self._optimizer)
+        self.form = (shapes(model), names, options)
         self._groups: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
+
+    def open(self, folder: Folder) -> None:
+        """Open the last complete checkpoint in a folder."""
+        mesh = self._rank.mesh
+        self._reader, metadata = opened(folder, mesh.number, mesh.size)
+        self.saved = metadata.state_dict_metadata
 
     def read_options(self, asked: Mapping[str, Any]) -> None:
         """Read the options of the optimizer, and further state.
@@ -529,38 +562,37 @@ class _Loading:
         Raises:
             ValueError: Parameters of one group had different options, or a state is missing.
         """
-        data = self._rank.data
-        own = self._optimizer
+        data = self._rank.mesh.data
         self._extra = extra_forms(self.saved, data.size, data.rank, asked)
-        options = own.forms(saved_options(self.saved)) if own else {}
+        options: dict[str, Any] = {}
+        if self._optimizer is not None:
+            options = self._optimizer.forms(saved_options(self.saved))
         self._read({'optimizer': {'param_groups': options}, 'extra': self._extra})
-        self._groups = groups_of(own, options) if own else []
+        if self._optimizer is not None:
+            self._groups = groups_of(self._optimizer, options)
         for path, value in self._extra.items():
             key = path.rpartition('.')[2]
             if key in asked:
                 state = _read(value.numpy().tobytes())
                 check_scheduler(key, asked[key], state, self._groups)
 
-    def read_tensors(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def read_tensors(self, asked: Mapping[str, Any]) -> None:
         """Load the values of the model, its optimizer, generators and objects."""
-        own = self._optimizer
-        place = _name(self._rank)
-        states = own.forms(by_names(under(self.saved, 'optimizer.state.'))) if own else {}
-        state = {
-            'model': self._model.state_dict(),
-            'optimizer': {'state': states},
-            'random': {
-                f'{place}.{key}': torch.empty(value.size, dtype=torch.uint8)
-                for key, value in under(self.saved, f'random.{place}.').items()
-            },
-        }
-        self._read(state)
+        place = _name(self._rank.mesh)
+        states: dict[str, Any] = {}
+        if self._optimizer is not None:
+            states = self._optimizer.forms(by_names(under(self.saved, 'optimizer.state.')))
+        generators = {}
+        for key, value in under(self.saved, f'random.{place}.').items():
+            generators[f'{place}.{key}'] = torch.empty(value.size, dtype=torch.uint8)
+        values = self._model.state_dict()
+        self._read({'model': values, 'optimizer': {'state': states}, 'random': generators})
         # Tensors were read in place. Hooks and extra states still have to be loaded.
-        self._model.load_state_dict(state['model'])
-        if own:
-            own.load(states, self._groups)
-        restore_random(place, self._rank.devices, state['random'])
-        return load_extra(self._extra, asked)
+        self._model.load_state_dict(values)
+        if self._optimizer is not None:
+            self._optimizer.load(states, self._groups)
+        restore_random(place, self._rank.devices, generators)
+        self.states = load_extra(self._extra, asked)
 
     def _read(self, state: dict[str, Any]) -> None:
         with as_errors('loading a checkpoint'):
@@ -583,74 +615,63 @@ def _check(
         )
 
 
-# --- ranks
-# -----------------------------------------------------------------------------------------------
+# Ranks.
 
 
-def _alone(module: nn.Module) -> Any:
-    """Return, in place of a rank of a mesh, a process with the whole model."""
-    data, pipe, tensor = (Axis(name, 1, 0, None, None) for name in AXES)
-    return SimpleNamespace(
-        everyone=None,
-        saving=None,
-        data=data,
-        pipe=pipe,
-        tensor=tensor,
-        devices={x.device for x in (*module.parameters(), *module.buffers())},
-        ties=SimpleNamespace(names={}),
-        outline=int,
-        numbers=lambda: (0, 0, 0),
-        # There is no other rank to compare with.
-        check_outlines=bool,
-        compare=bool,
-        together=lambda task, function: {0: function()},
-    )
+class Alone:
+    """In place of a rank of a mesh, a process with the whole model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        data, pipe, tensor = [Axis(name, 1, 0, None, None) for name in AXES]
+        self.mesh = MeshInfo(None, data, pipe, tensor, None, CPU, {}, [], set())
+        self.saving: Any = None
+        self.devices = {x.device for x in (*module.parameters(), *module.buffers())}
+        self.ties = SimpleNamespace(first_names={})
+
+    def state_of_layers(self) -> int:
+        """Return the digest of a state that no other rank has."""
+        return 0
+
+    def check_states(self, states: Mapping[int, int]) -> None:
+        """Check nothing."""
+
+    def comparison(self) -> BitwiseComparison:
+        """Return a comparison without other ranks."""
+        return BitwiseComparison(self.mesh, [], {}, {})
+
+    def agree(self, task: str, function: Callable[[], F], default: F) -> dict[int, F]:
+        """Call a function, and return its facts."""
+        return {0: function()}
 
 
-def _place(rank: Rank) -> tuple[int, int]:
-    """Return the number of a rank, and the number of ranks."""
-    everyone = rank.everyone
-    if everyone is None:
-        return 0, 1
-    return everyone.rank(), everyone.size()
-
-
-def _everywhere(rank: Rank, value: Any) -> list[Any]:
+def _by_rank(mesh: MeshInfo, value: Any) -> list[Any]:
     """Return the values of all ranks."""
-    if rank.everyone is None:
+    if mesh.everyone is None:
         return [value]
-    return gathered(value, rank.everyone)
+    return gathered(value, mesh.everyone)
 
 
-def _nothing() -> None:
-    """Wait for other ranks."""
-
-
-def _wait(rank: Rank, task: str) -> None:
+def _wait(rank: 'Rank | Alone', task: str) -> None:
     """Wait for the previous save on all ranks; raise no error of it.
 
     Ranks wait for each other in collectives, because these report a rank that has ended.
     """
-
-    def wait(whole: bool) -> None:
+    for all_ranks in (False, not rank.mesh.number):
+        wait: Callable[[], object] = bool
         if rank.saving is not None:
-            rank.saving.wait(whole)
-
-    rank.together(task, lambda: wait(False))
-    rank.together(task, lambda: wait(not _place(rank)[0]))
+            wait = partial(rank.saving.wait, all_ranks)
+        rank.agree(task, partial(_call, wait), Facts())
 
 
-def _settle(rank: Rank) -> None:
+def _settle(rank: 'Rank | Alone') -> None:
     """Raise the error of the previous save, if there is one."""
     if rank.saving is not None:
         rank.saving.settle()
         rank.saving = None
 
 
-def _name(rank: Rank) -> str:
-    """Return the sizes of a mesh, and the place of a rank in it."""
-    data = rank.data
-    pipe = rank.pipe
-    tensor = rank.tensor
-    number = (data.rank * pipe.size + pipe.rank) * tensor.size + tensor.rank
-    return f'{data.size}x{pipe.size}x{tensor.size}.{number}'
+def _name(mesh: MeshInfo) -> str:
+    """Return the sizes of a mesh, and the index of this rank in it."""
+    data, pipe, tensor = mesh.axes
+    index = (data.rank * pipe.size + pipe.rank) * tensor.size + tensor.rank
+    return f'{data.size}x{pipe.size}x{tensor.size}.{index}'

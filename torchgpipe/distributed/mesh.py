@@ -11,7 +11,8 @@ Ranks that send each other most are next to each other.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -81,17 +82,18 @@ def init_mesh(
     """
     wait_at_exit()
     limit = None if timeout is None else parse_timeout(timeout)
-    kind = device_type or accelerator() or str(CPU)
-    if not is_cpu(kind) and 'LOCAL_RANK' in os.environ:
+    type_of_devices = device_type or accelerator() or str(CPU)
+    on_cpu = is_cpu(type_of_devices)
+    if not on_cpu and 'LOCAL_RANK' in os.environ:
         torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))
     if not dist.is_initialized():
-        alone = 'RANK' not in os.environ
-        # No other process has to find the store.
-        store = dist.HashStore() if alone else None  # type: ignore[attr-defined]
-        place: dict[str, Any] = {'store': store, 'rank': 0, 'world_size': 1} if alone else {}
-        dist.init_process_group('gloo' if is_cpu(kind) else None, timeout=limit, **place)
+        place: dict[str, Any] = {}
+        if 'RANK' not in os.environ:
+            # This process is alone, so no other process has to find the store.
+            place = {'store': dist.HashStore(), 'rank': 0, 'world_size': 1}  # type: ignore[attr-defined]
+        dist.init_process_group('gloo' if on_cpu else None, timeout=limit, **place)
     check_sizes(data, pipe, tensor, dist.get_world_size())
-    return init_device_mesh(kind, (data, pipe, tensor), mesh_dim_names=AXES)
+    return init_device_mesh(type_of_devices, (data, pipe, tensor), mesh_dim_names=AXES)
 
 
 def check_sizes(data: int, pipe: int, tensor: int, world: int) -> None:
@@ -115,30 +117,110 @@ def axis_of(mesh: DeviceMesh, name: str) -> Axis:
         ValueError: This rank is not in the mesh, or an axis has an unknown name.
     """
     names = mesh.mesh_dim_names or ()
-    unknown = [each for each in names if each not in AXES]
-    if unknown or not names:
+    if not names or not {*names} <= {*AXES}:
         raise ValueError(
             f'a mesh has axes of {AXES}, but this one has {names or "no names"}: '
             'name them by mesh_dim_names'
         )
     for axis, lines in lines_of(mesh).items():
-        wrong = next((ranks for ranks in lines if ranks != sorted(ranks)), None)
-        if wrong:
-            raise ValueError(
-                f'along its {axis} axis the mesh has ranks {wrong}, but groups of '
-                'torch.distributed are in ascending order: make a mesh in that '
-                'order; stages go to other ranks by places=…'
-            )
+        for ranks in lines:
+            if ranks != sorted(ranks):
+                raise ValueError(
+                    f'along its {axis} axis the mesh has ranks {ranks}, but groups of '
+                    'torch.distributed are in ascending order: make a mesh in that '
+                    'order; stages go to other ranks by places=…'
+                )
     place = mesh.get_coordinate()
     if place is None:
         raise ValueError(f'rank {dist.get_rank()} is not in the mesh {mesh}')
     if name not in names or mesh.size(names.index(name)) == 1:
         return Axis(name, 1, 0, None, None)
-    number = names.index(name)
-    return Axis(name, mesh.size(number), place[number], mesh.get_group(number), mesh[name])
+    dim = names.index(name)
+    return Axis(name, mesh.size(dim), place[dim], mesh.get_group(dim), mesh[name])
 
 
-def whole_group(mesh: DeviceMesh) -> ProcessGroup | None:
+def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
+    """Return the ranks along each axis, a list for each place along the others."""
+    names = mesh.mesh_dim_names or ()
+    ranks = mesh.mesh
+    lines = {}
+    for axis in AXES:
+        if axis in names:
+            along = ranks.movedim(names.index(axis), -1)
+            lines[axis] = along.reshape(-1, along.size(-1)).tolist()
+        else:
+            lines[axis] = ranks.reshape(-1, 1).tolist()
+    return lines
+
+
+def ranks_at(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
+    """Return the ranks at this rank's place along an axis, or at the given place."""
+    names = mesh.mesh_dim_names or ()
+    ranks = mesh.mesh
+    coordinate = mesh.get_coordinate()
+    if name in names and coordinate is not None:
+        dim = names.index(name)
+        ranks = ranks.select(dim, coordinate[dim] if place is None else place)
+    return {*ranks.flatten().tolist()}
+
+
+@dataclass(frozen=True)
+class MeshInfo:
+    """A mesh, as one of its ranks sees it.
+
+    Raises:
+        ValueError: This rank is not in the mesh, or the mesh has other axes.
+    """
+
+    #: The mesh; ``None`` for a process without one.
+    mesh: Any
+    data: Axis
+    pipe: Axis
+    tensor: Axis
+    #: The group of all ranks of the mesh; ``None`` if there is only one rank.
+    everyone: ProcessGroup | None
+    #: The device of this rank.
+    device: torch.device
+    #: By axis, the ranks along it, for each place along the others.
+    lines: Mapping[str, Sequence[Sequence[int]]]
+    #: For each rank along the pipe axis, all ranks that have the same stages.
+    same_stages: Sequence[set[int]]
+    #: The ranks at the same place along the tensor axis, with any stages.
+    same_shard: set[int]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> 'MeshInfo':
+        """Return what this rank knows of a mesh. All ranks call it."""
+        data, pipe, tensor = [axis_of(mesh, name) for name in AXES]
+        return cls(
+            mesh,
+            data,
+            pipe,
+            tensor,
+            group_of_all(mesh),
+            CPU if is_cpu(mesh.device_type) else current_device(),
+            lines_of(mesh),
+            [ranks_at(mesh, 'pipe', place) for place in range(pipe.size)],
+            ranks_at(mesh, 'tensor'),
+        )
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """The axes, in the order of a mesh."""
+        return self.data, self.pipe, self.tensor
+
+    @property
+    def number(self) -> int:
+        """The index of this rank among the ranks of the mesh."""
+        return 0 if self.everyone is None else self.everyone.rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the mesh."""
+        return 1 if self.everyone is None else self.everyone.size()
+
+
+def group_of_all(mesh: DeviceMesh) -> ProcessGroup | None:
     """Return the group of all ranks of a mesh; ``None`` if there is only one rank."""
     if mesh.size() == 1:
         return None
@@ -158,7 +240,7 @@ class Edges(NamedTuple):
     apart: bool = True
 
 
-#: Kinds of devices whose backend has no queues: gloo matches messages by sender and receiver.
+#: Types of devices whose backend has no queues: gloo matches messages by sender and receiver.
 WITHOUT_QUEUES = ('cpu',)
 
 #: The largest number of edges that have a group each. NCCL needs memory for each of them.
@@ -183,61 +265,33 @@ def groups_of_edges(mesh: DeviceMesh, edges: Sequence[tuple[int, int]]) -> Edges
     axis = axis_of(mesh, 'pipe')
     if axis.group is None:
         return Edges({})
-    own = {(axis.ranks[one], axis.ranks[other]): (one, other) for one, other in edges}
-    if mesh.device_type in WITHOUT_QUEUES:
-        return Edges(dict.fromkeys(own, axis.group))
-    if mesh.size() < dist.get_world_size() or len(edges) > MOST_EDGES:
-        upwards = _group_of(
-            'upwards', {*mesh.mesh.flatten().tolist()}, use_local_synchronization=True
-        )
-        return Edges(
-            {(one, other): axis.group if one < other else upwards for one, other in own}, False
-        )
-    places = [alike(mesh, 'pipe', place) for place in range(axis.size)]
-    groups = {
-        (one, other): _group_of(one < other, places[one] | places[other]) for one, other in edges
-    }
-    return Edges({ranks: groups[each] for ranks, each in own.items()})
+    has_queues = mesh.device_type not in WITHOUT_QUEUES
+    is_whole_world = mesh.size() == dist.get_world_size()
+    apart = not has_queues or is_whole_world and len(edges) <= MOST_EDGES
+    downwards = axis.group
+    if not apart:
+        all_ranks = {*mesh.mesh.flatten().tolist()}
+        downwards = _group_of('downwards', all_ranks, use_local_synchronization=True)
+
+    groups = {}
+    for sender, receiver in edges:
+        group = axis.group
+        if not apart and sender > receiver:
+            group = downwards
+        elif apart and has_queues:
+            ranks = ranks_at(mesh, 'pipe', sender) | ranks_at(mesh, 'pipe', receiver)
+            group = _group_of(sender < receiver, ranks)
+        groups[axis.ranks[sender], axis.ranks[receiver]] = group
+    return Edges(groups, apart)
 
 
-def _group_of(kind: Any, ranks: set[int], **options: Any) -> ProcessGroup:
+def _group_of(direction: Any, ranks: set[int], **options: Any) -> ProcessGroup:
     """Return a group of some ranks, which is made once for all models."""
-    made = _groups.setdefault(dist.group.WORLD, {})
-    key = kind, frozenset(ranks)
-    if key not in made:
-        made[key] = dist.new_group(sorted(ranks), **options)
-    return made[key]
-
-
-def lines_of(mesh: DeviceMesh) -> dict[str, list[list[int]]]:
-    """Return the ranks along each axis, a list for each place along the others."""
-    names = mesh.mesh_dim_names or ()
-    ranks = mesh.mesh
-    lines = {}
-    for axis in AXES:
-        if axis not in names:
-            lines[axis] = [[rank] for rank in ranks.flatten().tolist()]
-        elif ranks.dim() > 1:
-            lines[axis] = ranks.movedim(names.index(axis), -1).flatten(0, -2).tolist()
-        else:
-            lines[axis] = [ranks.tolist()]
-    return lines
-
-
-def alike(mesh: DeviceMesh, name: str, place: int | None = None) -> set[int]:
-    """Return the ranks at this rank's place along an axis, or at the given place."""
-    names = mesh.mesh_dim_names or ()
-    own = mesh.get_coordinate()
-    if name not in names or own is None:
-        return {*mesh.mesh.flatten().tolist()}
-    number = names.index(name)
-    where = own[number] if place is None else place
-    return {*mesh.mesh.select(number, where).flatten().tolist()}
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank."""
-    return CPU if is_cpu(mesh.device_type) else current_device()
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    key = direction, frozenset(ranks)
+    if key not in groups:
+        groups[key] = dist.new_group(sorted(ranks), **options)
+    return groups[key]
 
 
 class _Form(NamedTuple):
@@ -261,43 +315,41 @@ def take_first(module: nn.Module, axis: Axis) -> None:
     """
     if axis.group is None:
         return
-    tensors = {name: x for name, _, x in named_slots(module) if not isinstance(x, DTensor)}
-    kept = module.state_dict().keys()
-    everywhere: list[dict[str, _Form]] = gathered(
-        {
-            name: _Form(tuple(x.shape), x.dtype, x.layout, name not in kept)
-            for name, x in tensors.items()
-        },
-        axis.group,
-    )
-    for name in sorted({name for outlines in everywhere for name in outlines}):
-        forms = [outlines.get(name) for outlines in everywhere]
-        first = next(form for form in forms if form is not None)
-        if len({*forms}) > 1:
+    saved = module.state_dict().keys()
+    tensors = {}
+    forms = {}
+    for name, _, x in named_slots(module):
+        if not isinstance(x, DTensor):
+            tensors[name] = x
+            forms[name] = _Form(tuple(x.shape), x.dtype, x.layout, name not in saved)
+    by_rank: list[dict[str, _Form]] = gathered(forms, axis.group)
+    for name in sorted(set().union(*by_rank)):
+        form_by_rank = [forms.get(name) for forms in by_rank]
+        first = next(form for form in form_by_rank if form is not None)
+        if len({*form_by_rank}) > 1:
             if not first.is_cache:
-                raise ValueError(_other_forms(name, axis, forms))
+                raise _other_forms(name, axis, form_by_rank)
         elif first.layout is torch.strided:  # Others are only compared.
-            _take_one(tensors[name], axis)
+            _copy_first(tensors[name], axis)
 
 
-def _other_forms(name: str, axis: Axis, forms: Sequence[_Form | None]) -> str:
-    words = {
-        rank: 'none' if form is None else f'{form.shape} of {form.dtype}'
-        for rank, form in zip(axis.ranks, forms)
-    }
-    return (
+def _other_forms(name: str, axis: Axis, forms: Sequence[_Form | None]) -> ValueError:
+    words = {}
+    for rank, form in zip(axis.ranks, forms):
+        words[rank] = 'none' if form is None else f'{form.shape} of {form.dtype}'
+    return ValueError(
         f"'{name}' has another form on each of ranks {axis.ranks}, which take the values of "
         f'the first one, along the {axis.name} axis: {words}. Make the same module on all '
         'ranks'
     )
 
 
-def _take_one(x: Tensor, axis: Axis) -> None:
+def _copy_first(x: Tensor, axis: Axis) -> None:
     """Copy the values of one tensor of the first rank of an axis to the others."""
     value = x.contiguous()
     # Backends do not support all types.
     dist.broadcast(value.view(-1).view(torch.uint8), axis.ranks[0], axis.group)
     if value is not x:
         # An expanded tensor has equal values along a dimension, and is written to once.
-        once = [slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()]
-        x[tuple(once)].copy_(value[tuple(once)])
+        once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()])
+        x[once].copy_(value[once])

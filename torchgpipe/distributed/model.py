@@ -19,21 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from torchgpipe.base.private import uncompiled
-from torchgpipe.base.settings import Checkpoint, Settings
+from torchgpipe.base.settings import Checkpoint, LossOptions, Settings
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
-from torchgpipe.distributed.agreement import Facts, digest, merge
-from torchgpipe.distributed.layers import check_plan, check_whole, skeleton_of
-from torchgpipe.distributed.mesh import lines_of
+from torchgpipe.distributed.agreement import Facts, check_settings, digest
+from torchgpipe.distributed.clocks import merge
+from torchgpipe.distributed.layers import Values, check_plan, check_whole, skeleton_of
+from torchgpipe.distributed.mesh import MeshInfo, lines_of
+from torchgpipe.distributed.placement import Placement, parse_places
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import DATA
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.split import parse_seed
 from torchgpipe.model.weights import Weights
-from torchgpipe.pipeline_module import LossOptions, PipelineModule
+from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import ScheduleLike, Timed
 from torchgpipe.shard.folders import Saving
 from torchgpipe.shard.sums import clip
@@ -146,75 +146,70 @@ class DistributedGPipe(PipelineModule):
             devices = self._set(
                 skeleton, balance, None, chunks, checkpoint, batch_dim, gather, offload
             )
-            seed = parse_seed(seed)
             if isinstance(balance, Settings) and balance.mesh:
                 data = _data_of(balance, mesh, data)
             if places is None and devices is not None:
-                places = [[*dict.fromkeys(devices)].index(device) for device in devices]
-            if data not in DATA:
-                raise ValueError(f'data must be one of {DATA}, but is {data!r}')
-            names = iter(skeleton._modules)
-            rank = self._rank_type(
-                mesh, places, [[next(names) for _ in range(n)] for n in self.balance]
+                order = [*dict.fromkeys(devices)]
+                places = [order.index(device) for device in devices]
+            info = MeshInfo.of(mesh)
+            placement = Placement(
+                parse_places(places, len(self.balance), info.pipe.size),
+                data,
+                dict(tensor_plan or {}),
+                mp_policy,
+                offload_policy,
+                max_active_stages,
             )
-            plan = dict(tensor_plan or {})
-            policies = {
-                name: policy
-                for name, policy in (
-                    ('mp_policy', mp_policy),
-                    ('offload_policy', offload_policy),
-                )
-                if policy
-            }
-            if max_active_stages is not None and (data != 'shard' or max_active_stages < 1):
-                raise ValueError(
-                    "max_active_stages is a positive number, with data='shard' only, "
-                    f'but is {max_active_stages}, with data={data!r}'
-                )
-            if policies and (data != 'shard' or 'data' not in (mesh.mesh_dim_names or ())):
-                raise ValueError(
-                    f"{' and '.join(policies)} are of FSDP2: they take data='shard' "
-                    'and a mesh with a data axis, which may have one rank'
-                )
-            check_plan(plan, skeleton, rank.tensor.size)
-            rank.together(
-                'this model',
-                lambda: Facts(
-                    settings=digest(
-                        [*skeleton._modules],
-                        self.balance,
-                        self.chunks,
-                        self.checkpoint,
-                        rank.places,
-                        data,
-                        sorted(plan),
-                        seed,
-                        deferred_batch_norm,
-                        batch_dim,
-                        gather,
-                        policies,
-                        max_active_stages,
-                        compare_every,
-                    )
-                ),
+            placement.check(mesh)
+            check_plan(placement.tensor_plan, skeleton, info.tensor.size)
+            values = Values(parse_seed(seed), weights, init)
+
+            rank = self._rank_type(info, placement, _stages_of(skeleton, self.balance))
+            self._compare_every = compare_every
+            self._seed = values.seed
+            settings = partial(
+                self._settings_of, skeleton, placement, deferred_batch_norm, compare_every
             )
-            rank.check_skeleton(skeleton)
+            facts = rank.agree('this model', settings, Facts())
+            check_settings('this model', {k: fact.settings for k, fact in facts.items()})
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
-            rank.make(
-                module, skeleton, seed, weights, init, plan, data, policies, max_active_stages
-            )
-            self._seed = seed
-            self._compare_every = compare_every
+            rank.make(module, skeleton, values)
             self._take(rank, skeleton._modules, skeleton.training)
+
+    def _settings_of(
+        self,
+        skeleton: nn.Module,
+        placement: Placement,
+        deferred_batch_norm: bool,
+        compare_every: int,
+    ) -> Facts:
+        """Return a digest of the arguments, which have to be the same on all ranks."""
+        settings = digest(
+            [*skeleton._modules],
+            self.balance,
+            self.chunks,
+            self.checkpoint,
+            placement.places,
+            placement.data,
+            sorted(placement.tensor_plan),
+            self._seed,
+            deferred_batch_norm,
+            self.batch_dim,
+            self.gather,
+            placement.policies,
+            placement.max_active_stages,
+            compare_every,
+        )
+        return Facts(settings=settings)
 
     def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
         """Use the layers of a rank."""
-        self.devices = [rank.device] * len(self.balance)
+        self.devices = [rank.mesh.device] * len(self.balance)
         self._rank = rank
         self._engine = rank.engine
         self._steps = self._steps_type(rank, self, self._watch.at, self._compare_every)
-        self._place(names, rank.made, nn.ModuleList(rank.partitions), training)
+        self._place(names, rank.layers, nn.ModuleList(rank.partitions), training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> 'DistributedGPipe':
         new = type(self).__new__(type(self))
@@ -237,21 +232,16 @@ class DistributedGPipe(PipelineModule):
         )
 
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
-        self._rank.replace(
-            {
-                name: layer
-                for (name, layer), known in zip(layers.items(), self._known)
-                if layer is not known
-            }
-        )
+        replaced = {}
+        for (name, layer), known in zip(layers.items(), self._known):
+            if layer is not known:
+                replaced[name] = layer
+        self._rank.replace(replaced)
         self._engine = self._rank.engine
 
-    step = watched('a step')(PipelineModule.step)
-    evaluate = watched('an evaluation')(PipelineModule.evaluate)
-    forward = uncompiled(watched('a call')(PipelineModule.forward))
-
     def _call(self, input: Any) -> Any:
-        return self._steps.call(input)
+        with self._watch.run('a call'):
+            return self._steps.call(input)
 
     def _train_step(
         self,
@@ -260,12 +250,18 @@ class DistributedGPipe(PipelineModule):
         loss: LossOptions,
         return_output: bool,
     ) -> Any:
-        return self._steps.train(input, ready, loss, return_output)
+        with self._watch.run('a step'):
+            return self._steps.train(input, ready, loss, return_output)
 
     def _evaluate(
-        self, input: Any, ready: Callable[[], Any], loss: LossOptions, return_output: bool
+        self,
+        input: Any,
+        ready: Callable[[], Any],
+        loss: LossOptions,
+        return_output: bool,
     ) -> Any:
-        return self._steps.evaluate(input, ready, loss, return_output)
+        with self._watch.run('an evaluation'):
+            return self._steps.evaluate(input, ready, loss, return_output)
 
     @watched('apply')
     def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':
@@ -308,20 +304,19 @@ class DistributedGPipe(PipelineModule):
         Returns:
             The norm that they had, on all ranks, in float64.
         """
-        rank = self._rank
-        grads: dict[bool, list[Tensor]] = {False: [], True: []}
-        for x in {id(x): x for x in self.parameters()}.values():
-            if x.grad is not None:
-                grads[id(x) in rank.ties.copies].append(x.grad)
-        return clip(
-            grads[False],
-            grads[True],
-            {each.name: each.rank for each in (rank.data, rank.tensor)},
-            max_norm,
-            norm_type,
-            rank.everyone,
-            rank.device,
-        )
+        mesh = self._rank.mesh
+        later_copies = self._rank.ties.ids_of_later_copies
+        gradients = []
+        copies = []
+        for x in dict.fromkeys(self.parameters()):
+            if x.grad is None:
+                continue
+            if id(x) in later_copies:
+                copies.append(x.grad)
+            else:
+                gradients.append(x.grad)
+        places = {'data': mesh.data.rank, 'tensor': mesh.tensor.rank}
+        return clip(gradients, copies, places, max_norm, norm_type, mesh.everyone, mesh.device)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters of this rank.
@@ -330,7 +325,7 @@ class DistributedGPipe(PipelineModule):
             RuntimeError: ``torch.nn.utils.clip_grad_norm_`` iterates over them, but other stages
                 are on other ranks, so it would clip each rank by another norm.
         """
-        if self._rank.pipe.size > 1 and sys._getframe(1).f_code is _clip_code:
+        if self._rank.mesh.pipe.size > 1 and sys._getframe(1).f_code is _clip_code:
             raise _only_own_norm()
         yield from super().parameters(recurse)
 
@@ -344,26 +339,26 @@ class DistributedGPipe(PipelineModule):
 
     def lane_names(self) -> list[str]:
         """Return the names of all ranks, for the lanes of a timeline."""
-        group = self._rank.everyone
+        group = self._rank.mesh.everyone
         ranks = self._rank.ranks[:1] if group is None else get_process_group_ranks(group)
         return [f'rank {rank}' for rank in ranks]
 
     @watched('a recording')
     def merged(self, actions: list[Timed], began: float) -> list[Timed]:
         """Return the actions of all ranks by one clock, for :func:`torchgpipe.timeline.record`."""
-        return merge(actions, began, self._rank.everyone, self._rank.device)
+        return merge(actions, began, self._rank.mesh.everyone, self._rank.mesh.device)
 
     @watched('a reduction of metrics')
     def reduced(
         self, largest: Sequence[float], total: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """Return maxima and sums over all ranks, for :func:`torchgpipe.timeline.measure`."""
-        rank = self._rank
+        mesh = self._rank.mesh
         results = []
         for numbers, operation in ((largest, dist.ReduceOp.MAX), (total, dist.ReduceOp.SUM)):
-            tensor = torch.tensor(numbers, dtype=torch.float64, device=rank.device)
-            if rank.everyone is not None:
-                dist.all_reduce(tensor, operation, group=rank.everyone)
+            tensor = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
+            if mesh.everyone is not None:
+                dist.all_reduce(tensor, operation, group=mesh.everyone)
             results.append(tensor.tolist())
         return results[0], results[1]
 
@@ -430,6 +425,12 @@ class DistributedGPipe(PipelineModule):
         return checkpoints.load(self, self._rank, folder, optimizer, extra)
 
 
+def _stages_of(skeleton: nn.Sequential, balance: Iterable[int]) -> list[list[str]]:
+    """Return the names of the layers of each stage."""
+    names = iter(skeleton._modules)
+    return [[next(names) for _ in range(size)] for size in balance]
+
+
 #: The code that iterates over the argument of PyTorch's function.
 _clip_code = inspect.unwrap(nn.utils.clip_grad_norm_).__code__
 
@@ -454,7 +455,7 @@ def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:
             f'the plan is for the mesh {dict(plan.mesh)}, but this one is {sizes}: '
             'mesh=init_mesh(**plan.mesh)'
         )
-    if data not in (DATA[0], plan.data):
+    if data not in ('replicate', plan.data):
         raise ValueError(f'the plan says data={plan.data!r}, so leave data={data!r} out')
     return plan.data
 

@@ -1,247 +1,323 @@
-"""The state of one rank: its place in the mesh, its layers and their execution."""
+"""One rank: its place in the mesh, its layers and their execution.
+
+A rank is made in three phases, each of which all ranks begin and end together::
+
+    describe    the whole model, on the meta device: ties, skips, experts        same on all ranks
+    build       the layers of this rank: values, shards, units of FSDP           on each rank alone
+    connect     groups for messages, copies of tied parameters, replicas         with other ranks
+"""
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from operator import itemgetter
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.base.structure import Gradients
-from torchgpipe.distributed.agreement import (
-    Facts,
+from torchgpipe.distributed.agreement import F, Facts, agree, digest
+from torchgpipe.distributed.comparison import (
+    BitwiseComparison,
+    Digest,
     Shared,
-    details,
-    differ,
-    differences,
-    digest,
-    numbers_of,
-    together,
+    difference,
+    differing,
+    digests,
+    raise_differences,
 )
-from torchgpipe.distributed.layers import Ties, fill, shared_in, split_layer, tie_again, ties_of
-from torchgpipe.distributed.mesh import (
-    Edges,
-    alike,
-    axis_of,
-    device_of,
-    groups_of_edges,
-    lines_of,
-    take_first,
-    whole_group,
-)
-from torchgpipe.distributed.reduction import Replicas, Unit, grouped
+from torchgpipe.distributed.layers import Values, fill, split_layer
+from torchgpipe.distributed.mesh import Edges, MeshInfo, groups_of_edges, take_first
+from torchgpipe.distributed.placement import Placement
+from torchgpipe.distributed.replicas import Replicas
+from torchgpipe.distributed.ties import Tie, Ties, owners_of, shared_in, tie_again, ties_of
+from torchgpipe.distributed.units import Unit, group_stages
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.model.materialize import seeded
-from torchgpipe.model.weights import Weights
-from torchgpipe.schedule.messages import ACTIVE, edges
+from torchgpipe.schedule.messages import edges
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.sums import local, split_axes
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 from torchgpipe.skip.skippable import Skippable
 
 #: Attributes that all modules have.
 _OF_MODULES = {*vars(nn.Module())}
 
 
+@dataclass(frozen=True)
+class Description:
+    """A model, as all ranks know it before they build their layers."""
+
+    #: The tensors in several places.
+    ties: Sequence[Tie]
+    skips: SkipLayout
+    #: The pairs of stages of which the first one stashes a skip for the second one.
+    skip_edges: Sequence[tuple[int, int]]
+    #: The names of all parameters.
+    parameters: frozenset[str]
+    has_experts: bool
+
+    @classmethod
+    def of(cls, skeleton: nn.Sequential, stages: Sequence[Sequence[str]]) -> 'Description':
+        """Return the description of a model.
+
+        Shared tensors are detected while the layers are as the user made them.
+
+        Raises:
+            TypeError: Skips do not match.
+        """
+        partitions = []
+        for names in stages:
+            layers = [(name, skeleton.get_submodule(name)) for name in names]
+            partitions.append(nn.Sequential(OrderedDict(layers)))
+        skips = inspect_skip_layout(partitions)
+        skip_edges = set()
+        for j in range(len(stages)):
+            for prev_j, _ in skips.incoming(j):
+                skip_edges.add((prev_j, j))
+        named = skeleton.named_parameters(remove_duplicate=False)
+        return cls(
+            ties_of(skeleton, stages),
+            skips,
+            sorted(skip_edges),
+            frozenset(name for name, _ in named),
+            any(isinstance(module, Experts) for module in skeleton.modules()),
+        )
+
+
 class Rank:
     """One rank of a mesh.
 
     Attributes:
-        last: The ranks with the last stage.
-        alike: The ranks at the same place along the tensor axis, with any stages.
+        stages: The names of the layers of each stage.
         ranks: The rank of each stage in this replica, among all processes.
-        made: Its layers, by name.
+        layers: Its layers, by name.
         partitions: The layers of each stage; stages of other ranks are empty.
-        engine: Runs them. It has all stages; stages of other ranks have no layers.
-        at_place: For each rank along the pipe axis, all ranks that have the same stages.
-        lines: By axis, the ranks along it, for each place along the others.
-        exchanges: Whether replicas exchange samples: the model has experts.
-        tied: The tensors in several places.
-        replaced: The names of layers that were replaced since the last step.
+        units: If FSDP splits parameters, the unit of each stage of this rank.
         ties: The parameters that other ranks also have.
-        replicas: The stages, and the reduction of their gradients.
+        replicas: The parameters, and the reduction of their gradients.
+        engine: Runs the layers. It has all stages.
+        replaced: The names of layers that were replaced since the last step.
         saving: The last checkpoint that was not waited for.
 
     Raises:
         ValueError: The mesh or the places do not fit.
     """
 
-    made: dict[str, nn.Module]
+    description: Description
+    layers: dict[str, nn.Module]
     edges: Edges
-    engine: Engine
-    exchanges: bool
     ties: Ties
     replicas: Replicas
+    engine: Engine
     _ties_type = Ties
     _replicas_type = Replicas
 
     def __init__(
-        self, mesh: DeviceMesh, places: Sequence[int] | None, stages: Sequence[Sequence[str]]
+        self, mesh: MeshInfo, placement: Placement, stages: Sequence[Sequence[str]]
     ) -> None:
-        self._mesh = mesh
-        self.data, self.pipe, self.tensor = (
-            axis_of(mesh, name) for name in ('data', 'pipe', 'tensor')
-        )
-        self.everyone = whole_group(mesh)
-        self.alike = alike(mesh, 'tensor')
-        self.device = device_of(mesh)
-        #: The rank along the pipe axis of each stage.
-        self.places = _parse_places(places, len(stages), self.pipe.size)
-        self.ranks = [self.pipe.ranks[place] for place in self.places]
-        self.at_place = [alike(mesh, 'pipe', place) for place in range(self.pipe.size)]
-        self.lines = lines_of(mesh)
-        self.last = self.at_place[self.places[-1]]
-        #: The names of the layers of each stage.
+        self.mesh = mesh
+        self.placement = placement
         self.stages = stages
-        #: The stages of this rank.
-        self.own = [j for j, place in enumerate(self.places) if place == self.pipe.rank]
-        self.skips: frozenset[tuple[int, int]] = frozenset()
+        self.ranks = [mesh.pipe.ranks[place] for place in placement.places]
+        self.partitions = [Sequential() for _ in stages]
+        self.units: dict[int, Unit] = {}
         self.replaced: list[str] = []
-        #: By layer, the names in its state dict.
-        self._saved_names: dict[str, set[str]] = {}
         self.saving: Any = None
+        #: The parameters of the module that this rank does not use, by ``id``: layers of other
+        #: ranks have them, or other values took their place. An ``id`` may be reused.
+        self._unused: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
     @property
     def devices(self) -> list[torch.device]:
         """The devices of this rank, whose generators are saved."""
-        return [self.device]
+        return [self.mesh.device]
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether ranks free parameters of stages, and gather them again, within a step."""
-        most = max(self.places.count(place) for place in range(self.pipe.size))
-        return self.replicas.shards and most > self._most
+    def number(self) -> int:
+        """The number of this rank among all processes."""
+        return self.mesh.pipe.ranks[self.mesh.pipe.rank]
+
+    @property
+    def local_stages(self) -> list[int]:
+        """The stages of this rank."""
+        return self.stages_of(self.mesh.pipe.rank)
+
+    def stages_of(self, place: int) -> list[int]:
+        """Return the stages of a rank along the pipe axis."""
+        return [j for j, owner in enumerate(self.placement.places) if owner == place]
 
     @property
     def is_first(self) -> bool:
         """Whether it has the first stage."""
-        return self.places[0] == self.pipe.rank
+        return self.placement.places[0] == self.mesh.pipe.rank
 
     @property
     def is_last(self) -> bool:
         """Whether it has the last stage."""
-        return self.places[-1] == self.pipe.rank
+        return self.placement.places[-1] == self.mesh.pipe.rank
 
-    def make(
-        self,
-        model: Any,
-        skeleton: nn.Sequential,
-        seed: int,
-        weights: Weights | None,
-        init: Callable[[nn.Module], Any] | None,
-        plan: Mapping[str, Any],
-        data: str,
-        policies: Mapping[str, Any],
-        most: int | None,
-    ) -> None:
+    @property
+    def ranks_with_last(self) -> list[int]:
+        """The ranks with the last stage, of all replicas."""
+        return sorted(self.mesh.same_stages[self.placement.places[-1]])
+
+    @property
+    def exchanges_samples(self) -> bool:
+        """Whether replicas exchange samples: the model has experts."""
+        return self.description.has_experts and self.mesh.data.size > 1
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether ranks free parameters of stages, and gather them again, within a step."""
+        return bool(self.units) and self.placement.gathers_again
+
+    def agree(self, task: str, function: Callable[[], F], default: F) -> dict[int, F]:
+        """Call a function on all ranks, and return the facts of each: see :func:`agree`."""
+        return agree(task, function, default, self.mesh.everyone, self.mesh.device)
+
+    # The making of a rank.
+
+    def make(self, model: Any, skeleton: nn.Sequential, values: Values) -> None:
         """Make the layers of this rank.
 
         Args:
-            most: How many units are whole at a time; ``None`` for the default.
+            model: The module, or functions that make its layers.
+            skeleton: The module, or the layers on the meta device.
         """
-        stages = self.stages
-        own = self.own
-        self.exchanges = self.data.size > 1 and any(
-            isinstance(module, Experts) for module in skeleton.modules()
-        )
-        # Shared tensors are detected while the layers are as the user made them.
-        self.tied = ties_of(skeleton, stages)
-        self._layout = layout = inspect_skip_layout(
-            [
-                nn.Sequential(OrderedDict((name, skeleton.get_submodule(name)) for name in names))
-                for names in stages
-            ]
-        )
-        self.skips = frozenset(
-            (prev_j, j) for j in range(len(stages)) for prev_j, _ in layout.incoming(j)
-        )
-        offloads = isinstance(policies.get('offload_policy'), CPUOffloadPolicy)
-        self._most = most or (1 if offloads else ACTIVE)
-        with_values = {
-            name
-            for name, layer in skeleton.named_children()
-            if model is skeleton
-            and not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
-        }
+        self._check_skeleton(skeleton)
+        self.description = Description.of(skeleton, self.stages)
+        parameters = [] if model is not skeleton else [*skeleton.named_parameters()]
+        build = partial(self._build, model, skeleton, values)
+        self._check_registered(self.agree('this model', build, Facts()))
+        self._connect()
+        in_use = {id(x) for layer in self.layers.values() for x in layer.parameters()}
+        for name, x in parameters:
+            if id(x) not in in_use:
+                self._unused[id(x)] = name, weakref.ref(x)
+        self.agree('this model', self._check_unused, Facts())
 
-        split: dict[nn.Module, tuple[str, str]] = {}
+    def _check_skeleton(self, skeleton: nn.Module) -> None:
+        """Check that all ranks have the same model: also the layers of other ranks.
 
-        def finish(name: str, layer: nn.Module) -> None:
-            if name in with_values:
-                for axis in (self.data, self.tensor):
-                    take_first(layer, axis)
-            split_layer(name, layer, plan, self.tensor.mesh, split)
-            if self.data.mesh is not None:
-                for module in layer.modules():
-                    if isinstance(module, Experts) and not module.communicates:
-                        module.spread(self.data.mesh)
+        Raises:
+            ValueError: Their layers have other tensors.
+        """
+        saved = skeleton.state_dict().keys()
+        tensors = []
+        for name, _, x in named_slots(skeleton):
+            if name in saved:
+                tensors.append((name, tuple(x.shape)))
+        tensors.sort()
+        facts = self.agree('this model', lambda: Facts(state=digest(tensors)), Facts())
+        if len({fact.state for fact in facts.values()}) > 1:
+            assert self.mesh.everyone is not None
+            first, *others = zip(facts, gathered(tensors, self.mesh.everyone))
+            for rank, tensors in others:
+                if tensors != first[1]:
+                    raise other_model(first[0], first[1], rank, tensors)
 
-        kept = (
-            []
-            if model is not skeleton
-            else [
-                (f'{name}.{path}', x)
-                for names in stages
-                for name in names
-                for path, x in skeleton.get_submodule(name).named_parameters()
-            ]
-        )
-        shared = (
-            shared_in({name: skeleton.get_submodule(name) for j in own for name in stages[j]})
-            if model is skeleton
-            else []
-        )
+    def _build(self, model: Any, skeleton: nn.Sequential, values: Values) -> Facts:
+        """Build the layers of this rank: fill them with values, and split them over ranks."""
+        local_names = [name for j in self.local_stages for name in self.stages[j]]
+        shared = []
+        with_values = set()
+        modules = {}
+        if model is skeleton:
+            shared = shared_in({name: skeleton.get_submodule(name) for name in local_names})
+            with_values = {name for name in local_names if _has_values(model.get_submodule(name))}
+        for j in self.local_stages:
+            modules[j] = nn.ModuleList(map(skeleton.get_submodule, self.stages[j]))
+        late = self._stages_with_ties()
+        finish = partial(self._finish_layer, with_values, {})
 
-        self._policies = {**policies, 'mesh': self._mesh['data']} if policies else {}
-        if offloads and is_cpu(self.device):
+        layers: dict[str, nn.Module] = {}
+        for group in group_stages(
+            modules, late
+        ):  # The device has the layers of one group at once.
+            names = [name for j in group for name in self.stages[j]]
+            layers.update(self._fill(model, skeleton, names, values, finish))
+            tie_again(shared, layers)
+            self._fill_partitions(group, layers)
+            if self._has_units:
+                unit = self._make_unit(group, reduces_late=not late.isdisjoint(group))
+                self.units.update(dict.fromkeys(group, unit))
+        self.layers = {name: layers[name] for name in local_names}
+        return Facts(state=digest(self._registered()))
+
+    def _fill(
+        self,
+        model: Any,
+        skeleton: nn.Sequential,
+        names: Sequence[str],
+        values: Values,
+        finish: Callable[[str, nn.Module], None],
+    ) -> Mapping[str, nn.Module]:
+        """Return some layers with their values: see :func:`fill`."""
+        return fill(model, skeleton, names, self.mesh.device, values, finish)
+
+    def _finish_layer(
+        self,
+        with_values: set[str],
+        split: dict[nn.Module, tuple[str, str]],
+        name: str,
+        layer: nn.Module,
+    ) -> None:
+        """Split a layer over ranks; one with values first gets the values of the first ranks."""
+        if name in with_values:
+            for axis in (self.mesh.data, self.mesh.tensor):
+                take_first(layer, axis)
+        split_layer(name, layer, self.placement.tensor_plan, self.mesh.tensor.mesh, split)
+        if self.mesh.data.mesh is not None:
+            for module in layer.modules():
+                if isinstance(module, Experts) and not module.communicates:
+                    module.spread(self.mesh.data.mesh)
+
+    def _fill_partitions(self, stages: Iterable[int], layers: Mapping[str, nn.Module]) -> None:
+        for j in stages:
+            for name in self.stages[j]:
+                self.partitions[j]._modules[name] = layers[name]
+
+    def _stages_with_ties(self) -> set[int]:
+        """Return the stages of this rank with a parameter of which other ranks have a copy."""
+        stages = set()
+        for tie in self.description.ties:
+            if len(owners_of(tie, self.ranks)) > 1:
+                for j, name in tie:
+                    if name in self.description.parameters:
+                        stages.add(j)
+        return stages.intersection(self.local_stages)
+
+    @property
+    def _has_units(self) -> bool:
+        """Whether FSDP splits the parameters; with a policy, also over one rank."""
+        is_split = self.mesh.data.group is not None or bool(self.placement.policies)
+        return self.placement.data == 'shard' and is_split
+
+    def _make_unit(self, stages: Sequence[int], reduces_late: bool) -> Unit:
+        """Split the parameters of some stages over replicas."""
+        options = {'mesh': self.mesh.data.mesh, **self.placement.policies}
+        if self.placement.policies:
+            options['mesh'] = self.mesh.mesh['data']
+        if self.placement.offloads and is_cpu(self.mesh.device):
             # Pinned memory is of no use if the device is the host.
-            self._policies['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
-        self._units = dict[int, Unit]()
-        self.partitions = [Sequential() for _ in stages]
-        late = self._stages_of_ties(skeleton)
-        modules = {j: nn.ModuleList(map(skeleton.get_submodule, stages[j])) for j in own}
-        groups = grouped(modules, late)
-
-        def make() -> Facts:
-            made: dict[str, nn.Module] = {}
-            for group in groups:  # The device has the layers of one group at a time.
-                made.update(
-                    self._fill(
-                        model,
-                        skeleton,
-                        [name for j in group for name in stages[j]],
-                        seed,
-                        weights,
-                        init,
-                        finish,
-                    )
-                )
-                tie_again(shared, made)
-                self._fill_partitions(group, made)
-                if data == 'shard' and (self.data.group is not None or policies):
-                    self._units.update(dict.fromkeys(group, self._unit(group, late)))
-            self.made = {name: made[name] for j in own for name in stages[j]}
-            return Facts(layers=digest(self._registered()))
-
-        self._check_registered(self.together('this model', make))
-        self.edges = groups_of_edges(self._mesh, edges(self.places, self.skips))
-        self._assemble()
-        self.ties.spread(self.device)
-        live = {id(x) for layer in self.made.values() for x in layer.parameters()}
-        #: The parameters of the module that this rank does not use, by number: layers of other
-        #: ranks have them, or other values took their place. A number may be reused.
-        self._unused = {id(x): (name, weakref.ref(x)) for name, x in kept if id(x) not in live}
-        self.together('this model', self._check_unused)
+            options['offload_policy'] = CPUOffloadPolicy(pin_memory=False)
+        layers = [self.partitions[j] for j in stages]
+        spread = set()
+        for layer in layers:
+            for x in layer.parameters():
+                if self.mesh.data.name in split_axes(x):
+                    spread.add(x)
+        return Unit(layers, spread, reduces_late, options)
 
     def _registered(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of the parameters and saved buffers of this rank.
@@ -249,150 +325,67 @@ class Rank:
         FSDP exchanges parameters in the order in which modules register them. All else is
         exchanged in the order of names.
         """
-        found = []
-        for layer, module in self.made.items():
+        tensors = []
+        for layer, module in self.layers.items():
             saved = module.state_dict(prefix=f'{layer}.').keys()
             for name, _, x in named_slots(module, layer):
                 if name in saved:
-                    found.append((name, tuple(x.shape)))
-        return found if self._units else sorted(found)
+                    tensors.append((name, tuple(x.shape)))
+        return tensors if self.units else sorted(tensors)
 
-    def check_skeleton(self, skeleton: nn.Module) -> None:
-        """Check that all ranks have the same model: also the layers of other ranks.
-
-        Raises:
-            ValueError: Their layers have other tensors.
-        """
-        saved = skeleton.state_dict().keys()
-        tensors = sorted(
-            (name, tuple(x.shape)) for name, _, x in named_slots(skeleton) if name in saved
-        )
-        said = self.together('this model', lambda: Facts(layers=digest(tensors)))
-        if len({each.layers for each in said.values()}) > 1:
-            assert self.everyone is not None
-            first, *others = zip(said, gathered(tensors, self.everyone))
-            for rank, each in others:
-                if each != first[1]:
-                    raise other_model(first[0], first[1], rank, each)
-
-    def _check_registered(self, said: Mapping[int, Facts]) -> None:
+    def _check_registered(self, facts: Mapping[int, Facts]) -> None:
         """Check that ranks with the same stages can exchange their tensors.
 
         Raises:
             ValueError: They have other tensors, or FSDP would exchange them in another order.
         """
-        if all(len({said[rank].layers for rank in ranks}) == 1 for ranks in self.at_place):
+        if all(_is_same(facts[rank].state for rank in ranks) for ranks in self.mesh.same_stages):
             return
-        assert self.everyone is not None
-        registered = dict(zip(said, gathered(self._registered(), self.everyone)))
-        for ranks in self.at_place:
+        assert self.mesh.everyone is not None
+        registered = dict(zip(facts, gathered(self._registered(), self.mesh.everyone)))
+        for ranks in self.mesh.same_stages:
             first, *others = sorted(ranks)
             for rank in others:
                 if registered[rank] != registered[first]:
                     raise other_tensors(first, registered[first], rank, registered[rank])
 
-    def _fill(self, *args: Any) -> Mapping[str, nn.Module]:
-        """Return some layers with their values: see :func:`fill`."""
-        model, skeleton, own, *rest = args
-        return fill(model, skeleton, own, self.device, *rest)
-
-    def _stages_of_ties(self, skeleton: nn.Sequential) -> set[int]:
-        """Return the stages of this rank with a parameter of which other ranks have a copy."""
-        parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-        return {
-            j
-            for tie in self.tied
-            if len({self.ranks[each] for each, _ in tie}) > 1
-            for j, full in tie
-            if j in self.own and full in parameters
-        }
-
-    def _fill_partitions(self, stages: Iterable[int], made: Mapping[str, nn.Module]) -> None:
-        for j in stages:
-            self.partitions[j]._modules.update((name, made[name]) for name in self.stages[j])
-
-    def _unit(self, stages: Sequence[int], late: Container[int]) -> Unit:
-        """Shard the parameters of some stages over replicas."""
-        layers = [self.partitions[j] for j in stages]
-        spread = {
-            x for layer in layers for x in layer.parameters() if self.data.name in split_axes(x)
-        }
-        return Unit(
-            layers,
-            spread,
-            any(j in late for j in stages),
-            {'mesh': self.data.mesh, **self._policies},
-        )
-
-    def _check_unused(self) -> None:
-        """Check that no layer keeps parameters that took another form, and none had hooks.
-
-        Raises:
-            ValueError: A layer keeps one, or one had hooks.
-        """
-        for layer, made in self.made.items():
-            for path, module in made.named_modules(prefix=layer):
-                for key, value in vars(module).items():
-                    for x in [] if key in _OF_MODULES else _tensors_in(value):
-                        self._check_unused_one(x, f"'{path}.{key}'")
-        for name, reference in self._unused.values():
-            hooked = reference()
-            if (
-                name.partition('.')[0] in self.made
-                and hooked is not None
-                and hooked._backward_hooks
-            ):
-                raise ValueError(
-                    f"'{name}' has a hook, but another tensor took its place, on a "
-                    'device or in parts: register hooks on model.get_parameter(name)'
-                )
-
-    def _check_unused_one(self, x: Any, where: str) -> None:
-        name, reference = self._unused.get(id(x), ('', None))
-        if reference is not None and reference() is x:
-            raise ValueError(
-                f"{where} is or has '{name}', a parameter of a layer on another rank "
-                'or one that took another form, so it would not change any more. Let '
-                'the layer have it as a parameter (then it is tied), or put both '
-                'layers on one rank'
-            )
+    def _connect(self) -> None:
+        """Connect the layers of this rank with the ones of other ranks."""
+        pairs = edges(self.placement.places, self.description.skip_edges)
+        self.edges = groups_of_edges(self.mesh.mesh, pairs)
+        self._assemble()
+        self.ties.spread(self.mesh.device)
 
     def _assemble(self) -> None:
         """Build partitions, ties, replicas and engine for the current layers."""
-        self._fill_partitions(self.own, self.made)
+        self._fill_partitions(self.local_stages, self.layers)
+        pipe = self.mesh.pipe
         self.ties = self._ties_type(
-            self.made, self.tied, self.ranks, self.pipe.group, self.pipe.ranks[self.pipe.rank]
+            self.layers, self.description.ties, self.ranks, pipe.group, self.number
         )
-        self.replicas = self._replicas_type(
-            {j: self.partitions[j] for j in self.own},
-            self.data,
-            self._policies,
-            self._units,
-            self._most,
-            self.ties.numbers,
-        )
-        self.ties.remember()
-        self.engine = Engine(self.partitions, [self.device] * len(self.partitions), self._layout)
+        stages = {j: self.partitions[j] for j in self.local_stages}
+        self.replicas = self._replicas_type(stages, self.mesh.data, self.units, self.ties.ids)
+        devices = [self.mesh.device] * len(self.partitions)
+        self.engine = Engine(self.partitions, devices, self.description.skips)
 
-    def copied(self, made: dict[str, Any]) -> 'Rank':
+    # Copies and replacements.
+
+    def copied(self, layers: dict[str, Any]) -> 'Rank':
         """Return the same rank with copies of its layers; process groups are shared."""
-        if self.replicas.shards:
+        if self.units:
             raise TypeError(
                 "parameters that are spread over replicas (data='shard') cannot be "
                 'copied with their model: save(folder), and load it into another one'
             )
         new = copy(self)
-        new.made = made
+        new.layers = layers
         new.replaced = [*self.replaced]
         new.saving = None
         new.partitions = [Sequential() for _ in new.partitions]
         new._assemble()
-        pending = self.replicas.pending
-        new.replicas.pending = {
-            id(own): pending[id(x)].clone()
-            for x, own in zip(self.replicas.parameters(), new.replicas.parameters())
-            if id(x) in pending
-        }
+        for record, record_of_copy in zip(self.replicas.records, new.replicas.records):
+            if record.gradient is not None:
+                record_of_copy.add(record.gradient.clone())
         return new
 
     def replace(self, layers: Mapping[str, Any]) -> None:
@@ -401,52 +394,45 @@ class Rank:
         Raises:
             ValueError: A layer is on another rank, or one that other ranks share or have parts of.
         """
-        tied = {full.partition('.')[0] for tie in self.tied for _, full in tie}
+        tied = {name.partition('.')[0] for tie in self.description.ties for _, name in tie}
+        is_split = bool(self.units) or self.mesh.tensor.mesh is not None
         for name, layer in layers.items():
-            if name not in self.made:
+            if name not in self.layers:
                 raise ValueError(f"layer '{name}' is on another rank; replace it there")
             if not isinstance(layer, nn.Module):
                 raise ValueError(f"layer '{name}' is {layer}")
-            if (
-                self.replicas.shards
-                or self.tensor.mesh is not None
-                or name in tied
-                or _skips_of(layer) != _skips_of(self.made[name])
-            ):
+            if is_split or name in tied or _skips_of(layer) != _skips_of(self.layers[name]):
                 raise ValueError(
                     f"layer '{name}' has parameters or skips that other ranks share "
                     'or have parts of, so it cannot be replaced on one of them: '
                     'replace it in the module, and make the model of that'
                 )
-            self.made[name] = layer.to(self.device)
-        syncs = self.replicas.syncs
-        pending = self.replicas.pending
+            self.layers[name] = layer.to(self.mesh.device)
+        before = self.replicas
         self._assemble()
-        self.replicas.syncs = syncs
-        self.replicas.pending = pending
+        self.replicas.syncs = before.syncs
+        self.replicas.records = before.records
         self.replaced += layers
 
-    def outline(self, *more: object) -> int:
+    def state_of_layers(self, *more: object) -> int:
         """Return a digest of the state that ranks with the same stages share, except values."""
-        return digest(
-            more,
-            [
-                (
-                    name,
-                    [(key, x.shape, x.dtype) for key, x in self.made[name].state_dict().items()],
-                )
-                for name in self.replaced
-            ],
-        )
+        forms = []
+        for name in self.replaced:
+            tensors = self.layers[name].state_dict()
+            forms.append((name, [(key, x.shape, x.dtype) for key, x in tensors.items()]))
+        return digest(more, forms)
 
-    def check_outlines(self, said: Mapping[int, Facts]) -> None:
+    def check_states(self, states: Mapping[int, int]) -> None:
         """Copy the values of the first replica to replaced layers, after a check on all ranks.
+
+        Args:
+            states: By rank, the digest by :meth:`state_of_layers`.
 
         Raises:
             RuntimeError: Replicas have different layers, or the same layers in different states.
         """
-        for ranks in self.at_place:
-            if len({said[each].layers for each in ranks}) > 1:
+        for ranks in self.mesh.same_stages:
+            if not _is_same(states[rank] for rank in ranks):
                 raise RuntimeError(
                     f'ranks {sorted(ranks)} have the same stages, but not in the same state: some '
                     'have replaced others of their layers than the rest, or by layers of other '
@@ -454,85 +440,67 @@ class Rank:
                     'differ. Do the same on all of them'
                 )
         for name in self.replaced:
-            take_first(self.made[name], self.data)
+            take_first(self.layers[name], self.mesh.data)
         self.replaced = []
 
-    def check_samples(self, said: Mapping[int, Facts]) -> None:
-        """Check that ranks along the tensor axis were given the same samples.
+    def apply(self, function: Callable[[nn.Module], None], seed: int) -> None:
+        """Apply a function to all modules, with the random numbers of (seed, layer) on each rank.
 
         Raises:
-            ValueError: The samples differ.
+            RuntimeError: It draws values for tensors of which ranks have parts.
         """
-        for ranks in self.lines['tensor']:
-            if len({said[each].given for each in ranks}) > 1:
-                raise ValueError(
-                    f'ranks {ranks} along the tensor axis compute each layer '
-                    'together, so they take the same samples, but were given others'
-                )
 
-    def shared(
-        self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
-    ) -> list[Shared]:
-        """Return the tensors that other ranks may share, except tensors of replaced layers.
+        def run() -> Facts:
+            names = [name for stage in self.stages for name in stage]
+            for name, layer in self.layers.items():
+                has_parts = any(isinstance(x, DTensor) for x in layer.parameters())
+                with seeded(seed, names.index(name), self.mesh.device) as drew:
+                    layer.apply(function)
+                if has_parts and drew():
+                    raise RuntimeError(
+                        f"apply has drawn random numbers for layer '{name}', of which ranks have "
+                        'parts, so they would differ from one process; give the model the '
+                        'function when it is made: init=function'
+                    )
+            return Facts()
+
+        self.agree('apply', run, Facts())
+        self.ties.spread(self.mesh.device)
+
+    # Comparisons.
+
+    def comparison(self, losses: Iterable[object] = ()) -> BitwiseComparison:
+        """Return a comparison of the tensors that other ranks may share.
+
+        Tensors of replaced layers are left out, because they get the values of the first replica.
 
         Args:
-            within_step: Whether a step runs. Then FSDP would free whole parameters when a layer
-                makes its state dict, so the names from the start of the step are used.
+            losses: The loss on a rank with the last stage, which may be a module.
         """
-        if loss is not None:
-            return [
-                Shared(name, local(x), frozenset({'data', 'tensor'} - split_axes(x)))
-                for name, x in loss.items()
-            ]
-        found: dict[int, Shared] = {}
-        ties = self.ties.shared
-        if not within_step:
-            self._saved_names = {
-                name: {*layer.state_dict(prefix=f'{name}.')}
-                for name, layer in self.made.items()
-                if name not in self.replaced
-            }
-        for layer in self._saved_names:
-            for full, _, x in named_slots(self.made[layer], layer):
-                name, others = ties.get(id(x), (full, 0))
-                found.setdefault(
-                    id(x),
-                    Shared(
-                        name,
-                        local(x),
-                        frozenset({'data', 'tensor'} - split_axes(x)),
-                        others,
-                        full not in self._saved_names[layer],
-                    ),
-                )
-        return sorted(found.values(), key=lambda each: each.name)
+        first_names = {id(copy.value): copy.name for copy in self.ties.copies}
+        modules = [(name, x) for name, x in self.layers.items() if name not in self.replaced]
+        for module in losses:
+            if isinstance(module, nn.Module):
+                modules.append(('loss_fn', module))
+        tensors: dict[int, Shared] = {}
+        for prefix, module in modules:
+            saved = module.state_dict(prefix=f'{prefix}.').keys()
+            for name, (owner, key), x in named_slots(module, prefix):
+                axes = {'data', 'tensor'} - split_axes(x)
+                first_name = first_names.get(id(x), name)
+                shared = Shared(first_name, owner, key, axes, name not in saved)
+                tensors.setdefault(id(x), shared)
 
-    def numbers(
-        self, loss: Mapping[str, Tensor] | None = None, within_step: bool = False
-    ) -> tuple[int, int, int]:
-        """Return the numbers of this rank's tensors, for :meth:`compare`."""
-        if self.everyone is None:
-            return 0, 0, 0
-        return numbers_of(self.shared(loss, within_step))
-
-    def compare(
-        self,
-        said: Mapping[int, Facts],
-        loss: Mapping[str, Tensor] | None = None,
-        within_step: bool = False,
-    ) -> None:
-        """Compare the tensors that ranks share, of the model or of a loss.
-
-        Raises:
-            RuntimeError: A tensor differs.
-        """
-        if self.everyone is not None and differ(
-            {rank: each.numbers for rank, each in said.items()}, self.lines
-        ):
-            found = gathered(details(self.shared(loss, within_step)), self.everyone)
-            text = differences(dict(zip(said, found)), self.lines)
-            if text:
-                raise RuntimeError(text)
+        owners = {}
+        for tie in self.description.ties:
+            ranks = owners_of(tie, self.ranks)
+            if len(ranks) > 1:
+                owners[tie[0][1]] = ranks
+        copies = {}
+        for tied in self.ties.copies:
+            copies[tied.name] = Shared(tied.name, tied.module, tied.key, ('pipe',))
+        by_name = sorted(tensors.values(), key=lambda shared: shared.name)
+        return BitwiseComparison(self.mesh, by_name, owners, copies)
 
     def compare_gradients(self, gradients: Gradients) -> None:
         """Compare the gradients of parameters that ranks along the tensor axis have whole.
@@ -541,45 +509,27 @@ class Rank:
             RuntimeError: A gradient differs, such as that of a norm of heads, of which each rank
                 has some.
         """
-        if self.tensor.size == 1:
+        tensor = self.mesh.tensor
+        if tensor.group is None:
             return
-        names = {id(x): name.split('.', 2)[2] for name, x in self.replicas.named_parameters()}
-        shared = sorted(
-            [
-                Shared(names[id(x)], grad, frozenset({'tensor'}))
-                for x, grad in gradients
-                if id(x) in names and not isinstance(x, DTensor)
-            ],
-            key=itemgetter(0),
-        )
-        said = self.together('the gradients of a step', lambda: Facts(numbers=numbers_of(shared)))
-        if differ({rank: each.numbers for rank, each in said.items()}, self.lines):
-            assert self.everyone is not None
-            found = gathered(details(shared), self.everyone)
-            raise RuntimeError(differences(dict(zip(said, found)), self.lines, gradients=True))
+        assert self.mesh.everyone is not None
+        by_id = {id(x): gradient for x, gradient in gradients}
+        names = []
+        whole = []
+        for record in self.replicas.records:
+            x = record.tensor
+            if record.unit >= 0 and x.requires_grad and not isinstance(x, DTensor):
+                gradient = by_id.get(id(x))
+                names.append(record.name)
+                whole.append(torch.empty(0) if gradient is None else local(gradient))
+        entries = [*map(Digest, names, digests(whole))]
+        texts = []
+        different = differing(entries, tensor.group, self.mesh.device)
+        if different:
+            texts.append(difference(different, tensor.ranks, 'tensor', 'the gradient of '))
+        raise_differences(texts, self.mesh.everyone)
 
-    def apply(self, function: Callable[[nn.Module], None], seed: int) -> None:
-        """Apply a function to all modules, with the random numbers of (seed, layer) on each rank.
-
-        Raises:
-            RuntimeError: It draws values for tensors of which ranks have parts.
-        """
-        names = [name for stage in self.stages for name in stage]
-
-        def run() -> None:
-            for name, layer in self.made.items():
-                parts = any(isinstance(x, DTensor) for x in layer.parameters())
-                with seeded(seed, names.index(name), self.device) as drew:
-                    layer.apply(function)
-                if parts and drew():
-                    raise RuntimeError(
-                        f"apply has drawn random numbers for layer '{name}', of which ranks have "
-                        'parts, so they would differ from one process; give the model the '
-                        'function when it is made: init=function'
-                    )
-
-        self.together('apply', run)
-        self.ties.spread(self.device)
+    # Checks.
 
     def check(self) -> None:
         """Check that the parameters of this rank are the same as when the model was made.
@@ -589,29 +539,72 @@ class Rank:
         """
         self.replicas.check()
         self.ties.check()
-        self.check_own((name.split('.', 2)[2], x) for name, x in self.replicas.named_parameters())
+        for name, layer in self.layers.items():
+            self.check_used(layer, name)
 
-    def check_own(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Check that no parameter belongs to another rank, which would not get its gradient.
+    def check_used(self, module: nn.Module, prefix: str) -> None:
+        """Check that no parameter of a module belongs to another rank, without a gradient here.
 
         Raises:
             ValueError: A parameter does.
         """
-        for name, x in named:
-            self._check_unused_one(x, f"'{name}'")
+        if not self._unused:
+            return
+        for name, x in module.named_parameters(prefix):
+            self._check_used(x, f"'{name}'")
+
+    def _check_unused(self) -> Facts:
+        """Check that no layer keeps parameters that took another form, and none had hooks.
+
+        Raises:
+            ValueError: A layer keeps one, or one had hooks.
+        """
+        for name, layer in self.layers.items():
+            for path, module in layer.named_modules(prefix=name):
+                for key, value in vars(module).items():
+                    if key in _OF_MODULES:
+                        continue
+                    for x in _tensors_in(value):
+                        self._check_used(x, f"'{path}.{key}'")
+        for name, reference in self._unused.values():
+            hooked = reference()
+            if hooked is None or name.partition('.')[0] not in self.layers:
+                continue
+            if hooked._backward_hooks:
+                raise ValueError(
+                    f"'{name}' has a hook, but another tensor took its place, on a "
+                    'device or in parts: register hooks on model.get_parameter(name)'
+                )
+        return Facts()
+
+    def _check_used(self, x: Any, where: str) -> None:
+        name, reference = self._unused.get(id(x), ('', None))
+        if reference is not None and reference() is x:
+            raise ValueError(
+                f"{where} is or has '{name}', a parameter of a layer on another rank "
+                'or one that took another form, so it would not change any more. Let '
+                'the layer have it as a parameter (then it is tied), or put both '
+                'layers on one rank'
+            )
 
     def check_learning(
-        self, learning: Mapping[int, tuple[Tensor, str]], own: Sequence[Tensor]
+        self, learning: Mapping[int, tuple[Tensor, str]], inputs: Iterable[Tensor]
     ) -> None:
         """Check that each tensor with a gradient is known to all ranks that have it.
+
+        Args:
+            learning: By ``id``, tensors that get gradients, and the layers that use them.
+            inputs: The tensors of the target.
 
         Raises:
             RuntimeError: Another tensor gets gradients.
         """
-        known = {*map(id, own)}
-        for x, where in [each for number, each in learning.items() if number not in known]:
-            self._check_unused_one(x, f'what {where} uses')
-            if self.data.group is not None:
+        known = {*map(id, inputs)}
+        for x, where in learning.values():
+            if id(x) in known or self.replicas.records.of(x) is not None:
+                continue
+            self._check_used(x, f'what {where} uses')
+            if self.mesh.data.group is not None:
                 raise RuntimeError(
                     f'{where} uses a tensor of shape {tuple(x.shape)} that requires grad, but is '
                     'no parameter of the model or of loss_fn, so that replicas do not add up its '
@@ -619,26 +612,36 @@ class Rank:
                     'module as loss_fn'
                 )
 
-    def together(self, task: str, function: Callable[[], Facts | None]) -> dict[int, Facts]:
-        """Call a function on all ranks, and return the facts of each."""
-        return together(task, function, self.everyone, self.device)
+    # Random numbers and sums.
 
-    def draw_alike(self) -> None:
+    def share_generator(self) -> None:
         """Copy the generator state of the first rank to all ranks that share layers with it.
 
         Then dropout agrees on activations that are not split, because each of them has these.
         """
-        if self.tensor.group is not None:
-            states = rng_states([self.device])
-            for state in states.values():
-                there = state.to(self.device)
-                dist.broadcast(there, self.tensor.ranks[0], self.tensor.group)
-                state.copy_(there)
-            set_rng_states([self.device], states)
+        tensor = self.mesh.tensor
+        if tensor.group is None:
+            return
+        states = rng_states([self.mesh.device])
+        for state in states.values():
+            on_device = state.to(self.mesh.device)
+            dist.broadcast(on_device, tensor.ranks[0], tensor.group)
+            state.copy_(on_device)
+        set_rng_states([self.mesh.device], states)
 
-    def sum(self, said: Mapping[int, Facts]) -> float:
-        """Return the sum of the replicas' counts; all shards of a layer have the same count."""
-        return sum(each.counted for rank, each in said.items() if rank in self.alike)
+    def sum(self, numbers: Mapping[int, float]) -> float:
+        """Return the sum of the replicas' numbers; all shards of a layer have the same one."""
+        return sum(numbers[rank] for rank in numbers if rank in self.mesh.same_shard)
+
+
+def _has_values(layer: nn.Module) -> bool:
+    """Return whether no tensor of a layer is on the meta device."""
+    return not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
+
+
+def _is_same(values: Iterable[int]) -> bool:
+    """Return whether all values are equal."""
+    return len({*values}) <= 1
 
 
 def other_model(
@@ -673,9 +676,8 @@ def other_tensors(
             f"has '{name}' of shape {shape}: make the same module on all ranks, "
             'with the same sizes'
         )
-    one, other = next(
-        (one, other) for (one, _), (other, _) in zip(tensors, others) if one != other
-    )
+    pairs = zip([name for name, _ in tensors], [name for name, _ in others])
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
     return ValueError(
         "data='shard' exchanges parameters in the order in which modules register "
         f"them, but '{one}' of rank {first} has the place of '{other}' of rank "
@@ -688,27 +690,18 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     """Yield the tensors in an attribute of a module."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item, depth - 1)
+    elif depth and isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item, depth - 1)
 
 
 def _skips_of(layer: nn.Module) -> list[Any]:
     """Return the skips that a layer stashes and pops."""
-    return [
-        ([*each.stashable()], [*each.poppable()])
-        for each in layer.modules()
-        if isinstance(each, Skippable)
-    ]
-
-
-def _parse_places(places: Sequence[int] | None, stages: int, ranks: int) -> list[int]:
-    """Return the rank of each stage."""
-    found = [j % ranks for j in range(stages)] if places is None else [*places]
-    if len(found) != stages or {*found} != {*range(ranks)}:
-        raise ValueError(
-            f'each of {ranks} ranks along the pipe axis takes at least one of '
-            f'{stages} stages, but places are {found}; give the balance a number for '
-            'each stage'
-        )
-    return found
+    skips = []
+    for module in layer.modules():
+        if isinstance(module, Skippable):
+            skips.append(([*module.stashable()], [*module.poppable()]))
+    return skips

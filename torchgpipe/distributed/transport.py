@@ -41,7 +41,7 @@ from torch.profiler import record_function
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.base.private import is_profiled, tree_leaves, versions
 from torchgpipe.base.structure import Gradients, Kind, bare, is_plain, leaves_of
-from torchgpipe.distributed.reduction import Replicas
+from torchgpipe.distributed.replicas import Replicas
 from torchgpipe.engine.backward_order import graph_leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
@@ -88,6 +88,10 @@ class Outline(NamedTuple):
             return self.shape
         return tuple([self.shape[dim] for dim in self.order])
 
+    def zeros(self, device: torch.device) -> Tensor:
+        """Return a tensor of zeros in place of one that there is not."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
 
 class Header(NamedTuple):
     """The metadata of the tensors in a message.
@@ -109,7 +113,7 @@ class Header(NamedTuple):
     varies: bool = False
 
 
-def outline(k: int, x: Tensor, aliased: bool = False, common: bool = False) -> Outline:
+def outline_of(k: int, x: Tensor, aliased: bool = False, common: bool = False) -> Outline:
     """Return the outline of a tensor.
 
     Raises:
@@ -172,17 +176,16 @@ class Messages:
             self._put(data.to(self._device), rank)
         elif message.action.kind != 'F' and not header.outlines:
             # A micro-batch with nothing to learn has no gradients: they are zero.
-            tensors = [
-                torch.zeros(each.shape, dtype=each.dtype, device=self._device)
-                for each in known.outlines
-            ]
+            tensors = []
+            for outline in known.outlines:
+                tensors.append(outline.zeros(self._device))
             header = known
         elif known != header:
             raise RuntimeError(_other(message, known, header))
-        for x, each in zip(tensors, header.outlines):
+        for x, outline in zip(tensors, header.outlines):
             if x.numel():
                 x = x.detach().resolve_conj().resolve_neg()
-                x = x if each.is_contiguous else x.permute(each.order)
+                x = x if outline.is_contiguous else x.permute(outline.order)
                 self._put(x.contiguous().view(-1).view(torch.uint8), rank)
 
     def receive(self, message: Message) -> None:
@@ -195,11 +198,13 @@ class Messages:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             self._get(data, rank).wait()
             header = self._known[message] = pickle.loads(data.cpu().numpy().tobytes())
-        tensors = [
-            torch.empty(each.stored, dtype=each.dtype, device=self._device)
-            for each in header.outlines
-        ]
-        works = [self._get(x.view(-1).view(torch.uint8), rank) for x in tensors if x.numel()]
+        tensors = []
+        works = []
+        for outline in header.outlines:
+            x = torch.empty(outline.stored, dtype=outline.dtype, device=self._device)
+            tensors.append(x)
+            if x.numel():
+                works.append(self._get(x.view(-1).view(torch.uint8), rank))
         self._received[message] = header, tensors, works
 
     def wait(self, message: Message) -> tuple[Header, list[Tensor]]:
@@ -207,24 +212,25 @@ class Messages:
         header, tensors, works = self._received.pop(message)
         for work in works:
             work.wait()
-        return header, [
-            x if each.is_contiguous else x.permute(_inverse(each.order))
-            for x, each in zip(tensors, header.outlines)
-        ]
+        for k, outline in enumerate(header.outlines):
+            if not outline.is_contiguous:
+                tensors[k] = tensors[k].permute(_inverse(outline.order))
+        return header, tensors
 
-    def know(self, row: Row) -> bool:
+    def knows(self, row: Row) -> bool:
         """Return whether the headers of all messages that a row receives are known."""
-        return all(
-            each in self._known and not self._known[each].varies
-            for each in row
-            if isinstance(each, Receive)
-        )
+        for item in row:
+            if isinstance(item, Receive):
+                header = self._known.get(item)
+                if header is None or header.varies:
+                    return False
+        return True
 
     def finish(self) -> None:
         """Wait until all sends have ended."""
         for sent in self._sent.values():
             while sent:
-                _see_through(sent.popleft())
+                _wait_for(sent.popleft())
 
     def _make_room(self, sent: 'deque[list[tuple[Any, Tensor]]]') -> None:
         """Release messages whose sends have ended, and wait for early sends on the CPU.
@@ -232,12 +238,12 @@ class Messages:
         Gloo reports the end of a send only to a thread that waits for it. A send ends without
         further actions of this rank, because its place in the row allows it to wait.
         """
-        while sent and (
-            all(work.is_completed() for work, _ in sent[0])
-            or is_cpu(self._device)
-            and len(sent) >= AHEAD
-        ):
-            _see_through(sent.popleft())
+        while sent:
+            has_ended = all(work.is_completed() for work, _ in sent[0])
+            is_full = is_cpu(self._device) and len(sent) >= AHEAD
+            if not has_ended and not is_full:
+                return
+            _wait_for(sent.popleft())
 
     def _put(self, x: Tensor, rank: int) -> None:
         group = self._groups[dist.get_rank(), rank]
@@ -247,7 +253,7 @@ class Messages:
         return dist.irecv(x, rank, self._groups[rank, dist.get_rank()])
 
 
-def _see_through(message: list[tuple[Any, Tensor]]) -> None:
+def _wait_for(message: list[tuple[Any, Tensor]]) -> None:
     for work, _ in message:
         work.wait()
 
@@ -267,13 +273,15 @@ def _other(message: Message, known: Header, header: Header) -> str:
 
 
 def _text(header: Header) -> str:
-    tensors = ', '.join(
-        f'{each.dtype} {each.shape}' + ' with grad' * each.requires_grad
-        for each in header.outlines
-    )
+    tensors = []
+    for outline in header.outlines:
+        grad = ' with grad' if outline.requires_grad else ''
+        tensors.append(f'{outline.dtype} {outline.shape}{grad}')
+    text = f'({", ".join(tensors) or "nothing"})'
+    if header.kind is None:
+        return text
     places: Any = [None] * header.size
-    value = '' if header.kind is None else f' in {header.kind(places)!r}'
-    return f'({tensors or "nothing"}){value}'
+    return f'{text} in {header.kind(places)!r}'
 
 
 class Way(NamedTuple):
@@ -286,13 +294,13 @@ class Way(NamedTuple):
 
 
 def drive(row: Row, do: Callable[[Any], None]) -> None:
-    """Run the actions and messages in the row of a rank, one after the other."""
-    for each in row:
+    """Run the actions and messages in the row of a rank in their order."""
+    for item in row:
         if is_profiled():
-            with record_function(f'{type(each).__name__} {each}'):
-                do(each)
+            with record_function(f'{type(item).__name__} {item}'):
+                do(item)
         else:
-            do(each)
+            do(item)
 
 
 def _cell_of(action: Action, stage: int) -> tuple[int, bool, int]:
@@ -318,23 +326,27 @@ class _OnRanks(Run):
         self._way.messages.finish()
         self._way.at(None)
 
-    def _do(self, each: Any) -> None:
-        """Run one action or message in the row of this rank."""
-        self._way.at(each)
-        if isinstance(each, Receive):
-            self._waiting.setdefault(_cell_of(each.action, each.stage), []).append(each)
-            self._way.messages.receive(each)
-        elif isinstance(each, Send):
-            self._leave(each)
-        elif isinstance(each, UnitAction):
-            self._act_on_unit(each)
+    def _do(self, item: Any) -> None:
+        """Run one item in the row of this rank."""
+        self._way.at(item)
+        if isinstance(item, Receive):
+            cell = _cell_of(item.action, item.stage)
+            self._waiting.setdefault(cell, []).append(item)
+            self._way.messages.receive(item)
+        elif isinstance(item, Send):
+            self._leave(item)
+        elif isinstance(item, UnitAction):
+            self._act_on_unit(item)
         else:
-            if each.kind in 'FBI':
-                for message in self._waiting.pop(_cell_of(each, each.stage), ()):
+            if item.kind in 'FBI':
+                for message in self._waiting.pop(_cell_of(item, item.stage), ()):
                     self._arrive(message)
-            self._enter(each.stage)
+            self._enter(item.stage)
             observer = self._engine.observer
-            self._act(each) if observer is None else observer.act(self._act, each)
+            if observer is None:
+                self._act(item)
+            else:
+                observer.act(self._act, item)
 
     def _enter(self, j: int) -> None:
         """Wait for the parameters of the layers of a stage."""
@@ -355,7 +367,7 @@ class _OnRanks(Run):
         batch = self._batches[i]
         waiting = self._skips[i]
         tensors: list[Tensor] = [*batch.tensors] if next_j == j + 1 else []
-        numbers = [*range(len(tensors))]
+        indices = [*range(len(tensors))]
         size = len(tensors)
         skips: list[int | None] = []
         skip_kinds: list[tuple[int, Kind]] = []
@@ -366,7 +378,7 @@ class _OnRanks(Run):
                 if skip.kind is not bare:
                     skip_kinds.append((len(tensors), skip.kind))
                 tensors.append(skip.tensor)
-                numbers.append(skip.k)
+                indices.append(skip.k)
         kind = None
         varies = bool(skip_kinds)
         if size:
@@ -375,10 +387,10 @@ class _OnRanks(Run):
             self._batches[i] = Chunk((), tuple)  # The batch can be freed when it is sent.
         aliased = self._aliased[i, j]
         outlines = []
-        for index, (k, x) in enumerate(zip(numbers, tensors)):
-            tensors[index] = complete = completed(x)
-            made = outline(k, complete, aliased[k], self.aliasing.is_common(i, x))
-            outlines.append(made._replace(requires_grad=x.requires_grad))
+        for position, (k, x) in enumerate(zip(indices, tensors)):
+            tensors[position] = complete = completed(x)
+            outline = outline_of(k, complete, aliased[k], self.aliasing.is_common(i, x))
+            outlines.append(outline._replace(requires_grad=x.requires_grad))
         header = Header(tuple(outlines), size, kind, tuple(skips), tuple(skip_kinds), varies)
         return header, tensors
 
@@ -387,36 +399,30 @@ class _OnRanks(Run):
         header, tensors = self._way.messages.wait(message)
         prev_j, _, i = message.action
         j = message.stage
-        for x, each in zip(tensors, header.outlines):
-            x.requires_grad_(each.requires_grad)
-        keys = self._keys(prev_j, j)
-        self.aliasing.arrive(
-            i,
-            [x for x, each in zip(tensors, header.outlines) if each.aliased],
-            [x for x, each in zip(tensors, header.outlines) if each.common],
-            {
-                key
-                for key, k in zip(keys, header.skips)
-                if k is not None and header.outlines[k].common
-            },
-        )
+        aliased = []
+        common = []
+        for x, outline in zip(tensors, header.outlines):
+            x.requires_grad_(outline.requires_grad)
+            if outline.aliased:
+                aliased.append(x)
+            if outline.common:
+                common.append(x)
         if header.size:
-            self._batches[i] = Chunk(
-                tuple(tensors[: header.size]), bare if header.kind is None else header.kind
-            )
+            kind = bare if header.kind is None else header.kind
+            self._batches[i] = Chunk(tuple(tensors[: header.size]), kind)
+
+        common_keys = set()
         kinds = dict(header.skip_kinds)
-        for key, k in zip(keys, header.skips):
-            self._skips[i][key] = (
-                Skip(None)
-                if k is None
-                else Skip(
-                    tensors[k],
-                    versions([tensors[k]])[0],
-                    prev_j,
-                    header.outlines[k].k,
-                    kinds.get(k, bare),
-                )
-            )
+        for key, k in zip(self._keys(prev_j, j), header.skips):
+            skip = Skip(None)
+            if k is not None:
+                outline = header.outlines[k]
+                (version,) = versions([tensors[k]])
+                skip = Skip(tensors[k], version, prev_j, outline.k, kinds.get(k, bare))
+                if outline.common:
+                    common_keys.add(key)
+            self._skips[i][key] = skip
+        self.aliasing.arrive(i, aliased, common, common_keys)
         return header
 
     def _keep_output(self, i: int, j: int, cell: Cell, output: Sequence[Tensor]) -> None:
@@ -425,7 +431,7 @@ class _OnRanks(Run):
 
     def _keys(self, j: int, next_j: int) -> list[Any]:
         """Return the keys of the skips that go from one stage to another."""
-        return [key for each, key in self._engine.partitions[j].outgoing if each == next_j]
+        return [key for stage, key in self._engine.partitions[j].outgoing if stage == next_j]
 
 
 class Training(_OnRanks, Step):
@@ -445,14 +451,13 @@ class Training(_OnRanks, Step):
         dtype: Any = None,
         **options: Any,
     ) -> None:
-        own = tuple([each for each in way.row if isinstance(each, Action)])
-        super().__init__(engine, batches, way, (own,), loss, **options)
+        actions = tuple([item for item in way.row if isinstance(item, Action)])
+        super().__init__(engine, batches, way, (actions,), loss, **options)
         self._leaves = Leaves(dtype)
         #: The stages that have leaves in place of their parameters.
         self._ready: set[int] = set()
-        #: Whether to look for tensors that get gradients besides the leaves; and the tensors
-        #: found, by number.
-        self.looks = False
+        #: Whether to find tensors that get gradients besides the leaves; and these, by ``id``.
+        self.finds_learning = False
         self.learning: dict[int, tuple[Tensor, str]] = {}
         #: Micro-batch and both stages of each message with a tensor that requires grad.
         self._learning: set[tuple[int, int, int]] = set()
@@ -468,8 +473,9 @@ class Training(_OnRanks, Step):
 
     def _act_on_unit(self, action: UnitAction) -> None:
         if action.kind == 'REDUCE_GRAD':
-            numbers = {*map(id, self._way.replicas.tensors(action.stage))}
-            self._way.replicas.reduce(action.stage, self._leaves.take(numbers))
+            replicas = self._way.replicas
+            gradients = self._leaves.take(replicas.tensors_of_unit(action.stage))
+            replicas.reduce(action.stage, gradients)
         else:
             super()._act_on_unit(action)
 
@@ -477,18 +483,22 @@ class Training(_OnRanks, Step):
         self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
     ) -> None:
         super()._send(i, j, cell, output, recomputation)
-        if self.looks:
-            graph = self._graphs[i, j]
-            own = self._leaves.numbers | {id(x) for _, _, x in graph.leaves}
-            nodes = [edge.node for _, edge in graph.roots]
-            where = f'stage {j}'
-            if j == len(self._runs) - 1:
-                where += ' or loss_fn'
-                # A loss that depends on no parameter is a leaf itself.
-                nodes = [node for node in nodes if not hasattr(node, 'variable')]
-            self.learning.update(
-                {id(x): (x, where) for x in graph_leaves(nodes) if id(x) not in own}
-            )
+        if self.finds_learning:
+            self._find_learning(i, j)
+
+    def _find_learning(self, i: int, j: int) -> None:
+        """Find the tensors at which the graph of a cell ends, except its leaves."""
+        graph = self._graphs[i, j]
+        leaves = self._leaves.numbers | {id(x) for _, _, x in graph.leaves}
+        nodes = [edge.node for _, edge in graph.roots]
+        where = f'stage {j}'
+        if j == len(self._runs) - 1:
+            where += ' or loss_fn'
+            # A loss that depends on no parameter is a leaf itself.
+            nodes = [node for node in nodes if not hasattr(node, 'variable')]
+        for x in graph_leaves(nodes):
+            if id(x) not in leaves:
+                self.learning[id(x)] = x, where
 
     def _leave(self, message: Message) -> None:
         (j, kind, i), prev_j = message
@@ -498,20 +508,20 @@ class Training(_OnRanks, Step):
         grads = self._grads.pop((i, prev_j), {})
         # A micro-batch without gradients may have some the next time.
         varies = not grads and (i, prev_j, j) in self._learning
-        outlines = tuple([outline(k, x) for k, x in grads.items()])
+        outlines = tuple([outline_of(k, x) for k, x in grads.items()])
         self._way.messages.send(message, Header(outlines, varies=varies), [*grads.values()])
 
     def _arrive(self, message: Message) -> Header:
         (prev_j, kind, i), j = message
         if kind == 'F':
             header = super()._arrive(message)
-            if any(each.requires_grad for each in header.outlines):
+            if any(outline.requires_grad for outline in header.outlines):
                 self._learning.add((i, prev_j, j))
         else:
             header, grads = self._way.messages.wait(message)
-            self._grads.setdefault((i, j), {}).update(
-                {each.k: grad for each, grad in zip(header.outlines, grads)}
-            )
+            by_output = self._grads.setdefault((i, j), {})
+            for outline, grad in zip(header.outlines, grads):
+                by_output[outline.k] = grad
         return header
 
 
@@ -522,8 +532,11 @@ class Evaluation(_OnRanks):
         self._run_cell(action.micro_batch, action.stage)
 
     def _bring(self, i: int, j: int, popped: Sequence[Skip]) -> list[Tensor]:
-        skips = [skip.tensor for skip in popped if skip.tensor is not None]
-        return [*self._batches[i].tensors, *skips]
+        tensors = [*self._batches[i].tensors]
+        for skip in popped:
+            if skip.tensor is not None:
+                tensors.append(skip.tensor)
+        return tensors
 
     def _send(
         self, i: int, j: int, cell: Cell, output: list[Tensor], recomputation: Recomputation | None
@@ -537,7 +550,9 @@ def _has_numbers(value: Any) -> bool:
     They may also be in attributes of its tensors.
     """
     for leaf in leaves_of(value):
-        plain = tree_leaves(leaf.value.__dict__) if type(leaf.value) is Tensor else [leaf.value]
+        plain = [leaf.value]
+        if type(leaf.value) is Tensor:
+            plain = tree_leaves(leaf.value.__dict__)
         if any(isinstance(x, Number) and not isinstance(x, bool) for x in plain):
             return True
     return False

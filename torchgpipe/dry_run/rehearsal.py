@@ -33,7 +33,7 @@ from torchgpipe.base.private import fake_store, forget_meshes
 from torchgpipe.base.settings import AXES, checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.layers import skeleton_of, style_of
-from torchgpipe.distributed.mesh import check_sizes
+from torchgpipe.distributed.mesh import Axis, check_sizes
 from torchgpipe.dry_run.counters import Entry, calls_seen
 from torchgpipe.dry_run.report import Account, DryRun, Kept
 from torchgpipe.dry_run.virtual import (
@@ -177,7 +177,7 @@ def _run(
     meeting = Rendezvous()
     models = {0: make(partial(VirtualRank, meeting, 0), skeleton)}
     rank = models[0]._rank
-    like = _like(models[0], skeleton, plan) if plan is not None else [*range(rank.pipe.size)]
+    like = _like(models[0], skeleton, plan) if plan is not None else [*range(rank.mesh.pipe.size)]
     for place in sorted({*like} - {0}):
         models[place] = make(partial(VirtualRank, meeting, place), skeleton)
     meeting.like = like
@@ -261,14 +261,15 @@ def _like(model: VirtualModel, skeleton: nn.Sequential, plan: Mapping[str, Any])
     first = dict[Any, int]()
     modes = checkpoint_stops(model.checkpoint, 2, len(model.balance))
     # Stages with ends of skips differ by the names or the namespaces.
-    alone = {0, len(rank.places) - 1, *(stage for tie in rank.tied for stage, _ in tie)}
+    places = rank.placement.places
+    alone = {0, len(places) - 1, *(stage for tie in rank.description.ties for stage, _ in tie)}
     found = []
-    for place in range(rank.pipe.size):
+    for place in range(rank.mesh.pipe.size):
         stages = rank.stages_of(place)
         forms = [
             (
                 modes[j],
-                rank.places[j + 1] == place,
+                places[j + 1] == place,
                 *(_form(name, skeleton.get_submodule(name), plan) for name in rank.stages[j]),
             )
             for j in stages
@@ -378,17 +379,17 @@ def _report(
     rank = models[0]._rank
     assert meeting.schedule is not None
     rows = [
-        *map(receiving_early, with_messages(meeting.schedule, sorted(rank.skips), rank.places))
-    ]
-    sizes = {axis: getattr(rank, axis).size for axis in AXES}
-    groups = {
-        each.group_name: name
-        for name, each in (
-            ('all', rank.everyone),
-            *((axis, getattr(rank, axis).group) for axis in AXES),
+        *map(
+            receiving_early,
+            with_messages(meeting.schedule, rank.description.skip_edges, rank.placement.places),
         )
-        if each is not None
-    }
+    ]
+    sizes = {axis.name: axis.size for axis in rank.mesh.axes}
+    groups = {}
+    everyone = Axis('all', rank.mesh.size, 0, rank.mesh.everyone, None)
+    for axis in (everyone, *rank.mesh.axes):
+        if axis.group is not None:
+            groups[str(axis.group.group_name)] = axis.name
     accounts = []
     for place, row in enumerate(rows):
         like = meeting.like[place]
@@ -404,10 +405,10 @@ def _report(
     return DryRun(
         sizes,
         tuple(model.balance),
-        tuple(rank.places),
+        tuple(rank.placement.places),
         len(meeting.kinds),
         tuple(accounts),
-        rank.replicas.offloads,
+        rank.placement.offloads,
         devices_per_host,
         memory_limit,
     )
@@ -431,10 +432,11 @@ def _replayed(
     The first items of a kind have the entries of the first such items that have run. All later
     ones have the last of these entries.
     """
-    row = like.replicas.row(row, True, True, dict(zip(like.own, like.stages_of(place))))
+    stages = dict(zip(like.local_stages, like.stages_of(place)))
+    row = like.replicas.row(row, like.placement.active_units, True, True, stages)
     begin, *entries = like.counter.entries
     known: defaultdict[Any, list[Entry]] = defaultdict(list)
-    numbers = {j: k for k, j in enumerate(like.own)}
+    numbers = {j: k for k, j in enumerate(like.local_stages)}
     for entry in entries:
         known[entry.item and _kind(meeting, numbers, entry.item)].append(entry)
     numbers = {j: k for k, j in enumerate(like.stages_of(place))}

@@ -14,6 +14,7 @@ from collections import Counter as Collected
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from threading import Semaphore, Thread
 from typing import Any
 
@@ -24,19 +25,22 @@ from torch import Tensor, nn
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import FakeTensorMode
 from torchgpipe.base.structure import size_of
-from torchgpipe.distributed.agreement import Facts
-from torchgpipe.distributed.layers import Ties
+from torchgpipe.distributed.agreement import F
+from torchgpipe.distributed.layers import Values
+from torchgpipe.distributed.mesh import MeshInfo
 from torchgpipe.distributed.model import DistributedGPipe
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.distributed.reduction import Replicas
+from torchgpipe.distributed.replicas import Replicas
+from torchgpipe.distributed.starts import Start, Starts
 from torchgpipe.distributed.steps import Steps
+from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.transport import AHEAD, Header, Messages
 from torchgpipe.distributed.watch import Watch
 from torchgpipe.dry_run.counters import Counter
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.messages import Message, Row
+from torchgpipe.schedule.messages import Message, Row, UnitAction
 from torchgpipe.shard.sums import local
 
 #: How many micro-batches of each kind run. The last send frees as much memory as it takes.
@@ -152,7 +156,7 @@ class Rendezvous:
         self.recomputed: Sequence[Collection[int]] = ()
         self.micro_batches: Collection[int] = ()
         self.schedule: Schedule | None = None
-        self._facts: defaultdict[int, dict[int, Facts]] = defaultdict(dict)
+        self._facts: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         self._rounds: defaultdict[int, int] = defaultdict(int)
 
     def fake(self, x: Tensor) -> Tensor:
@@ -180,9 +184,9 @@ class Rendezvous:
             if not seen.update([kind]) and seen[kind] <= REPEATS
         ]
 
-    def meet(self, place: int, facts: Facts) -> list[Facts]:
+    def meet(self, place: int, facts: F) -> list[F]:
         """Return the facts of all places."""
-        if not self.like:  # Models are made one after the other.
+        if not self.like:
             return []
         number = self._rounds[place]
         self._rounds[place] += 1
@@ -211,7 +215,7 @@ class VirtualMessages(Messages):
     """The messages of a virtual rank. All ranks know a header when its message is sent."""
 
     def __init__(self, rank: 'VirtualRank') -> None:
-        super().__init__({}, rank.ranks, rank.device, rank.meeting.headers)
+        super().__init__({}, rank.ranks, rank.mesh.device, rank.meeting.headers)
         self._rank = rank
 
     def send(self, message: Message, header: Header, tensors: Sequence[Tensor]) -> None:
@@ -265,9 +269,10 @@ class VirtualTies(Ties):
 class VirtualReplicas(Replicas):
     """The replicas of a virtual rank. A gather ends at once, so that it counts by itself."""
 
-    def gather(self, j: int) -> None:
-        super().gather(j)
-        self.enter(j)
+    def act(self, action: UnitAction) -> None:
+        """Gather or free a unit."""
+        super().act(action)
+        self.enter(action.stage)
 
 
 class VirtualRank(Rank):
@@ -276,16 +281,10 @@ class VirtualRank(Rank):
     _ties_type = VirtualTies
     _replicas_type = VirtualReplicas
 
-    def __init__(self, meeting: Rendezvous, place: int, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, meeting: Rendezvous, place: int, mesh: MeshInfo, *args: Any) -> None:
+        super().__init__(replace(mesh, pipe=mesh.pipe._replace(rank=place)), *args)
         self.meeting = meeting
         self.counter = Counter(meeting.mode)
-        self.pipe = self.pipe._replace(rank=place)
-        self.own = self.stages_of(place)
-
-    def stages_of(self, place: int) -> list[int]:
-        """Return the stages of a place."""
-        return [j for j, each in enumerate(self.places) if each == place]
 
     def twin(self, message: Message) -> Message:
         """Return the message of a virtual rank with the same header.
@@ -303,14 +302,21 @@ class VirtualRank(Rank):
         like = self.meeting.like
         step = -1 if kind == 'F' else 1
         other = stage
-        while like[self.places[other]] != self.places[other]:
+        places = self.placement.places
+        while like[places[other]] != places[other]:
             other += step
         return Message(Action(other, kind, i), other + to - stage)
 
-    def _fill(self, *args: Any) -> Mapping[str, nn.Module]:
+    def _fill(
+        self,
+        model: Any,
+        skeleton: nn.Sequential,
+        names: Sequence[str],
+        values: Values,
+        finish: Callable[[str, nn.Module], None],
+    ) -> Mapping[str, nn.Module]:
         """Return copies of some layers with fake tensors."""
-        _, skeleton, own, *_, finish = args
-        layers = {name: skeleton.get_submodule(name) for name in own}
+        layers = {name: skeleton.get_submodule(name) for name in names}
         memo: dict[int, Any] = {}
         for module in nn.ModuleList(layers.values()).modules():
             for x in (
@@ -327,24 +333,30 @@ class VirtualRank(Rank):
             finish(name, layer)
         return copies
 
-    def _check_registered(self, said: Mapping[int, Facts]) -> None:
+    def _check_registered(self, facts: Mapping[int, Any]) -> None:
         """Check nothing: one virtual rank stands for all ranks with its stages."""
 
     def _assemble(self) -> None:
         super()._assemble()
         self.ties.counter = self.counter  # type: ignore[attr-defined]
         self.counter.gathered = lambda: sum(
-            local(x).untyped_storage().nbytes() for x in self.replicas.seen.values()
+            local(x).untyped_storage().nbytes() for x in self.replicas.whole_parameters()
         )
 
-    def together(self, task: str, function: Callable[[], Facts | None]) -> dict[int, Facts]:
+    def agree(self, task: str, function: Callable[[], F], default: F) -> dict[int, F]:
         """Call a function, and return the facts of all ranks; replicas have the same ones."""
-        facts = function() or Facts()
-        if self.everyone is not None:
-            own = torch.empty(len(facts) + 4, dtype=torch.float64)
-            dist.all_gather([own] * self.everyone.size(), own, self.everyone)
-        said = self.meeting.meet(self.pipe.rank, facts)
-        return {rank: each for ranks, each in zip(self.at_place, said) for rank in ranks}
+        facts = function()
+        everyone = self.mesh.everyone
+        if everyone is not None:
+            local = torch.empty(1 + len(facts), dtype=torch.float64)
+            dist.all_gather([local] * everyone.size(), local, everyone)
+        by_place = self.meeting.meet(self.mesh.pipe.rank, facts)
+        if not by_place:  # Models are made one by one.
+            by_place = [facts] * len(self.mesh.same_stages)
+        by_rank = {}
+        for ranks, facts in zip(self.mesh.same_stages, by_place):
+            by_rank.update(dict.fromkeys(ranks, facts))
+        return by_rank
 
 
 def _keep_if_not_copied(value: Any, memo: dict[int, Any]) -> None:
@@ -356,28 +368,33 @@ def _keep_if_not_copied(value: Any, memo: dict[int, Any]) -> None:
             memo[id(value)] = value
 
 
+class VirtualStarts(Starts):
+    """The starts of a virtual rank, without values."""
+
+    def _digest_of(self, batches: Sequence[Chunk]) -> int:
+        return 0  # Ranks along the tensor axis have the same samples.
+
+    def _make_losses(self, *args: Any) -> Losses:
+        losses = super()._make_losses(*args)
+        losses.monitor = losses.in_layers = None  # It compares values.
+        return losses
+
+
 class VirtualSteps(Steps):
     """The steps of a virtual rank."""
 
     _rank: VirtualRank
+    _starts_type = VirtualStarts
 
     def __init__(
         self, rank: VirtualRank, model: DistributedGPipe, at: Any, compare_every: int
     ) -> None:
         super().__init__(rank, model, rank.counter.at, compare_every)
 
-    def _given(self, batches: Sequence[Chunk]) -> int:
-        return 0  # Ranks along the tensor axis have the same samples.
-
-    def _scheduled(self, start: Any) -> tuple[Schedule, Sequence[Collection[int]]]:
-        schedule, recomputed = super()._scheduled(start)
+    def _schedule(self, start: Start, *args: Any) -> tuple[Schedule, Sequence[Collection[int]]]:
+        schedule, recomputed = super()._schedule(start, *args)
         self._rank.meeting.choose(start.sizes, recomputed)
         return schedule, recomputed
-
-    def _losses(self, sizes: list[int], *args: Any, **options: Any) -> Losses:
-        losses = super()._losses(sizes, *args, **options)
-        losses.monitor = losses.in_layers = None  # It compares values.
-        return losses
 
     def _row(self, schedule: Schedule) -> Row:
         self._rank.meeting.schedule = schedule

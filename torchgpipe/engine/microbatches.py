@@ -179,8 +179,7 @@ def cut(
         tensors, kind = once(tensors, kind, keys)
         dims = [dim for _, dim in dict.fromkeys(keys)]
 
-    # As in `torch.tensor_split`, the first ones have one sample more.
-    sizes = [size // m + (i < size % m) for i in range(m)]
+    sizes = sizes_of(size, m)
     shared = [k for k, dim in enumerate(dims) if dim is None]
     if m == 1:
         return [Chunk(tensors, kind)], sizes, shared
@@ -192,6 +191,15 @@ def cut(
         else:
             parts.append(x.split(sizes, dim))
     return [Chunk(xs, kind) for xs in zip(*parts)], sizes, shared
+
+
+def sizes_of(size: int, m: int) -> list[int]:
+    """Return the sizes of ``m`` micro-batches. The first ones may have one sample more.
+
+    >>> sizes_of(7, 3)
+    [3, 2, 2]
+    """
+    return [size // m + (i < size % m) for i in range(m)]
 
 
 def _batch_dims(

@@ -43,7 +43,7 @@ from torchgpipe.base.devices import (
     parse_device,
     synchronize,
 )
-from torchgpipe.base.settings import Checkpoint, checkpoint_stops
+from torchgpipe.base.settings import Checkpoint, LossOptions, checkpoint_stops
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
 from torchgpipe.losses import Losses
@@ -731,7 +731,7 @@ def _step(devices: Sequence[Device], schedule: str, checkpoint: str) -> Callable
 
     def run(x: Tensor) -> object:
         batches, sizes, common = cut(x, len(x), 0)
-        losses = Losses(lambda y, _: y.sum(), None, sizes, 0, None, None)
+        losses = Losses(LossOptions(lambda y, _: y.sum()), sizes)
         again = [*map(range, checkpoint_stops(checkpoint, len(x), len(places)))]
         return run_step(
             engine, batches, losses, schedule, False, again, common=common, offload=False

@@ -39,50 +39,56 @@ class Sum(NamedTuple):
     work: Any
 
 
-def started(parameters: Sequence[Tensor], found: dict[int, Tensor], group: Any) -> list[Sum]:
+def start_sums(gradients: dict[Tensor, Tensor | None], group: dist.ProcessGroup) -> list[Sum]:
     """Start to add up gradients over replicas.
 
     Args:
-        found: Their gradients on this rank, by number. It is emptied bucket by bucket, so that
+        gradients: By parameter, the gradient of this rank. It is emptied bucket by bucket, so that
             there is no second set of gradients.
     """
     sums = []
-    for bucket in _buckets(parameters):
-        grads = [like(x, found.get(id(x))) for x in bucket]
-        there = local(grads[0]).new_tensor(
-            [float(found.pop(id(x), None) is not None) for x in bucket]
-        )
-        flat = torch.cat([*(local(grad).reshape(-1) for grad in grads), there])
-        grads.clear()
+    for bucket in _buckets([*gradients]):
+        parts = []
+        flags = []
+        for x in bucket:
+            gradient = gradients.pop(x)
+            flags.append(float(gradient is not None))
+            parts.append(local(like(x, gradient)).reshape(-1))
+            gradient = None
+        parts.append(parts[0].new_tensor(flags))
+        flat = torch.cat(parts)
+        parts.clear()
         sums.append(Sum(bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     return sums
 
 
-def ended(sums: list[Sum]) -> Gradients:
+def end_sums(sums: list[Sum]) -> Gradients:
     """Return the sums of gradients, for parameters with a gradient on any rank.
 
     Args:
         sums: Sums that have started. The list is emptied.
     """
-    found: Gradients = []
+    results: Gradients = []
     counts = []
     while sums:
-        results, count = _ended(*sums.pop(0))
-        found += results
+        count = _end_sum(*sums.pop(0), results)
         counts.append(count)
     # One look at the device for all buckets, because it waits for them.
     anywhere = torch.cat(counts).tolist() if counts else ()
-    return [each for each, count in zip(found, anywhere) if count]
+    return [result for result, count in zip(results, anywhere) if count]
 
 
-def _ended(bucket: list[Tensor], flat: Tensor, work: Any) -> tuple[Gradients, Tensor]:
-    """Return the sums of a bucket, and for each parameter the number of ranks with a gradient."""
+def _end_sum(bucket: list[Tensor], flat: Tensor, work: Any, results: Gradients) -> Tensor:
+    """Append the sums of a bucket; return for each parameter how many ranks had a gradient."""
     work.wait()
-    *totals, count = flat.split([*(local(x).numel() for x in bucket), len(bucket)])
-    results = [torch.empty_like(x, dtype=flat.dtype) for x in bucket]
-    for result, total in zip(results, totals):
+    sizes = [local(x).numel() for x in bucket]
+    *totals, count = flat.split([*sizes, len(bucket)])
+    for x, total in zip(bucket, totals):
+        result = torch.empty_like(x, dtype=flat.dtype)
         local(result).copy_(total.view_as(local(result)))
-    return [*zip(bucket, results)], count.clone()
+        results.append((x, result))
+    copied: Tensor = count.clone()
+    return copied
 
 
 #: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.

@@ -15,7 +15,7 @@ from tests.helpers import Call
 from tests.shard.processes import outcomes, run
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.agreement import digests
+from torchgpipe.distributed.comparison import digests
 
 
 def linear():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tests.distributed.models import batch, unet
 from tests.shard.processes import run
-from torchgpipe.distributed import DistributedGPipe, agreement, init_mesh
+from torchgpipe.distributed import DistributedGPipe, clocks, init_mesh
 from torchgpipe.timeline import record
 
 
@@ -55,4 +55,4 @@ def test_a_rank_records_its_own_lane_without_the_others():
 
 
 def test_one_rank_has_its_own_clock():
-    assert agreement.merge([], 3.0, None, torch.device('cpu')) == []
+    assert clocks.merge([], 3.0, None, torch.device('cpu')) == []

@@ -20,8 +20,8 @@ from tests.distributed.test_model import alone, check, trained
 from tests.marks import slow
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.reduction import Unit, grouped
 from torchgpipe.distributed.steps import Steps
+from torchgpipe.distributed.units import Unit, UnitState, group_stages
 from torchgpipe.shard import sums
 
 
@@ -92,14 +92,18 @@ def test_replicas_that_gather_in_turn_have_the_same_number_of_micro_batches():
 def evaluated(axes):
     """Evaluate on replicas with other numbers of micro-batches, one of them without any."""
     model = made(tied(), 4, axes).eval()
-    number = model._rank.data.rank
+    number = model._rank.mesh.data.rank
     x, target = batch(0, 8)
     parts = [slice(0, 3), slice(3, 8)], [slice(0, 8), None]
     found = []
     for each in (part[number] for part in parts):
         given = (None, None) if each is None else (x[each], target[each])
         found.append(model.evaluate(*given, F.mse_loss))
-    return found, model(x[parts[0][number]]), model._rank.replicas._whole
+    return (
+        found,
+        model(x[parts[0][number]]),
+        [unit for unit in model._rank.units.values() if unit.state is not UnitState.SHARDED],
+    )
 
 
 def test_evaluations_of_replicas_with_other_numbers_of_micro_batches():
@@ -127,7 +131,7 @@ def neighbours():
 def followed(make, axes, schedule, **options):
     """Return the calls that gather, free and reduce units in a step and a call."""
     model = made(make(), 4, axes, chunks=4, **options)
-    units = {unit: j for j, unit in reversed(model._rank.replicas._units.items())}
+    units = {unit: j for j, unit in reversed(model._rank.units.items())}
     calls, ends = [], []
 
     def noted(name, text):
@@ -147,13 +151,13 @@ def followed(make, axes, schedule, **options):
         whole = {j for unit, j in units.items() for x in unit.seen if x.untyped_storage().nbytes()}
         assert len(whole) == 1
 
-    for name, text in (('gather', '+'), ('free', '-'), ('add', 'G')):
+    for name, text in (('gather', '+'), ('free', '-'), ('reduce', 'G')):
         noted(name, text)
     wait = Unit.wait
 
     def remember(unit):
         wait(unit)
-        unit.seen = unit.own
+        unit.seen = [*unit.managed()]
 
     Unit.wait = remember
     for unit in units:
@@ -201,8 +205,8 @@ def test_gradients_of_tied_weights_leave_in_the_end():
 def test_groups():
     one = nn.Linear(2, 2)
     stages = {0: one, 2: nn.Linear(2, 2), 4: nn.Tanh(), 6: nn.Sequential(one)}
-    assert sorted(grouped(stages)) == [[0, 6], [2], [4]]
-    assert sorted(grouped(stages, {2, 6})) == [[0, 2, 6], [4]]
+    assert sorted(group_stages(stages)) == [[0, 6], [2], [4]]
+    assert sorted(group_stages(stages, {2, 6})) == [[0, 2, 6], [4]]
 
 
 class Peak(TorchDispatchMode):
@@ -267,7 +271,7 @@ def gradients(model):
 def accumulated(axes, make):
     """Give the gradients of two steps, one of them without a reduction, and of each alone."""
     model, found = made(make(), 4, axes), []
-    data = model._rank.data
+    data = model._rank.mesh.data
     steps = [[x.chunk(data.size)[data.rank] for x in batch(step, 8)] for step in range(2)]
     with model.no_sync():
         model.step(*steps[0], F.mse_loss, schedule='looped-bfs')
@@ -291,26 +295,32 @@ def test_steps_without_reduction_are_added_up(axes, make):
             torch.testing.assert_close(grad, each[name], rtol=1e-12, atol=1e-12)
 
 
+def waiting(model):
+    """Return the names of the parameters whose gradients are not reduced yet."""
+    records = model._rank.replicas.records
+    return {record.name for record in records if record.gradient is not None}
+
+
 def failing():
     """Fail at the end of a step, when stages have reduced their gradients."""
-    model, whole = made(perceptron(), 4, {'data': 2}), Steps._whole
+    model, total = made(perceptron(), 4, {'data': 2}), Steps._total
     step = partial(model.step, *share(*batch(0, 8)), F.mse_loss)
     step()
     with model.no_sync():
         step()
-    before, pending = gradients(model), {**model._rank.replicas.pending}
+    before, pending = gradients(model), waiting(model)
 
     def fails(*args):
         raise ValueError('it is broken')
 
-    Steps._whole = fails
+    Steps._total = fails
     with pytest.raises(ValueError, match='it is broken'):
         step()
-    Steps._whole = whole
+    Steps._total = total
     assert all(isinstance(x, DTensor) for x in model.parameters())
     after = gradients(model)
     assert all(torch.equal(grad, after[name]) for name, grad in before.items())
-    assert model._rank.replicas.pending.keys() == pending.keys() != set()
+    assert waiting(model) == pending != set()
 
 
 def test_a_step_that_fails_leaves_gradients_as_they_were():
@@ -353,7 +363,7 @@ def test_a_layer_that_changes_a_parameter_is_refused(layer):
 def beside(make, axes, name):
     """Give gradients where the loss has a parameter of the last stage in a closure."""
     model = made(make(), 4, axes)
-    data = model._rank.data
+    data = model._rank.mesh.data
     pair = [x.chunk(data.size)[data.rank] for x in batch(0, 8)]
 
     def loss_fn(output, target):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tests.distributed.models import Block, Head, batch, tied
 from tests.shard.processes import outcomes, run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.layers import Ties
+from torchgpipe.distributed.ties import Ties
 
 
 def tied_values():
@@ -28,10 +28,12 @@ def test_tied_weights_take_the_values_of_the_first_stage():
 def own_tie():
     """Return whether a tie of stages of one rank leaves a gradient as it is."""
     layer = nn.Linear(2, 2)
-    ties = Ties(nn.Sequential(layer)._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 0], None)
+    ties = Ties(
+        nn.Sequential(layer)._modules, [((0, '0.weight'), (1, '1.weight'))], [0, 0], None, 0
+    )
     grad = torch.ones(2, 2)
-    ((_, found),) = ties.together([(layer.weight, grad)])
-    return found is grad and not ties.names
+    ((_, found),) = ties.sum([(layer.weight, grad)])
+    return found is grad and not ties.first_names
 
 
 def test_stages_of_one_rank_share_a_gradient_as_it_is():

@@ -33,7 +33,9 @@ def whole_bytes(most, schedule):
     replicas, peak = model._rank.replicas, [0]
 
     def at(_):
-        peak[0] = max(peak[0], sum(x.untyped_storage().nbytes() for x in replicas.seen.values()))
+        peak[0] = max(
+            peak[0], sum(x.untyped_storage().nbytes() for x in replicas.whole_parameters())
+        )
 
     with mock.patch.object(model._steps, '_at', at):
         for _ in range(2):
@@ -56,7 +58,12 @@ def collectives(data, schedule):
     """Return the collectives of this rank over replicas in a step, in order, with their sizes."""
     stages = 8 if schedule == 'interleaved' else 2
     model = DistributedGPipe(
-        wide(), [8 // stages] * stages, mesh=init_mesh(data=2, pipe=2), chunks=4, data=data
+        wide(),
+        [8 // stages] * stages,
+        mesh=init_mesh(data=2, pipe=2),
+        chunks=4,
+        data=data,
+        compare_every=0,
     )
     x = torch.ones(4, 32)
     model.step(x, x, F.mse_loss, schedule=schedule)
@@ -183,7 +190,7 @@ def frozen_while_waiting(data):
     model = DistributedGPipe(
         perceptron(4), [1] * 4, mesh=init_mesh(data=2, pipe=2), chunks=2, data=data
     )
-    number = model._rank.data.rank
+    number = model._rank.mesh.data.rank
     x, target = (each.chunk(2)[number] for each in batch(0, 8))
     with model.no_sync():
         model.step(x, target, F.mse_loss, schedule='looped-bfs')
@@ -222,7 +229,9 @@ def test_all_ranks_raise_if_a_gradient_of_one_waits(data):
 def behind(data, k, axes):
     """Train with a loss that has layer ``k``, and return its gradient."""
     model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(**axes), chunks=2, data=data)
-    x, target = (each.chunk(axes.get('data', 1))[model._rank.data.rank] for each in batch(0, 8))
+    x, target = (
+        each.chunk(axes.get('data', 1))[model._rank.mesh.data.rank] for each in batch(0, 8)
+    )
     for _ in range(2):
         model.step(x, target, Behind(model.get_submodule(str(k))))
     return full(model.get_parameter(f'{k}.up.weight').grad)
@@ -242,7 +251,9 @@ def test_a_loss_with_a_layer_of_another_stage_is_refused_with_shards():
 
 def kept(data):
     """Return the reductions of a step without synchronization."""
-    model = DistributedGPipe(perceptron(2), [1, 1], mesh=init_mesh(data=2), chunks=2, data=data)
+    model = DistributedGPipe(
+        perceptron(2), [1, 1], mesh=init_mesh(data=2), compare_every=0, data=data
+    )
     x, target = batch(0, 4)
     with model.no_sync(), torch.profiler.profile() as profile:
         model.step(x, target, F.mse_loss)

@@ -1,0 +1,54 @@
+"""Agreement: all ranks get the facts of all, or an error that names the rank that raised."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.shard.processes import run
+from torchgpipe.distributed.agreement import Facts, NotBegun, agree, check_settings, digest
+
+
+def facts_of(error=None):
+    """Return the facts of this rank; the second one raises an error, if there is one."""
+    if error is not None and dist.get_rank() == 1:
+        raise error('rank 1 does not like this')
+    return Facts(settings=7, state=dist.get_rank())
+
+
+def exchanged(error=None):
+    """Exchange facts of three ranks; return them, or the type and text of an error."""
+    function = partial(facts_of, error)
+    try:
+        return agree('a test', function, Facts(), dist.group.WORLD, torch.device('cpu'))
+    except BaseException as raised:
+        return type(raised), str(raised)
+
+
+def test_all_ranks_get_the_facts_of_all():
+    assert run(3, exchanged) == [{rank: Facts(7, rank) for rank in range(3)}] * 3
+
+
+def test_a_value_error_of_one_rank_is_raised_with_its_text_on_all():
+    ranks = run(3, exchanged, ValueError)
+    assert [kind for kind, _ in ranks] == [ValueError] * 3
+    assert ranks[1][1] == 'rank 1 does not like this'
+    for _, text in (ranks[0], ranks[2]):
+        assert text == ('a test ended on rank 1, so it ended here, too: rank 1 does not like this')
+
+
+def test_another_error_names_the_rank_on_all_others():
+    ranks = run(3, exchanged, KeyboardInterrupt)
+    assert [kind for kind, _ in ranks] == [NotBegun, KeyboardInterrupt, NotBegun]
+    assert 'a test could not begin on rank 1' in ranks[0][1]
+
+
+def test_settings_are_equal_or_the_first_other_rank_is_named():
+    check_settings('a step', {0: 3, 1: 3})
+    with pytest.raises(RuntimeError, match='a step has other settings on rank 2 than on rank 0'):
+        check_settings('a step', {0: 3, 1: 3, 2: 4})
+
+
+def test_addresses_do_not_change_a_digest():
+    assert digest(lambda: 1, 3) == digest(lambda: 1, 3) != digest(lambda: 1, 4)
