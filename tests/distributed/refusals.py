@@ -22,6 +22,7 @@ from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint,
 from torchgpipe.distributed.agreement import NotBegun, check_settings
 from torchgpipe.distributed.checkpoint import check_scheduler
 from torchgpipe.distributed.comparison import difference
+from torchgpipe.distributed.failures import Watch
 from torchgpipe.distributed.layers import check_plan
 from torchgpipe.distributed.mesh import Axis, axis_of
 from torchgpipe.distributed.rank import Rank, other_model, other_tensors
@@ -37,7 +38,6 @@ from torchgpipe.distributed.steps import check_same_losses
 from torchgpipe.distributed.ties import Ties, tie_again
 from torchgpipe.distributed.transport import Header, Messages, outline_of
 from torchgpipe.distributed.units import check_shardable
-from torchgpipe.distributed.watch import Watch
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Send
 from torchgpipe.shard.nn import Experts
@@ -261,10 +261,8 @@ def goes_on():
 def ended():
     """End a step as another rank does."""
     watch = Watch(init_mesh(device_type='cpu'))
-    watch._watcher = SimpleNamespace(
-        name='rank 0 (data 0, pipe 0, tensor 0)',
-        tell=lambda text: 'rank 1 raised ValueError: it is broken',
-    )
+    watch._name = 'rank 0 (data 0, pipe 0, tensor 0)'
+    watch._monitor = SimpleNamespace(ask=lambda: 'rank 1 raised ValueError: it is broken')
     with watch.run('a step'):
         raise NotBegun
 

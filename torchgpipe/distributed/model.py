@@ -24,12 +24,12 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
 from torchgpipe.distributed.agreement import Facts, check_settings, digest
 from torchgpipe.distributed.clocks import merge
+from torchgpipe.distributed.failures import Watch, watched
 from torchgpipe.distributed.layers import Values, check_plan, check_whole, skeleton_of
 from torchgpipe.distributed.mesh import MeshInfo, lines_of
 from torchgpipe.distributed.placement import Placement, parse_places
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.steps import Steps
-from torchgpipe.distributed.watch import Watch, watched
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.split import parse_seed
 from torchgpipe.model.weights import Weights

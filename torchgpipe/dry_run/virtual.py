@@ -26,6 +26,7 @@ from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import FakeTensorMode
 from torchgpipe.base.structure import size_of
 from torchgpipe.distributed.agreement import F
+from torchgpipe.distributed.failures import Watch
 from torchgpipe.distributed.layers import Values
 from torchgpipe.distributed.mesh import MeshInfo
 from torchgpipe.distributed.model import DistributedGPipe
@@ -35,7 +36,6 @@ from torchgpipe.distributed.starts import Start, Starts
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.ties import Ties
 from torchgpipe.distributed.transport import AHEAD, Header, Messages
-from torchgpipe.distributed.watch import Watch
 from torchgpipe.dry_run.counters import Counter
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses

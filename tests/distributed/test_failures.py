@@ -8,7 +8,6 @@ import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
@@ -19,20 +18,26 @@ from torch.nn import functional as F
 
 from tests.distributed.failing import Fault, endings
 from tests.distributed.models import Block, batch
+from tests.distributed.test_links import pair  # noqa: F401
 from tests.marks import slow
 from tests.shard.processes import run
-from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed import watch as watchers
-from torchgpipe.distributed.reports import Record
-from torchgpipe.distributed.watch import (
+from torchgpipe.distributed import DistributedGPipe, failures, init_mesh
+from torchgpipe.distributed.failures import (
     EXIT,
     GRACE,
-    SILENCE,
-    Own,
-    WatchThread,
+    Monitor,
+    RankProgress,
+    State,
+    Watch,
     Whereabouts,
+    blame,
+    describe,
+    text_of,
     whereabouts,
 )
+from torchgpipe.distributed.links import Unreachable
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.messages import UnitAction
 from torchgpipe.timeline import record
 
 LIMIT = timedelta(seconds=3)
@@ -401,7 +406,7 @@ def test_no_collection_begins_where_frames_are_read(monkeypatch):
         return {thread: Frame(frame, enabled) for thread, frame in current_frames().items()}
 
     monkeypatch.setattr(sys, '_current_frames', frames)
-    assert 'test_watch.py' in whereabouts(threading.get_ident()).text
+    assert 'test_failures.py' in whereabouts(threading.get_ident()).text
     assert len(enabled) > 2
     assert not any(enabled)
     assert gc.isenabled()
@@ -415,97 +420,6 @@ def test_in_v0_22_a_frame_that_became_another_object_ended_the_watch(monkeypatch
         delattr(frame, name)
         monkeypatch.setattr(sys, '_current_frames', lambda frame=frame: {7: frame})
         assert whereabouts(7) == Whereabouts(False, 'a line that could not be read'), name
-
-
-class Injected(Exception):
-    """An error in a line of the watch."""
-
-
-class Injector:
-    """Raises in one line of the watch after the other, once each; as ``sys.settrace`` calls it."""
-
-    def __init__(self):
-        self.lines, self.next, self.raised = [], None, set()
-
-    def __call__(self, frame, event, argument):
-        names = ('loop', '_attempt', 'text_of')
-        is_watch = frame.f_code.co_filename.endswith(('distributed/watch.py', 'reports.py'))
-        return self.line if is_watch and frame.f_code.co_name not in names else None
-
-    def line(self, frame, event, argument):
-        """Raise if this is the next line."""
-        place = frame.f_code.co_filename, frame.f_lineno
-        if event == 'line' and place not in self.lines:
-            self.lines.append(place)
-        if event == 'line' and place == self.next:
-            self.next = None
-            self.raised.add(place)
-            raise Injected(f'line {place[1]}')
-        return self.line
-
-
-@pytest.mark.slow
-def test_no_error_in_a_line_of_the_watch_ends_it(monkeypatch, capsys):
-    """Each line raises in some of 4,000 turns; later, a failed rank is still named.
-
-    Each forty turns are another action of the step, which waits longer than it may.
-    """
-    monkeypatch.setattr(Room, 'limit', 20.0)
-    room, injector, generator, turns = Room(monkeypatch, 3), Injector(), Random(0), 0
-    seen = set()
-    monkeypatch.setattr(watchers, 'whereabouts', whereabouts)
-    watcher, own = room.watchers[0], room.own[0]
-
-    def wait(seconds):
-        """Take the other ranks' turns, and choose the next line."""
-        nonlocal turns
-        turns += 1
-        room.now += 1
-        own.count = turns // 40
-        situation = own.count % 4
-        own.error = '' if situation == 1 else None
-        own.inside = situation != 2
-        watcher._answered.clear()
-        room.said[1] = record_of(beat=0 if situation == 3 else turns, run=own.run)
-        room.said[2] = record_of(beat=turns, run=own.run)
-        lines = [x for x in injector.lines if x not in injector.raised] or injector.lines
-        injector.next = generator.choice(lines) if lines else None
-        watcher._stops = turns == 4_000
-        if watcher._stops:
-            seen.update(injector.lines)
-        sys.settrace(injector)  # An error in it has ended the tracing.
-
-    def record_of(beat, run, state='waits', error='', raised_in=0):
-        return Record(beat, run, state, 1.0, 'a step', 'line', error, raised_in, '')
-
-    monkeypatch.setattr(watcher, '_wake', SimpleNamespace(wait=wait, clear=int, set=int))
-    monkeypatch.setattr(watchers.time, 'monotonic', lambda: room.now)
-    before, room.turning = sys.gettrace(), 0
-    sys.settrace(injector)
-    try:
-        watcher.loop()
-    finally:
-        sys.settrace(before)
-    assert turns == 4_000
-    assert seen == injector.raised and len(seen) > 60
-    text = capsys.readouterr().err
-    assert 'the watch of rank 0 continues after tests.distributed.test_watch.Injected' in text
-
-    own.error, own.inside, own.thread = '', True, 0
-    watcher._answered.clear()
-    for beat in range(20):
-        room.said[1] = record_of(beat, own.run, 'failed', 'ValueError: it is broken', own.run)
-        room.now += 1
-        watcher.turn(room.now)
-    assert 'rank 1 raised ValueError: it is broken' in own.found
-
-
-def test_a_stuck_process_ends_also_without_stderr(monkeypatch):
-    room = Room(monkeypatch, 2)
-    room.where[1] = Whereabouts(False, 'layer.py:1')
-    monkeypatch.setattr(sys, 'stderr', None)
-    room.turn(room.limit + 30)
-    assert 0 in room.ended
 
 
 def test_timeouts_are_seconds_or_a_timedelta():
@@ -526,7 +440,7 @@ def test_timeouts_of_other_forms_are_refused():
         (float('inf'), ValueError, 'a finite number'),
         (float('nan'), ValueError, 'a finite number'),
     ):
-        for function in (init_mesh, partial(watchers.Watch, None)):
+        for function in (init_mesh, partial(Watch, None)):
             with pytest.raises(error, match=text):
                 function(timeout=timeout)
 
@@ -550,117 +464,218 @@ def test_files_of_others_are_waited_for_less_long_after_a_failure():
     torch.distributed.destroy_process_group()
 
 
-# --- by a clock that the test turns
+# --- monitors in one process, by a clock that the test turns
 # ------------------------------------------------------------------------------------------------
 
 
-class Wall:
-    """A board without a store."""
-
-    gone = goes_with_us = False
-
-    def __init__(self, room, rank):
-        self.room, self.rank = room, rank
-
-    def say(self, record, news):
-        """Write it down."""
-        self.room.said[self.rank] = record
-        self.room.news += news
-        return self.room.news
-
-    def leave(self, record, lasts):
-        """Write it down."""
-        self.say(record, True)
-
-    def read(self):
-        """Return the entries of the others."""
-        return {rank: each for rank, each in self.room.said.items() if rank != self.rank}
-
-
 class Room:
-    """Watchers of several ranks with the timeout that models have, and one clock."""
+    """Monitors of several ranks, and one clock.
+
+    Attributes:
+        ended: By rank, the time at which its process would have ended.
+    """
 
     limit = 1800.0
 
-    def __init__(self, monkeypatch, ranks):
-        self.said, self.news, self.now, self.ended = {}, 0, 100.0, {}
+    def __init__(self, monkeypatch, linked, ranks):
+        self.now = 100.0
+        self.ended = {}
         self.where = {rank: Whereabouts(True, 'start.py:1') for rank in range(ranks)}
-        self.own = {rank: Own() for rank in range(ranks)}
-        self.watchers, self.silent = {}, set()
+        self.silent = set()
+        self.turning = 0
+        monkeypatch.setattr(failures.time, 'monotonic', lambda: self.now)
+        monkeypatch.setattr(failures, 'whereabouts', lambda *args: self.where[self.turning])
         monkeypatch.setattr(
-            watchers, 'names_of', lambda mesh: {rank: f'rank {rank}' for rank in range(ranks)}
+            failures.os, '_exit', lambda code: self.ended.setdefault(self.turning, self.now)
         )
-        monkeypatch.setattr(watchers, 'whereabouts', lambda *args: self.where[self.turning])
-        monkeypatch.setattr(watchers, 'Board', lambda names: Wall(self, self.turning))
-        monkeypatch.setattr(torch.distributed, 'get_rank', lambda: self.turning)
-        monkeypatch.setattr(
-            watchers.os, '_exit', lambda code: self.ended.setdefault(self.turning, self.now)
-        )
+        names = {rank: f'rank {rank}' for rank in range(ranks)}
+        self.progress = {rank: RankProgress() for rank in range(ranks)}
+        self.monitors = {}
         for rank in range(ranks):
-            self.turning = rank
-            self.watchers[rank] = WatchThread(self.own[rank], None, self.limit)
-            self.own[rank].begin('a step')
+            point = SimpleNamespace(host=f'host {rank // 2}', fileno=linked()[0].fileno)
+            self.monitors[rank] = Monitor(self.progress[rank], names, rank, self.limit, point)
+            self.monitors[rank]._absent.clear()
+            self.progress[rank].begin('a step')
+        for rank in range(1, ranks):
+            one, other = linked()
+            self.monitors[0]._add(rank, one)
+            self.monitors[rank]._add(0, other)
 
     def turn(self, seconds, period=1.0):
-        """Advance the time, and return the findings of the watchers."""
+        """Advance the time, and return the failures that end the runs of the ranks."""
         for _ in range(round(seconds / period)):
             self.now += period
-            for rank, each in self.watchers.items():
-                if rank not in self.silent and rank not in self.ended:
-                    self.turning = rank
-                    each.turn(self.now)
-        return {rank: each._found for rank, each in self.watchers.items()}
+            for rank, monitor in self.monitors.items():
+                if rank in self.silent or rank in self.ended:
+                    continue
+                self.turning = rank
+                for key, _ in monitor._selector.select(0):
+                    key.data()
+                monitor._turn()
+        return {rank: monitor._text_of_failures() for rank, monitor in self.monitors.items()}
 
 
-def test_a_rank_whose_layer_holds_pythons_lock_is_not_gone(monkeypatch):
-    room = Room(monkeypatch, 3)
+@pytest.fixture
+def room(monkeypatch, pair):  # noqa: F811
+    """Return a function that makes a room."""
+    rooms = []
+
+    def make(ranks):
+        rooms.append(Room(monkeypatch, pair, ranks))
+        return rooms[-1]
+
+    yield make
+    for room in rooms:
+        for monitor in room.monitors.values():
+            monitor._wake_end.close()
+            monitor._bell.close()
+            monitor._selector.close()
+
+
+def test_a_rank_whose_layer_holds_pythons_lock_is_not_gone(room):
+    room = room(3)
     room.where[1] = Whereabouts(False, 'layer.py:1')
     room.turn(5)
     room.silent = {1}
     assert not any(room.turn(room.limit - 10).values()) and not room.ended
     room.silent = set()
-    for own in room.own.values():
-        own.begin('a step')
+    for progress in room.progress.values():
+        progress.begin('a step')
     assert not any(room.turn(room.limit - 10).values()) and not room.ended
 
 
-@pytest.mark.parametrize('silent', [False, True])
-def test_a_stuck_rank_is_named_when_others_have_waited_for_long(monkeypatch, silent):
-    room = Room(monkeypatch, 3)
-    room.where[1] = Whereabouts(False, 'layer.py:1')
+@pytest.mark.parametrize('stuck', [0, 1])
+def test_a_stuck_rank_is_named_when_others_have_waited_for_long(room, stuck):
+    room = room(3)
+    room.where[stuck] = Whereabouts(False, 'layer.py:1')
     room.turn(5)
-    room.silent = {1} if silent else set()
     start = room.now
     assert not any(room.turn(room.limit - 10).values())
-    found = room.turn(30)
-    for rank in (0, 2):
-        assert 'rank 1 ' in found[rank] and 'layer.py:1' in found[rank]
-        assert room.limit - 10 < room.ended[rank] - start < room.limit + SILENCE + GRACE + 3
-    assert (1 in room.ended) is not silent
+    texts = room.turn(30)
+    for rank in range(3):
+        assert f'rank {stuck} does not wait, but computes in a step, layer.py:1' in texts[rank]
+        assert room.limit - 10 < room.ended[rank] - start < room.limit + GRACE + 5
 
 
-def test_a_dead_rank_is_distinguished_from_waiting_ranks(monkeypatch):
-    """Also where no backend says so, and it has waited as well, before."""
-    room = Room(monkeypatch, 3)
+def test_a_stuck_rank_that_cannot_answer_is_named(room):
+    room = room(3)
     room.turn(5)
     room.silent = {1}
-    found = room.turn(room.limit + 30)
-    assert 'rank 1 is gone' in found[0] and 'rank 2 ' not in found[0]
+    texts = room.turn(room.limit + 30)
+    assert 'rank 1 does not answer' in texts[0] and 'rank 2 ' not in texts[0]
     assert {*room.ended} == {0, 2}
 
 
-def test_a_rank_that_is_gone_is_named_within_ten_seconds_also_far_from_it(monkeypatch):
-    """The backend tells its neighbour, and that one the others."""
-    room = Room(monkeypatch, 4)
-    room.turn(5)
-    room.silent, start = {1}, room.now
-    room.own[0].error = ''  # The backend has raised something.
-    room.watchers[0]._answered.clear()
-    while not room.watchers[0]._answered.is_set():
-        room.turn(0.1, 0.1)
-    assert room.own[0].found.startswith('rank 1 is gone')
-    room.own[0].end()
-    found = room.turn(10)
-    for rank in (2, 3):
-        assert 'rank 0 has found that rank 1 is gone' in found[rank]
-        assert room.ended[rank] - start < 10
+def test_a_rank_that_computes_is_not_ended_by_the_failure_of_another(room):
+    room = room(3)
+    room.where[2] = Whereabouts(False, 'layer.py:1')
+    room.progress[1].raised = 1, 'ValueError: it is broken'
+    room.progress[1].end()
+    texts = room.turn(60)
+    assert {*room.ended} == {0}
+    assert texts[0] == texts[2] == 'rank 1 raised ValueError: it is broken'
+    room.where[2] = Whereabouts(True, 'start.py:1')
+    room.turn(10)
+    assert {*room.ended} == {0, 2}
+
+
+def test_a_rank_that_goes_on_after_a_failure_of_an_earlier_run_is_left_alone(room):
+    """All ranks raise the error of a wrong argument, and take the next step."""
+    room = room(3)
+    for progress in room.progress.values():
+        progress.raised = progress.run, 'ValueError: wrong'
+        progress.end()
+    room.turn(3)
+    for progress in room.progress.values():
+        progress.begin('a step')
+    assert not any(room.turn(room.limit - 10).values()) and not room.ended
+
+
+def test_an_error_is_named_before_the_end_of_another_process(room):
+    room = room(4)
+    room.monitors[3]._links[0].close()
+    assert 'rank 3 is gone' in room.turn(1)[0]
+    room.progress[1].raised = 1, 'ValueError: it is broken'
+    texts = room.turn(3)
+    assert texts[0] == texts[2] == 'rank 1 raised ValueError: it is broken'
+
+
+def test_the_end_of_a_rank_ends_later_runs_only(room):
+    room = room(3)
+    monitor = room.monitors[1]
+    monitor._links[0].send('left', 1)
+    room.silent = {1}
+    assert not any(room.turn(30).values()) and not room.ended
+    for rank in (0, 2):
+        room.progress[rank].begin('a step')
+    texts = room.turn(20)
+    assert texts[0] == texts[2] == 'rank 1 has ended, and takes no part in what others do'
+    assert {*room.ended} == {0, 2}
+
+
+def test_all_ranks_of_a_lost_host_are_named(room):
+    room = room(4)
+    for rank, monitor in room.monitors.items():
+        monitor._hosts = {other: f'host {other // 2}' for other in room.monitors}
+        if rank // 2:
+            monitor._lose(0, Unreachable('timed out'))
+    room.monitors[0]._lose(2, Unreachable('timed out'))
+    texts = room.turn(3)
+    for rank in range(4):
+        others = 'rank 2, rank 3' if rank < 2 else 'rank 0, rank 1'
+        assert texts[rank].startswith(f'{others} cannot be reached: their host host')
+
+
+def test_a_rank_that_waits_as_all_do_is_listed_with_its_position(room):
+    room = room(2)
+    texts = room.turn(room.limit + 10)
+    for rank in range(2):
+        assert f'rank {rank} waits in a step, start.py:1, for' in texts[0]
+
+
+def test_an_error_in_a_task_does_not_end_the_watch(room, monkeypatch, capsys):
+    """It is printed once."""
+    room = room(2)
+
+    def fails(*args):
+        raise Injected('no')
+
+    monkeypatch.setattr(failures, 'whereabouts', fails)
+    monitor = room.monitors[0]
+    for _ in range(3):
+        monitor._attempt(monitor._turn)
+    text = capsys.readouterr().err
+    assert text.count('the watch of rank 0 continues after') == 1 and 'Injected: no' in text
+
+
+class Injected(Exception):
+    """An error in the watch."""
+
+
+def test_a_stuck_process_ends_also_without_stderr(room, monkeypatch):
+    room = room(2)
+    room.where[1] = Whereabouts(False, 'layer.py:1')
+    monkeypatch.setattr(sys, 'stderr', None)
+    room.turn(room.limit + 30)
+    assert 0 in room.ended
+
+
+def test_a_busy_rank_is_blamed_before_ranks_that_wait():
+    waits = State(3, 9, 'waits', 'a step', 'start.py:1', 9.0)
+    for state, expected in (
+        (None, 'does not answer'),
+        (State(3, 9, 'computes', 'a step', 'layer.py:1', 9.0), 'does not wait, but computes in'),
+        (State(2, 9, 'outside', '', 'train.py:1', 9.0), 'is not where the others are, but is'),
+    ):
+        states = {0: waits} if state is None else {0: waits, 1: state}
+        ((rank, text),) = blame(states, [0, 1], 3).items()
+        assert rank == 1 and text.startswith(expected), state
+    assert [*blame({0: waits, 1: waits}, [0, 1], 3)] == [0, 1]
+
+
+def test_descriptions_of_actions_and_errors():
+    assert describe(None) == ''
+    assert describe(Action(1, 'W', 2)) == 'backward to weights of stage 1, micro-batch 2'
+    assert describe(UnitAction('UNSHARD', 2)) == 'gather of the parameters of stage 2'
+    error = ValueError('x' * 10000)
+    assert text_of(error).startswith('ValueError: xxx') and len(text_of(error)) == 4000

@@ -1,0 +1,48 @@
+"""A training on two hosts: ``train_on_hosts.py FOLDER UNREACHABLE STEPS SECONDS``.
+
+In the third step, a layer of the last rank holds Python's lock for some seconds.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchgpipe.distributed import DistributedGPipe, init_mesh, links
+
+FOLDER, UNREACHABLE, STEPS, SECONDS = Path(sys.argv[1]), *map(int, sys.argv[2:])
+RANK = int(os.environ['RANK'])
+
+
+class Holds(nn.Linear):
+    """A layer that holds Python's lock once."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 5 and RANK == 3 and SECONDS:
+            ctypes.PyDLL(None).sleep(SECONDS)
+        return super().forward(x)
+
+
+def main():
+    for name, value in links._OPTIONS.items():
+        factor = UNREACHABLE / links.UNREACHABLE
+        links._OPTIONS[name] = max(1, int(value * factor)) if name != 'TCP_KEEPCNT' else value
+    torch.manual_seed(0)
+    mesh = init_mesh(data=2, pipe=2, device_type='cpu')
+    layers = nn.Sequential(nn.Linear(4, 4), Holds(4, 4))
+    model = DistributedGPipe(layers, [1, 1], mesh=mesh, chunks=2)
+    for step in range(STEPS):
+        model.step(torch.ones(4, 4), torch.ones(4, 4), nn.functional.mse_loss)
+        if step == 1:
+            (FOLDER / f'{RANK}.runs').touch()
+    (FOLDER / f'{RANK}.done').touch()
+
+
+if __name__ == '__main__':
+    main()
