@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.shard.processes import run
-from torchgpipe.distributed.agreement import Facts, NotBegun, agree, check_settings, digest
+from torchgpipe.distributed.agreement import Facts, NotBegun, check_settings, digest
+from torchgpipe.shard.collectives import agree
 
 
 def facts_of(error=None):
@@ -35,13 +36,15 @@ def test_a_value_error_of_one_rank_is_raised_with_its_text_on_all():
     assert [kind for kind, _ in ranks] == [ValueError] * 3
     assert ranks[1][1] == 'rank 1 does not like this'
     for _, text in (ranks[0], ranks[2]):
-        assert text == ('a test ended on rank 1, so it ended here, too: rank 1 does not like this')
+        assert text == (
+            'a test failed on rank 1, so it ended here, too: ValueError: rank 1 does not like this'
+        )
 
 
 def test_another_error_names_the_rank_on_all_others():
     ranks = run(3, exchanged, KeyboardInterrupt)
     assert [kind for kind, _ in ranks] == [NotBegun, KeyboardInterrupt, NotBegun]
-    assert 'a test could not begin on rank 1' in ranks[0][1]
+    assert 'a test failed on rank 1' in ranks[0][1]
 
 
 def test_settings_are_equal_or_the_first_other_rank_is_named():

@@ -15,7 +15,6 @@ from tests.helpers import Call
 from tests.shard.processes import outcomes, run
 from torchgpipe import Arguments, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
-from torchgpipe.distributed.comparison import digests
 
 
 def linear():
@@ -756,32 +755,3 @@ def caches():
 
 def test_masks_of_other_sizes_are_no_difference():
     run(2, caches)
-
-
-def test_numbers_tell_values_and_places_of_all_types():
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-    ):
-        x = torch.arange(24).reshape(2, 3, 4) % 7
-        x = (x > 3 if dtype is torch.bool else x).to(dtype)
-        others = [x.flip(0), x.flip(1), x.flip(2), x.transpose(0, 1).contiguous().view(2, 3, 4)]
-        changed = x.clone()
-        changed[1, 2, 3] = changed[0, 1, 2]
-        found = digests(
-            [x, x.clone(), x.permute(2, 0, 1).contiguous().permute(1, 2, 0), changed, *others]
-        )
-        assert found[0] == found[1] == found[2] and found[0] not in found[3:], dtype
-        assert all(0 <= each < 1 << 40 for each in found)
-    constant = digests([torch.ones(4), torch.ones(4) + 1, torch.ones(()), torch.empty(0)])
-    assert len({*constant}) == 4
-    order = digests([torch.eye(4)[rows] for rows in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0])])
-    assert len({*order}) == 3
-    odd = torch.arange(9, dtype=torch.uint8)
-    assert digests([odd[1:]]) == digests([odd[1:].clone()]) != digests([odd[:-1]])

@@ -119,7 +119,7 @@ def edges(queues, limit):
                 ).item()
             )
     # Receives are early only if nothing waits behind them.
-    early = any(key[0] for _, rows in model._steps._known.values() for key in rows if key)
+    early = any(key[0] for _, rows in model._steps._kinds.values() for key in rows if key)
     assert early is model._rank.edges.apart
     found = groups_of_edges(mesh, [(0, 1), (1, 0)])
     assert all(found.groups[each] is group for each, group in model._rank.edges.groups.items())

@@ -293,7 +293,7 @@ def uncounted():
 
 def test_a_micro_batch_without_a_backward_is_refused():
     one, two = outcomes(2, uncounted, timeout=60)
-    assert 'a step of this model ended on rank 1, so it ended here, too: ' in one.text
+    assert 'a step of this model failed on rank 1, so it ended here, too: ' in one.text
     for each in (one, two):
         assert 'that of number 1 has nothing that counts' in each.text
 

@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Optimizer
 
 from torchgpipe.base.devices import CPU, rng_states, set_rng_states
 from torchgpipe.base.settings import AXES
-from torchgpipe.distributed.agreement import F, Facts, check_settings, digest
+from torchgpipe.distributed.agreement import Facts, check_settings, digest
 from torchgpipe.distributed.comparison import BitwiseComparison
 from torchgpipe.distributed.mesh import Axis, MeshInfo
 from torchgpipe.distributed.rank import Rank
-from torchgpipe.shard.collectives import gathered
+from torchgpipe.shard.collectives import F, gathered
 from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
 from torchgpipe.shard.state_dict import Named, by_names, check_names, is_tensor, some, under
 
@@ -54,48 +54,46 @@ _EXTRA = '_extra_state'
 
 def shapes(model: nn.Module) -> Shapes:
     """Return the shapes in the state dict of a model, or of a rank's part of it."""
-    return {
-        name: tuple(value.shape) if isinstance(value, Tensor) else None
-        for name, value in model.state_dict().items()
-        if not name.endswith(_EXTRA)
-    }
+    result: Shapes = {}
+    for name, value in model.state_dict().items():
+        if not name.endswith(_EXTRA):
+            result[name] = tuple(value.shape) if isinstance(value, Tensor) else None
+    return result
 
 
 def saved_shapes(saved: Mapping[str, Any]) -> Shapes:
     """Return the shapes of a model's tensors in a checkpoint."""
-    return {
-        name: tuple(value.size) if is_tensor(value) else None
-        for name, value in under(saved, 'model.').items()
-        if _EXTRA not in name
-    }
+    result: Shapes = {}
+    for name, value in under(saved, 'model.').items():
+        if _EXTRA not in name:
+            result[name] = tuple(value.size) if is_tensor(value) else None
+    return result
 
 
-# --- a checkpoint is of this model and optimizer
-# --------------------------------------------------------------------------
+# Checks that a checkpoint is of this model and optimizer.
 
 
-def check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_model(model: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check that a checkpoint has the parameters and buffers of a model, in these shapes.
 
     Raises:
         ValueError: It does not. All ranks raise this error.
     """
-    check_names('the checkpoint is of another model', 'model', here, saved, _MOST)
-    others = [
-        f'{name!r} is {saved[name]}, and not {shape}'
-        for name, shape in here.items()
-        if saved[name] != shape
-    ]
-    if others:
+    check_names('the checkpoint is of another model', 'model', model, saved, _MOST)
+    differences = []
+    for name, shape in model.items():
+        if saved[name] != shape:
+            differences.append(f'{name!r} is {saved[name]}, and not {shape}')
+    if differences:
         raise ValueError(
             'the checkpoint is of a model of other sizes: in it '
-            f'{some(others[:_MOST], len(others))}; make the model as it was made '
+            f'{some(differences[:_MOST], len(differences))}; make the model as it was made '
             'before'
         )
 
 
 def check_optimizer(
-    here: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
+    names: Collection[str], options: set[str], saved: Mapping[str, Collection[str]]
 ) -> None:
     """Check that a checkpoint is of an optimizer of these parameters.
 
@@ -108,21 +106,20 @@ def check_optimizer(
             'save it with one'
         )
     check_names(
-        'the checkpoint is of an optimizer of other parameters', 'optimizer', here, saved, _MOST
+        'the checkpoint is of an optimizer of other parameters', 'optimizer', names, saved, _MOST
     )
-    there = {key for each in saved.values() for key in each}
-    missing = options - there - _SCHEDULERS
-    others = there - options - _SCHEDULERS
+    saved_options = set().union(*saved.values())
+    missing = options - saved_options - _SCHEDULERS
+    foreign = saved_options - options - _SCHEDULERS
     # Releases of PyTorch differ in one of them only.
-    if missing and others:
+    if missing and foreign:
         raise ValueError(
             'the checkpoint is of an optimizer of another type: it has '
-            f'{sorted(others)}, but this one {sorted(missing)}'
+            f'{sorted(foreign)}, but this one {sorted(missing)}'
         )
 
 
-# --- the optimizer
-# ---------------------------------------------------------------------------------------
+# The optimizer.
 
 
 def named(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> Named:
@@ -146,12 +143,10 @@ def optimizer_entries(optimizer: Named) -> dict[str, Any]:
                     'optimizer.state_dict() of each rank on its own'
                 )
             entries[f'state.{name}.{key}'] = value
-    entries.update(
-        (f'param_groups.{name}.{key}', value)
-        for group in optimizer.groups()
-        for name in group['params']
-        for key, value in _options(group).items()
-    )
+    for group in optimizer.groups():
+        for name in group['params']:
+            for key, value in _options(group).items():
+                entries[f'param_groups.{name}.{key}'] = value
     return entries
 
 
@@ -161,15 +156,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def options_of(optimizer: Named) -> list[str]:
     """Return the names of the options that an optimizer has for each parameter."""
-    return sorted({key for group in optimizer.groups() for key in _options(group)})
+    return sorted(set().union(*map(_options, optimizer.groups())))
 
 
 def saved_options(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the options of an optimizer in a checkpoint, for each parameter."""
-    return {
-        name: _options(each)
-        for name, each in by_names(under(saved, 'optimizer.param_groups.')).items()
-    }
+    by_name = by_names(under(saved, 'optimizer.param_groups.'))
+    return {name: _options(options) for name, options in by_name.items()}
 
 
 def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,27 +172,27 @@ def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[d
         ValueError: Parameters of one group had different options.
     """
     groups = []
-    for own in [group['params'] for group in optimizer.groups()]:
-        for name in own:
-            _check_same((own[0], name), (options[own[0]], options[name]))
-        groups.append(options[own[0]] if own else {})
+    for group in optimizer.groups():
+        names = group['params']
+        for name in names[1:]:
+            _check_same(names[0], name, options)
+        groups.append(options[names[0]] if names else {})
     return groups
 
 
-def _check_same(names: tuple[str, str], options: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def _check_same(first: str, second: str, options: Mapping[str, dict[str, Any]]) -> None:
     """Check that two parameters of one group have the same options."""
-    for key in options[1]:
-        one, another = (repr(each.get(key)) for each in options)
-        if one != another:
+    for key, value in options[second].items():
+        expected = options[first].get(key)
+        if repr(expected) != repr(value):
             raise ValueError(
-                f'the optimizer has {names[0]!r} and {names[1]!r} in one group, but in the '
-                f'checkpoint the {key} of the first is {one}, and that of the second {another}; '
-                'make the optimizer with the same groups of parameters'
+                f'the optimizer has {first!r} and {second!r} in one group, but in the '
+                f'checkpoint the {key} of the first is {expected!r}, and that of the second '
+                f'{value!r}; make the optimizer with the same groups of parameters'
             )
 
 
-# --- further state of a training
-# --------------------------------------------------------------------------
+# Further state of a training.
 
 
 #: The way out if schedulers of ranks have other groups.
@@ -245,49 +238,52 @@ def extra_bytes(extra: Mapping[str, Any]) -> dict[str, bytes]:
     Raises:
         ValueError: A name has a dot, or is not a string.
     """
-    found = {}
+    files = {}
     for key, value in extra.items():
         if not isinstance(key, str) or not key or '.' in key:
             raise ValueError(f'extra has {key!r}, but names in it are strings without a dot')
         buffer = BytesIO()
         torch.save(value.state_dict() if hasattr(value, 'state_dict') else value, buffer)
-        found[key] = buffer.getvalue()
-    return found
+        files[key] = buffer.getvalue()
+    return files
 
 
 def extra_entries(
-    everywhere: Sequence[tuple[int, Mapping[str, bytes]]], replica: int
+    by_rank: Sequence[tuple[int, Mapping[str, bytes]]], replica: int
 ) -> dict[str, Tensor]:
     """Return the entries of the further state of a training.
+
+    Args:
+        by_rank: The replica of each rank, and its files.
 
     Raises:
         ValueError: Ranks have different names, or ranks of one replica have different values.
     """
-    if len({tuple(sorted(each)) for _, each in everywhere}) > 1:
-        raise ValueError(
-            'all ranks save extra with the same names in it, but they have '
-            f'{[sorted(each) for _, each in everywhere]}'
-        )
-    found = {}
-    first = dict(reversed(everywhere))
+    names = [sorted(files) for _, files in by_rank]
+    if any(sorted_names != names[0] for sorted_names in names):
+        raise ValueError(f'all ranks save extra with the same names in it, but they have {names}')
+    first = dict(reversed(by_rank))
+    entries = {}
     for key in first[replica]:
-        values = {number: _read(each[key]) for number, each in first.items()}
-        for number, each in everywhere:
-            if each[key] != first[number][key] and not _is_equal(_read(each[key]), values[number]):
+        for number, files in by_rank:
+            if not _are_same(files[key], first[number][key]):
                 raise ValueError(
                     f'ranks of replica {number} have other values of extra {key!r}, '
                     'but one of them is saved: give all the same. A scheduler has '
                     f'values for each group of parameters: {_ALL_GROUPS}'
                 )
-        same = all(
-            each[key] == first[0][key] or _is_equal(values[number], values[0])
-            for number, each in first.items()
-        )
-        found['all' if same else f'{len(first)}.{replica}', key] = first[0 if same else replica]
-    return {
-        f'{place}.{key}': torch.frombuffer(bytearray(each[key]), dtype=torch.uint8)
-        for (place, key), each in found.items()
-    }
+        data = first[replica][key]
+        place = f'{len(first)}.{replica}'
+        if all(_are_same(files[key], first[0][key]) for files in first.values()):
+            data = first[0][key]
+            place = 'all'
+        entries[f'{place}.{key}'] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return entries
+
+
+def _are_same(one: bytes, other: bytes) -> bool:
+    """Return whether two files have equal values."""
+    return one == other or _is_equal(_read(one), _read(other))
 
 
 def _read(value: bytes) -> Any:
@@ -318,8 +314,11 @@ def extra_forms(
         ValueError: The checkpoint does not have one of them, or has it for another number of
             replicas.
     """
-    there = under(saved, 'extra.')
-    places = {path.rpartition('.')[2]: path.rpartition('.')[0] for path in there}
+    entries = under(saved, 'extra.')
+    places = {}
+    for path in entries:
+        place, _, key = path.rpartition('.')
+        places[key] = place
     for key in asked:
         if key not in places:
             raise ValueError(f'the checkpoint has no extra {key!r}; it has {sorted(places)}')
@@ -329,24 +328,25 @@ def extra_forms(
                 f'replicas in the checkpoint, and now there are {data}: leave it out, and make '
                 'that object for the new number of replicas'
             )
-    return {
-        path: torch.empty(value.size, dtype=torch.uint8)
-        for path, value in there.items()
-        if path.rpartition('.')[0] in ('all', f'{data}.{replica}')
-    }
+    forms = {}
+    for path, value in entries.items():
+        if path.rpartition('.')[0] in ('all', f'{data}.{replica}'):
+            forms[path] = torch.empty(value.size, dtype=torch.uint8)
+    return forms
 
 
 def load_extra(entries: Mapping[str, Tensor], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Load the states of objects; return all states and values by their names."""
-    found = {path.rpartition('.')[2]: _read(x.numpy().tobytes()) for path, x in entries.items()}
+    states = {}
+    for path, x in entries.items():
+        states[path.rpartition('.')[2]] = _read(x.numpy().tobytes())
     for key, value in asked.items():
         if hasattr(value, 'load_state_dict'):
-            value.load_state_dict(found[key])
-    return found
+            value.load_state_dict(states[key])
+    return states
 
 
-# --- generators
-# ------------------------------------------------------------------------------------------
+# Generators.
 
 
 def random_entries(place: str, devices: Iterable[torch.device]) -> dict[str, Tensor]:
@@ -418,19 +418,12 @@ def save(
     comparison.check()
     by_rank = _by_rank(mesh, (mesh.data.rank, extra_files))
     rank.agree(task, prepare, Facts())
-    with as_errors(task):
-        state_dict_saver.save(
-            state,
-            storage_writer=writer,
-            process_group=mesh.everyone,
-            no_dist=mesh.everyone is None,
-        )
+    writer.plan(state, mesh.everyone)
     if not wait:
         rank.saving = saving = Saving(writer)
         return saving
-    rank.agree(task, partial(_call, writer.write), Facts())
-    for is_turn in (not mesh.number, mesh.number > 0):  # The first rank moves the folder first.
-        rank.agree(task, partial(_call, writer.end if is_turn else bool), Facts())
+    for turn in writer.turns():
+        rank.agree(task, partial(_call, turn), Facts())
     return None
 
 
@@ -600,19 +593,22 @@ class _Loading:
 
 
 def _check(
-    everywhere: Iterable[tuple[Any, list[str], list[str] | None]], saved: Mapping[str, Any]
+    forms: Iterable[tuple[Shapes, list[str], list[str] | None]], saved: Mapping[str, Any]
 ) -> None:
     """Check that a checkpoint is of this model and optimizer, which are split over ranks."""
-    models, names, options = zip(*everywhere)
-    check_model(
-        {name: shape for each in models for name, shape in each.items()}, saved_shapes(saved)
-    )
-    if any(each is not None for each in options):
-        check_optimizer(
-            {name for each in names for name in each},
-            {key for each in options for key in each or ()},
-            saved_options(saved),
-        )
+    model: Shapes = {}
+    names: set[str] = set()
+    options: set[str] = set()
+    has_optimizer = False
+    for shapes_of_rank, names_of_rank, options_of_rank in forms:
+        model.update(shapes_of_rank)
+        names.update(names_of_rank)
+        if options_of_rank is not None:
+            has_optimizer = True
+            options.update(options_of_rank)
+    check_model(model, saved_shapes(saved))
+    if has_optimizer:
+        check_optimizer(names, options, saved_options(saved))
 
 
 # Ranks.

@@ -233,8 +233,8 @@ class DistributedGPipe(PipelineModule):
 
     def _replace(self, layers: 'OrderedDict[str, Any]', partitions: nn.ModuleList) -> None:
         replaced = {}
-        for (name, layer), known in zip(layers.items(), self._known):
-            if layer is not known:
+        for (name, layer), before in zip(layers.items(), self._known):
+            if layer is not before:
                 replaced[name] = layer
         self._rank.replace(replaced)
         self._engine = self._rank.engine

@@ -23,14 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.base.structure import Gradients
-from torchgpipe.distributed.agreement import F, Facts, agree, digest
+from torchgpipe.distributed.agreement import Facts, digest
 from torchgpipe.distributed.comparison import (
     BitwiseComparison,
-    Digest,
     Shared,
     difference,
-    differing,
-    digests,
     raise_differences,
 )
 from torchgpipe.distributed.layers import Values, fill, split_layer
@@ -43,7 +40,8 @@ from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots
 from torchgpipe.model.materialize import seeded
 from torchgpipe.schedule.messages import edges
-from torchgpipe.shard.collectives import gathered
+from torchgpipe.shard.collectives import F, agree, gathered
+from torchgpipe.shard.digests import differing, digests_of
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.sums import local, split_axes
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
@@ -514,17 +512,14 @@ class Rank:
             return
         assert self.mesh.everyone is not None
         by_id = {id(x): gradient for x, gradient in gradients}
-        names = []
-        whole = []
+        whole: dict[str, Tensor | None] = {}
         for record in self.replicas.records:
             x = record.tensor
             if record.unit >= 0 and x.requires_grad and not isinstance(x, DTensor):
                 gradient = by_id.get(id(x))
-                names.append(record.name)
-                whole.append(torch.empty(0) if gradient is None else local(gradient))
-        entries = [*map(Digest, names, digests(whole))]
+                whole[record.name] = None if gradient is None else local(gradient)
         texts = []
-        different = differing(entries, tensor.group, self.mesh.device)
+        different = differing(digests_of(whole), tensor.group, self.mesh.device)
         if different:
             texts.append(difference(different, tensor.ranks, 'tensor', 'the gradient of '))
         raise_differences(texts, self.mesh.everyone)

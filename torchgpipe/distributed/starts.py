@@ -23,7 +23,7 @@ from torchgpipe.base.context import ThreadState
 from torchgpipe.base.settings import LossOptions
 from torchgpipe.base.structure import Arguments, flatten_nested
 from torchgpipe.distributed.agreement import check_settings, digest
-from torchgpipe.distributed.comparison import BitwiseComparison, Cadence, digests
+from torchgpipe.distributed.comparison import BitwiseComparison, Cadence
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.divisors import LossMonitor
 from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut
@@ -31,6 +31,7 @@ from torchgpipe.engine.partition import parameters_by_name
 from torchgpipe.losses import Losses, check_samples, counts_of, cut_target, error_of, itself
 from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import Schedule
+from torchgpipe.shard.digests import digests
 from torchgpipe.step import read_schedule
 
 

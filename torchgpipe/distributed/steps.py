@@ -88,7 +88,7 @@ class Steps:
         self._starts = self._starts_type(rank, model, self._cadence)
         #: By the form and the schedule of a step, the headers of messages; and rows by options, or
         #: ``None`` for the row without actions of units.
-        self._known: OrderedDict[Any, tuple[dict[Message, Header], dict[Any, Row]]] = OrderedDict()
+        self._kinds: OrderedDict[Any, tuple[dict[Message, Header], dict[Any, Row]]] = OrderedDict()
         #: The text of an error that was raised in the middle of a step.
         self._failure = ''
 
@@ -230,10 +230,10 @@ class Steps:
         """Return the row of this rank, and its messages."""
         rank = self._rank
         key = (start.kind, schedule)
-        if key not in self._known and len(self._known) >= _KINDS:
-            self._known.popitem(last=False)
-        known, rows = self._known.setdefault(key, ({}, {}))
-        messages = self._messages(known)
+        if key not in self._kinds and len(self._kinds) >= _KINDS:
+            self._kinds.popitem(last=False)
+        headers, rows = self._kinds.setdefault(key, ({}, {}))
+        messages = self._messages(headers)
         if None not in rows:
             rows[None] = self._row(schedule)
         row = rows[None]
@@ -253,9 +253,9 @@ class Steps:
         rows = with_messages(schedule, rank.description.skip_edges, rank.placement.places)
         return rows[rank.mesh.pipe.rank]
 
-    def _messages(self, known: dict[Message, Header]) -> Messages:
+    def _messages(self, headers: dict[Message, Header]) -> Messages:
         rank = self._rank
-        return Messages(rank.edges.groups, rank.ranks, rank.mesh.device, known)
+        return Messages(rank.edges.groups, rank.ranks, rank.mesh.device, headers)
 
     # The run and the end.
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchgpipe.base.structure import Gradients
-from torchgpipe.distributed.comparison import digests
 from torchgpipe.engine.gradients import Give
 from torchgpipe.engine.partition import named_slots
+from torchgpipe.shard.digests import digests
 from torchgpipe.shard.sums import local
 
 

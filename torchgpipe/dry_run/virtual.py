@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torchgpipe.base.context import ThreadState
 from torchgpipe.base.private import FakeTensorMode
 from torchgpipe.base.structure import size_of
-from torchgpipe.distributed.agreement import F
 from torchgpipe.distributed.failures import Watch
 from torchgpipe.distributed.layers import Values
 from torchgpipe.distributed.mesh import MeshInfo
@@ -41,6 +40,7 @@ from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Message, Row, UnitAction
+from torchgpipe.shard.collectives import F
 from torchgpipe.shard.sums import local
 
 #: How many micro-batches of each kind run. The last send frees as much memory as it takes.
@@ -406,7 +406,7 @@ class VirtualSteps(Steps):
             ]
         )
 
-    def _messages(self, known: dict[Message, Header]) -> Messages:
+    def _messages(self, headers: dict[Message, Header]) -> Messages:
         return VirtualMessages(self._rank)
 
 

@@ -15,7 +15,7 @@ without gathered features. It has to be told about the others. All of this is co
 replicas have the same parameters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe.base.private import Scaler
-from torchgpipe.shard.collectives import all_reduce
+from torchgpipe.shard.collectives import all_reduce, gathered
+from torchgpipe.shard.digests import differing, digests_of
 from torchgpipe.shard.nn.experts import Experts
 from torchgpipe.shard.parameter import storage_dim
 from torchgpipe.shard.world import current, device_type, is_initialized
@@ -82,16 +83,14 @@ def average_gradients(module: nn.Module) -> None:
             _average(parameter, kind - 1)
 
 
-def _compare(parameters: dict[str, Tensor]) -> None:
+def _compare(parameters: Mapping[str, Tensor]) -> None:
     """Check that replicas have the same parameters; averaging gradients cannot ensure it."""
     here = current()
-    sums = torch.stack(
-        [_checksum(parameter).to(here.mesh.device_type) for parameter in parameters.values()]
-    )
-    largest = all_reduce(torch.stack([sums, ~sums]), here.data_group, dist.ReduceOp.MAX)
-    differs = all_reduce((largest[0] != ~largest[1]).int(), here.tensor_group, dist.ReduceOp.MAX)
-    if differs.any():
-        names = [name for name, other in zip(parameters, differs.tolist()) if other]
+    device = torch.device(here.mesh.device_type)
+    different = differing(digests_of(parameters), here.data_group, device)
+    by_rank = gathered(different, here.tensor_group)
+    names = [*dict.fromkeys(sum(by_rank, []))]
+    if names:
         raise RuntimeError(
             f'replicas of a group have other values of {", ".join(names)}: their gradients are '
             'not those of one model. Let all ranks make the model after the same '
@@ -99,12 +98,6 @@ def _compare(parameters: dict[str, Tensor]) -> None:
             'ts.register_ddp_parameters_to_ignore, which give all replicas the values of the '
             'first one'
         )
-
-
-def _checksum(parameter: Tensor) -> Tensor:
-    """Return the sum of the memory of a parameter, read as integers."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(parameter.itemsize, torch.int64)
-    return parameter.detach().reshape(-1).view(integer).sum(dtype=torch.int64)
 
 
 def _kind(gradient: Tensor | None) -> int:

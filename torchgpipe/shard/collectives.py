@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,11 +50,17 @@ GRACE = timedelta(seconds=5)
 _failures: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
+class NotBegun(RuntimeError):
+    """Another rank has raised an error in a task of all ranks."""
+
+
 @contextmanager
 def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks of a group if one of them raises in a block without communication.
 
-    The message has the task, the rank that has raised, and its error.
+    Raises:
+        ValueError: Another rank has raised one; the message has the task, the rank and its error.
+        NotBegun: Another rank has raised another error.
     """
     group = group or current().tensor_group
     error: BaseException | None = None
@@ -68,13 +74,78 @@ def raise_on_all_ranks(task: str, group: ProcessGroup | None = None) -> Iterator
         group,
         failed.is_cpu,
     )
-    reason = None if error is None else f'{type(error).__name__}: {error}'
-    reasons = gathered(reason, group) if failed else []
+    if failed:
+        _raise_first(task, error, group)
+
+
+F = TypeVar('F', bound=tuple[Any, ...])
+
+
+def agree(
+    task: str,
+    function: Callable[[], F],
+    default: F,
+    group: ProcessGroup | None,
+    device: torch.device,
+) -> dict[int, F]:
+    """Call a function on all ranks of a group, and return the facts of each rank.
+
+    One collective exchanges the facts, and also reports a rank that raised, such as for a wrong
+    input, so that no other rank waits for it::
+
+        rank 0    facts ────────┐                       facts of all ranks, or the same error
+        rank 1    an error ─────┼── all_gather ──▶      its error
+        rank 2    facts ────────┘                       NotBegun: … failed on rank 1
+
+    Args:
+        function: Returns the facts of this rank, numbers that a float64 holds exactly; it does
+            not communicate.
+        default: The facts of a rank that raises.
+        group: The ranks; ``None`` if there is only this one.
+
+    Raises:
+        ValueError: The function raised a ValueError on another rank.
+        NotBegun: It raised another error there.
+    """
+    if group is None:
+        return {dist.get_rank(): function()}
+    error: BaseException | None = None
+    facts = default
+    try:
+        facts = function()
+    except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
+        error = raised
+
+    local = torch.tensor([error is not None, *facts], dtype=torch.float64, device=device)
+    rows = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(rows, local, group)
+    by_rank = {}
+    for rank, row in zip(dist.get_process_group_ranks(group), torch.stack(rows).tolist()):
+        if row[0]:
+            _raise_first(task, error, group)
+        by_rank[rank] = _parse(row[1:], default)
+    return by_rank
+
+
+def _parse(row: Sequence[float], default: F) -> F:
+    """Return the facts in a row of numbers, which have the types of the default."""
+    values = []
+    for value, number in zip(default, row):
+        values.append(type(value)(number))
+    return type(default)(*values)
+
+
+def _raise_first(task: str, error: BaseException | None, group: ProcessGroup) -> NoReturn:
+    """Raise the error of this rank, or that of the first rank that has one."""
+    text = '' if error is None else f'{type(error).__name__}: {error}'
+    texts = gathered(text, group)
     if error is not None:
         raise error
-    for rank, reason in zip(dist.get_process_group_ranks(group), reasons):
-        if reason is not None:
-            raise RuntimeError(f'{task} failed on rank {rank}, so it ended here, too: {reason}')
+    for rank, text in zip(dist.get_process_group_ranks(group), texts):
+        if text:
+            kind = ValueError if text.startswith(ValueError.__name__) else NotBegun
+            raise kind(f'{task} failed on rank {rank}, so it ended here, too: {text}')
+    raise AssertionError('no rank has failed')
 
 
 def gathered(value: Any, group: ProcessGroup) -> list[Any]:
@@ -161,10 +232,10 @@ def compare(facts: str, group: ProcessGroup) -> None:
     """
     if get_debug_level() != DebugLevel.DETAIL:
         return
-    said = gathered(facts, group)
-    if len({*said}) > 1:
+    by_rank = gathered(facts, group)
+    if len({*by_rank}) > 1:
         raise RuntimeError(
-            f'the ranks of a group do not do the same: {differences(said, group)}. Let all of '
+            f'the ranks of a group do not do the same: {differences(by_rank, group)}. Let all of '
             'them call the same layers in the same order, on tensors that fit together'
         )
 
@@ -177,11 +248,11 @@ def is_read(x: Tensor) -> bool:
 def differences(facts: Sequence[object], group: ProcessGroup) -> str:
     """Return a text of facts and the ranks that have them, the rarest fact first."""
     ranks = dist.get_process_group_ranks(group)
-    said = []
+    texts = []
     for fact, count in reversed(Counter(facts).most_common()):
-        who = ', '.join(str(rank) for rank, each in zip(ranks, facts) if each == fact)
-        said.append(f'rank {who} has {fact}' if count == 1 else f'ranks {who} have {fact}')
-    return '; '.join(said)
+        who = ', '.join(str(rank) for rank, other in zip(ranks, facts) if other == fact)
+        texts.append(f'rank {who} has {fact}' if count == 1 else f'ranks {who} have {fact}')
+    return '; '.join(texts)
 
 
 def all_reduce(
@@ -228,7 +299,8 @@ def all_gather(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[
         sent.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
     received = [torch.empty_like(sent) for _ in lengths]
     complete(lambda: dist.all_gather(received, sent, group, async_op=True), group, tensor.is_cpu)
-    return torch.cat([each.narrow(dim, 0, length) for each, length in zip(received, lengths)], dim)
+    shards = [x.narrow(dim, 0, length) for x, length in zip(received, lengths)]
+    return torch.cat(shards, dim)
 
 
 def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
@@ -236,8 +308,8 @@ def all_sizes(tensor: Tensor, group: ProcessGroup, dim: int) -> list[int]:
     if group.size() == 1:
         return [tensor.size(dim)]
     size = torch.tensor([tensor.size(dim)], device=tensor.device)
-    found: list[int] = all_gather(size, group, 0, [1] * group.size()).tolist()
-    return found
+    sizes: list[int] = all_gather(size, group, 0, [1] * group.size()).tolist()
+    return sizes
 
 
 def all_to_all(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
@@ -273,12 +345,12 @@ def same_draws(world: World, *generators: Any, replicas: bool = False) -> Iterat
     If a rank's generators were in the same state, they keep the first rank's state afterwards.
     Otherwise their own state is restored. With `replicas`, all groups draw the same numbers.
     """
-    own = [generator.get_state() for generator in generators]
-    first = [_of_first(state, world, replicas) for state in own]
-    if all(map(torch.equal, own, first)):
+    states = [generator.get_state() for generator in generators]
+    first = [_of_first(state, world, replicas) for state in states]
+    if all(map(torch.equal, states, first)):
         yield
         return
-    with _in_state(generators, own):
+    with _in_state(generators, states):
         for generator, state in zip(generators, first):
             generator.set_state(state)
         yield

@@ -30,6 +30,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 #: Where a checkpoint is.
@@ -84,62 +85,65 @@ def opened(folder: Folder, part: int = 0, of: int = 1) -> tuple[FileSystemReader
     folder = _resolved(folder)
     before = _beside(folder, 'before')
     # Another checkpoint may have the name of the one that a save was replacing.
-    for each in (folder, before) if (before / _REPLACED).exists() else (folder,):
-        if (each / _METADATA).is_file():
-            metadata = _metadata(each / _METADATA)
-            _check_files(each, metadata, part, of)
-            return FileSystemReader(each), metadata
-    why = f'has no {_METADATA}, which is written last' if folder.is_dir() else 'is not there'
-    near = sorted(
-        str(each.parent)
-        for place in (folder, folder.parent)
-        for each in place.glob(f'*/{_METADATA}')
-        if each.parent.suffix != '.saving'
-    )
-    raise FileNotFoundError(
-        f'{folder} is no checkpoint: it {why}'
-        + (f'; there are some at {", ".join(near[:5])}' if near else '')
-    )
+    candidates = [folder]
+    if (before / _REPLACED).exists():
+        candidates.append(before)
+    for candidate in candidates:
+        if (candidate / _METADATA).is_file():
+            metadata = _metadata(candidate / _METADATA)
+            _check_files(candidate, metadata, part, of)
+            return FileSystemReader(candidate), metadata
+
+    reason = 'is not there'
+    if folder.is_dir():
+        reason = f'has no {_METADATA}, which is written last'
+    near = []
+    for place in (folder, folder.parent):
+        for file in place.glob(f'*/{_METADATA}'):
+            if file.parent.suffix != '.saving':
+                near.append(str(file.parent))
+    if near:
+        reason += f'; there are some at {", ".join(sorted(near)[:5])}'
+    raise FileNotFoundError(f'{folder} is no checkpoint: it {reason}')
 
 
 def _metadata(file: Path) -> Metadata:
     data = file.read_bytes()
-    body, _, own = data.rpartition(_SUM)
+    body, _, crc = data.rpartition(_SUM)
     try:
-        found = pickle.loads(body or data)
-        if not isinstance(found, Metadata):
-            raise TypeError(f'it has a {type(found).__name__} in it')
+        metadata = pickle.loads(body or data)
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f'it has a {type(metadata).__name__} in it')
         # PyTorch, and this library before 0.14, write no sum.
-        if (body or hasattr(found, 'files')) and own != b'%08x' % zlib.crc32(body):
+        if (body or hasattr(metadata, 'files')) and crc != b'%08x' % zlib.crc32(body):
             raise ValueError('it has other bytes than were written')
     except Exception as error:
         raise ValueError(
             f'{file} cannot be read, so that this is no checkpoint: '
             f'{type(error).__name__}: {error}'
         ) from error
-    return found
+    return metadata
 
 
 def _check_files(where: Path, metadata: Metadata, part: int, of: int) -> None:
     """Check that files of a checkpoint are as they were written: [Note: Sums of a checkpoint]."""
     sizes: dict[str, int] = {}
-    for each in (metadata.storage_data or {}).values():
-        sizes[each.relative_path] = max(
-            sizes.get(each.relative_path, 0), each.offset + each.length
-        )
+    for data in (metadata.storage_data or {}).values():
+        end = data.offset + data.length
+        sizes[data.relative_path] = max(sizes.get(data.relative_path, 0), end)
     # Without sums, sizes are known at least.
-    known: dict[str, tuple[int, int | None]] = getattr(
-        metadata, 'files', {name: (size, None) for name, size in sizes.items()}
-    )
-    for name in sorted(known)[part::of]:
-        size, crc = known[name]
+    files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in sizes.items()}
+    files = getattr(metadata, 'files', files)
+    for name in sorted(files)[part::of]:
+        size, crc = files[name]
         file = where / name
         if not file.is_file():
             raise ValueError(f'the checkpoint is damaged: {file} is missing')
-        found = file.stat().st_size
-        if found < size or crc is not None and found > size:
+        bytes_there = file.stat().st_size
+        if bytes_there < size or crc is not None and bytes_there > size:
             raise ValueError(
-                f'the checkpoint is damaged: {file} has {found} bytes, but {size} were written'
+                f'the checkpoint is damaged: {file} has {bytes_there} bytes, '
+                f'but {size} were written'
             )
         if crc is not None and _sum(file)[1] != crc:
             raise ValueError(
@@ -177,7 +181,7 @@ class Writer(FileSystemWriter):
         self.folder = _resolved(folder)
         self._saving = _beside(self.folder, 'saving')
         super().__init__(self._saving)
-        self._own = rank
+        self._rank = rank
         self._ranks = range(ranks)
         self._patience = patience
         self._plan: Any = None
@@ -189,25 +193,23 @@ class Writer(FileSystemWriter):
         Raises:
             FileExistsError: The final folder has other things in it.
         """
-        others = (
-            sorted(each.name for each in self.folder.iterdir() if not _is_ours(each))
-            if self.folder.exists()
-            else []
-        )
-        self._check_own(self._saving, [*self._saving.glob(f'{_METADATA}.*')])
+        self._check_left(self._saving, [*self._saving.glob(f'{_METADATA}.*')])
         before = _beside(self.folder, 'before')
-        self._check_own(before, (before / _REPLACED).exists())
-        if others:
+        self._check_left(before, (before / _REPLACED).exists())
+        foreign = []
+        if self.folder.exists():
+            foreign = sorted(file.name for file in self.folder.iterdir() if not _is_ours(file))
+        if foreign:
             raise FileExistsError(
                 f'a checkpoint takes the place of the whole folder {self.folder}'
-                f', but there is {", ".join(others[:5])} in it; name another '
+                f', but there is {", ".join(foreign[:5])} in it; name another '
                 'folder'
             )
         if self._saving.exists():
             _delete(self._saving)
         self._saving.mkdir(parents=True)
 
-    def _check_own(self, folder: Path, is_marked: object) -> None:
+    def _check_left(self, folder: Path, is_marked: object) -> None:
         """Check that a folder beside the checkpoint is one that an interrupted save has left.
 
         Raises:
@@ -222,7 +224,7 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> 'Future[list[Any]]':
         """Record the plan of this rank."""
         self._plan = plan, planner
-        self._mark(self._own, _WRITING).touch()
+        self._mark(self._rank, _WRITING).touch()
         nothing: Future[list[Any]] = Future()
         nothing.set_result([])
         return nothing
@@ -241,6 +243,23 @@ class Writer(FileSystemWriter):
                 'need a folder on a file system that they share'
             )
 
+    def plan(self, state: dict[str, Any], group: Any) -> None:
+        """Plan a checkpoint with the other ranks of a group; ``None`` if there are none.
+
+        Raises:
+            RuntimeError: A rank failed, which is named.
+        """
+        with as_errors('saving a checkpoint'):
+            save(state, storage_writer=self, process_group=group, no_dist=group is None)
+
+    def turns(self) -> list[Callable[[], None]]:
+        """Return the calls that write a planned checkpoint. All ranks end each of them together.
+
+        The first rank gives the folder its new place before the others look for it.
+        """
+        ends: list[Callable[[], None]] = [_wait_for_first, self.end]
+        return [self.write, *(ends if self._rank else reversed(ends))]
+
     def write(self) -> None:
         """Write the part of this rank.
 
@@ -250,9 +269,9 @@ class Writer(FileSystemWriter):
         try:
             results = super().write_data(*self._plan).wait()
             names = {written.storage_data.relative_path for written in results}
-            found = results, {name: _sum(self._saving / name) for name in names}
-            _write(self._mark(self._own, _WRITING), pickle.dumps(found))
-            self._mark(self._own, _WRITING).rename(self._mark(self._own, _WRITTEN))
+            sums = {name: _sum(self._saving / name) for name in names}
+            _write(self._mark(self._rank, _WRITING), pickle.dumps((results, sums)))
+            self._mark(self._rank, _WRITING).rename(self._mark(self._rank, _WRITTEN))
         except BaseException as error:
             failed = self._fail(_WRITING, error)
             if not isinstance(error, Exception):
@@ -269,7 +288,7 @@ class Writer(FileSystemWriter):
         """
         states = self._states()
         since = time.monotonic()
-        while states is not None and (self._own or len(states[_WRITTEN]) < len(self._ranks)):
+        while states is not None and (self._rank or len(states[_WRITTEN]) < len(self._ranks)):
             if states[_FAILED]:
                 first = self._mark(states[_FAILED][0], _FAILED)
                 raise _failed(states[_FAILED], first.read_text(errors='replace'))
@@ -292,7 +311,9 @@ class Writer(FileSystemWriter):
         super().finish(metadata, [results for results, _ in parts])
         # PyTorch may have written a copy of the metadata that it was given.
         written: Any = pickle.loads((self._saving / _METADATA).read_bytes())
-        written.files = {name: found for _, files in parts for name, found in files.items()}
+        written.files = {}
+        for _, sums in parts:
+            written.files.update(sums)
         body = pickle.dumps(written)
         _write(self._saving / _METADATA, body + _SUM + b'%08x' % zlib.crc32(body))
         before = _beside(self.folder, 'before')
@@ -311,12 +332,12 @@ class Writer(FileSystemWriter):
     def _states(self) -> dict[str, list[int]] | None:
         """Return the ranks in each state; ``None`` when the folder has its new place."""
         try:
-            there = {*os.listdir(self._saving)}
+            names = {*os.listdir(self._saving)}
         except FileNotFoundError:
             return None
         ranks = {}
         for state in (_WRITING, _WRITTEN, _FAILED):
-            ranks[state] = [rank for rank in self._ranks if self._mark(rank, state).name in there]
+            ranks[state] = [rank for rank in self._ranks if self._mark(rank, state).name in names]
         return ranks
 
     def _mark(self, rank: int, state: str) -> Path:
@@ -325,12 +346,12 @@ class Writer(FileSystemWriter):
     def _fail(self, state: str, error: BaseException) -> RuntimeError:
         """Replace this rank's state in the folder by an error, for the other ranks."""
         text = f'{type(error).__name__}: {error}'
-        mark = self._mark(self._own, state)
+        mark = self._mark(self._rank, state)
         with suppress(OSError):  # A full disk can still rename files.
             mark.write_text(text)
         with suppress(OSError):
-            mark.rename(self._mark(self._own, _FAILED))
-        return _failed([self._own], text)
+            mark.rename(self._mark(self._rank, _FAILED))
+        return _failed([self._rank], text)
 
 
 class Saving:
@@ -346,7 +367,7 @@ class Saving:
         self._writer = writer
         self._error: BaseException | None = None
         self._written = threading.Event()
-        self._told = False
+        self._is_raised = False
         self._thread = threading.Thread(target=self._run, name='torchgpipe saving')
         self._thread.start()
 
@@ -384,14 +405,18 @@ class Saving:
         self._thread.join(timeout)
         if not self.done():
             raise TimeoutError(f'the checkpoint is not written after {timeout} s')
-        self._told = True
+        self._is_raised = True
         if self._error is not None:
             raise self._error
 
     def settle(self) -> None:
         """Wait, and raise the error if no call of ``result`` has raised it yet."""
-        if not self._told:
+        if not self._is_raised:
             self.result()
+
+
+def _wait_for_first() -> None:
+    """Do nothing while other ranks have their turn."""
 
 
 def _failed(ranks: Iterable[int], why: str) -> RuntimeError:

@@ -72,8 +72,9 @@ def save_checkpoint(
 
     task = 'saving a checkpoint'
     rank = dist.get_rank()
-    plain = not options and '://' not in str(path)
-    writer = Writer(path, rank, dist.get_world_size(), lambda: _PATIENCE) if plain else None
+    writer = None
+    if not options and '://' not in str(path):
+        writer = Writer(path, rank, dist.get_world_size(), lambda: _PATIENCE)
     with raise_on_all_ranks(task, dist.group.WORLD):
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
@@ -83,17 +84,13 @@ def save_checkpoint(
         if writer is not None and not rank:
             writer.make_way()
     if writer is None:
-        options = {'checkpoint_id': path, **options}
-    else:
-        options = {'storage_writer': writer}
-    with as_errors(task):
-        dcp.save(state, **options)  # type: ignore[attr-defined]
-    if writer is not None:
+        with as_errors(task):
+            dcp.save(state, checkpoint_id=path, **options)  # type: ignore[attr-defined]
+        return
+    writer.plan(state, dist.group.WORLD)
+    for turn in writer.turns():
         with raise_on_all_ranks(task, dist.group.WORLD):
-            writer.write()
-        with raise_on_all_ranks(task, dist.group.WORLD):
-            if not rank:
-                writer.end()
+            turn()
 
 
 def load_checkpoint(
@@ -137,11 +134,7 @@ def load_checkpoint(
             'a checkpoint has the keys of the model',
             'model',
             sorted(f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)),
-            sorted(
-                key
-                for key, value in saved.items()
-                if key.startswith('model.') and is_tensor(value)
-            ),
+            sorted(f'model.{key}' for key, x in under(saved, 'model.').items() if is_tensor(x)),
         )
         if optimizer is not None:
             named = _named(parameters, optimizer)
@@ -155,13 +148,13 @@ def load_checkpoint(
     set_model_state_dict(model, local(state['model']))
     if optimizer is not None:
         loaded = state['optimizer']
-        here = [group['params'] for group in named.groups()]
-        there = [group['params'] for group in loaded['param_groups']]
-        if here != there:
+        groups = [group['params'] for group in named.groups()]
+        saved_groups = [group['params'] for group in loaded['param_groups']]
+        if groups != saved_groups:
             raise ValueError(
                 'a checkpoint is loaded into an optimizer with the same groups of parameters: '
-                f'this one has {here}, the checkpoint {there}. Make the optimizer as it was made '
-                'before'
+                f'this one has {groups}, the checkpoint {saved_groups}. Make the optimizer as it '
+                'was made before'
             )
         named.load(loaded['state'], loaded['param_groups'])
 
@@ -178,20 +171,16 @@ def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     values = get_model_state_dict(model)
-    places = {place(parameter): parameter for parameter in model.parameters()}
-    parameters = {
-        key: places[place(value)]
-        for key, value in values.items()
-        if isinstance(value, Tensor) and place(value) in places
-    }
-    return views(
-        values,
-        {
-            key: parameter
-            for key, parameter in parameters.items()
-            if storage_dim(parameter) is not None
-        },
-    ), parameters
+    by_place = {place(parameter): parameter for parameter in model.parameters()}
+    parameters = {}
+    shards = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor) and place(value) in by_place:
+            parameter = by_place[place(value)]
+            parameters[key] = parameter
+            if storage_dim(parameter) is not None:
+                shards[key] = parameter
+    return views(values, shards), parameters
 
 
 def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
@@ -200,11 +189,13 @@ def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
 
 
 def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:
-    here = {f'{i}.{option}' for i, group in enumerate(groups) for option in group}
-    there = {'.'.join(key.split('.')[:2]) for key in saved}
-    if here != there:
+    options = set()
+    for i, group in enumerate(groups):
+        options |= {f'{i}.{option}' for option in group}
+    saved_options = {'.'.join(key.split('.')[:2]) for key in saved}
+    if options != saved_options:
         raise ValueError(
             'a checkpoint is loaded into an optimizer of the same type with the same groups of '
-            f'parameters: only this one has {sorted(here - there)}, only the checkpoint '
-            f'{sorted(there - here)} (numbers of groups, and their options)'
+            f'parameters: only this one has {sorted(options - saved_options)}, only the '
+            f'checkpoint {sorted(saved_options - options)} (numbers of groups, and their options)'
         )

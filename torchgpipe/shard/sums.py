@@ -24,10 +24,12 @@ from torchgpipe.base.structure import Gradients
 
 def added(gradients: Gradients, more: Gradients) -> Gradients:
     """Return the sum of gradients for each tensor."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for x, grad in (*gradients, *more):
-        found[id(x)] = x, found[id(x)][1] + grad if id(x) in found else grad
-    return [*found.values()]
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    for x, gradient in (*gradients, *more):
+        if id(x) in sums:
+            gradient = sums[id(x)][1] + gradient
+        sums[id(x)] = x, gradient
+    return [*sums.values()]
 
 
 class Sum(NamedTuple):
@@ -116,9 +118,9 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def gathered_over(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
     """Return the tensor of each rank of a group."""
-    found = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(found, x, group)
-    return found
+    tensors = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(tensors, x, group)
+    return tensors
 
 
 def like(x: Tensor, grad: Tensor | None) -> Tensor:
@@ -185,28 +187,49 @@ def clip(
         copies: Further gradients of this rank, which another rank counts.
         norm_type: The type of the norm; ``inf`` for the largest value.
     """
-    power = 1.0 if norm_type == float('inf') else norm_type
+    parts = []
+    for gradient in map(_over_ranks, gradients):
+        if is_counted(gradient, places):
+            parts.append(local(gradient))
+    total = total_norm(parts, norm_type, group, device)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1)
+    for gradient in (*gradients, *copies):
+        local(gradient).mul_(scale.to(local(gradient).device))  # It may wait on the host.
+    return total
+
+
+def total_norm(
+    parts: Iterable[Tensor],
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Tensor:
+    """Return the norm of the parts of gradients on all ranks of a group, in float64.
+
+    The norm of parts is the norm of their norms, for any order. It is the same on all ranks to the
+    last bit.
+    """
+    is_largest = norm_type == float('inf')
+    power = 1.0 if is_largest else norm_type
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    for grad in map(_over_ranks, gradients):
-        if is_counted(grad, places) and local(grad).numel():  # An empty tensor has no maximum.
-            norm = torch.linalg.vector_norm(local(grad), norm_type)
+    for part in parts:
+        if part.numel():  # An empty tensor has no maximum.
+            norm = torch.linalg.vector_norm(part, norm_type)
             norms.append(norm.to(device, torch.float64) ** power)
     stacked = torch.stack(norms)
-    total = stacked.amax() if norm_type == float('inf') else stacked.sum()
+    total = stacked.amax() if is_largest else stacked.sum()
     if group is not None:
-        operation = dist.ReduceOp.MAX if norm_type == float('inf') else dist.ReduceOp.SUM
-        dist.all_reduce(total, operation, group)
-    total = total ** (1 / power)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1)
-    for grad in (*gradients, *copies):
-        local(grad).mul_(scale.to(local(grad).device))  # It may wait on the host.
-    return total
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
+    result: Tensor = total ** (1 / power)
+    return result
 
 
 def _over_ranks(grad: Tensor) -> Tensor:
     """Return a gradient without partial placements: no rank has a summand only."""
-    if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
-        return grad.redistribute(
-            placements=[Replicate() if each.is_partial() else each for each in grad.placements]
-        )
-    return grad
+    if not isinstance(grad, DTensor):
+        return grad
+    placements = [*grad.placements]
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            placements[axis] = Replicate()
+    return grad.redistribute(placements=placements)
