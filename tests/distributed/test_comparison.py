@@ -79,6 +79,22 @@ def closure(axes, options):
     check_grads(model, module)
 
 
+def hooked(axes, options):
+    """A hook of a weight that the loss takes from the model in each call."""
+    world, module = World(**axes), layers()
+    model = world.model(copy.deepcopy(module), **options)
+    x, y = data()
+    for each in (module, model):
+        each.get_parameter('2.weight').register_hook(lambda grad: grad * 2)
+    (F.mse_loss(module(x), y) + module[2].weight.square().sum()).backward()
+    world.step(
+        model,
+        lambda o, t: F.mse_loss(o, t) + model.get_parameter('2.weight').square().sum(),
+        normalizer=len,
+    )
+    check_grads(model, module)
+
+
 class Listed(nn.Module):
     """A layer that uses a weight of another one, which stands in a list."""
 
@@ -216,7 +232,7 @@ def in_turn(cases):
 def test_gradients_from_other_ranks_are_of_the_whole_batch():
     changes = [(function, *kind) for function in (adapted, learns_later) for kind in (DATA, SHARD)]
     frozen = [(frozen_for_a_step, *kind) for kind in (DATA, SHARD)]
-    others = [(function, *DATA) for function in (closure, listed, expanded)]
+    others = [(function, *DATA) for function in (closure, hooked, listed, expanded)]
     run(2, in_turn, [*changes, *frozen, *others, (expanded, {'pipe': 2}, {})])
     axes = {'data': 2, 'pipe': 2}
     run(4, in_turn, [(frozen_first, axes, {'data': 'shard'}), (frozen_first, axes, {})])
@@ -418,12 +434,10 @@ def a_sparse_gradient(world):
 @way(2, "'0.weight' has a hook, and is used in a closure", data=2)
 def a_hook_of_a_weight_in_a_closure(world):
     model = world.model(layers())
-    model.get_parameter('0.weight').register_hook(lambda grad: grad * 2)
+    weight = model.get_parameter('0.weight')
+    weight.register_hook(lambda grad: grad * 2)
     train(
-        world,
-        model,
-        loss_fn=lambda o, t: F.mse_loss(o, t) + model.get_parameter('0.weight').square().sum(),
-        normalizer=len,
+        world, model, loss_fn=lambda o, t: F.mse_loss(o, t) + weight.square().sum(), normalizer=len
     )
 
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tests.distributed.models import batch
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -270,3 +272,27 @@ def test_the_gradient_of_a_shared_tensor_is_the_sum_of_all():
     gpipe = GPipe(nn.Sequential(Do(shared), Do(end)), [1, 1], devices=['cpu'] * 2, chunks=2)
     gpipe.step((torch.ones(4, 3), NoChunk(table)), torch.zeros(4, 3), square)
     assert run(2, shared_gradient) == [table.grad.tolist(), None]
+
+
+class Aliases(nn.Linear):
+    """A layer that registers its weight under a second name in its first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, 'alias'):
+            self.alias = self.weight
+        return super().forward(x)
+
+
+def aliased():
+    """Take a step, and return whether both names have one parameter, and gradients."""
+    layers = nn.Sequential(Aliases(6, 6, dtype=torch.float64), nn.Linear(6, 6).double())
+    model = DistributedGPipe(layers, [1, 1], mesh=init_mesh(pipe=2), chunks=2)
+    model.step(*batch(0, 4), F.mse_loss)
+    for layer in model:
+        if isinstance(layer, Aliases):
+            return layer.alias is layer.weight, layer.weight.grad is not None
+    return True, True
+
+
+def test_in_v0_28_a_second_name_of_a_weight_kept_its_leaf_after_the_step():
+    assert run(2, aliased) == [(True, True)] * 2

@@ -423,7 +423,7 @@ class ThreadState(NamedTuple):
         """Run backward with the context variables and modes, and without autocast."""
         # If the caller is not in autocast, this thread is not either. It is the caller's or a
         # worker's, and workers are not in autocast between their cells.
-        has_autocast = any(enabled for enabled, _ in self.autocast.devices)
+        has_autocast = True in [enabled for enabled, _ in self.autocast.devices]
         if not (self.function_modes or self.dispatch_modes or has_autocast):
             return self.variables.copy().run(function)
 

@@ -45,6 +45,7 @@ from torchgpipe.distributed.replicas import Replicas
 from torchgpipe.engine.backward_order import graph_leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
+from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import Leaves
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine
@@ -341,7 +342,8 @@ class _OnRanks(Run):
             if item.kind in 'FBI':
                 for message in self._waiting.pop(_cell_of(item, item.stage), ()):
                     self._arrive(message)
-            self._enter(item.stage)
+            if self._way.replicas.units:
+                self._enter(item.stage)
             observer = self._engine.observer
             if observer is None:
                 self._act(item)
@@ -454,7 +456,7 @@ class Training(_OnRanks, Step):
         actions = tuple([item for item in way.row if isinstance(item, Action)])
         super().__init__(engine, batches, way, (actions,), loss, **options)
         self._leaves = Leaves(dtype)
-        #: The stages that have leaves in place of their parameters.
+        #: The stages of units that have leaves in place of their parameters.
         self._ready: set[int] = set()
         #: Whether to find tensors that get gradients besides the leaves; and these, by ``id``.
         self.finds_learning = False
@@ -465,9 +467,22 @@ class Training(_OnRanks, Step):
         self.gradients: Gradients = []
         self._give = self.gradients.extend  # type: ignore[assignment]
 
+    def _run_cells(self) -> None:
+        replicas = self._way.replicas
+        partitions = [self._engine.partitions[j] for j in replicas.stages]
+        swaps = []
+        if not replicas.units:
+            swaps = self._make_leaves(partitions)
+        try:
+            with substituted(swaps):
+                super()._run_cells()
+        finally:
+            for partition in partitions:
+                self._leaves.put_back(partition.layers.modules())
+
     def _enter(self, j: int) -> None:
         super()._enter(j)
-        if j not in self._ready:  # Before, parameters may be shards.
+        if j not in self._ready:  # Before, parameters are shards.
             self._ready.add(j)
             self._make_leaves(self._engine.partitions[j : j + 1], by_action=True)
 
