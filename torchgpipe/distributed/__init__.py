@@ -4,16 +4,18 @@ It needs ``torch.distributed``, which ``import torchgpipe`` does not import.
 
 Terms of this folder:
 
-agreement
-    The exchange of facts by which all ranks start the same step, or raise the same error.
+facts
+    Numbers that ranks exchange, so that all start the same step, or raise the same error.
+link
+    A connection between two ranks, which notices when a process or a host is lost.
 mesh
     The ranks as an array with the axes data, pipe and tensor.
 message
     Tensors of one micro-batch that go from one stage to another, with metadata if it is new.
 rank
     One process of the mesh, with its own stages.
-reduction
-    The sum of gradients over replicas, once per step.
+record
+    A parameter of a rank, and its gradient on the way to ``.grad``.
 replica
     The ranks with the same position on the data axis: they train on one part of a mini-batch.
 stage
@@ -23,7 +25,7 @@ tie
 unit
     The layers whose parameters FSDP gathers and frees together.
 watch
-    The thread of a rank that reports its state and detects ranks that block the others.
+    What ends all ranks when one has failed: a thread of each rank, with links to others.
 """
 
 from importlib import import_module

@@ -427,8 +427,12 @@ class DistributedGPipe(PipelineModule):
 
 def _stages_of(skeleton: nn.Sequential, balance: Iterable[int]) -> list[list[str]]:
     """Return the names of the layers of each stage."""
-    names = iter(skeleton._modules)
-    return [[next(names) for _ in range(size)] for size in balance]
+    names = [*skeleton._modules]
+    stages = []
+    for size in balance:
+        stages.append(names[:size])
+        del names[:size]
+    return stages
 
 
 #: The code that iterates over the argument of PyTorch's function.

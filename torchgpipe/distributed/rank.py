@@ -219,10 +219,11 @@ class Rank:
         facts = self.agree('this model', lambda: Facts(state=digest(tensors)), Facts())
         if len({fact.state for fact in facts.values()}) > 1:
             assert self.mesh.everyone is not None
-            first, *others = zip(facts, gathered(tensors, self.mesh.everyone))
-            for rank, tensors in others:
-                if tensors != first[1]:
-                    raise other_model(first[0], first[1], rank, tensors)
+            first = next(iter(facts))
+            by_rank = dict(zip(facts, gathered(tensors, self.mesh.everyone)))
+            for rank in facts:
+                if by_rank[rank] != by_rank[first]:
+                    raise other_model(first, by_rank[first], rank, by_rank[rank])
 
     def _build(self, model: Any, skeleton: nn.Sequential, values: Values) -> Facts:
         """Build the layers of this rank: fill them with values, and split them over ranks."""
@@ -337,13 +338,14 @@ class Rank:
         Raises:
             ValueError: They have other tensors, or FSDP would exchange them in another order.
         """
-        if all(_is_same(facts[rank].state for rank in ranks) for ranks in self.mesh.same_stages):
+        states = [{facts[rank].state for rank in ranks} for ranks in self.mesh.same_stages]
+        if max(map(len, states)) == 1:
             return
         assert self.mesh.everyone is not None
         registered = dict(zip(facts, gathered(self._registered(), self.mesh.everyone)))
         for ranks in self.mesh.same_stages:
-            first, *others = sorted(ranks)
-            for rank in others:
+            first = min(ranks)
+            for rank in sorted(ranks):
                 if registered[rank] != registered[first]:
                     raise other_tensors(first, registered[first], rank, registered[rank])
 
@@ -594,9 +596,9 @@ class Rank:
         Raises:
             RuntimeError: Another tensor gets gradients.
         """
-        known = {*map(id, inputs)}
+        ids_of_inputs = {*map(id, inputs)}
         for x, where in learning.values():
-            if id(x) in known or self.replicas.records.of(x) is not None:
+            if id(x) in ids_of_inputs or self.replicas.records.of(x) is not None:
                 continue
             self._check_used(x, f'what {where} uses')
             if self.mesh.data.group is not None:
@@ -641,13 +643,13 @@ def _is_same(values: Iterable[int]) -> bool:
 
 def other_model(
     first: int,
-    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    of_first: Sequence[tuple[str, tuple[int, ...]]],
     rank: int,
-    others: Sequence[tuple[str, tuple[int, ...]]],
+    of_rank: Sequence[tuple[str, tuple[int, ...]]],
 ) -> ValueError:
     """Return the error for ranks with other models."""
-    name, shape = min({*tensors} ^ {*others})
-    owner = first if (name, shape) in tensors else rank
+    name, shape = min({*of_first} ^ {*of_rank})
+    owner = first if (name, shape) in of_first else rank
     return ValueError(
         f'ranks {first} and {rank} have other models: only rank {owner} has '
         f"'{name}' of shape {shape}. Make the same module on all ranks; if its "
@@ -657,22 +659,22 @@ def other_model(
 
 def other_tensors(
     first: int,
-    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    of_first: Sequence[tuple[str, tuple[int, ...]]],
     rank: int,
-    others: Sequence[tuple[str, tuple[int, ...]]],
+    of_rank: Sequence[tuple[str, tuple[int, ...]]],
 ) -> ValueError:
     """Return the error for two ranks with the same stages, but other tensors in them."""
-    apart = sorted({*tensors} ^ {*others})
+    apart = sorted({*of_first} ^ {*of_rank})
     if apart:
         name, shape = apart[0]
-        owner = first if apart[0] in tensors else rank
+        owner = first if apart[0] in of_first else rank
         return ValueError(
             f'ranks {first} and {rank} have the same stages, but only rank {owner} '
             f"has '{name}' of shape {shape}: make the same module on all ranks, "
             'with the same sizes'
         )
-    pairs = zip([name for name, _ in tensors], [name for name, _ in others])
-    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    pairs = zip(of_first, of_rank)
+    (one, _), (other, _) = next(pair for pair in pairs if pair[0] != pair[1])
     return ValueError(
         "data='shard' exchanges parameters in the order in which modules register "
         f"them, but '{one}' of rank {first} has the place of '{other}' of rank "

@@ -185,11 +185,11 @@ class Replicas:
         self._tied = {*tied}
         self.syncs = True
         self.groups: dict[int, int] = {}
-        members: list[list[int]] = group_stages(stages)
-        if units:
-            members = [[j for j in units if units[j] is unit] for unit in {*units.values()}]
-        for group in members:
+        for group in group_stages(stages):
             self.groups.update(dict.fromkeys(group, min(group)))
+        first_stages: dict[Unit, int] = {}
+        for j in sorted(units):
+            self.groups[j] = first_stages.setdefault(units[j], j)
         self.records = Records()
         self._sums: list[Sum] = []
         #: The stream of reductions by FSDP.

@@ -158,7 +158,7 @@ class Ties:
                 self.copies.append(TiedTensor(tie[0][1], names, module, key, owners, is_parameter))
         self.parameters = [copy for copy in self.copies if copy.is_parameter]
         #: The parameters with which the model was made.
-        self._known = [copy.parameter for copy in self.parameters]
+        self._first_parameters = [copy.parameter for copy in self.parameters]
 
     @property
     def first_names(self) -> dict[str, str]:
@@ -185,7 +185,7 @@ class Ties:
         Raises:
             ValueError: A parameter was replaced, so it may not be tied any more.
         """
-        for copy, x in zip(self.parameters, self._known):
+        for copy, x in zip(self.parameters, self._first_parameters):
             if copy.module._parameters.get(copy.key) is not x:
                 raise ValueError(
                     f"'{copy.key}' of a {type(copy.module).__name__}, which stages on ranks "
@@ -206,9 +206,9 @@ class Ties:
         self._check_layouts()
         for copy in self.parameters:
             x = local(copy.parameter)
-            first, *others = copy.ranks
+            first, *later = copy.ranks
             if self._rank == first:
-                for rank in others:
+                for rank in later:
                     self._send(x.contiguous().to(device), rank)
             else:
                 value = torch.empty_like(x, device=device, memory_format=torch.contiguous_format)
@@ -222,10 +222,13 @@ class Ties:
         for copy in self.parameters:
             layouts[copy.name] = copy.local_names[0], _layout_of(copy.parameter)
         by_rank: list[dict[str, tuple[str, str]]] = gathered(layouts, self._group)
-        for name in dict.fromkeys(name for layouts in by_rank for name in layouts):
-            by_name = dict(layouts[name] for layouts in by_rank if name in layouts)
-            if len({*by_name.values()}) > 1:
-                raise split_apart(by_name)
+        by_name: dict[str, dict[str, str]] = {}
+        for layouts in by_rank:
+            for first_name, (name, layout) in layouts.items():
+                by_name.setdefault(first_name, {})[name] = layout
+        for layout_by_name in by_name.values():
+            if len({*layout_by_name.values()}) > 1:
+                raise split_apart(layout_by_name)
 
     def sum(self, gradients: Gradients) -> Gradients:
         """Return gradients, summed over all ranks for parameters that other ranks have.
@@ -266,13 +269,13 @@ class Ties:
         result = like(x, gradient).clone()
         flat = local(result).reshape(-1)
         total = torch.cat([flat, flat.new_tensor([gradient is not None, x.requires_grad])])
-        first, *others = ranks
+        first, *later = ranks
         if self._rank == first:
-            for rank in others:
+            for rank in later:
                 part = torch.empty_like(total)
                 self._receive(part, rank)
                 total += part
-            for rank in others:
+            for rank in later:
                 self._send(total, rank)
         else:
             self._send(total, first)

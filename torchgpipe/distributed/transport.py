@@ -141,7 +141,7 @@ class Messages:
     """The messages of one rank in one step.
 
     Args:
-        known: The headers of earlier equal steps, by message; new headers are added to it.
+        headers: The headers of earlier equal steps, by message; new headers are added to it.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class Messages:
         groups: Mapping[tuple[int, int], dist.ProcessGroup],
         ranks: Sequence[int],
         device: torch.device,
-        known: dict[Message, Header],
+        headers: dict[Message, Header],
     ) -> None:
         self._groups = groups
         #: The rank of each stage, among all processes.
         self._ranks = ranks
         self._device = device
-        self._known = known
+        self._headers = headers
         #: By rank, the sends in flight to it: for each message, its tensors.
         self._sent: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
         self._received: dict[Message, tuple[Header, list[Tensor], list[Any]]] = {}
@@ -167,22 +167,22 @@ class Messages:
             RuntimeError: The header differs from earlier steps.
         """
         rank = self._ranks[message.stage]
-        known = self._known.get(message)
+        expected = self._headers.get(message)
         self._make_room(self._sent[rank])
         self._sent[rank].append([])
-        if known is None or known.varies:
-            self._known[message] = header
+        if expected is None or expected.varies:
+            self._headers[message] = header
             data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
             self._put(torch.tensor([len(data)]).to(self._device), rank)
             self._put(data.to(self._device), rank)
         elif message.action.kind != 'F' and not header.outlines:
             # A micro-batch with nothing to learn has no gradients: they are zero.
             tensors = []
-            for outline in known.outlines:
+            for outline in expected.outlines:
                 tensors.append(outline.zeros(self._device))
-            header = known
-        elif known != header:
-            raise RuntimeError(_other(message, known, header))
+            header = expected
+        elif expected != header:
+            raise RuntimeError(_other(message, expected, header))
         for x, outline in zip(tensors, header.outlines):
             if x.numel():
                 x = x.detach().resolve_conj().resolve_neg()
@@ -192,13 +192,13 @@ class Messages:
     def receive(self, message: Message) -> None:
         """Start to receive a message."""
         rank = self._ranks[message.action.stage]
-        header = self._known.get(message)
+        header = self._headers.get(message)
         if header is None or header.varies:
             size = torch.zeros(1, dtype=torch.long, device=self._device)
             self._get(size, rank).wait()
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             self._get(data, rank).wait()
-            header = self._known[message] = pickle.loads(data.cpu().numpy().tobytes())
+            header = self._headers[message] = pickle.loads(data.cpu().numpy().tobytes())
         tensors = []
         works = []
         for outline in header.outlines:
@@ -222,7 +222,7 @@ class Messages:
         """Return whether the headers of all messages that a row receives are known."""
         for item in row:
             if isinstance(item, Receive):
-                header = self._known.get(item)
+                header = self._headers.get(item)
                 if header is None or header.varies:
                     return False
         return True
@@ -263,11 +263,11 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _other(message: Message, known: Header, header: Header) -> str:
+def _other(message: Message, expected: Header, header: Header) -> str:
     return (
         f'what stage {message.action.stage} sends to stage {message.stage} for micro-batch '
         f'{message.action.micro_batch} is {_text(header)}, but in an earlier step with equal '
-        f'inputs it was {_text(known)}; the other rank has made room for that. Shapes that '
+        f'inputs it was {_text(expected)}; the other rank has made room for that. Shapes that '
         'depend on values cannot cross to another rank: let layers pad to a size that the '
         'input decides, or put both layers into one stage'
     )

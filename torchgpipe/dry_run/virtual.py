@@ -224,14 +224,14 @@ class VirtualMessages(Messages):
             sizes = [torch.long.itemsize, len(pickle.dumps(header))]
             self._rank.counter.sent += [(self._ranks[message.stage], size) for size in sizes]
             header = header._replace(varies=False)
-        self._known.setdefault(message, header)
+        self._headers.setdefault(message, header)
         super().send(message, header, tensors)
 
     def receive(self, message: Message) -> None:
         """Wait until a message was sent, and receive it."""
         twin = self._rank.twin(message)
-        self._rank.meeting.turns.wait(lambda: twin in self._known)
-        self._known[message] = self._known[twin]
+        self._rank.meeting.turns.wait(lambda: twin in self._headers)
+        self._headers[message] = self._headers[twin]
         super().receive(message)
 
     def finish(self) -> None:
