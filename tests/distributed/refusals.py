@@ -19,7 +19,7 @@ from tests.distributed.models import Behind
 from torchgpipe import NoChunk
 from torchgpipe import shard as ts
 from torchgpipe.distributed import DistributedGPipe, init_mesh, load_checkpoint, save_checkpoint
-from torchgpipe.distributed.agreement import NotBegun, check_settings
+from torchgpipe.distributed.agreement import Facts, NotBegun, check_settings
 from torchgpipe.distributed.checkpoint import check_scheduler
 from torchgpipe.distributed.comparison import difference
 from torchgpipe.distributed.failures import Watch
@@ -343,7 +343,7 @@ REFUSALS = [
     lambda: raised(other_model(0, [('0.a', (2,))], 1, [])),
     lambda: raised(other_tensors(0, [('0.a', (2,))], 1, [])),
     lambda: raised(other_tensors(0, [('0.a', ()), ('0.b', ())], 1, [('0.b', ()), ('0.a', ())])),
-    lambda: Rank.check_states(rank_of(), {0: 1, 1: 2}),
+    lambda: Rank.check_states(rank_of(), {0: Facts(state=1), 1: Facts(state=2)}),
     lambda: check_same_samples({0: StepFacts(samples=1), 1: StepFacts(samples=2)}, [[0, 1]]),
     lambda: check_losses({0: StepFacts(normalizer=6.0), 1: StepFacts()}),
     lambda: check_losses({0: StepFacts(loss=1), 1: StepFacts()}),
@@ -371,7 +371,7 @@ REFUSALS = [
     lambda: check_equal({0: 2, 1: 3}),
     lambda: check_counts([1.0, 0.0]),
     lambda: Experts(2, 2, 2)(torch.full((1, 2), torch.nan)),
-    lambda: check_settings('a step of this model', {0: 1, 1: 2}),
+    lambda: check_settings('a step of this model', {0: Facts(1), 1: Facts(2)}),
     ended,
     goes_on,
     lambda: outline_of(0, torch.eye(2).to_sparse()),

@@ -48,9 +48,10 @@ def test_another_error_names_the_rank_on_all_others():
 
 
 def test_settings_are_equal_or_the_first_other_rank_is_named():
-    check_settings('a step', {0: 3, 1: 3})
+    facts = {rank: Facts(settings) for rank, settings in enumerate((3, 3, 4))}
+    check_settings('a step', {0: facts[0], 1: facts[1]})
     with pytest.raises(RuntimeError, match='a step has other settings on rank 2 than on rank 0'):
-        check_settings('a step', {0: 3, 1: 3, 2: 4})
+        check_settings('a step', facts)
 
 
 def test_addresses_do_not_change_a_digest():

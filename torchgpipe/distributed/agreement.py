@@ -6,20 +6,36 @@
 import re
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torchgpipe.shard.collectives import NotBegun as NotBegun
 
 
-class Facts(NamedTuple):
+class AnyFacts(Protocol):
     """The facts of a rank about a task, in numbers that a float64 holds exactly."""
 
-    #: A digest of the settings, which have to be the same on all ranks.
+    @property
+    def settings(self) -> int:
+        """A digest of the settings, which have to be the same on all ranks."""
+
+    @property
+    def state(self) -> int:
+        """A digest of the state that ranks with the same stages share.
+
+        The state is modes, which parameters require grad, and which layers were replaced; or
+        names and shapes of their tensors.
+        """
+
+    @property
+    def names(self) -> int:
+        """A digest of the names of the tensors that ranks may share."""
+
+
+class Facts(NamedTuple):
+    """The facts of a rank about a task, without further ones."""
+
     settings: int = 0
-    #: A digest of the state that ranks with the same stages share: modes, which parameters require
-    #: grad, and which layers were replaced; or names and shapes of their tensors.
     state: int = 0
-    #: A digest of the names of the tensors that ranks may share.
     names: int = 0
 
 
@@ -31,15 +47,15 @@ def digest(*values: object) -> int:
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
 
-def check_settings(task: str, settings: Mapping[int, int]) -> None:
-    """Check that all ranks have the same settings, given their digests.
+def check_settings(task: str, facts: Mapping[int, AnyFacts]) -> None:
+    """Check that all ranks have the same settings.
 
     Raises:
         RuntimeError: They have different settings.
     """
-    first = next(iter(settings))
-    for rank, value in settings.items():
-        if value != settings[first]:
+    first = next(iter(facts))
+    for rank in facts:
+        if facts[rank].settings != facts[first].settings:
             raise RuntimeError(
                 f'{task} has other settings on rank {rank} than on rank '
                 f'{first}; all ranks call it with the same ones'

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from torchgpipe.base.devices import CPU, rng_states, set_rng_states
 from torchgpipe.base.settings import AXES
-from torchgpipe.distributed.agreement import Facts, check_settings, digest
+from torchgpipe.distributed.agreement import AnyFacts, Facts, check_settings, digest
 from torchgpipe.distributed.comparison import BitwiseComparison
 from torchgpipe.distributed.mesh import Axis, MeshInfo
 from torchgpipe.distributed.rank import Rank
@@ -412,9 +412,9 @@ def save(
     _wait(rank, task)
     comparison = rank.comparison()
     facts = rank.agree(task, read, Facts())
-    check_settings(task, {k: fact.settings for k, fact in facts.items()})
-    rank.check_states({k: fact.state for k, fact in facts.items()})
-    comparison.agree_names({k: fact.names for k, fact in facts.items()})
+    check_settings(task, facts)
+    rank.check_states(facts)
+    comparison.agree_names(facts)
     comparison.check()
     by_rank = _by_rank(mesh, (mesh.data.rank, extra_files))
     rank.agree(task, prepare, Facts())
@@ -460,11 +460,11 @@ def load(
     _wait(rank, task)
     comparison = rank.comparison()
     facts = rank.agree(task, open_folder, Facts())
-    check_settings(task, {k: fact.settings for k, fact in facts.items()})
+    check_settings(task, facts)
     _check(_by_rank(mesh, loading.form), loading.saved)
     rank.agree(task, partial(_call, partial(loading.read_options, extra or {})), Facts())
     facts = rank.agree(task, read_tensors, Facts())
-    comparison.agree_names({k: fact.names for k, fact in facts.items()})
+    comparison.agree_names(facts)
     comparison.check()
     return loading.states
 
@@ -628,7 +628,7 @@ class Alone:
         """Return the digest of a state that no other rank has."""
         return 0
 
-    def check_states(self, states: Mapping[int, int]) -> None:
+    def check_states(self, facts: Mapping[int, AnyFacts]) -> None:
         """Check nothing."""
 
     def comparison(self) -> BitwiseComparison:

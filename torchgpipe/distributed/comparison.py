@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe.distributed.agreement import AnyFacts
 from torchgpipe.distributed.mesh import MeshInfo
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.digests import Digest, differing, digests_of
@@ -129,12 +130,12 @@ class BitwiseComparison:
         names = [(shared.name, sorted(shared.axes), shared.is_cache) for shared in self._tensors]
         return zlib.crc32(repr(names).encode())
 
-    def agree_names(self, names: Mapping[int, int]) -> None:
+    def agree_names(self, facts: Mapping[int, AnyFacts]) -> None:
         """Take the digests of names of all ranks, by which ranks know the length of vectors."""
         if self._mesh.everyone is None:
             return
         for axis in (self._mesh.data, self._mesh.tensor):
-            self._same_names[axis.name] = len({names[rank] for rank in axis.ranks}) == 1
+            self._same_names[axis.name] = len({facts[rank].names for rank in axis.ranks}) == 1
 
     def check(self) -> None:
         """Compare the tensors. All ranks of the mesh call it.

@@ -171,7 +171,7 @@ class DistributedGPipe(PipelineModule):
                 self._settings_of, skeleton, placement, deferred_batch_norm, compare_every
             )
             facts = rank.agree('this model', settings, Facts())
-            check_settings('this model', {k: fact.settings for k, fact in facts.items()})
+            check_settings('this model', facts)
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
             rank.make(module, skeleton, values)

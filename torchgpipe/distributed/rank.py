@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import is_cpu, rng_states, set_rng_states
 from torchgpipe.base.structure import Gradients
-from torchgpipe.distributed.agreement import Facts, digest
+from torchgpipe.distributed.agreement import AnyFacts, Facts, digest
 from torchgpipe.distributed.comparison import (
     BitwiseComparison,
     Shared,
@@ -422,17 +422,14 @@ class Rank:
             forms.append((name, [(key, x.shape, x.dtype) for key, x in tensors.items()]))
         return digest(more, forms)
 
-    def check_states(self, states: Mapping[int, int]) -> None:
+    def check_states(self, facts: Mapping[int, AnyFacts]) -> None:
         """Copy the values of the first replica to replaced layers, after a check on all ranks.
-
-        Args:
-            states: By rank, the digest by :meth:`state_of_layers`.
 
         Raises:
             RuntimeError: Replicas have different layers, or the same layers in different states.
         """
         for ranks in self.mesh.same_stages:
-            if not _is_same(states[rank] for rank in ranks):
+            if len({facts[rank].state for rank in ranks}) > 1:
                 raise RuntimeError(
                     f'ranks {sorted(ranks)} have the same stages, but not in the same state: some '
                     'have replaced others of their layers than the rest, or by layers of other '
@@ -626,19 +623,18 @@ class Rank:
             state.copy_(on_device)
         set_rng_states([self.mesh.device], states)
 
-    def sum(self, numbers: Mapping[int, float]) -> float:
-        """Return the sum of the replicas' numbers; all shards of a layer have the same one."""
-        return sum(numbers[rank] for rank in numbers if rank in self.mesh.same_shard)
+    def sum(self, facts: Mapping[int, Any], name: str) -> float:
+        """Return the sum of the replicas' facts; all shards of a layer have the same ones."""
+        total = 0.0
+        for rank in facts:
+            if rank in self.mesh.same_shard:
+                total += getattr(facts[rank], name)
+        return total
 
 
 def _has_values(layer: nn.Module) -> bool:
     """Return whether no tensor of a layer is on the meta device."""
     return not any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
-
-
-def _is_same(values: Iterable[int]) -> bool:
-    """Return whether all values are equal."""
-    return len({*values}) <= 1
 
 
 def other_model(

@@ -131,8 +131,8 @@ class Starts:
         task = f'a {start.task} of this model'
         rank.share_generator()
         facts = rank.agree(task, partial(self._read, start, ready), StepFacts())
-        check_settings(task, {k: fact.settings for k, fact in facts.items()})
-        rank.check_states({k: fact.state for k, fact in facts.items()})
+        check_settings(task, facts)
+        rank.check_states(facts)
         check_same_samples(facts, rank.mesh.lines['tensor'])
         self._set_sizes(start, facts)
 
@@ -345,7 +345,7 @@ class Starts:
         losses = start.losses
         losses.error = error_of(start.loss.normalizer)
         if not normalizer:
-            losses.count_in(rank.sum({k: fact.counted for k, fact in last.items()}), start.trains)
+            losses.count_in(rank.sum(last, 'counted'), start.trains)
         elif not rank.is_last:
             losses.count_in(normalizer)
         if not rank.is_last and any(fact.records_divisors for fact in last.values()):
@@ -358,7 +358,7 @@ class Starts:
             return
         start.is_first = 1 in steps
         comparison = self._comparison(start)
-        comparison.agree_names({k: fact.names for k, fact in facts.items()})
+        comparison.agree_names(facts)
         comparison.check()
 
 

@@ -327,7 +327,7 @@ class Steps:
             _check_divisors(divisors, losses.error)
         # A replica that counts nothing has no loss. It reports the first type, float32.
         dtype = _DTYPES[max(facts[rank].dtype for rank in self._rank.ranks_with_last)]
-        total = self._rank.sum({rank: fact.loss for rank, fact in facts.items()})
+        total = self._rank.sum(facts, 'loss')
         return torch.tensor(total, dtype=dtype, device=mesh.device)
 
     def _output(self, start: Start, run: Run) -> Any:
