@@ -88,7 +88,7 @@ class ParameterRecord:
     #: Whether ranks along the data axis have other parts of it, such as experts, which see the
     #: samples of all replicas. So their gradients are complete.
     is_spread: bool = False
-    #: Whether a stage of another rank has a copy.
+    #: Whether a stage of another rank has a copy, whose gradient is added at the end of the step.
     is_tied: bool = False
     #: The whole parameter, once it was gathered in this step. Its memory may be freed already.
     whole: Tensor | None = None
@@ -339,15 +339,17 @@ class Replicas:
 
     def records_of_unit(self, j: int) -> list[ParameterRecord]:
         """Return the records of a unit's parameters that are reduced together."""
-        return [
-            record
-            for record in self.records
-            if record.unit == j
-            and record.tensor.requires_grad
-            and record.is_sharded == bool(self.units)
-            and not record.is_spread
-            and (record.is_sharded or not record.is_tied)
-        ]
+        records = []
+        for record in self.records:
+            if record.unit != j or not record.tensor.requires_grad:
+                continue
+            # FSDP does not know parameters that a layer has got later.
+            is_of_unit = record.is_sharded
+            if not self.units:
+                is_of_unit = not (record.is_spread or record.is_tied)
+            if is_of_unit:
+                records.append(record)
+        return records
 
     def reduce(self, j: int, gradients: Gradients) -> None:
         """Start to add up the gradients of a unit over replicas, and free its parameters.
@@ -390,8 +392,7 @@ class Replicas:
             gradients = self._gradients_for_fsdp(records)
         if records:
             self._reduce_concurrently(records[0].current.device, unit, gradients)
-        else:
-            unit.free()
+        unit.free()
 
     def _gradients_for_fsdp(self, records: Sequence[ParameterRecord]) -> Gradients:
         """Return the gradients of a unit, of the same parameters on all replicas."""

@@ -40,7 +40,7 @@ class UnitState(Enum):
     SHARDED = auto()
     #: An all-gather runs concurrently with other actions. `wait` ──▶ WHOLE
     GATHERING = auto()
-    #: Each rank has whole parameters. `free`, `reduce` ──▶ SHARDED
+    #: Each rank has whole parameters. `free` ──▶ SHARDED
     WHOLE = auto()
 
 
@@ -118,20 +118,20 @@ class Unit(nn.Module):
         self.state = UnitState.SHARDED
 
     def reduce(self, gradients: Gradients) -> None:
-        """Add gradients, summed over replicas, to the shards' ``.grad``, and free parameters.
+        """Add gradients, summed over replicas, to the shards' ``.grad``.
 
         Args:
             gradients: The gradients of whole parameters. The list is emptied, so that they are
                 freed.
         """
-        if gradients:
-            tensors = [x for x, _ in gradients]
-            grads = [grad for _, grad in gradients]
-            gradients.clear()
-            # FSDP would add its own node behind each tensor that it sees.
-            known = partial(Give.apply, grads, *tensors)
-            self(torch.zeros((), requires_grad=True), known).backward()
-        self.free()
+        if not gradients:
+            return
+        tensors = [x for x, _ in gradients]
+        grads = [grad for _, grad in gradients]
+        gradients.clear()
+        # FSDP would add its own node behind each tensor that it sees.
+        known = partial(Give.apply, grads, *tensors)
+        self(torch.zeros((), requires_grad=True), known).backward()
 
     def forward(self, phony: Tensor, known: Callable[[], Tensor]) -> Tensor:
         """Return a tensor whose backward returns gradients: [Note: FSDP sees one call]."""
