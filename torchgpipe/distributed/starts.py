@@ -26,7 +26,7 @@ from torchgpipe.distributed.agreement import check_settings, digest
 from torchgpipe.distributed.comparison import BitwiseComparison, Cadence
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.divisors import LossMonitor
-from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut
+from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut, sizes_of
 from torchgpipe.engine.partition import parameters_by_name
 from torchgpipe.losses import Losses, check_samples, counts_of, cut_target, error_of, itself
 from torchgpipe.pipeline_module import PipelineModule
@@ -320,13 +320,11 @@ class Starts:
             check_equal(m_by_rank)
         first = facts[rank.ranks[0]]
         if not rank.is_first:
-            start.sizes = [
-                first.size // first.m + (i < first.size % first.m) for i in range(first.m)
-            ]
+            start.sizes = sizes_of(first.size, first.m)
             start.batches = [Chunk((), tuple) for _ in start.sizes]
-        forms = [
-            (facts[k].settings, facts[k].state, facts[k].messages) for k in rank.mesh.pipe.ranks
-        ]
+        forms = []
+        for k in rank.mesh.pipe.ranks:
+            forms.append((facts[k].settings, facts[k].state, facts[k].messages))
         start.kind = start.task, first.m, first.size, *forms
 
     def _weigh_losses(self, start: Start, facts: Mapping[int, StepFacts]) -> None:
