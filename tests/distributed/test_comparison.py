@@ -121,6 +121,27 @@ def listed(axes, options):
     check_grads(model, module)
 
 
+def listed_and_refused(axes, options):
+    """A weight in a list, in a step that is refused, and in the next one."""
+    world = World(**axes)
+    module = layers(linear())
+    module[1] = Listed(module[0].weight)
+    model = world.model(copy.deepcopy(module), **options)
+    x, y = data()
+    calls = []
+
+    def no_scalar(output, target):
+        calls.append(0)
+        return F.mse_loss(output, target) if len(calls) == 1 else output
+
+    with pytest.raises(ValueError, match='scalar'):
+        world.step(model, no_scalar, normalizer=len)
+    assert all(p.grad is None for p in model.parameters())
+    F.mse_loss(module(x), y).backward()
+    world.step(model)
+    check_grads(model, module)
+
+
 class Adapted(nn.Module):
     """A layer with an adapter."""
 
@@ -233,7 +254,9 @@ def test_gradients_from_other_ranks_are_of_the_whole_batch():
     changes = [(function, *kind) for function in (adapted, learns_later) for kind in (DATA, SHARD)]
     frozen = [(frozen_for_a_step, *kind) for kind in (DATA, SHARD)]
     others = [(function, *DATA) for function in (closure, hooked, listed, expanded)]
-    run(2, in_turn, [*changes, *frozen, *others, (expanded, {'pipe': 2}, {})])
+    refused = [(listed_and_refused, axes, {}) for axes in ({'data': 2}, {'pipe': 2})]
+    in_stages = [(expanded, {'pipe': 2}, {}), *refused]
+    run(2, in_turn, [*changes, *frozen, *others, *in_stages])
     axes = {'data': 2, 'pipe': 2}
     run(4, in_turn, [(frozen_first, axes, {'data': 'shard'}), (frozen_first, axes, {})])
 
@@ -678,6 +701,16 @@ def a_tensor_learns_later(world):
         )
 
 
+@way(2, 'uses a tensor of shape (2,) that requires grad, but is no parameter', data=2)
+def another_loss_learns_in_a_step_without_a_comparison(world):
+    """The fourth step is none with a comparison."""
+    model = world.model(layers())
+    for _ in range(3):
+        world.step(model)
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    world.step(model, lambda o, t: F.mse_loss(o * weight, t))
+
+
 @way(2, 'a NoChunk in the input requires grad', data=2)
 def an_input_of_all_replicas_learns(world):
     model = world.model(nn.Sequential(Call(torch.mul), *layers()))
@@ -769,3 +802,36 @@ def caches():
 
 def test_masks_of_other_sizes_are_no_difference():
     run(2, caches)
+
+
+class Long(nn.Linear):
+    """A layer that makes a cache, in no state dict, for large inputs."""
+
+    def forward(self, x):
+        if x.abs().max() > 100 and not hasattr(self, 'cache'):
+            self.register_buffer('cache', torch.ones(5), persistent=False)
+        return super().forward(x)
+
+
+def unequal_rhythms(refused):
+    """Take steps where ranks of one stage begin to compare anew, or count fewer steps.
+
+    One replica has a cache that the other one does not have.
+    """
+    world = World(data=2, pipe=2)
+    model = world.model(nn.Sequential(Long(2, 2), nn.Linear(2, 2)).double())
+    x, y = data()
+    x = x * (1 if world.rank else 1000)
+    for step in range(9):
+        if step == 5 and refused:
+            with pytest.raises(ValueError, match='empty'):
+                model.step(x[:0], y[:0], F.mse_loss)
+        elif step == 5 and '1' in dict(model.named_children()):
+            model.set_submodule('1', Adapted(model.get_submodule('1')))
+        model.step(x, y, F.mse_loss)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize('refused', [True, False])
+def test_in_v0_29_ranks_that_did_not_expect_a_comparison_took_their_names_for_equal(refused):
+    run(4, unequal_rhythms, refused)

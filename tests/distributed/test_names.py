@@ -261,3 +261,40 @@ def test_gradients_are_averaged_by_name():
     expected = {name: x.grad.sum().item() for name, x in model.named_parameters()}
     for found in run(2, averaged):
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+class Counts(nn.Linear):
+    """A layer with an extra state that is no tensor."""
+
+    def get_extra_state(self):
+        return {'count': 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def replaced_by_layers():
+    """Replace a layer by one with an extra state; then one of two layers that is refused."""
+    layers = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]).double()
+    model = DistributedGPipe(layers, [3], mesh=init_mesh(data=2), chunks=2)
+    model.set_submodule('0', Counts(6, 6).double())
+    first = losses_of(model)
+
+    before = dict(model._modules)
+    model._modules['1'] = nn.Linear(6, 6).double().requires_grad_(False)
+    model._modules['2'] = None
+    with pytest.raises(ValueError, match="layer '2' is None"):
+        model.partitions
+    model._modules.update(before)
+    model.set_submodule('2', nn.Tanh())
+    losses_of(model)
+    return (
+        first,
+        model.get_parameter('1.weight').requires_grad,
+        model._rank.layers['1'] is before['1'],
+    )
+
+
+def test_in_v0_28_a_replacement_that_was_refused_replaced_the_layers_before_it():
+    for first, learns, is_same in run(2, replaced_by_layers):
+        assert len(first) == 2 and learns and is_same

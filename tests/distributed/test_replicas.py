@@ -1,5 +1,7 @@
 """Gradients of replicas: put together once in a step, or once in several."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,70 @@ def test_steps_without_reduction_are_added_up(ranks, axes, data, make):
         assert several.keys() == each.keys()
         for name, grad in several.items():
             torch.testing.assert_close(grad, each[name], rtol=1e-12, atol=1e-12)
+
+
+def half(x):
+    """Halve a gradient, when it is complete."""
+    x.grad.mul_(0.5)
+
+
+def hooked_twice(data):
+    """Take two steps without zero_grad; a hook sees the sum of both."""
+    model = DistributedGPipe(perceptron(2), [2], mesh=init_mesh(data=2), chunks=2, data=data)
+    for name, x in model.named_parameters():
+        if 'bias' in name:
+            x.register_post_accumulate_grad_hook(half)
+    for step in range(2):
+        x, target = (part.chunk(2)[torch.distributed.get_rank()] for part in batch(step, 8))
+        model.step(x, target, F.mse_loss)
+    return {name: full(x.grad) for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize('data', ['replicate', 'shard'])
+def test_in_v0_28_a_hook_of_a_shard_saw_the_gradient_of_one_step_only(data):
+    torch.manual_seed(0)
+    module = perceptron(2)
+    for name, x in module.named_parameters():
+        if 'bias' in name:
+            x.register_post_accumulate_grad_hook(half)
+    for step in range(2):
+        x, target = batch(step, 8)
+        F.mse_loss(module(x), target).backward()
+    for grads in run(2, hooked_twice, data):
+        for name, x in module.named_parameters():
+            torch.testing.assert_close(grads[name], x.grad, rtol=1e-10, atol=1e-12)
+
+
+class Later(nn.Module):
+    """A layer that may get a second parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.weight + getattr(self, 'bias', 0)
+
+
+def copied_while_gradients_wait():
+    """Copy a model with gradients that wait, to which a parameter was added."""
+    layers = nn.Sequential(Later(), nn.Tanh(), Later())
+    model = DistributedGPipe(layers, [3], mesh=init_mesh(data=2), chunks=2)
+    x, target = (part.chunk(2)[torch.distributed.get_rank()] for part in batch(0, 8))
+    with model.no_sync():
+        model.step(x, target, F.mse_loss)
+    model.get_submodule('0').bias = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    copy = deepcopy(model)
+    for each in (model, copy):
+        each.step(x, target, F.mse_loss)
+    return [{name: x.grad for name, x in each.named_parameters()} for each in (model, copy)]
+
+
+def test_a_copy_has_the_gradients_that_wait_also_after_a_parameter_was_added():
+    for grads, grads_of_copy in run(2, copied_while_gradients_wait):
+        assert grads.keys() == grads_of_copy.keys() == {'0.weight', '0.bias', '2.weight'}
+        for name, grad in grads.items():
+            torch.testing.assert_close(grads_of_copy[name], grad, rtol=0, atol=0)
 
 
 class Some(nn.Module):

@@ -135,7 +135,9 @@ class BitwiseComparison:
         if self._mesh.everyone is None:
             return
         for axis in (self._mesh.data, self._mesh.tensor):
-            self._same_names[axis.name] = len({facts[rank].names for rank in axis.ranks}) == 1
+            names = {facts[rank].names for rank in axis.ranks}
+            # A rank that did not expect to compare has not said its names.
+            self._same_names[axis.name] = len(names) == 1 and names != {0}
 
     def check(self) -> None:
         """Compare the tensors. All ranks of the mesh call it.

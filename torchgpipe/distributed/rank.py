@@ -383,9 +383,7 @@ class Rank:
         new.saving = None
         new.partitions = [Sequential() for _ in new.partitions]
         new._assemble()
-        for record, record_of_copy in zip(self.replicas.records, new.replicas.records):
-            if record.gradient is not None:
-                record_of_copy.add(record.gradient.clone())
+        new.replicas.copy_waiting(self.replicas)
         return new
 
     def replace(self, layers: Mapping[str, Any]) -> None:
@@ -407,6 +405,7 @@ class Rank:
                     'or have parts of, so it cannot be replaced on one of them: '
                     'replace it in the module, and make the model of that'
                 )
+        for name, layer in layers.items():
             self.layers[name] = layer.to(self.mesh.device)
         before = self.replicas
         self._assemble()
@@ -418,8 +417,9 @@ class Rank:
         """Return a digest of the state that ranks with the same stages share, except values."""
         forms = []
         for name in self.replaced:
-            tensors = self.layers[name].state_dict()
-            forms.append((name, [(key, x.shape, x.dtype) for key, x in tensors.items()]))
+            for key, x in self.layers[name].state_dict().items():
+                form = (x.shape, x.dtype) if isinstance(x, Tensor) else None
+                forms.append((name, key, form))
         return digest(more, forms)
 
     def check_states(self, facts: Mapping[int, AnyFacts]) -> None:

@@ -97,6 +97,8 @@ class ParameterRecord:
     gradient: Tensor | None = None
     #: Whether this rank had a gradient when the reduction started.
     had_gradient: bool = False
+    #: Whether FSDP adds to the ``.grad`` of earlier steps, because a hook sees the sum.
+    adds_to_grad: bool = False
 
     @property
     def current(self) -> Tensor:
@@ -434,17 +436,27 @@ class Replicas:
         """Run a step. If it fails, restore all gradients, even if some were reduced already."""
         self._sums = []
         waiting = [(record, record.gradient) for record in self.records]
-        shards = [record.tensor for record in self.records if record.is_sharded]
-        before = [(x, x.grad) for x in shards]
-        for x in shards:
-            x.grad = None
+        shards = []
+        before = []
+        copies = []
+        for record in self.records:
+            if not record.is_sharded:
+                continue
+            x = record.tensor
+            shards.append(x)
+            record.adds_to_grad = x.grad is not None and bool(x._post_accumulate_grad_hooks)
+            if x.grad is not None and record.adds_to_grad:
+                copies.append((x, x.grad.clone()))
+            else:
+                before.append((x, x.grad))
+                x.grad = None
         try:
             yield
         except BaseException:
             self.free_all()
             for record, gradient in waiting:
                 record.restore(gradient)
-            for x, gradient in before:
+            for x, gradient in (*before, *copies):
                 x.grad = gradient
             raise
         finally:
@@ -478,23 +490,26 @@ class Replicas:
         """Separate the gradients that reach parameters directly, not through leaves.
 
         This happens if a layer or a loss uses a parameter in a closure or in a list. Within this
-        context :meth:`take_direct` returns them. If no other rank has copies, nothing changes.
+        context :meth:`take_direct` returns them.
         """
-        if not self._separates_direct:
-            yield
-            return
-        before = [(record.tensor, record.tensor.grad) for record in self.unsharded()]
-        for x, _ in before:
-            x.grad = None
+        before = []
+        for record in self.unsharded():
+            if self._is_separable(record):
+                before.append((record.tensor, record.tensor.grad))
+                record.tensor.grad = None
         try:
             yield
         finally:
             for x, gradient in before:
                 x.grad = gradient
 
-    @property
-    def _separates_direct(self) -> bool:
-        return bool(self._axis.group is not None or self._tied or self.units)
+    def _is_separable(self, record: ParameterRecord) -> bool:
+        """Return whether direct gradients are separated from the sum of earlier steps.
+
+        A hook sees each of them at once. This is right only if no other rank has a part.
+        """
+        has_others = bool(self._axis.group is not None or self._tied or self.units)
+        return has_others or not record.has_hooks
 
     def take_direct(self, records: Iterable[ParameterRecord] | None = None) -> Gradients:
         """Return the gradients that have reached parameters directly; by default, all.
@@ -502,8 +517,6 @@ class Replicas:
         Raises:
             RuntimeError: A hook would see only a part of its gradient.
         """
-        if not self._separates_direct:
-            return []
         if records is None:
             # The ``.grad`` of a shard, or of a frozen parameter, is a sum of earlier steps.
             gathered = [record for record in self.records if record.whole is not None]
@@ -511,7 +524,7 @@ class Replicas:
         gradients: Gradients = []
         for record in records:
             x = record.current
-            if x.grad is None:
+            if x.grad is None or not self._is_separable(record):
                 continue
             if record.has_hooks:
                 raise RuntimeError(
@@ -619,8 +632,18 @@ class Replicas:
         )
         anywhere = torch.stack(gathered_over(group, flags)).amax(0).tolist()
         for record, has_gradient in zip(records, anywhere):
-            if not has_gradient:
+            if not has_gradient and not record.adds_to_grad:
                 record.tensor.grad = None
+
+    def copy_waiting(self, original: 'Replicas') -> None:
+        """Copy the gradients that wait for a reduction from the replicas of an original model."""
+        for j, stage in self.stages.items():
+            pairs = zip(original.stages[j].parameters(), stage.parameters())
+            for x, copied in pairs:
+                source = original.records.of(x)
+                record = self.records.of(copied)
+                if source is not None and source.gradient is not None and record is not None:
+                    record.add(source.gradient.clone())
 
     def forget(self) -> None:
         """Drop gradients that wait for a later step."""

@@ -89,6 +89,7 @@ class Steps:
         #: By the form and the schedule of a step, the headers of messages; and rows by options, or
         #: ``None`` for the row without actions of units.
         self._kinds: OrderedDict[Any, tuple[dict[Message, Header], dict[Any, Row]]] = OrderedDict()
+        self._loss_function: Any = None
         #: The text of an error that was raised in the middle of a step.
         self._failure = ''
 
@@ -148,9 +149,17 @@ class Steps:
         )
         training.losses = start.losses.in_layers
         training.keeps_output = start.gathers
-        training.finds_learning = start.comparison is not None
+        # Another loss may use other tensors.
+        training.finds_learning = start.comparison is not None or self._is_other_loss(start)
         self._cast_output(training)
         return training
+
+    def _is_other_loss(self, start: Start) -> bool:
+        """Return whether this rank computes another loss than in the last step."""
+        assert start.loss is not None
+        before = self._loss_function
+        self._loss_function = start.loss.function
+        return self._rank.is_last and before is not start.loss.function
 
     def _schedule(
         self, start: Start, workers: Sequence[Any], stops: tuple[range, ...]
