@@ -1,5 +1,7 @@
 """The loss of a mini-batch over ranks: its parameters, its counts, and its scale."""
 
+from math import nan
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from tests.distributed.saving import fresh
 from tests.distributed.test_layers_shared import Mixture
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, GradScaler, init_mesh
+from torchgpipe.distributed.steps import check_same_losses
 from torchgpipe.shard.nn import Experts
 
 
@@ -234,3 +237,11 @@ def without_parameters():
 
 def test_a_rank_without_parameters_follows_a_scaler():
     assert run(2, without_parameters) == [2.0, 2.0]
+
+
+def test_in_v0_28_a_loss_that_is_no_number_on_one_rank_equalled_the_others():
+    check_same_losses({0: 1.0, 1: 1.001})
+    check_same_losses({0: nan, 1: nan})
+    for losses in ({0: 1.0, 1: nan}, {0: nan, 1: 1.0}, {0: 1.0, 1: 1.1}):
+        with pytest.raises(RuntimeError, match='ranks along the tensor axis compute one loss'):
+            check_same_losses(losses)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
@@ -109,3 +110,41 @@ def test_a_tied_weight_that_is_frozen_on_one_rank_is_refused():
         assert 'requires grad on 1 of them; freeze it on all, or on none' in first
         assert second.startswith('this model cannot go on')
         assert second.endswith(f'It had raised RuntimeError: {first}')
+
+
+class Sometimes(nn.Module):
+    """A layer that uses its weight for large inputs only."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight if x.sum() > 1e6 else x * 2
+
+
+def unused_copy(axes, policy):
+    """Return the gradient of a tied weight that one of its stages does not use."""
+    first = nn.Linear(6, 6, bias=False)
+    module = nn.Sequential(first, nn.Linear(6, 6), Sometimes(first.weight))
+    for x in module.parameters():
+        nn.init.constant_(x, 0.125)
+    model = DistributedGPipe(
+        module,
+        [2, 1],
+        mesh=init_mesh(**axes),
+        data='shard',
+        mp_policy=policy,
+    )
+    model.step(torch.ones(4, 6), torch.zeros(4, 6), F.mse_loss)
+    return [x.grad.full_tensor() for name, x in model.named_parameters() if 'weight' in name]
+
+
+def test_in_v0_28_ranks_summed_gradients_of_a_tied_weight_in_different_types():
+    """A rank without a gradient sent zeros in the type of parameters."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ((expected, _),) = run(1, unused_copy, {}, policy)
+    first, last = run(2, unused_copy, {'pipe': 2}, policy)
+    for grad in (first[0], last[0]):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, expected)

@@ -192,3 +192,10 @@ def labels():
 def test_a_profile_has_a_label_for_each_item():
     for row, names in zip(with_messages(make('1f1b', 2, 2)), run(2, labels)):
         assert {f'{type(each).__name__} {each}' for each in row} <= {*names}
+
+
+def test_strides_of_dimensions_of_size_1_do_not_change_an_outline():
+    x = torch.ones(3, 1, 4)
+    other = x.as_strided((3, 1, 4), (4, 1, 1))
+    assert outline_of(0, x) == outline_of(0, other)
+    assert outline_of(0, x) != outline_of(0, x.permute(2, 1, 0).contiguous().permute(2, 1, 0))

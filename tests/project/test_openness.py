@@ -84,16 +84,16 @@ class Counts(NamedTuple):
 BOUNDS = """
 .              9880     6.7      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
-base          10630     7.1      23       0       0       0       2       0
-distributed   38357     8.7     192       3       6       0      91       0
-dry_run       10665     9.0      76       8       5       0     126       1
+base          10631     7.1      23       0       0       0       2       0
+distributed   37390     8.6     140       1       2       0       4       0
+dry_run       10665     9.0      76       8       5       0     125       1
 engine        39052     7.5     102       0       0       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0
 plan          34090     8.9     277       0      19       0     275       5
 schedule       5593     7.2      21       0       0       0       0       0
 sequential    29873     8.5     229       0      16       0     493       4
-shard         25124     8.2     107       0       6       0     259       0
+shard         26464     8.3     105       0       5       0     187       0
 skip           3417     6.7       4       0       0       0       0       0
 testing        6228     8.5      47       0       1       0      44       0
 timeline       5879     9.3      44       0       2       0      18       0

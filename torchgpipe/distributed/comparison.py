@@ -49,7 +49,7 @@ class Cadence:
     """The steps at which ranks compare: the first ones, then less and less often.
 
     Args:
-        every: The number of steps between comparisons; 0 for never.
+        every: The largest number of steps between comparisons; 0 for never.
     """
 
     def __init__(self, every: int) -> None:
@@ -58,7 +58,7 @@ class Cadence:
         self._tensors = 0
         #: By task, the number of steps, calls or evaluations with so many tensors.
         self._steps: dict[str, int] = {}
-        #: Whether ranks compare the gradients of the next step.
+        #: Whether gradients are still to be compared: once, in the first step that reduces them.
         self.compares_gradients = every > 0
 
     def next(self, task: str, model: nn.Module) -> int:

@@ -287,6 +287,7 @@ class State(NamedTuple):
     """The state of a rank, when it was asked."""
 
     run: int
+    #: The number of items in all runs.
     items: int
     #: ``'outside'`` of runs, ``'computes'``, ``'waits'``, or ``'asks'`` after an error.
     state: str
@@ -326,6 +327,10 @@ GRACE = 5.0
 
 #: How long a rank may take to tell its state, in seconds. Its layer may hold Python's lock.
 ANSWER = 3.0
+
+#: How long a rank that knows of an ended process waits for an error that has caused it, in
+#: seconds.
+CAUSE = 1.5
 
 #: How long the first rank waits for the ends of others, in seconds.
 _LEAVE = 2.0
@@ -486,7 +491,7 @@ class Monitor:
             self._ask_if_late(now)
         elif not self._progress.asks:
             self._end_if_stuck(failures, now)
-        elif any(failure.is_cause for failure in failures) or now - self._failed_at > ANSWER / 2:
+        elif any(failure.is_cause for failure in failures) or now - self._failed_at > CAUSE:
             self._answered.set()
         if self._inquiry is not None:
             self._inquire(self._inquiry, now)

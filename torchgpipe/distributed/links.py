@@ -103,7 +103,7 @@ class RankLink:
         except OSError as error:
             if error.errno in _ENDED:
                 raise EOFError from error
-            if error.errno is None:  # Nothing has arrived.
+            if error.errno is None:  # Nothing has arrived for `_TIMEOUT`.
                 return []
             raise Unreachable(str(error)) from error
         if not data:

@@ -248,7 +248,7 @@ class Rank:
             tie_again(shared, layers)
             self._fill_partitions(group, layers)
             if self._has_units:
-                unit = self._make_unit(group, reduces_late=not late.isdisjoint(group))
+                unit = self._make_unit(group, reduces_at_end=not late.isdisjoint(group))
                 self.units.update(dict.fromkeys(group, unit))
         self.layers = {name: layers[name] for name in local_names}
         return Facts(state=digest(self._registered()))
@@ -302,7 +302,7 @@ class Rank:
         is_split = self.mesh.data.group is not None or bool(self.placement.policies)
         return self.placement.data == 'shard' and is_split
 
-    def _make_unit(self, stages: Sequence[int], reduces_late: bool) -> Unit:
+    def _make_unit(self, stages: Sequence[int], reduces_at_end: bool) -> Unit:
         """Split the parameters of some stages over replicas."""
         options = {'mesh': self.mesh.data.mesh, **self.placement.policies}
         if self.placement.policies:
@@ -316,7 +316,7 @@ class Rank:
             for x in layer.parameters():
                 if self.mesh.data.name in split_axes(x):
                     spread.add(x)
-        return Unit(layers, spread, reduces_late, options)
+        return Unit(layers, spread, reduces_at_end, options)
 
     def _registered(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of the parameters and saved buffers of this rank.
@@ -364,7 +364,10 @@ class Rank:
             self.layers, self.description.ties, self.ranks, pipe.group, self.number
         )
         stages = {j: self.partitions[j] for j in self.local_stages}
-        self.replicas = self._replicas_type(stages, self.mesh.data, self.units, self.ties.ids)
+        dtype = self.placement.precision.reduce_dtype
+        self.replicas = self._replicas_type(
+            stages, self.mesh.data, self.units, self.ties.ids, dtype
+        )
         devices = [self.mesh.device] * len(self.partitions)
         self.engine = Engine(self.partitions, devices, self.description.skips)
 

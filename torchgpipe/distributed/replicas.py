@@ -14,14 +14,15 @@ and replicas may have different numbers of samples.
 
 The way of one gradient, with the state in the record of its parameter (:class:`GradientState`)::
 
-    NONE ── 1. leaves of the stage's actions ──▶ take_direct, Leaves.take
-         ── 2. REDUCE_GRAD in the row, or the end of the step ──▶ LOCAL
-         ── 3. all-reduce of a bucket, or FSDP's reduce-scatter ──▶ REDUCING
-         ── 4. finish ──▶ the step's gradients ──▶ .grad
+    NONE        1. actions of the stage add to its leaf, or directly to the parameter
+    LOCAL       2. `reduce` or `finish` takes the gradient of this rank into the record
+    REDUCING    3. an all-reduce of its bucket, or FSDP's reduce-scatter, starts
+    NONE        4. `finish` waits for the sum, which goes to ``.grad``
 
-A rank has all gradients of a stage after the last action of its unit. Three kinds of gradients are
-reduced at the end of the step: of parameters that other ranks also have (ties), of parameters of
-the loss, and gradients that reach a parameter after step 3, through a closure of another layer.
+A rank has all gradients of a stage after the last action of its unit (``REDUCE_GRAD`` in its row).
+Three kinds of gradients take steps 2 and 3 at the end of the step: of parameters that other ranks
+also have, whose sum over stages comes first (:mod:`.ties`); of parameters of the loss; and late
+ones, which reach a parameter after its step 3, through a closure of another layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +70,8 @@ class GradientState(Enum):
     #: This rank has its part, from this step or from earlier ones within ``no_sync``.
     #:                                                          reduction ──▶ REDUCING
     LOCAL = auto()
-    #: Its sum over replicas has started in this step.          end of the step ──▶ NONE
+    #: Its sum over replicas has started, also if this rank has no part of it.
+    #:                                                          next step ──▶ NONE
     REDUCING = auto()
 
 
@@ -107,6 +109,7 @@ class ParameterRecord:
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of this rank."""
+        # Not in place: `all_or_nothing` may restore the earlier sum.
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
         self.state = GradientState.LOCAL
 
@@ -119,7 +122,7 @@ class ParameterRecord:
         return gradient
 
     def restore(self, gradient: Tensor | None) -> None:
-        """Restore the gradient of this rank after a failed step."""
+        """Begin a step with a gradient that waits, or restore it after a failed step."""
         self.gradient = gradient
         self.state = GradientState.NONE if gradient is None else GradientState.LOCAL
 
@@ -150,11 +153,6 @@ class Records:
         """Add a record under one of its tensors."""
         self._records[id(x)] = record
 
-    def name_of(self, x: Tensor) -> str:
-        """Return the name of a parameter, for errors."""
-        record = self.of(x)
-        return 'a parameter of loss_fn' if record is None else record.name
-
 
 _name = itemgetter(0)
 
@@ -167,6 +165,7 @@ class Replicas:
         axis: The data axis.
         units: If FSDP splits parameters, the unit of each stage.
         tied: The ``id`` of each parameter of which other ranks have copies in other stages.
+        reduce_dtype: The dtype of gradients; by default the dtype of each parameter.
 
     Attributes:
         syncs: Whether steps reduce gradients over replicas.
@@ -180,7 +179,9 @@ class Replicas:
         axis: Axis,
         units: Mapping[int, Unit],
         tied: Iterable[int] = (),
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        self._reduce_dtype = reduce_dtype
         self.stages = stages
         self._axis = axis
         self.units = units
@@ -289,7 +290,7 @@ class Replicas:
 
     def _reduces_within_row(self, j: int) -> bool:
         if self.units:
-            return not self.units[j].reduces_late
+            return not self.units[j].reduces_at_end
         return self._axis.group is not None and self.syncs
 
     def enter(self, j: int) -> None:
@@ -326,10 +327,10 @@ class Replicas:
             elif isinstance(item, Action):
                 self.enter(item.stage)
 
-    def gather_late(self) -> None:
+    def gather_for_end(self) -> None:
         """Gather the units whose gradients are reduced at the end of a step."""
         for j, unit in self.units.items():
-            if unit.reduces_late:
+            if unit.reduces_at_end:
                 if unit.state is UnitState.SHARDED:
                     unit.gather()
                 self.enter(j)
@@ -383,7 +384,7 @@ class Replicas:
         gradients: dict[Tensor, Tensor | None] = {}
         for record in records:
             gradients[record.tensor] = record.take()
-        self._sums += start_sums(gradients, self._axis.group)
+        self._sums += start_sums(gradients, self._axis.group, self._reduce_dtype)
 
     def _reduce_shards(self, j: int, records: Sequence[ParameterRecord]) -> None:
         """Let FSDP reduce the gradients of a unit, and free its parameters."""
@@ -403,7 +404,7 @@ class Replicas:
             whole = record.current
             gradient = record.take()
             if gradient is None and self._axis.group is not None:
-                gradient = torch.zeros_like(whole)
+                gradient = torch.zeros_like(whole, dtype=self._reduce_dtype)
             if gradient is not None:
                 check_dense(whole, gradient)
                 gradients.append((whole, gradient))
@@ -433,7 +434,10 @@ class Replicas:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Run a step. If it fails, restore all gradients, even if some were reduced already."""
+        """Run a step. If it fails, restore all gradients, even if some were reduced already.
+
+        A hook that raises while gradients are added to ``.grad`` leaves the ones added before.
+        """
         self._sums = []
         waiting = [(record, record.gradient) for record in self.records]
         shards = []
@@ -474,8 +478,7 @@ class Replicas:
     def evaluation(self) -> Iterator[None]:
         """Run a forward without gradients, and free all parameters afterwards."""
         try:
-            with torch.no_grad():
-                yield
+            yield
         finally:
             self.free_all()
 
@@ -506,7 +509,8 @@ class Replicas:
     def _is_separable(self, record: ParameterRecord) -> bool:
         """Return whether direct gradients are separated from the sum of earlier steps.
 
-        A hook sees each of them at once. This is right only if no other rank has a part.
+        Otherwise a hook gets each of them as it arrives. That is right only if no other rank has
+        a part.
         """
         has_others = bool(self._axis.group is not None or self._tied or self.units)
         return has_others or not record.has_hooks
@@ -569,29 +573,30 @@ class Replicas:
         """
         results, late = self._sort(gradients)
         for j in sorted({*self.groups.values()}):
-            if j in self.units and self.units[j].reduces_late:
+            if j in self.units and self.units[j].reduces_at_end:
                 self.reduce(j, [])
         if not self.syncs:
             return results
 
         group = self._axis.group
-        again = []
+        reduced_in_row = []
         rest = []
         for record in self.unsharded():
             if record.state is GradientState.REDUCING:
-                again.append(record.tensor)
+                reduced_in_row.append(record.tensor)
             elif group is not None and not record.is_spread:
                 rest.append(record)
             elif record.gradient is not None:
                 results.append((record.tensor, record.gradient))
                 record.take()
-        if group is None:
+        if group is None:  # Nothing was reduced within the row, so nothing is late.
             return results
 
         self._start(rest)
         late_sums = []
         if any_late:
-            late_sums = start_sums({x: late.pop(x, None) for x in again}, group)
+            late_gradients = {x: late.pop(x, None) for x in reduced_in_row}
+            late_sums = start_sums(late_gradients, group, self._reduce_dtype)
         results += end_sums(self._sums)
         if late_sums:
             results = added(results, end_sums(late_sums))

@@ -42,7 +42,7 @@ class StepFacts(NamedTuple):
     settings: int = 0
     #: A digest of the state that ranks with the same stages share.
     state: int = 0
-    #: 1 and the number of steps before, if ranks compare their tensors now; otherwise 0.
+    #: 1 + the number of steps before, if ranks compare their tensors now; otherwise 0.
     comparison: int = 0
     #: A digest of the names of these tensors.
     names: int = 0
@@ -98,6 +98,11 @@ class Start:
     comparison: BitwiseComparison | None = None
     #: Whether ranks compare for the first time.
     is_first: bool = False
+
+    @property
+    def loss_function(self) -> Any:
+        """The function or the module of the loss."""
+        return None if self.loss is None else self.loss.function
 
     @property
     def trains(self) -> bool:
@@ -182,7 +187,7 @@ class Starts:
         if start.comparison is None:
             modules = []
             if start.loss is not None and self._rank.is_last:
-                modules = [itself(start.loss.function)]
+                modules = [itself(start.loss_function)]
             start.comparison = self._rank.comparison(modules)
         return start.comparison
 
@@ -236,7 +241,7 @@ class Starts:
         )
 
     def _read_loss(self, start: Start, facts: StepFacts) -> StepFacts:
-        """Count the loss on a rank that has the last stage, and knows the sizes."""
+        """Begin the records of a step; count the loss on a rank that has it, and knows sizes."""
         rank = self._rank
         loss = start.loss
         assert loss is not None
@@ -261,13 +266,13 @@ class Starts:
         sizes: list[int],
         targets: list[Chunk] | None = None,
     ) -> StepFacts:
-        """Count the loss of micro-batches of known sizes."""
+        """Count the loss of micro-batches of known sizes, and begin the records of a step."""
         rank = self._rank
         assert start.loss is not None
         losses = start.losses = self._make_losses(start.loss, sizes, targets)
         if rank.exchanges_samples and start.trains:
             check_counts(losses.counts)
-        for module in losses.modules[:1]:
+        for module in losses.modules[:1]:  # The first one has the others.
             rank.check_used(module, 'loss_fn')
         if start.trains:
             parameters: list[Tensor] = []
@@ -344,7 +349,7 @@ class Starts:
         losses.error = error_of(start.loss.normalizer)
         if not normalizer:
             losses.count_in(rank.sum(last, 'counted'), start.trains)
-        elif not rank.is_last:
+        elif not rank.is_last:  # An evaluation returns the count on all ranks.
             losses.count_in(normalizer)
         if not rank.is_last and any(fact.records_divisors for fact in last.values()):
             losses.monitor = losses.in_layers = LossMonitor(start.sizes)

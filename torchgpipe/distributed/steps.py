@@ -42,7 +42,8 @@ from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, wi
 from torchgpipe.shard.sums import added
 from torchgpipe.step import find_schedule, recomputing
 
-#: The types that a loss may have.
+#: The types that a loss may have. The first one is also that of a rank without a loss, so that
+#: the largest index is that of a rank with one.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 #: How many kinds of steps are remembered, with the headers of their messages.
@@ -69,7 +70,7 @@ class Steps:
 
     Args:
         at: Records the current item of a row; ``None`` after it.
-        compare_every: The number of steps between comparisons of shared tensors; 0 for never.
+        compare_every: The largest number of steps between comparisons; 0 for never.
     """
 
     _starts_type = Starts
@@ -105,23 +106,27 @@ class Steps:
         losses = start.losses
         assert losses is not None
 
-        # If anything raises before `give`, no gradient has been added.
+        # If anything raises before `give`, no gradient stays added.
         with replicas.all_or_nothing():
             with replicas.direct_gradients():
                 self._run(training)
                 with self._recorded_failure():
-                    replicas.gather_late()
+                    # First: ties find parameters in their slots. These have to be whole, because
+                    # gradients are of whole parameters.
+                    replicas.gather_for_end()
                     direct = replicas.take_direct()
-                    gradients = rank.ties.sum(added(training.gradients, direct))
+                    dtype = rank.placement.precision.reduce_dtype
+                    gradients = rank.ties.sum(added(training.gradients, direct), dtype)
                     training.gradients.clear()  # They can be freed when they are reduced.
                 facts = self._agree_on_end(start, training, gradients)
                 total = self._total(losses, facts)
             same_stages = rank.mesh.same_stages[rank.mesh.pipe.rank]
             any_late = any(facts[k].late for k in same_stages)
-            gradients = replicas.finish(gradients, any_late)
+            with self._recorded_failure():
+                gradients = replicas.finish(gradients, any_late)
             if self._cadence.compares_gradients and replicas.syncs:
-                self._cadence.compares_gradients = False
                 rank.compare_gradients(gradients)
+                self._cadence.compares_gradients = False
             give(gradients)
 
         if return_output:
@@ -149,17 +154,13 @@ class Steps:
         )
         training.losses = start.losses.in_layers
         training.keeps_output = start.gathers
+        is_other_loss = self._loss_function is not start.loss_function
+        self._loss_function = start.loss_function
         # Another loss may use other tensors.
-        training.finds_learning = start.comparison is not None or self._is_other_loss(start)
+        is_compared = start.comparison is not None
+        training.finds_learning = is_compared or (is_other_loss and rank.is_last)
         self._cast_output(training)
         return training
-
-    def _is_other_loss(self, start: Start) -> bool:
-        """Return whether this rank computes another loss than in the last step."""
-        assert start.loss is not None
-        before = self._loss_function
-        self._loss_function = start.loss.function
-        return self._rank.is_last and before is not start.loss.function
 
     def _schedule(
         self, start: Start, workers: Sequence[Any], stops: tuple[range, ...]
@@ -172,7 +173,7 @@ class Steps:
     def call(self, input: Any) -> Any:
         """Run the forward alone, without graphs."""
         start = Start('call', input, None, True)
-        self._begin(start, str)
+        self._begin(start, _no_schedule)
         evaluation = self._evaluation(start)
         evaluation.losses = monitor = seen_means(self._model.gather, start.sizes)
         with self._rank.replicas.evaluation():
@@ -240,6 +241,8 @@ class Steps:
         rank = self._rank
         key = (start.kind, schedule)
         if key not in self._kinds and len(self._kinds) >= _KINDS:
+            # All ranks of a pipeline see the same kinds in one order, so sender and receiver
+            # forget a header in the same step.
             self._kinds.popitem(last=False)
         headers, rows = self._kinds.setdefault(key, ({}, {}))
         messages = self._messages(headers)
@@ -278,7 +281,7 @@ class Steps:
 
     @contextmanager
     def _recorded_failure(self) -> Iterator[None]:
-        """Record an error between messages, because it is unknown which of them have arrived."""
+        """Record an error between messages or sums, for which other ranks may wait."""
         try:
             yield
         except BaseException as error:
@@ -376,6 +379,11 @@ def _forward(places: tuple[int, ...], m: int, in_turn: bool) -> Schedule:
     return Schedule(tuple(rows))
 
 
+def _no_schedule() -> str:
+    """Return the schedule of a call, which has no backward."""
+    return ''
+
+
 def _casting(dtype: torch.dtype, layers: Callable[..., Any]) -> Callable[..., Any]:
     """Return layers whose output is cast."""
 
@@ -404,10 +412,14 @@ def _check_divisors(
 
 
 def check_same_losses(losses: Mapping[int, float]) -> None:
-    """Raise if losses of ranks along the tensor axis differ by more than rounding."""
+    """Raise if losses of ranks along the tensor axis differ by more than rounding.
+
+    In bfloat16, rounding may be a part of 1 %.
+    """
     most = max(losses.values())
     least = min(losses.values())
-    if most - least > 0.01 * max(abs(most), abs(least)):
+    has_nan = {isnan(loss) for loss in losses.values()}
+    if len(has_nan) > 1 or most - least > 0.01 * max(abs(most), abs(least)):
         raise RuntimeError(
             'ranks along the tensor axis compute one loss, but have, by rank, '
             f'{losses}: layers or loss_fn draw other numbers on each of them, by '

@@ -230,8 +230,11 @@ class Ties:
             if len({*layout_by_name.values()}) > 1:
                 raise split_apart(layout_by_name)
 
-    def sum(self, gradients: Gradients) -> Gradients:
+    def sum(self, gradients: Gradients, dtype: torch.dtype | None = None) -> Gradients:
         """Return gradients, summed over all ranks for parameters that other ranks have.
+
+        Args:
+            dtype: The dtype of sums; by default the dtype of each parameter.
 
         Raises:
             RuntimeError: A parameter is frozen on some of them.
@@ -248,7 +251,7 @@ class Ties:
                 results.append((x, gradient))
         for copy in self.parameters:
             x = copy.parameter
-            gradient, count, learning = self._sum_of(x, tied.get(id(x)), copy.ranks)
+            gradient, count, learning = self._sum_of(x, tied.get(id(x)), copy.ranks, dtype)
             if 0 < learning < len(copy.ranks):
                 raise RuntimeError(
                     f"'{copy.key}' of a {type(copy.module).__name__}, which stages on ranks "
@@ -260,13 +263,18 @@ class Ties:
         return results
 
     def _sum_of(
-        self, x: Tensor, gradient: Tensor | None, ranks: Sequence[int]
+        self,
+        x: Tensor,
+        gradient: Tensor | None,
+        ranks: Sequence[int],
+        dtype: torch.dtype | None,
     ) -> tuple[Tensor, int, int]:
         """Return the sum of ranks' gradients, the number of gradients, and of trained copies.
 
-        Gradients are added up in the order of ranks, and the first rank sends the sum to all.
+        Gradients are added up in the order of stages, and the rank of the first one sends the sum
+        to all.
         """
-        result = like(x, gradient).clone()
+        result = like(x, gradient, dtype).clone()
         flat = local(result).reshape(-1)
         total = torch.cat([flat, flat.new_tensor([gradient is not None, x.requires_grad])])
         first, *later = ranks
@@ -283,6 +291,8 @@ class Ties:
         local(result).copy_(total[:-2].view_as(local(result)))
         count, learning = self._counts_in(total[-2:], len(ranks))
         return result, int(count), int(learning)
+
+    # A dry run has others, because its tensors have no values.
 
     def _send(self, x: Tensor, rank: int) -> None:
         dist.send(x, rank, self._group)

@@ -55,7 +55,7 @@ from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Message, Receive, Row, Send, UnitAction
 from torchgpipe.skip.transfer import Skip
 
-#: How many messages to one rank may be in flight at a time.
+#: How many messages to one rank may be in flight at once, on the CPU.
 AHEAD = 4
 
 
@@ -126,8 +126,10 @@ def outline_of(k: int, x: Tensor, aliased: bool = False, common: bool = False) -
             'plain dense tensors travel between ranks; make it one in the last layer of that '
             'stage, and what it was in the first layer of the next'
         )
-    strides = x.stride()
-    order = tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
+    order = tuple(range(x.dim()))
+    if not x.is_contiguous():  # A dimension of size 1 may have any stride.
+        strides = x.stride()
+        order = tuple(sorted(order, key=lambda dim: -strides[dim]))
     return Outline(k, tuple(x.shape), x.dtype, order, x.requires_grad, aliased, common)
 
 
@@ -465,6 +467,8 @@ class Training(_OnRanks, Step):
         self._learning: set[tuple[int, int, int]] = set()
         #: Pairs of a tensor and its gradient. Other ranks may have parts of the gradient.
         self.gradients: Gradients = []
+        # `Step.run` ends with this. Here it collects gradients, which replicas reduce before they
+        # are given to ``.grad``.
         self._give = self.gradients.extend  # type: ignore[assignment]
 
     def _run_cells(self) -> None:
@@ -482,7 +486,8 @@ class Training(_OnRanks, Step):
 
     def _enter(self, j: int) -> None:
         super()._enter(j)
-        if j not in self._ready:  # Before, parameters are shards.
+        # Once, although a unit may be freed meanwhile: FSDP gathers again into the same tensors.
+        if j not in self._ready:
             self._ready.add(j)
             self._make_leaves(self._engine.partitions[j : j + 1], by_action=True)
 

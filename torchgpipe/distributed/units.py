@@ -50,7 +50,7 @@ class Unit(nn.Module):
     Args:
         stages: The layers of each stage.
         ignored: Parameters that FSDP does not manage.
-        reduces_late: Whether gradients are reduced at the end of the step.
+        reduces_at_end: Whether gradients are reduced at the end of the step.
         options: The options of FSDP2.
 
     Raises:
@@ -61,11 +61,11 @@ class Unit(nn.Module):
         self,
         stages: Iterable[nn.Module],
         ignored: set[nn.Parameter],
-        reduces_late: bool,
+        reduces_at_end: bool,
         options: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self.reduces_late = reduces_late
+        self.reduces_at_end = reduces_at_end
         self.stages = nn.ModuleList(stages)
         self.state = UnitState.SHARDED
         self._gathering: Any = None

@@ -41,12 +41,17 @@ class Sum(NamedTuple):
     work: Any
 
 
-def start_sums(gradients: dict[Tensor, Tensor | None], group: dist.ProcessGroup) -> list[Sum]:
+def start_sums(
+    gradients: dict[Tensor, Tensor | None],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None = None,
+) -> list[Sum]:
     """Start to add up gradients over replicas.
 
     Args:
         gradients: By parameter, the gradient of this rank. It is emptied bucket by bucket, so that
             there is no second set of gradients.
+        dtype: The dtype of the sums, on all ranks; by default the dtype of each parameter.
     """
     sums = []
     for bucket in _buckets([*gradients]):
@@ -55,7 +60,7 @@ def start_sums(gradients: dict[Tensor, Tensor | None], group: dist.ProcessGroup)
         for x in bucket:
             gradient = gradients.pop(x)
             flags.append(float(gradient is not None))
-            parts.append(local(like(x, gradient)).reshape(-1))
+            parts.append(local(like(x, gradient, dtype)).reshape(-1))
             gradient = None
         parts.append(parts[0].new_tensor(flags))
         flat = torch.cat(parts)
@@ -123,14 +128,19 @@ def gathered_over(group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
     return tensors
 
 
-def like(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a gradient in the placements of its parameter; zeros if there is none."""
+def like(x: Tensor, grad: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a gradient in the placements of its parameter; zeros if there is none.
+
+    Args:
+        dtype: The dtype of the result, which is the same on all ranks; by default, zeros have the
+            dtype of the parameter.
+    """
     if grad is None:
-        return torch.zeros_like(x)
+        return torch.zeros_like(x, dtype=dtype)
     check_dense(x, grad)
     if isinstance(grad, DTensor) and isinstance(x, DTensor):
-        return grad.redistribute(placements=x.placements)
-    return grad
+        grad = grad.redistribute(placements=x.placements)
+    return grad if dtype is None else grad.to(dtype)
 
 
 def check_dense(x: Tensor, grad: Tensor) -> None:
