@@ -142,6 +142,7 @@ def test_micro_batches_that_a_schedule_recomputes(is_searched):
         # With the same numbers of micro-batches, replicas reduce within the step.
         ('frozen', 'shard', True),
         ('tied', 'shard', True),
+        ('tied', 'replicate', True),
         ('unet', 'replicate', True),
     ],
 )

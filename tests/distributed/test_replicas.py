@@ -116,6 +116,42 @@ def test_a_copy_has_the_gradients_that_wait_also_after_a_parameter_was_added():
             torch.testing.assert_close(grads_of_copy[name], grad, rtol=0, atol=0)
 
 
+class Weighted(nn.Module):
+    """A loss with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.weight, target)
+
+
+def losses_in_turn():
+    """Add up three steps, of which the second one has another loss; return a weight's gradient."""
+    model = DistributedGPipe(perceptron(2), [2], mesh=init_mesh(data=2), chunks=2)
+    loss = Weighted()
+    parts = [
+        tuple(x.chunk(2)[torch.distributed.get_rank()] for x in batch(step, 8))
+        for step in range(3)
+    ]
+    with model.no_sync():
+        model.step(*parts[0], loss)
+        model.step(*parts[1], F.mse_loss)
+    model.step(*parts[2], loss)
+    return loss.weight.grad
+
+
+def test_a_gradient_of_a_loss_waits_while_steps_have_another_loss():
+    torch.manual_seed(0)
+    module, loss = perceptron(2), Weighted()
+    for step in (0, 2):
+        x, target = batch(step, 8)
+        loss(module(x), target).backward()
+    for grad in run(2, losses_in_turn):
+        torch.testing.assert_close(grad, loss.weight.grad, rtol=1e-10, atol=1e-12)
+
+
 class Some(nn.Module):
     """A layer of which replicas use other parts, and none uses the last one."""
 

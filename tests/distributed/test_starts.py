@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.models import batch, perceptron
+from tests.distributed.test_layers_tensor import plan
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, rank
 
@@ -106,3 +107,22 @@ def test_a_target_of_another_size_is_refused_on_all_ranks_and_the_next_step_runs
         for text, loss in run(2, sizes, in_input, in_target):
             assert f'the target has {in_target} samples, but the input has {in_input}' in text
             assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def scaled(output, target):
+    """Return a loss whose target is a number."""
+    return (output - target).square().mean()
+
+
+def other_numbers():
+    """Pass a number as target that differs along the tensor axis; return the error."""
+    mesh = init_mesh(pipe=2, tensor=2)
+    model = DistributedGPipe(perceptron(2), [1, 1], mesh=mesh, chunks=2, tensor_plan=plan())
+    with pytest.raises(ValueError) as info:
+        model.step(batch(0, 8)[0], 1.0 + mesh.get_local_rank('tensor'), scaled)
+    return str(info.value)
+
+
+def test_a_target_that_is_a_number_is_the_same_along_the_tensor_axis():
+    for text in run(4, other_numbers):
+        assert 'along the tensor axis compute each layer together' in text
