@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -183,6 +184,30 @@ def stays(release):
 def test_raises_and_the_process_stays():
     found = endings(3, stays, stays=[1], tcp=True)
     named(found, MIDDLE, 'it is broken', "layer '3'", 'micro-batch 1', codes=[EXIT, 1, EXIT])
+
+
+def exits_at_once(release):
+    try:
+        in_layer(release, 'raise')
+    except ValueError:
+        os._exit(1)
+
+
+def test_raises_and_ends_without_its_exit_functions():
+    found = endings(3, exits_at_once)
+    named(found[::2], MIDDLE, 'raised ValueError: it is broken', codes=[1, 1])
+
+
+def killed_when_made(release):
+    model = built(timeout=timedelta(minutes=30))
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    steps(model)
+
+
+def test_is_killed_as_soon_as_the_model_is_made():
+    """By then, it has a link."""
+    named(endings(3, killed_when_made)[::2], f'{MIDDLE} is gone', codes=[1, 1])
 
 
 @pytest.mark.slow
@@ -611,6 +636,40 @@ def test_the_end_of_a_rank_ends_later_runs_only(room):
     texts = room.turn(20)
     assert texts[0] == texts[2] == 'rank 1 has ended, and takes no part in what others do'
     assert {*room.ended} == {0, 2}
+
+
+def test_a_rank_that_is_linked_later_hears_of_earlier_failures(room, pair):  # noqa: F811
+    room = room(3)
+    first, last = room.monitors[0], room.monitors[2]
+    first._selector.unregister(first._links.pop(2))
+    first._absent.add(2)
+    last._selector.unregister(last._links.pop(0))
+    room.progress[1].raised = 1, 'ValueError: it is broken'
+    assert not room.turn(3)[2]
+    one, other = pair()
+    first._point.connect = lambda rank: (one, 'host 1')
+    last._add(0, other)
+    first._connect()
+    assert room.turn(2)[2] == 'rank 1 raised ValueError: it is broken'
+
+
+def test_a_rank_that_goes_on_while_others_are_asked_is_left_alone(room):
+    room = room(3)
+    room.where[1] = Whereabouts(False, 'layer.py:1')
+    room.turn(5)
+    room.silent = {1}
+    room.turn(room.limit - 4)
+    assert room.monitors[0]._inquiry is not None
+    for rank in (0, 2):
+        room.progress[rank].count += 1
+    assert not any(room.turn(room.limit - 10).values()) and not room.ended
+
+
+def test_of_a_lost_host_without_a_known_address_one_rank_is_named(room):
+    room = room(4)
+    room.monitors[2]._lose(0, Unreachable('timed out'))
+    text = room.turn(1)[2]
+    assert text.startswith('rank 0 cannot be reached: their host of unknown address')
 
 
 def test_all_ranks_of_a_lost_host_are_named(room):

@@ -45,8 +45,8 @@ def test_both_sides_of_a_cut_link_end_and_name_the_ranks_of_the_other_host(
     for rank in range(4):
         output = (tmp_path / f'{rank}.txt').read_text()
         assert rank in result and result[rank][1] != 0, (rank, output)
-        lost = [name for name in NAMES[1 - rank // 2] if name in output]
-        assert lost == NAMES[1 - rank // 2] and 'cannot be reached' in output, (rank, output)
+        lost = ', '.join(NAMES[1 - rank // 2])
+        assert f'as {lost} cannot be reached: their host 10.77.0.' in output, (rank, output)
 
 
 def test_a_host_whose_processes_are_killed_is_named(network, tmp_path):

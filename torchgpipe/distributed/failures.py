@@ -341,9 +341,6 @@ class Inquiry:
     """The search for the rank that blocks others, when these have waited for long."""
 
     run: int
-    #: The rank that asked, and its count of items then.
-    rank: int
-    count: int
     #: When to ask all ranks for their states, and until when to wait for these.
     start: float
     end: float
@@ -386,6 +383,8 @@ class Monitor:
         #: The time of the last one.
         self._failed_at = 0.0
         self._inquiry: Inquiry | None = None
+        #: The run and the count of items when this rank has last told its state.
+        self._told_progress: Any = None
         self._stops = False
         self._made = time.monotonic()
         self._sent_run = 0
@@ -556,7 +555,7 @@ class Monitor:
             self._asked = key
             # Others may still tell the cause of an error.
             delay = GRACE if progress.asks else 0.0
-            self._send_first('asks', progress.run, progress.count, delay)
+            self._send_first('asks', progress.run, delay)
 
     def _end_if_stuck(self, failures: Sequence[Failure], now: float) -> None:
         """End this process, if its main thread is stuck because of failures."""
@@ -638,8 +637,12 @@ class Monitor:
 
     def _take_failure(self, rank: int, *failure: Any) -> None:
         """Take a failure, and tell all other ranks of it."""
-        self._failures.append(Failure(*failure))
-        self._failed_at = time.monotonic()
+        new = Failure(*failure)
+        progress = self._progress.run, self._progress.count
+        # The result of an inquiry is void for a rank that has gone on since it told its state.
+        if new.first < new.last or progress == self._told_progress:
+            self._failures.append(new)
+            self._failed_at = time.monotonic()
         if self.is_first:
             for other, link in self._links.items():
                 if other != rank:
@@ -665,24 +668,29 @@ class Monitor:
             text = f'{self._names[rank]} is gone: its process has ended'
             self._take_failure(rank, rank, text, 0, inf)
             return
-        host = self._hosts.get(rank)
-        names = [self._names[other] for other in self._names if self._hosts.get(other) == host]
+        host = self._hosts.get(rank, 'of unknown address')
+        names = []
+        for other in self._names:
+            if other == rank or self._hosts.get(other) == host:
+                names.append(self._names[other])
         text = (
-            f'{", ".join(names or [self._names[rank]])} cannot be reached: their host {host}, or '
-            f'the network to it, is lost ({error})'
+            f'{", ".join(names)} cannot be reached: their host {host}, or the network to it, '
+            f'is lost ({error})'
         )
         self._take_failure(rank, rank, text, 0, inf)
 
     # The search for a rank that blocks others, by the first rank.
 
-    def _take_asks(self, rank: int, run: int, count: int, delay: float) -> None:
+    def _take_asks(self, rank: int, run: int, delay: float) -> None:
         if self._inquiry is None:
             start = time.monotonic() + delay
-            self._inquiry = Inquiry(run, rank, count, start, start + ANSWER)
+            self._inquiry = Inquiry(run, start, start + ANSWER)
 
     def _take_where(self, rank: int) -> None:
         """Tell this rank's state."""
-        self._send_first('state', *self._state(time.monotonic()))
+        state = self._state(time.monotonic())
+        self._told_progress = state.run, state.items
+        self._send_first('state', *state)
 
     def _take_state(self, rank: int, *state: Any) -> None:
         if self._inquiry is not None and self._inquiry.states is not None:
@@ -693,15 +701,13 @@ class Monitor:
         if now < inquiry.start:
             return
         if inquiry.states is None:
-            inquiry.states = {self._rank: self._state(now)}
+            inquiry.states = {}
+            self._take_where(self._rank)
             for link in self._links.values():
                 link.send('where')
         if len(inquiry.states) <= len(self._links) and now < inquiry.end:
             return
         self._inquiry = None
-        asking = inquiry.states.get(inquiry.rank)
-        if asking is None or (asking.run, asking.items) != (inquiry.run, inquiry.count):
-            return  # It goes on.
         blamed = blame(inquiry.states, self._names, inquiry.run)
         for rank, reason in blamed.items():
             text = f'{self._names[rank]} {reason}'
