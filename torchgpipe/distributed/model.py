@@ -239,6 +239,56 @@ class DistributedGPipe(PipelineModule):
         self._rank.replace(replaced)
         self._engine = self._rank.engine
 
+    def step(
+        self,
+        input: Any,
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        schedule: ScheduleLike = '1f1b',
+        target_dim: Any = None,
+        normalizer: Any = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        return_output: bool = False,
+    ) -> Any:
+        """Run forward and backward of a mini-batch. All ranks call it."""
+        with self._watch.run('a step'):
+            return super().step(
+                input,
+                target,
+                loss_fn,
+                schedule=schedule,
+                target_dim=target_dim,
+                normalizer=normalizer,
+                scale=scale,
+                return_output=return_output,
+            )
+
+    def evaluate(
+        self,
+        input: Any,
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        normalizer: Any = None,
+        target_dim: Any = None,
+        return_output: bool = False,
+    ) -> Any:
+        """Return the loss of a mini-batch and its count. All ranks call it."""
+        with self._watch.run('an evaluation'):
+            return super().evaluate(
+                input,
+                target,
+                loss_fn,
+                normalizer=normalizer,
+                target_dim=target_dim,
+                return_output=return_output,
+            )
+
+    # They are documented once.
+    step.__doc__ = PipelineModule.step.__doc__
+    evaluate.__doc__ = PipelineModule.evaluate.__doc__
+
     def _call(self, input: Any) -> Any:
         with self._watch.run('a call'):
             return self._steps.call(input)
@@ -250,8 +300,7 @@ class DistributedGPipe(PipelineModule):
         loss: LossOptions,
         return_output: bool,
     ) -> Any:
-        with self._watch.run('a step'):
-            return self._steps.train(input, ready, loss, return_output)
+        return self._steps.train(input, ready, loss, return_output)
 
     def _evaluate(
         self,
@@ -260,8 +309,7 @@ class DistributedGPipe(PipelineModule):
         loss: LossOptions,
         return_output: bool,
     ) -> Any:
-        with self._watch.run('an evaluation'):
-            return self._steps.evaluate(input, ready, loss, return_output)
+        return self._steps.evaluate(input, ready, loss, return_output)
 
     @watched('apply')
     def apply(self, fn: Callable[[nn.Module], None]) -> 'DistributedGPipe':
