@@ -313,4 +313,6 @@ def test_a_rank_that_raises_in_collect_is_named_by_the_others():
         failures = outcomes(3, fails, how, group=3, timeout=60)
         assert all(isinstance(failure, Failure) for failure in failures), how
         for failure in failures[::2]:
-            assert re.search(r'(?s)(RuntimeError|ValueError|NotBegun): .*' + words, failure.text), failure.text
+            assert re.search(
+                r'(?s)(RuntimeError|ValueError|NotBegun): .*' + words, failure.text
+            ), failure.text
