@@ -68,7 +68,7 @@ class Network:
 
 @contextmanager
 def ranks(network, folder, program, *args):
-    """Run a program on two ranks of each host; yield the processes, and kill what is left."""
+    """Run a program on two ranks of each host; yield the processes, and kill them in the end."""
     processes = []
     for rank in range(4):
         environment = {

@@ -634,7 +634,7 @@ def test_the_end_of_a_rank_ends_later_runs_only(room):
     for rank in (0, 2):
         room.progress[rank].begin('a step')
     texts = room.turn(20)
-    assert texts[0] == texts[2] == 'rank 1 has ended, and takes no part in what others do'
+    assert texts[0] == texts[2] == 'rank 1 has ended, and takes no part in later steps and calls'
     assert {*room.ended} == {0, 2}
 
 

@@ -187,7 +187,7 @@ def _check_same(first: str, second: str, options: Mapping[str, dict[str, Any]]) 
         if repr(expected) != repr(value):
             raise ValueError(
                 f'the optimizer has {first!r} and {second!r} in one group, but in the '
-                f'checkpoint the {key} of the first is {expected!r}, and that of the second '
+                f'checkpoint the {key} of the first is {expected!r}, and of the second '
                 f'{value!r}; make the optimizer with the same groups of parameters'
             )
 

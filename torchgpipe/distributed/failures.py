@@ -200,7 +200,7 @@ def describe(item: Item | None) -> str:
         stage, kind, i = item.action
         verb = 'receive' if isinstance(item, Receive) else 'send'
         return (
-            f'{verb} of what {_KINDS[kind]} of stage {stage} has for stage {item.stage}, '
+            f'{verb} of the result of {_KINDS[kind]} of stage {stage} for stage {item.stage}, '
             f'micro-batch {i}'
         )
     text = f'{_KINDS[item.kind]} of stage {item.stage}'
@@ -651,7 +651,7 @@ class Monitor:
     def _take_left(self, rank: int, run: int) -> None:
         """Take the regular end of a rank, which takes no part in later runs."""
         name = self._names[rank]
-        text = f'{name} has ended, and takes no part in what others do'
+        text = f'{name} has ended, and takes no part in later steps and calls'
         errors = [failure for failure in self._failures if failure.rank == rank]
         if errors:
             text += f', after {errors[-1].text}'

@@ -190,7 +190,7 @@ class MeshInfo:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> 'MeshInfo':
-        """Return what this rank knows of a mesh. All ranks call it."""
+        """Return a mesh as this rank sees it. All ranks call it."""
         data, pipe, tensor = [axis_of(mesh, name) for name in AXES]
         return cls(
             mesh,

@@ -600,7 +600,7 @@ class Rank:
         for x, where in learning.values():
             if id(x) in ids_of_inputs or self.replicas.records.of(x) is not None:
                 continue
-            self._check_used(x, f'what {where} uses')
+            self._check_used(x, f'a tensor that {where} uses')
             if self.mesh.data.group is not None:
                 raise RuntimeError(
                     f'{where} uses a tensor of shape {tuple(x.shape)} that requires grad, but is '

@@ -467,7 +467,7 @@ def check_counts(counts: Sequence[float]) -> None:
     """Raise if a micro-batch has no backward, where other replicas would wait for this one."""
     if 0 in counts:
         raise ValueError(
-            f'replicas exchange the gradients of experts in each micro-batch, but that of number '
+            f'replicas exchange the gradients of experts in each micro-batch, but micro-batch '
             f'{[*counts].index(0)} has nothing that counts in its loss, so no gradient: let each '
             'micro-batch have something, or pass a number as the normalizer'
         )

@@ -42,8 +42,8 @@ from torchgpipe.schedule.messages import Item, Message, Row, receiving_early, wi
 from torchgpipe.shard.sums import added
 from torchgpipe.step import find_schedule, recomputing
 
-#: The types that a loss may have. The first one is also that of a rank without a loss, so that
-#: the largest index is that of a rank with one.
+#: The types that a loss may have. A rank without a loss reports the first one, so that the
+#: largest index comes from a rank with a loss.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 #: How many kinds of steps are remembered, with the headers of their messages.

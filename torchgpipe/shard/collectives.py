@@ -136,7 +136,7 @@ def _parse(row: Sequence[float], default: F) -> F:
 
 
 def _raise_first(task: str, error: BaseException | None, group: ProcessGroup) -> NoReturn:
-    """Raise the error of this rank, or that of the first rank that has one."""
+    """Raise the error of this rank, or of the first rank that has one."""
     text = '' if error is None else f'{type(error).__name__}: {error}'
     texts = gathered(text, group)
     if error is not None:
