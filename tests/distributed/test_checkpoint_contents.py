@@ -242,6 +242,6 @@ def test_groups_of_other_options(tmp_path):
     with pytest.raises(
         ValueError,
         match="'0.weight' and '0.bias' in one group, .* the lr of the "
-        'first is 1.0, and that of the second 2.0',
+        'first is 1.0, and of the second 2.0',
     ):
         load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))

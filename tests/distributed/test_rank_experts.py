@@ -295,7 +295,7 @@ def test_a_micro_batch_without_a_backward_is_refused():
     one, two = outcomes(2, uncounted, timeout=60)
     assert 'a step of this model failed on rank 1, so it ended here, too: ' in one.text
     for each in (one, two):
-        assert 'that of number 1 has nothing that counts' in each.text
+        assert 'micro-batch 1 has nothing that counts' in each.text
 
 
 def evaluated_in_mode(axes, mode, options):
