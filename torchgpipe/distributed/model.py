@@ -347,10 +347,13 @@ class DistributedGPipe(PipelineModule):
 
         Args:
             max_norm: The largest norm that they may have.
-            norm_type: The type of the norm; ``float('inf')`` for the largest value.
+            norm_type: The order of the norm; ``float('inf')`` for the largest value.
 
         Returns:
             The norm that they had, on all ranks, in float64.
+
+        Raises:
+            ValueError: The order is 0.
         """
         mesh = self._rank.mesh
         later_copies = self._rank.ties.ids_of_later_copies

@@ -19,7 +19,8 @@ world
 """
 
 from torchgpipe.shard import distributed, nn
-from torchgpipe.shard.averaging import GradScaler, average_gradients, clip_grad_norm_
+from torchgpipe.shard.averaging import GradScaler, average_gradients
+from torchgpipe.shard.clipping import clip_grad_norm_
 from torchgpipe.shard.collectives import draws
 from torchgpipe.shard.ddp import register_ddp_gathered_features, register_ddp_parameters_to_ignore
 from torchgpipe.shard.parameter import (

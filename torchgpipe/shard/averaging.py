@@ -1,4 +1,4 @@
-"""Gradients before a step: mean over replicas, norm and loss scale.
+"""Gradients before a step: mean over replicas, and loss scale.
 
 ::
 
@@ -15,7 +15,7 @@ without gathered features. It has to be told about the others. All of this is co
 replicas have the same parameters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,6 @@ from torchgpipe.base.private import Scaler
 from torchgpipe.shard.collectives import all_reduce, gathered
 from torchgpipe.shard.digests import differing, digests_of
 from torchgpipe.shard.nn.experts import Experts
-from torchgpipe.shard.parameter import storage_dim
 from torchgpipe.shard.world import current, device_type, is_initialized
 
 #: Modules whose replicas have been compared.
@@ -42,9 +41,9 @@ def average_gradients(module: nn.Module) -> None:
     """Average gradients over the replicas of a group, if DDP has not averaged them already.
 
     Call it on all ranks after the last ``backward()`` before an optimizer's step, and before
-    :func:`clip_grad_norm_`. With one group it does nothing. Without ``DistributedDataParallel``,
-    all gradients of the module are averaged. A gradient that some replicas do not have counts as
-    zero there. The gradients of spread experts are sums over replicas, and are divided. The first
+    ``clip_grad_norm_``. With one group it does nothing. Without ``DistributedDataParallel``, all
+    gradients of the module are averaged. A gradient that some replicas do not have counts as zero
+    there. The gradients of spread experts are sums over replicas, and are divided. The first
     time, replicas compare their parameters.
 
     Args:
@@ -146,80 +145,6 @@ def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
         if parameter.requires_grad and id(parameter) not in averaged:
             found.setdefault(parameter, name)
     return {name: parameter for parameter, name in found.items()}
-
-
-# --- the norm
-# ----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Clip the norm of all gradients: :func:`torch.nn.utils.clip_grad_norm_` for shards.
-
-    The norm equals the norm in one process, and is the same on all ranks of a group. All of them
-    have to call it, with the same parameters in the same order, after gradients were averaged
-    (:func:`average_gradients`). A parameter that is given twice counts once.
-
-    Args:
-        parameters: Parameters, or one, sharded or not.
-        max_norm: The largest norm of the gradients afterwards.
-        norm_type: The order of the norm, such as ``1``, ``2`` or ``inf``.
-        error_if_nonfinite: Raise on all ranks if the norm is infinite or not a number.
-        foreach: See :func:`torch.nn.utils.clip_grad_norm_`.
-
-    Returns:
-        The previous norm, without dimensions.
-
-    Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
-    """
-    several = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique = list(dict.fromkeys(several))
-    shards = [storage_dim(parameter) is not None for parameter in unique]
-    if not any(shards):
-        # A generator without parameters is passed on, so that PyTorch warns about it.
-        return nn.utils.clip_grad_norm_(
-            unique or several, max_norm, norm_type, error_if_nonfinite, foreach
-        )
-    norms = _norms(unique, shards, float(norm_type))
-    total = nn.utils.get_total_norm(norms.unbind(), norm_type, error_if_nonfinite, foreach=False)
-    nn.utils.clip_grads_with_norm_(unique, max_norm, total, foreach)
-    return total
-
-
-def _norms(parameters: list[Tensor], shards: list[bool], norm_type: float) -> Tensor:
-    """Return the norm of each full gradient, the same on all ranks to the last bit.
-
-    The norm of shards is the norm of their norms, for any order. Gradients that are full on each
-    rank may differ in the last bits, so the first rank's gradients count.
-    """
-    here = current()
-    device = next(
-        (parameter.grad.device for parameter in parameters if parameter.grad is not None),
-        parameters[0].device,
-    )
-    own = torch.stack([_norm(parameter, norm_type).to(device) for parameter in parameters])
-    # A sum with zeros, because each backend supports sums on its devices.
-    table = own.new_zeros(here.tensor_size, len(own), device=here.mesh.device_type)
-    table[here.tensor_rank] = own
-    all_reduce(table, here.tensor_group)
-    of_shards = torch.linalg.vector_norm(table, norm_type, dim=0)
-    return torch.where(torch.tensor(shards, device=table.device), of_shards, table[0]).to(device)
-
-
-def _norm(parameter: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of a gradient; without one, a value that does not change a norm of norms."""
-    gradient = parameter.grad
-    if gradient is None or not gradient.numel():
-        return parameter.new_tensor(0.0 if norm_type >= 0 else float('inf'))
-    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type)
-    return norm
 
 
 # --- the scale

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchgpipe.base.structure import Gradients
+from torchgpipe.shard.clipping import total_norm
 
 
 def added(gradients: Gradients, more: Gradients) -> Gradients:
@@ -195,7 +196,10 @@ def clip(
 
     Args:
         copies: Further gradients of this rank, which another rank counts.
-        norm_type: The type of the norm; ``inf`` for the largest value.
+        norm_type: The order of the norm; ``inf`` for the largest value.
+
+    Raises:
+        ValueError: The order is 0.
     """
     parts = []
     for gradient in map(_over_ranks, gradients):
@@ -206,32 +210,6 @@ def clip(
     for gradient in (*gradients, *copies):
         local(gradient).mul_(scale.to(local(gradient).device))  # It may wait on the host.
     return total
-
-
-def total_norm(
-    parts: Iterable[Tensor],
-    norm_type: float,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> Tensor:
-    """Return the norm of the parts of gradients on all ranks of a group, in float64.
-
-    The norm of parts is the norm of their norms, for any order. It is the same on all ranks to the
-    last bit.
-    """
-    is_largest = norm_type == float('inf')
-    power = 1.0 if is_largest else norm_type
-    norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    for part in parts:
-        if part.numel():  # An empty tensor has no maximum.
-            norm = torch.linalg.vector_norm(part, norm_type)
-            norms.append(norm.to(device, torch.float64) ** power)
-    stacked = torch.stack(norms)
-    total = stacked.amax() if is_largest else stacked.sum()
-    if group is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
-    result: Tensor = total ** (1 / power)
-    return result
 
 
 def _over_ranks(grad: Tensor) -> Tensor:
