@@ -33,8 +33,8 @@ from torchgpipe.distributed.comparison import BitwiseComparison
 from torchgpipe.distributed.mesh import Axis, MeshInfo
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.shard.collectives import F, gathered
+from torchgpipe.shard.entries import NamedOptimizer, by_names, check_names, is_tensor, some, under
 from torchgpipe.shard.folders import Folder, Saving, Writer, as_errors, opened
-from torchgpipe.shard.state_dict import Named, by_names, check_names, is_tensor, some, under
 
 #: Shapes by name; ``None`` for values that are not tensors.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -122,12 +122,14 @@ def check_optimizer(
 # The optimizer.
 
 
-def named(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> Named:
+def named(model: nn.Module, optimizer: Optimizer, ties: Mapping[str, str]) -> NamedOptimizer:
     """Return an optimizer by names; a tied parameter has the name in the first stage."""
-    return Named(optimizer, {id(x): ties.get(name, name) for name, x in model.named_parameters()})
+    return NamedOptimizer(
+        optimizer, {id(x): ties.get(name, name) for name, x in model.named_parameters()}
+    )
 
 
-def optimizer_entries(optimizer: Named) -> dict[str, Any]:
+def optimizer_entries(optimizer: NamedOptimizer) -> dict[str, Any]:
     """Return the states and options of an optimizer, by names.
 
     Raises:
@@ -154,7 +156,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OF_GROUPS}
 
 
-def options_of(optimizer: Named) -> list[str]:
+def options_of(optimizer: NamedOptimizer) -> list[str]:
     """Return the names of the options that an optimizer has for each parameter."""
     return sorted(set().union(*map(_options, optimizer.groups())))
 
@@ -165,7 +167,9 @@ def saved_options(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: _options(options) for name, options in by_name.items()}
 
 
-def groups_of(optimizer: Named, options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def groups_of(
+    optimizer: NamedOptimizer, options: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return the options of each group of an optimizer, from the options of its parameters.
 
     Raises:
@@ -532,7 +536,7 @@ class _Loading:
     ) -> None:
         self._model = model
         self._rank = rank
-        self._optimizer: Named | None = None
+        self._optimizer: NamedOptimizer | None = None
         names: list[str] = []
         options = None
         if optimizer is not None:
@@ -559,7 +563,7 @@ class _Loading:
         self._extra = extra_forms(self.saved, data.size, data.rank, asked)
         options: dict[str, Any] = {}
         if self._optimizer is not None:
-            options = self._optimizer.forms(saved_options(self.saved))
+            options = self._optimizer.empty_states(saved_options(self.saved))
         self._read({'optimizer': {'param_groups': options}, 'extra': self._extra})
         if self._optimizer is not None:
             self._groups = groups_of(self._optimizer, options)
@@ -574,7 +578,7 @@ class _Loading:
         place = _name(self._rank.mesh)
         states: dict[str, Any] = {}
         if self._optimizer is not None:
-            states = self._optimizer.forms(by_names(under(self.saved, 'optimizer.state.')))
+            states = self._optimizer.empty_states(by_names(under(self.saved, 'optimizer.state.')))
         generators = {}
         for key, value in under(self.saved, f'random.{place}.').items():
             generators[f'{place}.{key}'] = torch.empty(value.size, dtype=torch.uint8)

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchgpipe.shard.collectives import raise_on_all_ranks
-from torchgpipe.shard.parameter import place, storage_dim
-from torchgpipe.shard.state_dict import (
-    Named,
+from torchgpipe.shard.entries import (
+    NamedOptimizer,
     by_names,
     check_names,
     is_tensor,
-    local,
+    local_entries,
     under,
     views,
 )
+from torchgpipe.shard.parameter import place, storage_dim
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -130,22 +130,24 @@ def load_checkpoint(
         saved = reader.read_metadata().state_dict_metadata
         values, parameters = _model_views(model)
         state: dict[str, Any] = {'model': values}
+        names = [f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)]
+        saved_names = []
+        for key, value in under(saved, 'model.').items():
+            if is_tensor(value):
+                saved_names.append(f'model.{key}')
         check_names(
-            'a checkpoint has the keys of the model',
-            'model',
-            sorted(f'model.{key}' for key, value in values.items() if isinstance(value, Tensor)),
-            sorted(f'model.{key}' for key, x in under(saved, 'model.').items() if is_tensor(x)),
+            'a checkpoint has the keys of the model', 'model', sorted(names), sorted(saved_names)
         )
         if optimizer is not None:
             named = _named(parameters, optimizer)
             _check_options(named.groups(), under(saved, 'optimizer.param_groups.'))
             state['optimizer'] = {
                 'param_groups': named.groups(),
-                'state': named.forms(by_names(under(saved, 'optimizer.state.'))),
+                'state': named.empty_states(by_names(under(saved, 'optimizer.state.'))),
             }
     with as_errors('reading a checkpoint'):
         dcp.load(state, storage_reader=reader, **options)  # type: ignore[attr-defined]
-    set_model_state_dict(model, local(state['model']))
+    set_model_state_dict(model, local_entries(state['model']))
     if optimizer is not None:
         loaded = state['optimizer']
         groups = [group['params'] for group in named.groups()]
@@ -183,9 +185,9 @@ def _model_views(model: nn.Module) -> tuple[dict[str, Any], Parameters]:
     return views(values, shards), parameters
 
 
-def _named(parameters: Parameters, optimizer: Optimizer) -> Named:
+def _named(parameters: Parameters, optimizer: Optimizer) -> NamedOptimizer:
     """Return an optimizer by the first name of each parameter, as PyTorch does."""
-    return Named(optimizer, {id(x): key for key, x in reversed(parameters.items())})
+    return NamedOptimizer(optimizer, {id(x): key for key, x in reversed(parameters.items())})
 
 
 def _check_options(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:

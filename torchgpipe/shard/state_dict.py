@@ -1,13 +1,5 @@
 """State dicts: shards gathered into full tensors, and full tensors split into shards.
 
-A parameter has one entry for each of its names. In the state dict of an optimizer it has several,
-and the states of its shape are shards if it is one. A checkpoint names them by the parameter::
-
-    optimizer.state.0.weight.exp_avg
-
-This file makes the entries itself, because PyTorch would take a step with an optimizer that has
-not taken one yet, and does not know parameters that ranks share.
-
 ::
 
     rank 0   shard 0 ─┐ collect                      relocate  ┌─▶ shard 0   rank 0
@@ -15,14 +7,13 @@ not taken one yet, and does not know parameters that ranks share.
                                   (of any number of ranks)
 
 Both process a state dict one tensor at a time. A state of an optimizer is split like its
-parameter, if it has the parameter's shape.
+parameter, if it has the parameter's shape. A parameter has one entry for each of its names.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,265 +21,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchgpipe.shard.collectives import broadcast, gathered, raise_on_all_ranks
+from torchgpipe.shard.entries import (
+    Entries,
+    Sharded,
+    check_names,
+    check_shapes,
+    name_of,
+    nested,
+    optimizer_entries,
+    views,
+)
 from torchgpipe.shard.parameter import (
-    dtensor,
     global_shape,
     lengths,
     own,
     place,
-    shard_shape,
     sharded_parameters,
     storage_dim,
 )
 from torchgpipe.shard.world import current
 
-#: The values of a state dict by their keys. For an optimizer, keys are pairs: the number of the
-#: parameter, and the name of the state.
-Entries = Mapping[Any, Any]
-
-#: The parameters of the values that are shards, by their keys.
-Sharded = Mapping[Any, Tensor]
-
-
-def views(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
-    """Return entries with shards replaced by DTensors in the same memory."""
-    found = {key: entries[key] for key in entries}
-    check_shapes(
-        {key: value for key, value in found.items() if key in sharded},
-        {key: shard_shape(parameter) for key, parameter in sharded.items()},
-    )
-    return {
-        key: dtensor(sharded[key], value) if key in sharded else value
-        for key, value in found.items()
-    }
-
-
-def local(entries: Entries) -> dict[Any, Any]:
-    """Return entries with DTensors replaced by local tensors."""
-    from torch.distributed.tensor import DTensor  # takes long
-
-    return {
-        key: value.to_local() if isinstance(value, DTensor) else value
-        for key, value in entries.items()
-    }
-
-
-def optimizer_entries(
-    optimizer: Optimizer, state_dict: Mapping[str, Any]
-) -> tuple[dict[tuple[Any, str], Any], dict[tuple[Any, str], Tensor]]:
-    """Return the states of an optimizer, and the parameters of those that are shards."""
-    here = [group['params'] for group in optimizer.param_groups]
-    there = [group['params'] for group in state_dict['param_groups']]
-    if [len(group) for group in here] != [len(group) for group in there]:
-        raise ValueError(
-            'a state dict belongs to an optimizer with the same groups of parameters: this one '
-            f'has {[len(group) for group in here]} parameters in its groups, the state dict '
-            f'{[len(group) for group in there]}. Make the optimizer as it was made before'
-        )
-    parameters = {
-        number: parameter
-        for numbers, group in zip(there, here)
-        for number, parameter in zip(numbers, group)
-    }
-    entries = {
-        (number, name): value
-        for number, states in state_dict['state'].items()
-        for name, value in states.items()
-    }
-    sharded = {
-        key: parameters[key[0]]
-        for key, value in entries.items()
-        if key[0] in parameters
-        and storage_dim(parameters[key[0]]) is not None
-        and isinstance(value, Tensor)
-        and value.dim()
-    }
-    return entries, sharded
-
-
-def check_names(
-    message: str,
-    of: str,
-    here: Collection[str],
-    saved: Collection[str],
-    most: int | None = None,
-    hint: str = '',
-) -> None:
-    """Raise if a checkpoint misses names, or has others.
-
-    Args:
-        most: How many names to list, with similar names; by default all, without similar names.
-
-    Raises:
-        ValueError: The checkpoint misses names, or has others.
-    """
-
-    def close(name: str, others: list[str]) -> str:
-        found = get_close_matches(name, others[:1000], 1) if most else ()
-        return repr(name) + ''.join(f' (like {each!r})' for each in found)
-
-    known = {*here}
-    there = {*saved}
-    missing = [name for name in here if name not in there]
-    foreign = [name for name in saved if name not in known]
-    reasons = []
-    if missing:
-        names = [close(name, foreign) for name in missing[:most]]
-        reasons.append(f'it misses {some(names, len(missing))}')
-    if foreign:
-        names = [close(name, missing) for name in foreign[:most]]
-        reasons.append(f'the {of} does not have {some(names, len(foreign))}')
-    if reasons:
-        raise ValueError(f'{message}: {"; ".join(reasons)}{hint}')
-
-
-def some(texts: Sequence[str], of: int) -> str:
-    """Return a list of texts, with the number of further ones."""
-    return ', '.join(texts) + (f' and {of - len(texts)} more' if of > len(texts) else '')
-
-
-def check_shapes(tensors: Entries, shapes: Mapping[Any, torch.Size]) -> None:
-    """Raise an error that names all tensors with other shapes than the given ones."""
-    wrong = [
-        f'{name_of(key)} is {tuple(tensor.shape)} and not {tuple(shapes[key])}'
-        for key, tensor in tensors.items()
-        if tensor.shape != shapes[key]
-    ]
-    if wrong:
-        raise ValueError(
-            'shards have the shapes that they have in the model, and a state of an optimizer that '
-            'of its parameter; what is cut into shards is full: '
-            + '; '.join(wrong)
-            + '. Is it of another model, or collected already, or not yet?'
-        )
-
-
-def name_of(key: Any) -> str:
-    """Return the name of a tensor of a model, or of a state of an optimizer."""
-    if isinstance(key, tuple):
-        return f"'{key[1]}' of parameter {key[0]}"
-    return f"'{key}'"
-
-
-def nested(entries: Mapping[tuple[Any, str], Any]) -> dict[Any, dict[str, Any]]:
-    """Return entries by the first part of their keys, then by the second."""
-    found: dict[Any, dict[str, Any]] = {}
-    for (first, second), value in entries.items():
-        found.setdefault(first, {})[second] = value
-    return found
-
-
-# --- entries of a checkpoint
-# ---------------------------------------------------------------------------------------
-
-
-def under(saved: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries of a checkpoint that have a prefix, without it."""
-    return {
-        key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)
-    }
-
-
-def by_names(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return entries by the names of parameters, then by the last part of their keys."""
-    return nested(
-        {(key.rpartition('.')[0], key.rpartition('.')[2]): value for key, value in saved.items()}
-    )
-
-
-def is_tensor(saved: Any) -> bool:
-    """Return whether an entry of a checkpoint is a tensor, by its metadata."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # takes long
-
-    return isinstance(saved, TensorStorageMetadata)
-
-
-def _form(saved: Any, parameter: Tensor) -> Any:
-    """Return a tensor to read a state into; other values are read as they are."""
-    if not is_tensor(saved):
-        return None
-    size = saved.size
-    dtype = saved.properties.dtype
-    if not size:
-        return torch.empty((), dtype=dtype)  # The optimizer moves it to the right device.
-    if storage_dim(parameter) is not None:
-        return dtensor(parameter, torch.empty_like(parameter, dtype=dtype))
-    if size == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype)
-    return torch.empty(size, dtype=dtype, device=parameter.device)
-
-
-class Named:
-    """An optimizer by the names of its parameters.
-
-    Raises:
-        ValueError: The model does not have the parameters.
-    """
-
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self.parameters = [x for group in optimizer.param_groups for x in group['params']]
-        foreign = [tuple(x.shape) for x in self.parameters if id(x) not in names]
-        if foreign:
-            raise ValueError(
-                f'{len(foreign)} parameters of the optimizer are not in the model, '
-                f'with shapes {foreign[:5]}: make it of model.parameters(), and '
-                'another one for parameters of a loss, say, which is saved on its '
-                'own'
-            )
-        self.names = [names[id(x)] for x in self.parameters]
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the groups of the optimizer, with names for parameters."""
-        groups = []
-        for group in self._optimizer.state_dict()['param_groups']:
-            names = [self.names[number] for number in group['params']]
-            groups.append({**group, 'params': names})
-        return groups
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Return the states of each parameter, with DTensors in the memory of shards.
-
-        Raises:
-            ValueError: A state does not have the shape of its shard.
-        """
-        found = nested(views(*optimizer_entries(self._optimizer, self._optimizer.state_dict())))
-        return {
-            self.names[number]: states
-            for number, states in found.items()
-            if isinstance(number, int)
-        }  # Others are of no parameter.
-
-    def forms(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return tensors to read the saved states, or options, into.
-
-        An optimizer has states after its first step only. A step only for that would change the
-        count of its steps.
-        """
-        forms = {}
-        for name, x in zip(self.names, self.parameters):
-            state = saved.get(name, {})
-            forms[name] = {key: _form(value, x) for key, value in state.items()}
-        return forms
-
-    def load(
-        self, states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
-    ) -> None:
-        """Load states into the optimizer, and options into its groups."""
-        own = self._optimizer.state_dict()['param_groups']
-        self._optimizer.load_state_dict(
-            {
-                'state': {
-                    number: states[name] if storage_dim(x) is None else local(states[name])
-                    for number, (name, x) in enumerate(zip(self.names, self.parameters))
-                    if states[name]
-                },
-                'param_groups': [
-                    {**packed, **group, 'params': packed['params']}
-                    for packed, group in zip(own, groups)
-                ],
-            }
-        )
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def collect_state_dict(
@@ -321,9 +75,8 @@ def collect_state_dict(
         ValueError: A tensor does not have the shape of the model's shard.
         RuntimeError: Another rank of the group failed, and is named; or ranks have other keys.
     """
-    return _filled(
-        state_dict, _collect(state_dict, sharded_parameters(model, prefix), rank0_only, device)
-    )
+    sharded = sharded_parameters(model, prefix)
+    return _filled(state_dict, _collect(state_dict, sharded, rank0_only, device))
 
 
 def relocate_state_dict(
@@ -417,48 +170,61 @@ def relocate_optimizer_state_dict(
 # --- collect and relocate
 # ---------------------------------------------------------------------------------------
 
-# This does not use DTensors. full_tensor() takes the memory of two full tensors on each rank, and
-# gloo fails for some types. distribute_tensor() moves the full tensor to the devices of the mesh.
+# This does not use the collectives of DTensors. full_tensor() takes the memory of two full tensors
+# on each rank, and gloo fails for some types. distribute_tensor() moves the full tensor to the
+# devices of the mesh.
 
 
 @torch.no_grad()
 def _collect(
     entries: Entries, sharded: Sharded, rank0_only: bool, device: torch.device | str | None
 ) -> dict[Any, Any]:
-    keeps = current().tensor_rank == 0 or not rank0_only
-    firsts: dict[Any, Any] = {}
+    is_kept = current().tensor_rank == 0 or not rank0_only
     with raise_on_all_ranks('collecting a state dict'):
-        found = views(entries, sharded)
-        ties = {
-            key: firsts.setdefault(place(value.to_local()), key)
-            for key, value in found.items()
-            if key in sharded
-        }
-        collected = {
-            key: None if key in ties else _moved(value, device)
-            for key, value in found.items()
-            if keeps
-        }
-    _check_same([(key, ties[key], found[key].dtype, tuple(found[key].shape)) for key in ties])
+        shards = views(entries, sharded)
+        first_names = _first_names({key: shards[key] for key in shards if key in sharded})
+        collected: dict[Any, Any] = {}
+        if is_kept:
+            for key, value in shards.items():
+                # A place for each shard, so that keys keep their order.
+                collected[key] = None if key in sharded else _moved(value, device)
+    facts = []
+    for key, first in first_names.items():
+        facts.append((key, first, shards[key].dtype, tuple(shards[key].shape)))
+    _check_same(facts)
+
     buffers: dict[torch.device, Tensor] = {}
-    for key, first in ties.items():
+    for key, first in first_names.items():
         if key == first:
-            full = _full(name_of(key), found[key], keeps, device, buffers)
-        if keeps:
+            full = _full(name_of(key), shards[key], is_kept, device, buffers)
+        if is_kept:
             collected[key] = full if key == first else collected[first]
     return collected
 
 
+def _first_names(shards: Mapping[Any, 'DTensor']) -> dict[Any, Any]:
+    """Return for each shard the first name of its memory, which tied parameters share."""
+    by_place: dict[Any, Any] = {}
+    first_names = {}
+    for key, shard in shards.items():
+        first_names[key] = by_place.setdefault(place(shard.to_local()), key)
+    return first_names
+
+
 def _first_missing(facts: list[Any], expected: list[Any]) -> str:
     """Return the first expected fact that is missing, as text."""
-    return next((repr(fact) for fact in expected if fact not in facts), 'nothing of the kind')
+    for fact in expected:
+        if fact not in facts:
+            return repr(fact)
+    return 'nothing of the kind'
 
 
 def _check_same(facts: list[tuple[Any, ...]]) -> None:
     """Raise on all ranks if the shards of one differ from the first rank's."""
     ranks = dist.get_process_group_ranks(current().tensor_group)
-    first, *others = gathered(facts, current().tensor_group)
-    for rank, other in zip(ranks[1:], others):
+    by_rank = gathered(facts, current().tensor_group)
+    first = by_rank[0]
+    for rank, other in zip(ranks, by_rank):
         if other != first:
             one = _first_missing(other, first)
             another = _first_missing(first, other)
@@ -471,8 +237,8 @@ def _check_same(facts: list[tuple[Any, ...]]) -> None:
 
 def _full(
     name: str,
-    view: Any,
-    keeps: bool,
+    view: 'DTensor',
+    is_kept: bool,
     device: torch.device | str | None,
     buffers: dict[torch.device, Tensor],
 ) -> Tensor | None:
@@ -482,37 +248,41 @@ def _full(
     each backend, and takes the memory of one shard. The same memory is reused for all tensors,
     because gloo's threads may hold sent tensors for a while.
     """
-    here = current()
+    world = current()
     shard = view.to_local()
-    dim = view.placements[-1].dim
-    numbers = lengths(view.size(dim), here.tensor_size)
-    shapes = [[*view.shape[:dim], length, *view.shape[dim + 1 :]] for length in numbers]
+    dim = view.placements[-1].dim  # type: ignore[attr-defined]
+    sizes = lengths(view.size(dim), world.tensor_size)
+    shapes = []
+    for size in sizes:
+        shapes.append([*view.shape[:dim], size, *view.shape[dim + 1 :]])
+    full = None
     with raise_on_all_ranks(f'collecting {name}'):
-        full = (
-            torch.empty(view.shape, dtype=shard.dtype, device=device or shard.device)
-            if keeps
-            else None
-        )
+        if is_kept:
+            full = torch.empty(view.shape, dtype=shard.dtype, device=device or shard.device)
         buffer = _buffer(prod(shapes[0]), shard, buffers)
+
+    begin = 0
     for rank, shape in enumerate(shapes):
         piece = buffer[: prod(shape)].view(shape)
-        if rank == here.tensor_rank:
+        if rank == world.tensor_rank:
             piece.copy_(shard)
         # As bytes, because backends do not support all types.
-        broadcast(piece.view(-1).view(torch.uint8), here.tensor_group, rank)
+        broadcast(piece.view(-1).view(torch.uint8), world.tensor_group, rank)
         if full is not None:
-            full.narrow(dim, sum(numbers[:rank]), numbers[rank]).copy_(piece)
+            full.narrow(dim, begin, sizes[rank]).copy_(piece)
+        begin += sizes[rank]
     return full
 
 
 def _buffer(length: int, shard: Tensor, buffers: dict[torch.device, Tensor]) -> Tensor:
     """Return memory on the device of communication, reused from an earlier tensor if possible."""
-    kind = current().mesh.device_type
+    device = shard.device
+    if device.type != current().mesh.device_type:
+        device = torch.device(current().mesh.device_type)
     size = length * shard.element_size()
-    where = shard.device if shard.device.type == kind else torch.device(kind)
-    if where not in buffers or buffers[where].numel() < size:
-        buffers[where] = torch.empty(size, dtype=torch.uint8, device=where)
-    return buffers[where][:size].view(shard.dtype)
+    if device not in buffers or buffers[device].numel() < size:
+        buffers[device] = torch.empty(size, dtype=torch.uint8, device=device)
+    return buffers[device][:size].view(shard.dtype)
 
 
 @torch.no_grad()
