@@ -53,30 +53,26 @@ def average_gradients(module: nn.Module) -> None:
         RuntimeError: A parameter does not have the same values in all replicas. All ranks raise
             this error.
     """
-    here = current()
-    if here.data_size == 1:
+    world = current()
+    if world.data_size == 1:
         return
-    complete = [
-        x
-        for each in module.modules()
-        if isinstance(each, Experts) and each.communicates
-        for x in each.spread_parameters()
-    ]
-    for x in complete:
-        if x.grad is not None:
-            x.grad.div_(here.data_size)
-    ids = {id(x) for x in complete}
-    named = {name: x for name, x in _not_averaged(module).items() if id(x) not in ids}
-    if not named:
+    parameters = _not_averaged(module)
+    for layer in module.modules():
+        if isinstance(layer, Experts) and layer.communicates:
+            for weight in layer.spread_parameters():
+                parameters.pop(weight, None)
+                if weight.grad is not None:
+                    weight.grad.div_(world.data_size)
+    if not parameters:
         return
     if module not in _compared:
-        _compare(named)
+        _compare({name: parameter for parameter, name in parameters.items()})
         _compared.add(module)
-    parameters = list(named.values())
+
     kinds = torch.tensor(
-        [_kind(parameter.grad) for parameter in parameters], device=here.mesh.device_type
+        [_kind(parameter.grad) for parameter in parameters], device=world.mesh.device_type
     )
-    all_reduce(kinds, here.data_group, dist.ReduceOp.MAX)
+    all_reduce(kinds, world.data_group, dist.ReduceOp.MAX)
     for parameter, kind in zip(parameters, kinds.tolist()):
         if kind:
             _average(parameter, kind - 1)
@@ -84,11 +80,12 @@ def average_gradients(module: nn.Module) -> None:
 
 def _compare(parameters: Mapping[str, Tensor]) -> None:
     """Check that replicas have the same parameters; averaging gradients cannot ensure it."""
-    here = current()
-    device = torch.device(here.mesh.device_type)
-    different = differing(digests_of(parameters), here.data_group, device)
-    by_rank = gathered(different, here.tensor_group)
-    names = [*dict.fromkeys(sum(by_rank, []))]
+    world = current()
+    device = torch.device(world.mesh.device_type)
+    different = differing(digests_of(parameters), world.data_group, device)
+    names: dict[str, None] = {}
+    for rank_names in gathered(different, world.tensor_group):
+        names.update(dict.fromkeys(rank_names))
     if names:
         raise RuntimeError(
             f'replicas of a group have other values of {", ".join(names)}: their gradients are '
@@ -109,42 +106,41 @@ def _kind(gradient: Tensor | None) -> int:
 
 
 def _average(parameter: Tensor, sparse_dims: int) -> None:
-    here = current()
+    world = current()
     if parameter.grad is None:
         zeros = torch.zeros_like(parameter)
         parameter.grad = zeros.to_sparse(sparse_dims) if sparse_dims else zeros
-    sent = parameter.grad.div_(here.data_size)
-    if sent.device.type != here.mesh.device_type:
-        sent = sent.to(here.mesh.device_type)
+    sent = parameter.grad.div_(world.data_size)
+    if sent.device.type != world.mesh.device_type:
+        sent = sent.to(world.mesh.device_type)
     if not sparse_dims:
         # Backends process memory in its order, which may differ between ranks.
         sent = sent.contiguous()
-    all_reduce(sent, here.data_group)
+    all_reduce(sent, world.data_group)
     if sent is not parameter.grad:
         parameter.grad.copy_(sent)
 
 
-def _not_averaged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that no inner DDP averages over all replicas, by their names.
+def _not_averaged(module: nn.Module) -> dict[Tensor, str]:
+    """Return the parameters that no inner DDP averages over all replicas, with their first names.
 
     They are in the order of names, because ranks may register them in different orders.
     """
     replicas = {*dist.get_process_group_ranks(current().data_group)}
-    averaged = {
-        id(parameter)
-        for ddp in module.modules()
-        if isinstance(ddp, DistributedDataParallel)
-        and replicas <= {*dist.get_process_group_ranks(ddp.process_group)}
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ddp.parameters_to_ignore
-    }
-    found: dict[Tensor, str] = {}
-    for name, parameter in sorted(
-        module.named_parameters(remove_duplicate=False), key=itemgetter(0)
-    ):
-        if parameter.requires_grad and id(parameter) not in averaged:
-            found.setdefault(parameter, name)
-    return {name: parameter for parameter, name in found.items()}
+    averaged = set()
+    for ddp in module.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            if not replicas <= {*dist.get_process_group_ranks(ddp.process_group)}:
+                continue
+            for name, parameter in ddp.module.named_parameters():
+                if name not in ddp.parameters_to_ignore:
+                    averaged.add(parameter)
+    names: dict[Tensor, str] = {}
+    by_name = sorted(module.named_parameters(remove_duplicate=False), key=itemgetter(0))
+    for name, parameter in by_name:
+        if parameter.requires_grad and parameter not in averaged:
+            names.setdefault(parameter, name)
+    return names
 
 
 # --- the scale
@@ -176,14 +172,14 @@ class GradScaler(Scaler):
         self, where: dict[torch.device, Tensor], scale: Tensor
     ) -> dict[torch.device, Tensor]:
         """Return the result over all ranks, in place of the results on this rank's devices."""
-        any_found = torch.stack(
-            [torch.zeros_like(scale), *(found.to(scale) for found in where.values())]
-        ).amax(0)
+        flags = [torch.zeros_like(scale)]
+        for flag in where.values():
+            flags.append(flag.to(scale))
         groups, device_type = _ranks_of_a_step()
-        told = any_found.to(device_type)
+        any_found = torch.stack(flags).amax(0).to(device_type)
         for group in groups:
-            all_reduce(told, group, dist.ReduceOp.MAX)
-        return {scale.device: told.to(scale.device)}
+            all_reduce(any_found, group, dist.ReduceOp.MAX)
+        return {scale.device: any_found.to(scale.device)}
 
     @torch.no_grad()
     def parts(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -206,8 +202,8 @@ class GradScaler(Scaler):
 def _ranks_of_a_step() -> tuple[list[dist.ProcessGroup], str]:
     """Return the groups that together have all ranks of a step, and the type of their devices."""
     if is_initialized():
-        here = current()
-        return [here.tensor_group, here.data_group], here.mesh.device_type
+        world = current()
+        return [world.tensor_group, world.data_group], world.mesh.device_type
     if dist.is_initialized():
         assert dist.group.WORLD is not None
         return [dist.group.WORLD], device_type()

@@ -59,11 +59,11 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     """
     sharded = sharded_parameters(module)
     ignore_in_ddp(module, list(sharded))
-    here = current()
+    world = current()
     for shard in dict.fromkeys(shard for _, shard in sorted(sharded.items(), key=itemgetter(0))):
-        if here.data_size > 1 and not shard.is_meta:
-            sent = shard.detach().to(here.mesh.device_type).contiguous()
-            shard.detach().copy_(broadcast(sent, here.data_group))
+        if world.data_size > 1 and not shard.is_meta:
+            sent = shard.detach().to(world.mesh.device_type).contiguous()
+            shard.detach().copy_(broadcast(sent, world.data_group))
     return list(sharded)
 
 
@@ -119,12 +119,12 @@ def register_ddp_gathered_features(ddp: DistributedDataParallel) -> None:
         ValueError: Its process group has only some ranks of this group.
     """
     ranks = dist.get_process_group_ranks(ddp.process_group)
-    own = dist.get_process_group_ranks(current().tensor_group)
-    if not {*own} <= {*ranks}:
+    group_ranks = dist.get_process_group_ranks(current().tensor_group)
+    if not {*group_ranks} <= {*ranks}:
         raise ValueError(
             'gradients of gathered features are added up over the whole group, but the process '
             f'group of DistributedDataParallel has the ranks {ranks}, the group the ranks '
-            f'{own}. Wrap the module without process_group='
+            f'{group_ranks}. Wrap the module without process_group='
         )
     ddp.register_forward_pre_hook(_begin)
     ddp.register_forward_hook(_end)
@@ -152,7 +152,7 @@ def _end(ddp: nn.Module, args: Any, output: Any) -> Any:
     return structure([counted(x) if x.grad_fn is not None and x.dim() else x for x in tensors])
 
 
-def of_own_rows(x: Tensor, dim: int) -> bool:
+def has_local_rows(x: Tensor, dim: int) -> bool:
     """Return whether a tensor has this rank's own rows, in a module that counts them.
 
     The last dimension has the features, which sharded layers split.

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from torchgpipe.base.private import is_transformed
 from torchgpipe.shard.collectives import all_gather, all_reduce, all_sizes
-from torchgpipe.shard.ddp import counted, of_own_rows
+from torchgpipe.shard.ddp import counted, has_local_rows
 from torchgpipe.shard.parameter import lengths, register_parallel_dim, tagged_full
 from torchgpipe.shard.world import (
     destroy_process_group,
@@ -96,16 +96,16 @@ def gather(x: Tensor, dim: int = -1, size: int | None = None) -> Tensor:
         ValueError: The shard does not have the length that ``size`` implies.
     """
     group = get_group()
-    found = all_sizes(x, group, dim) if size is None else lengths(size, group.size())
-    if x.size(dim) != found[group.rank()]:
+    sizes = all_sizes(x, group, dim) if size is None else lengths(size, group.size())
+    if x.size(dim) != sizes[group.rank()]:
         raise ValueError(
             f'of a size of {size}, the shard of rank {group.rank()} of '
-            f'{group.size()} is {found[group.rank()]} long; this one is '
+            f'{group.size()} is {sizes[group.rank()]} long; this one is '
             f'{x.size(dim)}: leave size out where shards have other lengths'
         )
-    if of_own_rows(x, dim):
+    if has_local_rows(x, dim):
         x = counted(x)
-    slice, join = _slicing(group, dim, found)
+    slice, join = _slicing(group, dim, sizes)
     return tagged_full(_apply(x, join, slice))
 
 

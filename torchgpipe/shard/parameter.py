@@ -42,7 +42,7 @@ def shard(size: int, n: int, rank: int) -> tuple[int, int]:
     return begin, min(longest, size - begin)
 
 
-def own(size: int) -> tuple[int, int]:
+def local_range(size: int) -> tuple[int, int]:
     """Return where the shard of this rank begins, and how long it is."""
     world = current()
     return shard(size, world.tensor_size, world.tensor_rank)
@@ -50,7 +50,7 @@ def own(size: int) -> tuple[int, int]:
 
 def find(index: int, size: int) -> int | None:
     """Return where an index is within the shard of this rank; None if it is not there."""
-    begin, length = own(size)
+    begin, length = local_range(size)
     return index - begin if begin <= index < begin + length else None
 
 
@@ -97,8 +97,8 @@ def check_dim(dim: Any) -> int | None:
     """Return a parallel dimension; raise if it is not a valid one."""
     if dim not in _STORAGE[0] or isinstance(dim, bool):
         raise ValueError(f'a parallel dimension is None, 0, 1 or -1, not {dim!r}')
-    given: int | None = dim
-    return given
+    parallel_dim: int | None = dim
+    return parallel_dim
 
 
 def register_parallel_dim(tensor: Tensor, dim: int | None = None) -> None:
@@ -271,7 +271,7 @@ def shard_shape(parameter: Tensor) -> torch.Size:
 def _local(shape: Sequence[int], dim: int | None) -> list[int]:
     local = list(shape)
     if dim is not None:
-        local[dim] = own(shape[dim])[1]
+        local[dim] = local_range(shape[dim])[1]
     return local
 
 

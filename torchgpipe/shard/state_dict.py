@@ -34,7 +34,7 @@ from torchgpipe.shard.entries import (
 from torchgpipe.shard.parameter import (
     global_shape,
     lengths,
-    own,
+    local_range,
     place,
     sharded_parameters,
     storage_dim,
@@ -297,7 +297,7 @@ def _relocate(entries: Entries, sharded: Sharded) -> dict[Any, Any]:
             if value.shape != shape:
                 wrong[key] = value
             elif dim is not None:  # A copy, so that the full tensor can be freed.
-                value = value.narrow(dim, *own(shape[dim])).clone()
+                value = value.narrow(dim, *local_range(shape[dim])).clone()
         relocated[key] = value
     check_shapes(wrong, {key: global_shape(sharded[key]) for key in wrong})
     return relocated

@@ -75,7 +75,7 @@ AXES = ('data', 'tensor')
 class World:
     """The mesh, and the place of this rank in it."""
 
-    def __init__(self, mesh: DeviceMesh, own: tuple[ProcessGroup, ...] = ()) -> None:
+    def __init__(self, mesh: DeviceMesh, owned_groups: tuple[ProcessGroup, ...] = ()) -> None:
         self.mesh = mesh
         self.tensor_group = mesh.get_group('tensor')
         self.data_group = mesh.get_group('data')
@@ -85,7 +85,7 @@ class World:
         #: The group of all processes for which the mesh was made.
         self.everyone = dist.group.WORLD
         #: The groups that were made for the mesh, and are destroyed with it.
-        self.own = own
+        self.owned_groups = owned_groups
         #: Whether fused encoder layers were allowed before.
         self.fastpath = torch.backends.mha.get_fastpath_enabled()
 
@@ -193,10 +193,10 @@ def destroy_process_group() -> None:
     """
     global _world
     before = current().fastpath
-    own = current().own
+    owned_groups = current().owned_groups
     _world = None
     torch.backends.mha.set_fastpath_enabled(before)
-    for group in own:
+    for group in owned_groups:
         dist.destroy_process_group(group)
 
 
@@ -237,17 +237,16 @@ def _take(group_size: int, mesh: DeviceMesh) -> World:
         return World(mesh)
     grid = mesh.mesh[tuple(slice(None) if name in AXES else i for name, i in zip(names, place))]
     tensor = mesh.get_group(names.index('tensor'))
-    own: tuple[ProcessGroup, ...] = ()
+    owned_groups: tuple[ProcessGroup, ...] = ()
     if 'data' in names:
         grid = grid if names.index('data') < names.index('tensor') else grid.T
         data = mesh.get_group(names.index('data'))
     else:
         grid = grid.view(1, -1)
         data = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        own = (data,)
-    return World(
-        DeviceMesh.from_group([data, tensor], mesh.device_type, grid, mesh_dim_names=AXES), own
-    )
+        owned_groups = (data,)
+    grid_mesh = DeviceMesh.from_group([data, tensor], mesh.device_type, grid, mesh_dim_names=AXES)
+    return World(grid_mesh, owned_groups)
 
 
 def device_type() -> str:

@@ -18,14 +18,14 @@ from tests.marks import slow
 from tests.shard.plain import in_turn
 from tests.shard.processes import run
 from torchgpipe.shard.nn.loss import ParallelCrossEntropyLoss, parallel_cross_entropy
-from torchgpipe.shard.parameter import own
+from torchgpipe.shard.parameter import local_range
 
 SIZES = (5, 7, 31, 32)
 
 
 def sharded(x, tag=-1):
     """Give this rank's part of whole logits, as the output of a layer has it: tagged."""
-    begin, length = own(x.size(-1))
+    begin, length = local_range(x.size(-1))
     part = x.detach()[..., begin : begin + length].clone()
     ts.register_parallel_dim(part, tag)
     return part

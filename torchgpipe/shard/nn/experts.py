@@ -77,20 +77,22 @@ def routes(
     rank = 0 if group is None else group.rank()
     keys = (chosen * k + torch.arange(k, device=chosen.device)).reshape(-1)
     counts = keys.bincount(minlength=experts * k)
-    told = torch.cat([counts, is_wrong.to(counts).view(1)])[None]
+    rows = torch.cat([counts, is_wrong.to(counts).view(1)])[None]
     if group is not None:
-        told = all_gather(told, group, 0, [1] * group.size())
-    table = told.cpu()  # The only wait of the host: it needs the sizes of the tensors to receive.
+        rows = all_gather(rows, group, 0, [1] * group.size())
+    table = rows.cpu()  # The only wait of the host: it needs the sizes of the tensors to receive.
     if table[:, -1].any():
         raise _not_finite(table[:, -1].nonzero()[:, 0].tolist())
     line = table[:, :-1].view(-1, experts, k).permute(1, 2, 0)
     admitted = _admitted(line, capacity)
     order = keys.argsort(stable=True)
-    own = admitted[:, :, rank].reshape(-1).to(chosen.device)
+    admitted_here = admitted[:, :, rank].reshape(-1).to(chosen.device)
     begin = counts.cumsum(0) - counts
     place = torch.arange(len(keys), device=chosen.device) - begin[keys[order]]
     share = line.sum((1, 2)).double() / line.sum()
-    return Routes(order[place < own[keys[order]]], admitted.sum(1), share.to(chosen.device))
+    return Routes(
+        order[place < admitted_here[keys[order]]], admitted.sum(1), share.to(chosen.device)
+    )
 
 
 def _admitted(line: Tensor, capacity: float | None) -> Tensor:
@@ -190,14 +192,14 @@ class Experts(nn.Module):
         self.z = z
         self.activation = activation
 
-        def made(*shape: int) -> nn.Parameter:
+        def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.router = made(experts, width)
-        self.up = made(experts, hidden, width)
-        self.up_bias = made(experts, hidden)
-        self.down = made(experts, width, hidden)
-        self.down_bias = made(experts, width)
+        self.router = weight(experts, width)
+        self.up = weight(experts, hidden, width)
+        self.up_bias = weight(experts, hidden)
+        self.down = weight(experts, width, hidden)
+        self.down_bias = weight(experts, width)
         self.reset_parameters()
 
     @property
@@ -279,32 +281,33 @@ class Experts(nn.Module):
         gates, chosen = top(chances, self.k)
         if self.k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
-        found = routes(chosen, self.experts, self.capacity, ~scores.isfinite().all(), group)
-        balance = self.experts * (chances @ found.share.to(chances))
+        routed = routes(chosen, self.experts, self.capacity, ~scores.isfinite().all(), group)
+        balance = self.experts * (chances @ routed.share.to(chances))
         aux = self.balance * balance + self.z * scores.logsumexp(-1).square()
 
-        own = self._at_experts(_cast(tokens)[found.pairs // self.k], found.admitted, group)
+        sent = _cast(tokens)[routed.pairs // self.k]
+        outputs = self._at_experts(sent, routed.admitted, group)
         # Each pair has its own row, so that no sum depends on a random order.
-        rows = own.new_zeros(gates.numel(), self.width).index_copy(0, found.pairs, own)
-        y = (rows.view(-1, self.k, self.width) * gates.to(own.dtype)[..., None]).sum(1)
+        rows = outputs.new_zeros(gates.numel(), self.width).index_copy(0, routed.pairs, outputs)
+        y = (rows.view(-1, self.k, self.width) * gates.to(rows.dtype)[..., None]).sum(1)
         return y.view(x.shape), aux.view(x.shape[:-1])
 
     def _at_experts(self, rows: Tensor, admitted: Tensor, group: ProcessGroup | None) -> Tensor:
         """Return the experts' outputs for rows in the order of experts, on any rank."""
         if group is None:
             return self._run(rows, admitted[:, 0].tolist())
-        parts = admitted.split(lengths(self.experts, group.size()))
-        own = parts[group.rank()]
         rank = group.rank()
+        parts = admitted.split(lengths(self.experts, group.size()))
+        local = parts[rank]
         send = [int(part[:, rank].sum()) for part in parts]
-        receive = own.sum(0).tolist()
-        there = _exchange(rows, send, receive, group)
+        receive = local.sum(0).tolist()
+        received = _exchange(rows, send, receive, group)
         # Rows are received by rank, then by expert, and are needed by expert, then by rank.
-        numbers = torch.arange(len(own), device=rows.device).repeat(group.size())
-        order = numbers.repeat_interleave(
-            own.t().reshape(-1).to(rows.device), output_size=len(there)
-        ).argsort(stable=True)
-        y = self._run(there[order], own.sum(1).tolist())
+        numbers = torch.arange(len(local), device=rows.device).repeat(group.size())
+        counts = local.t().reshape(-1).to(rows.device)
+        by_expert = numbers.repeat_interleave(counts, output_size=len(received))
+        order = by_expert.argsort(stable=True)
+        y = self._run(received[order], local.sum(1).tolist())
         return _exchange(y[order.argsort()], receive, send, group)
 
     def _run(self, rows: Tensor, numbers: list[int]) -> Tensor:

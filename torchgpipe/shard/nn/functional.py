@@ -15,7 +15,7 @@ from torchgpipe.shard.parameter import (
     is_tagged,
     knows_shape,
     lengths,
-    own,
+    local_range,
     register_parallel_dim,
     set_attribute,
     storage_dim,
@@ -48,19 +48,19 @@ def parallel_linear(
         ValueError: The input does not fit the weight, or the weight has another ``dim``.
     """
     storage = _storage(weight, dim, 0, 'parallel_linear')
-    return linear(
-        input, weight, bias, None if storage is None else 1 - storage, None, 'parallel_linear'
-    )
+    # A linear layer's parallel dimension 0 splits dimension 1 in memory, and vice versa.
+    parallel_dim = None if storage is None else 1 - storage
+    return linear(input, weight, bias, parallel_dim, None, 'parallel_linear')
 
 
 def _storage(weight: Tensor, dim: int | None, order: int, name: str) -> int | None:
     """Return the dimension in memory along which a weight is split, by its tag or by ``dim``."""
-    given = to_storage(check_dim(dim), order)
+    storage = to_storage(check_dim(dim), order)
     if not is_tagged(weight):
-        return given
-    if given not in (None, storage_dim(weight)):
+        return storage
+    if storage not in (None, storage_dim(weight)):
         raise ValueError(
-            f'{name} is called with dim={dim}, which splits dimension {given} of a weight in '
+            f'{name} is called with dim={dim}, which splits dimension {storage} of a weight in '
             f'memory, and this weight is tagged as split along {storage_dim(weight)}: leave dim '
             'out, or tag the weight as it is split by ts.set_attribute'
         )
@@ -111,7 +111,7 @@ def _shard_of_input(
         return x
     if in_features not in (None, x.size(-1)):
         raise _misfit(x, name, f'a full one has {in_features}')
-    if own(x.size(-1))[1] != length:
+    if local_range(x.size(-1))[1] != length:
         raise _misfit(x, name, f'the shard of rank {world.tensor_rank} has {length}')
     return scatter(x)
 
@@ -187,7 +187,7 @@ def _table(weight: Tensor, dim: int | None, number: int | None) -> tuple[int, in
         )
     else:
         world = current()
-        length = own(number)[1]
+        length = local_range(number)[1]
         if length != rows:
             raise ValueError(
                 f'parallel_embedding: of num_embeddings={number} rows, the shard of rank '
@@ -242,15 +242,15 @@ def _of_some_rows(
     wrong = ids[(ids < 0) | (ids >= number)]
     if len(wrong):
         raise IndexError(f'{int(wrong[0])} is not the number of a row in a table of {number}')
-    begin, length = own(number)
+    begin, length = local_range(number)
     # Only rows of this rank: others would count as looked up, for `max_norm` and the frequency.
     flat = ids.reshape(-1)
-    here = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
+    places = ((flat >= begin) & (flat < begin + length)).nonzero()[:, 0]
     padding = None if padding_idx is None else find(padding_idx, number)
-    found = F.embedding(
-        flat[here] - begin, weight, padding, max_norm, norm_type, scale_grad_by_freq, sparse
+    rows = F.embedding(
+        flat[places] - begin, weight, padding, max_norm, norm_type, scale_grad_by_freq, sparse
     )
-    term = found.new_zeros(len(flat), weight.size(1)).index_copy(0, here, found)
+    term = rows.new_zeros(len(flat), weight.size(1)).index_copy(0, places, rows)
     return tagged_full(reduce_(term).view(*ids.shape, weight.size(1)))
 
 

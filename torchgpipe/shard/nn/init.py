@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchgpipe.base.private import DispatchMode, on_cpu_without_memory
 from torchgpipe.shard.collectives import same_draws
-from torchgpipe.shard.parameter import global_shape, own, storage_dim
+from torchgpipe.shard.parameter import global_shape, local_range, storage_dim
 from torchgpipe.shard.world import needed_by
 
 #: How many random numbers are drawn at a time; the last block has up to twice as many.
@@ -78,7 +78,7 @@ def _set(
 ) -> None:
     """Set this rank's shard of the values that a method sets in a tensor of some shape."""
     size = 1 if dim is None else shape[dim]
-    begin, length = (0, 1) if dim is None else own(size)
+    begin, length = (0, 1) if dim is None else local_range(size)
     calls = _calls(init_method, shape, shard.dtype, kwargs)
     if calls is None:
         full = torch.empty(shape, dtype=shard.dtype, device='cpu')
@@ -105,9 +105,9 @@ def _draw(shard: Tensor, number: int, row: int, mine: range, call: _Call) -> Non
     for start, stop in zip(starts, [*starts[1:], number]):
         block = torch.empty(stop - start, dtype=shard.dtype, device='cpu')
         operation(block, *args, **rest)
-        for found in _within(block, start % row, row, mine):
-            kept[: found.numel()].view(found.shape).copy_(found)
-            kept = kept[found.numel() :]
+        for piece in _within(block, start % row, row, mine):
+            kept[: piece.numel()].view(piece.shape).copy_(piece)
+            kept = kept[piece.numel() :]
 
 
 def _within(block: Tensor, first: int, row: int, mine: range) -> Iterator[Tensor]:
@@ -168,7 +168,7 @@ class _OperationRecorder(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         first, *rest = *args, *kwargs.values()  # This also raises if there is no argument.
-        if not isinstance(first, _Full) or any(isinstance(each, Tensor) for each in rest):
+        if not isinstance(first, _Full) or any(isinstance(value, Tensor) for value in rest):
             raise NotImplementedError(operation)
         if _name(operation) == 'detach':
             return self.full()

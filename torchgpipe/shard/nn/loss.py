@@ -50,7 +50,7 @@ class Classes(NamedTuple):
     begin: Tensor
     length: int
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_part(self, x: Tensor) -> Tensor:
         """Return the elements of this rank's classes, in the last dimension."""
         return x.index_select(-1, self.begin + torch.arange(self.length, device=x.device))
 
@@ -153,8 +153,11 @@ class Shares(NamedTuple):
 
     def weights(self, like: Tensor) -> Tensor:
         """Return the weight of each row's class, shape (N, 1); 0 if the class is elsewhere."""
-        found = torch.ones_like(like[:, :1]) if self.weight is None else self.weight[self.places]
-        return found.masked_fill(self.target < 0, 0)
+        if self.weight is None:
+            weights = torch.ones_like(like[:, :1])
+        else:
+            weights = self.weight[self.places]
+        return weights.masked_fill(self.target < 0, 0)
 
     @property
     def places(self) -> Tensor:
@@ -508,11 +511,11 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
         )
     x = input.detach()
     total = x.sum(dtype=torch.float64)
-    found = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
-    largest, other, norm = all_reduce(found, group, dist.ReduceOp.MAX)
+    facts = torch.stack([total, -total, torch.linalg.vector_norm(x, dtype=torch.float64)])
+    largest, negated_smallest, norm = all_reduce(facts, group, dist.ReduceOp.MAX)
     factor = torch.ones_like(largest)
     raise_or_nan(
-        largest + other > 1e-3 * norm,
+        largest + negated_smallest > 1e-3 * norm,
         factor,
         lambda: RuntimeError(
             'the ranks of a group have different logits without a tag, so these are not full. '
@@ -553,16 +556,16 @@ def _of_shards(
     if weight is not None:
         classes.check_length('weights', weight, ': each rank needs those of all classes')
     if probable:
-        own = _probabilities(target, classes)
+        local_target = _probabilities(target, classes)
     else:
         _check_numbers(target, classes.number, ignore_index, classes.largest)
-        own = classes.places(target)
+        local_target = classes.places(target)
     losses: Tensor = RowLosses.apply(  # type: ignore[no-untyped-call]
         logits,
         classes.largest,
         group,
-        own,
-        None if weight is None else classes.own(weight).to(sums),
+        local_target,
+        None if weight is None else classes.local_part(weight).to(sums),
         1 - label_smoothing,
         label_smoothing / classes.number.to(sums) if label_smoothing else None,
     )
@@ -596,7 +599,7 @@ def _probabilities(target: Tensor, classes: Classes) -> Tensor:
         target,
         '; if they are a shard, they need the tag of one: ts.register_parallel_dim(target, -1)',
     )
-    return classes.own(_as_rows(target))
+    return classes.local_part(_as_rows(target))
 
 
 def _reduce(

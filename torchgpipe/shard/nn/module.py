@@ -146,8 +146,8 @@ class ParallelModule(nn.Module):
         self._tag()
         errors: list[str] = args[-1]
         for name, layout in self._layouts.items():
-            found = getattr(state_dict.get(prefix + name), 'shape', None)
-            if found == layout.shape and [*found] != layout.local_shape():
+            shape = getattr(state_dict.get(prefix + name), 'shape', None)
+            if shape == layout.shape and [*shape] != layout.local_shape():
                 errors.append(
                     f"{prefix}{name} is full, and the layer takes this rank's shard: "
                     'load ts.relocate_state_dict(model, state_dict)'
@@ -183,27 +183,27 @@ def convert(
     A layer in several places stays one layer; a parameter of several layers raises an error.
     """
     check_dim(dim)
-    plain = [each for each in module.modules() if type(each) is kind]
+    plain = [layer for layer in module.modules() if type(layer) is kind]
     _refuse_shared(module, plain)
-    made = {id(each): _like(each, new, dim) for each in plain}
-    if id(module) in made:
-        return made[id(module)]
+    converted = {layer: _like(layer, new, dim) for layer in plain}
+    if module in converted:
+        return converted[module]
     for parent in module.modules():
         for name, child in parent._modules.items():
-            if id(child) in made:
-                parent.register_module(name, made[id(child)])
+            if child in converted:
+                parent.register_module(name, converted[child])
     return module
 
 
 def _refuse_shared(module: nn.Module, plain: list[nn.Module]) -> None:
-    uses = Counter(
-        id(parameter) for each in module.modules() for parameter in each._parameters.values()
-    )
-    for each in plain:
-        for name, parameter in each.named_parameters(recurse=False):
-            if uses[id(parameter)] > 1:
+    uses: Counter[nn.Parameter | None] = Counter()
+    for layer in module.modules():
+        uses.update(layer._parameters.values())
+    for layer in plain:
+        for name, parameter in layer.named_parameters(recurse=False):
+            if uses[parameter] > 1:
                 raise ValueError(
-                    f'the {name} of {each} is that of another layer, too, and would not be '
+                    f'another layer has the {name} of {layer}, too, and would not have it '
                     'after conversion. Give each a copy, convert, and let both have one parameter '
                     'again, as in head.weight = embedding.weight, if both are split along the '
                     'same dimension in memory'
@@ -251,10 +251,10 @@ class RegisterParallelDim(nn.Identity):  # A layer of PyTorch's, which conversio
     def forward(self, input: Any) -> Any:
         """Tag a tensor, or each tensor of a tuple."""
         if isinstance(input, tuple):
-            each = [self(value) for value in input]
+            tagged_values = [self(value) for value in input]
             if hasattr(input, '_fields'):
-                return type(input)(*each)
-            return tuple(each)
+                return type(input)(*tagged_values)
+            return tuple(tagged_values)
         if not isinstance(input, Tensor):
             return input
         tagged = input.view_as(input)
