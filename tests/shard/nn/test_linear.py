@@ -336,7 +336,7 @@ def within():
         ts.nn.ParallelLinear.convert_parallel_linear,
         ts.nn.ParallelEmbedding.convert_parallel_embedding,
     ):
-        with pytest.raises(ValueError, match='weight of .* is that of another layer'):
+        with pytest.raises(ValueError, match='another layer has the weight of .*, too'):
             convert(tied, 1)
     tied[1].weight = nn.Parameter(tied[1].weight.detach().clone())
     ts.nn.ParallelLinear.convert_parallel_linear(tied, 1)
