@@ -90,7 +90,7 @@ def not_a_number():
 
 
 def test_a_norm_that_is_not_a_number_reaches_all_ranks():
-    """In v0.29.0, the largest value hid it on the last rank, because gloo's maximum did."""
+    """In v0.28.0, the largest value hid it on the last rank, because gloo's maximum did."""
     for norms in run(2, not_a_number):
         assert all(map(math.isnan, norms))
 
