@@ -8,6 +8,7 @@ import threading
 import weakref
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -526,6 +527,13 @@ class Room:
             self.monitors[0]._add(rank, one)
             self.monitors[rank]._add(0, other)
 
+    def leave(self, rank):
+        """Let a rank end, while the time passes."""
+        times = count(self.now, 0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(failures.time, 'monotonic', lambda: next(times))
+            self.monitors[rank]._leave()
+
     def turn(self, seconds, period=1.0):
         """Advance the time, and return the failures that end the runs of the ranks."""
         for _ in range(round(seconds / period)):
@@ -638,19 +646,69 @@ def test_the_end_of_a_rank_ends_later_runs_only(room):
     assert {*room.ended} == {0, 2}
 
 
-def test_a_rank_that_is_linked_later_hears_of_earlier_failures(room, pair):  # noqa: F811
-    room = room(3)
+def link_later(room, pair):  # noqa: F811
+    """Take the link of the last rank away; return a function that lets the first one connect."""
     first, last = room.monitors[0], room.monitors[2]
     first._selector.unregister(first._links.pop(2))
     first._absent.add(2)
     last._selector.unregister(last._links.pop(0))
+    one, other = pair()
+
+    def connect(rank):
+        last._add(0, other)
+        return one, 'host 1'
+
+    return connect
+
+
+def test_a_rank_that_is_linked_later_hears_of_earlier_failures(room, pair):  # noqa: F811
+    room = room(3)
+    first = room.monitors[0]
+    connect = link_later(room, pair)
+    first._point.connect = lambda rank: None
     room.progress[1].raised = 1, 'ValueError: it is broken'
     assert not room.turn(3)[2]
-    one, other = pair()
-    first._point.connect = lambda rank: (one, 'host 1')
-    last._add(0, other)
+    first._point.connect = connect
     first._connect()
     assert room.turn(2)[2] == 'rank 1 raised ValueError: it is broken'
+
+
+def test_a_rank_that_ends_waits_for_ranks_that_are_not_linked_yet(room, pair):  # noqa: F811
+    room = room(3)
+    first = room.monitors[0]
+    first._point.connect = link_later(room, pair)
+    room.leave(0)
+    assert room.monitors[2]._links[0].receive()[-1] == ['left', 1]
+
+
+def test_the_first_rank_passes_errors_on_until_others_have_ended(room):
+    room = room(3)
+    room.progress[1].raised = 1, 'ValueError: it is broken'
+    room.monitors[1]._tell_error()
+    room.leave(0)
+    kinds = [message[0] for message in room.monitors[2]._links[0].receive()]
+    assert kinds == ['left', 'failure']
+
+
+def test_an_error_has_been_told_when_it_is_raised(room):
+    """Its process may then end without exit functions."""
+    room = room(2)
+    monitor = room.monitors[1]
+    monitor._told = SimpleNamespace(
+        clear=lambda: None, set=lambda: None, wait=lambda seconds: room.turn(1)
+    )
+    monitor.tell('ValueError: it is broken')
+    ((kind, rank, text, *_),) = room.monitors[0]._links[1].receive()
+    assert (kind, rank, text) == ('failure', 1, 'rank 1 raised ValueError: it is broken')
+
+
+def linked():
+    watch = failures.Watch(init_mesh(pipe=2))
+    return watch._monitor.linked.is_set()
+
+
+def test_a_rank_is_linked_when_it_is_watched():
+    assert run(2, linked) == [True] * 2
 
 
 def test_a_rank_that_goes_on_while_others_are_asked_is_left_alone(room):
