@@ -60,6 +60,15 @@ def check_grads(model, module):
         torch.testing.assert_close(grad, expected[name].grad, rtol=1e-10, atol=1e-12)
 
 
+def check_steps(world, model, module, steps=1):
+    """Run steps of a model and of the unwrapped module, and compare the gradients."""
+    x, y = data()
+    for _ in range(steps):
+        F.mse_loss(module(x), y).backward()
+        world.step(model)
+    check_grads(model, module)
+
+
 # --- exact: gradients from elsewhere
 # ------------------------------------------------------------------------------------------------
 
@@ -114,11 +123,7 @@ def listed(axes, options):
     own = copy.deepcopy(module)
     own[3].shared = [own[2].weight]
     model = world.model(own, **options)
-    x, y = data()
-    for _ in range(2):
-        F.mse_loss(module(x), y).backward()
-        world.step(model)
-    check_grads(model, module)
+    check_steps(world, model, module, 2)
 
 
 def listed_and_refused(axes, options):
@@ -127,7 +132,6 @@ def listed_and_refused(axes, options):
     module = layers(linear())
     module[1] = Listed(module[0].weight)
     model = world.model(copy.deepcopy(module), **options)
-    x, y = data()
     calls = []
 
     def no_scalar(output, target):
@@ -137,9 +141,7 @@ def listed_and_refused(axes, options):
     with pytest.raises(ValueError, match='scalar'):
         world.step(model, no_scalar, normalizer=len)
     assert all(p.grad is None for p in model.parameters())
-    F.mse_loss(module(x), y).backward()
-    world.step(model)
-    check_grads(model, module)
+    check_steps(world, model, module)
 
 
 class Adapted(nn.Module):
@@ -173,11 +175,7 @@ def adapted(axes, options):
     for each in (module, model):
         holder = each.get_submodule('2')
         holder.inner = Adapted(holder.inner)
-    x, y = data()
-    for _ in range(2):
-        F.mse_loss(module(x), y).backward()
-        world.step(model)
-    check_grads(model, module)
+    check_steps(world, model, module, 2)
 
 
 def frozen_first(axes, options):
@@ -235,10 +233,7 @@ def expanded(axes, options):
     module[0].register_buffer('numbers', torch.arange(3, dtype=torch.int16))
     module[0].register_buffer('sparse', torch.eye(2).to_sparse())
     model = world.model(copy.deepcopy(module), **options)
-    x, y = data()
-    F.mse_loss(module(x), y).backward()
-    world.step(model)
-    check_grads(model, module)
+    check_steps(world, model, module)
 
 
 DATA, SHARD = ({'data': 2}, {}), ({'data': 2}, {'data': 'shard'})

@@ -25,7 +25,7 @@ tie
 unit
     The layers whose parameters FSDP gathers and frees together.
 watch
-    What ends all ranks when one has failed: a thread of each rank, with links to others.
+    A thread of each rank. It has links to other ranks, and ends this one when another fails.
 """
 
 from importlib import import_module

@@ -240,9 +240,8 @@ class Rank:
         finish = partial(self._finish_layer, with_values, {})
 
         layers: dict[str, nn.Module] = {}
-        for group in group_stages(
-            modules, late
-        ):  # The device has the layers of one group at once.
+        # The device has the layers of one group at once.
+        for group in group_stages(modules, late):
             names = [name for j in group for name in self.stages[j]]
             layers.update(self._fill(model, skeleton, names, values, finish))
             tie_again(shared, layers)

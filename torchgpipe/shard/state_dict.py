@@ -181,24 +181,25 @@ def _collect(
 ) -> dict[Any, Any]:
     is_kept = current().tensor_rank == 0 or not rank0_only
     with raise_on_all_ranks('collecting a state dict'):
-        shards = views(entries, sharded)
-        first_names = _first_names({key: shards[key] for key in shards if key in sharded})
+        values = views(entries, sharded)
+        first_names = _first_names({key: values[key] for key in values if key in sharded})
         collected: dict[Any, Any] = {}
         if is_kept:
-            for key, value in shards.items():
-                # A place for each shard, so that keys keep their order.
+            for key, value in values.items():
+                # A shard gets its place here, so that keys keep their order.
                 collected[key] = None if key in sharded else _moved(value, device)
     facts = []
     for key, first in first_names.items():
-        facts.append((key, first, shards[key].dtype, tuple(shards[key].shape)))
+        facts.append((key, first, values[key].dtype, tuple(values[key].shape)))
     _check_same(facts)
 
     buffers: dict[torch.device, Tensor] = {}
+    full_tensors: dict[Any, Tensor | None] = {}
     for key, first in first_names.items():
         if key == first:
-            full = _full(name_of(key), shards[key], is_kept, device, buffers)
+            full_tensors[key] = _full(name_of(key), values[key], is_kept, device, buffers)
         if is_kept:
-            collected[key] = full if key == first else collected[first]
+            collected[key] = full_tensors[first]
     return collected
 
 
