@@ -273,3 +273,19 @@ def test_shards_of_uneven_size_are_refused_by_ddp_itself():
 
 def test_ignored_names_missing_gradients_and_optimizers_over_the_data_group():
     run(4, in_turn, ignored_before, odd_gradients, zero, refused, group=2)
+
+
+def registered_in_turn():
+    """Return the averages of gradients whose layers each replica registers in another order."""
+    names = ['a', 'b', 'c']
+    rank = ts.distributed.get_data_rank()
+    module = nn.Module()
+    for name in names[rank:] + names[:rank]:
+        module.register_parameter(name, nn.Parameter(torch.zeros(2)))
+        module.get_parameter(name).grad = torch.full((2,), float(names.index(name) + rank))
+    ts.average_gradients(module)
+    return [module.get_parameter(name).grad.tolist() for name in names]
+
+
+def test_replicas_may_register_parameters_in_different_orders():
+    assert run(2, registered_in_turn, group=1) == [[[0.5] * 2, [1.5] * 2, [2.5] * 2]] * 2
