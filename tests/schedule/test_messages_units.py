@@ -6,6 +6,7 @@ from torchgpipe.schedule.messages import (
     Message,
     Send,
     UnitAction,
+    last_backwards,
     receiving_early,
     with_messages,
     with_unit_actions,
@@ -78,3 +79,23 @@ def test_a_gradient_leaves_before_a_reduction():
     row = with_messages(make('gpipe', 2, 2))[1]
     found = with_unit_actions(row, {1: 1}, 0, [1])
     assert isinstance(found[-2], Message) and found[-1] == UnitAction('REDUCE_GRAD', 1)
+
+
+def test_gradients_are_complete_within_a_backward_whose_unit_is_reduced_right_after_it():
+    units = {0: 0, 2: 2}
+
+    def found(text):
+        items = []
+        for word in text.split():
+            kind = word[1:]
+            is_action = len(kind) < 3
+            items.append(Action.parse(word) if is_action else UnitAction(kind, int(word[0])))
+        return {str(action): unit for action, unit in last_backwards(tuple(items), units).items()}
+
+    assert found('2B0 2REDUCE_GRAD 0UNSHARD 0B0 0REDUCE_GRAD') == {'2B0': 2, '0B0': 0}
+    # At the end of a row, the reductions of all units follow each other.
+    assert found('2B0 0B0 0REDUCE_GRAD 2REDUCE_GRAD') == {'0B0': 0}
+    assert found('0B0 2B0 0REDUCE_GRAD 2REDUCE_GRAD') == {}
+    # The second half of a backward is last, or an exchange is between.
+    assert found('2I0 2W0 2REDUCE_GRAD') == {}
+    assert found('2B0 2RESHARD 2REDUCE_GRAD') == {}

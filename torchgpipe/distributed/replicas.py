@@ -19,13 +19,14 @@ The way of one gradient, with the state in the record of its parameter (:class:`
     REDUCING    3. an all-reduce of its bucket, or FSDP's reduce-scatter, starts
     NONE        4. `finish` waits for the sum, which goes to ``.grad``
 
-A rank has all gradients of a stage after the last action of its unit (``REDUCE_GRAD`` in its row).
+The last action of a unit completes its gradients. If it is a backward, they take steps 2 and 3 in
+buckets while it runs (:mod:`.buckets`), and the rest follows it (``REDUCE_GRAD`` in the row).
 Three kinds of gradients take steps 2 and 3 at the end of the step: of parameters that other ranks
 also have, whose sum over stages comes first (:mod:`.ties`); of parameters of the loss; and late
 ones, which reach a parameter after its step 3, through a closure of another layer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.structure import Gradients
+from torchgpipe.distributed.buckets import Arrivals
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.distributed.units import Unit, UnitState, group_stages
 from torchgpipe.engine.streams import (
@@ -53,6 +55,7 @@ from torchgpipe.schedule.messages import Row, UnitAction, with_unit_actions
 from torchgpipe.shard.sums import (
     Sum,
     added,
+    buckets,
     check_dense,
     end_sums,
     gathered_over,
@@ -157,6 +160,15 @@ class Records:
 _name = itemgetter(0)
 
 
+def _communicate(stages: Iterable[nn.Module]) -> bool:
+    """Return whether layers communicate themselves."""
+    for stage in stages:
+        for module in stage.modules():
+            if getattr(module, 'communicates', False) is True:
+                return True
+    return False
+
+
 class Replicas:
     """The parameters of a rank, whose gradients are summed with the ones of its replicas.
 
@@ -195,6 +207,13 @@ class Replicas:
             self.groups[j] = first_stages.setdefault(units[j], j)
         self.records = Records()
         self._sums: list[Sum] = []
+        #: By unit, the names of its parameters in the order of the first backward.
+        self._orders: dict[int, list[str]] = {}
+        #: By unit, the gradients that have arrived in its last backward of this step.
+        self._arrivals: dict[int, Arrivals[ParameterRecord]] = {}
+        #: Whether gradients are reduced within the last backward of their unit. Layers that
+        #: communicate may use the group of the reductions, whose order would then differ.
+        self.reduces_within_backward = not units and not _communicate(stages.values())
         #: The stream of reductions by FSDP.
         self._stream: AbstractStream | None = None
         self.refresh()
@@ -354,29 +373,105 @@ class Replicas:
                 records.append(record)
         return records
 
-    def reduce(self, j: int, gradients: Gradients) -> None:
+    def begin_arrivals(
+        self, j: int, take: Callable[[Container[int]], Gradients]
+    ) -> Callable[[Tensor], None]:
+        """Begin to reduce the gradients of a unit, as they arrive in its last backward.
+
+        Args:
+            take: Returns the gradients of this rank, by the ``id`` of each parameter.
+
+        Returns:
+            A function to call with each parameter whose gradient is complete.
+        """
+        records = self.records_of_unit(j)
+        known: list[list[ParameterRecord]] = []
+        if self._is_order_known(j, records):
+            by_name = {record.name: record for record in records}
+            tensors = [by_name[name].tensor for name in self._orders.get(j, ())]
+            for bucket in buckets(tensors):
+                known.append([self._record(x) for x in bucket])
+        arrivals = self._arrivals[j] = Arrivals(known, partial(self._start_bucket, take))
+
+        def arrived(x: Tensor) -> None:
+            arrivals.arrive(self._record(x))
+
+        return arrived
+
+    def _start_bucket(
+        self,
+        take: Callable[[Container[int]], Gradients],
+        records: Sequence[ParameterRecord],
+    ) -> None:
+        """Start to add up the gradients of a bucket, all of which have arrived."""
+        self._collect(take({id(record.tensor) for record in records}))
+        self._start(records)
+
+    def _is_order_known(self, j: int, records: Sequence[ParameterRecord]) -> bool:
+        """Return whether the gradients of these parameters have arrived in an earlier step."""
+        return {*self._orders.get(j, ())} == {record.name for record in records}
+
+    def _in_order(self, j: int, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+        """Return the records of a unit in the order of the first replica's first backward."""
+        by_name = {record.name: record for record in records}
+        if not self._is_order_known(j, records):
+            order = [*by_name]
+            if j in self._arrivals:
+                arrived = [record.name for record in self._arrivals[j].order]
+                order = [*dict.fromkeys([*arrived, *order])]
+            self._orders[j] = self._order_of_first(order, [*by_name])
+        return [by_name[name] for name in self._orders[j]]
+
+    def _order_of_first(self, order: Sequence[str], names: Sequence[str]) -> list[str]:
+        """Return the order of names on the first replica."""
+        group = self._axis.group
+        assert group is not None
+        device = next(iter(self.records)).current.device
+        numbers = torch.tensor([names.index(name) for name in order], device=device)
+        dist.broadcast(numbers, group=group, group_src=0)
+        return [names[k] for k in numbers.tolist()]
+
+    def reduce(self, j: int, gradients: Gradients) -> Gradients:
         """Start to add up the gradients of a unit over replicas, and free its parameters.
 
         Args:
             gradients: The gradients of this rank. The list is emptied.
+
+        Returns:
+            The gradients that came after the reduction of their parameters.
         """
         records = self.records_of_unit(j)
         # A hook has to see the whole gradient, or an error follows at the end.
         direct = self.take_direct([record for record in records if not record.has_hooks])
-        self._collect(gradients, direct)
+        late = self._collect(gradients, direct)
         if self.units:
             self._reduce_shards(j, records)
-        else:
-            self._start(records)
+            return late
+        if self.reduces_within_backward and records:
+            records = self._in_order(j, records)
+        self._start([record for record in records if record.state is not GradientState.REDUCING])
+        return late
 
-    def _collect(self, *parts: Gradients) -> None:
-        """Add gradients to the records of their parameters. The lists are emptied."""
+    def _record(self, x: Tensor) -> ParameterRecord:
+        record = self.records.of(x)
+        assert record is not None
+        return record
+
+    def _collect(self, *parts: Gradients) -> Gradients:
+        """Add gradients to the records of their parameters; return late ones.
+
+        The lists are emptied.
+        """
+        late: Gradients = []
         for gradients in parts:
             while gradients:
                 x, gradient = gradients.pop(0)
-                record = self.records.of(x)
-                assert record is not None
-                record.add(gradient)
+                record = self._record(x)
+                if record.state is GradientState.REDUCING:
+                    late.append((x, gradient))
+                else:
+                    record.add(gradient)
+        return late
 
     def _start(self, records: Sequence[ParameterRecord]) -> None:
         """Start to add up gradients over replicas."""
@@ -439,6 +534,7 @@ class Replicas:
         A hook that raises while gradients are added to ``.grad`` leaves the ones added before.
         """
         self._sums = []
+        self._arrivals = {}
         waiting = [(record, record.gradient) for record in self.records]
         shards = []
         before = []
@@ -571,6 +667,8 @@ class Replicas:
                 list is emptied.
             any_late: Whether any replica has gradients that came after their reduction.
         """
+        # Otherwise these parameters would be reduced twice in each step.
+        self.reduces_within_backward &= not any_late
         results, late = self._sort(gradients)
         for j in sorted({*self.groups.values()}):
             if j in self.units and self.units[j].reduces_at_end:

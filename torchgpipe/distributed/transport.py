@@ -52,7 +52,15 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.messages import Item, Message, Receive, Row, Send, UnitAction
+from torchgpipe.schedule.messages import (
+    Item,
+    Message,
+    Receive,
+    Row,
+    Send,
+    UnitAction,
+    last_backwards,
+)
 from torchgpipe.skip.transfer import Skip
 
 #: How many messages to one rank may be in flight at once, on the CPU.
@@ -458,6 +466,10 @@ class Training(_OnRanks, Step):
         actions = tuple([item for item in way.row if isinstance(item, Action)])
         super().__init__(engine, batches, way, (actions,), loss, **options)
         self._leaves = Leaves(dtype)
+        #: The backwards within which gradients are reduced, each with its unit.
+        self._reducing: dict[Action, int] = {}
+        if way.replicas.reduces_within_backward:
+            self._reducing = last_backwards(way.row, way.replicas.groups)
         #: The stages of units that have leaves in place of their parameters.
         self._ready: set[int] = set()
         #: Whether to find tensors that get gradients besides the leaves; and these, by ``id``.
@@ -491,11 +503,26 @@ class Training(_OnRanks, Step):
             self._ready.add(j)
             self._make_leaves(self._engine.partitions[j : j + 1], by_action=True)
 
+    def _act(self, action: Action) -> None:
+        unit = self._reducing.get(action)
+        if unit is None:
+            super()._act(action)
+            return
+        replicas = self._way.replicas
+        arrived = replicas.begin_arrivals(unit, self._leaves.take)
+        handles = self._leaves.watch(replicas.tensors_of_unit(unit), arrived)
+        try:
+            super()._act(action)
+        finally:
+            # A layer of another stage may use a parameter later, when its bucket was reduced.
+            for handle in handles:
+                handle.remove()
+
     def _act_on_unit(self, action: UnitAction) -> None:
         if action.kind == 'REDUCE_GRAD':
             replicas = self._way.replicas
             gradients = self._leaves.take(replicas.tensors_of_unit(action.stage))
-            replicas.reduce(action.stage, gradients)
+            self.gradients += replicas.reduce(action.stage, gradients)
         else:
             super()._act_on_unit(action)
 

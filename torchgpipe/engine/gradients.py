@@ -512,6 +512,28 @@ class Leaves:
         """The ``id`` of each leaf."""
         return {id(leaf) for _, leaf in self._leaves.values()}
 
+    def watch(
+        self,
+        only: Container[int],
+        arrived: Callable[[Tensor], None],
+    ) -> list[RemovableHandle]:
+        """Call a function with each parameter whose leaf gets its gradient of a backward.
+
+        Args:
+            only: The ``id`` of each parameter to watch.
+
+        Returns:
+            Handles that end this.
+        """
+        handles = []
+        for x, leaf in self._leaves.values():
+            if id(x) in only and leaf.requires_grad:
+                hook = partial(_call_with, arrived, x)
+                # The leaf's own attribute of this name registers hooks of its parameter.
+                register: Any = Tensor.register_post_accumulate_grad_hook
+                handles.append(register(leaf, hook))
+        return handles
+
     def take(self, only: Container[int] | None = None) -> Gradients:
         """Return parameters, or their copies, with their gradients, and clear ``leaf.grad``.
 
@@ -532,6 +554,15 @@ class Leaves:
                 gradients.append((x, leaf.grad))
                 leaf.grad = None
         return gradients
+
+
+def _call_with(
+    arrived: Callable[[Tensor], None],
+    x: Tensor,
+    leaf: Tensor,
+) -> None:
+    """Call a function with the parameter of a leaf, as a hook of the leaf."""
+    arrived(x)
 
 
 def _register(

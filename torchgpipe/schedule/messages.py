@@ -33,7 +33,9 @@ current one runs::
     at most 2   0UNSHARD 2UNSHARD 0F0 0F1  0RESHARD 4UNSHARD 2F0 2F1  …
                 0B1 0B0 0REDUCE_GRAD
 
-The gradients of a unit are reduced after its last action and the messages behind it.
+The gradients of a unit are reduced after its last action and the messages behind it. Replicas that
+have all parameters begin with it within the last action, if that is a backward
+(:func:`last_backwards`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -227,6 +229,34 @@ def with_unit_actions(
         result.append(item)
     reduce()
     return tuple(result)
+
+
+def last_backwards(row: Row, units: Mapping[int, int]) -> dict[Action, int]:
+    """Return the backwards that complete the gradients of a unit, each with its unit.
+
+    Only messages are between them and the reduction of the unit. There is none for a unit that
+    ends with the second half of a backward, or that is not reduced right after its last action.
+
+    >>> units = {0: 0, 2: 2}
+    >>> row = tuple(map(Action.parse, '0F0 2F0 2B0 0B0'.split()))
+    >>> row = with_unit_actions(row, units, most=0, reduced=[0, 2])
+    >>> print({str(action): unit for action, unit in last_backwards(row, units).items()})
+    {'2B0': 2, '0B0': 0}
+
+    Args:
+        units: By stage, the first stage of its unit.
+    """
+    result = {}
+    last: Action | None = None
+    for item in row:
+        if isinstance(item, Action):
+            last = item
+        elif isinstance(item, UnitAction):
+            is_reduced = item.kind == 'REDUCE_GRAD'
+            if is_reduced and last and last.kind == 'B' and units[last.stage] == item.stage:
+                result[last] = item.stage
+            last = None
+    return result
 
 
 def _coming(

@@ -55,7 +55,7 @@ def start_sums(
         dtype: The dtype of the sums, on all ranks; by default the dtype of each parameter.
     """
     sums = []
-    for bucket in _buckets([*gradients]):
+    for bucket in buckets([*gradients]):
         parts = []
         flags = []
         for x in bucket:
@@ -103,7 +103,7 @@ def _end_sum(bucket: list[Tensor], flat: Tensor, work: Any, results: Gradients) 
 BUCKET = 25 * 2**20
 
 
-def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parameters whose gradients are reduced in one message: of one dtype, BUCKET bytes."""
 
     def kind(x: Tensor) -> str:
