@@ -11,7 +11,7 @@ At a step with a comparison, ranks compare a vector of digests along each axis
 """
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -61,12 +61,17 @@ class Cadence:
         #: Whether gradients are still to be compared: once, in the first step that reduces them.
         self.compares_gradients = every > 0
 
-    def next(self, task: str, model: nn.Module) -> int:
+    def next(self, task: str, modules: Iterable[nn.Module]) -> int:
         """Count a step; return how many there were before it if ranks compare now, or -1.
 
         A model that has got further tensors begins again.
+
+        Args:
+            modules: All modules of the model.
         """
-        tensors = sum(len(x._parameters) + len(x._buffers) for x in model.modules())
+        tensors = 0
+        for module in modules:
+            tensors += len(module._parameters) + len(module._buffers)
         if tensors != self._tensors:
             self._tensors = tensors
             self._steps = {}

@@ -544,7 +544,8 @@ class Rank:
         Raises:
             ValueError: A parameter does.
         """
-        if not self._unused:
+        ids = {id(x) for part in module.modules() for x in part._parameters.values()}
+        if ids.isdisjoint(self._unused):
             return
         for name, x in module.named_parameters(prefix):
             self._check_used(x, f"'{name}'")

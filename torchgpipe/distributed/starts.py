@@ -160,9 +160,12 @@ class Starts:
         model.partitions  # This applies replacements of layers.
         rank.check()
 
+        # Once in a step: a model may have thousands of modules.
+        modules = [*model.modules()]
         modes = []
-        for module in model.modules():
-            learning = [x.requires_grad for x in module.parameters(recurse=False)]
+        for module in modules:
+            slots = module._parameters.values()
+            learning = [x is not None and x.requires_grad for x in slots]
             modes.append((module.training, learning))
         autocast = ThreadState.capture().autocast
         state = digest(modes, autocast)
@@ -175,7 +178,7 @@ class Starts:
         if start.loss is not None:
             facts = self._read_loss(start, facts)
 
-        count = self._cadence.next(start.task, model)
+        count = self._cadence.next(start.task, modules)
         if count >= 0:
             facts = facts._replace(comparison=count + 1, names=self._comparison(start).names)
         # Values of whole parameters are compared when they are freed.

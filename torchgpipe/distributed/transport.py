@@ -165,6 +165,9 @@ class Messages:
         #: The rank of each stage, among all processes.
         self._ranks = ranks
         self._device = device
+        # Once in a step, because each of them takes as long as a small send.
+        self._is_on_cpu = is_cpu(device)
+        self._number = dist.get_rank()
         self._headers = headers
         #: By rank, the sends in flight to it: for each message, its tensors.
         self._sent: defaultdict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
@@ -251,17 +254,17 @@ class Messages:
         """
         while sent:
             has_ended = all(work.is_completed() for work, _ in sent[0])
-            is_full = is_cpu(self._device) and len(sent) >= AHEAD
+            is_full = self._is_on_cpu and len(sent) >= AHEAD
             if not has_ended and not is_full:
                 return
             _wait_for(sent.popleft())
 
     def _put(self, x: Tensor, rank: int) -> None:
-        group = self._groups[dist.get_rank(), rank]
+        group = self._groups[self._number, rank]
         self._sent[rank][-1].append((dist.isend(x, rank, group), x))
 
     def _get(self, x: Tensor, rank: int) -> Any:
-        return dist.irecv(x, rank, self._groups[rank, dist.get_rank()])
+        return dist.irecv(x, rank, self._groups[rank, self._number])
 
 
 def _wait_for(message: list[tuple[Any, Tensor]]) -> None:
