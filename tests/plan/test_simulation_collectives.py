@@ -37,6 +37,24 @@ def test_collectives_by_hand():
     assert simulation.seconds == 16.75
 
 
+def test_the_last_backward_reduces_its_buckets_but_the_last_one():
+    """A bucket waits for the one before it, also for one of another stage."""
+    stages = [
+        StageCosts(1.0, 2.0, reduction=1.0, update=0.5, buckets=4),
+        StageCosts(1.0, 2.0, reduction=3.0, update=0.25, buckets=2),
+    ]
+    simulation = simulate(TWICE, Costs(stages))
+    # Backward of stage 1 takes from 2 to 4, and that of stage 0 to 6.
+    assert collected(simulation)[:2] == [('reduction 1', 3, 6), ('reduction 0', 6, 7)]
+    fast = [replace(stages[0], buckets=4), replace(stages[1], reduction=0.0)]
+    assert collected(simulate(TWICE, Costs(fast)))[1] == ('reduction 0', 4.5, 6.25)
+    # The second half of a backward completes them at its end.
+    halves = Schedule.parse('0F0,0I0,0W0')
+    (reduction, _) = collected(simulate(halves, Costs([stages[0]])))
+    end = simulate(halves, Costs([stages[0]])).actions[-1].end
+    assert reduction == ('reduction 0', end, end + 1)
+
+
 def test_a_device_frees_stages_and_gathers_them_again():
     """Of five stages of a device, three are whole at a time, while they run or are gathered."""
     schedule = make('looped-bfs', devices=1, micro_batches=2, virtual=5)

@@ -40,6 +40,9 @@ Tensors = tuple[Tensor, ...]
 #: Tensors, each with its gradient.
 Gradients = list[tuple[Tensor, Tensor]]
 
+#: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
+BUCKET = 25 * 2**20
+
 #: The results of a backward.
 Grads = tuple[Tensor | None, ...]
 

@@ -413,8 +413,12 @@ class StageCosts:
     gather: float = 0.0
     #: Size of the whole parameters, if they are gathered.
     gathered_bytes: float = 0.0
-    #: Seconds in which replicas reduce gradients, after the last action of the stage.
+    #: Seconds in which replicas reduce gradients, after the last action of the stage, or from
+    #: within it: see ``buckets``.
     reduction: float = 0.0
+    #: The number of buckets of gradients. If the last action is a backward, it completes one after
+    #: the other, so only the reduction of the last bucket has to follow it.
+    buckets: int = 1
     #: Seconds of the optimizer.
     update: float = 0.0
 

@@ -12,7 +12,8 @@
 
 [Note: Bounds of a mesh] A rank works on all micro-batches. Before that, the first one arrives
 through the stages before it, while its parameters are gathered. After that, gradients of the last
-one go back through these stages, while its own gradients are reduced. Exchanges of ranks run
+one go back through these stages, while its own gradients are reduced, the last bucket of them at
+least. Exchanges of ranks run
 concurrently, so that only the longest chain counts::
 
     rank 0    gather F ……………………………………………… B reduce update
@@ -31,7 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise, product
-from math import inf, prod
+from math import ceil, inf, prod
 from typing import Any, NamedTuple, overload
 
 from torch import nn
@@ -40,7 +41,7 @@ from torchgpipe.base.context import uncollected
 from torchgpipe.base.devices import CPU, Device, accelerator
 from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import AXES, name_of
-from torchgpipe.base.structure import Value
+from torchgpipe.base.structure import BUCKET, Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts, memory_limits
 from torchgpipe.plan.profile import profile
@@ -164,6 +165,8 @@ class _Replicated(NamedTuple):
     gather: float
     reduction: float
     update: float
+    #: The number of buckets of gradients.
+    buckets: int
 
 
 @lru_cache(maxsize=1024)
@@ -321,6 +324,7 @@ class MeshSearch:
                     gather=parameters.gather,
                     gathered_bytes=parameters.gathered,
                     reduction=parameters.reduction,
+                    buckets=parameters.buckets,
                     update=parameters.update,
                 )
             )
@@ -364,6 +368,8 @@ class MeshSearch:
                     machine.gather(whole, data, pipe * tensor) if shards else 0.0,
                     gradients if shards else 2 * gradients,
                     state.traffic * trainable / (data if shards else 1) / machine.bandwidth,
+                    # FSDP reduces the gradients of a stage at once.
+                    1 if shards else max(1, ceil(trainable * state.gradient / BUCKET)),
                 )
             )
         return tuple(costs)
@@ -443,8 +449,9 @@ class MeshSearch:
         if data == 1:
             return 0.0, 0.0
         if self._overlaps is None:
-            last = min(stage.reduction for stage in own) if splits else first.reduction
-            return first.gather, last
+            ends = own if splits else [first]
+            # Only the last bucket has to follow a backward.
+            return first.gather, min(stage.reduction / stage.buckets for stage in ends)
         if self._overlaps:
             return max(0.0, first.gather - forward), 0.0
         return sum(stage.gather for stage in own), sum(stage.reduction for stage in own)

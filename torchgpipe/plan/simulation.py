@@ -26,10 +26,12 @@ waits on the device that receives it.
 
 Replicas add collectives, one after the other, beside the actions of a device. They have the places
 of :func:`torchgpipe.schedule.messages.with_unit_actions`: a stage waits for the gather of its
-parameters, and its gradients are reduced after its last action::
+parameters, and its gradients are reduced after its last action. In buckets, they are so within it,
+if it is a backward::
 
     actions                  0F0 0F1   2F0 2F1 … 2B0 2B1   0B0 0B1
     collectives    gather 0  gather 2                      reduce 2    reduce 0   update
+    in buckets                                      reduce 2    reduce 0   update
 """
 
 from collections import defaultdict
@@ -205,10 +207,30 @@ class _Collectives:
             self._add(device, stage, kind, now)
         return self._ready[action.stage]
 
-    def after(self, device: int, action: Action, end: float) -> None:
-        """Start the reductions after an action."""
+    def after(self, device: int, action: Action, start: float, end: float) -> None:
+        """Start the reductions of an action: in buckets within it, if it is a backward."""
         for kind, stage in self.exchanges[action][1]:
-            self._add(device, stage, kind, end)
+            buckets = 1
+            if action.kind == 'B' and action.stage == stage:
+                buckets = self._costs.stages[stage].buckets
+            self._reduce(device, stage, kind, buckets, start, end)
+
+    def _reduce(
+        self, device: int, stage: int, kind: str, buckets: int, start: float, end: float
+    ) -> None:
+        """Reduce buckets, which an action completes in equal parts of its time."""
+        seconds = self._costs.stages[stage].reduction / buckets
+        free = self._free[device]
+        first = 0.0
+        for k in range(1, buckets + 1):
+            complete = end - (end - start) * (buckets - k) / buckets
+            begin = max(free, complete) if seconds else complete
+            free = begin + seconds
+            if k == 1:
+                first = begin
+        self._free[device] = max(self._free[device], free)
+        self._ready[stage] = free
+        self._found[device].append(Collected(device, stage, kind, first, free))
 
     def _add(self, device: int, stage: int, kind: str, now: float) -> None:
         seconds = 0.0 if kind == 'free' else getattr(self._costs.stages[stage], kind)
@@ -422,7 +444,7 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
         now[device] = start + length
         ends.append(start + length)
         if lanes.exchanges:
-            lanes.after(device, action, start + length)
+            lanes.after(device, action, start, start + length)
     return starts, ends
 
 

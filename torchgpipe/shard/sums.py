@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchgpipe.base.structure import Gradients
+from torchgpipe.base.structure import BUCKET, Gradients
 from torchgpipe.shard.clipping import total_norm
 
 
@@ -97,10 +97,6 @@ def _end_sum(bucket: list[Tensor], flat: Tensor, work: Any, results: Gradients) 
         results.append((x, result))
     copied: Tensor = count.clone()
     return copied
-
-
-#: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
-BUCKET = 25 * 2**20
 
 
 def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
