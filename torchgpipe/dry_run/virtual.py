@@ -274,6 +274,10 @@ class VirtualReplicas(Replicas):
         super().act(action)
         self.enter(action.stage)
 
+    def _order_of_first(self, order: Sequence[str], names: Sequence[str]) -> list[str]:
+        """Return the order of this rank. Real replicas exchange it in their first step only."""
+        return [*order]
+
 
 class VirtualRank(Rank):
     """A rank whose layers have fake tensors."""
