@@ -99,6 +99,8 @@ def trained(module, steps=3, sizes=(4, 4), schedule='1f1b', axes=None, places=No
         for layer in model.children():
             log.backward_of(layer)
         for step in range(steps):
+            for layer in model.children():
+                layer.step = step
             x, target = (part.split(sizes)[rank] for part in batch(step, sum(sizes)))
             model.step(x, target, F.mse_loss, schedule=schedule)
             gradients.append({name: full(x.grad) for name, x in model.named_parameters()})
@@ -283,18 +285,20 @@ def test_a_gradient_that_arrives_after_its_bucket_is_added():
 
 
 class User(nn.Module):
-    """A layer that uses the weight of a layer of another stage."""
+    """A layer that uses the parameters of a layer of another stage, from the second step on."""
 
     def __init__(self, other):
         super().__init__()
         self._others = [other]
+        self.first = nn.Linear(4, 4).double()
 
     def forward(self, x):
-        return F.linear(x, self._others[0].linear.weight)
+        x = self.first(x)
+        return self._others[0].linear(x) if self.step else x
 
 
 def used_later():
-    """Return layers of which the first one uses the weight of one in a later stage."""
+    """Return layers of which the first one uses the parameters of one in a later stage."""
     torch.manual_seed(0)
     other = Sometimes()
     return nn.Sequential(User(other), other)
@@ -302,7 +306,7 @@ def used_later():
 
 def with_later_use():
     """Train two stages on a rank; a replica has no gradient of a weight in its last backward."""
-    return trained(used_later(), sizes=(3, 4), schedule='gpipe', places=[0, 0])
+    return trained(used_later(), sizes=(3, 4), schedule='interleaved', places=[0, 0])
 
 
 def test_a_gradient_that_arrives_in_the_backward_of_another_stage_starts_no_bucket():
@@ -312,6 +316,7 @@ def test_a_gradient_that_arrives_in_the_backward_of_another_stage_starts_no_buck
     module = used_later()
     for step in range(3):
         x, target = batch(step, 7)
+        module[0].step = step
         module.zero_grad()
         for part, of_part in zip(x.split([2, 1, 2, 2]), target.split([2, 1, 2, 2])):
             (F.mse_loss(module(part), of_part) * len(part) / 7).backward()
