@@ -544,6 +544,9 @@ class Rank:
         Raises:
             ValueError: A parameter does.
         """
+        if not self._unused:
+            return
+        # Names take several times as long, and only an error has them.
         ids = {id(x) for part in module.modules() for x in part._parameters.values()}
         if ids.isdisjoint(self._unused):
             return

@@ -165,7 +165,7 @@ class Messages:
         #: The rank of each stage, among all processes.
         self._ranks = ranks
         self._device = device
-        # Once in a step, because each of them takes as long as a small send.
+        # Once in a step, not for each message. The number is this rank's among all processes.
         self._is_on_cpu = is_cpu(device)
         self._number = dist.get_rank()
         self._headers = headers

@@ -13,8 +13,7 @@
 [Note: Bounds of a mesh] A rank works on all micro-batches. Before that, the first one arrives
 through the stages before it, while its parameters are gathered. After that, gradients of the last
 one go back through these stages, while its own gradients are reduced, the last bucket of them at
-least. Exchanges of ranks run
-concurrently, so that only the longest chain counts::
+least. Exchanges of ranks run concurrently, so that only the longest chain counts::
 
     rank 0    gather F ……………………………………………… B reduce update
     rank 1      gather F  work of all micro-batches  B reduce update
