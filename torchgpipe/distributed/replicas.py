@@ -385,13 +385,12 @@ class Replicas:
             A function to call with each parameter whose gradient is complete.
         """
         records = self.records_of_unit(j)
-        known: list[list[ParameterRecord]] = []
+        waiting: list[list[ParameterRecord]] = []
         if self._is_order_known(j, records):
-            by_name = {record.name: record for record in records}
-            tensors = [by_name[name].tensor for name in self._orders.get(j, ())]
+            tensors = [record.tensor for record in self._in_order(j, records)]
             for bucket in buckets(tensors):
-                known.append([self._record(x) for x in bucket])
-        arrivals = self._arrivals[j] = Arrivals(known, partial(self._start_bucket, take))
+                waiting.append([self._record(x) for x in bucket])
+        arrivals = self._arrivals[j] = Arrivals(waiting, partial(self._start_bucket, take))
 
         def arrived(x: Tensor) -> None:
             arrivals.arrive(self._record(x))

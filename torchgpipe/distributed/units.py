@@ -130,12 +130,12 @@ class Unit(nn.Module):
         grads = [grad for _, grad in gradients]
         gradients.clear()
         # FSDP would add its own node behind each tensor that it sees.
-        known = partial(Give.apply, grads, *tensors)
-        self(torch.zeros((), requires_grad=True), known).backward()
+        give = partial(Give.apply, grads, *tensors)
+        self(torch.zeros((), requires_grad=True), give).backward()
 
-    def forward(self, phony: Tensor, known: Callable[[], Tensor]) -> Tensor:
+    def forward(self, phony: Tensor, give: Callable[[], Tensor]) -> Tensor:
         """Return a tensor whose backward returns gradients: [Note: FSDP sees one call]."""
-        return known()
+        return give()
 
     def _current_versions(self) -> list[tuple[int, int]]:
         """Return how often gathered parameters were written to, and digests of their values."""
