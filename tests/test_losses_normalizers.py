@@ -237,9 +237,9 @@ def test_which_means_are_by_weights():
     """Those that do not change if all weights are twice as large."""
     for loss_fn in [
         each
-        for each, signature in LOSSES.items()
-        if 'weight' in signature.parameters
-        if 'linear_weight' not in signature.parameters
+        for each, parameters in LOSSES.items()
+        if 'weight' in parameters
+        if 'linear_weight' not in parameters
     ]:
         x, target = torch.tensor([[0.2, 0.7], [0.4, 0.3]]), torch.ones(2, 2)
         if loss_fn in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
@@ -248,6 +248,4 @@ def test_which_means_are_by_weights():
         is_by_weight = torch.allclose(
             loss_fn(x, target, weight=weight), loss_fn(x, target, weight=2 * weight)
         )
-        assert is_by_weight == (
-            loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn].parameters
-        )
+        assert is_by_weight == (loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn])

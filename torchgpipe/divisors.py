@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe.base.private import is_transformed
 
-#: PyTorch's losses, each with its signature.
-LOSSES = {}
+#: PyTorch's losses, each with its parameters in their order, and their defaults.
+LOSSES: dict[Any, dict[str, Any]] = {}
 for _function in vars(F).values():
     if inspect.isfunction(_function):
-        _signature = inspect.signature(_function)
-        if 'reduction' in _signature.parameters:
-            LOSSES[_function] = _signature
+        _parameters = inspect.signature(_function).parameters
+        if 'reduction' in _parameters:
+            LOSSES[_function] = {name: x.default for name, x in _parameters.items()}
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
@@ -196,12 +196,12 @@ class LossMonitor(TorchFunctionMode):
             if self._sums or self._unreduced or self._trusts:
                 self._follow(func, [*args, *kwargs.values()], result)
             return result
-        bound = LOSSES[func].bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
-        if func is F.l1_loss and arguments['weight'] is None:
-            arguments['weight'] = _weight_of_l1_loss()
-        result = func(*bound.args, **bound.kwargs)
+        if func is F.l1_loss and kwargs.get('weight') is None:
+            kwargs = {**kwargs, 'weight': _weight_of_l1_loss()}
+        result = func(*args, **kwargs)
+        # Not bound to a signature: that would take longer than a small loss.
+        defaults = LOSSES[func]
+        arguments = {**defaults, **dict(zip(defaults, args)), **kwargs}
         if not is_transformed():
             self._see_loss(func, arguments, result)
         return result

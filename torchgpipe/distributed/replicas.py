@@ -387,7 +387,8 @@ class Replicas:
         records = self.records_of_unit(j)
         waiting: list[list[ParameterRecord]] = []
         if self._is_order_known(j, records):
-            tensors = [record.tensor for record in self._in_order(j, records)]
+            by_name = {record.name: record for record in records}
+            tensors = [by_name[name].tensor for name in self._orders.get(j, ())]
             for bucket in buckets(tensors):
                 waiting.append([self._record(x) for x in bucket])
         arrivals = self._arrivals[j] = Arrivals(waiting, partial(self._start_bucket, take))

@@ -19,7 +19,6 @@ from threading import Semaphore, Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.base.context import ThreadState
@@ -40,7 +39,7 @@ from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Message, Row, UnitAction
-from torchgpipe.shard.collectives import F
+from torchgpipe.shard.collectives import F, exchange
 from torchgpipe.shard.sums import local
 
 #: How many micro-batches of each kind run. The last send frees as much memory as it takes.
@@ -353,7 +352,8 @@ class VirtualRank(Rank):
         everyone = self.mesh.everyone
         if everyone is not None:
             local = torch.empty(1 + len(facts), dtype=torch.float64)
-            dist.all_gather([local] * everyone.size(), local, everyone)
+            # The facts have no memory of their own, because they are no part of the model.
+            exchange(local, local.expand(everyone.size(), -1), everyone)
         by_place = self.meeting.meet(self.mesh.pipe.rank, facts)
         if not by_place:  # Models are made one by one.
             by_place = [facts] * len(self.mesh.same_stages)

@@ -90,12 +90,12 @@ def agree(
 ) -> dict[int, F]:
     """Call a function on all ranks of a group, and return the facts of each rank.
 
-    One collective exchanges the facts, and also reports a rank that raised, such as for a wrong
-    input, so that no other rank waits for it::
+    One exchange also reports a rank that raised, such as for a wrong input, so that no other rank
+    waits for it::
 
-        rank 0    facts ────────┐                       facts of all ranks, or the same error
-        rank 1    an error ─────┼── all_gather ──▶      its error
-        rank 2    facts ────────┘                       NotBegun: … failed on rank 1
+        rank 0    facts ────────┐                     facts of all ranks, or the same error
+        rank 1    an error ─────┼── exchange ──▶      its error
+        rank 2    facts ────────┘                     NotBegun: … failed on rank 1
 
     Args:
         function: Returns the facts of this rank, numbers that a float64 holds exactly; it does
@@ -117,14 +117,35 @@ def agree(
         error = raised
 
     local = torch.tensor([error is not None, *facts], dtype=torch.float64, device=device)
-    rows = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(rows, local, group)
+    rows = local.new_empty(group.size(), len(local))
+    exchange(local, rows, group)
     by_rank = {}
-    for rank, row in zip(dist.get_process_group_ranks(group), torch.stack(rows).tolist()):
+    for rank, row in zip(dist.get_process_group_ranks(group), rows.tolist()):
         if row[0]:
             _raise_first(task, error, group)
         by_rank[rank] = _parse(row[1:], default)
     return by_rank
+
+
+def exchange(local: Tensor, rows: Tensor, group: ProcessGroup) -> None:
+    """Exchange a small tensor with all ranks of a group.
+
+    The first rank gathers the tensors, and sends all to all::
+
+        rank 0    ──┬── gather ──▶ rank 0 ── broadcast ──┬──▶ rows
+        rank 1    ──┤                                    ├──▶ rows
+        rank 2    ──┘                                    └──▶ rows
+
+    An all-gather is several times as slow in Gloo if processes share cores. Its messages cross
+    between two ranks. So the thread that receives may keep the core, while it waits for a lock of
+    the thread that sends.
+
+    Args:
+        rows: The tensors of all ranks, one after the other.
+    """
+    on_first = [*rows] if group.rank() == 0 else None
+    dist.gather(local, on_first, group=group, group_dst=0)
+    dist.broadcast(rows, group=group, group_src=0)
 
 
 def _parse(row: Sequence[float], default: F) -> F:
