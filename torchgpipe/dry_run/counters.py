@@ -49,7 +49,7 @@ class Collective(NamedTuple):
     """A collective of a rank.
 
     Args:
-        bytes: The size of its input or its output, whichever is larger; of its input in a gather.
+        bytes: The size of its input or its output, whichever is larger.
     """
 
     name: str
@@ -148,11 +148,9 @@ class Counter(DispatchMode):
         if space in ('c10d', '_c10d_functional', '_dtensor'):
             group = _group_of(args)
             if group is not None:
-                sizes = [_bytes_in(value) for value in (*args, result)]
-                size = max(sizes)
-                if operation == 'gather_':  # Only one rank has an output.
-                    size = min(filter(None, sizes))
-                self._collectives.append(Collective(operation, group, size))
+                self._collectives.append(
+                    Collective(operation, group, max(_bytes_in(each) for each in (*args, result)))
+                )
         for x in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if is_plain(x):  # Tensors that wrap others have no memory.
                 self._see(x)

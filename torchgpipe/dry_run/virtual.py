@@ -39,7 +39,7 @@ from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule
 from torchgpipe.schedule.messages import Message, Row, UnitAction
-from torchgpipe.shard.collectives import F, exchange
+from torchgpipe.shard.collectives import F
 from torchgpipe.shard.sums import local
 
 #: How many micro-batches of each kind run. The last send frees as much memory as it takes.
@@ -349,11 +349,6 @@ class VirtualRank(Rank):
     def agree(self, task: str, function: Callable[[], F], default: F) -> dict[int, F]:
         """Call a function, and return the facts of all ranks; replicas have the same ones."""
         facts = function()
-        everyone = self.mesh.everyone
-        if everyone is not None:
-            local = torch.empty(1 + len(facts), dtype=torch.float64)
-            # The facts have no memory of their own, because they are no part of the model.
-            exchange(local, local.expand(everyone.size(), -1), everyone)
         by_place = self.meeting.meet(self.mesh.pipe.rank, facts)
         if not by_place:  # Models are made one by one.
             by_place = [facts] * len(self.mesh.same_stages)

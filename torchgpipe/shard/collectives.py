@@ -36,6 +36,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from torchgpipe.base.context import check_order
 from torchgpipe.base.devices import is_cpu
+from torchgpipe.shard.exchange import exchange
 from torchgpipe.shard.parameter import check_dim
 from torchgpipe.shard.world import World, current, needed_by
 
@@ -116,36 +117,14 @@ def agree(
     except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
 
-    local = torch.tensor([error is not None, *facts], dtype=torch.float64, device=device)
-    rows = local.new_empty(group.size(), len(local))
-    exchange(local, rows, group)
+    local = torch.tensor([error is not None, *facts], dtype=torch.float64)
+    rows = exchange(local, group, device).tolist()
     by_rank = {}
-    for rank, row in zip(dist.get_process_group_ranks(group), rows.tolist()):
+    for rank, row in zip(dist.get_process_group_ranks(group), rows):
         if row[0]:
             _raise_first(task, error, group)
         by_rank[rank] = _parse(row[1:], default)
     return by_rank
-
-
-def exchange(local: Tensor, rows: Tensor, group: ProcessGroup) -> None:
-    """Exchange a small tensor with all ranks of a group.
-
-    The first rank gathers the tensors, and sends all to all::
-
-        rank 0    ──┬── gather ──▶ rank 0 ── broadcast ──┬──▶ rows
-        rank 1    ──┤                                    ├──▶ rows
-        rank 2    ──┘                                    └──▶ rows
-
-    An all-gather is several times as slow in Gloo if processes share cores. Its messages cross
-    between two ranks. So the thread that receives may keep the core, while it waits for a lock of
-    the thread that sends.
-
-    Args:
-        rows: The tensors of all ranks, one after the other.
-    """
-    on_first = [*rows] if group.rank() == 0 else None
-    dist.gather(local, on_first, group=group, group_dst=0)
-    dist.broadcast(rows, group=group, group_src=0)
 
 
 def _parse(row: Sequence[float], default: F) -> F:

@@ -20,12 +20,12 @@ def sent(name: str, bytes: int, size: int) -> float:
 
     Args:
         name: The name of the operation.
-        bytes: The size of its input or its output, whichever is larger; of its input in a gather.
+        bytes: The size of its input or its output, whichever is larger.
         size: The number of ranks.
     """
     if 'recv' in name:
         return 0.0
-    if 'send' in name or name == 'gather':
+    if 'send' in name:
         return float(bytes)
     steps = 2 if 'reduce' in name and 'scatter' not in name else 1
     return steps * bytes * (size - 1) / size
