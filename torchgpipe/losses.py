@@ -206,6 +206,7 @@ class Losses:
         sizes: The numbers of samples of micro-batches.
         targets: The targets of micro-batches, if they are cut already.
         alone: Whether this process has all of the mini-batch. Otherwise :meth:`count_in` follows.
+        settings: The settings of the function, if they are known.
 
     Raises:
         ValueError: The target has another number of samples, or the loss is known not to be a
@@ -218,6 +219,7 @@ class Losses:
         sizes: Sequence[int],
         targets: list[Chunk] | None = None,
         alone: bool = True,
+        settings: LossSettings | None = None,
     ) -> None:
         function = loss.function
         normalizer = loss.normalizer
@@ -245,7 +247,7 @@ class Losses:
             leaves = tuple(map(leaf_of, batch.tensors))
             self._leaves.append(Chunk(leaves, batch.kind))
 
-        settings = LossSettings.of(function)
+        settings = settings or LossSettings.of(function)
         values = [batch.value for batch in self._leaves]
         #: The count of each micro-batch.
         self.counts, self._whole = _counts(

@@ -177,20 +177,21 @@ def check_order() -> None:
 # The state of a thread, for workers and recomputations.
 
 
-class _Autocast(NamedTuple):
+class Autocast(NamedTuple):
     """Autocast of one thread: ``(enabled, dtype)`` per device type, and the weight cache."""
 
     devices: tuple[tuple[bool, torch.dtype], ...]
     cache: bool
 
     @staticmethod
-    def capture() -> '_Autocast':
+    def capture() -> 'Autocast':
+        """Return the autocast of the calling thread."""
         devices = []
         for type in autocast_types(torch.accelerator.current_accelerator()):
             enabled = torch.is_autocast_enabled(type)
             dtype = torch.get_autocast_dtype(type)
             devices.append((enabled, dtype))
-        return _Autocast(tuple(devices), torch.is_autocast_cache_enabled())
+        return Autocast(tuple(devices), torch.is_autocast_cache_enabled())
 
     def set(self) -> None:
         """Set this thread's flags, without the nesting count that ``torch.autocast`` keeps.
@@ -207,7 +208,7 @@ class _Autocast(NamedTuple):
 
     def enter(self, stack: ExitStack) -> None:
         """Enter autocast as ``torch.autocast`` does, which empties the cache on exit."""
-        stack.callback(_Autocast.capture().leave)
+        stack.callback(Autocast.capture().leave)
         torch.autocast_increment_nesting()
         self.set()
 
@@ -224,7 +225,7 @@ class _FreshThread(threading.local):
     """Autocast of each thread at its first access. For a worker, it is before its first task."""
 
     def __init__(self) -> None:
-        self.autocast = _Autocast.capture()
+        self.autocast = Autocast.capture()
 
 
 _fresh_thread = _FreshThread()
@@ -235,7 +236,7 @@ class ThreadState(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: _Autocast
+    autocast: Autocast
     #: The innermost ``(pack, unpack)`` of ``torch.autograd.graph.saved_tensors_hooks``.
     hooks: Hooks | None
     #: Without the graphs of their tensors: see :func:`_variables`.
@@ -276,7 +277,7 @@ class ThreadState(NamedTuple):
         return ThreadState(
             torch.is_grad_enabled(),
             inference,
-            _Autocast.capture(),
+            Autocast.capture(),
             hooks,
             _variables(),
             torch.get_num_threads(),
@@ -391,7 +392,7 @@ class ThreadState(NamedTuple):
         return self._run_within(function)
 
     def _run_within(self, function: Callable[[], T]) -> T:
-        autocast = _Autocast.capture()
+        autocast = Autocast.capture()
         checkpointing = context.checkpointing
         recomputing = context.recomputing
         workers = context.workers
@@ -427,12 +428,12 @@ class ThreadState(NamedTuple):
         if not (self.function_modes or self.dispatch_modes or has_autocast):
             return self.variables.copy().run(function)
 
-        autocast = _Autocast.capture()
+        autocast = Autocast.capture()
         disabled = tuple([(False, dtype) for _, dtype in autocast.devices])
         with ExitStack() as stack:
             stack.callback(autocast.set)
             self._enter_modes(stack)
-            _Autocast(disabled, autocast.cache).set()
+            Autocast(disabled, autocast.cache).set()
             return self.variables.copy().run(function)
 
     def rerun(
@@ -458,7 +459,7 @@ class ThreadState(NamedTuple):
             or self.function_modes
             or self.dispatch_modes
         )
-        autocast = _Autocast.capture()
+        autocast = Autocast.capture()
         if not has_modes and number == num_threads and autocast == self.autocast:
             return function()
 

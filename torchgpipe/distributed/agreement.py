@@ -47,6 +47,21 @@ def digest(*values: object) -> int:
     return zlib.crc32(re.sub(' at 0x[0-9a-f]+', '', repr(values)).encode())
 
 
+class LastDigest:
+    """The digest of values that are mostly the same as the last time."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, ...] | None = None
+        self._digest = 0
+
+    def of(self, *values: object) -> int:
+        """Return the digest of values that are equal only if their ``repr`` is the same."""
+        if values != self._last:
+            self._last = values
+            self._digest = digest(*values)
+        return self._digest
+
+
 def check_settings(task: str, facts: Mapping[int, AnyFacts]) -> None:
     """Check that all ranks have the same settings.
 

@@ -527,16 +527,21 @@ class Rank:
 
     # Checks.
 
-    def check(self) -> None:
+    def check(self, parameters: Iterable[Tensor | None]) -> None:
         """Check that the parameters of this rank are the same as when the model was made.
+
+        Args:
+            parameters: The parameters of all its layers.
 
         Raises:
             ValueError: A parameter was replaced, or is a parameter of another rank.
         """
         self.replicas.check()
         self.ties.check()
-        for name, layer in self.layers.items():
-            self.check_used(layer, name)
+        # Names take several times as long, and only an error has them.
+        if not self._unused.keys().isdisjoint(map(id, parameters)):
+            for name, layer in self.layers.items():
+                self.check_used(layer, name)
 
     def check_used(self, module: nn.Module, prefix: str) -> None:
         """Check that no parameter of a module belongs to another rank, without a gradient here.
@@ -544,12 +549,6 @@ class Rank:
         Raises:
             ValueError: A parameter does.
         """
-        if not self._unused:
-            return
-        # Names take several times as long, and only an error has them.
-        ids = {id(x) for part in module.modules() for x in part._parameters.values()}
-        if ids.isdisjoint(self._unused):
-            return
         for name, x in module.named_parameters(prefix):
             self._check_used(x, f"'{name}'")
 

@@ -42,6 +42,7 @@ from torchgpipe.base.structure import Gradients
 from torchgpipe.distributed.buckets import Arrivals
 from torchgpipe.distributed.mesh import Axis
 from torchgpipe.distributed.units import Unit, UnitState, group_stages
+from torchgpipe.engine.partition import all_modules
 from torchgpipe.engine.streams import (
     AbstractStream,
     current_stream,
@@ -140,9 +141,13 @@ class Records:
     """The records of a step, by the ``id`` of each parameter, and of each whole parameter.
 
     A record owns its tensors, so no other tensor can have their ``id``.
+
+    Args:
+        parameters: The ``id`` of each parameter, in the order of modules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[int] = ()) -> None:
+        self.parameters = parameters
         self._records: dict[int, ParameterRecord] = {}
 
     def __iter__(self) -> Iterator[ParameterRecord]:
@@ -226,18 +231,7 @@ class Replicas:
         Raises:
             RuntimeError: A gradient of an earlier step would not be reduced.
         """
-        records = Records()
-        for j, stage in self.stages.items():
-            # Sorted, because a module may register its parameters in the order of a set.
-            for name, x in sorted(stage.named_parameters(remove_duplicate=False), key=_name):
-                if records.of(x) is None:
-                    records.add(x, self.records.of(x) or self._record_of(name, x, j))
-        for parameter in loss_parameters:
-            if records.of(parameter) is None:
-                record = self.records.of(parameter)
-                record = record or ParameterRecord('a parameter of loss_fn', parameter)
-                records.add(parameter, record)
-
+        records = self._records_of([*loss_parameters])
         for record in self.records:
             if record.gradient is None:
                 continue
@@ -254,6 +248,29 @@ class Replicas:
             record.whole = None
             record.restore(record.gradient)
         self.records = records
+
+    def _records_of(self, loss_parameters: Sequence[Tensor]) -> Records:
+        """Return the records of all parameters: the last ones, if the parameters are the same."""
+        parameters: list[Tensor | None] = [*loss_parameters]
+        for stage in self.stages.values():
+            for module in all_modules(stage):
+                parameters += module._parameters.values()
+        ids = [*map(id, parameters)]
+        if ids == self.records.parameters and not self.units:
+            return self.records
+
+        records = Records(ids)
+        for j, stage in self.stages.items():
+            # Sorted, because a module may register its parameters in the order of a set.
+            for name, x in sorted(stage.named_parameters(remove_duplicate=False), key=_name):
+                if records.of(x) is None:
+                    records.add(x, self.records.of(x) or self._record_of(name, x, j))
+        for parameter in loss_parameters:
+            if records.of(parameter) is None:
+                record = self.records.of(parameter)
+                record = record or ParameterRecord('a parameter of loss_fn', parameter)
+                records.add(parameter, record)
+        return records
 
     def _record_of(self, name: str, x: Tensor, j: int) -> ParameterRecord:
         is_split = self._axis.name in split_axes(x)

@@ -19,16 +19,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.base.context import ThreadState
+from torchgpipe.base.context import Autocast
 from torchgpipe.base.settings import LossOptions
 from torchgpipe.base.structure import Arguments, flatten_nested
-from torchgpipe.distributed.agreement import check_settings, digest
+from torchgpipe.distributed.agreement import LastDigest, check_settings, digest
 from torchgpipe.distributed.comparison import BitwiseComparison, Cadence
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.divisors import LossMonitor
 from torchgpipe.engine.microbatches import SKIP, Chunk, check_arguments, cut, sizes_of
-from torchgpipe.engine.partition import parameters_by_name
-from torchgpipe.losses import Losses, check_samples, counts_of, cut_target, error_of, itself
+from torchgpipe.engine.partition import all_modules, parameters_by_name
+from torchgpipe.losses import (
+    Losses,
+    LossSettings,
+    check_samples,
+    counts_of,
+    cut_target,
+    error_of,
+    itself,
+)
 from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import Schedule
 from torchgpipe.shard.digests import digests
@@ -121,6 +129,7 @@ class Starts:
         self._rank = rank
         self._model = model
         self._cadence = cadence
+        self._state = LastDigest()
 
     def begin(self, start: Start, ready: Callable[[], Any]) -> None:
         """Begin a step, a call or an evaluation, on all ranks.
@@ -158,17 +167,15 @@ class Starts:
         if isinstance(start.schedule, Schedule):
             text = start.schedule.to_csv()
         model.partitions  # This applies replacements of layers.
-        rank.check()
-
         # Once in a step: a model may have thousands of modules.
-        modules = [*model.modules()]
-        modes = []
-        for module in modules:
-            slots = module._parameters.values()
-            learning = [x is not None and x.requires_grad for x in slots]
-            modes.append((module.training, learning))
-        autocast = ThreadState.capture().autocast
-        state = digest(modes, autocast)
+        modules = all_modules(model)
+        parameters = [x for module in modules for x in module._parameters.values()]
+        rank.check(parameters)
+
+        modes = [bool(module.training) for module in modules]
+        learning = [x is not None and x.requires_grad for x in parameters]
+        autocast = Autocast.capture()
+        state = self._state.of(modes, learning, autocast)
         facts = StepFacts(
             settings=digest(start.task, text, rank.replicas.syncs, autocast),
             state=rank.state_of_layers(state),
@@ -347,7 +354,8 @@ class Starts:
         last = {k: facts[k] for k in rank.ranks_with_last}
         normalizer = check_losses(last)
         if start.losses is None:
-            start.losses = Losses(LossOptions(_nothing, normalizer=1), start.sizes, alone=False)
+            options = LossOptions(_nothing, normalizer=1)
+            start.losses = Losses(options, start.sizes, targets=[], alone=False, settings=_NOTHING)
         losses = start.losses
         losses.error = error_of(start.loss.normalizer)
         if not normalizer:
@@ -415,6 +423,10 @@ def cast_value(value: Any, dtype: torch.dtype) -> Any:
 def _nothing(output: Any, target: Any) -> Tensor:
     """Raise an error, as the loss function of a rank without the last stage."""
     raise AssertionError('this rank does not have the last stage')
+
+
+#: The settings of this function, which are the same in each step.
+_NOTHING = LossSettings.of(_nothing)
 
 
 # Checks, which have the same result on all ranks.

@@ -48,7 +48,7 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import Leaves
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.partition import Engine, all_modules
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.schedule import Action
@@ -497,7 +497,7 @@ class Training(_OnRanks, Step):
                 super()._run_cells()
         finally:
             for partition in partitions:
-                self._leaves.put_back(partition.layers.modules())
+                self._leaves.put_back(all_modules(partition.layers))
 
     def _enter(self, j: int) -> None:
         super()._enter(j)

@@ -38,7 +38,7 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.swaps import Swap, substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of, give, leaf_of, within
 from torchgpipe.engine.microbatches import Chunk
-from torchgpipe.engine.partition import Engine, Partition, has_compiled
+from torchgpipe.engine.partition import Engine, Partition, all_modules, has_compiled
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.streams import CPUStream, no_context, use_stream, wait_stream
 from torchgpipe.engine.workers import WorkerPlan, interpret
@@ -189,7 +189,7 @@ class Step(Run):
         self._sharing: set[int] = set()
         locks = []
         for partition in engine.partitions:
-            if not modules.isdisjoint(partition.layers.modules()):
+            if modules and not modules.isdisjoint(all_modules(partition.layers)):
                 self._sharing.add(partition.j)
                 locks.append(partition.lock)
             elif partition.shares_modules:
@@ -248,7 +248,7 @@ class Step(Run):
                 interpret(plan, act, engine.workers)
         finally:
             for partition in engine.partitions:
-                self._leaves.put_back(partition.layers.modules())
+                self._leaves.put_back(all_modules(partition.layers))
         if states:
             _check_unchanged(states)
         if self._recorder is not None:
@@ -272,7 +272,7 @@ class Step(Run):
         swaps_of_step: list[Swap] = []
         for partition in partitions:
             j = partition.j
-            modules = partition.layers.modules()
+            modules = all_modules(partition.layers)
             copies = {} if self._shared is None else self._shared.copies(j)
             swaps = self._leaves.swaps(modules, copies, self._deferred.get(j))
             if by_action or copies or j in self._sharing:
@@ -468,6 +468,8 @@ class Step(Run):
         for (prev_j, k), x in zip(sources, tensors):
             if x.requires_grad:
                 graph.leaves.append((prev_j, k, x))
+        if not graph.leaves:
+            return [x.detach() for x in tensors]  # as `Wait` does, without a node
         # A leaf could not be changed in place.
         return [*Wait.apply(CPUStream, CPUStream, *tensors)]  # type: ignore[no-untyped-call]
 
