@@ -12,6 +12,7 @@ from tests.distributed.models import full
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed.buckets import Arrivals
+from torchgpipe.engine.gradients import Leaves
 from torchgpipe.shard import sums
 
 
@@ -159,6 +160,29 @@ def communicating():
     return trained(module)
 
 
+def test_a_single_bucket_waits_for_no_gradient():
+    """It is complete when the backward ends, so no hook has to see its gradients."""
+    results = run(2, watched)
+    assert results == [[True, False, False]] * 2
+
+
+def watched():
+    """Return for each step whether its last backward had hooks."""
+    calls = []
+
+    def watch(leaves, only, arrived):
+        calls.append(bool(only))
+        return watching(leaves, only, arrived)
+
+    watching = Leaves.watch
+    model = DistributedGPipe(layers(), [4], mesh=init_mesh(data=2), chunks=2)
+    with mock.patch.object(Leaves, 'watch', watch):
+        for step in range(3):
+            x, target = batch(step, 4)
+            model.step(x, target, F.mse_loss)
+    return calls
+
+
 def test_layers_that_communicate_have_no_reduction_beside_their_backward():
     for _, steps in run(2, communicating):
         for entries in steps:
@@ -230,10 +254,10 @@ class Closure(nn.Module):
 
 
 def closures():
-    """Return layers of which the first one uses the weight of the second one in a list."""
+    """Return layers of which the second one uses the weight of the third one in a list."""
     torch.manual_seed(0)
-    other = nn.Linear(4, 4).double()
-    return nn.Sequential(Closure(other), other, nn.Linear(4, 4).double())
+    first, other, last = [nn.Linear(4, 4).double() for _ in range(3)]
+    return nn.Sequential(first, Closure(other), other, last)
 
 
 def dynamic():

@@ -17,8 +17,7 @@ def exchanged(times, fan=None):
     rank = dist.get_rank()
     results = []
     for time in range(times):
-        row = torch.tensor([10.0 * time + rank, rank], dtype=torch.float64)
-        results.append(exchange(row, dist.group.WORLD, CPU).tolist())
+        results.append(exchange([10.0 * time + rank, rank], dist.group.WORLD, CPU))
     return results
 
 
@@ -38,8 +37,8 @@ def test_all_ranks_get_the_numbers_of_all_ranks(world, fan):
 def not_finite():
     """Exchange numbers that are not finite."""
     rank = dist.get_rank()
-    row = torch.tensor([float('nan') if rank else float('inf'), 2.0**53 - 1], dtype=torch.float64)
-    return exchange(row, dist.group.WORLD, CPU)[:, :2].tolist()
+    numbers = [float('nan') if rank else float('inf'), 2.0**53 - 1]
+    return [row[:2] for row in exchange(numbers, dist.group.WORLD, CPU)]
 
 
 def test_numbers_that_are_not_finite_stay_in_their_rows():
@@ -86,8 +85,7 @@ def two_groups(times):
     for _ in range(times):
         for group in (dist.group.WORLD, other):
             number = dist.get_rank() + (100.0 if group is other else 0.0)
-            row = torch.tensor([number], dtype=torch.float64)
-            results.append(exchange(row, group, CPU)[:, 0].tolist())
+            results.append([row[0] for row in exchange([number], group, CPU)])
     return results
 
 

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from torchgpipe.base.structure import Gradients
 from torchgpipe.distributed.buckets import Arrivals
@@ -391,29 +392,36 @@ class Replicas:
         return records
 
     def begin_arrivals(
-        self, j: int, take: Callable[[Container[int]], Gradients]
-    ) -> Callable[[Tensor], None]:
+        self,
+        j: int,
+        watch: Callable[[Container[int], Callable[[Tensor], None]], list[RemovableHandle]],
+        take: Callable[[Container[int]], Gradients],
+    ) -> list[RemovableHandle]:
         """Begin to reduce the gradients of a unit, as they arrive in its last backward.
 
         Args:
+            watch: Calls a function with each of some parameters when its gradient is complete.
             take: Returns the gradients of this rank, by the ``id`` of each parameter.
 
         Returns:
-            A function to call with each parameter whose gradient is complete.
+            Handles that end this.
         """
         records = self.records_of_unit(j)
+        watched = records
         waiting: list[list[ParameterRecord]] = []
         if self._is_order_known(j, records):
             by_name = {record.name: record for record in records}
             tensors = [by_name[name].tensor for name in self._orders.get(j, ())]
-            for bucket in buckets(tensors):
+            # The last bucket is complete when the backward ends, and `reduce` follows.
+            for bucket in [*buckets(tensors)][:-1]:
                 waiting.append([self._record(x) for x in bucket])
+            watched = [record for bucket in waiting for record in bucket]
         arrivals = self._arrivals[j] = Arrivals(waiting, partial(self._start_bucket, take))
 
         def arrived(x: Tensor) -> None:
             arrivals.arrive(self._record(x))
 
-        return arrived
+        return watch({id(record.current) for record in watched}, arrived)
 
     def _start_bucket(
         self,

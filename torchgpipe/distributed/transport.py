@@ -512,8 +512,7 @@ class Training(_OnRanks, Step):
             super()._act(action)
             return
         replicas = self._way.replicas
-        arrived = replicas.begin_arrivals(unit, self._leaves.take)
-        handles = self._leaves.watch(replicas.tensors_of_unit(unit), arrived)
+        handles = replicas.begin_arrivals(unit, self._leaves.watch, self._leaves.take)
         try:
             super()._act(action)
         finally:

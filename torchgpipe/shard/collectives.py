@@ -117,8 +117,7 @@ def agree(
     except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
 
-    local = torch.tensor([error is not None, *facts], dtype=torch.float64)
-    rows = exchange(local, group, device).tolist()
+    rows = exchange([float(error is not None), *facts], group, device)
     by_rank = {}
     for rank, row in zip(dist.get_process_group_ranks(group), rows):
         if row[0]:

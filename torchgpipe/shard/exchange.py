@@ -13,6 +13,7 @@ thread of Gloo that reads it waits for a lock, and keeps the core from the threa
 The numbers are in the memory of the host, so no rank waits for its device.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -56,14 +57,14 @@ class _Place:
         self._sends: list[_Message] = []
         self._start_receives(group)
 
-    def exchange(self, row: Tensor, group: ProcessGroup) -> Tensor:
+    def exchange(self, numbers: Sequence[float], group: ProcessGroup) -> Tensor:
         """Return the rows of all ranks."""
         for send in self._sends:
             send.wait()
         self._sends = []
 
-        rows = _rows(group)
-        rows[group.rank()] = row
+        rows = torch.zeros(group.size(), WIDTH, dtype=torch.float64)
+        rows[group.rank(), : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         for receive in self._from_children:
             rows += receive.wait()  # Each rank has zeros in place of the rows of others.
         for parent in self._parents:
@@ -84,12 +85,8 @@ class _Place:
         self._from_parents = [_receive(rank, group) for rank in self._parents]
 
 
-def _rows(group: ProcessGroup) -> Tensor:
-    return torch.zeros(group.size(), WIDTH, dtype=torch.float64)
-
-
 def _receive(rank: int, group: ProcessGroup) -> _Message:
-    rows = _rows(group)
+    rows = torch.empty(group.size(), WIDTH, dtype=torch.float64)
     return _Message(rows, group.recv([rows], rank, _TAG))
 
 
@@ -97,22 +94,22 @@ def _receive(rank: int, group: ProcessGroup) -> _Message:
 _places: WeakKeyDictionary[ProcessGroup, _Place] = WeakKeyDictionary()
 
 
-def exchange(row: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
+def exchange(
+    numbers: Sequence[float], group: ProcessGroup, device: torch.device
+) -> list[list[float]]:
     """Return the numbers of all ranks of a group. All of them call it, in the same order.
 
     Args:
-        row: Up to ``WIDTH`` numbers that a float64 holds exactly.
+        numbers: Up to ``WIDTH`` numbers that a float64 holds exactly.
         device: The device of collectives, for a group without a backend for the host.
 
     Returns:
-        A tensor of shape ``(ranks, WIDTH)``. Numbers that a rank does not have are 0.
+        By rank, ``WIDTH`` numbers. The ones that a rank does not have are 0.
     """
-    padded = torch.zeros(WIDTH, dtype=torch.float64)
-    padded[: len(row)] = row
     if not _has_host_backend(group):
-        return _exchange_on_device(padded.to(device), group)
+        return _exchange_on_device(numbers, group, device)
     place = _places.pop(group, None) or _Place(group)
-    rows = place.exchange(padded, group)
+    rows: list[list[float]] = place.exchange(numbers, group).tolist()
     # Not after an error, when receives may be missing.
     _places[group] = place
     return rows
@@ -127,7 +124,11 @@ def _has_host_backend(group: ProcessGroup) -> bool:
     return True
 
 
-def _exchange_on_device(row: Tensor, group: ProcessGroup) -> Tensor:
+def _exchange_on_device(
+    numbers: Sequence[float], group: ProcessGroup, device: torch.device
+) -> list[list[float]]:
+    row = torch.zeros(WIDTH, dtype=torch.float64, device=device)
+    row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     rows = row.new_empty(group.size(), WIDTH)
     dist.all_gather([*rows], row, group)
-    return rows
+    return rows.tolist()
