@@ -374,3 +374,34 @@ def frozen():
 
 def test_a_layer_may_freeze_a_parameter_within_a_step():
     assert run(2, frozen) == [[True, False, False]] * 2
+
+
+class Strided(nn.Module):
+    """A layer with weights of the usual strides, and of other ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        weights = torch.randn(2, 4, 4, dtype=torch.float64)
+        self.usual = nn.Parameter(weights[0])
+        self.other = nn.Parameter(weights[1].t().contiguous().t())
+
+    def forward(self, x):
+        return x @ self.usual @ self.other
+
+
+def strides():
+    """Return the strides and the memory of each gradient."""
+    module = Strided()
+    model = DistributedGPipe(nn.Sequential(module), [1], mesh=init_mesh(data=2), chunks=2)
+    x, target = batch(0, 4)
+    model.step(x, target, F.mse_loss)
+    usual, other = model.get_parameter('0.usual').grad, model.get_parameter('0.other').grad
+    sizes = [x.untyped_storage().nbytes() for x in (usual, other)]
+    return usual.stride(), other.stride(), sizes
+
+
+def test_gradients_are_views_of_their_bucket_if_their_parameters_have_the_usual_strides():
+    flags = 2
+    bucket = 8 * (16 + 16 + flags)
+    assert run(2, strides) == [((4, 1), (1, 4), [bucket, 8 * 16])] * 2

@@ -1,13 +1,12 @@
 """Sums of gradients over ranks, in buckets; parts of tensors, and clipping by the norm.
 
 A gradient is freed when its bucket has a copy of it. So there is at most one bucket in addition to
-one set of gradients::
+one set of gradients. The sums are views of the bucket::
 
     gradients of this rank    g0 g1 g2 │ g3 g4 │          freed, bucket by bucket
-    bucket                             └─ copy ─▶ [g3 g4] ─ all-reduce ─▶ copy
-    sums                      s0 s1 s2                                     s3 s4
+    bucket                             └─ copy ─▶ [g3 g4] ─ all-reduce ─▶ [s3 s4]
 
-Reductions run beside the computation. A bucket is kept until its reduction has ended.
+Reductions run beside the computation.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,11 +91,18 @@ def _end_sum(bucket: list[Tensor], flat: Tensor, work: Any, results: Gradients) 
     sizes = [local(x).numel() for x in bucket]
     *totals, count = flat.split([*sizes, len(bucket)])
     for x, total in zip(bucket, totals):
-        result = torch.empty_like(x, dtype=flat.dtype)
-        local(result).copy_(total.view_as(local(result)))
-        results.append((x, result))
+        results.append((x, _in_form_of(x, total)))
     copied: Tensor = count.clone()
     return copied
+
+
+def _in_form_of(x: Tensor, total: Tensor) -> Tensor:
+    """Return the sum for a parameter: a view of the bucket, if it has the usual strides."""
+    if not isinstance(x, DTensor) and x.is_contiguous():
+        return total.view(x.shape)
+    result = torch.empty_like(x, dtype=total.dtype)
+    local(result).copy_(total.view_as(local(result)))
+    return result
 
 
 def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
