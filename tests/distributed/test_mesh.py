@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.shard.processes import run
+from torchgpipe.base.private import timeout_of
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.distributed import mesh as meshes
 from torchgpipe.distributed.mesh import axis_of, group_of_all, groups_of_edges, ranks_at
@@ -98,6 +99,20 @@ def test_axes_by_their_names():
     found = run(4, seen)
     assert found[3] == ([2, 3], [1, 3], [3], [2, 3], 4)
     assert found[0] == ([0, 1], [0, 2], [0], [0, 1], 4)
+
+
+def limits():
+    """Return the timeouts of the groups that a model makes."""
+    mesh = init_mesh(pipe=2)
+    model = DistributedGPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), [1, 1], mesh=mesh)
+    rank = model._rank
+    groups = [rank.mesh.facts, *rank.edges.groups.values()]
+    assert torch.distributed.group.WORLD not in groups
+    return [timeout_of(group).total_seconds() for group in groups]
+
+
+def test_groups_for_facts_and_messages_have_the_timeout_of_the_group_of_all_processes():
+    assert run(2, limits, timeout=77) == [[77.0] * 3] * 2
 
 
 def edges(queues, limit):

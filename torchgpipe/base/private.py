@@ -9,6 +9,7 @@ function replaces it, or the dependent function raises when it is used.
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -359,6 +360,15 @@ def active_fake_mode() -> Any:
 def forget_meshes() -> None:
     """Let DTensor forget its plans of operations, which hold meshes and their groups."""
     find('torch.distributed.tensor.debug:_clear_sharding_prop_cache', 'a dry run')()
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Return how long the collectives of a group wait for a rank; ``None`` if it is not known.
+
+    A new group does not have the timeout of the group of all processes.
+    """
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, 'options', None), '_timeout', None)
 
 
 def fake_store() -> Any:

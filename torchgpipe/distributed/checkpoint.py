@@ -623,7 +623,7 @@ class Alone:
 
     def __init__(self, module: nn.Module) -> None:
         data, pipe, tensor = [Axis(name, 1, 0, None, None) for name in AXES]
-        self.mesh = MeshInfo(None, data, pipe, tensor, None, CPU, {}, [], set())
+        self.mesh = MeshInfo(None, data, pipe, tensor, None, None, CPU, {}, [], set())
         self.saving: Any = None
         self.devices = {x.device for x in (*module.parameters(), *module.buffers())}
         self.ties = SimpleNamespace(first_names={})

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
+from torchgpipe.base.private import timeout_of
 from torchgpipe.base.settings import AXES
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.shard.collectives import gathered
@@ -179,6 +180,8 @@ class MeshInfo:
     tensor: Axis
     #: The group of all ranks of the mesh; ``None`` if there is only one rank.
     everyone: ProcessGroup | None
+    #: A group of the same ranks, in which only facts are exchanged.
+    facts: ProcessGroup | None
     #: The device of this rank.
     device: torch.device
     #: By axis, the ranks along it, for each place along the others.
@@ -198,6 +201,7 @@ class MeshInfo:
             pipe,
             tensor,
             group_of_all(mesh),
+            group_of_facts(mesh),
             CPU if is_cpu(mesh.device_type) else current_device(),
             lines_of(mesh),
             [ranks_at(mesh, 'pipe', place) for place in range(pipe.size)],
@@ -229,6 +233,17 @@ def group_of_all(mesh: DeviceMesh) -> ProcessGroup | None:
         return dist.group.WORLD
     ranks = mesh.mesh.flatten().tolist()
     return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+def group_of_facts(mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return a group of all ranks of a mesh for their facts; ``None`` if there is only one rank.
+
+    Messages in the same group as reductions would wait for these, or for a lock.
+    """
+    if mesh.size() == 1:
+        return None
+    is_part = mesh.size() < dist.get_world_size()
+    return _group_of('facts', {*mesh.mesh.flatten().tolist()}, use_local_synchronization=is_part)
 
 
 class Edges(NamedTuple):
@@ -292,7 +307,8 @@ def _group_of(direction: Any, ranks: set[int], **options: Any) -> ProcessGroup:
     groups = _groups.setdefault(dist.group.WORLD, {})
     key = direction, frozenset(ranks)
     if key not in groups:
-        groups[key] = dist.new_group(sorted(ranks), **options)
+        limit = timeout_of(dist.group.WORLD)
+        groups[key] = dist.new_group(sorted(ranks), timeout=limit, **options)
     return groups[key]
 
 

@@ -181,7 +181,7 @@ class Rank:
 
     def agree(self, task: str, function: Callable[[], F], default: F) -> dict[int, F]:
         """Call a function on all ranks, and return the facts of each: see :func:`agree`."""
-        return agree(task, function, default, self.mesh.everyone, self.mesh.device)
+        return agree(task, function, default, self.mesh.facts, self.mesh.device)
 
     # The making of a rank.
 
