@@ -173,6 +173,18 @@ def test_a_sum_divided_by_its_count_with_a_normalizer():
     same(loss_fn, PROBABILITIES, normalizer=lambda target: target.square().sum())
 
 
+def test_a_count_is_found_however_arguments_are_passed():
+    for loss_fn in [
+        lambda y, target: F.cross_entropy(input=y, target=target, ignore_index=-100),
+        lambda y, target: F.cross_entropy(y, target, None, None, -100),
+        lambda y, target: F.cross_entropy(
+            target=target, input=y, ignore_index=-100, weight=WEIGHT
+        ),
+    ]:
+        with pytest.raises(ValueError, match="a loss of PyTorch's in loss_fn divides by what"):
+            step(loss_fn, PADDED)
+
+
 def test_sums_are_let_go():
     """A sum that is kept would hold the graph of its micro-batch."""
     seen = []

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.shard.processes import run
-from torchgpipe.distributed.agreement import Facts, NotBegun, check_settings, digest
+from torchgpipe.distributed.agreement import Facts, LastDigest, NotBegun, check_settings, digest
 from torchgpipe.shard.collectives import agree
 
 
@@ -56,3 +56,11 @@ def test_settings_are_equal_or_the_first_other_rank_is_named():
 
 def test_addresses_do_not_change_a_digest():
     assert digest(lambda: 1, 3) == digest(lambda: 1, 3) != digest(lambda: 1, 4)
+
+
+def test_a_digest_of_other_values_is_another_one():
+    last = LastDigest()
+    first = last.of([True, False], 1)
+    assert last.of([True, False], 1) == first == digest([True, False], 1)
+    assert last.of([True, True], 1) == digest([True, True], 1) != first
+    assert last.of([True, False], 1) == first

@@ -405,3 +405,37 @@ def test_gradients_are_views_of_their_bucket_if_their_parameters_have_the_usual_
     flags = 2
     bucket = 8 * (16 + 16 + flags)
     assert run(2, strides) == [((4, 1), (1, 4), [bucket, 8 * 16])] * 2
+
+
+class Odd(nn.Module):
+    """A layer with parameters of three numbers each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(4)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def odd_sizes(data):
+    """Return the gradients, and the places of them in memory relative to 16 bytes."""
+    model = DistributedGPipe(nn.Sequential(Odd()), [1], mesh=init_mesh(data=data), chunks=2)
+    number = dist.get_rank() if data > 1 else 0
+    x = torch.arange(12.0).view(4, 3).chunk(data)[number]
+    model.step(x, x.sin(), F.mse_loss)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = gradients[1].clone()
+    gradients[0].zero_()
+    assert gradients[1].equal(before)
+    return gradients[1:], [gradient.data_ptr() % 16 for gradient in gradients]
+
+
+def test_gradients_of_any_size_are_aligned_and_apart():
+    ((expected, _),) = run(1, odd_sizes, 1)
+    for gradients, places in run(2, odd_sizes, 2):
+        torch.testing.assert_close(gradients, expected)
+        assert places == [0] * 4

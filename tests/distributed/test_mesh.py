@@ -151,11 +151,13 @@ def edges(queues, limit):
 
 @pytest.mark.slow
 def test_messages_have_a_group_for_each_edge_or_one_for_each_direction():
-    one, each, few = (run(4, edges, *options) for options in ((False, 32), (True, 32), (True, 1)))
+    cases = (False, 32), (False, 1), (True, 32), (True, 1)
+    host, one, each, few = (run(4, edges, *options) for options in cases)
     for rank in range(4):
         pipe = rank // 2 * 2
         losses, *facts = one[rank]
         there = [(pipe, pipe + 1), (pipe + 1, pipe)]
-        assert facts == [True, there, [2, 2], 1, 0]
-        assert each[rank] == (losses, True, there, [4, 4], 2, 2)  # one for both models
-        assert few[rank] == (losses, False, there, [2, 4], 2, 1)
+        # There is one more group, of facts.
+        assert facts == [True, there, [2, 2], 1, 1]
+        assert host[rank] == each[rank] == (losses, True, there, [4, 4], 2, 3)  # for both models
+        assert few[rank] == (losses, False, there, [2, 4], 2, 2)

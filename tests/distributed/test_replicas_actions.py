@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
@@ -224,6 +225,58 @@ def test_all_ranks_raise_if_a_gradient_of_one_waits(data):
         assert 'a gradient waits from a step within no_sync()' in error and not there
         for name, grad in grads.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def replaced_while_waiting(steps):
+    """Replace a parameter while its gradient waits; return the error of a step that reduces."""
+    model = DistributedGPipe(perceptron(2), [2], mesh=init_mesh(data=2), chunks=2)
+    x, target = (each.chunk(2)[dist.get_rank()] for each in batch(0, 8))
+    layer = model.get_submodule('0')
+    for _ in range(steps):
+        with model.no_sync():
+            model.step(x, target, F.mse_loss)
+        name, parameter = next(layer.named_parameters())
+        owner, _, key = name.rpartition('.')
+        setattr(layer.get_submodule(owner), key, nn.Parameter(parameter.detach().clone()))
+    with pytest.raises(RuntimeError) as error:
+        model.step(x, target, F.mse_loss)
+    return str(error.value)
+
+
+@pytest.mark.parametrize('steps', [1, 2])
+def test_a_gradient_of_a_parameter_that_was_replaced_is_not_reduced(steps):
+    for error in run(2, replaced_while_waiting, steps):
+        assert 'a gradient waits from a step within no_sync()' in error
+
+
+def other_loss_while_waiting():
+    """Take two losses in turn; return the error of a step that reduces."""
+    model = DistributedGPipe(perceptron(2), [2], mesh=init_mesh(data=2), chunks=2)
+    x, target = (each.chunk(2)[dist.get_rank()] for each in batch(0, 8))
+    torch.manual_seed(0)
+    first, second = [Scaled().double() for _ in range(2)]
+    for loss in (first, second):
+        with model.no_sync():
+            model.step(x, target, loss)
+    with pytest.raises(RuntimeError) as error:
+        model.step(x, target, second)
+    return str(error.value)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
+def test_a_gradient_of_another_loss_is_not_reduced():
+    for error in run(2, other_loss_while_waiting):
+        assert 'a gradient waits from a step within no_sync()' in error
 
 
 def behind(data, k, axes):

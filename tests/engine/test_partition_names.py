@@ -9,6 +9,7 @@ from torchgpipe.base.locks import layer_lock
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import (
     Engine,
+    all_modules,
     modules_of,
     only_computes,
     shared_modules,
@@ -22,6 +23,14 @@ class Own(nn.Module):
 
     def forward(self, x):
         return x
+
+
+def test_all_modules_are_in_the_order_of_pytorch():
+    shared = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    inner = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=['cpu'])
+    outer = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared, inner, shared[0])
+    outer.register_module('nothing', None)
+    assert all_modules(outer) == [*outer.modules()]
 
 
 def test_modules_within_a_pipeline_are_its_own():

@@ -1,11 +1,16 @@
 """The exchange of facts between ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.shard.processes import run
 from torchgpipe.base.devices import CPU
+from torchgpipe.distributed.agreement import Facts
+from torchgpipe.distributed.starts import StepFacts
+from torchgpipe.distributed.steps import LossFacts
 from torchgpipe.shard import exchange as exchange_module
 from torchgpipe.shard.exchange import WIDTH, exchange
 
@@ -51,7 +56,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
 
 def on_device(times):
     """Exchange numbers in a group without a backend for the host."""
-    exchange_module._has_host_backend = lambda group: False
+    exchange_module.has_backend = lambda group, device: False
     return exchanged(times)
 
 
@@ -59,23 +64,79 @@ def test_a_group_without_a_backend_for_the_host_exchanges_on_the_device():
     assert run(2, on_device, 2) == [expected(2, 2)] * 2
 
 
-def answers(times):
-    """Return whether the receives of the next exchange were there before it began."""
-    exchanged(times)
-    place = exchange_module._places[dist.group.WORLD]
-    if dist.get_rank() == 0:
-        dist.barrier()
-        # The other rank has sent its row, so it arrives without anything that this rank does.
-        (message,) = place._from_children
-        return message.wait()[1, 1].item()
-    exchange_module._Place._start_receives = lambda self, group: None
-    place._send(torch.full((2, WIDTH), 7.0, dtype=torch.float64), 0, dist.group.WORLD)
+def early():
+    """Return a number that another rank has sent before the exchange begins."""
+    exchanged(1)
+    node = exchange_module._nodes[dist.group.WORLD]
+    if dist.get_rank() == 1:
+        node._send(torch.full((2, WIDTH), 7.0, dtype=torch.float64), 0, dist.group.WORLD)
+        node._sends[-1].wait()  # This ends only if the other rank has started to receive.
     dist.barrier()
-    return None
+    if dist.get_rank() == 1:
+        return None
+    (message,) = node._from_children
+    return message.wait()[1, 1].item()
 
 
 def test_receives_of_the_next_exchange_have_started():
-    assert run(2, answers, 1) == [7.0, None]
+    assert run(2, early, timeout=20) == [7.0, None]
+
+
+def on_another_default_device():
+    """Exchange numbers where new tensors are on the meta device."""
+    with torch.device('meta'):
+        return exchanged(2)
+
+
+def test_numbers_are_in_the_memory_of_the_host_whatever_the_default_device():
+    assert run(2, on_another_default_device) == [expected(2, 2)] * 2
+
+
+def interrupted():
+    """Return the errors of exchanges after one that was interrupted on the first rank."""
+    exchanged(1)
+    errors = []
+    if dist.get_rank() == 0:
+        with mock.patch.object(
+            exchange_module._TreeNode, 'exchange', side_effect=KeyboardInterrupt
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                exchanged(1)
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as info:
+                exchanged(1)
+            errors.append(str(info.value))
+    return errors
+
+
+def test_after_an_interrupt_a_rank_does_not_exchange_again():
+    first, _ = run(2, interrupted)
+    assert len(first) == 2
+    for error in first:
+        assert 'was interrupted or has failed' in error and 'start again' in error
+
+
+def test_facts_of_steps_fit():
+    for facts in (Facts(), StepFacts(), LossFacts()):
+        assert 1 + len(facts) <= WIDTH
+
+
+def test_too_many_numbers_are_an_error_of_the_rank_that_has_them():
+    with pytest.raises(ValueError, match='17 numbers, and at most 16'):
+        exchange_module._row([0.0] * 17, CPU)
+
+
+def of_part(times):
+    """Exchange numbers between two of three ranks."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    rank = group.rank()
+    return [exchange([10.0 * time + rank, rank], group, CPU) for time in range(times)]
+
+
+def test_a_part_of_the_ranks():
+    assert run(3, of_part, 2) == [expected(2, 2), None, expected(2, 2)]
 
 
 def two_groups(times):

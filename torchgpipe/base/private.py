@@ -362,13 +362,26 @@ def forget_meshes() -> None:
     find('torch.distributed.tensor.debug:_clear_sharding_prop_cache', 'a dry run')()
 
 
+def has_backend(group: Any, device: torch.device) -> bool:
+    """Return whether a process group has a backend for tensors on a device."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """Return how long the collectives of a group wait for a rank; ``None`` if it is not known.
 
     A new group does not have the timeout of the group of all processes.
     """
     backend = group._get_backend(group._device_types[0])
-    return getattr(getattr(backend, 'options', None), '_timeout', None)
+    try:
+        limit: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):  # The backend has no options.
+        return None
+    return limit
 
 
 def fake_store() -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
-from torchgpipe.base.private import timeout_of
+from torchgpipe.base.private import has_backend, timeout_of
 from torchgpipe.base.settings import AXES
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.shard.collectives import gathered
@@ -231,8 +231,7 @@ def group_of_all(mesh: DeviceMesh) -> ProcessGroup | None:
     wait_at_exit()  # The mesh may not come from init_mesh.
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
-    ranks = mesh.mesh.flatten().tolist()
-    return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[no-any-return]
+    return _group_of('all', {*mesh.mesh.flatten().tolist()}, use_local_synchronization=True)
 
 
 def group_of_facts(mesh: DeviceMesh) -> ProcessGroup | None:
@@ -240,8 +239,10 @@ def group_of_facts(mesh: DeviceMesh) -> ProcessGroup | None:
 
     Messages in the same group as reductions would wait for these, or for a lock.
     """
-    if mesh.size() == 1:
-        return None
+    everyone = group_of_all(mesh)
+    # NCCL would need memory for another group.
+    if everyone is None or not has_backend(everyone, CPU):
+        return everyone
     is_part = mesh.size() < dist.get_world_size()
     return _group_of('facts', {*mesh.mesh.flatten().tolist()}, use_local_synchronization=is_part)
 
@@ -258,10 +259,12 @@ class Edges(NamedTuple):
 #: Types of devices whose backend has no queues: gloo matches messages by sender and receiver.
 WITHOUT_QUEUES = ('cpu',)
 
-#: The largest number of edges that have a group each. NCCL needs memory for each of them.
+#: The largest number of edges that have a group each. NCCL needs memory for each of them, and Gloo
+#: a connection for each two of its ranks.
 MOST_EDGES = 32
 
-#: By the group of all processes, the groups of edges, by direction and ranks.
+#: By the group of all processes, the groups that were made once for all models, by their use and
+#: their ranks.
 _groups: WeakKeyDictionary[Any, dict[Any, ProcessGroup]] = WeakKeyDictionary()
 
 
@@ -274,17 +277,20 @@ def groups_of_edges(mesh: DeviceMesh, edges: Sequence[tuple[int, int]]) -> Edges
         data 0    rank 0 ──▶ rank 1 ──▶ rank 2        groups    0▶1, 1▶2, 2▶1, 1▶0 along pipe
         data 1    rank 3 ──▶ rank 4 ──▶ rank 5                  0▶1 has ranks 0, 1, 3, 4
 
-    A group of Gloo has one lock for the messages of two ranks, so its messages are faster as well.
+    With Gloo, the messages of two ranks in one group wait for one lock, so groups for each edge
+    are faster as well.
 
     If there are too many edges, or other processes outside of the mesh, there are two groups: for
-    messages to higher ranks, and to lower ranks. Gloo needs one.
+    messages to higher ranks, and to lower ranks. With Gloo, one is enough. It connects all ranks
+    of a group, so the number of ranks has a limit as well.
     """
     axis = axis_of(mesh, 'pipe')
     if axis.group is None:
         return Edges({})
     has_queues = mesh.device_type not in WITHOUT_QUEUES
     is_whole_world = mesh.size() == dist.get_world_size()
-    has_groups = is_whole_world and len(edges) <= MOST_EDGES
+    most = len(edges) if has_queues else max(len(edges), mesh.size())
+    has_groups = is_whole_world and most <= MOST_EDGES
     downwards = axis.group
     if has_queues and not has_groups:
         all_ranks = {*mesh.mesh.flatten().tolist()}
@@ -302,10 +308,10 @@ def groups_of_edges(mesh: DeviceMesh, edges: Sequence[tuple[int, int]]) -> Edges
     return Edges(groups, has_groups or not has_queues)
 
 
-def _group_of(direction: Any, ranks: set[int], **options: Any) -> ProcessGroup:
+def _group_of(use: Any, ranks: set[int], **options: Any) -> ProcessGroup:
     """Return a group of some ranks, which is made once for all models."""
     groups = _groups.setdefault(dist.group.WORLD, {})
-    key = direction, frozenset(ranks)
+    key = use, frozenset(ranks)
     if key not in groups:
         limit = timeout_of(dist.group.WORLD)
         groups[key] = dist.new_group(sorted(ranks), timeout=limit, **options)

@@ -233,10 +233,11 @@ class Replicas:
             RuntimeError: A gradient of an earlier step would not be reduced.
         """
         records = self._records_of([*loss_parameters])
+        parameters = {*records.parameters}
         for record in self.records:
             if record.gradient is None:
                 continue
-            is_known = records.of(record.tensor) is not None and record.tensor.requires_grad
+            is_known = id(record.tensor) in parameters and record.tensor.requires_grad
             if self.syncs and not is_known:
                 raise RuntimeError(
                     'a gradient waits from a step within no_sync(), but its '

@@ -355,7 +355,9 @@ class Starts:
         normalizer = check_losses(last)
         if start.losses is None:
             options = LossOptions(_nothing, normalizer=1)
-            start.losses = Losses(options, start.sizes, targets=[], alone=False, settings=_NOTHING)
+            start.losses = Losses(
+                options, start.sizes, targets=[], alone=False, settings=_SETTINGS_OF_NOTHING
+            )
         losses = start.losses
         losses.error = error_of(start.loss.normalizer)
         if not normalizer:
@@ -426,7 +428,7 @@ def _nothing(output: Any, target: Any) -> Tensor:
 
 
 #: The settings of this function, which are the same in each step.
-_NOTHING = LossSettings.of(_nothing)
+_SETTINGS_OF_NOTHING = LossSettings.of(_nothing)
 
 
 # Checks, which have the same result on all ranks.

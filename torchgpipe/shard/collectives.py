@@ -117,7 +117,12 @@ def agree(
     except BaseException as raised:  # Also an interrupt: the others would wait for this rank.
         error = raised
 
-    rows = exchange([float(error is not None), *facts], group, device)
+    try:
+        rows = exchange([float(error is not None), *facts], group, device)
+    except Exception as failure:
+        if error is not None:
+            raise error from failure
+        raise
     by_rank = {}
     for rank, row in zip(dist.get_process_group_ranks(group), rows):
         if row[0]:

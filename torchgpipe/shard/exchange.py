@@ -1,16 +1,19 @@
 """The exchange of facts: a few numbers of each rank, which all ranks get.
 
-Rows of numbers go up a tree of ranks, and the rows of all ranks come down::
+Each rank adds its row to the rows of the ranks below it in a tree. The first rank has all rows,
+which come down again::
 
-    rank 1   ──┐                      ┌──▶ rank 1   ──┐                ┌──▶ rank 9
-      …        ├──▶ rank 0 ── all ────┤      …        ├──▶ …, and all ─┤      …
-    rank 8   ──┘    adds rows         └──▶ rank 8   ──┘                └──▶ rank 16
+    ranks 9 to 16 ── rows ──▶ rank 1 ──┐              ┌── all rows ──▶ rank 1 ──▶ ranks 9 to 16
+                                …      ├──▶ rank 0 ───┤                  …
+                              rank 8 ──┘              └── all rows ──▶ rank 8
 
-Each rank starts the receives of the next exchange at the end of this one. So a message arrives at
-once, and no rank answers it. Where a process has one core, an answer may cost a time slice: the
-thread of Gloo that reads it waits for a lock, and keeps the core from the thread with the lock.
+Gloo sends a message when its receiver has told that it waits for it. Each rank starts the receives
+of the next exchange at the end of this one, so it has told that long before. Otherwise a thread of
+the sender would have to react to it, and wait for a lock. That takes a time slice of the system,
+mostly 4 ms, where a process has one core.
 
-The numbers are in the memory of the host, so no rank waits for its device.
+The numbers are in the memory of the host, so no rank waits for its device. Groups without a
+backend for the host, as of NCCL alone, exchange them on the device.
 """
 
 from collections.abc import Sequence
@@ -23,15 +26,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchgpipe.base.devices import CPU
+from torchgpipe.base.private import has_backend
 
 #: The most numbers of a rank.
 WIDTH = 16
 
 #: How many ranks send their rows to the same rank.
 FAN = 8
-
-#: The tag of the messages. Others in the group of all ranks have no tag, which is 0.
-_TAG = 1 << 20
 
 
 class _Message(NamedTuple):
@@ -46,8 +47,8 @@ class _Message(NamedTuple):
         return self.rows
 
 
-class _Place:
-    """The place of this rank in the tree of a group, with the receives of its next exchange."""
+class _TreeNode:
+    """This rank in the tree of a group, with the receives of its next exchange."""
 
     def __init__(self, group: ProcessGroup) -> None:
         rank = group.rank()
@@ -63,8 +64,8 @@ class _Place:
             send.wait()
         self._sends = []
 
-        rows = torch.zeros(group.size(), WIDTH, dtype=torch.float64)
-        rows[group.rank(), : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        rows = torch.zeros(group.size(), WIDTH, dtype=torch.float64, device=CPU)
+        rows[group.rank()] = _row(numbers, CPU)
         for receive in self._from_children:
             rows += receive.wait()  # Each rank has zeros in place of the rows of others.
         for parent in self._parents:
@@ -78,7 +79,7 @@ class _Place:
         return rows
 
     def _send(self, rows: Tensor, rank: int, group: ProcessGroup) -> None:
-        self._sends.append(_Message(rows, group.send([rows], rank, _TAG)))
+        self._sends.append(_Message(rows, group.send([rows], rank, 0)))
 
     def _start_receives(self, group: ProcessGroup) -> None:
         self._from_children = [_receive(rank, group) for rank in self._children]
@@ -86,18 +87,29 @@ class _Place:
 
 
 def _receive(rank: int, group: ProcessGroup) -> _Message:
-    rows = torch.empty(group.size(), WIDTH, dtype=torch.float64)
-    return _Message(rows, group.recv([rows], rank, _TAG))
+    rows = torch.empty(group.size(), WIDTH, dtype=torch.float64, device=CPU)
+    return _Message(rows, group.recv([rows], rank, 0))
 
 
-#: The place of this rank in each group that has exchanged facts.
-_places: WeakKeyDictionary[ProcessGroup, _Place] = WeakKeyDictionary()
+def _row(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return the numbers of this rank, and zeros in place of further ones."""
+    if len(numbers) > WIDTH:
+        raise ValueError(f'a rank has {len(numbers)} numbers, and at most {WIDTH} are exchanged')
+    zeros = [0.0] * (WIDTH - len(numbers))
+    return torch.tensor([*numbers, *zeros], dtype=torch.float64, device=device)
+
+
+#: This rank in the tree of each group; ``None`` after an exchange that has failed, when messages
+#: of it may still arrive.
+_nodes: WeakKeyDictionary[ProcessGroup, _TreeNode | None] = WeakKeyDictionary()
 
 
 def exchange(
     numbers: Sequence[float], group: ProcessGroup, device: torch.device
 ) -> list[list[float]]:
-    """Return the numbers of all ranks of a group. All of them call it, in the same order.
+    """Return the numbers of all ranks of a group, in which there are no other messages.
+
+    All ranks call it, in the same order.
 
     Args:
         numbers: Up to ``WIDTH`` numbers that a float64 holds exactly.
@@ -105,30 +117,30 @@ def exchange(
 
     Returns:
         By rank, ``WIDTH`` numbers. The ones that a rank does not have are 0.
+
+    Raises:
+        RuntimeError: An earlier exchange in this group has failed.
     """
-    if not _has_host_backend(group):
+    if not has_backend(group, CPU):
         return _exchange_on_device(numbers, group, device)
-    place = _places.pop(group, None) or _Place(group)
-    rows: list[list[float]] = place.exchange(numbers, group).tolist()
-    # Not after an error, when receives may be missing.
-    _places[group] = place
+    if group not in _nodes:
+        _nodes[group] = _TreeNode(group)
+    node = _nodes[group]
+    if node is None:
+        raise RuntimeError(
+            'an exchange between these processes was interrupted or has failed, so they cannot go '
+            'on together: end all of them, and start again from a checkpoint'
+        )
+    _nodes[group] = None
+    rows: list[list[float]] = node.exchange(numbers, group).tolist()
+    _nodes[group] = node
     return rows
-
-
-def _has_host_backend(group: ProcessGroup) -> bool:
-    """Return whether a group has a backend for tensors in the memory of the host."""
-    try:
-        group._get_backend(CPU)
-    except RuntimeError:  # as in a group of NCCL alone
-        return False
-    return True
 
 
 def _exchange_on_device(
     numbers: Sequence[float], group: ProcessGroup, device: torch.device
 ) -> list[list[float]]:
-    row = torch.zeros(WIDTH, dtype=torch.float64, device=device)
-    row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    row = _row(numbers, device)
     rows = row.new_empty(group.size(), WIDTH)
     dist.all_gather([*rows], row, group)
     return rows.tolist()

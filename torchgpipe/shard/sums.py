@@ -60,7 +60,8 @@ def start_sums(
         for x in bucket:
             gradient = gradients.pop(x)
             flags.append(float(gradient is not None))
-            parts.append(local(like(x, gradient, dtype)).reshape(-1))
+            part = local(like(x, gradient, dtype)).reshape(-1)
+            parts += [part, part.new_zeros(_gap_after(part))]
             gradient = None
         parts.append(parts[0].new_tensor(flags))
         flat = torch.cat(parts)
@@ -88,12 +89,20 @@ def end_sums(sums: list[Sum]) -> Gradients:
 def _end_sum(bucket: list[Tensor], flat: Tensor, work: Any, results: Gradients) -> Tensor:
     """Append the sums of a bucket; return for each parameter how many ranks had a gradient."""
     work.wait()
-    sizes = [local(x).numel() for x in bucket]
-    *totals, count = flat.split([*sizes, len(bucket)])
-    for x, total in zip(bucket, totals):
+    begin = 0
+    for x in bucket:
+        total = flat[begin : begin + local(x).numel()]
+        begin += len(total) + _gap_after(total)
         results.append((x, _in_form_of(x, total)))
-    copied: Tensor = count.clone()
-    return copied
+    return flat[begin:].clone()
+
+
+def _gap_after(part: Tensor) -> int:
+    """Return the number of zeros after a part, so that the next one is aligned to 16 bytes.
+
+    Optimizers are slower with gradients that are not.
+    """
+    return -len(part) % max(1, 16 // part.itemsize)
 
 
 def _in_form_of(x: Tensor, total: Tensor) -> Tensor:
