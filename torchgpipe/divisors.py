@@ -28,7 +28,9 @@ for _function in vars(F).values():
     if inspect.isfunction(_function):
         _parameters = inspect.signature(_function).parameters
         if 'reduction' in _parameters:
-            LOSSES[_function] = {name: x.default for name, x in _parameters.items()}
+            LOSSES[_function] = {}
+            for _name, _parameter in _parameters.items():
+                LOSSES[_function][_name] = _parameter.default
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
@@ -197,11 +199,13 @@ class LossMonitor(TorchFunctionMode):
                 self._follow(func, [*args, *kwargs.values()], result)
             return result
         if func is F.l1_loss and kwargs.get('weight') is None:
-            kwargs = {**kwargs, 'weight': _weight_of_l1_loss()}
+            weight = _weight_of_l1_loss()
+            kwargs = {**kwargs, 'weight': weight}
         result = func(*args, **kwargs)
         # Not bound to a signature: that would take longer than a small loss.
-        defaults = LOSSES[func]
-        arguments = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        arguments = {**LOSSES[func]}
+        arguments.update(zip(arguments, args))
+        arguments.update(kwargs)
         if not is_transformed():
             self._see_loss(func, arguments, result)
         return result

@@ -247,7 +247,8 @@ class Losses:
             leaves = tuple(map(leaf_of, batch.tensors))
             self._leaves.append(Chunk(leaves, batch.kind))
 
-        settings = settings or LossSettings.of(function)
+        if settings is None:
+            settings = LossSettings.of(function)
         values = [batch.value for batch in self._leaves]
         #: The count of each micro-batch.
         self.counts, self._whole = _counts(

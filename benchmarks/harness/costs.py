@@ -191,7 +191,8 @@ def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
     """Show speed, memory and traffic of each mesh, if they are stored."""
     if not kept:
         return []
-    rows, where = kept['results']['rows'], _where('scaling', kept)
+    rows = [row for row in kept['results']['rows'] if row['kind'] in ('strong', 'weak')]
+    where = _where('scaling', kept)
     own = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
     found = {name: {row['kind']: row for row in rows if row['name'] == name} for name in own}
     first = {row['name']: row for row in reversed(rows)}

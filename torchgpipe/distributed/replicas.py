@@ -407,15 +407,11 @@ class Replicas:
         Returns:
             Handles that end this.
         """
-        records = self.records_of_unit(j)
-        watched = records
+        watched = self.records_of_unit(j)
         waiting: list[list[ParameterRecord]] = []
-        if self._is_order_known(j, records):
-            by_name = {record.name: record for record in records}
-            tensors = [by_name[name].tensor for name in self._orders.get(j, ())]
+        if self._is_order_known(j, watched):
             # The last bucket is complete when the backward ends, and `reduce` follows.
-            for bucket in [*buckets(tensors)][:-1]:
-                waiting.append([self._record(x) for x in bucket])
+            waiting = self._buckets(j, watched)[:-1]
             watched = [record for bucket in waiting for record in bucket]
         arrivals = self._arrivals[j] = Arrivals(waiting, partial(self._start_bucket, take))
 
@@ -423,6 +419,14 @@ class Replicas:
             arrivals.arrive(self._record(x))
 
         return watch({id(record.current) for record in watched}, arrived)
+
+    def _buckets(self, j: int, records: Sequence[ParameterRecord]) -> list[list[ParameterRecord]]:
+        """Return the records of a unit, whose order is known, in buckets."""
+        by_name = {record.name: record for record in records}
+        tensors = []
+        for name in self._orders.get(j, ()):
+            tensors.append(by_name[name].tensor)
+        return [[*map(self._record, bucket)] for bucket in buckets(tensors)]
 
     def _start_bucket(
         self,

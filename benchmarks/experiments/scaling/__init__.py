@@ -1,14 +1,27 @@
 """A GPT on meshes of processes: speed, memory and traffic of each axis, beside plain PyTorch."""
 
+import json
 import math
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
+import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.scaling.meshes import ALONE, MESHES, TORCHGPIPE, Contender, Mesh, Work
+from benchmarks.experiments.scaling.meshes import (
+    ALONE,
+    MESHES,
+    TORCHGPIPE,
+    Contender,
+    Mesh,
+    SmallLayers,
+    Work,
+)
 from benchmarks.experiments.scaling.tables import (
     KINDS,
     MEANING,
@@ -18,7 +31,6 @@ from benchmarks.experiments.scaling.tables import (
     parts,
     ratio_rows,
 )
-from benchmarks.experiments.scaling.traffic import traffic
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
 from benchmarks.harness.curves import draw_curves
 from benchmarks.harness.gpt_options import require
@@ -32,6 +44,8 @@ from torchgpipe.base.errors import table
 #: Steps that are recorded for a bubble. They are the last steps before the rounds. The ranks of a
 #: DistributedGPipe compare their parameters in steps 0, 1, 2, 4, 8, …, so mostly before them.
 RECORDED = 3
+
+_QUARTILES = torch.tensor([0.25, 0.75])
 
 
 def measure(
@@ -83,7 +97,7 @@ def measure(
             **_row(each, times, work),
             'memory': peaks[each],
             'against': _against(each, times, peaks),
-            'sent': _sent(each, counts[each], work),
+            'sent': _sent(counts[each]),
             'bubble': _bubble([run[each] for run in recorded]),
         }
         for each in contenders
@@ -111,12 +125,10 @@ def _mean(losses: Iterable[float | None]) -> float:
     return fmean(loss for loss in losses if loss is not None)
 
 
-def _sent(contender: Contender, counts: Sequence[Counts], work: Work) -> dict[str, float]:
+def _sent(counts: Sequence[Counts]) -> dict[str, float]:
     """Return the bytes that a rank sends in a step, by axis; of the rank that sends most."""
-    if contender.library == TORCHGPIPE:
-        return traffic(work, contender.mesh)
-    axes = dict.fromkeys(axis for each in counts for axis in each.sent)
-    return {axis: max(each.sent.get(axis, 0.0) for each in counts) for axis in axes}
+    axes = dict.fromkeys(axis for rank in counts for axis in rank.sent)
+    return {axis: max(rank.sent.get(axis, 0.0) for rank in counts) for axis in axes}
 
 
 def _bubble(recorded: Sequence[Sequence[Answer]]) -> float | None:
@@ -154,10 +166,12 @@ def _against(
     peer = contender.peer
     if contender.library != TORCHGPIPE or peer is None or peer not in peaks:
         return None
+    ratios = [run[peer] / run[contender] for run in times]
     return {
         'library': peer.library,
         'memory': peaks[contender] / peaks[peer],
-        'times_as_fast': median(run[peer] / run[contender] for run in times),
+        'times_as_fast': median(ratios),
+        'quartiles': [ratio.item() for ratio in torch.tensor(ratios).quantile(_QUARTILES)],
     }
 
 
@@ -193,8 +207,9 @@ def _against(
     type=click.Choice([*KINDS]),
     multiple=True,
     default=[*KINDS],
-    help='strong: the same mini-batch on all meshes; weak: a mini-batch for each '
-    'process. May be given several times.',
+    help='strong: the same mini-batch on all meshes; weak: a mini-batch for each process; '
+    'accumulated: gradients of four mini-batches are reduced once; small: 20 small layers for '
+    'each process. May be given several times.',
 )
 @click.option(
     '--rounds',
@@ -206,6 +221,14 @@ def _against(
     '--device',
     default='cpu',
     help="cpu; or the accelerators' type, such as cuda, with one device for each process.",
+)
+@click.option(
+    '--python',
+    'pythons',
+    type=click.Path(exists=True, dir_okay=False),
+    multiple=True,
+    help='The Python of an environment with torchgpipe and another release of PyTorch, in which '
+    'all is measured as well. May be given several times.',
 )
 @click.option(
     '--output', default='results', metavar='DIR', help='Where the JSON file and the picture go.'
@@ -222,6 +245,7 @@ def scaling(
     kinds: tuple[str, ...],
     rounds: int,
     device: str,
+    pythons: tuple[str, ...],
     output: str,
 ) -> None:
     """Time a training step of a GPT on meshes of processes.
@@ -239,28 +263,71 @@ def scaling(
     folder = output_folder(output)
     click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
     results: dict[str, Any] = {
+        'torch': torch.__version__,
         'model': sizes._asdict(),
         'batch': batch,
         'chunks': chunks,
-        'rounds': rounds,
         'device': device,
         'cores': len(cores()),
         'rows': [],
+        'others': [],
     }
     for kind in dict.fromkeys(kinds):
-        for n in sorted({mesh.size for mesh in chosen.values()}):
-            work = Work(sizes, batch * n if kind == 'weak' else batch, batch, batch // chunks)
-            rows = measure(
-                work, _contenders(n, chosen.values()), rounds, device, f'{kind}, {n} processes'
-            )
-            results['rows'] += [{'kind': kind, **row} for row in rows]
+        suited = [mesh for mesh in chosen.values() if _is_suited(mesh, kind)]
+        for n in sorted({mesh.size for mesh in suited}):
+            work = _work(kind, n, Work(sizes, batch, batch, batch // chunks))
+            title = f'{kind}, {n} processes'
+            rows = measure(work, _contenders(n, suited), rounds, device, title)
+            results['rows'] += [{'kind': kind, 'rounds': rounds, **row} for row in rows]
         click.echo(table(*mesh_rows(results, kind)) + '\n')
+    for python in pythons:
+        results['others'].append(_measured_by(python))
     click.echo(f'{table(*ratio_rows(results))}\n\n{describe_model(results)}\n\n{MEANING}\n')
     files = [
         write_json(folder, 'scaling', results),
         *draw_curves(panels(results), folder / 'scaling'),
     ]
     click.echo('\n'.join(map(str, files)))
+
+
+def _is_suited(mesh: Mesh, kind: str) -> bool:
+    """Return whether a mesh has rows of a kind."""
+    if kind == 'small':
+        return mesh.tensor == 1 and not mesh.shard
+    return mesh.tensor == 1 or kind != 'accumulated'
+
+
+def _work(kind: str, n: int, work: Work) -> Work:
+    """Return the work of a kind for n processes, given the work of one."""
+    if kind == 'weak':
+        return work._replace(batch=work.batch * n)
+    if kind == 'accumulated':
+        return work._replace(accumulated=4)
+    if kind == 'small':
+        return SmallLayers(*work._replace(sizes=SmallLayers.sizes_for(n)))
+    return work
+
+
+def _measured_by(python: str) -> dict[str, Any]:
+    """Run this command by the Python of another environment; return its release and its rows.
+
+    Raises:
+        click.ClickException: It has failed there.
+    """
+    arguments = []
+    for option in click.get_current_context().command.params:
+        value = click.get_current_context().params[str(option.name)]
+        if option.name in ('output', 'pythons'):
+            continue
+        for each in value if isinstance(value, tuple) else [value]:
+            arguments += [option.opts[0], str(each)]
+    with TemporaryDirectory() as folder:
+        command = [python, '-m', 'benchmarks', 'scaling', *arguments, '--output', folder]
+        code = subprocess.run(command).returncode
+        if code:
+            raise click.ClickException(f'the command ended with code {code} by {python}')
+        kept = json.loads((Path(folder) / 'scaling.json').read_text())
+    return {'torch': kept['machine']['torch'], 'rows': kept['results']['rows']}
 
 
 def _contenders(n: int, meshes: Iterable[Mesh]) -> list[Contender]:

@@ -103,17 +103,19 @@ class Work(NamedTuple):
         batch: The sequences of the mini-batch.
         alone: The sequences of the mini-batch of one process.
         micro_batch: The sequences of a micro-batch.
+        accumulated: The number of mini-batches before gradients are reduced, and used.
     """
 
     sizes: Sizes
     batch: int
     alone: int
     micro_batch: int
+    accumulated: int = 1
 
     @property
     def tokens(self) -> int:
-        """The tokens of the mini-batch."""
-        return self.batch * self.sizes.context
+        """The tokens of all mini-batches."""
+        return self.batch * self.sizes.context * self.accumulated
 
     def chunks(self, replicas: int) -> int:
         """Return the number of micro-batches of each replica."""
@@ -164,7 +166,47 @@ class Work(NamedTuple):
             'tensor_plan': tensor_plan() if mesh.tensor > 1 else None,
         }
 
+    def loss_of(self, scores: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over tokens."""
+        return F.cross_entropy(scores.flatten(0, 1), target.flatten())
 
-def loss_of(scores: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over tokens."""
-    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+class SmallLayers(Work):
+    """Linear layers that are so small that the time of a step is the time of the library.
+
+    The sizes are the ones of :meth:`sizes_for`. A sequence is a number of samples.
+    """
+
+    #: The number of layers for each process.
+    NUMBER = 20
+
+    @classmethod
+    def sizes_for(cls, processes: int) -> Sizes:
+        """Return the sizes of the model: 32 samples of 48 features, in 20 layers per process."""
+        return Sizes(1, 32, 48, 1, cls.NUMBER * processes, False)
+
+    def balance(self, stages: int) -> list[int]:
+        """Return the layers of each stage."""
+        return [self.sizes.depth // stages] * stages
+
+    def model(self) -> nn.Sequential:
+        """Return the layers, with the same values in each process."""
+        width = self.sizes.width
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.Sequential(*[nn.Linear(width, width) for _ in range(self.sizes.depth)])
+
+    def samples(self, place: int, replicas: int) -> tuple[Tensor, Tensor]:
+        """Return the samples of a replica, and what the layers learn to return.
+
+        Returns:
+            Two tensors of shape (sequences, samples, features).
+        """
+        generator = torch.Generator().manual_seed(0)
+        shape = self.batch, self.sizes.context, self.sizes.width
+        x = torch.randn(shape, generator=generator).chunk(replicas)[place]
+        return x, x.sin()
+
+    def loss_of(self, scores: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over samples and features."""
+        return F.mse_loss(scores, target)

@@ -12,6 +12,8 @@ from benchmarks.harness.report import Rows
 KINDS = {
     'strong': 'all meshes have the same mini-batch',
     'weak': 'the mini-batch grows with the number of processes',
+    'accumulated': 'the gradients of four mini-batches are reduced once',
+    'small': 'a model of 20 small layers for each process, and the same mini-batch',
 }
 
 MEANING = """Rows with a library are plain PyTorch, and all others are torchgpipe. All contenders
@@ -27,7 +29,10 @@ have the same losses in all steps. The columns are:
 - bubble: the share of time in which a rank runs no layers, measured by torchgpipe.timeline. It
   ends before gradients are reduced.
 
-Ratios are medians over rounds, of contenders in the same processes."""
+Ratios are medians over rounds, with their quartiles, of contenders in the same processes. They
+were also measured in an environment of its own for each other release of PyTorch that has a row.
+In the rows with small layers, each process has 20 linear layers of 48 features, and a sequence is
+32 samples. torch.distributed.pipelining with FSDP2 reduces the gradients of each mini-batch."""
 
 #: Curves of the picture: the axes of a mesh, and whether it shards.
 CURVES = {
@@ -44,12 +49,13 @@ AXES = ('data', 'pipe', 'tensor')
 def describe_model(results: dict[str, Any]) -> str:
     """Describe the model and its mini-batch."""
     model = results['model']
+    rounds = sorted({row['rounds'] for row in results['rows']})
     text = (
         f'The GPT has {model["depth"]} blocks of width {model["width"]} with '
         f'{model["heads"]} heads, {model["vocabulary"]} words and {model["context"]} tokens '
         'per sequence. It is trained in float32 by SGD, without checkpoints. The mini-batch '
         f'of one process has {results["batch"]} sequences in {results["chunks"]} '
-        f'micro-batches. There are {results["rounds"]} rounds. '
+        f'micro-batches. There are {" to ".join(map(str, rounds[:1] + rounds[1:][-1:]))} rounds. '
     )
     if results['device'] == 'cpu':
         return text + (
@@ -117,23 +123,42 @@ def sent_cell(row: dict[str, Any]) -> str:
 
 
 def ratio_rows(results: dict[str, Any]) -> Rows:
-    """Return how many times as fast torchgpipe is as plain PyTorch, and the ratio of memory."""
-    pairs: dict[str, dict[str, list[str]]] = {}
+    """Return how many times as fast torchgpipe is as plain PyTorch, and the ratio of memory.
+
+    There is a row for each mesh in each environment.
+    """
+    environments = [results, *results['others']]
     kinds = [kind for kind in KINDS if rows_of(results, kind)]
-    for row in results['rows']:
-        against = row['against']
-        if against:
-            name = f'{row["name"]}, against {against["library"]}'
-            pairs.setdefault(name, {})[row['kind']] = [
-                f'{against["times_as_fast"]:.2f}',
-                f'{against["memory"]:.2f}',
-            ]
+    header = ['torchgpipe', 'torch']
+    for kind in kinds:
+        header += [f'{kind}, times as fast', f'{kind}, memory']
+
+    #: By name, for each environment, the cells of each kind.
+    cells: dict[str, list[dict[str, list[str]]]] = {}
+    for k, environment in enumerate(environments):
+        for row in environment['rows']:
+            against = row['against']
+            if against:
+                name = f'{row["name"]}, against {against["library"]}'
+                cells.setdefault(name, [{} for _ in environments])
+                cells[name][k][row['kind']] = _ratio_cells(against)
+    rows = []
+    for name, by_environment in cells.items():
+        for environment, by_kind in zip(environments, by_environment):
+            row = [name, environment['torch']]
+            for kind in kinds:
+                row += by_kind.get(kind, ['—', '—'])
+            if by_kind:
+                rows.append(row)
+    return header, rows
+
+
+def _ratio_cells(against: dict[str, Any]) -> list[str]:
+    """Return the ratio of speeds with its quartiles, and the ratio of memory."""
+    low, high = against['quartiles']
     return [
-        'torchgpipe',
-        *(f'{kind}, {figure}' for kind in kinds for figure in ('times as fast', 'memory')),
-    ], [
-        [name, *(cell for kind in kinds for cell in found.get(kind, ['—', '—']))]
-        for name, found in pairs.items()
+        f'{against["times_as_fast"]:.2f} ({low:.2f} to {high:.2f})',
+        f'{against["memory"]:.2f}',
     ]
 
 

@@ -2,11 +2,7 @@
 
 from collections.abc import Iterable
 
-import torch
-
-from benchmarks.experiments.scaling.meshes import Mesh, Work, loss_of
-from benchmarks.models.gpt import GPT, layers
-from torchgpipe.distributed import dry_run
+from benchmarks.experiments.scaling.meshes import Mesh
 
 #: The axis of an operation, its name, and its bytes.
 Operation = tuple[str, str, int]
@@ -38,26 +34,3 @@ def totals(operations: Iterable[Operation], mesh: Mesh) -> dict[str, float]:
         size = mesh.axes.get(axis, mesh.size)
         found[axis] = found.get(axis, 0.0) + sent(name, bytes, size)
     return {axis: value for axis, value in found.items() if value}
-
-
-def traffic(work: Work, mesh: Mesh) -> dict[str, float]:
-    """Return the bytes of a step of DistributedGPipe, of the rank that sends most on an axis."""
-    with torch.device('meta'):
-        module = layers(GPT(work.sizes))
-        samples = torch.empty(work.batch // mesh.data, work.sizes.context, dtype=torch.long)
-    report = dry_run(
-        module,
-        input=samples,
-        target=samples,
-        loss_fn=loss_of,
-        mesh=mesh.axes,
-        schedule='1f1b',
-        **work.options(mesh),
-    )
-    most: dict[str, float] = {}
-    for rank in range(mesh.size):
-        messages = [('pipe', 'send', bytes) for _, bytes in report.messages(rank)]
-        others = [(axis, name, bytes) for name, axis, bytes in report.collectives(rank)]
-        for axis, value in totals([*messages, *others], mesh).items():
-            most[axis] = max(most.get(axis, 0.0), value)
-    return most

@@ -7,14 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.experiments.scaling.meshes import ALONE, TORCHGPIPE, Contender, Work, loss_of
+from benchmarks.experiments.scaling.meshes import ALONE, TORCHGPIPE, Contender, Work
 from benchmarks.models.gpt import Block
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
-#: Returns the context of a micro-batch, which may be the last one.
+#: Returns the context of a micro-batch, or of a mini-batch, after which gradients may be reduced.
 Context = Callable[[bool], AbstractContextManager[object]]
+
+#: Computes the gradients of a mini-batch, after which they may be reduced.
+Compute = Callable[[bool], Tensor | None]
 
 
 class Trainer(NamedTuple):
@@ -23,12 +27,12 @@ class Trainer(NamedTuple):
     Attributes:
         model: The module with the parameters of this process.
         gradients: Computes them, and returns the mean loss of the samples of this replica, or of
-            all; ``None`` in a process without the loss.
+            all; ``None`` in a process without the loss. The argument is whether to reduce them.
         axes: The axis of each process group, by its name.
     """
 
     model: nn.Module
-    gradients: Callable[[], Tensor | None]
+    gradients: Compute
     axes: dict[str, str]
 
 
@@ -45,10 +49,15 @@ def trainer(contender: Contender, work: Work, device: torch.device) -> Trainer:
         if size > 1
     }
     model, gradients = _MAKERS[contender.library](contender, work, mesh, device)
+    if isinstance(model, DistributedGPipe):
+        # Its messages have groups of their own.
+        for edge, group in model._rank.edges.groups.items():
+            if get_rank() in edge:
+                axes[str(group.group_name)] = 'pipe'
     return Trainer(model, gradients, axes)
 
 
-Made = tuple[nn.Module, Callable[[], Tensor | None]]
+Made = tuple[nn.Module, Compute]
 
 
 def _samples(work: Work, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -60,7 +69,13 @@ def _samples(work: Work, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor
 def _pipeline(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
     model = DistributedGPipe(work.model(), mesh=mesh, **work.options(contender.mesh))
     samples = _samples(work, mesh, device)
-    return model, partial(model.step, *samples, loss_of, schedule='1f1b')
+
+    def gradients(reduces: bool) -> Tensor | None:
+        with nullcontext() if reduces else model.no_sync():
+            loss: Tensor = model.step(*samples, work.loss_of, schedule='1f1b')
+        return loss
+
+    return model, gradients
 
 
 def _ddp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
@@ -73,15 +88,15 @@ def _ddp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.devic
         mesh.get_local_rank('data'),
         contender.mesh.data,
         device,
-        lambda last: nullcontext() if last else model.no_sync(),
+        lambda reduces: nullcontext() if reduces else model.no_sync(),
     )
 
 
 def _fsdp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
     model: Any = _sharded(work.model().to(device), mesh)
 
-    def context(last: bool) -> AbstractContextManager[object]:
-        model.set_requires_gradient_sync(last)
+    def context(reduces: bool) -> AbstractContextManager[object]:
+        model.set_requires_gradient_sync(reduces)
         return nullcontext()
 
     return model, _loop(
@@ -109,10 +124,18 @@ def _pipelining(contender: Contender, work: Work, mesh: DeviceMesh, device: torc
     if contender.mesh.shard:  # Users of pipelines keep parameters until the end of backward.
         module = _sharded(module, mesh, reshard_after_forward=False)
     stage = PipelineStage(module, j, n, device, group=mesh.get_group('pipe'))
-    schedule = Schedule1F1B(stage, work.chunks(contender.mesh.data), loss_fn=loss_of)
+    m = work.chunks(contender.mesh.data)
+    # The schedule divides all gradients at its end, also the ones of earlier mini-batches.
+    divides_losses = work.accumulated > 1
+
+    def loss_of(scores: Tensor, target: Tensor) -> Tensor:
+        loss = work.loss_of(scores, target)
+        return loss / m if divides_losses else loss
+
+    schedule = Schedule1F1B(stage, m, loss_fn=loss_of, scale_grads=not divides_losses)
     x, y = _samples(work, mesh, device)
 
-    def gradients() -> Tensor | None:
+    def gradients(reduces: bool) -> Tensor | None:
         losses: list[Tensor] = []
         schedule.step(
             *[x] * (j == 0),
@@ -120,7 +143,9 @@ def _pipelining(contender: Contender, work: Work, mesh: DeviceMesh, device: torc
             losses=losses if j == n - 1 else None,
             return_outputs=False,
         )
-        return torch.stack(losses).mean().detach() if losses else None
+        if not losses:
+            return None
+        return torch.stack(losses).sum().detach() / (1 if divides_losses else m)
 
     return module, gradients
 
@@ -140,8 +165,8 @@ def _loop(
     place: int,
     replicas: int,
     device: torch.device,
-    context: Context = lambda last: nullcontext(),
-) -> Callable[[], Tensor]:
+    context: Context = lambda reduces: nullcontext(),
+) -> Compute:
     """Return a function that trains on one micro-batch after the other.
 
     Args:
@@ -154,15 +179,19 @@ def _loop(
     """
     m = work.chunks(replicas)
     x, y = (each.to(device).chunk(m) for each in work.samples(place, replicas))
-    return partial(_gradients, model, [*zip(x, y)], context)
+    return partial(_gradients, model, [*zip(x, y)], work.loss_of, context)
 
 
 def _gradients(
-    model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], context: Context
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    context: Context,
+    reduces: bool,
 ) -> Tensor:
     losses = []
     for i, (x, y) in enumerate(batches):
-        with context(i == len(batches) - 1):
+        with context(reduces and i == len(batches) - 1):
             loss = loss_of(model(x), y) / len(batches)
             loss.backward()
         losses.append(loss.detach())

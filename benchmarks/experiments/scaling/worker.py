@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import SGD
 
-from benchmarks.experiments.scaling.meshes import ALONE, Contender, Work, loss_of
+from benchmarks.experiments.scaling.meshes import ALONE, Contender, Work
 from benchmarks.experiments.scaling.traffic import totals
 from benchmarks.experiments.scaling.trainers import Trainer, trainer
 from benchmarks.harness.processes import Span
@@ -75,7 +75,7 @@ class Worker:
         model, work = self._work.model(), self._work
         with torch.no_grad():
             losses = [
-                loss_of(model(x), y)
+                work.loss_of(model(x), y)
                 for x, y in zip(*(each.split(work.micro_batch) for each in work.samples(0, 1)))
             ]
         return torch.stack(losses).mean().item()
@@ -134,7 +134,8 @@ class Worker:
 
     def _step(self, contender: Contender) -> Tensor | None:
         made, optimizer = self._trainers[contender]
-        loss = made.gradients()
+        for k in reversed(range(self._work.accumulated)):
+            loss = made.gradients(k == 0)
         optimizer.step()
         optimizer.zero_grad()
         synchronize([self._device])

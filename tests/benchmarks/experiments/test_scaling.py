@@ -1,6 +1,7 @@
 """Scaling: all train the same model; the command with a tiny model; rows and pages by hand."""
 
 import json
+import sys
 from math import prod
 
 import pytest
@@ -13,18 +14,20 @@ from benchmarks.experiments.scaling.meshes import (
     TORCHGPIPE,
     Contender,
     Mesh,
+    SmallLayers,
     Work,
-    loss_of,
 )
-from benchmarks.experiments.scaling.tables import mesh_rows, panels, ratio_rows
-from benchmarks.experiments.scaling.traffic import sent, totals, traffic
+from benchmarks.experiments.scaling.tables import KINDS, mesh_rows, panels, ratio_rows
+from benchmarks.experiments.scaling.traffic import sent, totals
 from benchmarks.experiments.scaling.worker import RATE, Worker
 from benchmarks.harness import costs, page, processes
 from benchmarks.models.gpt import Sizes
 from tests.marks import slow
+from torchgpipe.distributed import dry_run
 
 SIZES = Sizes(16, 8, 16, 2, 2, False)
 WORK = Work(SIZES, 8, 4, 1)
+SMALL = SmallLayers(SmallLayers.sizes_for(2), 8, 8, 2)
 
 TINY = (
     '--layers 2 --width 16 --heads 2 --words 16 --context 8 --batch 4 --chunks 4 --rounds 1'
@@ -37,14 +40,38 @@ def contenders(*names):
     return [each for one in own for each in (one, one.peer) if each]
 
 
+def traffic(work, mesh):
+    """Return the bytes of a step in a dry run, of the rank that sends most on an axis."""
+    with torch.device('meta'):
+        module = work.model()
+    x, y = work.samples(0, mesh.data)
+    report = dry_run(
+        module,
+        input=x,
+        target=y,
+        loss_fn=work.loss_of,
+        mesh=mesh.axes,
+        schedule='1f1b',
+        **work.options(mesh),
+    )
+    most = {}
+    for rank in range(mesh.size):
+        messages = [('pipe', 'send', size) for _, size in report.messages(rank)]
+        others = [(axis, name, size) for name, axis, size in report.collectives(rank)]
+        for axis, value in totals([*messages, *others], mesh).items():
+            most[axis] = max(most.get(axis, 0.0), value)
+    return most
+
+
 def losses_of_one_process(work, steps):
     """Return the losses of steps with the whole mini-batch at once."""
     model, (x, y) = work.model(), work.samples(0, 1)
     optimizer, found = torch.optim.SGD(model.parameters(), RATE), []
     for _ in range(steps):
-        loss = loss_of(model(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        for _ in range(work.accumulated):
+            loss = work.loss_of(model(x), y)
+            loss.backward()
         optimizer.step()
         found.append(loss.item())
     return found
@@ -59,12 +86,18 @@ def mean(answers):
 @pytest.mark.distributed
 @pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
 @pytest.mark.parametrize(
-    'names', [slow(['data2', 'data2-shard', 'pipe2', 'tensor2']), slow(['data2-pipe2-shard'])]
+    'names, work',
+    [
+        slow(['data2', 'data2-shard', 'pipe2', 'tensor2'], WORK),
+        slow(['data2-pipe2-shard'], WORK),
+        slow(['data2', 'data2-shard', 'pipe2'], WORK._replace(accumulated=4)),
+        slow(['data2', 'pipe2'], SMALL),
+    ],
 )
-def test_all_train_the_same_model(names):
+def test_all_train_the_same_model(names, work):
     n = MESHES[names[0]].size
-    expected = losses_of_one_process(WORK, 4)
-    with processes.Processes(n, Worker, WORK, 'cpu', pinned=True) as found:
+    expected = losses_of_one_process(work, 4)
+    with processes.Processes(n, Worker, work, 'cpu', pinned=True) as found:
         assert found.call('reference') == [pytest.approx(expected[0]), *[None] * (n - 1)]
         for each in contenders(*names):
             counts = found.call('build', each)
@@ -85,15 +118,17 @@ def test_all_train_the_same_model(names):
                     for rank in counts
                     for axis in rank.sent
                 }
-                expected_bytes = traffic(WORK, each.mesh)
-                expected_bytes.pop('all', None)  # Facts about a step have a group of all ranks.
-                assert most == {
-                    axis: pytest.approx(size, rel=0.05) for axis, size in expected_bytes.items()
-                }
+                for axis, size in traffic(work, each.mesh).items():
+                    # Replicas reduce once. Shards are also gathered for each mini-batch.
+                    times = {'pipe': work.accumulated}.get(axis, 1)
+                    if each.mesh.shard and work.accumulated > 1:
+                        assert most[axis] > size
+                    else:
+                        assert most[axis] == pytest.approx(times * size, rel=0.05)
         alone = found.call('build', ALONE)
         assert alone[1:] == found.call('step', ALONE)[1:] == [None] * (n - 1)
         assert alone[0].losses == pytest.approx(
-            losses_of_one_process(WORK._replace(batch=WORK.alone), 2)
+            losses_of_one_process(work._replace(batch=work.alone), 2)
         )
 
 
@@ -160,6 +195,58 @@ class Wrong(Worker):
         return counts._replace(losses=[loss / 2 for loss in counts.losses])
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(not processes.is_available(), reason='needs gloo')
+def test_another_environment_has_rows_of_its_own(run, tmp_path):
+    options = [*TINY, *'--mesh data2 --kind accumulated --kind small'.split()]
+    code, _, _ = run('scaling', *options, '--python', sys.executable, '--output', tmp_path)
+    assert code == 0
+    results = json.loads((tmp_path / 'scaling.json').read_text())['results']
+    (other,) = results['others']
+    assert other['torch'] == results['torch'] == torch.__version__
+    for rows in (results['rows'], other['rows']):
+        kinds = ['accumulated'] * 3 + ['small'] * 3
+        assert [(row['kind'], row['name']) for row in rows] == [
+            *zip(kinds, ['one process', 'data 2', 'DDP, data 2'] * 2)
+        ]
+
+
+def test_an_environment_in_which_the_command_fails_is_named(run, tmp_path):
+    python = tmp_path / 'python'
+    python.write_text('#!/bin/sh\nexit 3\n')
+    python.chmod(0o755)
+    code, _, err = run(
+        'scaling',
+        *TINY,
+        '--mesh',
+        'tensor2',
+        '--kind',
+        'small',
+        '--python',
+        python,
+        '--output',
+        tmp_path,
+    )
+    assert code != 0 and f'ended with code 3 by {python}' in err
+
+
+def test_rows_of_each_kind():
+    unsuited = {
+        kind: [name for name, mesh in MESHES.items() if not scaling._is_suited(mesh, kind)]
+        for kind in KINDS
+    }
+    tensor = ['tensor2', 'tensor4', 'data2-pipe2-tensor2']
+    assert unsuited['strong'] == unsuited['weak'] == []
+    assert unsuited['accumulated'] == tensor
+    assert {*unsuited['small']} == {*tensor, 'data2-shard', 'data4-shard', 'data2-pipe2-shard'}
+    assert scaling._work('weak', 2, WORK).tokens == 2 * WORK.tokens
+    assert scaling._work('accumulated', 2, WORK).tokens == 4 * WORK.tokens
+    small = scaling._work('small', 4, WORK)
+    assert small.balance(4) == [20] * 4 and len(small.model()) == 80
+    assert small.samples(1, 2)[0].shape == (4, 32, 48)
+
+
 def test_times_by_hand():
     own, ddp = contenders('data2')
     times = [
@@ -173,7 +260,12 @@ def test_times_by_hand():
     row = scaling._row(ALONE, times, WORK)
     assert (row['speed_up'], row['tokens_per_second'], row['chunks']) == (1.0, 32 / 6, 4)
     against = scaling._against(own, times, {own: 30, ddp: 60})
-    assert against == {'library': 'DDP', 'memory': 0.5, 'times_as_fast': 1.0}
+    assert against == {
+        'library': 'DDP',
+        'memory': 0.5,
+        'times_as_fast': 1.0,
+        'quartiles': [0.75, 1.5],
+    }
     assert scaling._against(ddp, times, {own: 30, ddp: 60}) is None
     assert scaling._against(own, times, {own: 30}) is None
 
@@ -248,6 +340,7 @@ def results_by_hand():
         mesh = {'data': 1, 'pipe': 1, 'tensor': 1, 'shard': False}
         return {
             'kind': kind,
+            'rounds': 16,
             'name': name,
             'library': TORCHGPIPE,
             **mesh,
@@ -265,7 +358,13 @@ def results_by_hand():
             **values,
         }
 
-    against = {'library': 'DDP', 'memory': 0.5, 'times_as_fast': 1.25}
+    against = {
+        'library': 'DDP',
+        'memory': 0.5,
+        'times_as_fast': 1.25,
+        'quartiles': [1.0, 1.5],
+    }
+    newest = row('strong', 'data 2', 2, data=2, against={**against, 'times_as_fast': 0.75})
     rows = [
         row('strong', 'one process', 1, library='plain PyTorch'),
         row('strong', 'data 2', 2, data=2, sent={'data': 2**21}, bubble=0.0, against=against),
@@ -273,13 +372,14 @@ def results_by_hand():
         row('strong', 'tensor 4', 4, tensor=4, sent={'tensor': 2**22}, bubble=0.25),
     ]
     return {
+        'torch': '2.13.0',
         'model': SIZES._asdict(),
         'batch': 4,
         'chunks': 4,
-        'rounds': 1,
         'device': 'cpu',
         'cores': 2,
         'rows': rows,
+        'others': [{'torch': '2.13.0', 'rows': []}, {'torch': '2.13.0', 'rows': [newest]}],
     }
 
 
@@ -301,8 +401,11 @@ def test_tables_by_hand():
         'bubble, %': '25',
     }
     assert ratio_rows(results_by_hand()) == (
-        ['torchgpipe', 'strong, times as fast', 'strong, memory'],
-        [['data 2, against DDP', '1.25', '0.50']],
+        ['torchgpipe', 'torch', 'strong, times as fast', 'strong, memory'],
+        [
+            ['data 2, against DDP', '2.13.0', '1.25 (1.00 to 1.50)', '0.50'],
+            ['data 2, against DDP', '2.13.0', '0.75 (1.00 to 1.50)', '0.50'],
+        ],
     )
     (panel,) = panels(results_by_hand())
     assert panel.curves['ideal on 2 cores'] == ([1, 2, 4], [100, 200, 200])
@@ -312,8 +415,9 @@ def test_tables_by_hand():
 
 def test_parts_by_hand():
     text, strong, rows, ratios = scaling.SECTION.parts(results_by_hand())
+    assert 'There are 16 rounds.' in text
     assert 'processes beyond the 2 cores share them' in text and 'same mini-batch' in strong
-    assert len(rows[1]) == 3 and len(ratios[1]) == 1
+    assert len(rows[1]) == 3 and len(ratios[1]) == 2
 
 
 def test_a_wrong_option_gets_one_clear_line(run):
