@@ -26,10 +26,10 @@ from torchgpipe.base.private import is_transformed
 LOSSES: dict[Any, dict[str, Any]] = {}
 for _function in vars(F).values():
     if inspect.isfunction(_function):
-        _parameters = inspect.signature(_function).parameters
-        if 'reduction' in _parameters:
+        _signature = inspect.signature(_function)
+        if 'reduction' in _signature.parameters:
             LOSSES[_function] = {}
-            for _name, _parameter in _parameters.items():
+            for _name, _parameter in _signature.parameters.items():
                 LOSSES[_function][_name] = _parameter.default
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
@@ -373,7 +373,8 @@ class LossMonitor(TorchFunctionMode):
                 # Divisors may be sums in single precision.
                 if abs(count * total - weight * whole) > 1e-5 * weight * abs(whole):
                     name = max(division.name for division in divisions)
-                    raise (error or no_mean_over_samples)(name)
+                    make_error = error or no_mean_over_samples
+                    raise make_error(name)
 
     def summary(self) -> tuple[float, float]:
         """Return two numbers that summarize the divisors, for comparison with other processes.
@@ -388,10 +389,12 @@ class LossMonitor(TorchFunctionMode):
             counts = [float(division.divisor) for division in divisions]
             elements = divisions[0].elements
             if elements is not None and _are_equal(divisions, counts):
-                same += k * (counts[0] + elements / 3)
+                third = elements / 3
+                same += k * (counts[0] + third)
             else:
                 same = nan
-            ratio += k * sum(counts) / (sum(self._weights) or 1.0)
+            weight = sum(self._weights) or 1.0
+            ratio += k * sum(counts) / weight
         return same, ratio
 
 

@@ -82,12 +82,12 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.              9934     6.7      27       0       0       0       0       0
+.              9941     6.7      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
 base          10720     7.1      23       0       0       0       2       0
 distributed   39125     8.6     152       1       2       0       0       0
 dry_run       10639     9.0      76       8       5       0     125       1
-engine        39295     7.5     103       0       0       0       0       0
+engine        39301     7.5     103       0       0       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0
 plan          34329     8.9     277       0      19       0     275       5

@@ -57,7 +57,7 @@ from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
 from torchgpipe.engine.checkpoint.state import Layers
-from torchgpipe.engine.partition import Partition, all_modules, compiled
+from torchgpipe.engine.partition import Partition, compiled
 from torchgpipe.engine.streams import AbstractStream, CPUStream
 from torchgpipe.skip.transfer import Key, SkipTracker, arrive, leave, use_skip_tracker
 
@@ -217,7 +217,7 @@ class Cells:
         if not self._state.grad:
             self._recomputed = ()  # Without a backward, there is nothing to recompute.
         if self._recomputed or not self._one_worker:
-            self._modules = all_modules(partition.layers)
+            self._modules = [*partition.layers.modules()]
         if self._recomputed:
             self._trainable = any(x.requires_grad for x in partition.layers.parameters())
             self.no_recompute = [module for module in self._modules if MARK in module.__dict__]
@@ -270,7 +270,7 @@ class Cells:
     ) -> tuple[list[Tensor], Recomputation]:
         """Run the first pass of a checkpointed cell."""
         if self._kept_layers is None or self._kept_layers.is_stale:
-            self._modules = all_modules(self._partition.layers)
+            self._modules = [*self._partition.layers.modules()]
             self._kept_layers = Layers(self._modules, observed, self._held)
         # The mode of the watch makes each operation slower, so later cells run without it.
         watch = None

@@ -35,8 +35,8 @@ WIDTH = 16
 FAN = 8
 
 
-class _Message(NamedTuple):
-    """A message in flight, whose tensor may not be used yet."""
+class _RowsInFlight(NamedTuple):
+    """A message that is on its way, so that its tensor may not be used yet."""
 
     rows: Tensor
     work: Any
@@ -55,7 +55,7 @@ class _TreeNode:
         first = FAN * rank + 1
         self._parents = [(rank - 1) // FAN] if rank else []
         self._children = range(first, min(first + FAN, group.size()))
-        self._sends: list[_Message] = []
+        self._sends: list[_RowsInFlight] = []
         self._start_receives(group)
 
     def exchange(self, numbers: Sequence[float], group: ProcessGroup) -> Tensor:
@@ -79,16 +79,16 @@ class _TreeNode:
         return rows
 
     def _send(self, rows: Tensor, rank: int, group: ProcessGroup) -> None:
-        self._sends.append(_Message(rows, group.send([rows], rank, 0)))
+        self._sends.append(_RowsInFlight(rows, group.send([rows], rank, 0)))
 
     def _start_receives(self, group: ProcessGroup) -> None:
         self._from_children = [_receive(rank, group) for rank in self._children]
         self._from_parents = [_receive(rank, group) for rank in self._parents]
 
 
-def _receive(rank: int, group: ProcessGroup) -> _Message:
+def _receive(rank: int, group: ProcessGroup) -> _RowsInFlight:
     rows = torch.empty(group.size(), WIDTH, dtype=torch.float64, device=CPU)
-    return _Message(rows, group.recv([rows], rank, 0))
+    return _RowsInFlight(rows, group.recv([rows], rank, 0))
 
 
 def _row(numbers: Sequence[float], device: torch.device) -> Tensor:
