@@ -16,6 +16,14 @@ KINDS = {
     'small': 'a model of 20 small layers for each process, and the same mini-batch',
 }
 
+#: Their titles.
+TITLES = {
+    'strong': 'Strong scaling',
+    'weak': 'Weak scaling',
+    'accumulated': 'Accumulated gradients',
+    'small': 'Small layers',
+}
+
 MEANING = """Rows with a library are plain PyTorch, and all others are torchgpipe. All contenders
 have the same losses in all steps. The columns are:
 
@@ -74,7 +82,7 @@ def rows_of(results: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 def mesh_rows(results: dict[str, Any], kind: str) -> Rows:
     """Return the header and a row for each contender of a kind of scaling."""
     header = [
-        f'{kind} scaling',
+        TITLES[kind].lower(),
         'processes',
         'cores per rank',
         'micro-batches',
@@ -199,5 +207,5 @@ def parts(results: dict[str, Any]) -> list[str | Rows]:
     kinds = [kind for kind in KINDS if rows_of(results, kind)]
     found: list[str | Rows] = [f'{describe_model(results)} {MEANING}']
     for kind in kinds:
-        found += [f'{kind.capitalize()} scaling: {KINDS[kind]}.', mesh_rows(results, kind)]
+        found += [f'{TITLES[kind]}: {KINDS[kind]}.', mesh_rows(results, kind)]
     return [*found, ratio_rows(results)] if ratio_rows(results)[1] else found
