@@ -1,6 +1,7 @@
 """Agreement: all ranks get the facts of all, or an error that names the rank that raised."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from tests.shard.processes import run
 from torchgpipe.distributed.agreement import Facts, LastDigest, NotBegun, check_settings, digest
+from torchgpipe.shard import collectives
 from torchgpipe.shard.collectives import agree
 
 
@@ -64,3 +66,13 @@ def test_a_digest_of_other_values_is_another_one():
     assert last.of([True, False], 1) == first == digest([True, False], 1)
     assert last.of([True, True], 1) == digest([True, True], 1) != first
     assert last.of([True, False], 1) == first
+
+
+def test_the_error_of_this_rank_is_raised_if_the_exchange_fails_as_well():
+    function = mock.Mock(side_effect=KeyError('of this rank'))
+    with mock.patch.object(collectives, 'exchange', side_effect=RuntimeError('a rank is lost')):
+        with pytest.raises(KeyError, match='of this rank') as info:
+            agree('a test', function, Facts(), mock.Mock(), torch.device('cpu'))
+        with pytest.raises(RuntimeError, match='a rank is lost'):
+            agree('a test', Facts, Facts(), mock.Mock(), torch.device('cpu'))
+    assert 'a rank is lost' in str(info.value.__cause__)
