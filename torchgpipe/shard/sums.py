@@ -106,9 +106,9 @@ def _gap_after(part: Tensor) -> int:
 
 
 def _in_form_of(x: Tensor, total: Tensor) -> Tensor:
-    """Return the sum for a parameter: a view of the bucket, if it has the usual strides."""
-    if not isinstance(x, DTensor) and x.is_contiguous():
-        return total.view(x.shape)
+    """Return the sum for a parameter: a view of the bucket, except for a part of a parameter."""
+    if not isinstance(x, DTensor):
+        return total.view(x.shape)  # Autograd copies it if the parameter has other strides.
     result = torch.empty_like(x, dtype=total.dtype)
     local(result).copy_(total.view_as(local(result)))
     return result
