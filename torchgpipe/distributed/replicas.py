@@ -422,10 +422,7 @@ class Replicas:
 
     def _buckets(self, j: int, records: Sequence[ParameterRecord]) -> list[list[ParameterRecord]]:
         """Return the records of a unit, whose order is known, in buckets."""
-        by_name = {record.name: record for record in records}
-        tensors = []
-        for name in self._orders.get(j, ()):
-            tensors.append(by_name[name].tensor)
+        tensors = [record.tensor for record in self._in_order(j, records)]
         return [[*map(self._record, bucket)] for bucket in buckets(tensors)]
 
     def _start_bucket(
@@ -450,7 +447,8 @@ class Replicas:
                 arrived = [record.name for record in self._arrivals[j].order]
                 order = [*dict.fromkeys([*arrived, *order])]
             self._orders[j] = self._order_of_first(order, [*by_name])
-        return [by_name[name] for name in self._orders[j]]
+        # A unit without parameters that learn has no order.
+        return [by_name[name] for name in self._orders.get(j, ())]
 
     def _order_of_first(self, order: Sequence[str], names: Sequence[str]) -> list[str]:
         """Return the order of names on the first replica."""
