@@ -34,7 +34,6 @@ from click.core import ParameterSource
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.experiments.machine import measure_machine
@@ -64,6 +63,7 @@ from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.plan import MACHINES, ParameterBytes, Plan, Transformer, plan
 from torchgpipe.plan.mesh_search import USABLE
 from torchgpipe.schedule.generators import places
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.timeline import measure
 
 #: The exit code after a loss that is not finite: another attempt would end the same way.
@@ -198,9 +198,9 @@ def rehearse(config: Namespace) -> None:
 
 
 def cross_entropy(output: Any, target: Tensor) -> Tensor:
-    """Return the mean over tokens."""
+    """Return the mean over tokens; scores may be split by vocabulary."""
     scores = output[0] if isinstance(output, tuple) else output
-    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+    return parallel_cross_entropy(scores, target)
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def arguments_of(config: Namespace, device: torch.device) -> tuple[nn.Sequential
     shards = (
         {
             name: style
-            for name, style in tensor_plan().items()
+            for name, style in tensor_plan(config.sequence_parallel).items()
             if not (config.experts and name == '*.c_fc')
         }
         if config.tensor > 1
@@ -411,13 +411,18 @@ def generated(config: Namespace, model: DistributedGPipe) -> list[int]:
     for _ in tqdm(
         range(config.generate), 'text', leave=False, disable=None if dist.get_rank() == 0 else True
     ):
-        seen = torch.tensor([tokens[-config.block_size :]], device=model.devices[0])
+        seen = tokens[-config.block_size :]
+        # Ranks that divide a sequence get equal parts of it. No token sees the later ones.
+        padding = -len(seen) % config.tensor if config.sequence_parallel else 0
         with autocast(config, model.devices[0]):
-            output = model(seen)  # on ranks with the last stage
+            # on ranks with the last stage
+            output = model(torch.tensor([seen + [0] * padding], device=model.devices[0]))
         drawn = torch.full((1,), -1, device=model.devices[0])
         if output is not None:
             scores = output[0] if isinstance(output, tuple) else output
-            chances = (scores[0, -1].double().cpu() / 0.8).softmax(-1)
+            if isinstance(scores, DTensor):
+                scores = scores.full_tensor()
+            chances = (scores[0, len(seen) - 1].double().cpu() / 0.8).softmax(-1)
             drawn[0] = chances.multinomial(1, generator=generator)
         dist.all_reduce(drawn, dist.ReduceOp.MAX)
         tokens.append(int(drawn))

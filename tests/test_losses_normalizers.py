@@ -11,7 +11,10 @@ from torch.nn import functional as F
 
 from tests.helpers import assert_same
 from tests.test_losses import PADDED, PROBABILITIES, WEIGHT, models, plain, step
-from torchgpipe.divisors import BY_WEIGHT, LOSSES
+from torchgpipe import GPipe
+from torchgpipe.divisors import BY_WEIGHT, defaults_of
+from torchgpipe.shard.nn import ParallelCrossEntropyLoss
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 #: Of 7 samples, each with 5 values and their weights.
 WEIGHTED = torch.stack([PROBABILITIES, PROBABILITIES.flip(0).square()], 1)
@@ -247,12 +250,10 @@ def test_other_means_are_not_by_weights():
 
 def test_which_means_are_by_weights():
     """Those that do not change if all weights are twice as large."""
-    for loss_fn in [
-        each
-        for each, parameters in LOSSES.items()
-        if 'weight' in parameters
-        if 'linear_weight' not in parameters
-    ]:
+    for loss_fn in filter(inspect.isfunction, vars(F).values()):
+        parameters = defaults_of(loss_fn) or {}
+        if 'weight' not in parameters or 'linear_weight' in parameters:
+            continue
         x, target = torch.tensor([[0.2, 0.7], [0.4, 0.3]]), torch.ones(2, 2)
         if loss_fn in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
             target = torch.tensor([0, 1])
@@ -260,4 +261,26 @@ def test_which_means_are_by_weights():
         is_by_weight = torch.allclose(
             loss_fn(x, target, weight=weight), loss_fn(x, target, weight=2 * weight)
         )
-        assert is_by_weight == (loss_fn in BY_WEIGHT or 'ignore_index' in LOSSES[loss_fn])
+        assert is_by_weight == (loss_fn in BY_WEIGHT or 'ignore_index' in parameters)
+
+
+def test_the_loss_of_a_split_vocabulary_follows_its_settings():
+    """Directly, its labels are counted; within a function, its divisors are watched."""
+    target = torch.tensor([0, 1, -100, -100, -100, 1])
+    model = GPipe(nn.Sequential(nn.Linear(4, 3)), [1], devices=['cpu'], chunks=2)
+    x = torch.randn(6, 4)
+    expected = F.cross_entropy(model[0](x), target)
+
+    loss = model.step(x, target, parallel_cross_entropy)
+    torch.testing.assert_close(loss, expected.detach())
+    module = ParallelCrossEntropyLoss()
+    torch.testing.assert_close(model.step(x, target, module), expected.detach())
+    with pytest.raises(ValueError, match='divides by what it counts in a target'):
+        model.step(x, target, lambda y, labels: parallel_cross_entropy(y, labels))
+    loss = model.step(
+        x,
+        target,
+        lambda y, labels: parallel_cross_entropy(y, labels),
+        normalizer=lambda labels: (labels != -100).sum(),
+    )
+    torch.testing.assert_close(loss, expected.detach())

@@ -11,6 +11,7 @@ micro-batch divides by a number that is proportional to its weight::
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from math import nan
 from numbers import Real
 from typing import Any, NamedTuple
@@ -22,15 +23,24 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe.base.private import is_transformed
 
-#: PyTorch's losses, each with its parameters in their order, and their defaults.
-LOSSES: dict[Any, dict[str, Any]] = {}
-for _function in vars(F).values():
-    if inspect.isfunction(_function):
-        _signature = inspect.signature(_function)
-        if 'reduction' in _signature.parameters:
-            LOSSES[_function] = {}
-            for _name, _parameter in _signature.parameters.items():
-                LOSSES[_function][_name] = _parameter.default
+
+@cache
+def defaults_of(function: Any) -> dict[str, Any] | None:
+    """Return the parameters of a loss in their order, with their defaults.
+
+    Losses are PyTorch's functions with a parameter ``reduction``, and functions that follow them
+    and announce their calls to modes: see :func:`torch.overrides.handle_torch_function`.
+
+    Returns:
+        ``None`` if the function is no loss.
+    """
+    if not inspect.isfunction(function):
+        return None
+    parameters = inspect.signature(function).parameters
+    if 'reduction' not in parameters:
+        return None
+    return {name: parameter.default for name, parameter in parameters.items()}
+
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.
 BY_WEIGHT = (F.mse_loss, F.l1_loss)
@@ -193,7 +203,8 @@ class LossMonitor(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in LOSSES or torch.compiler.is_compiling():
+        defaults = defaults_of(func)
+        if defaults is None or torch.compiler.is_compiling():
             result = func(*args, **kwargs)
             if self._sums or self._unreduced or self._trusts:
                 self._follow(func, [*args, *kwargs.values()], result)
@@ -203,7 +214,7 @@ class LossMonitor(TorchFunctionMode):
             kwargs = {**kwargs, 'weight': weight}
         result = func(*args, **kwargs)
         # Not bound to a signature: that would take longer than a small loss.
-        arguments = {**LOSSES[func]}
+        arguments = {**defaults}
         arguments.update(zip(arguments, args))
         arguments.update(kwargs)
         if not is_transformed():

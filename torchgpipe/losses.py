@@ -65,7 +65,8 @@ class LossSettings(NamedTuple):
     settings: Mapping[str, Any]
     #: As in PyTorch: ``'mean'``, ``'sum'`` or ``'none'``.
     reduction: Any
-    #: Whether it is one of PyTorch's losses, which follow their settings.
+    #: Whether it is one of PyTorch's losses, or ``parallel_cross_entropy`` of
+    #: :mod:`torchgpipe.shard.nn`. These follow their settings.
     is_of_pytorch: bool
     #: The name in errors.
     name: str
@@ -93,7 +94,7 @@ class LossSettings(NamedTuple):
         return cls(
             settings,
             reduction_of(settings),
-            module.startswith('torch.nn.') and 'reduction' in settings,
+            module.startswith(('torch.nn.', 'torchgpipe.')) and 'reduction' in settings,
             getattr(function, '__name__', type(function).__name__),
         )
 
@@ -325,6 +326,8 @@ class Losses:
                     raise RuntimeError('scale has detached the loss, so there is nothing to train')
         except Exception as error:
             add_note(error, f'in the loss of micro-batch {i} of {len(self.targets)}')
+            if 'mixed torch.Tensor and DTensor' in str(error):
+                add_note(error, _SPLIT_OUTPUT)
             raise
 
         # Without the scale, as users see it, and without the graph, which backward frees.
@@ -559,6 +562,14 @@ def _mean_of(
         if count:
             terms.append(x * (count / whole))
     return torch.stack(terms).sum(0)
+
+
+#: The way out if a loss cannot use an output that is split over ranks.
+_SPLIT_OUTPUT = (
+    'The output is a DTensor, which tensor_plan leaves split over ranks. Let loss_fn call '
+    'torchgpipe.shard.nn.functional.parallel_cross_entropy, or call the step within '
+    'torch.distributed.tensor.parallel.loss_parallel()'
+)
 
 
 def _refusal(loss: Any, name: str) -> ValueError | None:

@@ -13,7 +13,6 @@ from typing import Any
 import click
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from benchmarks.harness.curves import Panel
 from benchmarks.harness.exhaustion import free_memory
@@ -29,6 +28,7 @@ from benchmarks.harness.sharding import (
 )
 from benchmarks.harness.side_by_side import PLAIN, side_by_side
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 NAME = 'mingpt-sizes'
 
@@ -129,7 +129,7 @@ def dry_bytes(sizes: Sizes, ranks: int) -> int:
 
 
 def _loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+    return parallel_cross_entropy(scores, target)
 
 
 def _rows(cases: list[dict[str, Any]]) -> Rows:

@@ -14,7 +14,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.harness.processes import Processes
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
@@ -32,6 +31,7 @@ from torchgpipe.plan import (
 )
 from torchgpipe.plan.balance import solve
 from torchgpipe.schedule import NAMES
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 #: Bytes of a parameter, its gradient and the state of Adam, relative to the parameter.
 ADAM = 4
@@ -46,7 +46,7 @@ class _Rank:
         x = torch.zeros(micro_batch * model.chunks, sizes.context, dtype=torch.long)
 
         def step() -> None:
-            model.step(x, x, lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+            model.step(x, x, parallel_cross_entropy)
             model.zero_grad()
 
         with model.no_sync():

@@ -57,6 +57,7 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--data --dp', COUNT, 1, 'Replicas.'),
     ('--pipe --pp', COUNT, 1, 'Ranks that share the layers of a replica.'),
     ('--tensor --tp', COUNT, 1, 'Ranks that share each layer.'),
+    ('--sequence-parallel', bool, False, 'Divide norms by tokens over the ranks of --tensor.'),
     ('--schedule', [*NAMES], '1f1b', 'The order of a step.'),
     ('--virtual', COUNT, 2, 'Stages on each rank, for schedules that take several.'),
     ('--checkpoint', ['never', 'except_last', 'always'], 'never', 'Micro-batches to recompute.'),
@@ -160,6 +161,17 @@ def checked(config: Namespace) -> Namespace:
     require(
         sizes.heads % tensor == 0, f'--n-head {sizes.heads} is not a multiple of --tensor {tensor}'
     )
+    if config.sequence_parallel:
+        require(
+            tensor > 1 and not config.experts,
+            '--sequence-parallel divides tokens over ranks: with --tensor 2 or more, and without '
+            '--experts',
+        )
+        require(
+            block % tensor == 0,
+            f'--block-size {block} is not a multiple of --tensor {tensor}, so ranks cannot divide '
+            'a sequence equally: --sequence-parallel',
+        )
     least, most = stages_per_device(config.schedule)
     config.virtual = min(max(config.virtual, least), most)
     require(pipe > 1 or most == 1, f'--schedule {config.schedule} takes --pipe 2 or more')

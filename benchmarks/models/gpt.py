@@ -221,18 +221,44 @@ def init_gpt2(module: nn.Module, depth: int) -> None:
         nn.init.normal_(module.c_proj.weight, std=0.02 / (2 * depth) ** 0.5)
 
 
-def tensor_plan() -> dict[str, Any]:
-    """Return how a GPT is split: by vocabulary, by heads, and by the features of networks."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+def tensor_plan(sequence_parallel: bool = False) -> dict[str, Any]:
+    """Return how a GPT is split: by vocabulary, by heads, and by the features of networks.
 
-    return {
+    The scores stay split by vocabulary, so their loss is
+    :func:`torchgpipe.shard.nn.functional.parallel_cross_entropy`.
+
+    Args:
+        sequence_parallel: Whether ranks also divide norms and the sums between blocks, by tokens
+            (Korthikanti et al., 2022). Stages then exchange the tokens of a rank::
+
+                embedding ─ scatter ─ norm ─ gather ─ c_attn ─ attention ─ c_proj ─ reduce, scatter
+                            └─ tokens of a rank ─┘    └──── heads of a rank ────┘   └─ tokens …
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, Any] = {
         '*.wte': RowwiseParallel(input_layouts=Replicate()),
-        '*.c_attn': ColwiseParallel(),
-        '*.c_fc': ColwiseParallel(),
-        '*.c_proj': RowwiseParallel(),
-        '*lm_head': ColwiseParallel(output_layouts=Replicate()),
+        '*.c_attn': ColwiseParallel(input_layouts=between),
+        '*.c_fc': ColwiseParallel(input_layouts=between),
+        '*.c_proj': RowwiseParallel(output_layouts=between),
+        '*lm_head': ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
+    if sequence_parallel:
+        # The embedding of positions is whole on each rank, so the sum is divided after it.
+        plan['0'] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(1)
+        )
+        plan['*.ln_*'] = SequenceParallel()
+    return plan
 
 
 def from_hugging_face(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:

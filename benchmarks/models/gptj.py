@@ -125,8 +125,11 @@ def layers(model: Any) -> nn.Sequential:
 
 
 def tensor_plan() -> dict[str, Any]:
-    """Return how a GPT-J is split: by vocabulary, by heads, and by the features of networks."""
-    from torch.distributed.tensor import Replicate
+    """Return how a GPT-J is split: by vocabulary, by heads, and by the features of networks.
+
+    The scores stay split, as in :func:`benchmarks.models.gpt.tensor_plan`.
+    """
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
@@ -135,5 +138,5 @@ def tensor_plan() -> dict[str, Any]:
         '*.fc_in': ColwiseParallel(),
         '*.out_proj': RowwiseParallel(),
         '*.fc_out': RowwiseParallel(),
-        '*lm_head': ColwiseParallel(output_layouts=Replicate()),
+        '*lm_head': ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.distributed import dry_run
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 
 class Adam(torch.optim.Optimizer):
@@ -41,7 +41,7 @@ def test_parameters_and_optimizer_of_a_rank(depth, width, heads, virtual, gib):
         balance,
         x,
         x,
-        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+        parallel_cross_entropy,
         mesh={'pipe': pipe, 'tensor': 8},
         chunks=6,
         schedule='interleaved' if virtual > 1 else '1f1b',

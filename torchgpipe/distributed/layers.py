@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from torchgpipe.distributed.embeddings import look_up_locally
 from torchgpipe.distributed.ties import split_apart
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.materialize import materialize, seeded
@@ -111,6 +112,7 @@ def split_layer(
             split[module] = path, text
             if style is not None:
                 parallelize_module(module, mesh, copy(style))  # It is changed.
+                look_up_locally(module)
         elif split[module][1] != text:
             raise split_apart(dict([split[module], (path, text)]))
 

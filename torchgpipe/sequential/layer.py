@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from torchgpipe.base.private import uncompiled
 from torchgpipe.base.structure import Arguments, Structure, flatten_nested
-from torchgpipe.divisors import LOSSES
+from torchgpipe.divisors import defaults_of
 from torchgpipe.losses import watches
 from torchgpipe.sequential.cuts import Route, by_use, routes
 from torchgpipe.sequential.operations import Constant, form_of
@@ -402,7 +402,7 @@ def _may_be_loss(root: nn.Module, node: fx.Node) -> bool:
     """Return whether a node calls one of PyTorch's losses, or a module that contains one."""
     if node.op == 'call_module':
         return any(hasattr(x, 'reduction') for x in root.get_submodule(str(node.target)).modules())
-    return node.op == 'call_function' and node.target in LOSSES
+    return node.op == 'call_function' and defaults_of(node.target) is not None
 
 
 def _source(

@@ -36,6 +36,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from torchgpipe.base.context import check_order
 from torchgpipe.base.devices import is_cpu
+from torchgpipe.base.private import FakeTensor
 from torchgpipe.shard.exchange import exchange
 from torchgpipe.shard.parameter import check_dim
 from torchgpipe.shard.world import World, current, needed_by
@@ -245,7 +246,12 @@ def compare(facts: str, group: ProcessGroup) -> None:
 
 
 def is_read(x: Tensor) -> bool:
-    """Return whether the host reads values: on the CPU, or in the debug mode."""
+    """Return whether the host reads values: on the CPU, or in the debug mode.
+
+    A fake tensor, as in a dry run, has none.
+    """
+    if isinstance(x, FakeTensor):
+        return False
     return x.is_cpu or get_debug_level() == DebugLevel.DETAIL
 
 

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.models import gpt, gptj, vit
 from benchmarks.models.attention import heads_of
@@ -83,7 +84,9 @@ def made(kind):
 
 
 def loss_of(output, target):
-    """Return a mean over samples."""
+    """Return a mean over samples, of an output that may be split by its last dimension."""
+    if isinstance(output, DTensor):
+        output = output.full_tensor()
     return (output - target).square().mean()
 
 

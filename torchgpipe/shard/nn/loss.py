@@ -21,6 +21,9 @@ first one is the exchange of the largest logits, described above::
     5   loss = A log s - t             ─────────────────▶  g (A exp(x[c] - m) / s - a[c])
 
 Backward needs no data of other ranks: `g`, the gradient of the loss, is the same on each.
+
+Logits may be DTensors, as the last layer of a ``tensor_plan`` returns them. The axis of the mesh
+that splits their last dimension is the group. Other logits have tags, and the group of the world.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +34,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
+from torchgpipe.base.structure import is_plain
 from torchgpipe.shard.collectives import all_reduce, compare, differences, is_read
 from torchgpipe.shard.parameter import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
@@ -348,7 +353,8 @@ def parallel_cross_entropy(
     end.
 
     Args:
-        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged. Without a
+        input: Logits of shape (…, C); or of shape (…, classes of this rank), tagged; or a DTensor
+            of shape (…, C), whole or split in its last dimension. Without a
             tag, they are full. Two checks can detect shards without a tag: autograd has recorded
             that the logits result from a shard, or ranks find, in a further collective, that
             their logits differ. :func:`ts.register_parallel_dim` of None skips both checks.
@@ -370,14 +376,68 @@ def parallel_cross_entropy(
         ValueError: Shapes do not fit together, or there is no such option; or targets or weights
             of sharded logits need a gradient.
     """
-    world = needed_by(get_parallel_dim(input))
+    # A pipeline watches the divisors of losses by a mode.
+    tensors = (input, target, weight)
+    if has_torch_function(tensors):
+        loss: Tensor = handle_torch_function(
+            parallel_cross_entropy,
+            tensors,
+            input,
+            target,
+            weight,
+            size_average,
+            ignore_index,
+            reduce,
+            reduction,
+            label_smoothing,
+        )
+        return loss
+
     if size_average is not None or reduce is not None:
         reduction = nn.CrossEntropyLoss(size_average=size_average, reduce=reduce).reduction
     _check_options(reduction, label_smoothing)
+    options = _Options(weight, ignore_index, reduction, label_smoothing)
+    if not is_plain(input):
+        return _of_dtensor(input, target, options)
+    world = needed_by(get_parallel_dim(input))
     _check_tensors(input, target, ignore_index)
     if world is not None and is_split(input) and world.tensor_size > 1:
-        return _of_shards(input, target, weight, ignore_index, reduction, label_smoothing, world)
-    return _of_full(input, target, weight, ignore_index, reduction, label_smoothing, world)
+        return _of_shards(input, target, options, world.tensor_group)
+    return _of_full(input, target, options, world)
+
+
+class _Options(NamedTuple):
+    """Arguments of :func:`parallel_cross_entropy`."""
+
+    weight: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+def _of_dtensor(input: Tensor, target: Tensor, options: _Options) -> Tensor:
+    """Compute the loss of logits that are a DTensor, or of another subclass that is whole."""
+    from torch.distributed.tensor import DTensor  # takes long
+
+    if not isinstance(input, DTensor):
+        _check_tensors(input, target, options.ignore_index)
+        return _of_full(input, target, options, None)
+    last = input.dim() - 1
+    axes = [k for k, placement in enumerate(input.placements) if placement.is_shard(last)]
+    others = [x for x in input.placements if not (x.is_shard(last) or x.is_replicate())]
+    if others or len(axes) > 1:
+        raise ValueError(
+            'logits are whole or split in their last dimension, by one axis of a mesh, but these '
+            f'have the placements {input.placements}: let the last layer return them as such, '
+            'ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)'
+        )
+    logits = input.to_local()
+    if isinstance(target, DTensor):
+        target = target.full_tensor()
+    _check_tensors(logits, target, options.ignore_index, input.shape)
+    if axes and input.device_mesh.size(axes[0]) > 1:
+        return _of_shards(logits, target, options, input.device_mesh.get_group(axes[0]))
+    return _of_full(logits, target, options, None)
 
 
 # --- checks
@@ -391,10 +451,16 @@ def _check_options(reduction: str, label_smoothing: float) -> None:
         raise ValueError(f'label_smoothing is from 0 to 1, not {label_smoothing}')
 
 
-def _check_tensors(input: Tensor, target: Tensor, ignore_index: int) -> None:
-    """Check types and shapes, as far as this rank knows them."""
+def _check_tensors(
+    input: Tensor, target: Tensor, ignore_index: int, shape: torch.Size | None = None
+) -> None:
+    """Check types and shapes, as far as this rank knows them.
+
+    Args:
+        shape: The shape of logits in errors; by default, the shape of this rank's.
+    """
     rows = input.shape[:-1]
-    shapes = f'{tuple(target.shape)} for logits of {tuple(input.shape)}'
+    shapes = f'{tuple(target.shape)} for logits of {tuple(shape or input.shape)}'
     if not input.is_floating_point() or not input.dim():
         raise TypeError(
             'logits are floating point numbers of shape (…, classes), not '
@@ -459,13 +525,11 @@ def _check_length(what: str, tensor: Tensor, classes: int, hint: str) -> None:
 def _of_full(
     input: Tensor,
     target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: _Options,
     world: World | None,
 ) -> Tensor:
     """Compute the loss of logits of all classes."""
+    weight, ignore_index, reduction, label_smoothing = options
     factor = None
     if world is not None and world.tensor_size > 1 and not is_tagged(input):
         factor = _check_untagged(input, world.tensor_group)
@@ -532,15 +596,12 @@ def _check_untagged(input: Tensor, group: ProcessGroup) -> Tensor:
 def _of_shards(
     input: Tensor,
     target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    world: World,
+    options: _Options,
+    group: ProcessGroup,
 ) -> Tensor:
-    """Compute the loss of logits with classes split over ranks."""
+    """Compute the loss of logits with classes split over the ranks of a group."""
+    weight, ignore_index, reduction, label_smoothing = options
     _check_gradients(target, weight)
-    group = world.tensor_group
     logits = _as_rows(input)
     probable = target.is_floating_point()
     dtype = torch.promote_types(input.dtype, target.dtype) if probable else input.dtype

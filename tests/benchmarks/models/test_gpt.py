@@ -1,0 +1,117 @@
+"""A GPT split over ranks: losses over a split vocabulary, and parts of the sequence."""
+
+from functools import partial
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from benchmarks.models.gpt import GPT, Sizes, init_gpt2, layers, tensor_plan
+from tests.helpers import assert_same
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.sequential import original_names
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
+
+#: A vocabulary that no number of ranks divides.
+SIZES = Sizes(33, 8, 16, 4, 3)
+
+
+def batches():
+    """Return mini-batches of uneven sizes, with padding that differs between samples."""
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for samples in (7, 4, 5):
+        tokens, target = torch.randint(33, (2, samples, 8), generator=generator)
+        for k in range(samples):
+            target[k, 8 - 2 * k % 8 :] = -100
+        target[0] = -100
+        results.append((tokens, target))
+    return results
+
+
+def whole(module):
+    """Return whole tensors of parameters by their names in the GPT."""
+    parameters = {}
+    for name, x in module.named_parameters(remove_duplicate=False):
+        parameters[name] = x.full_tensor() if isinstance(x, DTensor) else x
+    return {name: x.detach().clone() for name, x in original_names(parameters).items()}
+
+
+def split(axes, is_tied, smoothing, sequence_parallel, options):
+    """Train on a rank; return its losses and norms of gradients, and its parameters."""
+    mesh = init_mesh(**axes, device_type='cpu')
+    with torch.device('meta'):
+        module = layers(GPT(SIZES._replace(tied=is_tied))).double()
+    model = DistributedGPipe(
+        module,
+        [3, 2] if 'pipe' in axes else [5],
+        mesh=mesh,
+        chunks=2,
+        tensor_plan=tensor_plan(sequence_parallel),
+        init=partial(init_gpt2, depth=3),
+        **options,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    replicas = axes.get('data', 1)
+    loss_fn = partial(parallel_cross_entropy, label_smoothing=smoothing)
+    results = []
+    first = whole(model)
+    for batch in batches():
+        tokens, target = (x.tensor_split(replicas)[mesh.get_local_rank('data')] for x in batch)
+        results.append(model.step(tokens, target, loss_fn).item())
+        results.append(model.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, first, whole(model)
+
+
+def unsplit(state, is_tied, smoothing):
+    """Return the same of a GPT in one process, from the initial values of the split one."""
+    model = GPT(SIZES._replace(tied=is_tied)).double()
+    model.load_state_dict(state)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    results = []
+    for tokens, target in batches():
+        loss = F.cross_entropy(
+            model(tokens).flatten(0, 1), target.flatten(), label_smoothing=smoothing
+        )
+        loss.backward()
+        results.append(loss.item())
+        results.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, dict(model.named_parameters(remove_duplicate=False))
+
+
+slow = pytest.mark.slow
+EIGHT = {'data': 2, 'pipe': 2, 'tensor': 2}
+
+
+@pytest.mark.parametrize('sequence_parallel', [False, True])
+@pytest.mark.parametrize(
+    'axes, is_tied, smoothing, options',
+    [
+        ({'tensor': 2}, True, 0.1, {}),
+        pytest.param({'tensor': 4}, False, 0.0, {'checkpoint': 'always'}, marks=slow),
+        pytest.param({'tensor': 4, 'data': 2}, True, 0.1, {}, marks=slow),
+        pytest.param({'tensor': 2, 'pipe': 2}, True, 0.1, {'checkpoint': 'never'}, marks=slow),
+        pytest.param({'tensor': 2, 'pipe': 2}, False, 0.0, {}, marks=slow),
+        pytest.param(EIGHT, True, 0.1, {}, marks=slow),
+        pytest.param(EIGHT, False, 0.0, {}, marks=slow),
+        pytest.param(EIGHT, True, 0.1, {'data': 'shard'}, marks=slow),
+    ],
+)
+def test_split_vocabulary_and_sequence(axes, is_tied, smoothing, options, sequence_parallel):
+    settings = axes, is_tied, smoothing, sequence_parallel, options
+    outcomes = run(prod(axes.values()), split, *settings)
+    state = {}
+    for _, first, _ in outcomes:
+        state.update(first)
+    expected, parameters = unsplit(state, is_tied, smoothing)
+    for results, _, last in outcomes:
+        assert results == pytest.approx(expected, rel=1e-10)
+        assert_same(last.values(), [parameters[name].detach() for name in last], 1e-10)
