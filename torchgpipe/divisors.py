@@ -39,7 +39,10 @@ def defaults_of(function: Any) -> dict[str, Any] | None:
     parameters = inspect.signature(function).parameters
     if 'reduction' not in parameters:
         return None
-    return {name: parameter.default for name, parameter in parameters.items()}
+    defaults = {}
+    for name, parameter in parameters.items():
+        defaults[name] = parameter.default
+    return defaults
 
 
 #: Losses whose mean is divided by the sum of ``weight``, which has the shape of the input.

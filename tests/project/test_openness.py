@@ -82,18 +82,18 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.              9941     6.7      27       0       0       0       0       0
+.              9963     6.7      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
 base          10720     7.1      23       0       0       0       2       0
-distributed   39125     8.6     152       1       2       0       0       0
+distributed   39485     8.6     152       1       2       0       0       0
 dry_run       10639     9.0      76       8       5       0     125       1
-engine        39301     7.5     103       0       0       0       0       0
+engine        39337     7.5     103       0       0       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0
 plan          34329     8.9     277       0      19       0     275       5
 schedule       5694     7.2      21       0       0       0       0       0
-sequential    29873     8.5     229       0      16       0     493       4
-shard         27534     8.3      72       0       0       0       1       0
+sequential    29877     8.5     229       0      16       0     493       4
+shard         27830     8.3      72       0       0       0       1       0
 skip           3417     6.7       4       0       0       0       0       0
 testing        6228     8.5      47       0       1       0      44       0
 timeline       5879     9.3      44       0       2       0      18       0

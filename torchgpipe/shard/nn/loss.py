@@ -423,20 +423,23 @@ def _of_dtensor(input: Tensor, target: Tensor, options: _Options) -> Tensor:
         _check_tensors(input, target, options.ignore_index)
         return _of_full(input, target, options, None)
     last = input.dim() - 1
-    axes = [k for k, placement in enumerate(input.placements) if placement.is_shard(last)]
-    others = [x for x in input.placements if not (x.is_shard(last) or x.is_replicate())]
-    if others or len(axes) > 1:
-        raise ValueError(
-            'logits are whole or split in their last dimension, by one axis of a mesh, but these '
-            f'have the placements {input.placements}: let the last layer return them as such, '
-            'ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)'
-        )
+    group = None
+    for axis, placement in enumerate(input.placements):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard(last) or group is not None:
+            raise ValueError(
+                'logits are whole or split in their last dimension, by one axis of a mesh, but '
+                f'these have the placements {input.placements}: use '
+                'ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)'
+            )
+        group = input.device_mesh.get_group(axis)
     logits = input.to_local()
     if isinstance(target, DTensor):
         target = target.full_tensor()
     _check_tensors(logits, target, options.ignore_index, input.shape)
-    if axes and input.device_mesh.size(axes[0]) > 1:
-        return _of_shards(logits, target, options, input.device_mesh.get_group(axes[0]))
+    if group is not None and group.size() > 1:
+        return _of_shards(logits, target, options, group)
     return _of_full(logits, target, options, None)
 
 
