@@ -50,6 +50,7 @@ from benchmarks.models.gpt import (
     Block,
     Mixture,
     Sizes,
+    chunked_cross_entropy,
     init_gpt2,
     layers,
     layers_with_experts,
@@ -169,7 +170,7 @@ def rehearse(config: Namespace) -> None:
                 settings.balance,
                 samples,
                 samples,
-                loss_of,
+                partial(loss_of, config),
                 mesh={'data': config.data, 'pipe': config.pipe, 'tensor': config.tensor},
                 schedule=settings.schedule,
                 chunks=config.chunks,
@@ -197,22 +198,28 @@ def rehearse(config: Namespace) -> None:
         raise SystemExit(1)
 
 
-def cross_entropy(output: Any, target: Tensor) -> Tensor:
-    """Return the mean over tokens; scores may be split by vocabulary."""
-    scores = output[0] if isinstance(output, tuple) else output
+def cross_entropy(config: Namespace, output: Any, target: Tensor) -> Tensor:
+    """Return the mean over tokens; scores may be split by vocabulary, or made by chunks."""
+    scores = output[0] if config.experts else output
+    if config.chunked_loss:
+        return chunked_cross_entropy(scores, target, config.chunked_loss)
     return parallel_cross_entropy(scores, target)
 
 
-def loss_of(output: Any, target: Tensor) -> Tensor:
+def loss_of(config: Namespace, output: Any, target: Tensor) -> Tensor:
     """Return the mean over tokens, of auxiliary losses of experts as well."""
-    loss = cross_entropy(output, target)
-    return loss + output[1].mean() if isinstance(output, tuple) else loss
+    loss = cross_entropy(config, output, target)
+    return loss + output[1].mean() if config.experts else loss
 
 
 def layers_of(config: Namespace, sizes: Sizes) -> nn.Sequential:
     """Return the layers: the embedding, each block, the head."""
-    found = layers_with_experts(sizes, config.experts) if config.experts else layers(GPT(sizes))
-    return found.to(DTYPES[config.dtype])
+    with_scores = not config.chunked_loss
+    if config.experts:
+        module = layers_with_experts(sizes, config.experts, with_scores)
+    else:
+        module = layers(GPT(sizes), with_scores)
+    return module.to(DTYPES[config.dtype])
 
 
 def planned(config: Namespace, device: torch.device) -> Plan:
@@ -261,7 +268,9 @@ def arguments_of(config: Namespace, device: torch.device) -> tuple[nn.Sequential
     shards = (
         {
             name: style
-            for name, style in tensor_plan(config.sequence_parallel).items()
+            for name, style in tensor_plan(
+                config.sequence_parallel, with_scores=not config.chunked_loss
+            ).items()
             if not (config.experts and name == '*.c_fc')
         }
         if config.tensor > 1
@@ -392,12 +401,13 @@ def validated(config: Namespace, model: DistributedGPipe, val: Tensor, replica: 
     shared, common = starts.split([len(starts) - rest, rest])
     parts = [(len(x), x.tensor_split(config.data)[replica]) for x in shared.split(batch) if len(x)]
     parts += [(rest, common)] if rest else []
+    loss_fn = partial(cross_entropy, config)
     for number, own in tqdm(
         parts, 'validation', leave=False, disable=None if dist.get_rank() == 0 else True
     ):
         x, y = samples_at(config, val, own, model.devices[0])
         with autocast(config, model.devices[0]):
-            loss, _ = model.evaluate(x, y, cross_entropy)
+            loss, _ = model.evaluate(x, y, loss_fn)
         total, count = total + loss.item() * number, count + number
     model.train()
     return total / count
@@ -419,14 +429,23 @@ def generated(config: Namespace, model: DistributedGPipe) -> list[int]:
             output = model(torch.tensor([seen + [0] * padding], device=model.devices[0]))
         drawn = torch.full((1,), -1, device=model.devices[0])
         if output is not None:
-            scores = output[0] if isinstance(output, tuple) else output
-            if isinstance(scores, DTensor):
-                scores = scores.full_tensor()
-            chances = (scores[0, len(seen) - 1].double().cpu() / 0.8).softmax(-1)
+            scores = last_scores(config, output, len(seen) - 1)
+            chances = (scores.double().cpu() / 0.8).softmax(-1)
             drawn[0] = chances.multinomial(1, generator=generator)
         dist.all_reduce(drawn, dist.ReduceOp.MAX)
         tokens.append(int(drawn))
     return tokens[1:]
+
+
+def last_scores(config: Namespace, output: Any, place: int) -> Tensor:
+    """Return the scores of all tokens after the token at a place of the only sample."""
+    scores = output[0] if config.experts else output
+    if config.chunked_loss:
+        features, weight = (x.full_tensor() if isinstance(x, DTensor) else x for x in scores)
+        return features[0, place] @ weight.t()
+    if isinstance(scores, DTensor):
+        scores = scores.full_tensor()
+    return scores[0, place]
 
 
 def described(config: Namespace, model: DistributedGPipe, found: Plan, parameters: int) -> str:
@@ -464,6 +483,7 @@ def train(config: Namespace) -> None:
     found = planned(config, device)
     config.chunks = found.chunks
     model, optimizer = made(config, mesh, found, device)
+    loss_fn = partial(loss_of, config)
     state, saving = loaded(config, model, optimizer), None
     first = state['step']
     parameters, used = parameters_of(config)
@@ -512,7 +532,7 @@ def train(config: Namespace) -> None:
             )
         with measurement as metrics:
             with autocast(config, device):
-                loss = model.step(x, y, loss_of, schedule='auto').item()
+                loss = model.step(x, y, loss_fn, schedule='auto').item()
             norm = model.clip_grad_norm_(config.grad_clip or inf).item()
             check_finite(model, step, loss, norm)
             optimizer.step()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import torchgpipe.shard as ts
 from tests.helpers import assert_same, gradients
 from torchgpipe import GPipe
 
@@ -212,8 +211,6 @@ def test_functions_with_the_names_of_pytorch_losses():
     for loss_fn, target, name in [
         (Shifted(), PADDED, 'Shifted'),
         (Shifted(WEIGHT), PADDED.clamp(0), 'Shifted'),
-        (ts.nn.ParallelCrossEntropyLoss(), PADDED, 'ParallelCrossEntropyLoss'),
-        (ts.nn.functional.parallel_cross_entropy, PADDED, 'parallel_cross_entropy'),
         (Shifted(), {'labels': PADDED, 'rate': PROBABILITIES}, 'Shifted'),
     ]:
         with pytest.raises(ValueError, match=f'^{name} divides by what it counts in a target'):

@@ -206,8 +206,10 @@ class LossMonitor(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
-        defaults = defaults_of(func)
-        if defaults is None or torch.compiler.is_compiling():
+        defaults = None
+        if not torch.compiler.is_compiling():
+            defaults = defaults_of(func)
+        if defaults is None:
             result = func(*args, **kwargs)
             if self._sums or self._unreduced or self._trusts:
                 self._follow(func, [*args, *kwargs.values()], result)

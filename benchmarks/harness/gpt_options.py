@@ -57,6 +57,12 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--data --dp', COUNT, 1, 'Replicas.'),
     ('--pipe --pp', COUNT, 1, 'Ranks that share the layers of a replica.'),
     ('--tensor --tp', COUNT, 1, 'Ranks that share each layer.'),
+    (
+        '--chunked-loss',
+        COUNT,
+        None,
+        'Compute scores for so many tokens at a time, within the loss.',
+    ),
     ('--sequence-parallel', bool, False, 'Divide norms by tokens over the ranks of --tensor.'),
     ('--schedule', [*NAMES], '1f1b', 'The order of a step.'),
     ('--virtual', COUNT, 2, 'Stages on each rank, for schedules that take several.'),

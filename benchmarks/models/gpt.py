@@ -10,11 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.sequential import from_stages
 from torchgpipe.shard.nn import Experts
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 
 class Sizes(NamedTuple):
@@ -138,13 +149,82 @@ def embed(model: Any, tokens: Tensor) -> Tensor:
 def score(model: Any, x: Tensor) -> Tensor:
     """Return the scores of tokens."""
     y: Tensor = model.lm_head(model.transformer.ln_f(x))
-    return y
+    return y  # or `Unscored`
 
 
-def layers(model: Any) -> nn.Sequential:
-    """Return the layers of a GPT in a row: the embedding, each block, the head."""
+class Unscored(NamedTuple):
+    """The features of tokens, and the weight of the head, by which a loss computes scores.
+
+    Attributes:
+        features: A tensor of shape (N, T, width).
+        weight: A tensor of shape (vocabulary, width).
+    """
+
+    features: Tensor
+    weight: Tensor
+
+
+class UnscoredHead(nn.Linear):
+    """A head that leaves the scores to the loss."""
+
+    def forward(self, x: Tensor) -> Unscored:  # type: ignore[override]
+        return Unscored(x, self.weight)
+
+
+def layers(model: Any, with_scores: bool = True) -> nn.Sequential:
+    """Return the layers of a GPT in a row: the embedding, each block, the head.
+
+    Args:
+        with_scores: Whether the head returns scores. Otherwise it returns :class:`Unscored`, for
+            :func:`chunked_cross_entropy`.
+    """
+    if not with_scores:
+        model.lm_head.__class__ = UnscoredHead
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
     return from_stages(model, [embed, *model.transformer.h, score], tokens, check_sample=False)
+
+
+def chunked_cross_entropy(output: Unscored, target: Tensor, size: int) -> Tensor:
+    """Return the mean over tokens of cross entropy, with the scores of a few tokens at a time.
+
+    ::
+
+        features │ chunk 0 │ chunk 1 │ chunk 2 │
+        scores     s0 ─▶ loss, gradients of features and weight
+                             s1 ─▶ …
+                                       s2 ─▶ …
+
+    PyTorch's ``linear_cross_entropy`` does this for whole scores of float32 or float64. Others
+    are computed again in backward.
+
+    Args:
+        target: The next token of each token, of shape (N, T).
+        size: The number of tokens of a chunk.
+    """
+    features, weight = output
+    if isinstance(weight, DTensor):
+        if not isinstance(features, DTensor):
+            features = DTensor.from_local(features, weight.device_mesh, run_check=False)
+        features = features.redistribute(placements=[Replicate()])
+    features = features.flatten(0, 1)
+    target = target.flatten()
+
+    is_split = isinstance(weight, DTensor)
+    # In bfloat16, its loss has three digits, and the weights of micro-batches are rounded to it.
+    is_coarse = torch.is_autocast_enabled(features.device.type)
+    if hasattr(F, 'linear_cross_entropy') and not (is_split or is_coarse):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
+        return F.linear_cross_entropy(features, weight, target, options=options)
+
+    total = 0.0
+    for x, labels in zip(features.split(size), target.split(size)):
+        total = total + checkpoint(_summed_loss, x, weight, labels, use_reentrant=False)
+    return total / len(target)
+
+
+def _summed_loss(features: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Return the sum over tokens of cross entropy."""
+    return parallel_cross_entropy(F.linear(features, weight), target, reduction='sum')
 
 
 #: The features of tokens, (N, T, width), and the auxiliary loss of each token, (N, T).
@@ -193,7 +273,7 @@ class Last(nn.Module):
         return self.score(value[0]), value[1]
 
 
-def layers_with_experts(sizes: Sizes, experts: int) -> nn.Sequential:
+def layers_with_experts(sizes: Sizes, experts: int, with_scores: bool = True) -> nn.Sequential:
     """Return the layers of a GPT whose networks are mixtures of experts.
 
     ::
@@ -201,7 +281,7 @@ def layers_with_experts(sizes: Sizes, experts: int) -> nn.Sequential:
         tokens ──▶ First ──▶ Mixture ──▶ … ──▶ Last ──▶ scores       (N, T, vocabulary)
                      0 ─────── + ──────────────── ▶ ──▶ auxiliary    (N, T)
     """
-    embed, score = layers(GPT(sizes._replace(depth=0)))
+    embed, score = layers(GPT(sizes._replace(depth=0)), with_scores)
     return nn.Sequential(
         First(embed), *(Mixture(sizes, experts) for _ in range(sizes.depth)), Last(score)
     )
@@ -221,7 +301,16 @@ def init_gpt2(module: nn.Module, depth: int) -> None:
         nn.init.normal_(module.c_proj.weight, std=0.02 / (2 * depth) ** 0.5)
 
 
-def tensor_plan(sequence_parallel: bool = False) -> dict[str, Any]:
+class SplitByVocabulary(ParallelStyle):
+    """Split the weight of a head by its rows, and leave its input and its output as they are."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rows = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.weight = nn.Parameter(rows, module.weight.requires_grad)
+        return module
+
+
+def tensor_plan(sequence_parallel: bool = False, with_scores: bool = True) -> dict[str, Any]:
     """Return how a GPT is split: by vocabulary, by heads, and by the features of networks.
 
     The scores stay split by vocabulary, so their loss is
@@ -233,15 +322,8 @@ def tensor_plan(sequence_parallel: bool = False) -> dict[str, Any]:
 
                 embedding ─ scatter ─ norm ─ gather ─ c_attn ─ attention ─ c_proj ─ reduce, scatter
                             └─ tokens of a rank ─┘    └──── heads of a rank ────┘   └─ tokens …
+        with_scores: Whether the head returns scores: see :func:`layers`.
     """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleOutput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
-
     between = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {
         '*.wte': RowwiseParallel(input_layouts=Replicate()),
@@ -252,6 +334,8 @@ def tensor_plan(sequence_parallel: bool = False) -> dict[str, Any]:
             input_layouts=between, output_layouts=Shard(-1), use_local_output=False
         ),
     }
+    if not with_scores:
+        plan['*lm_head'] = SplitByVocabulary()
     if sequence_parallel:
         # The embedding of positions is whole on each rank, so the sum is divided after it.
         plan['0'] = PrepareModuleOutput(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from math import cos, pi
 from pathlib import Path
 
@@ -466,10 +467,11 @@ def peak_of(folder, *args):
     model, optimizer = train_gpt.made(config, init_mesh(device_type='cpu'), found, CPU)
     tokens, _ = read(config)
     x, y = samples_at(config, tokens, starts_of(config, len(tokens), 0).flatten(), CPU)
+    loss_fn = partial(train_gpt.loss_of, config)
 
     def step():
         with train_gpt.autocast(config, CPU):
-            model.step(x, y, train_gpt.loss_of, schedule='auto')
+            model.step(x, y, loss_fn, schedule='auto')
 
     step()
     optimizer.zero_grad()

@@ -89,3 +89,27 @@ def test_tensors_of_another_fake_mode_do_not_count():
 
     (entry,) = entries(run)
     assert entry.peak == 0
+
+
+@torch.library.custom_op('torchgpipe_tests::product_in_a_sum', mutates_args=())
+def product_in_a_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a large product."""
+    return (x @ x.t()).sum()
+
+
+@product_in_a_sum.register_fake
+def _(x):
+    return x.new_empty(())
+
+
+def test_operations_within_a_custom_one_count():
+    def run(counter):
+        with FakeTensorMode():
+            x = torch.zeros(64, 4)
+        counter.at(Action(0, 'F', 0))
+        product_in_a_sum(x)
+
+    _, entry = entries(run, FakeTensorMode(allow_non_fake_inputs=True))
+    assert entry.flops == 2 * 64 * 64 * 4
+    assert entry.peak >= 4 * 64 * 64
+    assert entry.bytes == 0

@@ -82,11 +82,11 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.              9963     6.7      27       0       0       0       0       0
+.              9968     6.7      27       0       0       0       0       0
 balance         435     6.4       2       0       0       0       0       0
-base          10720     7.1      23       0       0       0       2       0
+base          10819     7.1      23       0       0       0       2       0
 distributed   39485     8.6     152       1       2       0       0       0
-dry_run       10639     9.0      76       8       5       0     125       1
+dry_run       10682     9.0      76       8       5       0     125       1
 engine        39337     7.5     103       0       0       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
 model          5358     9.0      52       0       4       0      73       0

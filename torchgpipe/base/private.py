@@ -439,6 +439,30 @@ def schema_of(operation: Any) -> Any:
     return schema
 
 
+_custom_operations: Any = find('torch._library.custom_ops:OPDEFS', otherwise={})
+_composite: Any = find(
+    'torch._C:DispatchKey.CompositeImplicitAutograd', 'what looks at each operation'
+)
+
+
+def body_of(operation: Any) -> Callable[..., Any] | None:
+    """Return the function by which an operation calls other operations.
+
+    A mode sees the others by itself, unless it is active within an operation of
+    :func:`torch.library.custom_op`, or where autograd is not.
+
+    Returns:
+        ``None`` for an operation that does not call others.
+    """
+    name = str(schema_of(operation).name)
+    if name in _custom_operations:
+        return getattr(_custom_operations[name], '_init_fn', None)
+    if name.startswith('aten::') and operation.has_kernel_for_dispatch_key(_composite):
+        body: Callable[..., Any] = operation.decompose
+        return body
+    return None
+
+
 # --- saved tensors, the autograd graph, and the memory of tensors
 # ----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from torchgpipe.base.private import (
     DispatchMode,
     FakeTensor,
     active_fake_mode,
+    body_of,
     schema_of,
     tree_leaves,
 )
@@ -38,6 +39,8 @@ no_context: AbstractContextManager[Any] = nullcontext()
 
 #: Operations whose FLOPs are the FLOPs of another one.
 _LIKE = {
+    'addmm_': 'addmm',
+    'baddbmm_': 'baddbmm',
     '_scaled_dot_product_flash_attention_for_cpu': '_scaled_dot_product_flash_attention',
     '_scaled_dot_product_flash_attention_for_cpu_backward': (
         '_scaled_dot_product_flash_attention_backward'
@@ -132,12 +135,16 @@ class Counter(DispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # The operations on its local tensor come next.
         kwargs = kwargs or {}
-        space, operation, makes, flops = _known(func)
+        space, operation, makes, flops, body = _known(func)
         if operation == '_local_scalar_dense' and isinstance(args[0], FakeTensor):
             return _read()
         active = active_fake_mode()
         if active is not None and active is not self._fakes:
             return func(*args, **kwargs)  # DTensor looks for the shape of a result.
+        if body is not None:
+            # PyTorch would use shapes alone, without memory and FLOPs within the operation.
+            with self, torch.no_grad():
+                return body(*args, **kwargs)
         try:
             with self._fakes if makes else no_context:
                 result = func(*args, **kwargs)
@@ -181,8 +188,8 @@ class Counter(DispatchMode):
 
 
 @cache
-def _known(func: Any) -> tuple[str, str, bool, Any]:
-    """Return an operation's namespace, name, whether it makes tensors from none, and FLOPs."""
+def _known(func: Any) -> tuple[str, str, bool, Any, Any]:
+    """Return namespace, name, whether an operation makes tensors from none, FLOPs, and body."""
     schema = schema_of(func)
     space, _, operation = str(schema.name).partition('::')
     makes = not any('Tensor' in str(each.type) for each in schema.arguments)
@@ -192,6 +199,7 @@ def _known(func: Any) -> tuple[str, str, bool, Any]:
         operation,
         makes,
         (flop_registry.get(getattr(torch.ops.aten, name)) if space == 'aten' else None),
+        body_of(func),
     )
 
 

@@ -9,10 +9,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from benchmarks.models.gpt import GPT, Sizes, init_gpt2, layers, tensor_plan
+from benchmarks.models.gpt import (
+    GPT,
+    Sizes,
+    chunked_cross_entropy,
+    init_gpt2,
+    layers,
+    tensor_plan,
+)
 from tests.helpers import assert_same
 from tests.shard.processes import run
-from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 from torchgpipe.sequential import original_names
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
@@ -20,15 +27,16 @@ from torchgpipe.shard.nn.functional import parallel_cross_entropy
 SIZES = Sizes(33, 8, 16, 4, 3)
 
 
-def batches():
+def batches(has_padding=True):
     """Return mini-batches of uneven sizes, with padding that differs between samples."""
     generator = torch.Generator().manual_seed(0)
     results = []
     for samples in (7, 4, 5):
         tokens, target = torch.randint(33, (2, samples, 8), generator=generator)
-        for k in range(samples):
-            target[k, 8 - 2 * k % 8 :] = -100
-        target[0] = -100
+        if has_padding:
+            for k in range(samples):
+                target[k, 8 - 2 * k % 8 :] = -100
+            target[0] = -100
         results.append((tokens, target))
     return results
 
@@ -41,26 +49,34 @@ def whole(module):
     return {name: x.detach().clone() for name, x in original_names(parameters).items()}
 
 
-def split(axes, is_tied, smoothing, sequence_parallel, options):
-    """Train on a rank; return its losses and norms of gradients, and its parameters."""
+def split(axes, is_tied, smoothing, sequence_parallel, options, chunk=None):
+    """Train on a rank; return its losses and norms of gradients, and its parameters.
+
+    Args:
+        chunk: The number of tokens of a chunk of the loss; ``None`` for scores in the model.
+    """
     mesh = init_mesh(**axes, device_type='cpu')
     with torch.device('meta'):
-        module = layers(GPT(SIZES._replace(tied=is_tied))).double()
+        module = layers(GPT(SIZES._replace(tied=is_tied)), chunk is None).double()
     model = DistributedGPipe(
         module,
         [3, 2] if 'pipe' in axes else [5],
         mesh=mesh,
         chunks=2,
-        tensor_plan=tensor_plan(sequence_parallel),
+        tensor_plan=(
+            tensor_plan(sequence_parallel, with_scores=chunk is None) if 'tensor' in axes else None
+        ),
         init=partial(init_gpt2, depth=3),
         **options,
     )
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     replicas = axes.get('data', 1)
     loss_fn = partial(parallel_cross_entropy, label_smoothing=smoothing)
+    if chunk is not None:
+        loss_fn = partial(chunked_cross_entropy, size=chunk)
     results = []
     first = whole(model)
-    for batch in batches():
+    for batch in batches(has_padding=chunk is None):
         tokens, target = (x.tensor_split(replicas)[mesh.get_local_rank('data')] for x in batch)
         results.append(model.step(tokens, target, loss_fn).item())
         results.append(model.clip_grad_norm_(0.5).item())
@@ -69,13 +85,13 @@ def split(axes, is_tied, smoothing, sequence_parallel, options):
     return results, first, whole(model)
 
 
-def unsplit(state, is_tied, smoothing):
+def unsplit(state, is_tied, smoothing, has_padding=True):
     """Return the same of a GPT in one process, from the initial values of the split one."""
     model = GPT(SIZES._replace(tied=is_tied)).double()
     model.load_state_dict(state)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     results = []
-    for tokens, target in batches():
+    for tokens, target in batches(has_padding):
         loss = F.cross_entropy(
             model(tokens).flatten(0, 1), target.flatten(), label_smoothing=smoothing
         )
@@ -115,3 +131,59 @@ def test_split_vocabulary_and_sequence(axes, is_tied, smoothing, options, sequen
     for results, _, last in outcomes:
         assert results == pytest.approx(expected, rel=1e-10)
         assert_same(last.values(), [parameters[name].detach() for name in last], 1e-10)
+
+
+@pytest.mark.parametrize('chunk', [3, 100])
+@pytest.mark.parametrize(
+    'axes, sequence_parallel, options',
+    [
+        ({}, False, {'checkpoint': 'always'}),
+        ({'pipe': 2}, False, {}),
+        ({'tensor': 2}, True, {}),
+        pytest.param({'data': 2}, False, {'data': 'shard'}, marks=slow),
+        pytest.param({'tensor': 4}, False, {'checkpoint': 'always'}, marks=slow),
+        pytest.param(EIGHT, True, {}, marks=slow),
+    ],
+)
+def test_a_loss_in_chunks_equals_the_loss_of_all_scores(axes, sequence_parallel, options, chunk):
+    settings = axes, True, 0.0, sequence_parallel, options, chunk
+    outcomes = run(prod(axes.values()), split, *settings)
+    state = {}
+    for _, first, _ in outcomes:
+        state.update(first)
+    expected, parameters = unsplit(state, True, 0.0, has_padding=False)
+    for results, _, last in outcomes:
+        assert results == pytest.approx(expected, rel=1e-10)
+        assert_same(last.values(), [parameters[name].detach() for name in last], 1e-10)
+
+
+def activations_of(tensor, chunk):
+    """Return the peak of activations of a GPT with many words, in a dry run, and its FLOPs."""
+    with torch.device('meta'):
+        module = layers(GPT(Sizes(8192, 256, 16, 4, 1)), chunk is None)
+    tokens = torch.empty(1, 256, dtype=torch.long, device='meta')
+    report = dry_run(
+        module,
+        [3],
+        tokens,
+        tokens,
+        parallel_cross_entropy if chunk is None else partial(chunked_cross_entropy, size=chunk),
+        mesh={'tensor': tensor},
+        checkpoint='never',
+        tensor_plan=tensor_plan(with_scores=chunk is None) if tensor > 1 else None,
+    )
+    return report.ranks[0].activations, report.stages[0]
+
+
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_scores_of_a_chunk_take_the_memory_of_a_chunk(tensor):
+    scores = 4 * 256 * 8192 // tensor
+    weight = 4 * 16 * 8192 // tensor
+    whole, _ = activations_of(tensor, None)
+    chunked, work = activations_of(tensor, 32)
+    assert whole > 1.9 * scores
+    # A chunk has its scores, their gradient and temporary values, beside gradients of the weight.
+    assert chunked < 4 * scores * 32 / 256 + 2 * weight
+    # The product with the vocabulary, its gradients, and in chunks of a split vocabulary again.
+    head = 2 * 256 * 16 * 8192 // tensor
+    assert work.forward_flops + work.backward_flops > (3 + (tensor > 1)) * head

@@ -75,9 +75,8 @@ def elements_of(x: Tensor, every: bool = False) -> Tensor | None:
         The elements; ``None`` if the tensor is not strided, has no data, or has another dtype.
     """
     x = x.detach()
-    if hasattr(x, '__tensor_flatten__') and x.layout is torch.strided:
-        names, _ = x.__tensor_flatten__()
-        x = getattr(x, names[0])  # a DTensor's part of the elements
+    if hasattr(x, 'to_local'):
+        x = x.to_local()  # a DTensor's part of the elements
     if x.is_meta or isinstance(x, FakeTensor) or x.layout is not torch.strided:
         return None
     if x.is_complex():
