@@ -1,8 +1,12 @@
 """The schedules of the literature: correct for any numbers, and as efficient as their papers
 promise."""
 
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 
+from torchgpipe.plan import Costs, StageCosts, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import SPLIT, V_SHAPED
 from torchgpipe.schedule.schedule import steps
@@ -74,18 +78,61 @@ def test_there_is_no_bubble():
         assert max(spans(make('zb-h1', n, 3 * n))) == 3 * 3 * n + n - 1
 
 
-def test_a_half_and_a_third_of_the_activations():
-    """From four devices on, half is enough for a block every six steps, but not for five."""
-    for n in range(1, 12):
+def test_activations_of_blocks():
+    """In activations of stages, two of which are one of 1F1B."""
+    for n in range(2, 17):
         for m in (1, 2, n, 2 * n, 4 * n):
-            half, least = make('v-half', n, m), make('v-min', n, m)
+            half = make('v-half', n, m)
+            least = make('v-min', n, m)
             assert half.stages == least.stages == make('zb-v', n, m).stages
-            assert max(most_in_flight(row, 'W') for row in half.rows) <= max(2, n)
-            assert max(most_in_flight(row, 'W') for row in least.rows) <= max(2, 0.4 * 2 * n)
-            if n > 3 and n != 5:
-                assert max(spans(half)) <= 6 * m + 4 * n - (3 if n % 3 == 0 else 5)
-            if n == 10:
-                assert max(spans(least)) == max(spans(half))
+            most_of_half = max(most_in_flight(row, 'W') for row in half.rows)
+            most_of_least = max(most_in_flight(row, 'W') for row in least.rows)
+            assert most_of_least <= most_of_half
+            if n == 2:
+                assert most_of_half <= 4
+            else:
+                assert most_of_half <= n + (1 if n % 2 else 3)
+            if n not in (2, 3, 5):
+                # A block lasts 4 n units, two turns 6 at most, and two delays of W 5 each.
+                assert most_of_least <= -(-(4 * n + 6 + 10) // 6)
+
+
+def figures(name, n, times):
+    """Return the time and the activations of a step with 4 n micro-batches, relative to 1F1B."""
+    results = []
+    for schedule, stages in ((name, 2 * n), ('1f1b', n)):
+        part = n / stages
+        f, i, w = (part * unit for unit in times)
+        costs = Costs([StageCosts(f, i + w, w, activation_bytes=part)] * stages)
+        simulation = simulate(make(schedule, n, 4 * n), costs)
+        most = max(most_in_flight(row, 'BW') for row in make(schedule, n, 4 * n).rows)
+        results.append((simulation.seconds, part * most))
+    (seconds, activations), (seconds_of_1f1b, activations_of_1f1b) = results
+    return activations / activations_of_1f1b, seconds / seconds_of_1f1b
+
+
+V_SHAPED_BY_MEMORY = ('v-min', 'v-half', 'zb-v')
+
+
+def test_no_v_shaped_schedule_is_slower_than_one_with_less_activations():
+    for n in range(2, 17):
+        for times in ((1, 1, 1), (2, 2, 1)):
+            points = [figures(name, n, times) for name in V_SHAPED_BY_MEMORY]
+            for (less, slower), (more, faster) in pairwise(points):
+                assert (less, slower) == (more, faster) or (less < more and slower > faster)
+                assert slower < 1.14
+
+
+def test_the_table_of_v_shaped_schedules_on_the_page():
+    page = Path(__file__).parents[2] / 'docs' / 'schedules.md'
+    lines = page.read_text().splitlines()
+    for n in range(2, 17):
+        cells = [str(n)]
+        for name in V_SHAPED_BY_MEMORY:
+            activations, even = figures(name, n, (1, 1, 1))
+            _, uneven = figures(name, n, (2, 2, 1))
+            cells += [f'{number:.2f}' for number in (activations, even, uneven)]
+        assert f'| {" | ".join(cells)} |' in lines
 
 
 def test_unknown_schedules_and_wrong_counts():

@@ -55,6 +55,7 @@ from torchgpipe.plan.transformers import (
     Transformer,
 )
 from torchgpipe.schedule.generators import NAMES, SPLIT, V_SHAPED, places, stages_per_device
+from torchgpipe.schedule.schedule import Schedule
 
 #: Schedules that a search tries by default: no other is faster in less memory.
 SCHEDULES = ('1f1b', 'interleaved', *SPLIT)
@@ -814,8 +815,15 @@ def _cases(
             f'none of the schedules {schedules} runs on {pipe} ranks, with {virtual} '
             f'stages on each and {max(numbers)} at most'
         )
+    # With few ranks, some names have the same order.
+    distinct: dict[Schedule, tuple[str, int]] = {}
+    for name, v in stages:
+        distinct.setdefault(schedule_of(name, pipe, pipe, v), (name, v))
     for (name, v), b, recomputation, sharding in product(
-        stages, sizes_of_micro_batches, recomputations, shardings if data > 1 else ['replicate']
+        distinct.values(),
+        sizes_of_micro_batches,
+        recomputations,
+        shardings if data > 1 else ['replicate'],
     ):
         yield _Case(sizes, name, v, b, recomputation, sharding)
 

@@ -16,12 +16,12 @@ wait for gradients::
 """
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 
-from torchgpipe.schedule.schedule import Action, Schedule, waits_for
+from torchgpipe.schedule.schedule import Action, Schedule
 
 Rows = list[list[Action]]
 
@@ -298,11 +298,17 @@ def _v_half(
     m: int,
     v: int,
 ) -> Rows:
-    """Half of the activations of 1F1B. The stages have the places of ``zb-v``.
+    """About half of the activations of 1F1B. The stages have the places of ``zb-v``.
 
-    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there V-Half.
+    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), there V-Half. A device holds
+    the activations of ``(n + 1) / 2`` of its micro-batches if ``n`` is odd, and of
+    ``(n + 3) / 2`` if it is even. With two devices, this is ``zb-v``.
     """
-    return _blocks(n, m, max(2, n))
+    if n == 2:
+        return _zb_v(n, m, v)
+    # With an even number, a longer turn keeps two actions from the same slot.
+    turns = (2, 1, 1) if n % 2 else (4, 2, 2)
+    return _blocks(n, m, (1, 2, 1, 2), turns)
 
 
 def _v_min(
@@ -310,105 +316,90 @@ def _v_min(
     m: int,
     v: int,
 ) -> Rows:
-    """At most two fifths of the activations of 1F1B: V-Min of the same paper.
+    """About a third of the activations of 1F1B: V-Min of the same paper.
 
-    With less than five devices, a whole number of activations is further from it.
+    A whole number of activations and the turns are further from it with few devices: half of them
+    with 4, 6 and 8. With 2, 3 and 5 devices, no block needs less than ``v-half``.
     """
-    return _blocks(n, m, max(2, 4 * n // 5))
+    if n in (2, 3, 5):
+        return _v_half(n, m, v)
+    turns = (1, 1, 1) if n % 3 else (3, 1, 3)
+    return _blocks(n, m, (1, 1, 1, 1), turns)
+
+
+#: The units of time between micro-batches: a device has ``F``, ``I`` and ``W`` of two stages.
+_INTERVAL = 6
 
 
 def _blocks(
     n: int,
     m: int,
-    most: int,
+    steps: tuple[int, ...],
+    turns: tuple[int, ...],
 ) -> Rows:
-    """Return the building block of the same paper for each micro-batch, in limited memory.
+    """Return the building block of the same paper for each micro-batch, at an interval.
 
-    In a block, F and I of one micro-batch follow each other through the V, each in a unit of time.
-    Blocks start at a constant interval, such that no device has two actions at a time. For 4
-    devices and 2 micro-batches::
+    In a block, ``F`` of a micro-batch passes the devices forth and back, and then ``I`` does. Each
+    of these four ways has a number of units per device, and each end has a turn. ``W`` takes the
+    slots of an interval that are left. For 4 devices, with steps and turns of 1::
 
-        0F0                         0F1 7F0 7I0                         7F1 7I1 0I0
-            1F0                 6F0         1F1 6I0                 6F1         1I0 6I1
-                2F0         5F0                 2F1 5I0         5F1         2I0
-                    3F0 4F0                         3F1 4I0 4F1         3I0
+        0F0                     0F1 7F0 7I0         7W0         7F1 7I1 0I0     7W1 0W0     …
+            1F0             6F0     1F1     6I0 6W0         6F1     1I0     6I1 6W1 1W0     …
+                2F0     5F0             2F1     5I0     5F1 5W0 2I0             5I1 2W0 5W1 …
+                    3F0 4F0                 3F1 4F1 4I0 3I0             4W0 3W0     4I1 3I1 …
 
-    The devices run these actions in this order as soon as possible, and W while they wait.
+    A device runs these actions in this order as soon as possible.
 
     Args:
-        most: The most activations of stages that a device holds. With fewer than blocks need at
-            an interval, a device may have to wait for itself. Then the interval is longer.
+        steps: By way, the units from one device to the next.
+        turns: The units between two ways.
     """
-    # A device has six actions in a block: F, I and W of two stages.
-    interval = 6
-    while True:
-        orders = [_one_by_one(device, n, m, interval) for device in range(n)]
-        rows = _in_order(orders, most)
-        if rows is not None:
-            return rows
-        interval += 2  # Actions forth and back have different parities.
+    return [_row_of_blocks(device, n, m, steps, turns) for device in range(n)]
 
 
-def _one_by_one(
-    forth: int,
+def _row_of_blocks(
+    device: int,
     n: int,
     m: int,
-    interval: int,
+    steps: tuple[int, ...],
+    turns: tuple[int, ...],
 ) -> list[Action]:
-    """Return F and I of device ``forth`` in the order of blocks at an interval."""
-    back = 2 * n - 1 - forth
-    turn = 2 * n
-    if turn % interval == 0:
-        turn += 2  # I forth is never at the same time as F forth.
+    """Return the actions of a device in the order of blocks."""
+    forth = device
+    back = 2 * n - 1 - device
+    rest = n - 1 - device
+    ways = ((forth, 'F', device), (back, 'F', rest), (back, 'I', device), (forth, 'I', rest))
+
+    # The units at which the first micro-batch has its actions.
+    units: dict[tuple[int, str], int] = {}
+    start = 0
+    for (stage, kind, devices), step, turn in zip(ways, steps, (*turns, 0)):
+        units[stage, kind] = start + step * devices
+        start += step * (n - 1) + turn
+
+    slots = {unit % _INTERVAL for unit in units.values()}
+    one, other = {*range(_INTERVAL)} - slots
+    pairs = []
+    for slot_of_back, slot_of_forth in ((one, other), (other, one)):
+        w_back = _next_in(slot_of_back, units[back, 'I'])
+        w_forth = _next_in(slot_of_forth, units[forth, 'I'])
+        pairs.append((w_back + w_forth, w_back, w_forth))
+    # Activations are held until W.
+    _, units[back, 'W'], units[forth, 'W'] = min(pairs)
+
     timed = []
     for i in range(m):
-        start = interval * i
-        timed += [
-            (start + forth, Action(forth, 'F', i)),
-            (start + back, Action(back, 'F', i)),
-            (start + turn + forth, Action(back, 'I', i)),
-            (start + turn + back, Action(forth, 'I', i)),
-        ]
+        for (stage, kind), unit in units.items():
+            timed.append((unit + _INTERVAL * i, Action(stage, kind, i)))
     return [action for _, action in sorted(timed)]
 
 
-def _in_order(
-    orders: list[list[Action]],
-    most: int,
-) -> Rows | None:
-    """Return rows with F and I in these orders and W where they wait; ``None`` in a deadlock."""
-    actions = {*chain.from_iterable(orders)}
-    done = set[Action]()
-    rows: Rows = [[] for _ in orders]
-    queues = [*map(deque, orders)]
-    # By device, the W of each I so far.
-    weights = [deque[Action]() for _ in orders]
-    # By device, the number of stages' activations.
-    held = Counter[int]()
-
-    while any(queues) or any(weights):
-        step = {}
-        for device, queue in enumerate(queues):
-            # I does not wait for memory, because the W after it frees some.
-            fits = queue and (queue[0].kind == 'I' or held[device] < most)
-            if fits and done.issuperset(waits_for(queue[0], actions)):
-                step[device] = queue.popleft()
-            elif weights[device]:
-                step[device] = weights[device].popleft()
-        # A device at its limit of activations waits for itself.
-        if not step:
-            return None
-        # After the choice for all devices, because a predecessor has to end in an earlier step.
-        for device, action in step.items():
-            rows[device].append(action)
-            done.add(action)
-            if action.kind == 'F':
-                held[device] += 1
-            elif action.kind == 'I':
-                weights[device].append(action._replace(kind='W'))
-            else:
-                held[device] -= 1
-    return rows
+def _next_in(
+    slot: int,
+    unit: int,
+) -> int:
+    """Return the first unit after another one in a slot of the interval."""
+    return unit + 1 + (slot - unit - 1) % _INTERVAL
 
 
 #: The schedules, by name.
