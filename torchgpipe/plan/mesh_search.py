@@ -648,8 +648,9 @@ def plan_mesh(
         shardings: ``'replicate'`` and ``'shard'``, to try: ``data`` of
             :class:`~torchgpipe.distributed.DistributedGPipe`.
         overlap: Axes whose collectives run concurrently with computation, of ``'data'`` and
-            ``'tensor'``. By default, collectives over replicas run beside actions of other
-            stages, as they do in this library. An empty list means no overlap at all.
+            ``'tensor'``. By default, collectives over replicas overlap as in this library:
+            gradients are reduced in buckets within the last backward of their stage, and
+            parameters are gathered while other stages run. An empty list means no overlap at all.
         balance: The layers of each stage; by default stages are equally fast.
         timeout: Approximate time in seconds for the measurement of layers.
 

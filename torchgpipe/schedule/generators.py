@@ -354,7 +354,11 @@ def _blocks(
         steps: By way, the units from one device to the next.
         turns: The units between two ways.
     """
-    return [_row_of_blocks(device, n, m, steps, turns) for device in range(n)]
+    rows = []
+    for device in range(n):
+        row = _row_of_blocks(device, n, m, steps, turns)
+        rows.append(row)
+    return rows
 
 
 def _row_of_blocks(
@@ -367,39 +371,42 @@ def _row_of_blocks(
     """Return the actions of a device in the order of blocks."""
     forth = device
     back = 2 * n - 1 - device
-    rest = n - 1 - device
-    ways = ((forth, 'F', device), (back, 'F', rest), (back, 'I', device), (forth, 'I', rest))
+    after = n - 1 - device
+    # The way of F and of I through the V: stage, kind, and the devices passed before.
+    ways = [
+        (forth, 'F', device),
+        (back, 'F', after),
+        (back, 'I', device),
+        (forth, 'I', after),
+    ]
 
     # The units at which the first micro-batch has its actions.
     units: dict[tuple[int, str], int] = {}
     start = 0
-    for (stage, kind, devices), step, turn in zip(ways, steps, (*turns, 0)):
-        units[stage, kind] = start + step * devices
+    turns = (*turns, 0)
+    for way, step, turn in zip(ways, steps, turns):
+        stage, kind, passed = way
+        units[stage, kind] = start + step * passed
         start += step * (n - 1) + turn
 
     slots = {unit % _INTERVAL for unit in units.values()}
-    one, other = {*range(_INTERVAL)} - slots
-    pairs = []
-    for slot_of_back, slot_of_forth in ((one, other), (other, one)):
-        w_back = _next_in(slot_of_back, units[back, 'I'])
-        w_forth = _next_in(slot_of_forth, units[forth, 'I'])
-        pairs.append((w_back + w_forth, w_back, w_forth))
+    free = {*range(_INTERVAL)} - slots
     # Activations are held until W.
-    _, units[back, 'W'], units[forth, 'W'] = min(pairs)
+    for stage in (back, forth):
+        unit = units[stage, 'I'] + 1
+        while unit % _INTERVAL not in free:
+            unit += 1
+        units[stage, 'W'] = unit
+        free.remove(unit % _INTERVAL)
 
     timed = []
     for i in range(m):
+        start = _INTERVAL * i
         for (stage, kind), unit in units.items():
-            timed.append((unit + _INTERVAL * i, Action(stage, kind, i)))
-    return [action for _, action in sorted(timed)]
-
-
-def _next_in(
-    slot: int,
-    unit: int,
-) -> int:
-    """Return the first unit after another one in a slot of the interval."""
-    return unit + 1 + (slot - unit - 1) % _INTERVAL
+            action = Action(stage, kind, i)
+            timed.append((start + unit, action))
+    timed.sort()
+    return [action for _, action in timed]
 
 
 #: The schedules, by name.
