@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models.attention import attend, by_heads, heads_of
+from torchgpipe.distributed import SequenceColwiseParallel
 from torchgpipe.sequential import from_stages
 from torchgpipe.shard.nn import Experts
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
@@ -324,24 +325,25 @@ def tensor_plan(sequence_parallel: bool = False, with_scores: bool = True) -> di
                             └─ tokens of a rank ─┘    └──── heads of a rank ────┘   └─ tokens …
         with_scores: Whether the head returns scores: see :func:`layers`.
     """
-    between = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {
         '*.wte': RowwiseParallel(input_layouts=Replicate()),
-        '*.c_attn': ColwiseParallel(input_layouts=between),
-        '*.c_fc': ColwiseParallel(input_layouts=between),
-        '*.c_proj': RowwiseParallel(output_layouts=between),
-        '*lm_head': ColwiseParallel(
-            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-        ),
+        '*.c_attn': ColwiseParallel(),
+        '*.c_fc': ColwiseParallel(),
+        '*.c_proj': RowwiseParallel(),
+        '*lm_head': ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    if not with_scores:
-        plan['*lm_head'] = SplitByVocabulary()
     if sequence_parallel:
         # The embedding of positions is whole on each rank, so the sum is divided after it.
         plan['0'] = PrepareModuleOutput(
             output_layouts=Replicate(), desired_output_layouts=Shard(1)
         )
         plan['*.ln_*'] = SequenceParallel()
+        plan['*.c_attn'] = SequenceColwiseParallel()
+        plan['*.c_fc'] = SequenceColwiseParallel()
+        plan['*.c_proj'] = RowwiseParallel(output_layouts=Shard(1))
+        plan['*lm_head'] = SequenceColwiseParallel(use_local_output=False)
+    if not with_scores:
+        plan['*lm_head'] = SplitByVocabulary()
     return plan
 
 

@@ -34,11 +34,13 @@ from typing import TYPE_CHECKING, Any
 from torchgpipe.distributed.checkpoint import load_checkpoint, save_checkpoint
 from torchgpipe.distributed.mesh import init_mesh
 from torchgpipe.distributed.model import DistributedGPipe
+from torchgpipe.distributed.styles import SequenceColwiseParallel
 from torchgpipe.shard.averaging import GradScaler
 
 __all__ = [
     'DistributedGPipe',
     'GradScaler',
+    'SequenceColwiseParallel',
     'dry_run',  # noqa: F822  see __getattr__
     'init_mesh',
     'load_checkpoint',
