@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from tests.distributed.models import batch, perceptron, unet
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, init_mesh, steps
-from torchgpipe.distributed.transport import AHEAD, Messages, outline_of
+from torchgpipe.distributed.transport import Messages, outline_of
 from torchgpipe.schedule import make
-from torchgpipe.schedule.messages import receiving_early, with_messages
+from torchgpipe.schedule.messages import AHEAD, receiving_early, with_messages
 
 
 def sent():

@@ -43,8 +43,9 @@ def test_costs_of_a_case_by_hand():
                 # All 16 micro-batches of two sequences are there from the start.
                 waiting = (not k) * 16 * 8 * 2 * 2048
                 assert stage.resident_bytes == pytest.approx(
-                    waiting + (10 if shards else 18) * number
+                    waiting + (6 if shards else 14) * number
                 ), (dtype, data)
+                assert stage.gradient_bytes == pytest.approx(4 * number)
                 assert stage.gathered_bytes == pytest.approx(2 * number * shards), (dtype, data)
                 assert stage.recomputed == 16, (dtype, data)
 

@@ -43,6 +43,13 @@ Gradients = list[tuple[Tensor, Tensor]]
 #: The bytes at which a bucket of gradients ends, as in PyTorch's DDP.
 BUCKET = 25 * 2**20
 
+#: The number of blocks of rows into which the loss of many split scores is divided. Blocks reduce
+#: the further memory, besides scores and gradient, for a few more operations.
+LOSS_BLOCKS = 8
+
+#: The largest number of scores in a single block.
+LOSS_BLOCK = 1 << 20
+
 #: The results of a backward.
 Grads = tuple[Tensor | None, ...]
 

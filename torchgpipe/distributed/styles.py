@@ -89,7 +89,9 @@ def _forward(module: Any, x: Tensor) -> Tensor:
         return y
     # Ranks may have unequal numbers of features.
     shape = torch.Size((*y.shape[:-1], module.weight.size(0)))
-    stride = torch.empty(shape, device='meta').stride()
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * size)
     last = Shard(y.dim() - 1)
     return DTensor.from_local(
         y,
@@ -97,7 +99,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
         [last],
         run_check=False,
         shape=shape,
-        stride=stride,
+        stride=tuple(stride),
     )
 
 

@@ -53,6 +53,7 @@ from torchgpipe.engine.run import Run
 from torchgpipe.engine.scheduled import Loss, Step
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import (
+    AHEAD,
     Item,
     Message,
     Receive,
@@ -62,9 +63,6 @@ from torchgpipe.schedule.messages import (
     last_backwards,
 )
 from torchgpipe.skip.transfer import Skip
-
-#: How many messages to one rank may be in flight at once, on the CPU.
-AHEAD = 4
 
 
 class Outline(NamedTuple):

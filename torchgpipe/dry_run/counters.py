@@ -159,7 +159,8 @@ class Counter(DispatchMode):
                     Collective(operation, group, max(_bytes_in(each) for each in (*args, result)))
                 )
         for x in [result] if isinstance(result, Tensor) else tree_leaves(result):
-            if is_plain(x):  # Tensors that wrap others have no memory.
+            # Tensors that wrap others have no memory, nor do tensors on the meta device.
+            if is_plain(x) and x.device.type != 'meta':
                 self._see(x)
         return result
 

@@ -33,12 +33,12 @@ from torchgpipe.distributed.replicas import Replicas
 from torchgpipe.distributed.starts import Start, Starts
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.distributed.ties import Ties
-from torchgpipe.distributed.transport import AHEAD, Header, Messages
+from torchgpipe.distributed.transport import Header, Messages
 from torchgpipe.dry_run.counters import Counter
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.losses import Losses
 from torchgpipe.schedule import Action, Schedule
-from torchgpipe.schedule.messages import Message, Row, UnitAction
+from torchgpipe.schedule.messages import AHEAD, Message, Row, UnitAction
 from torchgpipe.shard.collectives import F
 from torchgpipe.shard.sums import local
 

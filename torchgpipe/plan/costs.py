@@ -149,6 +149,8 @@ class LayerProfile:
     #: The number of parameters that require a gradient. If ``None``, a plan for a mesh divides
     #: their bytes by the bytes of a parameter that it is given.
     trainable_parameters: int | None = None
+    #: The number of values in the largest of them; all of them if ``None``.
+    largest_parameter: int | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -378,6 +380,26 @@ class Link:
 Links = Link | Sequence[Sequence[Link]]
 
 
+class Halves(NamedTuple):
+    """The memory that a backward of a stage needs while it runs, in halves of its time.
+
+    ::
+
+        layers      3      2      1   │   0
+        in use      activations       │   gradients of parameters, but for layer 0
+                    first             │   second
+
+    Args:
+        first: Bytes in addition to all activations.
+        second: Bytes in the backward of the first layer, its activations included.
+        share: The part of the gradients of parameters that belongs to the first layer.
+    """
+
+    first: float
+    second: float
+    share: float
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """Seconds and bytes of one stage for one micro-batch.
@@ -421,6 +443,14 @@ class StageCosts:
     buckets: int = 1
     #: Seconds of the optimizer.
     update: float = 0.0
+    #: Gradients of parameters, in use from the end of the first backward until the optimizer.
+    gradient_bytes: float = 0.0
+    #: Copies of gradients of parameters while replicas reduce them.
+    bucket_bytes: float = 0.0
+    #: Whether ``W`` computes something. Otherwise, ``I`` frees the activations.
+    is_split: bool = True
+    #: The memory of ``B`` in halves, if known. Then ``backward_bytes`` are for ``I``.
+    halves: Halves | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -476,6 +506,8 @@ class Costs:
     #: reduction starts with the last backward. ``False`` means before the first and after the last
     #: action of the device.
     overlap: bool | None = None
+    #: The number of the last messages to each neighbour that a device holds.
+    messages: int = 0
 
     def __post_init__(self) -> None:
         last = len(self.stages) - 1
@@ -573,6 +605,7 @@ class Costs:
                 backward_bytes=max(blocks.passing[layers]) / m,
                 output_bytes=blocks.inputs[end] / m,
                 resident_bytes=resident_bytes,
+                is_split=any(weight_backward[layers]),
             )
             stages.append(stage)
         return Costs(tuple(stages), _between(blocks.skips, balance, m), links)

@@ -30,7 +30,7 @@ is periodic, and some hold the activations of all.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from math import ceil, inf, prod
 from typing import Any, NamedTuple, overload
 
@@ -42,7 +42,7 @@ from torchgpipe.base.errors import format_bytes
 from torchgpipe.base.settings import AXES, name_of
 from torchgpipe.base.structure import BUCKET, Value
 from torchgpipe.plan.balance import Profile, fastest, positive
-from torchgpipe.plan.costs import Costs, LayerProfile, Link, StageCosts, memory_limits
+from torchgpipe.plan.costs import Costs, Halves, LayerProfile, Link, StageCosts, memory_limits
 from torchgpipe.plan.profile import profile
 from torchgpipe.plan.progress import progress
 from torchgpipe.plan.search import SHARDINGS, MeshPlan, Plan, plan_devices, schedule_of
@@ -55,6 +55,7 @@ from torchgpipe.plan.transformers import (
     Transformer,
 )
 from torchgpipe.schedule.generators import NAMES, SPLIT, V_SHAPED, places, stages_per_device
+from torchgpipe.schedule.messages import AHEAD
 from torchgpipe.schedule.schedule import Schedule
 
 #: Schedules that a search tries by default: no other is faster in less memory.
@@ -71,28 +72,30 @@ HOPELESS = 1.2
 Layers = Transformer | Profile | Mapping[int, Profile]
 
 
-def _profile_of(
-    model: Layers,
-    machine: Machine,
-    tensor: int,
-    micro_batch: int,
-    recomputation: str,
-    overlap: bool,
-) -> Profile:
+class _Setting(NamedTuple):
+    """The settings on which the costs of layers depend."""
+
+    tensor: int
+    micro_batch: int = 1
+    recomputation: str = 'none'
+    sharding: str = 'replicate'
+
+
+def _profile_of(model: Layers, machine: Machine, setting: _Setting, overlap: bool) -> Profile:
     """Return the profile of a rank's layers, for one micro-batch.
 
     Raises:
         ValueError: These ranks have none.
     """
     if isinstance(model, Transformer):
-        return model.profile(machine, tensor, micro_batch, recomputation, overlap)
+        return model.profile(machine, *setting, overlap=overlap)
     profiles = {1: model} if isinstance(model, Profile) else model
-    if tensor not in profiles:
+    if setting.tensor not in profiles:
         raise ValueError(
-            f'there is no profile for {tensor} ranks of the tensor axis, only for '
+            f'there is no profile for {setting.tensor} ranks of the tensor axis, only for '
             f'{", ".join(map(str, profiles))}'
         )
-    return profiles[tensor].scaled(micro_batch)
+    return profiles[setting.tensor].scaled(setting.micro_batch)
 
 
 class _Case(NamedTuple):
@@ -104,6 +107,11 @@ class _Case(NamedTuple):
     micro_batch: int
     recomputation: str
     data: str
+
+    @property
+    def setting(self) -> _Setting:
+        """The settings on which the costs of layers depend."""
+        return _Setting(self.mesh[2], self.micro_batch, self.recomputation, self.data)
 
 
 #: Bounds on the seconds and the bytes of a candidate.
@@ -131,6 +139,8 @@ class _Stages(NamedTuple):
     balance: tuple[int, ...]
     #: By stage, the number of parameters that require a gradient.
     trainable: tuple[float, ...]
+    #: By stage, the number of values in the largest of them.
+    largest: tuple[float, ...]
     #: By stage, the bytes of the other parameters.
     frozen: tuple[float, ...]
 
@@ -159,6 +169,10 @@ class _Replicated(NamedTuple):
 
     #: Bytes in use throughout the step, in addition to frozen parameters.
     resident: float
+    #: Bytes of gradients.
+    gradients: float
+    #: Bytes of the copies of gradients in buckets at the end.
+    bucket: float
     #: Bytes of whole parameters while they are gathered.
     gathered: float
     #: Seconds.
@@ -199,6 +213,22 @@ def _ends(simulation: Simulation) -> tuple[float, float]:
     return data / len(last), update / len(last)
 
 
+def _halves(input_bytes: float, layers: Sequence[LayerProfile]) -> tuple[float, float]:
+    """Return the bytes that a backward needs beside activations, and with the first layer alone.
+
+    A layer needs the gradients of its input and output, when later layers have freed theirs.
+    """
+    freed = 0.0
+    most = 0.0
+    needed = 0.0
+    inputs = [input_bytes, *(x.output_bytes for x in layers)]
+    for x, before, after in reversed([*zip(layers, inputs, inputs[1:])]):
+        needed = before + after + x.backward_bytes
+        most = max(most, needed - freed)
+        freed += x.activation_bytes
+    return most, layers[0].activation_bytes + needed
+
+
 class MeshSearch:
     """A search over meshes, for one model on one machine.
 
@@ -232,24 +262,15 @@ class MeshSearch:
         self._parameter_costs = cache(self._replicate)
         self._chains = cache(self._compute)
 
-    def _measure(self, linked: bool, tensor: int, micro_batch: int, recomputation: str) -> Profile:
+    def _measure(self, linked: bool, setting: _Setting) -> Profile:
         machine = self._machine if linked else self._machine.without_links()
-        return _profile_of(
-            self._model, machine, tensor, micro_batch, recomputation, 'tensor' in self._overlap
-        )
+        return _profile_of(self._model, machine, setting, 'tensor' in self._overlap)
 
-    def _divide(
-        self,
-        linked: bool,
-        tensor: int,
-        micro_batch: int,
-        recomputation: str,
-        where: tuple[int, ...],
-    ) -> _Stages:
+    def _divide(self, linked: bool, setting: _Setting, where: tuple[int, ...]) -> _Stages:
         """Divide the layers into stages on the given ranks."""
-        mode = 'always' if recomputation == 'full' else 'never'
-        balance = tuple(self._balance or self._even(tensor, mode, len(where)))
-        profile = self._profile(linked, tensor, micro_batch, recomputation).counted_once(
+        mode = 'always' if setting.recomputation == 'full' else 'never'
+        balance = tuple(self._balance or self._even(setting.tensor, mode, len(where)))
+        profile = self._profile(linked, setting).counted_once(
             [rank for rank, number in zip(where, balance) for _ in range(number)]
         )
         costs = Costs.of(
@@ -262,24 +283,48 @@ class MeshSearch:
             split=self._machine.split,
         )
         trainable = []
+        largest = []
         frozen = []
+        stages = []
         cuts = [0, *accumulate(balance)]
-        for start, end in pairwise(cuts):
+        for start, end, stage in zip(cuts, cuts[1:], costs.stages):
             layers = profile.layers[start:end]
+            input_bytes = profile.layers[start - 1].output_bytes if start else profile.input_bytes
+            first, second = _halves(input_bytes, layers)
+            numbers = [self._trainable(layer) for layer in layers]
+            largest.append(max(map(self._largest, layers)))
+            share = numbers[0] / max(1.0, sum(numbers))
+            stages.append(replace(stage, halves=Halves(first, second, share)))
             trainable.append(sum(map(self._trainable, layers)))
             frozen.append(float(sum(layer.frozen_bytes for layer in layers)))
-        return _Stages(costs, balance, tuple(trainable), tuple(frozen))
+        costs = replace(costs, stages=tuple(stages))
+        return _Stages(costs, balance, tuple(trainable), tuple(largest), tuple(frozen))
+
+    def _largest(self, layer: LayerProfile) -> float:
+        """Return the number of values in the largest parameter that requires a gradient."""
+        if layer.largest_parameter is not None:
+            return layer.largest_parameter
+        return self._trainable(layer)
 
     def _trainable(self, layer: LayerProfile) -> float:
         """Return the number of parameters of a layer that require a gradient."""
         if layer.trainable_parameters is not None:
             return layer.trainable_parameters
-        size = self._model.size if isinstance(self._model, Transformer) else self._state.parameter
+        size = self._state.parameter
+        if isinstance(self._model, Transformer):
+            size = self._model.size
         return (layer.parameter_bytes - layer.frozen_bytes) / size
+
+    @property
+    def _gathered_size(self) -> float:
+        """The bytes of a parameter that FSDP gathers."""
+        if isinstance(self._model, Transformer) and self._model.eager:
+            return self._model.size
+        return self._state.parameter
 
     def _equally_fast(self, tensor: int, mode: str, number: int) -> Sequence[int]:
         """Return the balance with equally fast stages, of any micro-batch."""
-        profile = self._profile(True, tensor, 1, 'none')
+        profile = self._profile(True, _Setting(tensor))
         return fastest(profile, profile.blocks(1, 0.0), number, mode)
 
     def stages(self, tensor: int) -> Collection[int]:
@@ -289,7 +334,7 @@ class MeshSearch:
             ValueError: The ranks of the tensor axis cannot share the layers, or the balance is for
                 other layers.
         """
-        number = len(self._profile(True, tensor, 1, 'none').layers)
+        number = len(self._profile(True, _Setting(tensor)).layers)
         if self._balance is None:
             return range(1, number + 1)
         if sum(self._balance) != number or min(self._balance) < 1:
@@ -302,18 +347,16 @@ class MeshSearch:
 
     def _stages_of(self, case: _Case, linked: bool = True) -> _Stages:
         where = places(case.schedule, case.mesh[1], case.virtual)
-        return self._stages(linked, case.mesh[2], case.micro_batch, case.recomputation, where)
+        return self._stages(linked, case.setting, where)
 
     def costs(self, case: _Case, linked: bool = True) -> Costs:
         """Return the costs of a case; without links, no message or collective takes time."""
-        _, pipe, tensor = case.mesh
+        data, pipe, tensor = case.mesh
         m = self.chunks(case)
         machine = self._machine if linked else self._machine.without_links()
         stages: list[StageCosts] = []
         # The first stage has the input of all micro-batches from the start.
-        waiting = (m - 1) * self._profile(
-            True, tensor, case.micro_batch, case.recomputation
-        ).input_bytes
+        waiting = (m - 1) * self._profile(True, case.setting).input_bytes
         computed = self._stages_of(case, linked).costs
         for stage, parameters in zip(computed.stages, self._replicated(case, linked)):
             stages.append(
@@ -321,6 +364,8 @@ class MeshSearch:
                     stage,
                     recomputed=m if case.recomputation == 'full' else 0,
                     resident_bytes=stage.resident_bytes + parameters.resident + waiting,
+                    gradient_bytes=parameters.gradients,
+                    bucket_bytes=parameters.bucket,
                     gather=parameters.gather,
                     gathered_bytes=parameters.gathered,
                     reduction=parameters.reduction,
@@ -329,33 +374,34 @@ class MeshSearch:
                 )
             )
             waiting = 0
-        links = machine.links(pipe, tensor, case.mesh[0])
-        return Costs((*stages,), computed.skips, links, self._overlaps)
+        links = machine.links(pipe, tensor, data)
+        return Costs((*stages,), computed.skips, links, self._overlaps, AHEAD)
 
     def _replicated(self, case: _Case, linked: bool = True) -> tuple[_Replicated, ...]:
         """Return by stage the costs of parameters."""
         where = places(case.schedule, case.mesh[1], case.virtual)
         # The times of micro-batches do not matter here.
-        return self._parameter_costs(linked, case.mesh, case.recomputation, where, case.data)
+        setting = case.setting._replace(micro_batch=1)
+        return self._parameter_costs(linked, case.mesh, setting, where)
 
     def _replicate(
         self,
         linked: bool,
         mesh: tuple[int, int, int],
-        recomputation: str,
+        setting: _Setting,
         where: tuple[int, ...],
-        sharding: str,
     ) -> tuple[_Replicated, ...]:
         data, pipe, tensor = mesh
+        sharding = setting.sharding
         state = self._state
         machine = self._machine if linked else self._machine.without_links()
-        stages = self._stages(linked, tensor, 1, recomputation, where)
+        stages = self._stages(linked, setting, where)
         shards = sharding == 'shard'
         frees = self._frees(sharding, data)
-        kept = state.on_a_rank(sharding, data, freed=frees)
+        kept = state.on_a_rank(sharding, data, freed=frees) - state.gradient
         costs = []
-        for trainable, frozen in zip(stages.trainable, stages.frozen):
-            whole = trainable * state.parameter + frozen
+        for trainable, largest, frozen in zip(stages.trainable, stages.largest, stages.frozen):
+            whole = trainable * self._gathered_size + frozen
             gradients = machine.gather(trainable * state.gradient, data, pipe * tensor)
             resident = trainable * kept
             if shards:
@@ -364,6 +410,11 @@ class MeshSearch:
             costs.append(
                 _Replicated(
                     resident,
+                    trainable * state.gradient,
+                    # FSDP has no copies.
+                    0.0
+                    if shards or data == 1
+                    else min(trainable * state.gradient, BUCKET + largest * state.gradient),
                     whole if frees else 0.0,
                     machine.gather(whole, data, pipe * tensor) if shards else 0.0,
                     gradients if shards else 2 * gradients,
@@ -374,17 +425,10 @@ class MeshSearch:
             )
         return tuple(costs)
 
-    def _compute(
-        self,
-        tensor: int,
-        micro_batch: int,
-        recomputation: str,
-        where: tuple[int, ...],
-        splits: bool,
-    ) -> list[_RankWork]:
+    def _compute(self, setting: _Setting, where: tuple[int, ...], splits: bool) -> list[_RankWork]:
         """Return the work of each rank for one micro-batch."""
-        stages = self._stages(True, tensor, micro_batch, recomputation, where).costs.stages
-        again = recomputation == 'full'
+        stages = self._stages(True, setting, where).costs.stages
+        again = setting.recomputation == 'full'
         #: By stage, the seconds from its forward to the end of the model and back. Recomputations
         #: run while a rank waits for gradients.
         rest = [*accumulate(x.forward + x.seconds('I' if splits else 'B') for x in stages[::-1])][
@@ -408,11 +452,11 @@ class MeshSearch:
 
     def bound(self, case: _Case) -> tuple[float, float]:
         """Return bounds on the seconds and the bytes of a case: [Note: Bounds of a mesh]."""
-        data, _, tensor = case.mesh
+        data = case.mesh[0]
         m = self.chunks(case)
         splits = case.schedule in SPLIT
         where = places(case.schedule, case.mesh[1], case.virtual)
-        ranks = self._chains(tensor, case.micro_batch, case.recomputation, where, splits)
+        ranks = self._chains(case.setting, where, splits)
         parameters = self._replicated(case)
         seconds = bytes = start = end = 0.0
         for rank, (x, held) in enumerate(zip(ranks, self.in_flight(case))):
@@ -427,14 +471,12 @@ class MeshSearch:
             seconds = max(seconds, start + work + end)
             start += x.forward
             end += x.last
-            gathered = min(stage.gathered for stage in own)
-            bytes = max(
-                bytes,
-                x.resident
-                + gathered
-                + held * x.activations
-                + sum(stage.resident for stage in own),
+            # Activations come before gradients.
+            moving = max(
+                held * x.activations + min(stage.gathered for stage in own),
+                sum(stage.gradients for stage in own),
             )
+            bytes = max(bytes, x.resident + sum(stage.resident for stage in own) + moving)
         return seconds, bytes
 
     def _exposed(

@@ -46,6 +46,7 @@ from torchgpipe.plan.balance import (
 from torchgpipe.plan.costs import (
     Blocks,
     Costs,
+    Halves,
     Link,
     Links,
     MemoryLimit,
@@ -400,6 +401,13 @@ def _links(row: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
     return tuple(Link(**link) for link in row)
 
 
+def _stage_costs(data: dict[str, Any]) -> StageCosts:
+    halves = data.get('halves')
+    if halves is not None:
+        halves = Halves(*halves)
+    return StageCosts(**{**data, 'halves': halves})
+
+
 def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     data.pop('version', None)
     costs = data['costs']
@@ -409,10 +417,11 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     else:
         links = tuple(_links(row) for row in costs['links'])
     data['costs'] = Costs(
-        tuple(StageCosts(**stage) for stage in costs['stages']),
+        tuple(map(_stage_costs, costs['stages'])),
         tuple(SkipProfile(**skip) for skip in costs['skips']),
         links,
         costs.get('overlap', False),
+        costs.get('messages', 0),
     )
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
     data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])

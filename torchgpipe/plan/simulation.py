@@ -20,6 +20,8 @@ For one micro-batch, :func:`bytes_over_time` counts on a device::
           B of the next stage ─▶ B          the gradient of the output
                               B ──▶ B       temporary memory of a backward
     F ─────────────────────────▶ B or W     the output of the last stage, or its gradient
+                       the first B ──▶ end  gradients of parameters
+    B ───▶ F or B of a later micro-batch    a message that has been sent, if devices hold some
 
 While a stage keeps its activations, its output is one of them. Copies start at once, so an input
 waits on the device that receives it.
@@ -136,7 +138,7 @@ class Simulation:
         times: Times = {x.action: x for x in self.actions}
         for device, size in enumerate(_resident(times, self.costs, self.devices)):
             parts[device]['resident'] = size
-        for hold in (*_holds(times, self.costs), *_gathered(self.collected, self.costs)):
+        for hold in _all_holds(times, self.costs, self.collected):
             if hold.start <= peaks[hold.device] < hold.end:
                 parts[hold.device][hold.kind] += hold.bytes
         return tuple(map(dict, parts))
@@ -471,9 +473,18 @@ def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
     return [0.0 if limit is None else max(0.0, size - limit) for size, limit in zip(bytes, limits)]
 
 
-#: Kinds of memory: in use throughout, saved for backward, inputs of stages, gradients of outputs,
-#: temporary, and the output of the model.
-MEMORY = ('resident', 'activations', 'inputs', 'gradients', 'backward', 'output')
+#: Kinds of memory: in use throughout, saved for backward, inputs of stages, gradients of outputs
+#: and of parameters, messages that were sent, temporary, and the output of the model.
+MEMORY = (
+    'resident',
+    'activations',
+    'inputs',
+    'gradients',
+    'parameter gradients',
+    'messages',
+    'backward',
+    'output',
+)
 
 
 class _Hold(NamedTuple):
@@ -499,6 +510,8 @@ def _gathered(collected: Iterable[Collected], costs: Costs) -> Iterator[_Hold]:
     for device, stage, kind, start, end in collected:
         if kind == 'gather':
             starts[stage] = start
+            # The parts of all ranks, before they are parameters.
+            yield _Hold(device, start, end, costs.stages[stage].gathered_bytes, 'resident')
         elif stage in starts:  # by a free or a reduction
             yield _Hold(
                 device, starts.pop(stage), end, costs.stages[stage].gathered_bytes, 'resident'
@@ -506,13 +519,13 @@ def _gathered(collected: Iterable[Collected], costs: Costs) -> Iterator[_Hold]:
 
 
 def bytes_over_time(
-    actions: Iterable[Timed], costs: Costs, devices: int, collected: Iterable[Collected] = ()
+    actions: Iterable[Timed], costs: Costs, devices: int, collected: Sequence[Collected] = ()
 ) -> tuple[Line, ...]:
     """Return the memory that each device holds over time."""
     times: Times = {x.action: x for x in actions}
     resident = _resident(times, costs, devices)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
-    for device, start, end, bytes, _ in chain(_holds(times, costs), _gathered(collected, costs)):
+    for device, start, end, bytes, _ in _all_holds(times, costs, collected):
         if bytes:
             changes[device] += [(start, bytes), (end, -bytes)]
     lines = []
@@ -529,6 +542,88 @@ def _is_recomputed(times: Times, costs: Costs, stage: int, i: int) -> bool:
     return (stage, 'R', i) in times or i < costs.stages[stage].recomputed
 
 
+def _all_holds(times: Times, costs: Costs, collected: Sequence[Collected]) -> Iterator[_Hold]:
+    """Yield all memory that is not in use throughout the step."""
+    yield from _holds(times, costs)
+    yield from _gathered(collected, costs)
+    end = max(timed.end for timed in times.values())
+    end = max(end, *(exchange.end for exchange in collected), end)
+    yield from _parameter_gradients(times, costs, end)
+    yield from _reduced(times, costs, collected)
+    if costs.messages:
+        yield from _sent(times, costs, end)
+
+
+def _parameter_gradients(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
+    """Yield the memory of gradients of parameters: see :class:`StageCosts`."""
+    first: dict[int, Timed] = {}
+    for (stage, kind, _), timed in times.items():
+        is_last_part = kind == 'B' or kind == ('W' if costs.stages[stage].is_split else 'I')
+        if is_last_part and (stage not in first or timed.end < first[stage].end):
+            first[stage] = timed
+    for stage, timed in first.items():
+        size = costs.stages[stage].gradient_bytes
+        middle = _middle(costs, timed)
+        halves = costs.stages[stage].halves
+        if halves is not None and middle < timed.end:
+            early = size * (1 - halves.share)
+            yield _Hold(timed.device, middle, timed.end, early, 'parameter gradients')
+        yield _Hold(timed.device, timed.end, end, size, 'parameter gradients')
+
+
+def _reduced(times: Times, costs: Costs, collected: Iterable[Collected]) -> Iterator[_Hold]:
+    """Yield the memory of the last buckets: copies of gradients, until their sums replace these.
+
+    Earlier buckets are reduced within the last backward, while it frees activations.
+    """
+    last: dict[int, float] = {}
+    for (stage, _, _), timed in times.items():
+        last[stage] = max(timed.end, last.get(stage, 0.0))
+    for device, stage, kind, start, end in collected:
+        if kind == 'reduction':
+            size = costs.stages[stage].bucket_bytes
+            yield _Hold(device, max(start, last[stage]), end, size, 'parameter gradients')
+
+
+def _middle(costs: Costs, timed: Timed) -> float:
+    """Return the time from which a backward holds gradients of parameters, not activations."""
+    stage, kind, _ = timed.action
+    costs_of_stage = costs.stages[stage]
+    is_backward = kind == 'B' or (kind == 'I' and not costs_of_stage.is_split)
+    if is_backward and costs_of_stage.halves is not None:
+        return (timed.start + timed.end) / 2
+    return timed.end
+
+
+def _sent(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
+    """Yield the memory of messages that a device has sent, while nothing else holds them."""
+    #: By sender and receiver, the time of each message, the time until something else holds it,
+    #: and its size.
+    messages: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for (stage, kind, i), timed in times.items():
+        if kind == 'F':
+            receiver = times.get((stage + 1, 'F', i))
+            size = costs.stages[stage].output_bytes
+            last = timed
+            if not _is_recomputed(times, costs, stage, i):
+                last = _last(times, costs, stage, i) or timed
+        elif kind in 'BI':
+            receiver = _backward(times, stage - 1, i)
+            size = costs.stages[stage - 1].output_bytes
+            last = timed
+        else:
+            continue
+        if receiver is not None and receiver.device != timed.device:
+            messages[timed.device, receiver.device].append((timed.end, last.end, size))
+    for (device, _), sent in messages.items():
+        sent.sort()
+        for k, (_, free, size) in enumerate(sent):
+            later = k + costs.messages
+            let_go = sent[later][0] if later < len(sent) else end
+            if let_go > free:
+                yield _Hold(device, free, let_go, size, 'messages')
+
+
 def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
     """Yield the memory that is not in use throughout the step."""
     end = max(x.end for x in times.values())
@@ -543,12 +638,18 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
         if kind == 'F':
             yield from _of_forward(times, costs, edges[stage], stage, i)
             if stage == len(costs.stages) - 1:
-                last = times.get((stage, 'W', i), _backward(times, stage, i))
+                last = _last(times, costs, stage, i)
                 yield _Hold(
                     timed.device, timed.end, last.end if last else end, each.output_bytes, 'output'
                 )
         elif kind in 'BI':
-            yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')
+            middle = _middle(costs, timed)
+            if each.halves is None or middle == timed.end:
+                yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')
+            else:
+                halves = each.halves
+                yield _Hold(timed.device, timed.start, middle, halves.first, 'backward')
+                yield _Hold(timed.device, middle, timed.end, halves.second, 'backward')
 
 
 def _of_forward(
@@ -558,11 +659,12 @@ def _of_forward(
     each = costs.stages[stage]
     forward = times[stage, 'F', i]
     backward = _backward(times, stage, i)
-    last = times.get((stage, 'W', i), backward) or forward
+    last = _last(times, costs, stage, i) or forward
     first = forward
     if _is_recomputed(times, costs, stage, i):
         first = times.get((stage, 'R', i), backward) or forward
-    yield _Hold(forward.device, first.start, last.end, each.activation_bytes, 'activations')
+    freed = _middle(costs, last)
+    yield _Hold(forward.device, first.start, freed, each.activation_bytes, 'activations')
     for source, bytes, waits in edges:
         before = times[source, 'F', i]
         gets = _backward(times, source, i)
@@ -574,6 +676,14 @@ def _of_forward(
             yield _Hold(forward.device, start, last.end, bytes, 'inputs')
         if backward is not None and gets is not None:
             yield _Hold(before.device, backward.end, gets.start, bytes, 'gradients')
+
+
+def _last(times: Times, costs: Costs, stage: int, i: int) -> Timed | None:
+    """Return the action that frees the activations of a micro-batch, if there is a backward."""
+    backward = _backward(times, stage, i)
+    if costs.stages[stage].is_split:
+        return times.get((stage, 'W', i), backward)
+    return backward
 
 
 def _backward(times: Times, stage: int, i: int) -> Timed | None:

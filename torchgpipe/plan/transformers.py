@@ -15,6 +15,12 @@ are repeated on each of its ranks, or with sequence parallelism divided by token
     gather ─ norm ─ qkv ─ attention ─ projection ─ reduce ─ norm ─ feed-forward ─ reduce
              tokens  heads and features             tokens          features
 
+A transformer that computes eagerly (``eager``) is one of this library's GPTs, such as the one of
+``train-gpt``. Under autocast, sums between blocks are in float32, and products have cached copies
+of their weights. The loss of whole scores has their logarithms in float32. Scores that ranks
+divide have a loss in blocks of rows: see :mod:`torchgpipe.shard.nn.loss`. So the memory of a plan
+is the memory of a dry run.
+
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM" (2021), for the operations; Korthikanti et al., "Reducing Activation Recomputation in
 Large Transformer Models" (2022), for the tensors that autograd saves, of which the formulas are
@@ -27,6 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import gcd, log, pow
 from typing import Any, NamedTuple
 
+from torchgpipe.base.structure import LOSS_BLOCK, LOSS_BLOCKS
 from torchgpipe.plan.balance import Profile, positive
 from torchgpipe.plan.costs import LayerProfile, Link, TieProfile, check_kinds, check_numbers
 from torchgpipe.schedule.schedule import KINDS
@@ -418,8 +425,11 @@ class Transformer:
     fused: bool = True
     #: Whether ranks of the tensor axis divide the other parts by tokens (sequence parallelism).
     sequence_parallel: bool = False
-    #: The dtype of products. Activations have it as well.
+    #: The dtype of products. Activations have it as well, but for an eager transformer.
     dtype: str = 'bfloat16'
+    #: Whether it computes as eager PyTorch does, with parameters in float32, under autocast if
+    #: products are not in float32, and without dropout. FSDP gathers parameters in the dtype.
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ('layers', 'width', 'heads', 'vocabulary', 'length'):
@@ -487,6 +497,7 @@ class Transformer:
         tensor: int = 1,
         micro_batch: int = 1,
         recomputation: str = 'none',
+        sharding: str = 'replicate',
         overlap: bool = False,
     ) -> Profile:
         """Return time and memory of each layer on one rank, for one micro-batch.
@@ -500,6 +511,7 @@ class Transformer:
             recomputation: One of ``'none'``, ``'selective'`` and ``'full'``. Attention that is
                 computed again is part of backward here. A full recomputation is not, because the
                 schedule has it.
+            sharding: ``'replicate'`` or ``'shard'``, which matters to an eager transformer only.
             overlap: Whether products run concurrently with the collectives beside them, in as many
                 steps as there are ranks, so that only the first step takes time of its own.
 
@@ -522,36 +534,48 @@ class Transformer:
         h = self.width
         t = tensor
         w = self.size
-        output = n * h * w // (t if self.sequence_parallel else 1)
+        is_autocast = self._is_autocast(sharding)
+        between = 4 if is_autocast else w
+        output = n * h * between // (t if self.sequence_parallel else 1)
         exchange = machine.all_reduce(n * h * w, t) / (t if overlap else 1)
         attention = self._attention(n, t, micro_batch)
-        others = self._others(n, t)
+        others = self._others(n, t, between)
         parts = [*others, attention]
         forward, backward, weights = self._seconds(machine, parts)
         split = machine.split * backward  # The halves repeat no collective and no recomputation.
+        if self._is_whole(t):
+            weights = split = 0.0
         saved = sum(part.saved for part in parts)
         if recomputation == 'selective':
             backward += self._seconds(machine, [attention])[0]
             saved -= attention.saved
         backward += 2 * exchange
+        parameters = self.block_parameters(t)
+        temporary = (4 * h * self._inner + w * n * self._inner) / t
+        if self.eager and self.sequence_parallel:
+            # A gradient of all tokens, and its copy in the order of samples if there are several.
+            temporary += w * n * h * (1 if micro_batch == 1 else 2)
+        elif self.eager and not (is_autocast and t > 1):
+            temporary -= output  # which has no gradient at the same time as the input
         block = LayerProfile(
             '',
             forward + 2 * exchange,
             backward,
-            w * self.block_parameters(t),
+            w * parameters,
             0,
-            0,
+            w * parameters * is_autocast,
             round(saved),
             output,
             input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
-            backward_bytes=round((4 * h * self._inner + w * n * self._inner) / t),
+            backward_bytes=round(max(0, temporary)),
+            largest_parameter=h * self._inner // t,
         )
         return Profile(
             (
-                self._embedding(machine, n, t, output),
+                self._embedding(machine, n, t, output, recomputation, sharding),
                 *(replace(block, name=str(k + 1)) for k in range(self.layers)),
-                self._head(machine, n, t),
+                self._head(machine, n, t, sharding),
             ),
             (),
             micro_batch,
@@ -564,6 +588,17 @@ class Transformer:
         """Return the weight that the embedding and the head share on a rank, if they do."""
         number = self.vocabulary * self.width // t
         return (TieProfile((0, self.layers + 1), self.size * number, number),) * self.tied
+
+    def _is_autocast(self, sharding: str) -> bool:
+        """Return whether products have copies of their weights, in another dtype."""
+        return self.eager and self.size < 4 and sharding == 'replicate'
+
+    def _is_whole(self, t: int) -> bool:
+        """Return whether a split backward computes all in its first half.
+
+        The engine cannot split a backward through DTensors, and through copies in another dtype.
+        """
+        return self.eager and (t > 1 or self.size < 4)
 
     def _tokens(self, n: float, t: int) -> float:
         """Return the tokens of a rank in the parts between collectives."""
@@ -594,8 +629,12 @@ class Transformer:
             operations=2 + mask,
         )
 
-    def _others(self, n: float, t: int) -> Iterator[_Work]:
-        """Yield the parts of a block but for attention."""
+    def _others(self, n: float, t: int, between: int) -> Iterator[_Work]:
+        """Yield the parts of a block but for attention.
+
+        Args:
+            between: The size of a number between blocks.
+        """
         w = self.size
         h = self.width
         f = self._hidden
@@ -606,7 +645,7 @@ class Transformer:
             yield _Work(
                 forward=own * h * (5 * w + mask),
                 backward=own * h * (6 * w + mask),
-                saved=own * h * (w + mask),
+                saved=own * h * (between + mask),
                 operations=2,
             )
         yield _Work((Product(n, h, qkv),), saved=w * (own * h + n * qkv))
@@ -620,12 +659,34 @@ class Transformer:
             operations=1,
         )
 
-    def _embedding(self, machine: Machine, n: float, t: int, output: int) -> LayerProfile:
+    def _embedding(
+        self,
+        machine: Machine,
+        n: float,
+        t: int,
+        output: int,
+        recomputation: str,
+        sharding: str,
+    ) -> LayerProfile:
         w = self.size
         h = self.width
         own = self._tokens(n, t)
         seconds = machine.latency + 3 * w * n * h / machine.bandwidth
         parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
+        temporary: float = parameters  # one gradient, before it is added
+        if self.eager:
+            # Forward has features of tokens, of positions, and their sum; some is the output.
+            whole = output * n / own
+            if sharding == 'shard' and w < 4:
+                temporary *= 3  # in the dtype, and in float32
+            if t > 1:
+                temporary += whole  # the gradient without the tokens of other ranks
+            if self.sequence_parallel:
+                temporary += whole  # the gathered gradient of the output
+            forward = (2 + self.length / n) * whole
+            # In a recomputation, there are an earlier output and its gradient as well.
+            counted = 0 if recomputation == 'full' else 2 * output
+            temporary = max(temporary, forward - counted)
         return LayerProfile(
             '0',
             seconds + machine.all_reduce(n * h * w, t),
@@ -635,10 +696,11 @@ class Transformer:
             0,
             round(own * h * self.dropout),
             output,
-            backward_bytes=parameters,
-        )  # one gradient, before it is added
+            backward_bytes=round(temporary),
+            largest_parameter=self.vocabulary * h // t,
+        )
 
-    def _head(self, machine: Machine, n: float, t: int) -> LayerProfile:
+    def _head(self, machine: Machine, n: float, t: int, sharding: str) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
         w = self.size
         h = self.width
@@ -650,26 +712,50 @@ class Transformer:
             (Product(n, h, v),),
             forward=4 * w * own * h + 24 * n * v,
             backward=6 * w * own * h + 14 * n * v,
-            saved=2 * w * own * h,
+            saved=(1 if self.eager else 2) * w * own * h,
             operations=8,
         )
         exchange = machine.all_reduce(n * h * w, t)
         forward, backward, weights = self._seconds(machine, [part])
         split = machine.split * backward
+        if self._is_whole(t):
+            weights = split = 0.0
         backward += exchange
+        kept, temporary = self._loss_bytes(n, t)
         return LayerProfile(
             str(self.layers + 1),
             forward,
             backward,
             round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))),
             0,
-            0,
+            round(w * h * v) * self._is_autocast(sharding),
             round(part.saved),
-            round(4 * n * v),
+            round(kept),
             input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
-            backward_bytes=round(4 * n * v),
+            backward_bytes=round(temporary),
         )
+
+    def _loss_bytes(self, n: float, t: int) -> tuple[float, float]:
+        """Return the bytes that the loss keeps, and the ones that its backward needs in addition.
+
+        Its gradient has as many bytes as it keeps, and is not counted.
+        """
+        w = self.size
+        v = self.vocabulary / t
+        kept = 4 * n * v  # softmax or its logarithm
+        if not self.eager:
+            return kept, kept
+        temporary = kept
+        if t > 1:
+            kept = w * n * v  # scores
+            is_one_block = n * v <= LOSS_BLOCK
+            temporary = 0.0
+            if w < 4:
+                temporary = 4 * n * v / (1 if is_one_block else LOSS_BLOCKS)
+        # The gradient of the weight comes after the loss, with a copy in float32.
+        weight = (4 if w == 4 else 6) * self.width * v
+        return kept, max(temporary, weight - kept)
 
     def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.

@@ -47,6 +47,9 @@ from torchgpipe.schedule.schedule import Action, Schedule, by_step, steps
 #: How many units are whole at a time by default, as in PyTorch's pipelining.
 ACTIVE = 3
 
+#: How many messages to one rank may be in flight at the same time, on the CPU.
+AHEAD = 4
+
 
 class Message(NamedTuple):
     """The result of an action, for another stage.

@@ -330,7 +330,7 @@ def blocks():
     """Work on more than one block of rows, with a rest."""
     from torchgpipe.shard.nn import loss
 
-    loss.FEW = 8
+    loss.LOSS_BLOCK = 8
     for kind in ('numbers', 'probabilities'):
         for rows in (3, 8, 19):
             check(*draw(7, (rows,), kind), label_smoothing=0.1, weight=weights(7))

@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from torchgpipe.base.structure import is_plain
+from torchgpipe.base.structure import LOSS_BLOCK, LOSS_BLOCKS, is_plain
 from torchgpipe.shard.collectives import all_reduce, compare, differences, is_read
 from torchgpipe.shard.parameter import get_parallel_dim, is_made_of_shards, is_split, is_tagged
 from torchgpipe.shard.world import World, needed_by
@@ -125,14 +125,6 @@ def raise_or_nan(wrong: Tensor, numbers: Tensor, error: Callable[[], Exception])
         numbers.masked_fill_(wrong, torch.nan)
     elif wrong.any():
         raise error()
-
-
-#: The number of blocks of rows into which many logits are split. Blocks reduce the further memory,
-#: besides logits and gradient, for a few more operations.
-BLOCKS = 8
-
-#: The largest number of logits in a single block.
-FEW = 1 << 20
 
 
 class Shares(NamedTuple):
@@ -239,7 +231,7 @@ class _Once(torch.autograd.Function):
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
     rows = len(logits)
-    step = rows if logits.numel() <= FEW else -(-rows // BLOCKS)
+    step = rows if logits.numel() <= LOSS_BLOCK else -(-rows // LOSS_BLOCKS)
     for start in range(0, rows, max(step, 1)):
         yield slice(start, start + step)
 
