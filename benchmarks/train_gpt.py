@@ -107,11 +107,21 @@ def choose_mesh(config: Namespace) -> None:
     source, typed = click.get_current_context().get_parameter_source, ParameterSource.COMMANDLINE
     given = [f'--{name.replace("_", "-")}' for name in CHOSEN if source(name) is typed]
     require(not given, f'--devices chooses {", ".join(given)}: leave it out, or --devices')
-    require(not (config.experts or config.offload), '--devices is without --experts and --offload')
+    require(
+        not (config.experts or config.offload or config.chunked_loss),
+        '--devices is without --experts, --offload and --chunked-loss',
+    )
     devices, plan_for = config.devices, config.machine
     sizes = checked(
         Namespace(
-            **{**vars(config), 'plan': None, 'devices': None, 'machine': None, 'dry_run': True}
+            **{
+                **vars(config),
+                'plan': None,
+                'devices': None,
+                'machine': None,
+                'dry_run': True,
+                'sequence_parallel': False,  # checked again with the mesh
+            }
         )
     )
     known, device = sizes.sizes, CPU if config.cpu or not accelerator() else current_device()
@@ -125,13 +135,19 @@ def choose_mesh(config: Namespace) -> None:
         sizes.block_size,
         tied=known.tied,
         dtype=config.dtype,
+        sequence_parallel=config.sequence_parallel,
+        eager=True,
     )
-    # Autocast and FSDP keep parameters in bfloat16 during a step, beside those in float32.
-    state = ParameterBytes(2, 4, 12) if config.dtype == 'bfloat16' else ParameterBytes(4, 4, 8)
+    state = ParameterBytes(4, 4, 8)
     if is_cpu(device) and not plan_for:
         ranks = [t for t in range(1, devices + 1) if devices % t == 0 and known.heads % t == 0]
         model, machine = profiles_of(
-            known._replace(context=sizes.block_size), devices, ranks, machine, state
+            known._replace(context=sizes.block_size),
+            devices,
+            ranks,
+            machine,
+            state,
+            config.sequence_parallel,
         )
         limit['micro_batches'] = (1, 2, 4, LARGE)  # as far as they are measured
     try:
@@ -152,6 +168,7 @@ def choose_mesh(config: Namespace) -> None:
     config.balance = [*found.balance]
     config.virtual, config.micro_batch_size = len(found.balance) // config.pipe, found.micro_batch
     config.shard = config.shard or found.data == 'shard'
+    config.sequence_parallel = config.sequence_parallel and config.tensor > 1
     config.plan = config.devices = config.machine = None
 
 

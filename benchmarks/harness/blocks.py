@@ -40,9 +40,9 @@ ADAM = 4
 class _Rank:
     """A process that takes part in steps of small GPTs."""
 
-    def step(self, sizes: Sizes, tensor: int, micro_batch: int) -> float:
+    def step(self, sizes: Sizes, tensor: int, micro_batch: int, sequence_parallel: bool) -> float:
         """Return the seconds of a micro-batch, without the reduction of gradients."""
-        model = self._model(sizes, tensor)
+        model = self._model(sizes, tensor, sequence_parallel)
         x = torch.zeros(micro_batch * model.chunks, sizes.context, dtype=torch.long)
 
         def step() -> None:
@@ -65,7 +65,9 @@ class _Rank:
 
         return self._seconds(update) / sum(x.numel() for x in model.parameters())
 
-    def _model(self, sizes: Sizes, tensor: int) -> DistributedGPipe:
+    def _model(
+        self, sizes: Sizes, tensor: int, sequence_parallel: bool = False
+    ) -> DistributedGPipe:
         mesh = init_mesh(dist.get_world_size() // tensor, 1, tensor, device_type='cpu')
         with torch.device('meta'):
             module = layers(GPT(sizes))
@@ -75,7 +77,7 @@ class _Rank:
             mesh=mesh,
             chunks=2,
             checkpoint='never',
-            tensor_plan=tensor_plan() if tensor > 1 else None,
+            tensor_plan=tensor_plan(sequence_parallel) if tensor > 1 else None,
         )
 
     def _seconds(self, function: Callable[[], None]) -> float:
@@ -88,7 +90,12 @@ class _Rank:
 
 
 def profiles_of(
-    sizes: Sizes, devices: int, tensors: Iterable[int], machine: Machine, state: ParameterBytes
+    sizes: Sizes,
+    devices: int,
+    tensors: Iterable[int],
+    machine: Machine,
+    state: ParameterBytes,
+    sequence_parallel: bool = False,
 ) -> tuple[dict[int, Profile], Machine]:
     """Return profiles of the layers of a GPT, by the number of ranks that share each layer.
 
@@ -103,11 +110,17 @@ def profiles_of(
         tensors: Numbers of ranks along the tensor axis.
         machine: The machine.
         state: Bytes of a parameter.
+        sequence_parallel: Whether several ranks divide a sequence by tokens. Then numbers that do
+            not divide it are left out.
     """
+    if sequence_parallel:
+        tensors = [tensor for tensor in tensors if sizes.context % tensor == 0]
     found, small = {}, sizes._replace(depth=FEW)
     with Processes(devices, _Rank) as group:
         for tensor in tensors:
-            times = [_times(group, sizes, tensor, batch) for batch in (1, LARGE)]
+            times = [
+                _times(group, sizes, tensor, batch, sequence_parallel) for batch in (1, LARGE)
+            ]
             one = Transformer(
                 sizes.depth,
                 sizes.width,
@@ -116,6 +129,8 @@ def profiles_of(
                 sizes.context,
                 tied=sizes.tied,
                 dtype='float32',
+                sequence_parallel=sequence_parallel,
+                eager=True,
             ).profile(machine, tensor, LARGE)
             found[tensor] = replace(
                 one,
@@ -135,10 +150,12 @@ LARGE = 8
 FEW, MANY = 2, 6
 
 
-def _times(group: Processes, sizes: Sizes, tensor: int, batch: int) -> tuple[float, float]:
+def _times(
+    group: Processes, sizes: Sizes, tensor: int, batch: int, sequence_parallel: bool
+) -> tuple[float, float]:
     """Return the seconds of an embedding or a head, and of a block, for one micro-batch."""
     few, many = (
-        max(group.call('step', sizes._replace(depth=depth), tensor, batch))
+        max(group.call('step', sizes._replace(depth=depth), tensor, batch, sequence_parallel))
         for depth in (FEW, MANY)
     )
     block = max(0.0, many - few) / (MANY - FEW)

@@ -42,12 +42,29 @@ def test_costs_of_a_case_by_hand():
                 ), (dtype, data)
                 # All 16 micro-batches of two sequences are there from the start.
                 waiting = (not k) * 16 * 8 * 2 * 2048
+                # Other programs keep buffers of gradients.
                 assert stage.resident_bytes == pytest.approx(
-                    waiting + (6 if shards else 14) * number
+                    waiting + (10 if shards else 18) * number
                 ), (dtype, data)
-                assert stage.gradient_bytes == pytest.approx(4 * number)
+                assert stage.gradient_bytes == 0
                 assert stage.gathered_bytes == pytest.approx(2 * number * shards), (dtype, data)
                 assert stage.recomputed == 16, (dtype, data)
+
+
+def test_gradients_of_an_eager_transformer_come_with_its_first_backward():
+    model = replace(GPT, eager=True, dtype='float32')
+    for data in ['replicate', 'shard']:
+        search = MeshSearch(model, HALF, 64, ParameterBytes(4, 4, 8), None, [8, 8])
+        costs = search.costs(case((2, 2, 2), '1f1b', 1, 2, 'full', data))
+        layers = model.profile(HALF, 2, 2).layers
+        assert costs.messages == 4
+        for k, stage in enumerate(costs.stages):
+            number = sum(x.parameter_bytes for x in layers[8 * k : 8 * k + 8]) / model.size
+            assert stage.gradient_bytes == pytest.approx(4 * number)
+            waiting = (not k) * 16 * 8 * 2 * 2048
+            kept = 12 if data == 'replicate' else 6
+            assert stage.resident_bytes == pytest.approx(waiting + kept * number)
+            assert bool(stage.bucket_bytes) == (data == 'replicate' and not stage.tied_bytes)
 
 
 def test_links_of_ranks_that_share_layers_lead_to_other_hosts():

@@ -469,7 +469,7 @@ class Profile:
             input_bytes=round(self.input_bytes * ratio),
         )
 
-    def counted_once(self, owners: Sequence[object]) -> 'Profile':
+    def counted_once(self, owners: Sequence[object], in_last: bool = False) -> 'Profile':
         """Return the profile in which an owner of several layers has a shared parameter once.
 
         >>> layer = LayerProfile('0', 1.0, 2.0, 8, 0, 0, 4, 4)
@@ -479,11 +479,13 @@ class Profile:
 
         Args:
             owners: By layer, the stage or the device that has it.
+            in_last: Whether the last of its layers counts the parameter, whose gradient comes
+                first, instead of the first one.
         """
         layers = [*self.layers]
         for tie in self.ties:
             counted = set()
-            for index in tie.layers:
+            for index in reversed(tie.layers) if in_last else tie.layers:
                 if owners[index] in counted:
                     layers[index] = _without(layers[index], tie)
                 counted.add(owners[index])

@@ -151,6 +151,15 @@ class LayerProfile:
     trainable_parameters: int | None = None
     #: The number of values in the largest of them; all of them if ``None``.
     largest_parameter: int | None = None
+    #: Copies of parameters in another dtype, which autograd saves once for all micro-batches.
+    cast_bytes: int = 0
+    #: FLOPs in forward and in backward, if known.
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    #: Bytes of the collectives along the tensor axis in forward and in backward, if known. A
+    #: collective has the bytes of its input or its output, whichever is larger.
+    forward_exchange: float = 0.0
+    backward_exchange: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -445,8 +454,12 @@ class StageCosts:
     update: float = 0.0
     #: Gradients of parameters, in use from the end of the first backward until the optimizer.
     gradient_bytes: float = 0.0
+    #: Copies of parameters in another dtype, from the first forward to the last backward.
+    cast_bytes: float = 0.0
     #: Copies of gradients of parameters while replicas reduce them.
     bucket_bytes: float = 0.0
+    #: Copies of gradients of tied parameters at the end of the step, if other devices share them.
+    tied_bytes: float = 0.0
     #: Whether ``W`` computes something. Otherwise, ``I`` frees the activations.
     is_split: bool = True
     #: The memory of ``B`` in halves, if known. Then ``backward_bytes`` are for ``I``.

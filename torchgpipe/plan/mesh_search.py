@@ -30,7 +30,7 @@ is periodic, and some hold the activations of all.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import ceil, inf, prod
 from typing import Any, NamedTuple, overload
 
@@ -271,7 +271,8 @@ class MeshSearch:
         mode = 'always' if setting.recomputation == 'full' else 'never'
         balance = tuple(self._balance or self._even(setting.tensor, mode, len(where)))
         profile = self._profile(linked, setting).counted_once(
-            [rank for rank, number in zip(where, balance) for _ in range(number)]
+            [rank for rank, number in zip(where, balance) for _ in range(number)],
+            in_last=True,
         )
         costs = Costs.of(
             profile,
@@ -294,7 +295,9 @@ class MeshSearch:
             numbers = [self._trainable(layer) for layer in layers]
             largest.append(max(map(self._largest, layers)))
             share = numbers[0] / max(1.0, sum(numbers))
-            stages.append(replace(stage, halves=Halves(first, second, share)))
+            casts = sum(layer.cast_bytes for layer in layers)
+            halves = Halves(first, second, share)
+            stages.append(replace(stage, halves=halves, cast_bytes=casts))
             trainable.append(sum(map(self._trainable, layers)))
             frozen.append(float(sum(layer.frozen_bytes for layer in layers)))
         costs = replace(costs, stages=tuple(stages))
@@ -314,6 +317,14 @@ class MeshSearch:
         if isinstance(self._model, Transformer):
             size = self._model.size
         return (layer.parameter_bytes - layer.frozen_bytes) / size
+
+    @property
+    def _runs_here(self) -> bool:
+        """Whether this library runs the model, whose memory is known in detail.
+
+        Other programs may keep buffers of gradients in use, and order messages in another way.
+        """
+        return not isinstance(self._model, Transformer) or self._model.eager
 
     @property
     def _gathered_size(self) -> float:
@@ -358,14 +369,28 @@ class MeshSearch:
         # The first stage has the input of all micro-batches from the start.
         waiting = (m - 1) * self._profile(True, case.setting).input_bytes
         computed = self._stages_of(case, linked).costs
-        for stage, parameters in zip(computed.stages, self._replicated(case, linked)):
+        # The first rank receives gradients and sends their sum.
+        tied = self._tied_gradients(case)
+        for k, (stage, parameters) in enumerate(
+            zip(computed.stages, self._replicated(case, linked))
+        ):
+            resident = stage.resident_bytes + parameters.resident + waiting
+            memory: dict[str, Any] = {'halves': None}
+            if self._runs_here:
+                memory = {
+                    'gradient_bytes': parameters.gradients,
+                    # The gradient of a tied parameter is in no bucket.
+                    'bucket_bytes': 0.0 if tied[k] else parameters.bucket,
+                    'tied_bytes': (2 if k else 3) * tied[k],
+                }
+            else:
+                resident += parameters.gradients
             stages.append(
                 replace(
                     stage,
                     recomputed=m if case.recomputation == 'full' else 0,
-                    resident_bytes=stage.resident_bytes + parameters.resident + waiting,
-                    gradient_bytes=parameters.gradients,
-                    bucket_bytes=parameters.bucket,
+                    resident_bytes=resident,
+                    **memory,
                     gather=parameters.gather,
                     gathered_bytes=parameters.gathered,
                     reduction=parameters.reduction,
@@ -375,7 +400,8 @@ class MeshSearch:
             )
             waiting = 0
         links = machine.links(pipe, tensor, data)
-        return Costs((*stages,), computed.skips, links, self._overlaps, AHEAD)
+        held = AHEAD if self._runs_here else 0
+        return Costs((*stages,), computed.skips, links, self._overlaps, held)
 
     def _replicated(self, case: _Case, linked: bool = True) -> tuple[_Replicated, ...]:
         """Return by stage the costs of parameters."""
@@ -471,11 +497,12 @@ class MeshSearch:
             seconds = max(seconds, start + work + end)
             start += x.forward
             end += x.last
-            # Activations come before gradients.
-            moving = max(
-                held * x.activations + min(stage.gathered for stage in own),
-                sum(stage.gradients for stage in own),
-            )
+            moving = held * x.activations + min(stage.gathered for stage in own)
+            gradients = sum(stage.gradients for stage in own)
+            if self._runs_here:
+                moving = max(moving, gradients)  # Activations come before gradients.
+            else:
+                moving += gradients
             bytes = max(bytes, x.resident + sum(stage.resident for stage in own) + moving)
         return seconds, bytes
 
@@ -551,7 +578,73 @@ class MeshSearch:
             parts=parts,
             reason=reason,
             peaks=found.peaks,
+            flops=self._flops(case),
+            traffic=self._traffic(case),
         )
+
+    def _stage_layers(self, case: _Case) -> Iterator[Sequence[LayerProfile]]:
+        """Yield the layers of each stage."""
+        layers = self._profile(True, case.setting).layers
+        start = 0
+        for number in self._stages_of(case).balance:
+            yield layers[start : start + number]
+            start += number
+
+    def _flops(self, case: _Case) -> tuple[float, ...]:
+        """Return by stage the FLOPs of a rank in a step."""
+        passes = 2 if case.recomputation == 'full' else 1
+        flops = []
+        for layers in self._stage_layers(case):
+            micro_batch = 0.0
+            for layer in layers:
+                micro_batch += passes * layer.forward_flops + layer.backward_flops
+            flops.append(self.chunks(case) * micro_batch)
+        return tuple(flops)
+
+    def _traffic(self, case: _Case) -> dict[str, float]:
+        """Return by axis the bytes that the ranks of one pipeline exchange in a step."""
+        m = self.chunks(case)
+        passes = 2 if case.recomputation == 'full' else 1
+        traffic = dict.fromkeys(AXES, 0.0)
+        for layers in self._stage_layers(case):
+            for layer in layers:
+                exchanged = passes * layer.forward_exchange + layer.backward_exchange
+                traffic['tensor'] += m * exchanged
+
+        where = places(case.schedule, case.mesh[1], case.virtual)
+        tied = self._tied_gradients(case)
+        for stage, parameters in enumerate(self._replicated(case)):
+            if case.mesh[0] > 1:
+                traffic['data'] += parameters.gradients
+            if case.data == 'shard':
+                traffic['data'] += parameters.gathered
+                # A tied parameter is whole at the end, when its rank has freed later stages.
+                is_freed = where.index(where[stage]) != stage
+                traffic['data'] += parameters.gathered * (is_freed and tied[stage] > 0)
+        stages = self._stages_of(case).costs.stages
+        for costs, (place, after) in zip(stages, pairwise(where)):
+            if place != after:
+                traffic['pipe'] += 2 * m * costs.output_bytes  # the output and its gradient
+        traffic['pipe'] += sum(tied)
+        return traffic
+
+    def _tied_gradients(self, case: _Case) -> list[float]:
+        """Return by stage the bytes of gradients that its rank sends to ranks with copies."""
+        where = places(case.schedule, case.mesh[1], case.virtual)
+        stage_of_layer = []
+        for stage, number in enumerate(self._stages_of(case).balance):
+            stage_of_layer += [stage] * number
+        sent = [0.0] * len(where)
+        for tie in self._profile(True, case.setting).ties:
+            first_stages: dict[int, int] = {}
+            for layer in tie.layers:
+                stage = stage_of_layer[layer]
+                first_stages.setdefault(where[stage], stage)
+            if not tie.is_frozen:
+                for stage in first_stages.values():
+                    copies = len(first_stages) - 1
+                    sent[stage] += copies * self._state.gradient * tie.parameters
+        return sent
 
     def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""

@@ -267,6 +267,13 @@ class MeshPlan(Plan):
     parts: dict[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     #: The most bytes of a rank at a time, by place along the pipe axis.
     peaks: tuple[float, ...] = field(default=(), kw_only=True)
+    #: By stage, the FLOPs of a rank in a step, with recomputations. Zeros if the layers are
+    #: measured.
+    flops: tuple[float, ...] = field(default=(), kw_only=True)
+    #: By axis, the bytes that the ranks of one pipeline exchange in a step: messages along
+    #: ``'pipe'``, and collectives along the others. A collective has the bytes of its input or its
+    #: output, whichever is larger.
+    traffic: dict[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     #: How much slower than the best plan it is, and the main cause.
     reason: str = field(default='', kw_only=True)
     #: The best plan of each other mesh, the fastest one first.
@@ -425,7 +432,7 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     )
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
     data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])
-    for name in ('balance', 'devices', 'peaks'):
+    for name in ('balance', 'devices', 'flops', 'peaks'):
         if name in data:
             data[name] = tuple(data[name])
     plan = cls(**data)

@@ -37,7 +37,7 @@ if it is a backward::
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, islice
@@ -504,15 +504,18 @@ def _resident(times: Times, costs: Costs, devices: int) -> list[float]:
     return resident
 
 
-def _gathered(collected: Iterable[Collected], costs: Costs) -> Iterator[_Hold]:
+def _gathered(collected: Sequence[Collected], costs: Costs) -> Iterator[_Hold]:
     """Yield the memory of gathered parameters."""
     starts: dict[int, float] = {}
+    end_of_step = max((exchange.end for exchange in collected), default=0.0)
     for device, stage, kind, start, end in collected:
         if kind == 'gather':
             starts[stage] = start
             # The parts of all ranks, before they are parameters.
             yield _Hold(device, start, end, costs.stages[stage].gathered_bytes, 'resident')
         elif stage in starts:  # by a free or a reduction
+            if kind != 'free' and costs.stages[stage].tied_bytes:
+                end = end_of_step  # Tied parameters are exchanged as whole ones.
             yield _Hold(
                 device, starts.pop(stage), end, costs.stages[stage].gathered_bytes, 'resident'
             )
@@ -546,12 +549,36 @@ def _all_holds(times: Times, costs: Costs, collected: Sequence[Collected]) -> It
     """Yield all memory that is not in use throughout the step."""
     yield from _holds(times, costs)
     yield from _gathered(collected, costs)
-    end = max(timed.end for timed in times.values())
-    end = max(end, *(exchange.end for exchange in collected), end)
+    end = 0.0
+    #: By device, the end of its last action.
+    last: dict[int, float] = {}
+    for timed in times.values():
+        last[timed.device] = max(timed.end, last.get(timed.device, 0.0))
+        end = max(end, timed.end)
+    for exchange in collected:
+        end = max(end, exchange.end)
+    # A device waits for its messages, and then exchanges gradients of tied parameters.
+    ties = {device: (second + end) / 2 for device, second in last.items()}
+
+    yield from _casts(times, costs)
     yield from _parameter_gradients(times, costs, end)
     yield from _reduced(times, costs, collected)
+    for stage, device in {stage: timed.device for (stage, _, _), timed in times.items()}.items():
+        size = costs.stages[stage].tied_bytes
+        yield _Hold(device, ties[device], end, size, 'parameter gradients')
     if costs.messages:
-        yield from _sent(times, costs, end)
+        yield from _sent(times, costs, ties)
+
+
+def _casts(times: Times, costs: Costs) -> Iterator[_Hold]:
+    """Yield the memory of copies of parameters in another dtype."""
+    spans: dict[int, list[Timed]] = defaultdict(list)
+    for (stage, _, _), timed in times.items():
+        spans[stage].append(timed)
+    for stage, actions in spans.items():
+        start = min(timed.start for timed in actions)
+        stop = max(timed.end for timed in actions)
+        yield _Hold(actions[0].device, start, stop, costs.stages[stage].cast_bytes, 'activations')
 
 
 def _parameter_gradients(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
@@ -595,8 +622,12 @@ def _middle(costs: Costs, timed: Timed) -> float:
     return timed.end
 
 
-def _sent(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
-    """Yield the memory of messages that a device has sent, while nothing else holds them."""
+def _sent(times: Times, costs: Costs, ends: Mapping[int, float]) -> Iterator[_Hold]:
+    """Yield the memory of messages that a device has sent, while nothing else holds them.
+
+    Args:
+        ends: By device, the second until which it waits for all of them.
+    """
     #: By sender and receiver, the time of each message, the time until something else holds it,
     #: and its size.
     messages: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
@@ -619,7 +650,9 @@ def _sent(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
         sent.sort()
         for k, (_, free, size) in enumerate(sent):
             later = k + costs.messages
-            let_go = sent[later][0] if later < len(sent) else end
+            let_go = ends[device]
+            if later < len(sent):
+                let_go = sent[later][0]
             if let_go > free:
                 yield _Hold(device, free, let_go, size, 'messages')
 

@@ -390,6 +390,17 @@ class _Work(NamedTuple):
     operations: int = 1
 
 
+def _flops(parts: Iterable[_Work]) -> tuple[float, float]:
+    """Return the FLOPs of products and of fused attention in forward."""
+    products = 0.0
+    attention = 0.0
+    for part in parts:
+        attention += part.attention
+        for product in part.products:
+            products += product.flops
+    return products, attention
+
+
 @dataclass(frozen=True)
 class Transformer:
     """The sizes of a transformer that predicts the next token, and how it computes.
@@ -519,10 +530,14 @@ class Transformer:
             ValueError: The ranks cannot share the heads, features or tokens.
         """
         positive(tensor, 'tensor')
+        if tensor == 1 and self.sequence_parallel:
+            whole = replace(self, sequence_parallel=False)
+            return whole.profile(machine, 1, micro_batch, recomputation, sharding, overlap)
         for size, number in (
             ('heads', self.heads),
             ('key_heads', self._keys),
             ('features', self._hidden),
+            ('tokens', self.length if self.sequence_parallel and self.eager else tensor),
         ):
             if number % tensor:
                 raise ValueError(f'{tensor} ranks cannot share {number} {size}')
@@ -557,19 +572,26 @@ class Transformer:
             temporary += w * n * h * (1 if micro_batch == 1 else 2)
         elif self.eager and not (is_autocast and t > 1):
             temporary -= output  # which has no gradient at the same time as the input
+        products, scores = _flops(parts)
+        forward_exchange, backward_exchange = self._exchanged(n * h, t, between)
         block = LayerProfile(
             '',
             forward + 2 * exchange,
             backward,
             w * parameters,
             0,
-            w * parameters * is_autocast,
+            0,
             round(saved),
             output,
             input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
             backward_bytes=round(max(0, temporary)),
             largest_parameter=h * self._inner // t,
+            cast_bytes=w * parameters * is_autocast,
+            forward_flops=products + scores,
+            backward_flops=2 * products + 2.5 * scores,
+            forward_exchange=forward_exchange,
+            backward_exchange=backward_exchange,
         )
         return Profile(
             (
@@ -674,9 +696,9 @@ class Transformer:
         seconds = machine.latency + 3 * w * n * h / machine.bandwidth
         parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
         temporary: float = parameters  # one gradient, before it is added
+        whole = output * n / own
         if self.eager:
             # Forward has features of tokens, of positions, and their sum; some is the output.
-            whole = output * n / own
             if sharding == 'shard' and w < 4:
                 temporary *= 3  # in the dtype, and in float32
             if t > 1:
@@ -697,7 +719,12 @@ class Transformer:
             round(own * h * self.dropout),
             output,
             backward_bytes=round(temporary),
+            # The gradient of a table is no product, so the engine does not defer it.
+            input_share=1.0 if self.eager else None,
+            weight_share=0.0 if self.eager else None,
             largest_parameter=self.vocabulary * h // t,
+            forward_exchange=whole * (t > 1),
+            backward_exchange=whole * self.sequence_parallel,
         )
 
     def _head(self, machine: Machine, n: float, t: int, sharding: str) -> LayerProfile:
@@ -722,19 +749,51 @@ class Transformer:
             weights = split = 0.0
         backward += exchange
         kept, temporary = self._loss_bytes(n, t)
+        products, _ = _flops([part])
+        is_autocast = self._is_autocast(sharding)
+        gradient = n * h * (4 if is_autocast and not self.sequence_parallel else w) * (t > 1)
+        gathered = n * h * w * self.sequence_parallel
         return LayerProfile(
             str(self.layers + 1),
             forward,
             backward,
             round(w * (self.vocabulary * h / t + (2 * h if self.biases else h))),
             0,
-            round(w * h * v) * self._is_autocast(sharding),
+            0,
             round(part.saved),
             round(kept),
             input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
             backward_bytes=round(temporary),
+            cast_bytes=round(w * h * v) * is_autocast,
+            forward_flops=products,
+            backward_flops=2 * products,
+            # The loss exchanges the largest score of each token, and three sums.
+            forward_exchange=gathered + 16 * n * (t > 1),
+            backward_exchange=gathered + gradient,
         )
+
+    def _exchanged(self, elements: float, t: int, between: int) -> tuple[float, float]:
+        """Return the bytes that ranks of a block exchange in forward, and in backward.
+
+        ::
+
+            forward     all-reduce after each of two row-wise products
+            backward    all-reduce before each of two column-wise products
+
+        With sequence parallelism, a gather and a reduce-scatter take the place of an all-reduce.
+        Backward also gathers the inputs of the column-wise products again.
+
+        Args:
+            elements: The number of features of all tokens.
+            between: The size of a number between blocks.
+        """
+        if t == 1:
+            return 0.0, 0.0
+        of_product = elements * self.size
+        if self.sequence_parallel:
+            return 4 * of_product, 6 * of_product
+        return 2 * of_product, 2 * elements * between
 
     def _loss_bytes(self, n: float, t: int) -> tuple[float, float]:
         """Return the bytes that the loss keeps, and the ones that its backward needs in addition.
@@ -753,9 +812,12 @@ class Transformer:
             temporary = 0.0
             if w < 4:
                 temporary = 4 * n * v / (1 if is_one_block else LOSS_BLOCKS)
-        # The gradient of the weight comes after the loss, with a copy in float32.
-        weight = (4 if w == 4 else 6) * self.width * v
-        return kept, max(temporary, weight - kept)
+        # The gradient of the weight comes when the loss has freed what it keeps. In another dtype,
+        # it has a copy in float32, for which the gradient of scores is free.
+        weight = 4 * self.width * v - kept
+        if w < 4:
+            weight = 6 * self.width * v - 2 * kept
+        return kept, max(temporary, weight)
 
     def _seconds(self, machine: Machine, parts: Iterable[_Work]) -> tuple[float, float, float]:
         """Return the seconds of parts in forward, in backward, and for gradients of weights.
