@@ -401,6 +401,17 @@ def _flops(parts: Iterable[_Work]) -> tuple[float, float]:
     return products, attention
 
 
+class _Setup(NamedTuple):
+    """The setup of a rank: see the arguments of :meth:`Transformer.profile`."""
+
+    machine: Machine
+    tensor: int
+    micro_batch: int
+    recomputation: str
+    sharding: str
+    overlap: bool
+
+
 @dataclass(frozen=True)
 class Transformer:
     """The sizes of a transformer that predicts the next token, and how it computes.
@@ -530,51 +541,59 @@ class Transformer:
             ValueError: The ranks cannot share the heads, features or tokens.
         """
         positive(tensor, 'tensor')
-        if tensor == 1 and self.sequence_parallel:
-            whole = replace(self, sequence_parallel=False)
-            return whole.profile(machine, 1, micro_batch, recomputation, sharding, overlap)
-        for size, number in (
-            ('heads', self.heads),
-            ('key_heads', self._keys),
-            ('features', self._hidden),
-            ('tokens', self.length if self.sequence_parallel and self.eager else tensor),
-        ):
-            if number % tensor:
-                raise ValueError(f'{tensor} ranks cannot share {number} {size}')
         if recomputation not in RECOMPUTATIONS:
             raise ValueError(
                 f'recomputation must be one of {RECOMPUTATIONS}, but is {recomputation!r}'
             )
+        if tensor == 1 and self.sequence_parallel:
+            whole = replace(self, sequence_parallel=False)
+            return whole.profile(machine, 1, micro_batch, recomputation, sharding, overlap)
+        self._check_ranks(tensor)
+        setup = _Setup(machine, tensor, micro_batch, recomputation, sharding, overlap)
+        block = self._block(setup)
+        blocks = [replace(block, name=str(k + 1)) for k in range(self.layers)]
+        return Profile(
+            (self._embedding(setup), *blocks, self._head(setup)),
+            (),
+            micro_batch,
+            8 * micro_batch * self.length,
+            machine.name,
+            self._ties(tensor),
+        )
+
+    def _check_ranks(self, tensor: int) -> None:
+        """Check that ranks can share each layer."""
+        numbers = {'heads': self.heads, 'key_heads': self._keys, 'features': self._hidden}
+        if self.eager and self.sequence_parallel:
+            numbers['tokens'] = self.length
+        for name, number in numbers.items():
+            if number % tensor:
+                raise ValueError(f'{tensor} ranks cannot share {number} {name}')
+
+    def _block(self, setup: _Setup) -> LayerProfile:
+        """Return a block."""
+        machine, t, micro_batch, recomputation, *_ = setup
         n = micro_batch * self.length
         h = self.width
-        t = tensor
         w = self.size
-        is_autocast = self._is_autocast(sharding)
-        between = 4 if is_autocast else w
-        output = n * h * between // (t if self.sequence_parallel else 1)
-        exchange = machine.all_reduce(n * h * w, t) / (t if overlap else 1)
+        output = self._output_bytes(setup)
+        exchange = machine.all_reduce(n * h * w, t) / (t if setup.overlap else 1)
         attention = self._attention(n, t, micro_batch)
-        others = self._others(n, t, between)
-        parts = [*others, attention]
+        parts = [*self._others(n, t, self._size_between(setup)), attention]
         forward, backward, weights = self._seconds(machine, parts)
         split = machine.split * backward  # The halves repeat no collective and no recomputation.
-        if self._is_whole(t):
+        if not self._splits_backward(t):
             weights = split = 0.0
         saved = sum(part.saved for part in parts)
         if recomputation == 'selective':
             backward += self._seconds(machine, [attention])[0]
             saved -= attention.saved
         backward += 2 * exchange
+
         parameters = self.block_parameters(t)
-        temporary = (4 * h * self._inner + w * n * self._inner) / t
-        if self.eager and self.sequence_parallel:
-            # A gradient of all tokens, and its copy in the order of samples if there are several.
-            temporary += w * n * h * (1 if micro_batch == 1 else 2)
-        elif self.eager and not (is_autocast and t > 1):
-            temporary -= output  # which has no gradient at the same time as the input
         products, scores = _flops(parts)
-        forward_exchange, backward_exchange = self._exchanged(n * h, t, between)
-        block = LayerProfile(
+        forward_exchange, backward_exchange = self._exchanged(setup)
+        return LayerProfile(
             '',
             forward + 2 * exchange,
             backward,
@@ -585,42 +604,56 @@ class Transformer:
             output,
             input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
-            backward_bytes=round(max(0, temporary)),
+            backward_bytes=self._backward_bytes(setup),
             largest_parameter=h * self._inner // t,
-            cast_bytes=w * parameters * is_autocast,
+            cast_bytes=w * parameters if self._is_autocast(setup) else 0,
             forward_flops=products + scores,
             backward_flops=2 * products + 2.5 * scores,
             forward_exchange=forward_exchange,
             backward_exchange=backward_exchange,
         )
-        return Profile(
-            (
-                self._embedding(machine, n, t, output, recomputation, sharding),
-                *(replace(block, name=str(k + 1)) for k in range(self.layers)),
-                self._head(machine, n, t, sharding),
-            ),
-            (),
-            micro_batch,
-            8 * n,
-            machine.name,
-            self._ties(t),
-        )
+
+    def _backward_bytes(self, setup: _Setup) -> int:
+        """Return the memory of a block's backward, beside gradients of its input and output.
+
+        It is the most when there is the gradient of the larger matrix in the feed-forward part.
+        """
+        t = setup.tensor
+        n = setup.micro_batch * self.length
+        bytes = (4 * self.width + self.size * n) * self._inner / t
+        if self.eager and self.sequence_parallel:
+            # A gradient of all tokens, and its copy in the order of samples if there are several.
+            copies = 1 if setup.micro_batch == 1 else 2
+            bytes += copies * self.size * n * self.width
+        elif self.eager and not (self._is_autocast(setup) and t > 1):
+            # The gradient of the input comes after the one of the output.
+            bytes -= self._output_bytes(setup)
+        return round(max(0, bytes))
 
     def _ties(self, t: int) -> tuple[TieProfile, ...]:
         """Return the weight that the embedding and the head share on a rank, if they do."""
         number = self.vocabulary * self.width // t
         return (TieProfile((0, self.layers + 1), self.size * number, number),) * self.tied
 
-    def _is_autocast(self, sharding: str) -> bool:
+    def _is_autocast(self, setup: _Setup) -> bool:
         """Return whether products have copies of their weights, in another dtype."""
-        return self.eager and self.size < 4 and sharding == 'replicate'
+        return self.eager and self.size < 4 and setup.sharding == 'replicate'
 
-    def _is_whole(self, t: int) -> bool:
-        """Return whether a split backward computes all in its first half.
+    def _splits_backward(self, t: int) -> bool:
+        """Return whether a split backward computes gradients of weights in its second half.
 
         The engine cannot split a backward through DTensors, and through copies in another dtype.
         """
-        return self.eager and (t > 1 or self.size < 4)
+        return not self.eager or (t == 1 and self.size == 4)
+
+    def _size_between(self, setup: _Setup) -> int:
+        """Return the bytes of a number between blocks."""
+        return 4 if self._is_autocast(setup) else self.size
+
+    def _output_bytes(self, setup: _Setup) -> int:
+        """Return the bytes of the output of the embedding or a block, on one rank."""
+        whole = setup.micro_batch * self.length * self.width * self._size_between(setup)
+        return whole // setup.tensor if self.sequence_parallel else whole
 
     def _tokens(self, n: float, t: int) -> float:
         """Return the tokens of a rank in the parts between collectives."""
@@ -681,34 +714,15 @@ class Transformer:
             operations=1,
         )
 
-    def _embedding(
-        self,
-        machine: Machine,
-        n: float,
-        t: int,
-        output: int,
-        recomputation: str,
-        sharding: str,
-    ) -> LayerProfile:
+    def _embedding(self, setup: _Setup) -> LayerProfile:
+        """Return the embedding of tokens, and of positions if there is one."""
+        machine, t, micro_batch, *_ = setup
+        n = micro_batch * self.length
         w = self.size
         h = self.width
-        own = self._tokens(n, t)
         seconds = machine.latency + 3 * w * n * h / machine.bandwidth
         parameters = w * (self.vocabulary * h // t + (self.length * h if self.biases else 0))
-        temporary: float = parameters  # one gradient, before it is added
-        whole = output * n / own
-        if self.eager:
-            # Forward has features of tokens, of positions, and their sum; some is the output.
-            if sharding == 'shard' and w < 4:
-                temporary *= 3  # in the dtype, and in float32
-            if t > 1:
-                temporary += whole  # the gradient without the tokens of other ranks
-            if self.sequence_parallel:
-                temporary += whole  # the gathered gradient of the output
-            forward = (2 + self.length / n) * whole
-            # In a recomputation, there are an earlier output and its gradient as well.
-            counted = 0 if recomputation == 'full' else 2 * output
-            temporary = max(temporary, forward - counted)
+        whole = n * h * self._size_between(setup)
         return LayerProfile(
             '0',
             seconds + machine.all_reduce(n * h * w, t),
@@ -716,19 +730,47 @@ class Transformer:
             parameters,
             0,
             0,
-            round(own * h * self.dropout),
-            output,
-            backward_bytes=round(temporary),
+            round(self._tokens(n, t) * h * self.dropout),
+            self._output_bytes(setup),
+            # One gradient, before it is added.
+            backward_bytes=self._table_bytes(setup, parameters) if self.eager else parameters,
             # The gradient of a table is no product, so the engine does not defer it.
             input_share=1.0 if self.eager else None,
             weight_share=0.0 if self.eager else None,
             largest_parameter=self.vocabulary * h // t,
-            forward_exchange=whole * (t > 1),
-            backward_exchange=whole * self.sequence_parallel,
+            forward_exchange=whole if t > 1 else 0,
+            backward_exchange=whole if self.sequence_parallel else 0,
         )
 
-    def _head(self, machine: Machine, n: float, t: int, sharding: str) -> LayerProfile:
+    def _table_bytes(self, setup: _Setup, parameters: int) -> int:
+        """Return the memory of the embedding's backward, or of its forward if that is more.
+
+        Args:
+            parameters: The bytes of the parameters.
+        """
+        n = setup.micro_batch * self.length
+        output = self._output_bytes(setup)
+        whole = n * self.width * self._size_between(setup)
+
+        backward = parameters
+        if setup.sharding == 'shard' and self.size < 4:
+            backward *= 3  # in the dtype, and in float32
+        if setup.tensor > 1:
+            backward += whole  # the gradient without the tokens of other ranks
+        if self.sequence_parallel:
+            backward += whole  # the gathered gradient of the output
+
+        # Features of tokens, of positions, and their sum.
+        forward = 2 * whole + whole // setup.micro_batch
+        if setup.recomputation != 'full':
+            # The output and its gradient are counted. A recomputation has earlier ones as well.
+            forward -= 2 * output
+        return max(backward, forward)
+
+    def _head(self, setup: _Setup) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
+        machine, t, micro_batch, *_ = setup
+        n = micro_batch * self.length
         w = self.size
         h = self.width
         v = self.vocabulary / t
@@ -745,14 +787,20 @@ class Transformer:
         exchange = machine.all_reduce(n * h * w, t)
         forward, backward, weights = self._seconds(machine, [part])
         split = machine.split * backward
-        if self._is_whole(t):
+        if not self._splits_backward(t):
             weights = split = 0.0
         backward += exchange
+
         kept, temporary = self._loss_bytes(n, t)
         products, _ = _flops([part])
-        is_autocast = self._is_autocast(sharding)
-        gradient = n * h * (4 if is_autocast and not self.sequence_parallel else w) * (t > 1)
-        gathered = n * h * w * self.sequence_parallel
+        forward_exchange = backward_exchange = 0.0
+        if t > 1:
+            # The loss exchanges the largest score of each token, and three sums.
+            forward_exchange = 16 * n
+            backward_exchange = n * h * self._size_between(setup)
+        if self.sequence_parallel:
+            forward_exchange += n * h * w
+            backward_exchange = 2 * n * h * w
         return LayerProfile(
             str(self.layers + 1),
             forward,
@@ -765,15 +813,14 @@ class Transformer:
             input_share=1 - weights / backward,
             weight_share=(weights + split) / backward,
             backward_bytes=round(temporary),
-            cast_bytes=round(w * h * v) * is_autocast,
+            cast_bytes=round(w * h * v) if self._is_autocast(setup) else 0,
             forward_flops=products,
             backward_flops=2 * products,
-            # The loss exchanges the largest score of each token, and three sums.
-            forward_exchange=gathered + 16 * n * (t > 1),
-            backward_exchange=gathered + gradient,
+            forward_exchange=forward_exchange,
+            backward_exchange=backward_exchange,
         )
 
-    def _exchanged(self, elements: float, t: int, between: int) -> tuple[float, float]:
+    def _exchanged(self, setup: _Setup) -> tuple[float, float]:
         """Return the bytes that ranks of a block exchange in forward, and in backward.
 
         ::
@@ -783,17 +830,14 @@ class Transformer:
 
         With sequence parallelism, a gather and a reduce-scatter take the place of an all-reduce.
         Backward also gathers the inputs of the column-wise products again.
-
-        Args:
-            elements: The number of features of all tokens.
-            between: The size of a number between blocks.
         """
-        if t == 1:
+        if setup.tensor == 1:
             return 0.0, 0.0
+        elements = setup.micro_batch * self.length * self.width
         of_product = elements * self.size
         if self.sequence_parallel:
             return 4 * of_product, 6 * of_product
-        return 2 * of_product, 2 * elements * between
+        return 2 * of_product, 2 * elements * self._size_between(setup)
 
     def _loss_bytes(self, n: float, t: int) -> tuple[float, float]:
         """Return the bytes that the loss keeps, and the ones that its backward needs in addition.
