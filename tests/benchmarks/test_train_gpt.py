@@ -236,7 +236,10 @@ def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
             ['--plan', 'auto', '--devices', 2, '--checkpoint', 'always', '--micro-batch-size', 1],
             '--devices chooses --checkpoint, --micro-batch-size: leave',
         ),
-        (['--plan', 'auto', '--devices', 2, '--experts', 2], 'without --experts and --offload'),
+        (
+            ['--plan', 'auto', '--devices', 2, '--experts', 2],
+            'without --experts, --offload and --chunked-loss',
+        ),
         (
             ['--plan', 'auto', '--devices', 2, '--machine', 'H100', '--memory', '1KiB'],
             'no plan for this mesh',

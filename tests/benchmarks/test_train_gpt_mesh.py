@@ -50,20 +50,22 @@ def asked(monkeypatch):
     return asked
 
 
-#: Bytes of a parameter in bfloat16.
-STATE = ParameterBytes(2, 4, 12)
+#: Bytes of a parameter, whose products may be in bfloat16.
+STATE = ParameterBytes(4, 4, 8)
 
 
 def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked):
-    for dtype, state in (('bfloat16', STATE), ('float32', ParameterBytes(4, 4, 8))):
+    for dtype in ('bfloat16', 'float32'):
         config = chosen('--machine', 'H100', '--memory', '1GiB', '--dtype', dtype)
         sizes = checked(Namespace(**vars(config))).sizes
         assert asked == {
-            'model': Transformer(4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype),
+            'model': Transformer(
+                4, 16, 2, sizes.vocabulary, 8, tied=sizes.tied, dtype=dtype, eager=True
+            ),
             'mesh': 8,
             'machine': MACHINES['H100'],
             'batch': 32,
-            'state': state,
+            'state': STATE,
             'memory_limit': 0.9 * 2**30,
         }
         assert (config.data, config.pipe, config.tensor) == (2, 2, 2)
@@ -78,13 +80,14 @@ def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
     monkeypatch.setattr(
         train_gpt,
         'profiles_of',
-        lambda sizes, devices, ranks, machine, state: (
-            (sizes.context, devices, ranks, state),
+        lambda sizes, devices, ranks, machine, state, sequence_parallel: (
+            (sizes.context, devices, ranks, state, sequence_parallel),
             replace(machine, bandwidth=7.0),
         ),
     )
-    chosen('--dtype', 'bfloat16')
-    assert asked['model'] == (8, 8, [1, 2], STATE)
+    config = chosen('--dtype', 'bfloat16', '--sequence-parallel')
+    assert asked['model'] == (8, 8, [1, 2], STATE, True)
+    assert config.sequence_parallel and config.tensor == 2
     assert asked['machine'] == replace(MACHINES['A100'], bandwidth=7.0)
     assert asked['micro_batches'] == (1, 2, 4, blocks.LARGE) and 'memory_limit' not in asked
 
@@ -94,18 +97,18 @@ def test_torchrun_has_a_mesh_already(asked, monkeypatch):
     with pytest.raises(click.UsageError, match='torchrun has started some'):
         chosen('--machine', 'H100')
     monkeypatch.delenv('RANK')
-    with pytest.raises(click.UsageError, match='without --experts and --offload'):
+    with pytest.raises(click.UsageError, match='without --experts, --offload and --chunked-loss'):
         chosen('--machine', 'H100', '--offload')
 
 
 def test_times_of_a_block_and_of_ends():
     """From steps whose times are known: an end takes 3 s, a block 5 s, for one micro-batch."""
 
-    def call(name, sizes, tensor, batch):
+    def call(name, sizes, tensor, batch, sequence_parallel):
         return [2 * 3.0 + sizes.depth * 5.0, 0.0]  # the slowest rank counts
 
     group = Namespace(call=call)
-    assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1) == (3.0, 5.0)
+    assert blocks._times(group, Sizes(256, 128, 64, 4, 3), 2, 1, False) == (3.0, 5.0)
 
 
 def test_overheads_of_layers():
@@ -125,7 +128,7 @@ def test_overheads_of_layers():
 
 def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
     monkeypatch.setattr(
-        blocks, '_times', lambda group, sizes, tensor, batch: (batch, 10.0 * batch)
+        blocks, '_times', lambda group, sizes, tensor, batch, *_: (batch, 10.0 * batch)
     )
 
     group = nullcontext(Namespace(call=lambda name, sizes: [2.0, 9.0]))
@@ -134,6 +137,10 @@ def test_profiles_have_times_of_ends_and_of_blocks(monkeypatch):
         Sizes(256, 128, 64, 4, 3), 2, [1, 2], MACHINES['A100'], STATE
     )
     assert [*found] == [1, 2]
+    divided, _ = blocks.profiles_of(
+        Sizes(256, 126, 64, 4, 3), 2, [1, 2, 4], MACHINES['A100'], STATE, sequence_parallel=True
+    )
+    assert [*divided] == [1, 2]  # 4 ranks cannot share 126 tokens
     seconds = [x.forward_seconds + x.backward_seconds for x in found[2].layers]
     assert seconds == pytest.approx([8.0, 80.0, 80.0, 80.0, 8.0])
     assert found[1].batch_size == blocks.LARGE

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from tests.shard.processes import run
 from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
 
-#: Rows that two and four ranks share evenly and unevenly; with three, the last rank has none.
-ROWS = (8, 11, 3)
+#: Rows that two and four ranks share evenly and unevenly. With the others, the last rank of two or
+#: of four has none.
+ROWS = (8, 11, 1, 3)
 
 
 class Scaled(nn.Embedding):
@@ -64,7 +65,7 @@ def trained(rows, kind, options, chunks=2):
     'kind, options',
     [
         (nn.Embedding, {}),
-        (nn.Embedding, {'padding_idx': 2}),
+        (nn.Embedding, {'padding_idx': 0}),
         (nn.Embedding, {'padding_idx': -1}),
         (Scaled, {}),
     ],
@@ -76,7 +77,7 @@ def test_lookup_and_gradient_equal_one_process(rows, kind, options, ranks):
     ):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
-        all_have_rows = rows > 3 or ranks == 2
+        all_have_rows = rows >= ranks and (rows, ranks) != (3, 4)
         assert is_replaced == (all_have_rows and kind is nn.Embedding)
 
 

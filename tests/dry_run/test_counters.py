@@ -113,3 +113,12 @@ def test_operations_within_a_custom_one_count():
     assert entry.flops == 2 * 64 * 64 * 4
     assert entry.peak >= 4 * 64 * 64
     assert entry.bytes == 0
+
+
+@pytest.mark.parametrize('fake', [True, False])
+def test_tensors_on_the_meta_device_have_no_memory(fake):
+    def run(counter):
+        torch.empty(100, device='meta') + 1
+
+    (entry,) = entries(run, *([FakeTensorMode()] if fake else []))
+    assert entry.peak == 0

@@ -1,7 +1,10 @@
 """Memory over time: by hand, and as schedules promise."""
 
+from dataclasses import replace
+
 from torchgpipe.balance import SkipProfile
 from torchgpipe.plan import Costs, StageCosts, simulate
+from torchgpipe.plan.costs import Halves
 from torchgpipe.schedule import Schedule, make
 
 
@@ -122,3 +125,58 @@ def test_a_skip_that_waits_is_one_of_the_activations_that_its_stage_keeps():
 def test_forward_alone():
     costs = Costs([StageCosts(1.0, 1.0, activation_bytes=8.0, output_bytes=1.0)])
     assert simulate(Schedule.parse('0F0,0F1'), costs).bytes == (((0, 8), (1, 9), (2, 0)),)
+
+
+def test_memory_of_a_rank_by_hand():
+    """Gradients from the first backward on, casts, messages, and copies at the end of a step."""
+    stage = StageCosts(
+        1.0,
+        2.0,
+        activation_bytes=100.0,
+        backward_bytes=50.0,
+        output_bytes=8.0,
+        resident_bytes=1000.0,
+        reduction=1.0,
+        update=1.0,
+        gradient_bytes=20.0,
+        cast_bytes=5.0,
+        bucket_bytes=3.0,
+        halves=Halves(10.0, 6.0, 0.25),
+    )
+    costs = Costs([stage, replace(stage, tied_bytes=7.0)], messages=1)
+    simulation = simulate(Schedule.parse('0F0,0B0\n1F0,1B0'), costs)
+    # Reductions from 6 and 4 on, and updates behind them.
+    assert [(x.device, x.start, x.end) for x in simulation.collected] == [
+        (0, 6, 7),
+        (0, 7, 8),
+        (1, 4, 5),
+        (1, 5, 6),
+    ]
+    one, other = simulation.bytes
+    assert one == (
+        (0, 1105),  # the casts and activations of the only micro-batch
+        (4, 1115),  # the first half of its backward, which has received the gradient
+        (5, 1026),  # the second half: no activations, but most of the gradients
+        (6, 1031),  # all gradients, their bucket, and the output for the other device
+        (7, 1020),
+        (8, 1000),
+    )
+    assert other == (
+        (0, 1000),
+        (1, 1113),  # the input as well
+        (2, 1131),  # and the output of the model
+        (3, 1042),
+        (4, 1031),  # the message with the gradient of the input
+        (5, 1028),
+        (6, 1027),  # the tied gradient, when messages have been received
+        (8, 1000),
+    )
+
+
+def test_a_half_that_computes_all_frees_activations():
+    stage = StageCosts(1.0, 2.0, activation_bytes=8.0, gradient_bytes=2.0)
+    schedule = Schedule.parse('0F0,0I0,0F1,0I1,0W0,0W1')
+    split = simulate(schedule, Costs([stage])).bytes[0]
+    whole = simulate(schedule, Costs([replace(stage, is_split=False)])).bytes[0]
+    assert max(bytes for _, bytes in split) == 16
+    assert max(bytes for _, bytes in whole) == 10

@@ -119,10 +119,7 @@ class _GatheredLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.mesh = mesh
         ctx.dim = dim
-        tokens = _redistributed(x, mesh, Shard(dim), Replicate())
-        if bias is not None:
-            bias = bias.to(x.dtype)
-        return F.linear(tokens, weight.to(x.dtype), bias)
+        return F.linear(_redistributed(x, mesh, Shard(dim), Replicate()), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,9 +128,12 @@ class _GatheredLinear(torch.autograd.Function):
         gradient = gradients[0]
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            summand = gradient @ weight.to(x.dtype)
-            of_input = _redistributed(summand, ctx.mesh, Partial(), Shard(ctx.dim))
-            del summand  # before there are the gathered tokens
+            of_input = _redistributed(
+                gradient @ weight.to(x.dtype),  # freed before there are the gathered tokens
+                ctx.mesh,
+                Partial(),
+                Shard(ctx.dim),
+            )
         rows = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             tokens = _redistributed(x, ctx.mesh, Shard(ctx.dim), Replicate())

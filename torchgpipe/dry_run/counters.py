@@ -40,7 +40,6 @@ no_context: AbstractContextManager[Any] = nullcontext()
 #: Operations whose FLOPs are the FLOPs of another one.
 _LIKE = {
     'addmm_': 'addmm',
-    'baddbmm_': 'baddbmm',
     '_scaled_dot_product_flash_attention_for_cpu': '_scaled_dot_product_flash_attention',
     '_scaled_dot_product_flash_attention_for_cpu_backward': (
         '_scaled_dot_product_flash_attention_backward'
@@ -143,7 +142,7 @@ class Counter(DispatchMode):
             return func(*args, **kwargs)  # DTensor looks for the shape of a result.
         if body is not None:
             # PyTorch would use shapes alone, without memory and FLOPs within the operation.
-            with self, torch.no_grad():
+            with self:
                 return body(*args, **kwargs)
         try:
             with self._fakes if makes else no_context:
@@ -160,7 +159,7 @@ class Counter(DispatchMode):
                 )
         for x in [result] if isinstance(result, Tensor) else tree_leaves(result):
             # Tensors that wrap others have no memory, nor do tensors on the meta device.
-            if is_plain(x) and x.device.type != 'meta':
+            if is_plain(x) and not x.is_meta:
                 self._see(x)
         return result
 

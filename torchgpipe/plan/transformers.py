@@ -401,7 +401,7 @@ def _flops(parts: Iterable[_Work]) -> tuple[float, float]:
     return products, attention
 
 
-class _Setup(NamedTuple):
+class _RankSetup(NamedTuple):
     """The setup of a rank: see the arguments of :meth:`Transformer.profile`."""
 
     machine: Machine
@@ -549,7 +549,7 @@ class Transformer:
             whole = replace(self, sequence_parallel=False)
             return whole.profile(machine, 1, micro_batch, recomputation, sharding, overlap)
         self._check_ranks(tensor)
-        setup = _Setup(machine, tensor, micro_batch, recomputation, sharding, overlap)
+        setup = _RankSetup(machine, tensor, micro_batch, recomputation, sharding, overlap)
         block = self._block(setup)
         blocks = [replace(block, name=str(k + 1)) for k in range(self.layers)]
         return Profile(
@@ -570,7 +570,7 @@ class Transformer:
             if number % tensor:
                 raise ValueError(f'{tensor} ranks cannot share {number} {name}')
 
-    def _block(self, setup: _Setup) -> LayerProfile:
+    def _block(self, setup: _RankSetup) -> LayerProfile:
         """Return a block."""
         machine, t, micro_batch, recomputation, *_ = setup
         n = micro_batch * self.length
@@ -613,7 +613,7 @@ class Transformer:
             backward_exchange=backward_exchange,
         )
 
-    def _backward_bytes(self, setup: _Setup) -> int:
+    def _backward_bytes(self, setup: _RankSetup) -> int:
         """Return the memory of a block's backward, beside gradients of its input and output.
 
         It is the most when there is the gradient of the larger matrix in the feed-forward part.
@@ -635,7 +635,7 @@ class Transformer:
         number = self.vocabulary * self.width // t
         return (TieProfile((0, self.layers + 1), self.size * number, number),) * self.tied
 
-    def _is_autocast(self, setup: _Setup) -> bool:
+    def _is_autocast(self, setup: _RankSetup) -> bool:
         """Return whether products have copies of their weights, in another dtype."""
         return self.eager and self.size < 4 and setup.sharding == 'replicate'
 
@@ -646,11 +646,11 @@ class Transformer:
         """
         return not self.eager or (t == 1 and self.size == 4)
 
-    def _size_between(self, setup: _Setup) -> int:
+    def _size_between(self, setup: _RankSetup) -> int:
         """Return the bytes of a number between blocks."""
         return 4 if self._is_autocast(setup) else self.size
 
-    def _output_bytes(self, setup: _Setup) -> int:
+    def _output_bytes(self, setup: _RankSetup) -> int:
         """Return the bytes of the output of the embedding or a block, on one rank."""
         whole = setup.micro_batch * self.length * self.width * self._size_between(setup)
         return whole // setup.tensor if self.sequence_parallel else whole
@@ -714,7 +714,7 @@ class Transformer:
             operations=1,
         )
 
-    def _embedding(self, setup: _Setup) -> LayerProfile:
+    def _embedding(self, setup: _RankSetup) -> LayerProfile:
         """Return the embedding of tokens, and of positions if there is one."""
         machine, t, micro_batch, *_ = setup
         n = micro_batch * self.length
@@ -742,7 +742,7 @@ class Transformer:
             backward_exchange=whole if self.sequence_parallel else 0,
         )
 
-    def _table_bytes(self, setup: _Setup, parameters: int) -> int:
+    def _table_bytes(self, setup: _RankSetup, parameters: int) -> int:
         """Return the memory of the embedding's backward, or of its forward if that is more.
 
         Args:
@@ -767,7 +767,7 @@ class Transformer:
             forward -= 2 * output
         return max(backward, forward)
 
-    def _head(self, setup: _Setup) -> LayerProfile:
+    def _head(self, setup: _RankSetup) -> LayerProfile:
         """Return the last normalization, the product with the vocabulary, and the loss."""
         machine, t, micro_batch, *_ = setup
         n = micro_batch * self.length
@@ -820,7 +820,7 @@ class Transformer:
             backward_exchange=backward_exchange,
         )
 
-    def _exchanged(self, setup: _Setup) -> tuple[float, float]:
+    def _exchanged(self, setup: _RankSetup) -> tuple[float, float]:
         """Return the bytes that ranks of a block exchange in forward, and in backward.
 
         ::

@@ -197,3 +197,37 @@ def test_scores_of_a_chunk_take_the_memory_of_a_chunk(tensor):
     # The product with the vocabulary, its gradients, and in chunks of a split vocabulary again.
     head = 2 * 256 * 16 * 8192 // tensor
     assert work.forward_flops + work.backward_flops > (3 + (tensor > 1)) * head
+
+
+def refused(loss_fn):
+    """Return the error of a step with split scores and a loss."""
+    with torch.device('meta'):
+        module = layers(GPT(SIZES)).double()
+    model = DistributedGPipe(
+        module,
+        [5],
+        mesh=init_mesh(tensor=2, device_type='cpu'),
+        chunks=2,
+        tensor_plan=tensor_plan(),
+    )
+    tokens, target = batches()[0]
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        model.step(tokens, target, loss_fn)
+    return str(caught.value) + '\n'.join(getattr(caught.value, '__notes__', ()))
+
+
+def unnormalized(scores, target):
+    """Return a mean over labels that count, which differ between micro-batches."""
+    return parallel_cross_entropy(scores, target)
+
+
+def whole_scores(scores, target):
+    """Return the loss of scores that are not split."""
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+def test_losses_that_do_not_fit_split_scores():
+    for text in run(2, refused, unnormalized):
+        assert 'divides by what it counts in a target' in text
+    for text in run(2, refused, whole_scores):
+        assert 'parallel_cross_entropy, or call the step within' in text
