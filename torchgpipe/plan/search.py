@@ -57,10 +57,11 @@ from torchgpipe.plan.costs import (
     memory_limits,
     peaks,
 )
+from torchgpipe.plan.memory import MEMORY
 from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
 from torchgpipe.plan.progress import progress
-from torchgpipe.plan.simulation import MEMORY, Limits, Simulation, excess, simulate
+from torchgpipe.plan.simulation import Limits, Simulation, excess, simulate
 from torchgpipe.plan.transformers import RECOMPUTATIONS
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device

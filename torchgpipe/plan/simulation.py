@@ -12,20 +12,6 @@ So the times do not depend on the order in which devices are simulated. Each dev
 an action's predecessor is missing. That order is kept: another simulation of the schedule, with
 other costs, needs one pass.
 
-For one micro-batch, :func:`bytes_over_time` counts on a device::
-
-    F ─────────────────────────▶ B or W     activations; if recomputed, from R on
-    F of the stage before ─────▶ B or W     the input, from another device or recomputed there;
-                                            a skip waits there, and is here from its F on
-          B of the next stage ─▶ B          the gradient of the output
-                              B ──▶ B       temporary memory of a backward
-    F ─────────────────────────▶ B or W     the output of the last stage, or its gradient
-                       the first B ──▶ end  gradients of parameters
-    B ───▶ F or B of a later micro-batch    a message that has been sent, if devices hold some
-
-While a stage keeps its activations, its output is one of them. Copies start at once, so an input
-waits on the device that receives it.
-
 Replicas add collectives, one after the other, beside the actions of a device. They have the places
 of :func:`torchgpipe.schedule.messages.with_unit_actions`: a stage waits for the gather of its
 parameters, and its gradients are reduced after its last action. In buckets, they are so within it,
@@ -37,7 +23,7 @@ if it is a backward::
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, islice
@@ -45,35 +31,15 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torchgpipe.plan.costs import Costs
+from torchgpipe.plan.memory import Collected, Line, bytes_over_time, parts_at
 from torchgpipe.schedule.messages import ACTIVE, UnitAction, with_unit_actions
 from torchgpipe.schedule.schedule import KINDS, WAITS, Action, Schedule, Timed
 
 #: By device, bytes or no limit.
 Limits = Sequence[float | None]
 
-#: Pairs of a second and the bytes that a device holds from then on.
-Line = tuple[tuple[float, float], ...]
-
-#: When each action runs, by stage, kind and micro-batch.
-Times = dict[tuple[int, str, int], Timed]
-
 #: By stage and kind of an action, its predecessors: their stages, kinds and edges.
 Waits = dict[tuple[int, str], list[tuple[int, str, int]]]
-
-
-class Collected(NamedTuple):
-    """A collective over replicas, or the update after it, with its time."""
-
-    #: The row of the schedule.
-    device: int
-    #: The stage whose parameters are involved.
-    stage: int
-    #: ``'gather'``, ``'free'`` (of gathered parameters), ``'reduction'`` or ``'update'``.
-    kind: str
-    #: Seconds from the start of the step.
-    start: float
-    #: Seconds from the start of the step.
-    end: float
 
 
 @dataclass(frozen=True)
@@ -134,14 +100,7 @@ class Simulation:
     def peak_parts(self) -> tuple[dict[str, float], ...]:
         """The bytes of each device at its peak, by kind of ``MEMORY``."""
         peaks = [max(line, key=itemgetter(1))[0] for line in self.bytes]
-        parts: list[dict[str, float]] = [defaultdict(float) for _ in peaks]
-        times: Times = {x.action: x for x in self.actions}
-        for device, size in enumerate(_resident(times, self.costs, self.devices)):
-            parts[device]['resident'] = size
-        for hold in _all_holds(times, self.costs, self.collected):
-            if hold.start <= peaks[hold.device] < hold.end:
-                parts[hold.device][hold.kind] += hold.bytes
-        return tuple(map(dict, parts))
+        return parts_at(peaks, self.actions, self.costs, self.collected)
 
 
 def simulate(
@@ -471,253 +430,3 @@ def few(name: str, devices: int, m: int) -> tuple[int, int]:
 def excess(bytes: Sequence[float], limits: Limits) -> list[float]:
     """Return the bytes by which each device exceeds its limit."""
     return [0.0 if limit is None else max(0.0, size - limit) for size, limit in zip(bytes, limits)]
-
-
-#: Kinds of memory: in use throughout, saved for backward, inputs of stages, gradients of outputs
-#: and of parameters, messages that were sent, temporary, and the output of the model.
-MEMORY = (
-    'resident',
-    'activations',
-    'inputs',
-    'gradients',
-    'parameter gradients',
-    'messages',
-    'backward',
-    'output',
-)
-
-
-class _Hold(NamedTuple):
-    """Memory that a device holds from one time to another."""
-
-    device: int
-    start: float
-    end: float
-    bytes: float
-    kind: str
-
-
-def _resident(times: Times, costs: Costs, devices: int) -> list[float]:
-    resident = [0.0] * devices
-    for stage, device in {action[0]: x.device for action, x in times.items()}.items():
-        resident[device] += costs.stages[stage].resident_bytes
-    return resident
-
-
-def _gathered(collected: Sequence[Collected], costs: Costs) -> Iterator[_Hold]:
-    """Yield the memory of gathered parameters."""
-    starts: dict[int, float] = {}
-    end_of_step = max((exchange.end for exchange in collected), default=0.0)
-    for device, stage, kind, start, end in collected:
-        if kind == 'gather':
-            starts[stage] = start
-            # The parts of all ranks, before they are parameters.
-            yield _Hold(device, start, end, costs.stages[stage].gathered_bytes, 'resident')
-        elif stage in starts:  # by a free or a reduction
-            if kind != 'free' and costs.stages[stage].tied_bytes:
-                end = end_of_step  # Tied parameters are exchanged as whole ones.
-            yield _Hold(
-                device, starts.pop(stage), end, costs.stages[stage].gathered_bytes, 'resident'
-            )
-
-
-def bytes_over_time(
-    actions: Iterable[Timed], costs: Costs, devices: int, collected: Sequence[Collected] = ()
-) -> tuple[Line, ...]:
-    """Return the memory that each device holds over time."""
-    times: Times = {x.action: x for x in actions}
-    resident = _resident(times, costs, devices)
-    changes: list[list[tuple[float, float]]] = [[] for _ in range(devices)]
-    for device, start, end, bytes, _ in _all_holds(times, costs, collected):
-        if bytes:
-            changes[device] += [(start, bytes), (end, -bytes)]
-    lines = []
-    for now, changed in zip(resident, changes):
-        line = {0.0: now}
-        for second, bytes in sorted(changed):
-            now += bytes
-            line[second] = now  # with all that ends and starts at that time
-        lines.append((*line.items(),))
-    return tuple(lines)
-
-
-def _is_recomputed(times: Times, costs: Costs, stage: int, i: int) -> bool:
-    return (stage, 'R', i) in times or i < costs.stages[stage].recomputed
-
-
-def _all_holds(times: Times, costs: Costs, collected: Sequence[Collected]) -> Iterator[_Hold]:
-    """Yield all memory that is not in use throughout the step."""
-    yield from _holds(times, costs)
-    yield from _gathered(collected, costs)
-    end = 0.0
-    #: By device, the end of its last action.
-    last: dict[int, float] = {}
-    for timed in times.values():
-        last[timed.device] = max(timed.end, last.get(timed.device, 0.0))
-        end = max(end, timed.end)
-    for exchange in collected:
-        end = max(end, exchange.end)
-    # A device waits for its messages, and then exchanges gradients of tied parameters.
-    ties = {device: (second + end) / 2 for device, second in last.items()}
-
-    yield from _casts(times, costs)
-    yield from _parameter_gradients(times, costs, end)
-    yield from _reduced(times, costs, collected)
-    for stage, device in {stage: timed.device for (stage, _, _), timed in times.items()}.items():
-        size = costs.stages[stage].tied_bytes
-        yield _Hold(device, ties[device], end, size, 'parameter gradients')
-    if costs.messages:
-        yield from _sent(times, costs, ties)
-
-
-def _casts(times: Times, costs: Costs) -> Iterator[_Hold]:
-    """Yield the memory of copies of parameters in another dtype."""
-    spans: dict[int, list[Timed]] = defaultdict(list)
-    for (stage, _, _), timed in times.items():
-        spans[stage].append(timed)
-    for stage, actions in spans.items():
-        start = min(timed.start for timed in actions)
-        stop = max(timed.end for timed in actions)
-        yield _Hold(actions[0].device, start, stop, costs.stages[stage].cast_bytes, 'activations')
-
-
-def _parameter_gradients(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
-    """Yield the memory of gradients of parameters: see :class:`StageCosts`."""
-    first: dict[int, Timed] = {}
-    for (stage, kind, _), timed in times.items():
-        is_last_part = kind == 'B' or kind == ('W' if costs.stages[stage].is_split else 'I')
-        if is_last_part and (stage not in first or timed.end < first[stage].end):
-            first[stage] = timed
-    for stage, timed in first.items():
-        size = costs.stages[stage].gradient_bytes
-        middle = _middle(costs, timed)
-        halves = costs.stages[stage].halves
-        if halves is not None and middle < timed.end:
-            early = size * (1 - halves.share)
-            yield _Hold(timed.device, middle, timed.end, early, 'parameter gradients')
-        yield _Hold(timed.device, timed.end, end, size, 'parameter gradients')
-
-
-def _reduced(times: Times, costs: Costs, collected: Iterable[Collected]) -> Iterator[_Hold]:
-    """Yield the memory of the last buckets: copies of gradients, until their sums replace these.
-
-    Earlier buckets are reduced within the last backward, while it frees activations.
-    """
-    last: dict[int, float] = {}
-    for (stage, _, _), timed in times.items():
-        last[stage] = max(timed.end, last.get(stage, 0.0))
-    for device, stage, kind, start, end in collected:
-        if kind == 'reduction':
-            size = costs.stages[stage].bucket_bytes
-            yield _Hold(device, max(start, last[stage]), end, size, 'parameter gradients')
-
-
-def _middle(costs: Costs, timed: Timed) -> float:
-    """Return the time from which a backward holds gradients of parameters, not activations."""
-    stage, kind, _ = timed.action
-    costs_of_stage = costs.stages[stage]
-    is_backward = kind == 'B' or (kind == 'I' and not costs_of_stage.is_split)
-    if is_backward and costs_of_stage.halves is not None:
-        return (timed.start + timed.end) / 2
-    return timed.end
-
-
-def _sent(times: Times, costs: Costs, ends: Mapping[int, float]) -> Iterator[_Hold]:
-    """Yield the memory of messages that a device has sent, while nothing else holds them.
-
-    Args:
-        ends: By device, the second until which it waits for all of them.
-    """
-    #: By sender and receiver, the time of each message, the time until something else holds it,
-    #: and its size.
-    messages: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
-    for (stage, kind, i), timed in times.items():
-        if kind == 'F':
-            receiver = times.get((stage + 1, 'F', i))
-            size = costs.stages[stage].output_bytes
-            last = timed
-            if not _is_recomputed(times, costs, stage, i):
-                last = _last(times, costs, stage, i) or timed
-        elif kind in 'BI':
-            receiver = _backward(times, stage - 1, i)
-            size = costs.stages[stage - 1].output_bytes
-            last = timed
-        else:
-            continue
-        if receiver is not None and receiver.device != timed.device:
-            messages[timed.device, receiver.device].append((timed.end, last.end, size))
-    for (device, _), sent in messages.items():
-        sent.sort()
-        for k, (_, free, size) in enumerate(sent):
-            later = k + costs.messages
-            let_go = ends[device]
-            if later < len(sent):
-                let_go = sent[later][0]
-            if let_go > free:
-                yield _Hold(device, free, let_go, size, 'messages')
-
-
-def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
-    """Yield the memory that is not in use throughout the step."""
-    end = max(x.end for x in times.values())
-    #: By stage, its inputs: source stage, bytes, and whether the input waits at the source.
-    edges: list[list[tuple[int, float, bool]]] = [[] for _ in costs.stages]
-    for stage, each in enumerate(costs.stages[:-1], 1):
-        edges[stage].append((stage - 1, each.output_bytes, False))
-    for skip in costs.skips:
-        edges[skip.target].append((skip.source, skip.bytes, True))
-    for (stage, kind, i), timed in times.items():
-        each = costs.stages[stage]
-        if kind == 'F':
-            yield from _of_forward(times, costs, edges[stage], stage, i)
-            if stage == len(costs.stages) - 1:
-                last = _last(times, costs, stage, i)
-                yield _Hold(
-                    timed.device, timed.end, last.end if last else end, each.output_bytes, 'output'
-                )
-        elif kind in 'BI':
-            middle = _middle(costs, timed)
-            if each.halves is None or middle == timed.end:
-                yield _Hold(timed.device, timed.start, timed.end, each.backward_bytes, 'backward')
-            else:
-                halves = each.halves
-                yield _Hold(timed.device, timed.start, middle, halves.first, 'backward')
-                yield _Hold(timed.device, middle, timed.end, halves.second, 'backward')
-
-
-def _of_forward(
-    times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int, i: int
-) -> Iterator[_Hold]:
-    """Yield the memory that is held from a forward on, and the gradients of its inputs."""
-    each = costs.stages[stage]
-    forward = times[stage, 'F', i]
-    backward = _backward(times, stage, i)
-    last = _last(times, costs, stage, i) or forward
-    first = forward
-    if _is_recomputed(times, costs, stage, i):
-        first = times.get((stage, 'R', i), backward) or forward
-    freed = _middle(costs, last)
-    yield _Hold(forward.device, first.start, freed, each.activation_bytes, 'activations')
-    for source, bytes, waits in edges:
-        before = times[source, 'F', i]
-        gets = _backward(times, source, i)
-        recomputed = _is_recomputed(times, costs, source, i)
-        if waits and recomputed:
-            yield _Hold(before.device, before.end, forward.start, bytes, 'inputs')
-        if recomputed or before.device != forward.device:
-            start = forward.start if waits else before.end
-            yield _Hold(forward.device, start, last.end, bytes, 'inputs')
-        if backward is not None and gets is not None:
-            yield _Hold(before.device, backward.end, gets.start, bytes, 'gradients')
-
-
-def _last(times: Times, costs: Costs, stage: int, i: int) -> Timed | None:
-    """Return the action that frees the activations of a micro-batch, if there is a backward."""
-    backward = _backward(times, stage, i)
-    if costs.stages[stage].is_split:
-        return times.get((stage, 'W', i), backward)
-    return backward
-
-
-def _backward(times: Times, stage: int, i: int) -> Timed | None:
-    return times.get((stage, 'B', i)) or times.get((stage, 'I', i))
