@@ -167,6 +167,10 @@ def checked(config: Namespace) -> Namespace:
     require(
         sizes.heads % tensor == 0, f'--n-head {sizes.heads} is not a multiple of --tensor {tensor}'
     )
+    require(
+        sizes.vocabulary >= tensor,
+        f'--vocab-size {sizes.vocabulary} is less than --tensor {tensor}, so a rank has no words',
+    )
     if config.sequence_parallel:
         require(
             tensor > 1 and not config.experts,

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 
 from tests.distributed.models import MODELS, Block, batch, full, train
 from tests.distributed.test_model import alone, check, part
 from tests.shard.processes import run
 from torchgpipe import plan as plans
-from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.distributed import DistributedGPipe, SequenceColwiseParallel, init_mesh
 from torchgpipe.distributed.layers import check_plan
 from torchgpipe.plan import Transformer
 from torchgpipe.shard.sums import like
@@ -217,3 +217,26 @@ def values():
 def test_a_module_with_values_keeps_the_values_of_the_first_shard():
     first, second = run(2, values)
     assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+def frozen():
+    """Return the names of parameters with a gradient, and of those that require one."""
+    module = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 8))
+    module[0].requires_grad_(False)
+    module[1].weight.requires_grad_(False)
+    tensor_plan = {
+        '0': SequenceParallel(),
+        '1': SequenceColwiseParallel(),
+        '2': RowwiseParallel(output_layouts=Shard(1)),
+    }
+    mesh = init_mesh(tensor=2, device_type='cpu')
+    model = DistributedGPipe(module, [3], mesh=mesh, tensor_plan=tensor_plan)
+    x = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
+    model.step(x, x, F.mse_loss)
+    learned = {name for name, p in model.named_parameters() if p.grad is not None}
+    return learned, {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_in_v0_30_a_style_of_pytorch_made_frozen_parameters_learn():
+    for learned, required in run(2, frozen):
+        assert learned == required == {'1.bias', '2.weight', '2.bias'}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile
-from torchgpipe.plan import MACHINES, Link, ParameterBytes, plan, simulate
+from torchgpipe.plan import MACHINES, Link, ParameterBytes, Transformer, plan, simulate
 from torchgpipe.plan.costs import TieProfile
 from torchgpipe.plan.mesh_search import MeshSearch, _cases
 from torchgpipe.plan.search import schedule_of
@@ -158,3 +158,25 @@ def test_the_fastest_candidate_of_a_random_model():
         assert best.seconds == pytest.approx(
             min(search.simulate(case, search.costs(case)).seconds for case in cases), rel=1e-9
         ), seed
+
+
+def test_bounds_of_eager_transformers():
+    for dtype in ('float32', 'bfloat16'):
+        model = Transformer(6, 256, 4, 512, 128, dtype=dtype, sequence_parallel=True, eager=True)
+        search = MeshSearch(model, MACHINES['H100'], 32, ParameterBytes(4, 4, 8), None)
+        for sizes in ((1, 2, 1), (2, 2, 2), (1, 4, 2)):
+            cases = _cases(
+                search,
+                sizes,
+                32,
+                [*NAMES],
+                [1, 2],
+                [1, 4],
+                ['none', 'full'],
+                ['replicate', 'shard'],
+            )
+            for case in cases:
+                found = search.simulate(case, search.costs(case))
+                seconds, bytes = search.bound(case)
+                assert 0 < seconds <= found.seconds * (1 + 1e-9), case
+                assert bytes <= max(found.peak_bytes) * (1 + 1e-9), case

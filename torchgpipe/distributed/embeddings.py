@@ -14,6 +14,7 @@ then takes its part. With 128 Ki tokens, the whole is 8 or more times the weight
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
@@ -26,13 +27,9 @@ def look_up_locally(module: nn.Module) -> None:
     weight: Tensor = module.weight
     if not isinstance(weight, DTensor) or not weight.placements[-1].is_shard(0):
         return
-    rows = weight.size(0)
-    ranks = weight.device_mesh.size(-1)
-    # The last ranks may have no rows.
-    all_have_rows = -(-rows // ranks) * (ranks - 1) < rows
     # These options need the counts or the norms of rows.
     is_plain = module.max_norm is None and not (module.sparse or module.scale_grad_by_freq)
-    if all_have_rows and is_plain:
+    if is_plain:
         module.forward = MethodType(_look_up, module)  # type: ignore[method-assign]
 
 
@@ -50,11 +47,15 @@ def _look_up(module: Any, ids: Tensor) -> Tensor:
     table = weight.to_local()
     rows = weight.size(0)
     begin = -(-rows // mesh.size()) * mesh.get_local_rank()
+    end = begin + len(table)
+    if not len(table):
+        # A lookup needs a row. The last ranks may have none.
+        table = torch.cat([table, table.new_zeros(1, table.size(1))])
     padding = None
     if module.padding_idx is not None and 0 <= module.padding_idx - begin < len(table):
         padding = module.padding_idx - begin
 
-    is_here = (ids >= begin) & (ids < begin + len(table))
+    is_here = (ids >= begin) & (ids < end)
     is_elsewhere = (ids >= 0) & (ids < rows) & ~is_here
     # A number that no rank has stays out of range, so that the lookup fails.
     places = (ids - begin).masked_fill(is_elsewhere, 0)

@@ -111,10 +111,22 @@ def split_layer(
         if module not in split:
             split[module] = path, text
             if style is not None:
-                parallelize_module(module, mesh, copy(style))  # It is changed.
-                look_up_locally(module)
+                _parallelize(module, mesh, style)
         elif split[module][1] != text:
             raise split_apart(dict([split[module], (path, text)]))
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
+    """Split a module by a style; frozen parameters stay frozen."""
+    frozen = []
+    for name, x in module.named_parameters():
+        if not x.requires_grad:
+            frozen.append(name)
+    parallelize_module(module, mesh, copy(style))  # It is changed.
+    # `SequenceParallel` replaces parameters by others that require a gradient.
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    look_up_locally(module)
 
 
 def _text_of(style: Any) -> str:

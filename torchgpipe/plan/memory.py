@@ -72,7 +72,11 @@ class _Hold(NamedTuple):
     kind: str
 
 
-def _resident(times: Times, costs: Costs, devices: int) -> list[float]:
+def _resident(
+    times: Times,
+    costs: Costs,
+    devices: int,
+) -> list[float]:
     resident = [0.0] * devices
     for stage, device in {action[0]: x.device for action, x in times.items()}.items():
         resident[device] += costs.stages[stage].resident_bytes
@@ -97,7 +101,10 @@ def _gathered(collected: Sequence[Collected], costs: Costs) -> Iterator[_Hold]:
 
 
 def bytes_over_time(
-    actions: Iterable[Timed], costs: Costs, devices: int, collected: Sequence[Collected] = ()
+    actions: Iterable[Timed],
+    costs: Costs,
+    devices: int,
+    collected: Sequence[Collected] = (),
 ) -> tuple[Line, ...]:
     """Return the memory that each device holds over time."""
     times: Times = {x.action: x for x in actions}
@@ -116,7 +123,12 @@ def bytes_over_time(
     return tuple(lines)
 
 
-def _is_recomputed(times: Times, costs: Costs, stage: int, i: int) -> bool:
+def _is_recomputed(
+    times: Times,
+    costs: Costs,
+    stage: int,
+    i: int,
+) -> bool:
     return (stage, 'R', i) in times or i < costs.stages[stage].recomputed
 
 
@@ -162,7 +174,11 @@ def _spans(times: Times) -> dict[int, _Span]:
     return spans
 
 
-def _all_holds(times: Times, costs: Costs, collected: Sequence[Collected]) -> Iterator[_Hold]:
+def _all_holds(
+    times: Times,
+    costs: Costs,
+    collected: Sequence[Collected],
+) -> Iterator[_Hold]:
     """Yield all memory that is not in use throughout the step."""
     yield from _holds(times, costs)
     yield from _gathered(collected, costs)
@@ -190,7 +206,11 @@ def _all_holds(times: Times, costs: Costs, collected: Sequence[Collected]) -> It
         yield from _sent(times, costs, ties)
 
 
-def _parameter_gradients(times: Times, costs: Costs, end: float) -> Iterator[_Hold]:
+def _parameter_gradients(
+    times: Times,
+    costs: Costs,
+    end: float,
+) -> Iterator[_Hold]:
     """Yield the memory of gradients of parameters: see :class:`StageCosts`."""
     first: dict[int, Timed] = {}
     for (stage, kind, _), timed in times.items():
@@ -236,7 +256,11 @@ def _middle(costs: Costs, timed: Timed) -> float:
     return timed.end
 
 
-def _sent(times: Times, costs: Costs, ends: Mapping[int, float]) -> Iterator[_Hold]:
+def _sent(
+    times: Times,
+    costs: Costs,
+    ends: Mapping[int, float],
+) -> Iterator[_Hold]:
     """Yield the memory of messages that a device has sent, while nothing else holds them.
 
     Args:
@@ -302,7 +326,11 @@ def _holds(times: Times, costs: Costs) -> Iterator[_Hold]:
 
 
 def _of_forward(
-    times: Times, costs: Costs, edges: Iterable[tuple[int, float, bool]], stage: int, i: int
+    times: Times,
+    costs: Costs,
+    edges: Iterable[tuple[int, float, bool]],
+    stage: int,
+    i: int,
 ) -> Iterator[_Hold]:
     """Yield the memory that is held from a forward on, and the gradients of its inputs."""
     each = costs.stages[stage]
@@ -327,7 +355,12 @@ def _of_forward(
             yield _Hold(before.device, backward.end, gets.start, bytes, 'gradients')
 
 
-def _last(times: Times, costs: Costs, stage: int, i: int) -> Timed | None:
+def _last(
+    times: Times,
+    costs: Costs,
+    stage: int,
+    i: int,
+) -> Timed | None:
     """Return the action that frees the activations of a micro-batch, if there is a backward."""
     backward = _backward(times, stage, i)
     if costs.stages[stage].is_split:
@@ -335,5 +368,9 @@ def _last(times: Times, costs: Costs, stage: int, i: int) -> Timed | None:
     return backward
 
 
-def _backward(times: Times, stage: int, i: int) -> Timed | None:
+def _backward(
+    times: Times,
+    stage: int,
+    i: int,
+) -> Timed | None:
     return times.get((stage, 'B', i)) or times.get((stage, 'I', i))

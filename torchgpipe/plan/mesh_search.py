@@ -81,7 +81,12 @@ class _Setting(NamedTuple):
     sharding: str = 'replicate'
 
 
-def _profile_of(model: Layers, machine: Machine, setting: _Setting, overlap: bool) -> Profile:
+def _profile_of(
+    model: Layers,
+    machine: Machine,
+    setting: _Setting,
+    overlap: bool,
+) -> Profile:
     """Return the profile of a rank's layers, for one micro-batch.
 
     Raises:
@@ -184,11 +189,21 @@ class _Replicated(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _most_in_flight(name: str, devices: int, m: int, virtual: int) -> tuple[int, ...]:
-    """Return by device the most activations of stages that it holds at a time."""
+def _most_in_flight(
+    name: str,
+    devices: int,
+    m: int,
+    virtual: int,
+    ends: str,
+) -> tuple[int, ...]:
+    """Return by device the most activations of stages that it holds at a time.
+
+    Args:
+        ends: The kinds of actions that free them.
+    """
     most = []
     for row in schedule_of(name, devices, m, virtual).rows:
-        changes = [(kind == 'F') - (kind in 'BW') for _, kind, _ in row]
+        changes = [(kind == 'F') - (kind in ends) for _, kind, _ in row]
         most.append(max(accumulate(changes)))
     return tuple(most)
 
@@ -218,15 +233,17 @@ def _halves(input_bytes: float, layers: Sequence[LayerProfile]) -> tuple[float, 
 
     A layer needs the gradients of its input and output, when later layers have freed theirs.
     """
-    freed = 0.0
     most = 0.0
-    needed = 0.0
-    inputs = [input_bytes, *(x.output_bytes for x in layers)]
-    for x, before, after in reversed([*zip(layers, inputs, inputs[1:])]):
-        needed = before + after + x.backward_bytes
-        most = max(most, needed - freed)
-        freed += x.activation_bytes
-    return most, layers[0].activation_bytes + needed
+    alive = 0.0
+    before = input_bytes
+    for layer in layers:
+        alive += layer.activation_bytes
+        needed = before + layer.output_bytes + layer.backward_bytes
+        most = max(most, alive + needed)
+        before = layer.output_bytes
+    first = layers[0]
+    needed_first = input_bytes + first.output_bytes + first.backward_bytes
+    return most - alive, first.activation_bytes + needed_first
 
 
 class MeshSearch:
@@ -266,7 +283,12 @@ class MeshSearch:
         machine = self._machine if linked else self._machine.without_links()
         return _profile_of(self._model, machine, setting, 'tensor' in self._overlap)
 
-    def _divide(self, linked: bool, setting: _Setting, where: tuple[int, ...]) -> _Stages:
+    def _divide(
+        self,
+        linked: bool,
+        setting: _Setting,
+        where: tuple[int, ...],
+    ) -> _Stages:
         """Divide the layers into stages on the given ranks."""
         mode = 'always' if setting.recomputation == 'full' else 'never'
         balance = tuple(self._balance or self._even(setting.tensor, mode, len(where)))
@@ -292,12 +314,14 @@ class MeshSearch:
             layers = profile.layers[start:end]
             input_bytes = profile.layers[start - 1].output_bytes if start else profile.input_bytes
             first, second = _halves(input_bytes, layers)
-            numbers = [self._trainable(layer) for layer in layers]
-            largest.append(max(map(self._largest, layers)))
-            share = numbers[0] / max(1.0, sum(numbers))
-            casts = sum(layer.cast_bytes for layer in layers)
+            number = sum(map(self._trainable, layers))
+            share = self._trainable(layers[0]) / max(1.0, number)
             halves = Halves(first, second, share)
+            casts = 0
+            for layer in layers:
+                casts += layer.cast_bytes
             stages.append(replace(stage, halves=halves, cast_bytes=casts))
+            largest.append(max(map(self._largest, layers)))
             trainable.append(sum(map(self._trainable, layers)))
             frozen.append(float(sum(layer.frozen_bytes for layer in layers)))
         costs = replace(costs, stages=tuple(stages))
@@ -333,7 +357,12 @@ class MeshSearch:
             return self._model.size
         return self._state.parameter
 
-    def _equally_fast(self, tensor: int, mode: str, number: int) -> Sequence[int]:
+    def _equally_fast(
+        self,
+        tensor: int,
+        mode: str,
+        number: int,
+    ) -> Sequence[int]:
         """Return the balance with equally fast stages, of any micro-batch."""
         profile = self._profile(True, _Setting(tensor))
         return fastest(profile, profile.blocks(1, 0.0), number, mode)
@@ -451,7 +480,12 @@ class MeshSearch:
             )
         return tuple(costs)
 
-    def _compute(self, setting: _Setting, where: tuple[int, ...], splits: bool) -> list[_RankWork]:
+    def _compute(
+        self,
+        setting: _Setting,
+        where: tuple[int, ...],
+        splits: bool,
+    ) -> list[_RankWork]:
         """Return the work of each rank for one micro-batch."""
         stages = self._stages(True, setting, where).costs.stages
         again = setting.recomputation == 'full'
@@ -485,7 +519,11 @@ class MeshSearch:
         ranks = self._chains(case.setting, where, splits)
         parameters = self._replicated(case)
         seconds = bytes = start = end = 0.0
-        for rank, (x, held) in enumerate(zip(ranks, self.in_flight(case))):
+        in_flight = self.in_flight(case)
+        activations = in_flight
+        if not all(stage.is_split for stage in self._stages_of(case).costs.stages):
+            activations = self.in_flight(case, 'BI')
+        for rank, (x, held) in enumerate(zip(ranks, in_flight)):
             own = [parameters[stage] for stage in x.stages]
             gather, reduction = self._exposed(own, parameters[rank], x.forward, splits, data)
             update = sum(stage.update for stage in own)
@@ -497,13 +535,20 @@ class MeshSearch:
             seconds = max(seconds, start + work + end)
             start += x.forward
             end += x.last
-            moving = held * x.activations + min(stage.gathered for stage in own)
-            gradients = sum(stage.gradients for stage in own)
+            resident = x.resident
+            gradients = 0.0
+            gathered = inf
+            for stage in own:
+                resident += stage.resident
+                gradients += stage.gradients
+                gathered = min(gathered, stage.gathered)
+            moving = activations[rank] * x.activations
+            moving += gathered
             if self._runs_here:
                 moving = max(moving, gradients)  # Activations come before gradients.
             else:
                 moving += gradients
-            bytes = max(bytes, x.resident + sum(stage.resident for stage in own) + moving)
+            bytes = max(bytes, resident + moving)
         return seconds, bytes
 
     def _exposed(
@@ -529,13 +574,12 @@ class MeshSearch:
         """Return whether whole parameters are counted while they are gathered."""
         return sharding == 'shard' and data > 1 and self._overlaps is None
 
-    def in_flight(self, case: _Case) -> tuple[int, ...]:
-        """Return by rank the most activations of stages that it holds at a time."""
+    def in_flight(self, case: _Case, ends: str = 'BW') -> tuple[int, ...]:
+        """Return by rank the most micro-batches of its stages between ``F`` and other actions."""
         pipe = case.mesh[1]
         m = self.chunks(case)
-        return _most_in_flight(
-            case.schedule, pipe, min(m, few(case.schedule, pipe, m)[1]), case.virtual
-        )
+        number = min(m, few(case.schedule, pipe, m)[1])
+        return _most_in_flight(case.schedule, pipe, number, case.virtual, ends)
 
     def simulate(self, case: _Case, costs: Costs) -> Simulation:
         """Simulate all micro-batches of a case."""
@@ -646,7 +690,12 @@ class MeshSearch:
                     sent[stage] += copies * self._state.gradient * tie.parameters
         return sent
 
-    def _parts(self, found: _Found, costs: Costs, messages: float) -> dict[str, float]:
+    def _parts(
+        self,
+        found: _Found,
+        costs: Costs,
+        messages: float,
+    ) -> dict[str, float]:
         """Return the seconds by cause, as means over ranks, and the wait as the rest."""
         case = found.case
         m = self.chunks(found.case)
@@ -709,7 +758,12 @@ def plan(
 
 
 def plan(
-    module: Any, sample: Value = None, *, devices: Any = None, mesh: Any = None, **options: Any
+    module: Any,
+    sample: Value = None,
+    *,
+    devices: Any = None,
+    mesh: Any = None,
+    **options: Any,
 ) -> Plan:
     """Find the fastest way to train a model, on the devices of a process or on a mesh.
 
@@ -964,7 +1018,11 @@ def _cases(
         yield _Case(sizes, name, v, b, recomputation, sharding)
 
 
-def _virtual(name: str, pipe: int, virtual: Iterable[int]) -> Iterable[int]:
+def _virtual(
+    name: str,
+    pipe: int,
+    virtual: Iterable[int],
+) -> Iterable[int]:
     """Return the numbers of stages on a rank, of which one rank has one."""
     _, most = stages_per_device(name)
     if pipe == 1:
@@ -974,7 +1032,10 @@ def _virtual(name: str, pipe: int, virtual: Iterable[int]) -> Iterable[int]:
 
 
 def _best(
-    search: MeshSearch, meshes: list[list[_Bounded]], limit: float, refused: dict[str, str]
+    search: MeshSearch,
+    meshes: list[list[_Bounded]],
+    limit: float,
+    refused: dict[str, str],
 ) -> Iterator[_Found]:
     """Simulate the candidates of each mesh, the lowest bound first; yield the best of each."""
     fastest_of_all = inf

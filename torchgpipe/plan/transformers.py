@@ -151,7 +151,12 @@ class Machine:
             )
         return self.flops[dtype]
 
-    def gather(self, bytes: float, devices: int, stride: int = 1) -> float:
+    def gather(
+        self,
+        bytes: float,
+        devices: int,
+        stride: int = 1,
+    ) -> float:
         """Return the seconds of an all-gather to, or a reduce-scatter of, ``bytes``.
 
         A group of ``devices × stride`` neighbours is within a host if this number divides the
@@ -175,12 +180,20 @@ class Machine:
             )
         return (devices - 1) * link.seconds(bytes / devices)
 
-    def all_reduce(self, bytes: float, devices: int, stride: int = 1) -> float:
+    def all_reduce(
+        self,
+        bytes: float,
+        devices: int,
+        stride: int = 1,
+    ) -> float:
         """Return the seconds of an all-reduce of ``bytes``: see :meth:`gather`."""
         return 2 * self.gather(bytes, devices, stride)
 
     def links(
-        self, ranks: int, stride: int, replicas: int = 1
+        self,
+        ranks: int,
+        stride: int,
+        replicas: int = 1,
     ) -> tuple[tuple[Link, ...], ...] | Link:
         """Return the links between ranks of a pipeline: the slowest ones of all replicas.
 
@@ -248,7 +261,11 @@ _ASSUMED = (
 )
 
 
-def shares_of(name: str, peak: float, largest: float) -> tuple[tuple[float, float], ...]:
+def shares_of(
+    name: str,
+    peak: float,
+    largest: float,
+) -> tuple[tuple[float, float], ...]:
     """Return shares of a machine's peak by size, given the share of large products.
 
     Products that take as long on a faster machine have the same share there.
@@ -354,7 +371,12 @@ class ParameterBytes(NamedTuple):
         """The bytes that an update and the norm of gradients read and write, per parameter."""
         return 2 * (self.parameter + self.optimizer) + 3 * self.gradient
 
-    def on_a_rank(self, data: str, replicas: int, freed: bool = False) -> float:
+    def on_a_rank(
+        self,
+        data: str,
+        replicas: int,
+        freed: bool = False,
+    ) -> float:
         """Return the bytes of a parameter on each rank during a step.
 
         With ``'shard'``, parameters are gathered for the step, and gradients are complete until
@@ -551,9 +573,12 @@ class Transformer:
         self._check_ranks(tensor)
         setup = _RankSetup(machine, tensor, micro_batch, recomputation, sharding, overlap)
         block = self._block(setup)
-        blocks = [replace(block, name=str(k + 1)) for k in range(self.layers)]
+        layers = [self._embedding(setup)]
+        for k in range(self.layers):
+            layers.append(replace(block, name=str(k + 1)))
+        layers.append(self._head(setup))
         return Profile(
-            (self._embedding(setup), *blocks, self._head(setup)),
+            tuple(layers),
             (),
             micro_batch,
             8 * micro_batch * self.length,
@@ -563,7 +588,11 @@ class Transformer:
 
     def _check_ranks(self, tensor: int) -> None:
         """Check that ranks can share each layer."""
-        numbers = {'heads': self.heads, 'key_heads': self._keys, 'features': self._hidden}
+        numbers = {
+            'heads': self.heads,
+            'key_heads': self._keys,
+            'features': self._hidden,
+        }
         if self.eager and self.sequence_parallel:
             numbers['tokens'] = self.length
         for name, number in numbers.items():
@@ -659,7 +688,12 @@ class Transformer:
         """Return the tokens of a rank in the parts between collectives."""
         return n / t if self.sequence_parallel else n
 
-    def _attention(self, n: float, t: int, batch: int) -> _Work:
+    def _attention(
+        self,
+        n: float,
+        t: int,
+        batch: int,
+    ) -> _Work:
         """Return scores, softmax, dropout and the weighted sum of values for a rank's heads."""
         w = self.size
         s = self.length
@@ -684,7 +718,12 @@ class Transformer:
             operations=2 + mask,
         )
 
-    def _others(self, n: float, t: int, between: int) -> Iterator[_Work]:
+    def _others(
+        self,
+        n: float,
+        t: int,
+        between: int,
+    ) -> Iterator[_Work]:
         """Yield the parts of a block but for attention.
 
         Args:
