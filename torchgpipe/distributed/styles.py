@@ -29,7 +29,9 @@ class SequenceColwiseParallel(ParallelStyle):
     It takes the place of ``ColwiseParallel(input_layouts=Shard(1))``, which keeps the gathered
     tokens for backward.
 
+    >>> from torch.distributed.tensor import Shard
     >>> from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
+    >>> from torchgpipe.distributed import SequenceColwiseParallel
     >>> tensor_plan = {
     ...     '*.norm': SequenceParallel(),
     ...     '*.up': SequenceColwiseParallel(),
