@@ -271,7 +271,7 @@ class MeshPlan(Plan):
     #: By stage, the FLOPs of a rank in a step, with recomputations. Zeros if the layers are
     #: measured.
     flops: tuple[float, ...] = field(default=(), kw_only=True)
-    #: The bytes that the ranks of one pipeline exchange in a step, by axis. They are messages along
+    #: The bytes by axis that the ranks of one pipeline exchange in a step. They are messages along
     #: ``'pipe'``, and collectives along the others. A collective has the bytes of its input or its
     #: output, whichever is larger.
     traffic: dict[str, float] = field(default_factory=dict, kw_only=True, hash=False)
