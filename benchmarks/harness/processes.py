@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ import click
 import torch
 from torch import distributed
 
+from benchmarks.harness.hosts import enter
 from benchmarks.harness.launch import start_server
 from benchmarks.harness.report import cores
 
@@ -72,14 +73,16 @@ class Processes:
     """Processes with a worker each, as a context.
 
     Args:
-        n: The number of processes. make: Makes a worker in each process, in which
-        ``torch.distributed`` gives the rank. It can be pickled, and so can its arguments and the
-        worker's results.
+        n: The number of processes.
+        make: Makes a worker in each process, in which ``torch.distributed`` gives the rank. It can
+            be pickled, and so can its arguments and the worker's results.
         args: The arguments of ``make``.
         device: The type of the processes' devices. Each process has the accelerator with its
-        rank's number, or is on the CPU.
-        pinned: Whether each process runs on the core with its rank's number only. Processes
-        beyond the number of cores share them.
+            rank's number, or is on the CPU.
+        pinned: Whether each process runs on one core only: the one with its rank's number, or with
+            the number of its host. Processes beyond the number of cores share them.
+        hosts: By rank, its host in a :class:`~benchmarks.harness.hosts.Network`. If there are
+            none, all ranks have the network of this process.
 
     Raises:
         click.ClickException: Processes or gloo are not available.
@@ -92,13 +95,17 @@ class Processes:
         *args: Any,
         device: str = 'cpu',
         pinned: bool = False,
+        hosts: Sequence[str] = (),
     ) -> None:
         if not is_available():
             raise click.ClickException(
                 f'this takes torch.distributed with gloo, and processes that start by {METHOD!r}'
             )
         self._n = n
-        self._place = device, pinned
+        self._places = [
+            _Place(device, _core(rank, hosts) if pinned else None, hosts[rank] if hosts else None)
+            for rank in range(n)
+        ]
         self._work = make, args
         self._pipes: dict[Connection, int] = {}
         self._exit = ExitStack()
@@ -115,7 +122,7 @@ class Processes:
                 process = context.Process(
                     target=_serve,
                     daemon=True,
-                    args=(rank, self._n, store, there, *self._place, *self._work),
+                    args=(rank, self._n, store, there, self._places[rank], *self._work),
                 )
                 process.start()
                 stack.callback(_end, process, here)
@@ -173,17 +180,37 @@ def _end(process: Any, pipe: Connection) -> None:
     process.join()
 
 
-def _settle(rank: int, device: str, pinned: bool) -> str:
-    """Move to the core and the device of a rank, and return the name of the backend."""
+class _Place(NamedTuple):
+    """Where a process runs."""
+
+    #: The type of its device.
+    device: str
+    #: The number of its core among the ones of this process, if it has only one.
+    core: int | None
+    #: Its host in a network of hosts.
+    host: str | None
+
+
+def _core(rank: int, hosts: Sequence[str]) -> int:
+    """Return the number of the core of a rank: its own, or the one of its host."""
+    if not hosts:
+        return rank
+    return [*dict.fromkeys(hosts)].index(hosts[rank])
+
+
+def _settle(rank: int, place: _Place) -> str:
+    """Move to the core, the host and the device of a rank; return the name of the backend."""
     torch.set_num_threads(1)
-    if pinned and hasattr(os, 'sched_setaffinity'):
-        own = cores()
-        os.sched_setaffinity(0, {own[rank % len(own)]})
-    if device == 'cpu':
+    if place.core is not None and hasattr(os, 'sched_setaffinity'):
+        allowed = cores()
+        os.sched_setaffinity(0, {allowed[place.core % len(allowed)]})
+    if place.host is not None:
+        enter(place.host)
+    if place.device == 'cpu':
         return 'gloo'
     os.environ['LOCAL_RANK'] = str(rank)
     torch.accelerator.set_device_index(rank)
-    return str(distributed.get_default_backend_for_device(device))
+    return str(distributed.get_default_backend_for_device(place.device))
 
 
 def _serve(
@@ -191,8 +218,7 @@ def _serve(
     n: int,
     store: str,
     pipe: Connection,
-    device: str,
-    pinned: bool,
+    place: _Place,
     make: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -200,7 +226,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this.
     with suppress(EOFError, BrokenPipeError):
         try:
-            backend = _settle(rank, device, pinned)
+            backend = _settle(rank, place)
             distributed.init_process_group(
                 backend, store, timedelta(seconds=PATIENCE), world_size=n, rank=rank
             )

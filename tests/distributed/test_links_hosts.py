@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.hosts import Network, can_make_hosts, ends, ranks, wait_for
+from benchmarks.harness.hosts import Network, why_not
+from tests.distributed.hosts import ends, ranks, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +27,9 @@ NAMES = [
 @pytest.fixture
 def network():
     """Two hosts."""
-    if not can_make_hosts():
-        pytest.skip('it takes the right to make network namespaces')
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
     with Network() as network:
         yield network
 
