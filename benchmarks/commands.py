@@ -23,6 +23,7 @@ from benchmarks.experiments import (
     schedules,
     speed,
     timeline,
+    two_hosts,
     zoo,
 )
 
@@ -35,6 +36,7 @@ MODULES = (
     timeline,
     schedules,
     scaling,
+    two_hosts,
     classes,
     classes_resnet18,
     mingpt,

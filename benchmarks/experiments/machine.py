@@ -122,9 +122,14 @@ class Ring:
 
 
 def gloo() -> Link:
-    """Return the link between processes of this machine, by all-reduces of two."""
+    """Return the link between processes of this machine."""
     with Processes(2, Ring) as group:
-        small, large = (max(group.call('seconds', bytes)) for bytes in (SMALL, LARGE))
+        return link_of(group)
+
+
+def link_of(group: Processes) -> Link:
+    """Return the link between two processes, by their all-reduces: see :class:`Ring`."""
+    small, large = (max(group.call('seconds', bytes)) for bytes in (SMALL, LARGE))
     # An all-reduce of two devices takes twice the latency, and moves half of the bytes twice.
     return Link(small / 2, LARGE / max(large - small, 1e-9))
 

@@ -19,6 +19,19 @@ def name_of(sizes: Iterable[int]) -> str:
     return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
 
 
+def check_order(order: Sequence[str]) -> None:
+    """Check the order of the axes of a mesh, from the outermost to the innermost.
+
+    Raises:
+        ValueError: It does not have each axis once, or does not end with ``'tensor'``.
+    """
+    if sorted(order) != sorted(AXES) or order[-1] != 'tensor':
+        raise ValueError(
+            f'an order has each of the axes {AXES} once, and ends with "tensor", whose ranks send '
+            f'each other most; but this one is {order!r}'
+        )
+
+
 #: A mode for all partitions, a mode for each, or a function from a partition's index to a mode.
 Checkpoint = str | Sequence[str] | Callable[[int], str]
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.private import has_backend, timeout_of
-from torchgpipe.base.settings import AXES
+from torchgpipe.base.settings import AXES, check_order
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.world import parse_timeout, wait_at_exit
@@ -61,6 +61,7 @@ def init_mesh(
     *,
     device_type: str | None = None,
     timeout: float | timedelta | None = None,
+    order: Sequence[str] = AXES,
 ) -> DeviceMesh:
     """Create a mesh of all processes, and initialize ``torch.distributed`` where necessary.
 
@@ -76,11 +77,14 @@ def init_mesh(
             Each rank uses the device with its number on the host, ``LOCAL_RANK``.
         timeout: How long a rank waits for another one: seconds, or a ``timedelta``; by default as
             in ``torch.distributed``.
+        order: The axes from the outermost one to ``'tensor'``. With ``('pipe', 'data',
+            'tensor')``, the ranks of a stage are next to each other, for example on one host.
 
     Raises:
-        ValueError: The axes do not multiply to the number of processes, or the timeout is not
-            above zero.
+        ValueError: The axes do not multiply to the number of processes, the timeout is not above
+            zero, or the order does not have each axis once.
     """
+    check_order(order)
     wait_at_exit()
     limit = None if timeout is None else parse_timeout(timeout)
     type_of_devices = device_type or accelerator() or str(CPU)
@@ -94,7 +98,9 @@ def init_mesh(
             place = {'store': dist.HashStore(), 'rank': 0, 'world_size': 1}  # type: ignore[attr-defined]
         dist.init_process_group('gloo' if on_cpu else None, timeout=limit, **place)
     check_sizes(data, pipe, tensor, dist.get_world_size())
-    return init_device_mesh(type_of_devices, (data, pipe, tensor), mesh_dim_names=AXES)
+    sizes = {'data': data, 'pipe': pipe, 'tensor': tensor}
+    shape = tuple(sizes[axis] for axis in order)
+    return init_device_mesh(type_of_devices, shape, mesh_dim_names=tuple(order))
 
 
 def check_sizes(data: int, pipe: int, tensor: int, world: int) -> None:

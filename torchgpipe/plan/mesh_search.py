@@ -39,7 +39,7 @@ from torch import nn
 from torchgpipe.base.context import uncollected
 from torchgpipe.base.devices import CPU, Device, accelerator
 from torchgpipe.base.errors import format_bytes
-from torchgpipe.base.settings import AXES, name_of
+from torchgpipe.base.settings import AXES, check_order, name_of
 from torchgpipe.base.structure import BUCKET, Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, Halves, LayerProfile, Link, StageCosts, memory_limits
@@ -252,6 +252,7 @@ class MeshSearch:
     Args:
         overlap: Axes whose collectives run concurrently with computation; ``None`` as in this
             library.
+        order: The axes, from the outermost to the innermost.
     """
 
     def __init__(
@@ -262,6 +263,7 @@ class MeshSearch:
         state: ParameterBytes,
         overlap: Collection[str] | None,
         balance: Sequence[int] | None = None,
+        order: Sequence[str] = AXES,
     ) -> None:
         self._model = model
         self._machine = machine
@@ -271,6 +273,7 @@ class MeshSearch:
         self._state = state
         self._overlap = overlap or ()
         self._balance = balance
+        self._order = order
         #: See :class:`~torchgpipe.plan.Costs`.
         self._overlaps = None if overlap is None else 'data' in overlap
         self._profile = cache(self._measure)
@@ -367,6 +370,12 @@ class MeshSearch:
         profile = self._profile(True, _Setting(tensor))
         return fastest(profile, profile.blocks(1, 0.0), number, mode)
 
+    def _stride(self, axis: str, mesh: tuple[int, int, int]) -> int:
+        """Return the distance of a device to the next one along an axis."""
+        sizes = dict(zip(AXES, mesh))
+        inner = self._order[self._order.index(axis) + 1 :]
+        return prod(sizes[name] for name in inner)
+
     def stages(self, tensor: int) -> Collection[int]:
         """Return possible numbers of stages.
 
@@ -391,7 +400,7 @@ class MeshSearch:
 
     def costs(self, case: _Case, linked: bool = True) -> Costs:
         """Return the costs of a case; without links, no message or collective takes time."""
-        data, pipe, tensor = case.mesh
+        pipe = case.mesh[1]
         m = self.chunks(case)
         machine = self._machine if linked else self._machine.without_links()
         stages: list[StageCosts] = []
@@ -428,7 +437,8 @@ class MeshSearch:
                 )
             )
             waiting = 0
-        links = machine.links(pipe, tensor, data)
+        stride = self._stride('pipe', case.mesh)
+        links = machine.links(pipe, stride, prod(case.mesh) // (pipe * stride))
         held = AHEAD if self._runs_here else 0
         return Costs((*stages,), computed.skips, links, self._overlaps, held)
 
@@ -446,7 +456,8 @@ class MeshSearch:
         setting: _Setting,
         where: tuple[int, ...],
     ) -> tuple[_Replicated, ...]:
-        data, pipe, tensor = mesh
+        data = mesh[0]
+        stride = self._stride('data', mesh)
         sharding = setting.sharding
         state = self._state
         machine = self._machine if linked else self._machine.without_links()
@@ -457,7 +468,7 @@ class MeshSearch:
         costs = []
         for trainable, largest, frozen in zip(stages.trainable, stages.largest, stages.frozen):
             whole = trainable * self._gathered_size + frozen
-            gradients = machine.gather(trainable * state.gradient, data, pipe * tensor)
+            gradients = machine.gather(trainable * state.gradient, data, stride)
             resident = trainable * kept
             if shards:
                 # Stages count frozen parameters as whole; a rank has a part of them as well.
@@ -471,7 +482,7 @@ class MeshSearch:
                     if shards or data == 1
                     else min(trainable * state.gradient, BUCKET + largest * state.gradient),
                     whole if frees else 0.0,
-                    machine.gather(whole, data, pipe * tensor) if shards else 0.0,
+                    machine.gather(whole, data, stride) if shards else 0.0,
                     gradients if shards else 2 * gradients,
                     state.traffic * trainable / (data if shards else 1) / machine.bandwidth,
                     # FSDP reduces the gradients of a stage at once.
@@ -615,7 +626,7 @@ class MeshSearch:
             self._batch // data,
             parts['compute'] * data * pipe * tensor,
             costs,
-            mesh=dict(zip(AXES, case.mesh)),
+            mesh={axis: dict(zip(AXES, case.mesh))[axis] for axis in self._order},
             data=case.data,
             micro_batch=case.micro_batch,
             recomputation=case.recomputation,
@@ -816,6 +827,7 @@ def plan_mesh(
     shardings: Sequence[str] = SHARDINGS,
     overlap: Collection[str] | None = None,
     balance: Sequence[int] | None = None,
+    order: Sequence[str] = AXES,
     timeout: float = 1.0,
 ) -> MeshPlan:
     """Find the fastest plan for a mesh: its sizes, a schedule, micro-batches and recomputation.
@@ -841,6 +853,9 @@ def plan_mesh(
             gradients are reduced in buckets within the last backward of their stage, and
             parameters are gathered while other stages run. An empty list means no overlap at all.
         balance: The layers of each stage; by default stages are equally fast.
+        order: The axes from the outermost one to ``'tensor'``: see
+            :func:`~torchgpipe.distributed.init_mesh`. The outermost one is over the network, if
+            there are several hosts.
         timeout: Approximate time in seconds for the measurement of layers.
 
     Returns:
@@ -875,6 +890,7 @@ def plan_mesh(
     memory_limits(memory_limit, 1, 'limits')
     limit = USABLE * machine.memory if memory_limit is None else memory_limit
     _check_names(schedules, recomputations, shardings, overlap)
+    check_order(order)
     if not (isinstance(layers, Transformer) and not layers.fused):
         # There are no scores in memory.
         recomputations = [each for each in recomputations if each != 'selective'] or ['none']
@@ -887,7 +903,7 @@ def plan_mesh(
     # Few devices are all on one host, whatever its size.
     devices = prod(next(_meshes(mesh)))
     machine = replace(machine, devices_per_host=min(machine.devices_per_host, devices))
-    search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance)
+    search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance, order)
     with uncollected():  # It would take a third of the time, and find no garbage.
         return _planned(
             search,

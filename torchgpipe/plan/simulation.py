@@ -1,12 +1,14 @@
 """Simulate a step: actions and memory of devices over time, given the costs of stages.
 
 :func:`simulate` runs each device through its row of the schedule. An action starts as soon as its
-predecessors have ended and their results have arrived. Any number of copies run concurrently with
-the computation::
+predecessors have ended and their results have arrived. Copies run concurrently with computation.
+The copies from one device to another follow each other, in the order in which the other device
+needs them, as the messages of a link do::
 
-    device 0    0F0 ─────▶ 0F1 ───────▶ 0B0
-                  ╲ copy                 ╱ copy
-    device 1       ▶ 1F0 ─────▶ 1B0 ────╱
+    device 0    0F0 0F1 0F2                                       0B0 …
+    link            ═0F0═ ═0F1═ ═0F2═                             ╱
+    link back             │     │     │                ═1B0═ ════╱
+    device 1              1F0   1F1   1F2   …   1B0 ───╱
 
 So the times do not depend on the order in which devices are simulated. Each device continues until
 an action's predecessor is missing. That order is kept: another simulation of the schedule, with
@@ -376,17 +378,9 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
         stage, _, i = order.actions[k]
         if i < stops[stage]:
             seconds[k] += kinds[stage, 'R']
-    delays = [
-        _delay(
-            order.places[one],
-            order.places[other],
-            costs,
-            costs.stages[min(one, other)].output_bytes
-            if skip is None
-            else costs.skips[skip].bytes,
-        )
-        for one, other, skip in order.edges
-    ]
+    routes = [_route(order, edge, costs) for edge in order.edges]
+    #: By link, when it has carried the copies so far.
+    free: dict[tuple[int, int], float] = defaultdict(float)
     starts: list[float] = []
     ends: list[float] = []
     before = zip(order.before, order.over)
@@ -397,7 +391,12 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
         if lanes.exchanges:
             start = max(start, lanes.before(device, action, start))
         for other, edge in islice(before, stop - past):
-            arrives = ends[other] + delays[edge]
+            arrives = ends[other]
+            route = routes[edge]
+            if route is not None:
+                leaves = max(arrives, free[route.link]) + route.seconds
+                free[route.link] = leaves
+                arrives = leaves + route.latency
             if arrives > start:
                 start = arrives
         past = stop
@@ -409,10 +408,28 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
     return starts, ends
 
 
-def _delay(one: int, other: int, costs: Costs, bytes: float) -> float:
-    if one == other:
-        return 0.0
-    return costs.link(one, other).seconds(bytes)
+class _Route(NamedTuple):
+    """The way of a message between stages of two devices."""
+
+    link: tuple[int, int]
+    #: How long the link carries nothing else.
+    seconds: float
+    #: How long the message takes in addition.
+    latency: float
+
+
+def _route(order: _Order, edge: tuple[int, int, int | None], costs: Costs) -> _Route | None:
+    """Return the way of messages of an edge; ``None`` within a device."""
+    source, target, skip = edge
+    devices = order.places[source], order.places[target]
+    if devices[0] == devices[1]:
+        return None
+    if skip is None:
+        bytes = costs.stages[min(source, target)].output_bytes
+    else:
+        bytes = costs.skips[skip].bytes
+    link = costs.link(*devices)
+    return _Route(devices, bytes / link.bandwidth, link.latency)
 
 
 #: The least number of micro-batches that are simulated, if there are as many.

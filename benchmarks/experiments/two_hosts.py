@@ -1,0 +1,364 @@
+"""A GPT on two hosts with a slow link between them: the time of each mesh, beside its plan.
+
+::
+
+    data 2 × pipe 2, data over the link         pipe over the link
+
+    host 0    pipe 0 ── pipe 1   data 0         host 0    data 0 ── data 1   pipe 0
+                 ║ link ║                                    ║ link ║
+    host 1    pipe 0 ── pipe 1   data 1         host 1    data 0 ── data 1   pipe 1
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import fmean, median
+from subprocess import CalledProcessError
+from typing import Any, NamedTuple
+
+import click
+import torch
+from tqdm import tqdm
+
+from benchmarks.experiments.machine import Ring, link_of, measure_machine
+from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
+from benchmarks.experiments.scaling.worker import Worker
+from benchmarks.harness.gpt_options import require
+from benchmarks.harness.hosts import Network, why_not
+from benchmarks.harness.page import Section
+from benchmarks.harness.processes import Processes, seconds
+from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.models.gpt import Sizes
+from torchgpipe.balance import Profile, profile
+from torchgpipe.base.devices import CPU
+from torchgpipe.base.errors import table
+from torchgpipe.plan import Link, Machine, MeshPlan, ParameterBytes, plan
+
+#: The hosts of a network.
+HOSTS = 2
+
+#: The rate of a link without a limit, as an option.
+UNLIMITED = 'none'
+
+#: Bytes of a parameter and its gradient, without the state of an optimizer.
+SGD = ParameterBytes(4, 4, 0)
+
+#: Quartiles of the rounds.
+_QUARTILES = torch.tensor([0.25, 0.75])
+
+
+class Spread(NamedTuple):
+    """A mesh on two hosts."""
+
+    mesh: Mesh
+    #: The axis whose neighbours are on different hosts.
+    over: str
+
+    @property
+    def name(self) -> str:
+        """The mesh in words."""
+        return str(self.mesh)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes from the outermost one, along which the hosts follow each other."""
+        rest = [axis for axis in self.mesh.axes if axis != self.over]
+        return (self.over, *rest)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of the host of each rank, whose replica is the outer axis of its mesh."""
+        ranks = range(self.mesh.size)
+        if self.over == 'data':
+            return tuple(rank // self.mesh.pipe for rank in ranks)
+        return tuple(rank % self.mesh.pipe for rank in ranks)
+
+
+#: The meshes that are measured.
+SPREADS = (
+    Spread(Mesh(2), 'data'),
+    Spread(Mesh(2, shard=True), 'data'),
+    Spread(Mesh(pipe=2), 'pipe'),
+    Spread(Mesh(2, 2), 'data'),
+    Spread(Mesh(2, 2, shard=True), 'data'),
+    Spread(Mesh(2, 2), 'pipe'),
+    Spread(Mesh(2, 2, shard=True), 'pipe'),
+)
+
+
+class LinkedWorker(Worker, Ring):
+    """A process of a mesh, which also measures its layers and its link."""
+
+    def profile(self) -> Profile:
+        """Return the costs of the layers for one micro-batch, while others measure them too."""
+        x, _ = self._work.samples(0, 1)
+        return profile(self._work.model(), x[: self._work.micro_batch], device=CPU)
+
+
+def mean_profile(profiles: Sequence[Profile]) -> Profile:
+    """Return a profile with the mean times of others of the same layers."""
+    layers = []
+    for same in zip(*(each.layers for each in profiles)):
+        times = {
+            name: fmean(getattr(layer, name) for layer in same)
+            for name in (
+                'forward_seconds',
+                'backward_seconds',
+                'forward_overhead',
+                'backward_overhead',
+            )
+        }
+        layers.append(replace(same[0], **times))
+    return replace(profiles[0], layers=tuple(layers))
+
+
+def planned(
+    spread: Spread, work: Work, layers: Profile, measured: Machine, link: Link
+) -> MeshPlan:
+    """Return the plan of a mesh on two hosts.
+
+    Args:
+        spread: The mesh.
+        work: The model and the mini-batch.
+        layers: The costs of its layers for one micro-batch, on as many ranks of a host.
+        measured: A host.
+        link: The link between the hosts, which the ranks of a host share.
+    """
+    ranks = spread.mesh.size // HOSTS
+    two_hosts = replace(
+        measured,
+        network=Link(link.latency, link.bandwidth / ranks),
+        devices_per_host=ranks,
+    )
+    return plan(
+        layers,
+        mesh=spread.mesh.axes,
+        machine=two_hosts,
+        batch=work.batch,
+        state=SGD,
+        schedules=['1f1b'],
+        micro_batches=[work.micro_batch],
+        recomputations=['none'],
+        shardings=['shard' if spread.mesh.shard else 'replicate'],
+        balance=work.balance(spread.mesh.pipe),
+        order=spread.order,
+    )
+
+
+def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[str, Any]:
+    """Time steps of all meshes in turn, over a link with a rate.
+
+    Returns:
+        The link, and a row of results for each mesh.
+    """
+    title = rate or 'no limit'
+    steps: dict[Spread, list[float]] = {spread: [] for spread in SPREADS}
+    sent: dict[Spread, float] = {}
+    profiles: dict[tuple[int, ...], Profile] = {}
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(rate))
+        groups: dict[tuple[int, ...], Processes] = {}
+        for layout in dict.fromkeys(spread.hosts for spread in SPREADS):
+            hosts = [network.hosts[number] for number in layout]
+            processes = Processes(len(layout), LinkedWorker, work, 'cpu', pinned=True, hosts=hosts)
+            groups[layout] = stack.enter_context(processes)
+        link = link_of(groups[0, 1])
+        for layout, group in groups.items():
+            profiles[layout] = mean_profile(group.call('profile'))
+        bar = stack.enter_context(tqdm(total=len(SPREADS) * (1 + rounds), desc=title, leave=False))
+        for spread in SPREADS:
+            counts = groups[spread.hosts].call('build', _contender(spread))
+            sent[spread] = max(rank.sent.get(spread.over, 0.0) for rank in counts)
+            bar.update()
+        for number in range(rounds):
+            first = number % len(SPREADS)
+            for spread in (*SPREADS[first:], *SPREADS[:first]):
+                answers = groups[spread.hosts].call('step', _contender(spread))
+                steps[spread].append(seconds(answer.span for answer in answers))
+                bar.update()
+    rows = []
+    for spread in SPREADS:
+        found = planned(spread, work, profiles[spread.hosts], host, link)
+        rows.append(_row(spread, steps[spread], sent[spread], found))
+    return {'rate': rate, 'link': link.to_dict(), 'rows': rows}
+
+
+def _contender(spread: Spread) -> Contender:
+    return Contender(TORCHGPIPE, spread.mesh)
+
+
+def _row(spread: Spread, steps: Sequence[float], sent: float, found: MeshPlan) -> dict[str, Any]:
+    return {
+        'mesh': spread.name,
+        'over': spread.over,
+        'shard': spread.mesh.shard,
+        'measured': median(steps),
+        'quartiles': [value.item() for value in torch.tensor(steps).quantile(_QUARTILES)],
+        'predicted': found.seconds,
+        'parts': found.parts,
+        'sent': sent,
+    }
+
+
+@click.command(context_settings={'show_default': True})
+@click.option(
+    '--rate',
+    'rates',
+    multiple=True,
+    default=['100mbit', '400mbit', UNLIMITED],
+    help='Of the link, in the notation of tc, or none for no limit. May be given several times.',
+)
+@click.option('--layers', type=click.IntRange(2), default=4, help='Blocks of the GPT.')
+@click.option('--width', type=click.IntRange(4), default=256, help='Features of a token.')
+@click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
+@click.option('--batch', type=click.IntRange(1), default=8, help='Sequences of a mini-batch.')
+@click.option('--chunks', type=click.IntRange(1), default=4, help='Micro-batches of it.')
+@click.option(
+    '--rounds',
+    type=click.IntRange(1),
+    default=9,
+    help='Interleaved rounds, of which the medians count.',
+)
+@click.option('--output', default='results', metavar='DIR', help='Where the JSON file goes.')
+def two_hosts(
+    rates: tuple[str, ...],
+    layers: int,
+    width: int,
+    context: int,
+    batch: int,
+    chunks: int,
+    rounds: int,
+    output: str,
+) -> None:
+    """Time meshes on two hosts with a slow link, beside their plans.
+
+    The hosts are network namespaces of this machine, with one core each. It takes the right to
+    make them (that of root), and iproute2. Without these, it says so and measures nothing.
+    """
+    require(width % 4 == 0, f'--width {width} is not a multiple of the 4 heads')
+    require(
+        chunks % HOSTS == 0 and batch % chunks == 0,
+        f'--batch {batch} is not a multiple of --chunks {chunks}, or that not of {HOSTS} replicas',
+    )
+    folder = output_folder(output)
+    reason = why_not()
+    if reason:
+        click.echo(f'skipped: {reason}')
+        return
+    sizes = Sizes(512, context, width, 4, layers, False)
+    work = Work(sizes, batch, batch, batch // chunks)
+    links = {rate: None if rate == UNLIMITED else rate for rate in dict.fromkeys(rates)}
+    for rate in links.values():
+        _check_rate(rate)
+    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
+
+    torch.set_num_threads(1)  # as a rank has
+    host = measure_machine(CPU)
+    results: dict[str, Any] = {
+        'model': sizes._asdict(),
+        'batch': batch,
+        'chunks': chunks,
+        'rounds': rounds,
+        'host': host.host.to_dict(),
+        'links': [],
+    }
+    for rate in links.values():
+        results['links'].append(measure(work, rate, rounds, host))
+        click.echo(table(*link_rows(results['links'][-1])) + '\n')
+    click.echo(f'{table(*choice_rows(results))}\n\n{MEANING}\n')
+    click.echo(write_json(folder, 'two-hosts', results))
+
+
+def _check_rate(rate: str | None) -> None:
+    """Raise a :exc:`click.UsageError` if tc does not know a rate."""
+    try:
+        with Network(rate):
+            return
+    except CalledProcessError as error:
+        raise click.UsageError(f'--rate {rate}: {error.stderr.strip()}') from None
+
+
+MEANING = """All meshes have the same mini-batch. A host has one core, which its ranks share. The
+plan gets the times of layers, measured on all ranks at the same time; and the link, measured by
+all-reduces between two ranks. If a host has two ranks, each has half of the link. The columns are:
+
+- over the link: the axis whose neighbours are on different hosts.
+- sent over it: the bytes that a rank sends along this axis in a step.
+- predicted, measured: the time of a step. Measured times are medians, with quartiles.
+- link: the part of the predicted time in which ranks wait for messages or collectives."""
+
+
+def link_rows(results: Mapping[str, Any]) -> Rows:
+    """Return a table of all meshes, for one link."""
+    header = [
+        title_of(results),
+        'over the link',
+        'sent over it, MiB',
+        'predicted, ms',
+        'measured, ms',
+        'predicted / measured',
+        'link',
+    ]
+    rows = []
+    for row in results['rows']:
+        low, high = (f'{value * 1e3:.0f}' for value in row['quartiles'])
+        waits = row['parts']['data'] + row['parts']['messages']
+        rows.append(
+            [
+                row['mesh'],
+                row['over'],
+                f'{row["sent"] / 2**20:.1f}',
+                f'{row["predicted"] * 1e3:.0f}',
+                f'{row["measured"] * 1e3:.0f} ({low} to {high})',
+                f'{row["predicted"] / row["measured"]:.2f}',
+                f'{waits / row["predicted"]:.0%}',
+            ]
+        )
+    return header, rows
+
+
+def title_of(results: Mapping[str, Any]) -> str:
+    """Return the rate of a link, and what it carries."""
+    link = Link.from_dict(results['link'])
+    rate = results['rate'] or 'no limit'
+    return f'{rate}: {link.bandwidth * 8e-6:.0f} Mbit/s, {link.latency * 1e3:.2f} ms'
+
+
+def choice_rows(results: Mapping[str, Any]) -> Rows:
+    """Return for each link the mesh that is fastest, and the one that the plans choose."""
+    header = ['link', 'fastest', 'choice of the plan', 'which takes']
+    rows = []
+    for link in results['links']:
+        fastest = min(link['rows'], key=lambda row: row['measured'])
+        choice = min(link['rows'], key=lambda row: row['predicted'])
+        rows.append(
+            [
+                link['rate'] or 'no limit',
+                _words(fastest),
+                _words(choice),
+                f'{choice["measured"] / fastest["measured"]:.2f} × its time',
+            ]
+        )
+    return header, rows
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    return f'{row["mesh"]}, {row["over"]} over the link'
+
+
+def parts(results: Mapping[str, Any]) -> Iterable[str | Rows]:
+    """Yield the text and the tables for the documentation."""
+    model = results['model']
+    yield (
+        f'The GPT has {model["depth"]} blocks of width {model["width"]}, {model["vocabulary"]} '
+        f'words and {model["context"]} tokens per sequence, in float32, with SGD. The mini-batch '
+        f'has {results["batch"]} sequences in {results["chunks"]} micro-batches. There are '
+        f'{results["rounds"]} interleaved rounds. {MEANING}'
+    )
+    for link in results['links']:
+        yield link_rows(link)
+    yield choice_rows(results)
+
+
+COMMANDS = [two_hosts]
+SECTION = Section('Two hosts with a slow link', 'two-hosts', lambda results: [*parts(results)])
