@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -106,32 +106,60 @@ def attention(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Ring:
-    """A process that takes part in all-reduces."""
+    """A process that takes part in collectives with another one."""
 
-    def seconds(self, bytes: int) -> float:
-        """Return the seconds of one."""
-        x = torch.ones(bytes // 4)
-        dist.all_reduce(x)
+    def seconds(self, collective: str, bytes: int) -> float:
+        """Return the seconds of a collective: the median of some, after one.
+
+        Args:
+            collective: ``'all-reduce'``, ``'gather'`` or ``'reduce-scatter'``.
+            bytes: The size of the whole.
+        """
+        whole = torch.ones(bytes // 4)
+        parts = [*whole.chunk(dist.get_world_size())]
+        part = torch.ones_like(parts[0])
+        call = {
+            'all-reduce': partial(dist.all_reduce, whole),
+            'gather': partial(dist.all_gather, parts, part),
+            'reduce-scatter': partial(dist.reduce_scatter, part, parts),
+        }[collective]
         times = []
-        for _ in range(9):
+        for _ in range(6):
             dist.barrier()
             start = time.perf_counter()
-            dist.all_reduce(x)
+            call()
             times.append(time.perf_counter() - start)
-        return median(times)
+        return median(times[1:])
 
 
-def gloo() -> Link:
-    """Return the link between processes of this machine."""
-    with Processes(2, Ring) as group:
-        return link_of(group)
+class Collectives(NamedTuple):
+    """The collectives of two processes, as fields of a :class:`~torchgpipe.plan.Machine`."""
 
+    link: Link
+    gather_ratio: float
+    reduce_scatter_ratio: float
 
-def link_of(group: Processes) -> Link:
-    """Return the link between two processes, by their all-reduces: see :class:`Ring`."""
-    small, large = (max(group.call('seconds', bytes)) for bytes in (SMALL, LARGE))
-    # An all-reduce of two devices takes twice the latency, and moves half of the bytes twice.
-    return Link(small / 2, LARGE / max(large - small, 1e-9))
+    @classmethod
+    def of(cls, group: Processes, large: int = LARGE) -> 'Collectives':
+        """Measure the collectives of two processes that have a :class:`Ring`.
+
+        Args:
+            group: The processes.
+            large: The bytes of a large collective.
+        """
+
+        def seconds(collective: str, bytes: int) -> float:
+            return max(group.call('seconds', collective, bytes))
+
+        small = seconds('all-reduce', SMALL)
+        half = seconds('all-reduce', large) / 2
+        # An all-reduce of two takes twice the latency, and moves half of the bytes twice.
+        latency = small / 2
+        return cls(
+            Link(latency, large / 2 / max(half - latency, 1e-9)),
+            seconds('gather', large) / half,
+            seconds('reduce-scatter', large) / half,
+        )
 
 
 def action_seconds(device: torch.device) -> dict[str, float]:
@@ -196,6 +224,8 @@ def measure_machine(device: torch.device | None = None) -> Machine:
     if is_cpu(device):
         rates = products(device, torch.float32)
         peak = max(rates.values())
+        with Processes(2, Ring) as group:
+            gloo = Collectives.of(group)
         return Machine(
             name,
             {'float32': peak},
@@ -205,10 +235,12 @@ def measure_machine(device: torch.device | None = None) -> Machine:
             bandwidth(device, torch.float32),
             seconds(partial(torch.add, torch.ones(1), 1), device),
             0.0,
-            gloo(),
+            gloo.link,
             Link(),
             64,
             split=split_share(device, *BLOCKS[True][0]),
+            gather_ratio=gloo.gather_ratio,
+            reduce_scatter_ratio=gloo.reduce_scatter_ratio,
         )
     gpu = torch.cuda.get_device_name(device)
     known = MACHINES[next((each for each in MACHINES if each in gpu), 'H100')]
@@ -312,6 +344,14 @@ def machine_rows(found: Machine) -> Rows:
             f'{found.host.bandwidth / 1e9:.3g} GB/s, {found.host.latency * 1e6:.3g} µs',
         ],
     ]
+    if found.gather_ratio != 1 or found.reduce_scatter_ratio != 1:
+        rows.append(
+            [
+                'of half an all-reduce',
+                f'an all-gather {found.gather_ratio:.2f}, a reduce-scatter '
+                f'{found.reduce_scatter_ratio:.2f}',
+            ]
+        )
     if found.actions:
         times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in found.actions.items()]
         rows.append(['action of a stage, at least', f'{", ".join(times)} µs'])

@@ -20,7 +20,8 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.machine import Ring, link_of, measure_machine
+from benchmarks.experiments.machine import Collectives, Ring, measure_machine
+from benchmarks.experiments.scaling import check_losses
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.worker import Worker
 from benchmarks.harness.gpt_options import require
@@ -42,6 +43,9 @@ UNLIMITED = 'none'
 
 #: Bytes of a parameter and its gradient, without the state of an optimizer.
 SGD = ParameterBytes(4, 4, 0)
+
+#: The bytes of a collective by which the link is measured: about as many as the gradients.
+LARGE = 2**23
 
 #: Quartiles of the rounds.
 _QUARTILES = torch.tensor([0.25, 0.75])
@@ -113,7 +117,12 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
 
 
 def planned(
-    spread: Spread, work: Work, layers: Profile, measured: Machine, link: Link
+    spread: Spread,
+    work: Work,
+    layers: Profile,
+    host: Machine,
+    inside: Collectives,
+    between: Collectives,
 ) -> MeshPlan:
     """Return the plan of a mesh on two hosts.
 
@@ -121,14 +130,19 @@ def planned(
         spread: The mesh.
         work: The model and the mini-batch.
         layers: The costs of its layers for one micro-batch, on as many ranks of a host.
-        measured: A host.
-        link: The link between the hosts, which the ranks of a host share.
+        host: A host, without links.
+        inside: The collectives of two ranks of a host.
+        between: The collectives over the link, which the ranks of a host share.
     """
     ranks = spread.mesh.size // HOSTS
+    of_replicas = between if spread.over == 'data' else inside
     two_hosts = replace(
-        measured,
-        network=Link(link.latency, link.bandwidth / ranks),
+        host,
+        host=inside.link,
+        network=Link(between.link.latency, between.link.bandwidth / ranks),
         devices_per_host=ranks,
+        gather_ratio=of_replicas.gather_ratio,
+        reduce_scatter_ratio=of_replicas.reduce_scatter_ratio,
     )
     return plan(
         layers,
@@ -151,36 +165,56 @@ def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[st
     Returns:
         The link, and a row of results for each mesh.
     """
-    title = rate or 'no limit'
     steps: dict[Spread, list[float]] = {spread: [] for spread in SPREADS}
     sent: dict[Spread, float] = {}
-    profiles: dict[tuple[int, ...], Profile] = {}
     with ExitStack() as stack:
         network = stack.enter_context(Network(rate))
-        groups: dict[tuple[int, ...], Processes] = {}
-        for layout in dict.fromkeys(spread.hosts for spread in SPREADS):
+
+        def processes(layout: Sequence[int]) -> Processes:
             hosts = [network.hosts[number] for number in layout]
-            processes = Processes(len(layout), LinkedWorker, work, 'cpu', pinned=True, hosts=hosts)
-            groups[layout] = stack.enter_context(processes)
-        link = link_of(groups[0, 1])
+            group = Processes(len(layout), LinkedWorker, work, 'cpu', pinned=True, hosts=hosts)
+            return stack.enter_context(group)
+
+        groups = {
+            layout: processes(layout) for layout in {spread.hosts: None for spread in SPREADS}
+        }
+        inside = Collectives.of(processes([0, 0]), LARGE)
+        between = Collectives.of(groups[0, 1], LARGE)
+        profiles = {}
         for layout, group in groups.items():
             profiles[layout] = mean_profile(group.call('profile'))
-        bar = stack.enter_context(tqdm(total=len(SPREADS) * (1 + rounds), desc=title, leave=False))
+
+        total = len(SPREADS) * (1 + rounds)
+        bar = stack.enter_context(tqdm(total=total, desc=rate or 'no limit', leave=False))
+        loss = None
         for spread in SPREADS:
             counts = groups[spread.hosts].call('build', _contender(spread))
             sent[spread] = max(rank.sent.get(spread.over, 0.0) for rank in counts)
+            losses = [rank.losses[0] for rank in counts if rank.losses[0] is not None]
+            check_losses({_contender(spread): fmean(losses)}, loss)
+            loss = loss or fmean(losses)
             bar.update()
         for number in range(rounds):
-            first = number % len(SPREADS)
+            first = number % len(SPREADS)  # Each mesh is the first one in some round.
             for spread in (*SPREADS[first:], *SPREADS[:first]):
                 answers = groups[spread.hosts].call('step', _contender(spread))
                 steps[spread].append(seconds(answer.span for answer in answers))
                 bar.update()
+
     rows = []
     for spread in SPREADS:
-        found = planned(spread, work, profiles[spread.hosts], host, link)
+        found = planned(spread, work, profiles[spread.hosts], host, inside, between)
         rows.append(_row(spread, steps[spread], sent[spread], found))
-    return {'rate': rate, 'link': link.to_dict(), 'rows': rows}
+    return {
+        'rate': rate,
+        'inside': _as_dict(inside),
+        'between': _as_dict(between),
+        'rows': rows,
+    }
+
+
+def _as_dict(measured: Collectives) -> dict[str, Any]:
+    return {**measured._asdict(), 'link': measured.link.to_dict()}
 
 
 def _contender(spread: Spread) -> Contender:
@@ -259,7 +293,6 @@ def two_hosts(
         'batch': batch,
         'chunks': chunks,
         'rounds': rounds,
-        'host': host.host.to_dict(),
         'links': [],
     }
     for rate in links.values():
@@ -279,8 +312,9 @@ def _check_rate(rate: str | None) -> None:
 
 
 MEANING = """All meshes have the same mini-batch. A host has one core, which its ranks share. The
-plan gets the times of layers, measured on all ranks at the same time; and the link, measured by
-all-reduces between two ranks. If a host has two ranks, each has half of the link. The columns are:
+plan gets the times of layers, measured on all ranks at the same time; and those of collectives
+between two ranks, on a host and over the link. If a host has two ranks, each has half of the link.
+The columns are:
 
 - over the link: the axis whose neighbours are on different hosts.
 - sent over it: the bytes that a rank sends along this axis in a step.
@@ -319,7 +353,7 @@ def link_rows(results: Mapping[str, Any]) -> Rows:
 
 def title_of(results: Mapping[str, Any]) -> str:
     """Return the rate of a link, and what it carries."""
-    link = Link.from_dict(results['link'])
+    link = Link.from_dict(results['between']['link'])
     rate = results['rate'] or 'no limit'
     return f'{rate}: {link.bandwidth * 8e-6:.0f} Mbit/s, {link.latency * 1e3:.2f} ms'
 

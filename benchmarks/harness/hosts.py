@@ -19,12 +19,12 @@ from pathlib import Path
 #: The interface of a host.
 INTERFACE = 'net'
 
-#: The most bytes that leave a host at once, before its rate counts. With less, the kernel's timer
-#: would limit fast links.
-BURST = '64kb'
+#: The most bytes that leave a host at once, after a pause. A small message would be free with more;
+#: with less, the timers of the kernel limit fast links.
+BURST = '16kb'
 
 #: How long a packet waits for its turn before it is dropped, in the notation of ``tc``.
-LONGEST_WAIT = '100ms'
+LONGEST_WAIT = '2s'
 
 _number = itertools.count()
 

@@ -131,6 +131,29 @@ def test_links_between_pairs_of_devices():
     assert starts == [0, 105, 11, 64, 32, 33]
 
 
+def test_copies_over_a_link_follow_each_other():
+    """Each takes 4 seconds of the link, and one more to arrive; the forward takes only one."""
+    costs = Costs([StageCosts(1.0, 1.0, output_bytes=8.0)] * 2, links=Link(1.0, 2.0))
+    found = times(simulate(make('gpipe', 2, 3), costs))
+    assert [found[f'1F{i}'][0] for i in range(3)] == [6, 10, 14]
+    # Gradients go the other way, where the first one finds the link free.
+    last = found['1F2'][1]
+    assert [found[f'0B{i}'][0] for i in (2, 1, 0)] == [last + 6, last + 10, last + 14]
+
+
+def test_a_slow_link_to_one_device_does_not_delay_copies_to_another():
+    links = [[Link()] * 3 for _ in range(3)]
+    links[0][1] = Link(bandwidth=0.1)
+    costs = Costs(
+        [StageCosts(1.0, 1.0, output_bytes=1.0)] * 3, [SkipProfile(0, 2, 10)], links=links
+    )
+    found = times(simulate(make('gpipe', 3, 1), costs))
+    assert found['1F0'][0] == 11 and found['2F0'][0] == 12
+    links[0][2] = Link(bandwidth=0.5)
+    found = times(simulate(make('gpipe', 3, 1), replace(costs, links=links)))
+    assert found['2F0'][0] == 21
+
+
 def test_stages_of_one_device_need_no_copies():
     costs = Costs([StageCosts(1.0, 1.0, output_bytes=1.0)] * 2, links=Link(10.0, 1.0))
     assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), costs).seconds == 4
@@ -173,14 +196,40 @@ def test_many_stages_and_micro_batches():
     assert simulation.seconds == 3 * (1024 + 63)
 
 
+def messages_of(schedule, costs):
+    """Return by action what it waits for: the action, and the bytes of its result."""
+    place = {x: device for device, row in enumerate(schedule.rows) for x in row}
+    found = {}
+    for x in place:
+        found[x] = [
+            (y, costs.stages[min(x.stage, y.stage)].output_bytes) for y in waits_for(x, place)
+        ]
+        for skip in costs.skips:
+            if x.kind == 'F':
+                pairs = [(skip.source, skip.target, 'F')]
+            else:
+                pairs = [(skip.target, skip.source, kind) for kind in 'BI']
+            for source, target, kind in pairs:
+                y = Action(source, kind, x.micro_batch)
+                if x.stage == target and y in place and x.kind in 'FBI':
+                    found[x].append((y, skip.bytes))
+    return found
+
+
 def slowly(schedule, costs):
     """Compute when each action starts, from the actions that it waits for, recursively."""
     place = {x: device for device, row in enumerate(schedule.rows) for x in row}
     before = {x: y for row in schedule.rows for x, y in zip(row[1:], row)}
-
-    def copy(one, other, bytes):
-        devices = place[one], place[other]
-        return 0.0 if devices[0] == devices[1] else costs.link(*devices).seconds(bytes)
+    messages = messages_of(schedule, costs)
+    #: By link, its messages in the order of the row that needs them.
+    links = {}
+    #: By action and index among its messages, the place of the message on its link.
+    places = {}
+    for x in place:
+        for number, (y, bytes) in enumerate(messages[x]):
+            link = links.setdefault((place[y], place[x]), [])
+            places[x, number] = len(link)
+            link.append((y, bytes))
 
     def seconds(x):
         stage = costs.stages[x.stage]
@@ -189,25 +238,22 @@ def slowly(schedule, costs):
         return stage.seconds(x.kind) + again * stage.seconds('R')
 
     @lru_cache(maxsize=None)
+    def leaves(devices, k):
+        y, bytes = links[devices][k]
+        free = leaves(devices, k - 1) if k else 0.0
+        return max(free, start(y) + seconds(y)) + bytes / costs.link(*devices).bandwidth
+
+    @lru_cache(maxsize=None)
     def start(x):
         times = [0.0]
         if x in before:
             times.append(start(before[x]) + seconds(before[x]))
-        for y in waits_for(x, place):
-            bytes = costs.stages[min(x.stage, y.stage)].output_bytes
-            times.append(start(y) + seconds(y) + copy(y, x, bytes))
-        for skip in costs.skips:
-            pairs = [(skip.source, skip.target, 'F')]
-            pairs += [(skip.target, skip.source, kind) for kind in 'BI']
-            for source, target, kind in pairs:
-                y = Action(source, kind, x.micro_batch)
-                if (
-                    x.stage == target
-                    and y in place
-                    and (x.kind == 'F') == (kind == 'F')
-                    and x.kind in 'FBI'
-                ):
-                    times.append(start(y) + seconds(y) + copy(y, x, skip.bytes))
+        for number, (y, _) in enumerate(messages[x]):
+            devices = place[y], place[x]
+            if devices[0] == devices[1]:
+                times.append(start(y) + seconds(y))
+            else:
+                times.append(leaves(devices, places[x, number]) + costs.link(*devices).latency)
         return max(times)
 
     return {x: start(x) for x in place}

@@ -468,7 +468,8 @@ class MeshSearch:
         costs = []
         for trainable, largest, frozen in zip(stages.trainable, stages.largest, stages.frozen):
             whole = trainable * self._gathered_size + frozen
-            gradients = machine.gather(trainable * state.gradient, data, stride)
+            gradients = trainable * state.gradient
+            reduce = machine.reduce_scatter if shards else machine.all_reduce
             resident = trainable * kept
             if shards:
                 # Stages count frozen parameters as whole; a rank has a part of them as well.
@@ -476,17 +477,17 @@ class MeshSearch:
             costs.append(
                 _Replicated(
                     resident,
-                    trainable * state.gradient,
+                    gradients,
                     # FSDP has no copies.
                     0.0
                     if shards or data == 1
-                    else min(trainable * state.gradient, BUCKET + largest * state.gradient),
+                    else min(gradients, BUCKET + largest * state.gradient),
                     whole if frees else 0.0,
                     machine.gather(whole, data, stride) if shards else 0.0,
-                    gradients if shards else 2 * gradients,
+                    reduce(gradients, data, stride),
                     state.traffic * trainable / (data if shards else 1) / machine.bandwidth,
                     # FSDP reduces the gradients of a stage at once.
-                    1 if shards else max(1, ceil(trainable * state.gradient / BUCKET)),
+                    1 if shards else max(1, ceil(gradients / BUCKET)),
                 )
             )
         return tuple(costs)

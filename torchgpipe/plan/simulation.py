@@ -2,13 +2,12 @@
 
 :func:`simulate` runs each device through its row of the schedule. An action starts as soon as its
 predecessors have ended and their results have arrived. Copies run concurrently with computation.
-The copies from one device to another follow each other, in the order in which the other device
-needs them, as the messages of a link do::
+A link carries the copies from one device to another, one after the other, in the order in which
+they are needed there::
 
-    device 0    0F0 0F1 0F2                                       0B0 …
-    link            ═0F0═ ═0F1═ ═0F2═                             ╱
-    link back             │     │     │                ═1B0═ ════╱
-    device 1              1F0   1F1   1F2   …   1B0 ───╱
+    device 0    0F0 0F1 0F2 …
+    link            ══0F0══ ══0F1══ ══0F2══      (then the latency)
+    device 1                1F0     1F1     1F2 …
 
 So the times do not depend on the order in which devices are simulated. Each device continues until
 an action's predecessor is missing. That order is kept: another simulation of the schedule, with

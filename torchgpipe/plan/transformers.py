@@ -108,6 +108,10 @@ class Machine:
     actions: Mapping[str, float] = field(default_factory=dict)
     #: The part of a backward by which its two halves take longer than the whole, if it is split.
     split: float = 0.0
+    #: The time of an all-gather and of a reduce-scatter, relative to half of an all-reduce. Gloo's
+    #: reduce-scatter is an all-reduce.
+    gather_ratio: float = 1.0
+    reduce_scatter_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -157,7 +161,25 @@ class Machine:
         devices: int,
         stride: int = 1,
     ) -> float:
-        """Return the seconds of an all-gather to, or a reduce-scatter of, ``bytes``.
+        """Return the seconds of an all-gather to ``bytes``: see :meth:`all_reduce`."""
+        return self.gather_ratio * self.all_reduce(bytes, devices, stride) / 2
+
+    def reduce_scatter(
+        self,
+        bytes: float,
+        devices: int,
+        stride: int = 1,
+    ) -> float:
+        """Return the seconds of a reduce-scatter of ``bytes``: see :meth:`all_reduce`."""
+        return self.reduce_scatter_ratio * self.all_reduce(bytes, devices, stride) / 2
+
+    def all_reduce(
+        self,
+        bytes: float,
+        devices: int,
+        stride: int = 1,
+    ) -> float:
+        """Return the seconds of an all-reduce of ``bytes`` by a ring.
 
         A group of ``devices × stride`` neighbours is within a host if this number divides the
         devices of a host. Otherwise, some groups span two hosts.
@@ -178,16 +200,7 @@ class Machine:
                 max(self.host.latency, self.network.latency),
                 min(self.host.bandwidth, local * self.network.bandwidth),
             )
-        return (devices - 1) * link.seconds(bytes / devices)
-
-    def all_reduce(
-        self,
-        bytes: float,
-        devices: int,
-        stride: int = 1,
-    ) -> float:
-        """Return the seconds of an all-reduce of ``bytes``: see :meth:`gather`."""
-        return 2 * self.gather(bytes, devices, stride)
+        return 2 * (devices - 1) * link.seconds(bytes / devices)
 
     def links(
         self,
