@@ -1,5 +1,7 @@
 """Checkpoints: a training saved in one layout continues unchanged in any other one."""
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,10 +13,8 @@ from tests.shard.processes import Failure, outcomes, run
 
 def size(layout):
     """How many ranks a layout takes; none if it is in this process."""
-    total = 1
-    for each in (LAYOUTS[layout][0] or {'none': 0}).values():
-        total *= each
-    return total
+    axes = LAYOUTS[layout][0] or {'none': 0}
+    return prod(number for axis, number in axes.items() if axis != 'order')
 
 
 def save_all(folder, layouts, name):
@@ -69,7 +69,8 @@ def test_all_layouts(tmp_path):
     """
     ring = ['gpipe', 'pipe', 'replicate', 'tensor', 'shard', 'shard-tensor', 'uneven', 'plain']
     pairs = {*zip(ring, [*ring[1:], ring[0]]), *zip([*ring[1:], ring[0]], ring)}
-    cross(tmp_path, pairs | {('shard', 'tensor'), ('uneven', 'shard'), ('shard', 'shard')})
+    pairs |= {('shard', 'tensor'), ('uneven', 'shard'), ('shard', 'shard')}
+    cross(tmp_path, pairs | {('shard', 'neighbours'), ('neighbours', 'replicate')})
 
 
 @pytest.mark.slow

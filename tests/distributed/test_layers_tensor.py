@@ -41,8 +41,9 @@ def test_tensor_and_pipe():
 
 
 @pytest.mark.slow
-def test_data_and_pipe_and_tensor():
-    axes = {'tensor': 2, 'pipe': 2, 'data': 2}
+@pytest.mark.parametrize('order', [('data', 'pipe', 'tensor'), ('pipe', 'data', 'tensor')])
+def test_data_and_pipe_and_tensor(order):
+    axes = {'tensor': 2, 'pipe': 2, 'data': 2, 'order': order}
     check(run(8, trained, axes, 'perceptron', 4, 'shard', 'interleaved'), alone('perceptron'))
 
 

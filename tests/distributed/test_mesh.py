@@ -20,6 +20,8 @@ def wrong():
     layers, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_mesh(pipe=2)
     for make in (
         lambda: init_mesh(data=0),
+        lambda: init_mesh(pipe=2, order=('data', 'tensor', 'pipe')),
+        lambda: init_mesh(pipe=2, order=('pipe', 'tensor')),
         lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh('cpu', (2,))),
         lambda: DistributedGPipe(layers, [2], mesh=mesh),
         lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, places=[0, 0]),
@@ -60,6 +62,8 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
     words = [
         'data=0',
+        'each of the axes',
+        'each of the axes',
         'name them by mesh_dim_names',
         'places are [0]',
         'places are [0, 0]',
@@ -76,15 +80,18 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
     ]
     for one, two, word in zip(first, second, words, strict=True):
         assert word in one and word in two, (one, two)
-    assert 'empty' in first[12] and 'rank 0' in second[12]
-    assert 'the target has 3 samples' in first[13] and first[13] == second[13]
-    assert 'rank 1' in first[14] and 'sum' in second[14]
+    assert 'empty' in first[14] and 'rank 0' in second[14]
+    assert 'the target has 3 samples' in first[15] and first[15] == second[15]
+    assert 'rank 1' in first[16] and 'sum' in second[16]
     assert loss == other
 
 
-def seen():
-    """Return the axes of a mesh that the user made, in another order."""
-    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('pipe', 'data'))
+def seen(is_ours):
+    """Return the axes of a mesh in another order, ours or one that the user made."""
+    if is_ours:
+        mesh = init_mesh(data=2, pipe=2, order=('pipe', 'data', 'tensor'))
+    else:
+        mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('pipe', 'data'))
     data, pipe, tensor = (axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))
     return (
         data.ranks,
@@ -95,8 +102,9 @@ def seen():
     )
 
 
-def test_axes_by_their_names():
-    found = run(4, seen)
+@pytest.mark.parametrize('is_ours', [False, True])
+def test_axes_by_their_names(is_ours):
+    found = run(4, seen, is_ours)
     assert found[3] == ([2, 3], [1, 3], [3], [2, 3], 4)
     assert found[0] == ([0, 1], [0, 2], [0], [0, 1], 4)
 

@@ -152,6 +152,17 @@ def test_models(name, data, even):
     check(found, alone(name))
 
 
+@pytest.mark.parametrize(
+    'name, data, even',
+    [('tied', 'replicate', True), slow('unet', 'shard', False), slow('tied', 'shard', True)],
+)
+def test_a_mesh_in_which_the_ranks_of_a_stage_are_neighbours(name, data, even):
+    axes = {'data': 2, 'pipe': 2, 'order': ('pipe', 'data', 'tensor')}
+    options = {'schedule': 'interleaved'}
+    found = run(4, trained, axes, name, 4, None, options, {'data': data}, even)
+    check(found, alone(name))
+
+
 @pytest.mark.parametrize('data', ['shard', slow('replicate')])
 def test_batch_norm_sees_all_replicas(data):
     sizes = (12, 6, 12)

@@ -372,6 +372,8 @@ def test_refused():
         ({'schedules': []}, ValueError, 'schedules are of'),
         ({'recomputations': ['some']}, ValueError, 'recomputations are of'),
         ({'shardings': ['both']}, ValueError, 'shardings are of'),
+        ({'order': ('tensor', 'data', 'pipe')}, ValueError, 'ends with "tensor"'),
+        ({'order': ('data', 'tensor')}, ValueError, 'each of the axes .* once'),
         ({'overlap': ['pipe']}, ValueError, r"overlap are of \('data', 'tensor'\)"),
         ({'micro_batches': [3]}, ValueError, r'no micro-batch of \[3\] divides the 8 samples'),
         (

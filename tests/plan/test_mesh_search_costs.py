@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.plan.test_mesh_search import GPT, H100, case, measured
 from torchgpipe.balance import LayerProfile, Profile, SkipProfile, profile
-from torchgpipe.plan import Link, Machine, ParameterBytes, Transformer, plan
+from torchgpipe.plan import Link, Machine, MeshPlan, ParameterBytes, Transformer, plan
 from torchgpipe.plan.costs import TieProfile
 from torchgpipe.plan.mesh_search import HOPELESS, MeshSearch, _virtual
 
@@ -375,6 +375,36 @@ def test_groups_of_hosts_that_they_do_not_divide():
         latency = odd.host.latency if local == devices else odd.network.latency
         seconds = (devices - 1) * (latency + 1e9 / devices / bandwidth)
         assert odd.gather(1e9, devices, stride) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize('sharding', ['replicate', 'shard'])
+def test_the_outermost_axis_is_over_the_network(sharding):
+    """A gather is half of an all-reduce as long, a reduce-scatter is as long as one."""
+    machine = replace(H100, devices_per_host=2, reduce_scatter_ratio=2.0)
+    host, network = machine.host, machine.network
+    order = ('pipe', 'data', 'tensor')
+    costs = {}
+    for name, options in [('data', {}), ('pipe', {'order': order})]:
+        found = plan(
+            measured(1.0),
+            mesh={'data': 2, 'pipe': 2},
+            machine=machine,
+            batch=8,
+            schedules=['1f1b'],
+            shardings=[sharding],
+            **options,
+        )
+        costs[name] = found.costs
+        assert [*found.mesh] == [*options.get('order', ('data', 'pipe', 'tensor'))]
+        assert MeshPlan.from_dict(json.loads(json.dumps(found.to_dict()))).mesh == found.mesh
+        assert found.name == 'data 2 × pipe 2 × tensor 1'
+    assert costs['data'].links == host
+    assert costs['pipe'].links == ((host, network), (network, host))
+    for over, link in [('data', network), ('pipe', host)]:
+        linked = replace(machine, host=link, network=link)
+        for stage in costs[over].stages:
+            whole = stage.gradient_bytes
+            assert stage.reduction == pytest.approx(linked.all_reduce(whole, 2))
 
 
 def test_few_devices_are_on_one_host():

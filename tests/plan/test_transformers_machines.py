@@ -53,6 +53,17 @@ def test_a_gather_is_a_ring_over_the_slowest_link():
         assert MACHINE.all_reduce(100.0, devices, stride) == pytest.approx(2 * seconds)
 
 
+def test_collectives_may_take_longer_than_half_of_an_all_reduce():
+    gloo = replace(MACHINE, gather_ratio=1.5, reduce_scatter_ratio=2.0)
+    for devices, stride in [(1, 1), (2, 1), (4, 2)]:
+        half = MACHINE.all_reduce(100.0, devices, stride) / 2
+        assert MACHINE.gather(100.0, devices, stride) == half
+        assert MACHINE.reduce_scatter(100.0, devices, stride) == half
+        assert gloo.all_reduce(100.0, devices, stride) == 2 * half
+        assert gloo.gather(100.0, devices, stride) == 1.5 * half
+        assert gloo.reduce_scatter(100.0, devices, stride) == 2 * half
+
+
 def test_hosts_are_never_faster_than_their_own_links():
     fast = replace(MACHINE, network=Link(0.0, 1e9))
     assert fast.gather(100.0, 4) == pytest.approx(3 * (1.0 + 25 / 100))
