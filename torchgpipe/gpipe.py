@@ -144,7 +144,7 @@ class GPipe(PipelineModule):
         if isinstance(balance, Settings) and balance.mesh:
             raise ValueError(
                 f'this plan is for the processes of a mesh, {balance.mesh}: '
-                'DistributedGPipe(module, plan, mesh=init_mesh(**plan.mesh))'
+                'DistributedGPipe(module, plan, mesh=init_mesh(**plan.mesh, axes=plan.axes))'
             )
         devices = self._set(
             module,

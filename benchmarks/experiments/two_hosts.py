@@ -28,7 +28,7 @@ from benchmarks.harness.gpt_options import require
 from benchmarks.harness.hosts import Network, why_not
 from benchmarks.harness.page import Section
 from benchmarks.harness.processes import Processes, seconds
-from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, cores, machine, output_folder, write_json
 from benchmarks.models.gpt import Sizes
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.devices import CPU
@@ -64,14 +64,14 @@ class Spread(NamedTuple):
         return str(self.mesh)
 
     @property
-    def order(self) -> tuple[str, ...]:
-        """The axes from the outermost one, along which the hosts follow each other."""
-        rest = [axis for axis in self.mesh.axes if axis != self.over]
-        return (self.over, *rest)
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the plan, from the outermost one, which is over the link."""
+        inner = [axis for axis in self.mesh.axes if axis != self.over]
+        return (self.over, *inner)
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The number of the host of each rank, whose replica is the outer axis of its mesh."""
+        """The number of the host of each rank. The mesh of the ranks has the default axes."""
         ranks = range(self.mesh.size)
         if self.over == 'data':
             return tuple(rank // self.mesh.pipe for rank in ranks)
@@ -130,7 +130,7 @@ def planned(
         spread: The mesh.
         work: The model and the mini-batch.
         layers: The costs of its layers for one micro-batch, on as many ranks of a host.
-        host: A host, without links.
+        host: A host. Its links are replaced.
         inside: The collectives of two ranks of a host.
         between: The collectives over the link, which the ranks of a host share.
     """
@@ -138,6 +138,7 @@ def planned(
     of_replicas = between if spread.over == 'data' else inside
     two_hosts = replace(
         host,
+        bandwidth=host.bandwidth / ranks,
         host=inside.link,
         network=Link(between.link.latency, between.link.bandwidth / ranks),
         devices_per_host=ranks,
@@ -155,7 +156,7 @@ def planned(
         recomputations=['none'],
         shardings=['shard' if spread.mesh.shard else 'replicate'],
         balance=work.balance(spread.mesh.pipe),
-        order=spread.order,
+        axes=spread.axes,
     )
 
 
@@ -272,8 +273,9 @@ def two_hosts(
     require(width % 4 == 0, f'--width {width} is not a multiple of the 4 heads')
     require(
         chunks % HOSTS == 0 and batch % chunks == 0,
-        f'--batch {batch} is not a multiple of --chunks {chunks}, or that not of {HOSTS} replicas',
+        f'--chunks {chunks} must divide --batch {batch}, and be a multiple of {HOSTS}',
     )
+    require(len(cores()) >= HOSTS, f'{HOSTS} hosts take {HOSTS} cores, but there is one')
     folder = output_folder(output)
     reason = why_not()
     if reason:
@@ -317,9 +319,13 @@ between two ranks, on a host and over the link. If a host has two ranks, each ha
 The columns are:
 
 - over the link: the axis whose neighbours are on different hosts.
-- sent over it: the bytes that a rank sends along this axis in a step.
+- sent over it: the bytes along this axis in a step, of the rank that sends most. A collective
+  counts as a ring, though Gloo's reduce-scatter sends twice as much.
 - predicted, measured: the time of a step. Measured times are medians, with quartiles.
-- link: the part of the predicted time in which ranks wait for messages or collectives."""
+- exchanges: the part of the predicted time in which ranks wait for messages or collectives, over
+  the link or on a host.
+
+Two stages on one host take turns on its core, so their bubble is shorter than predicted."""
 
 
 def link_rows(results: Mapping[str, Any]) -> Rows:
@@ -331,7 +337,7 @@ def link_rows(results: Mapping[str, Any]) -> Rows:
         'predicted, ms',
         'measured, ms',
         'predicted / measured',
-        'link',
+        'exchanges',
     ]
     rows = []
     for row in results['rows']:
@@ -360,7 +366,7 @@ def title_of(results: Mapping[str, Any]) -> str:
 
 def choice_rows(results: Mapping[str, Any]) -> Rows:
     """Return for each link the mesh that is fastest, and the one that the plans choose."""
-    header = ['link', 'fastest', 'choice of the plan', 'which takes']
+    header = ['link', 'fastest', 'choice of the plan', 'its time / the fastest']
     rows = []
     for link in results['links']:
         fastest = min(link['rows'], key=lambda row: row['measured'])
@@ -370,7 +376,7 @@ def choice_rows(results: Mapping[str, Any]) -> Rows:
                 link['rate'] or 'no limit',
                 _words(fastest),
                 _words(choice),
-                f'{choice["measured"] / fastest["measured"]:.2f} × its time',
+                f'{choice["measured"] / fastest["measured"]:.2f}',
             ]
         )
     return header, rows

@@ -19,11 +19,11 @@ from pathlib import Path
 #: The interface of a host.
 INTERFACE = 'net'
 
-#: The most bytes that leave a host at once, after a pause. A small message would be free with more;
-#: with less, the timers of the kernel limit fast links.
+#: The most bytes that leave a host at once, after a pause. With more, small messages would be
+#: free. With less, the kernel's timers would limit fast links.
 BURST = '16kb'
 
-#: How long a packet waits for its turn before it is dropped, in the notation of ``tc``.
+#: A packet that would wait longer for its turn is dropped, in the notation of ``tc``.
 LONGEST_WAIT = '2s'
 
 _number = itertools.count()
@@ -52,7 +52,7 @@ class Network:
     """
 
     def __init__(self, rate: str | None = None) -> None:
-        name = f'tg{os.getpid() % 10000}x{next(_number)}'
+        name = f'tg{os.getpid()}x{next(_number)}'
         self.hosts = [f'{name}a', f'{name}b']
         self._switch = f'{name}s'
         self._rate = rate
@@ -105,7 +105,7 @@ def why_not() -> str | None:
     except OSError as error:
         return f'it takes ip and tc of iproute2: {error}'
     except subprocess.CalledProcessError as error:
-        return f'it takes the right to make network namespaces: {error.stderr.strip()}'
+        return f'no network namespaces with a slow link can be made here: {error.stderr.strip()}'
 
 
 def enter(host: str) -> None:

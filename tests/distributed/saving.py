@@ -31,7 +31,7 @@ LAYOUTS = {
     'shard-tensor': ({'data': 2, 'tensor': 2}, {'tensor_plan': PLAN, 'data': 'shard'}),
     'uneven': ({'data': 4}, {'data': 'shard'}),
     'neighbours': (
-        {'pipe': 2, 'data': 2, 'order': ('pipe', 'data', 'tensor')},
+        {'pipe': 2, 'data': 2, 'axes': ('pipe', 'data', 'tensor')},
         {'data': 'shard'},
     ),
     'v': ({'pipe': 2, 'data': 2}, {'balance': [2, 2, 2, 2], 'places': [0, 1, 1, 0]}),

@@ -14,7 +14,7 @@ from tests.shard.processes import Failure, outcomes, run
 def size(layout):
     """How many ranks a layout takes; none if it is in this process."""
     axes = LAYOUTS[layout][0] or {'none': 0}
-    return prod(number for axis, number in axes.items() if axis != 'order')
+    return prod(number for axis, number in axes.items() if axis != 'axes')
 
 
 def save_all(folder, layouts, name):

@@ -20,8 +20,8 @@ def wrong():
     layers, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_mesh(pipe=2)
     for make in (
         lambda: init_mesh(data=0),
-        lambda: init_mesh(pipe=2, order=('data', 'tensor', 'pipe')),
-        lambda: init_mesh(pipe=2, order=('pipe', 'tensor')),
+        lambda: init_mesh(pipe=2, axes=('data', 'tensor', 'pipe')),
+        lambda: init_mesh(pipe=2, axes=('pipe', 'tensor')),
         lambda: DistributedGPipe(layers, [1, 1], mesh=init_device_mesh('cpu', (2,))),
         lambda: DistributedGPipe(layers, [2], mesh=mesh),
         lambda: DistributedGPipe(layers, [1, 1], mesh=mesh, places=[0, 0]),
@@ -62,8 +62,8 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
     (first, loss), (second, other) = run(2, wrong)
     words = [
         'data=0',
-        'each of the axes',
-        'each of the axes',
+        "axes are ('data', 'pipe', 'tensor') or",
+        "axes are ('data', 'pipe', 'tensor') or",
         'name them by mesh_dim_names',
         'places are [0]',
         'places are [0, 0]',
@@ -89,7 +89,7 @@ def test_wrong_arguments_are_refused_on_all_ranks_and_training_goes_on():
 def seen(is_ours):
     """Return the axes of a mesh in another order, ours or one that the user made."""
     if is_ours:
-        mesh = init_mesh(data=2, pipe=2, order=('pipe', 'data', 'tensor'))
+        mesh = init_mesh(data=2, pipe=2, axes=('pipe', 'data', 'tensor'))
     else:
         mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('pipe', 'data'))
     data, pipe, tensor = (axis_of(mesh, name) for name in ('data', 'pipe', 'tensor'))

@@ -157,7 +157,7 @@ def test_models(name, data, even):
     [('tied', 'replicate', True), slow('unet', 'shard', False), slow('tied', 'shard', True)],
 )
 def test_a_mesh_in_which_the_ranks_of_a_stage_are_neighbours(name, data, even):
-    axes = {'data': 2, 'pipe': 2, 'order': ('pipe', 'data', 'tensor')}
+    axes = {'data': 2, 'pipe': 2, 'axes': ('pipe', 'data', 'tensor')}
     options = {'schedule': 'interleaved'}
     found = run(4, trained, axes, name, 4, None, options, {'data': data}, even)
     check(found, alone(name))

@@ -372,8 +372,8 @@ def test_refused():
         ({'schedules': []}, ValueError, 'schedules are of'),
         ({'recomputations': ['some']}, ValueError, 'recomputations are of'),
         ({'shardings': ['both']}, ValueError, 'shardings are of'),
-        ({'order': ('tensor', 'data', 'pipe')}, ValueError, 'ends with "tensor"'),
-        ({'order': ('data', 'tensor')}, ValueError, 'each of the axes .* once'),
+        ({'axes': ('tensor', 'data', 'pipe')}, ValueError, r"axes are \('data', 'pipe', 'tensor"),
+        ({'axes': ('data', 'tensor')}, ValueError, r"but these are \('data', 'tensor'\)"),
         ({'overlap': ['pipe']}, ValueError, r"overlap are of \('data', 'tensor'\)"),
         ({'micro_batches': [3]}, ValueError, r'no micro-batch of \[3\] divides the 8 samples'),
         (

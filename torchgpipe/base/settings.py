@@ -19,16 +19,16 @@ def name_of(sizes: Iterable[int]) -> str:
     return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
 
 
-def check_order(order: Sequence[str]) -> None:
-    """Check the order of the axes of a mesh, from the outermost to the innermost.
+def check_axes(axes: Sequence[str]) -> None:
+    """Check the axes of a mesh, from the outermost to the innermost.
 
     Raises:
-        ValueError: It does not have each axis once, or does not end with ``'tensor'``.
+        ValueError: An axis is missing, unknown or repeated, or ``'tensor'`` is not the last one.
     """
-    if sorted(order) != sorted(AXES) or order[-1] != 'tensor':
+    if sorted(axes) != sorted(AXES) or axes[-1] != 'tensor':
         raise ValueError(
-            f'an order has each of the axes {AXES} once, and ends with "tensor", whose ranks send '
-            f'each other most; but this one is {order!r}'
+            f"axes are {AXES} or ('pipe', 'data', 'tensor'), because the ranks of a tensor axis "
+            f'send each other most; but these are {axes!r}'
         )
 
 
@@ -118,6 +118,8 @@ class Settings:
     order: str = ''
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
     mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
+    #: The axes of the mesh, from the outermost one.
+    axes: tuple[str, ...] = AXES
     #: On a mesh, ``'replicate'`` or ``'shard'``: see
     #: :class:`~torchgpipe.distributed.DistributedGPipe`.
     data: str = 'replicate'

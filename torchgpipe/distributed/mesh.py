@@ -1,13 +1,13 @@
 """The mesh: data replicas × pipeline stages × tensor shards, one process each.
 
-::
+By default::
 
     data 0    pipe 0    tensor 0, 1        ranks 0, 1
               pipe 1    tensor 0, 1        ranks 2, 3
     data 1    pipe 0    tensor 0, 1        ranks 4, 5
               pipe 1    tensor 0, 1        ranks 6, 7
 
-Ranks that send each other most are next to each other.
+The ranks of a tensor axis send each other most, so they are next to each other.
 """
 
 import os
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.private import has_backend, timeout_of
-from torchgpipe.base.settings import AXES, check_order
+from torchgpipe.base.settings import AXES, check_axes
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.world import parse_timeout, wait_at_exit
@@ -61,7 +61,7 @@ def init_mesh(
     *,
     device_type: str | None = None,
     timeout: float | timedelta | None = None,
-    order: Sequence[str] = AXES,
+    axes: Sequence[str] = AXES,
 ) -> DeviceMesh:
     """Create a mesh of all processes, and initialize ``torch.distributed`` where necessary.
 
@@ -77,14 +77,14 @@ def init_mesh(
             Each rank uses the device with its number on the host, ``LOCAL_RANK``.
         timeout: How long a rank waits for another one: seconds, or a ``timedelta``; by default as
             in ``torch.distributed``.
-        order: The axes from the outermost one to ``'tensor'``. With ``('pipe', 'data',
-            'tensor')``, the ranks of a stage are next to each other, for example on one host.
+        axes: The axes, from the outermost one. With ``('pipe', 'data', 'tensor')``, the ranks of a
+            stage are next to each other, for example on one host.
 
     Raises:
         ValueError: The axes do not multiply to the number of processes, the timeout is not above
-            zero, or the order does not have each axis once.
+            zero, or the axes are neither in this order nor in the default one.
     """
-    check_order(order)
+    check_axes(axes)
     wait_at_exit()
     limit = None if timeout is None else parse_timeout(timeout)
     type_of_devices = device_type or accelerator() or str(CPU)
@@ -99,8 +99,10 @@ def init_mesh(
         dist.init_process_group('gloo' if on_cpu else None, timeout=limit, **place)
     check_sizes(data, pipe, tensor, dist.get_world_size())
     sizes = {'data': data, 'pipe': pipe, 'tensor': tensor}
-    shape = tuple(sizes[axis] for axis in order)
-    return init_device_mesh(type_of_devices, shape, mesh_dim_names=tuple(order))
+    shape = []
+    for axis in axes:
+        shape.append(sizes[axis])
+    return init_device_mesh(type_of_devices, tuple(shape), mesh_dim_names=tuple(axes))
 
 
 def check_sizes(data: int, pipe: int, tensor: int, world: int) -> None:
@@ -216,7 +218,7 @@ class MeshInfo:
 
     @property
     def axes(self) -> tuple[Axis, Axis, Axis]:
-        """The axes, in the order of a mesh."""
+        """The axes data, pipe and tensor, whatever their order in the mesh."""
         return self.data, self.pipe, self.tensor
 
     @property

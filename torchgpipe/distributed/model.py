@@ -508,7 +508,16 @@ def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:
     if {axis: plan.mesh.get(axis, 1) for axis in sizes} != sizes:
         raise ValueError(
             f'the plan is for the mesh {dict(plan.mesh)}, but this one is {sizes}: '
-            'mesh=init_mesh(**plan.mesh)'
+            'mesh=init_mesh(**plan.mesh, axes=plan.axes)'
+        )
+    planned = [axis for axis in plan.axes if sizes[axis] > 1]
+    names = mesh.mesh_dim_names or ()
+    axes = [axis for axis in names if sizes[axis] > 1]
+    if axes != planned:
+        raise ValueError(
+            f'the plan is for a mesh whose axes are {planned}, from the outermost one, but those '
+            f'of this one are {axes}: mesh=init_mesh(**plan.mesh, axes=plan.axes), or a plan '
+            'with axes=…'
         )
     if data not in ('replicate', plan.data):
         raise ValueError(f'the plan says data={plan.data!r}, so leave data={data!r} out')

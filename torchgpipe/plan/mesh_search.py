@@ -39,7 +39,7 @@ from torch import nn
 from torchgpipe.base.context import uncollected
 from torchgpipe.base.devices import CPU, Device, accelerator
 from torchgpipe.base.errors import format_bytes
-from torchgpipe.base.settings import AXES, check_order, name_of
+from torchgpipe.base.settings import AXES, check_axes, name_of
 from torchgpipe.base.structure import BUCKET, Value
 from torchgpipe.plan.balance import Profile, fastest, positive
 from torchgpipe.plan.costs import Costs, Halves, LayerProfile, Link, StageCosts, memory_limits
@@ -252,7 +252,7 @@ class MeshSearch:
     Args:
         overlap: Axes whose collectives run concurrently with computation; ``None`` as in this
             library.
-        order: The axes, from the outermost to the innermost.
+        axes: The axes, from the outermost one.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class MeshSearch:
         state: ParameterBytes,
         overlap: Collection[str] | None,
         balance: Sequence[int] | None = None,
-        order: Sequence[str] = AXES,
+        axes: Sequence[str] = AXES,
     ) -> None:
         self._model = model
         self._machine = machine
@@ -273,7 +273,7 @@ class MeshSearch:
         self._state = state
         self._overlap = overlap or ()
         self._balance = balance
-        self._order = order
+        self._axes = axes
         #: See :class:`~torchgpipe.plan.Costs`.
         self._overlaps = None if overlap is None else 'data' in overlap
         self._profile = cache(self._measure)
@@ -373,7 +373,7 @@ class MeshSearch:
     def _stride(self, axis: str, mesh: tuple[int, int, int]) -> int:
         """Return the distance of a device to the next one along an axis."""
         sizes = dict(zip(AXES, mesh))
-        inner = self._order[self._order.index(axis) + 1 :]
+        inner = self._axes[self._axes.index(axis) + 1 :]
         return prod(sizes[name] for name in inner)
 
     def stages(self, tensor: int) -> Collection[int]:
@@ -627,7 +627,8 @@ class MeshSearch:
             self._batch // data,
             parts['compute'] * data * pipe * tensor,
             costs,
-            mesh={axis: dict(zip(AXES, case.mesh))[axis] for axis in self._order},
+            mesh=dict(zip(AXES, case.mesh)),
+            axes=tuple(self._axes),
             data=case.data,
             micro_batch=case.micro_batch,
             recomputation=case.recomputation,
@@ -828,7 +829,7 @@ def plan_mesh(
     shardings: Sequence[str] = SHARDINGS,
     overlap: Collection[str] | None = None,
     balance: Sequence[int] | None = None,
-    order: Sequence[str] = AXES,
+    axes: Sequence[str] = AXES,
     timeout: float = 1.0,
 ) -> MeshPlan:
     """Find the fastest plan for a mesh: its sizes, a schedule, micro-batches and recomputation.
@@ -854,9 +855,8 @@ def plan_mesh(
             gradients are reduced in buckets within the last backward of their stage, and
             parameters are gathered while other stages run. An empty list means no overlap at all.
         balance: The layers of each stage; by default stages are equally fast.
-        order: The axes from the outermost one to ``'tensor'``: see
-            :func:`~torchgpipe.distributed.init_mesh`. The outermost one is over the network, if
-            there are several hosts.
+        axes: The axes, from the outermost one, as for
+            :func:`~torchgpipe.distributed.init_mesh`.
         timeout: Approximate time in seconds for the measurement of layers.
 
     Returns:
@@ -891,7 +891,7 @@ def plan_mesh(
     memory_limits(memory_limit, 1, 'limits')
     limit = USABLE * machine.memory if memory_limit is None else memory_limit
     _check_names(schedules, recomputations, shardings, overlap)
-    check_order(order)
+    check_axes(axes)
     if not (isinstance(layers, Transformer) and not layers.fused):
         # There are no scores in memory.
         recomputations = [each for each in recomputations if each != 'selective'] or ['none']
@@ -904,7 +904,7 @@ def plan_mesh(
     # Few devices are all on one host, whatever its size.
     devices = prod(next(_meshes(mesh)))
     machine = replace(machine, devices_per_host=min(machine.devices_per_host, devices))
-    search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance, order)
+    search = MeshSearch(layers, machine, positive(batch, 'batch'), state, overlap, balance, axes)
     with uncollected():  # It would take a third of the time, and find no garbage.
         return _planned(
             search,

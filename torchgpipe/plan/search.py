@@ -32,7 +32,7 @@ from torch import nn
 from torchgpipe.base.devices import Device, is_cpu, memory_of, parse_device
 from torchgpipe.base.errors import duration, format_bytes, table
 from torchgpipe.base.html import figure_as_html, rows_as_html, text_as_html
-from torchgpipe.base.settings import AXES, Settings, checkpoint_stops, name_of
+from torchgpipe.base.settings import AXES, Settings, check_axes, checkpoint_stops, name_of
 from torchgpipe.base.structure import Value
 from torchgpipe.engine.workers import device_key
 from torchgpipe.plan.balance import (
@@ -255,8 +255,9 @@ class MeshPlan(Plan):
     """The settings of a training on a mesh, and predictions of time and memory.
 
     :func:`~torchgpipe.plan.plan` makes it, if it gets ``mesh``. ``DistributedGPipe(module, plan,
-    mesh=init_mesh(**plan.mesh))`` uses its settings, and ``model.step(…, schedule='auto')`` its
-    schedule. ``print(plan)`` shows a table. Predictions are for one step with the optimizer.
+    mesh=init_mesh(**plan.mesh, axes=plan.axes))`` uses its settings, and ``model.step(…,
+    schedule='auto')`` its schedule. ``print(plan)`` shows a table. Predictions are for one step
+    with the optimizer.
     """
 
     #: The samples of a micro-batch.
@@ -305,6 +306,7 @@ class MeshPlan(Plan):
         super().check()
         if {*self.mesh} != {*AXES}:
             raise ValueError(f'a mesh has axes {AXES}, but this one is {self.mesh}')
+        check_axes(self.axes)
         for axis, size in self.mesh.items():
             positive(size, axis)
         samples = self.chunks * positive(self.micro_batch, 'micro_batch')
@@ -433,7 +435,7 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     )
     data['layers'] = tuple((str(name), int(size)) for name, size in data['layers'])
     data['runners_up'] = tuple(_plan(each, cls) for each in data['runners_up'])
-    for name in ('balance', 'devices', 'flops', 'peaks'):
+    for name in ('axes', 'balance', 'devices', 'flops', 'peaks'):
         if name in data:
             data[name] = tuple(data[name])
     plan = cls(**data)

@@ -377,8 +377,8 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
         stage, _, i = order.actions[k]
         if i < stops[stage]:
             seconds[k] += kinds[stage, 'R']
-    routes = [_route(order, edge, costs) for edge in order.edges]
-    #: By link, when it has carried the copies so far.
+    transfers = [_transfer(order, edge, costs) for edge in order.edges]
+    #: By the devices of a link, when it has carried the copies so far.
     free: dict[tuple[int, int], float] = defaultdict(float)
     starts: list[float] = []
     ends: list[float] = []
@@ -391,11 +391,12 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
             start = max(start, lanes.before(device, action, start))
         for other, edge in islice(before, stop - past):
             arrives = ends[other]
-            route = routes[edge]
-            if route is not None:
-                leaves = max(arrives, free[route.link]) + route.seconds
-                free[route.link] = leaves
-                arrives = leaves + route.latency
+            transfer = transfers[edge]
+            if transfer is not None:
+                # Copies over this link are seen in the order of this device's row.
+                leaves = max(arrives, free[transfer.devices]) + transfer.seconds
+                free[transfer.devices] = leaves
+                arrives = leaves + transfer.latency
             if arrives > start:
                 start = arrives
         past = stop
@@ -407,18 +408,19 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
     return starts, ends
 
 
-class _Route(NamedTuple):
-    """The way of a message between stages of two devices."""
+class _Transfer(NamedTuple):
+    """A copy of the result of an action to another device."""
 
-    link: tuple[int, int]
+    #: The devices.
+    devices: tuple[int, int]
     #: How long the link carries nothing else.
     seconds: float
-    #: How long the message takes in addition.
+    #: How long the copy takes in addition.
     latency: float
 
 
-def _route(order: _Order, edge: tuple[int, int, int | None], costs: Costs) -> _Route | None:
-    """Return the way of messages of an edge; ``None`` within a device."""
+def _transfer(order: _Order, edge: tuple[int, int, int | None], costs: Costs) -> _Transfer | None:
+    """Return the copy over an edge; ``None`` within a device."""
     source, target, skip = edge
     devices = order.places[source], order.places[target]
     if devices[0] == devices[1]:
@@ -428,7 +430,7 @@ def _route(order: _Order, edge: tuple[int, int, int | None], costs: Costs) -> _R
     else:
         bytes = costs.skips[skip].bytes
     link = costs.link(*devices)
-    return _Route(devices, bytes / link.bandwidth, link.latency)
+    return _Transfer(devices, bytes / link.bandwidth, link.latency)
 
 
 #: The least number of micro-batches that are simulated, if there are as many.

@@ -109,7 +109,7 @@ def test_the_choice_of_the_plan_is_not_always_the_fastest():
     }
     _, choices = choice_rows({'links': [link]})
     assert choices == [
-        ['no limit', 'pipe 2, data over the link', 'data 2, data over the link', '2.00 × its time']
+        ['no limit', 'pipe 2, data over the link', 'data 2, data over the link', '2.00']
     ]
     header, (first, _) = link_rows(link)
     assert header[0] == 'no limit: 0 Mbit/s, 0.00 ms'
@@ -128,7 +128,7 @@ def test_without_the_right_to_make_hosts_it_says_so(run, tmp_path, monkeypatch):
     [
         (['--width', '18'], '--width 18 is not a multiple of the 4 heads'),
         (['--chunks', '3', '--batch', '6'], '--chunks 3'),
-        (['--chunks', '4', '--batch', '6'], '--batch 6 is not a multiple of --chunks 4'),
+        (['--chunks', '4', '--batch', '6'], '--chunks 4 must divide --batch 6'),
         (['--rate', 'fast'], '--rate fast'),
     ],
 )

@@ -75,7 +75,9 @@ def test_a_process_without_the_right_is_told_so(monkeypatch):
 
     monkeypatch.setattr(hosts.subprocess, 'run', refuse)
     monkeypatch.setattr(Network, '__exit__', lambda *_: None)
-    assert why_not() == ('it takes the right to make network namespaces: Operation not permitted')
+    assert why_not() == (
+        'no network namespaces with a slow link can be made here: Operation not permitted'
+    )
 
 
 def test_an_unknown_host_is_an_error_that_names_it():

@@ -62,6 +62,12 @@ def test_each_is_on_a_core_if_it_is_pinned():
         assert found.call('cores') == [{*own}]
 
 
+def test_ranks_of_a_host_share_its_core():
+    assert [processes._core(rank, ()) for rank in range(3)] == [0, 1, 2]
+    hosts = ['b', 'a', 'b', 'a']
+    assert [processes._core(rank, hosts) for rank in range(4)] == [0, 1, 0, 1]
+
+
 def test_a_span_is_from_the_first_to_the_last():
     spans = [Span(3.0, 5.0), Span(2.0, 4.0)]
     assert seconds(spans) == 3.0
