@@ -198,6 +198,10 @@ def checked(config: Namespace) -> Namespace:
         config.plan or not (config.devices or config.machine),
         '--devices and --machine are for --plan auto',
     )
+    require(
+        config.devices or not config.machine,
+        '--machine is for --devices, the number of them for which to plan a mesh',
+    )
     config.virtual = sizes.depth + 2 if config.offload else config.virtual
     if not getattr(config, 'balance', None):  # a plan for a mesh has chosen one
         config.balance = balance_of(sizes, config.experts, block, pipe * config.virtual)

@@ -228,6 +228,7 @@ def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
     for args, reason in [
         (['--devices', 2], '--devices and --machine are for --plan auto'),
         (['--machine', 'H100'], '--devices and --machine are for --plan auto'),
+        (['--plan', 'auto', '--machine', 'H100'], '--machine is for --devices'),
         (
             ['--plan', 'auto', '--devices', 2, '--data', 2],
             '--devices chooses --data: leave it out',
