@@ -64,7 +64,11 @@ def planned(axes):
     options = {'tensor_plan': plan()} if 'tensor' in axes else {}
     with pytest.raises(ValueError, match='the plan is for the mesh .*, but this one is'):
         DistributedGPipe(module, found, mesh=init_mesh(data=4), **options)
-    mesh = init_mesh(**found.mesh)
+    mesh = init_mesh(**found.mesh, axes=found.axes)
+    if data > 1:
+        other = init_mesh(**found.mesh, axes=('pipe', 'data', 'tensor'))
+        with pytest.raises(ValueError, match=r"axes are \['data', 'pipe'\], .* \['pipe', 'data'\]"):
+            DistributedGPipe(module, found, mesh=other, **options)
     if data == 1:
         with pytest.raises(ValueError, match="the plan says data='replicate', so leave"):
             DistributedGPipe(module, found, mesh=mesh, data='shard', **options)

@@ -305,6 +305,8 @@ def test_json():
         {'devices': []},
         {'recomputation': 'half'},
         {'data': 'copy'},
+        {'axes': ['tensor', 'data', 'pipe']},
+        {'axes': ['data', 'data', 'tensor']},
         {'peaks': [1.0, 2.0, 3.0]},
         {'schedule': 'zb-h1'},
         {'schedule': 'searched'},

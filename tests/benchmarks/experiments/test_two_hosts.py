@@ -82,6 +82,15 @@ def test_messages_of_a_plan_take_the_link_of_their_axis(spread, link):
     assert found.parts['messages'] == pytest.approx(transfers * 2 * 10 / link, rel=1e-3)
 
 
+def test_ranks_of_a_host_share_the_bandwidth_of_its_memory():
+    """In an update, a rank of two stages has half of the parameters, and half of the bandwidth."""
+    one, two = (
+        planned(Spread(mesh, 'data'), WORK, profile(1e-9), HOST, INSIDE, BETWEEN)
+        for mesh in (Mesh(2), Mesh(2, 2))
+    )
+    assert one.parts['update'] == pytest.approx(two.parts['update']) == 20 * 1000 / 1e12
+
+
 def test_times_of_a_profile_are_means_over_ranks():
     found = mean_profile([profile(1.0), profile(3.0)])
     assert [layer.forward_seconds for layer in found.layers] == [2.0] * 4
