@@ -9,6 +9,9 @@
     host 1    pipe 0 ── pipe 1   data 1         host 1    data 0 ── data 1   pipe 1
 """
 
+import re
+import signal
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -241,7 +244,8 @@ def _row(spread: Spread, steps: Sequence[float], sent: float, found: MeshPlan) -
     'rates',
     multiple=True,
     default=['100mbit', '400mbit', UNLIMITED],
-    help='Of the link, in the notation of tc, or none for no limit. May be given several times.',
+    help='Of the link, in the notation of tc, of at least 5mbit; or none for no limit. May be '
+    'given several times.',
 )
 @click.option('--layers', type=click.IntRange(2), default=4, help='Blocks of the GPT.')
 @click.option('--width', type=click.IntRange(4), default=256, help='Features of a token.')
@@ -286,6 +290,8 @@ def two_hosts(
     links = {rate: None if rate == UNLIMITED else rate for rate in dict.fromkeys(rates)}
     for rate in links.values():
         _check_rate(rate)
+    # A network would outlive a process that a signal ends at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
 
     torch.set_num_threads(1)  # as a rank has
@@ -305,7 +311,11 @@ def two_hosts(
 
 
 def _check_rate(rate: str | None) -> None:
-    """Raise a :exc:`click.UsageError` if tc does not know a rate."""
+    """Raise a :exc:`click.UsageError` if a rate is none, or tc does not know it."""
+    require(
+        rate is None or re.fullmatch(r'(?i)[0-9.]*[1-9][0-9.]*[a-z]+', rate),
+        f'--rate {rate} is no rate above zero, such as 400mbit',
+    )
     try:
         with Network(rate):
             return

@@ -67,7 +67,9 @@ def planned(axes):
     mesh = init_mesh(**found.mesh, axes=found.axes)
     if data > 1:
         other = init_mesh(**found.mesh, axes=('pipe', 'data', 'tensor'))
-        with pytest.raises(ValueError, match=r"axes are \['data', 'pipe'\], .* \['pipe', 'data'\]"):
+        with pytest.raises(
+            ValueError, match=r"axes are \['data', 'pipe'\], .* \['pipe', 'data'\]"
+        ):
             DistributedGPipe(module, found, mesh=other, **options)
     if data == 1:
         with pytest.raises(ValueError, match="the plan says data='replicate', so leave"):

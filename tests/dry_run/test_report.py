@@ -1,14 +1,18 @@
 """The report: parts of ranks, equal places in one line, links, uneven ranks, data and picture."""
 
 import json
+from dataclasses import replace
 
+import pytest
 import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 from tests.dry_run.test_rehearsal import linear, small
+from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.dry_run.report import Kept
+from torchgpipe.plan import plan
 
 
 def test_the_part_of_a_rank():
@@ -47,6 +51,46 @@ def test_links_within_hosts_and_between():
     }
     assert {each.link for each in report.traffic if each.axis == 'data'} == {'network'}
     assert {each.link for each in small().traffic} == {''}
+
+
+def test_a_mesh_in_which_the_ranks_of_a_stage_are_neighbours():
+    axes = ('pipe', 'data', 'tensor')
+    mesh = {'data': 2, 'pipe': 2, 'tensor': 2}
+    options = {
+        'chunks': 2,
+        'devices_per_host': 4,
+        'tensor_plan': {'0': ColwiseParallel(output_layouts=Replicate())},
+    }
+    report = small(linear(4), [2, 2], mesh, axes=axes, **options)
+    links = {(each.axis, each.link) for each in report.traffic if each.axis != 'all'}
+    assert links == {('pipe', 'network'), ('data', 'host'), ('tensor', 'host')}
+    assert [(rank.pipe, rank.data, rank.tensor) for rank in report.ranks] == [
+        (pipe, data, tensor) for pipe in (0, 1) for data in (0, 1) for tensor in (0, 1)
+    ]
+    assert report.to_dict()['axes'] == [*axes]
+    default = small(linear(4), [2, 2], mesh, **options)
+    assert default.totals == report.totals
+    assert {each.link for each in default.traffic if each.axis == 'data'} == {'network'}
+
+
+def test_a_dry_run_of_a_plan_for_other_axes():
+    layers = [LayerProfile(str(k), 1.0, 2.0, 0, 0, 0, 0, 4) for k in range(4)]
+    mesh = {'data': 2, 'pipe': 2}
+    found = plan(
+        Profile(tuple(layers), (), 1, 4, 'cpu'),
+        mesh=mesh,
+        machine='H100',
+        batch=8,
+        micro_batches=[2],
+        shardings=['replicate'],
+        axes=('pipe', 'data', 'tensor'),
+    )
+    found = replace(found, layers=())  # They have other names and sizes.
+    assert small(linear(4), found, mesh, axes=found.axes).axes == found.axes
+    with pytest.raises(ValueError, match='axes=plan.axes'):
+        small(linear(4), found, mesh)
+    with pytest.raises(ValueError, match='axes are'):
+        small(linear(4), [2, 2], mesh, chunks=2, axes=['tensor', 'data', 'pipe'])
 
 
 def test_links_of_hosts_that_ranks_do_not_divide():

@@ -375,6 +375,8 @@ def test_refused():
         ({'recomputations': ['some']}, ValueError, 'recomputations are of'),
         ({'shardings': ['both']}, ValueError, 'shardings are of'),
         ({'axes': ('tensor', 'data', 'pipe')}, ValueError, r"axes are \('data', 'pipe', 'tensor"),
+        ({'axes': None}, ValueError, 'but these are None'),
+        ({'axes': {'data', 'pipe', 'tensor'}}, ValueError, 'but these are {'),
         ({'axes': ('data', 'tensor')}, ValueError, r"but these are \('data', 'tensor'\)"),
         ({'overlap': ['pipe']}, ValueError, r"overlap are of \('data', 'tensor'\)"),
         ({'micro_batches': [3]}, ValueError, r'no micro-batch of \[3\] divides the 8 samples'),

@@ -154,6 +154,22 @@ def test_a_slow_link_to_one_device_does_not_delay_copies_to_another():
     assert found['2F0'][0] == 21
 
 
+def test_a_skip_uses_the_link_while_it_is_idle():
+    """It is sent after the batch of its stage, long before a batch that is needed with it."""
+    schedule = Schedule.parse('0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0')
+    stages = [StageCosts(1.0, 2.0, output_bytes=1.0)] * 4
+    found = times(simulate(schedule, Costs(stages, [SkipProfile(0, 3, 2)], Link(bandwidth=1.0))))
+    assert found['1F0'] == (2, 3) and found['2F0'] == (4, 5) and found['3F0'] == (6, 7)
+    late = times(simulate(schedule, Costs(stages, [SkipProfile(0, 3, 10)], Link(bandwidth=1.0))))
+    assert late['3F0'] == (13, 14)  # The link is busy with the skip until 12.
+
+
+def test_a_device_gets_results_in_the_order_in_which_another_one_has_them():
+    schedule = Schedule.parse('0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1')
+    costs = Costs([StageCosts(1.0, 2.0, output_bytes=10.0)] * 2, links=Link(bandwidth=1.0))
+    assert times(simulate(schedule, costs))['1F1'] == (21, 22)
+
+
 def test_stages_of_one_device_need_no_copies():
     costs = Costs([StageCosts(1.0, 1.0, output_bytes=1.0)] * 2, links=Link(10.0, 1.0))
     assert simulate(Schedule.parse('0F0,1F0,1B0,0B0'), costs).seconds == 4
@@ -221,15 +237,20 @@ def slowly(schedule, costs):
     place = {x: device for device, row in enumerate(schedule.rows) for x in row}
     before = {x: y for row in schedule.rows for x, y in zip(row[1:], row)}
     messages = messages_of(schedule, costs)
-    #: By link, its messages in the order of the row that needs them.
+    #: By action, the actions and indices of messages with its result.
+    readers = {y: [] for y in place}
+    for x in place:
+        for number, (y, _) in enumerate(messages[x]):
+            readers[y].append((abs(x.stage - y.stage), number, x))
+    #: By link, its messages in the order in which they are sent, the nearest stage first.
     links = {}
     #: By action and index among its messages, the place of the message on its link.
     places = {}
-    for x in place:
-        for number, (y, bytes) in enumerate(messages[x]):
+    for y in place:
+        for _, number, x in sorted(readers[y]):
             link = links.setdefault((place[y], place[x]), [])
             places[x, number] = len(link)
-            link.append((y, bytes))
+            link.append(messages[x][number])
 
     def seconds(x):
         stage = costs.stages[x.stage]

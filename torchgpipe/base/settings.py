@@ -19,16 +19,17 @@ def name_of(sizes: Iterable[int]) -> str:
     return ' × '.join(f'{axis} {size}' for axis, size in zip(AXES, sizes))
 
 
-def check_axes(axes: Sequence[str]) -> None:
+def check_axes(axes: Any) -> None:
     """Check the axes of a mesh, from the outermost to the innermost.
 
     Raises:
-        ValueError: An axis is missing, unknown or repeated, or ``'tensor'`` is not the last one.
+        ValueError: They are not a sequence of all axes, the last of which is ``'tensor'``.
     """
-    if sorted(axes) != sorted(AXES) or axes[-1] != 'tensor':
+    orders = AXES, ('pipe', 'data', 'tensor')
+    if not isinstance(axes, Sequence) or tuple(axes) not in orders:
         raise ValueError(
-            f"axes are {AXES} or ('pipe', 'data', 'tensor'), because the ranks of a tensor axis "
-            f'send each other most; but these are {axes!r}'
+            f'axes are {orders[0]} or {orders[1]}, because the ranks of a tensor axis send each '
+            f'other most; but these are {axes!r}'
         )
 
 

@@ -510,9 +510,14 @@ def _data_of(plan: Settings, mesh: DeviceMesh, data: str) -> str:
             f'the plan is for the mesh {dict(plan.mesh)}, but this one is {sizes}: '
             'mesh=init_mesh(**plan.mesh, axes=plan.axes)'
         )
-    planned = [axis for axis in plan.axes if sizes[axis] > 1]
-    names = mesh.mesh_dim_names or ()
-    axes = [axis for axis in names if sizes[axis] > 1]
+    planned = []
+    for axis in plan.axes:
+        if sizes[axis] > 1:
+            planned.append(axis)
+    axes = []
+    for axis in mesh.mesh_dim_names or ():
+        if sizes[axis] > 1:
+            axes.append(axis)
     if axes != planned:
         raise ValueError(
             f'the plan is for a mesh whose axes are {planned}, from the outermost one, but those '

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchgpipe.base.private import fake_store, forget_meshes
-from torchgpipe.base.settings import AXES, checkpoint_stops
+from torchgpipe.base.settings import AXES, check_axes, checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.layers import skeleton_of, style_of
 from torchgpipe.distributed.mesh import Axis, check_sizes
@@ -63,6 +63,7 @@ def dry_run(
     processes: int | None = None,
     devices_per_host: int | None = None,
     memory_limit: float | None = None,
+    axes: Sequence[str] = AXES,
     **options: Any,
 ) -> DryRun:
     """Run a step on each rank of a mesh that does not exist, and report the needs of each rank.
@@ -102,6 +103,8 @@ def dry_run(
             between hosts.
         memory_limit: The memory of a device in bytes. If it is given, the report lists the ranks
             that need more.
+        axes: The axes of the mesh, from the outermost one, as for
+            :func:`~torchgpipe.distributed.init_mesh`.
         options: The other arguments of :class:`~torchgpipe.distributed.DistributedGPipe`, such as
             ``chunks``, ``checkpoint``, ``data`` and ``tensor_plan``.
 
@@ -128,22 +131,25 @@ def dry_run(
     )
     skeleton = skeleton_of(module)
     # The caller may make the model and call this on the meta device.
-    with torch.device('cpu'), _fake_mesh(mesh, processes) as found:
+    with torch.device('cpu'), _fake_mesh(mesh, axes, processes) as found:
         options |= {'compare_every': 0, 'weights': None, 'init': None}
         make = partial(VirtualModel, balance=balance, mesh=found, **options)
         meeting, models, kept = _run(make, skeleton, step, options.get('tensor_plan') or {})
         if not _are_alike(meeting, models):
             meeting, models, kept = _run(make, skeleton, step, None)
-        return _report(meeting, models, kept, skeleton, devices_per_host, memory_limit)
+        return _report(meeting, models, kept, skeleton, axes, devices_per_host, memory_limit)
 
 
 @contextmanager
-def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]:
+def _fake_mesh(
+    sizes: Mapping[str, int], axes: Sequence[str], processes: int | None
+) -> Iterator[Any]:
     """Create a mesh of fake processes, of which this process is the first one."""
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
         raise ValueError(f'a mesh has axes of {AXES}, but this one has {unknown}')
-    shape = data, pipe, tensor = [sizes.get(name, 1) for name in AXES]
+    check_axes(axes)
+    data, pipe, tensor = [sizes.get(name, 1) for name in AXES]
     product = data * pipe * tensor
     check_sizes(data, pipe, tensor, product if processes is None else processes)
     if dist.is_initialized():
@@ -156,7 +162,10 @@ def _fake_mesh(sizes: Mapping[str, int], processes: int | None) -> Iterator[Any]
     dist.init_process_group('fake', rank=0, world_size=product, store=fake_store())
     try:
         with calls_seen():
-            yield init_device_mesh('cpu', tuple(shape), mesh_dim_names=AXES)
+            shape = []
+            for name in axes:
+                shape.append(sizes.get(name, 1))
+            yield init_device_mesh('cpu', tuple(shape), mesh_dim_names=tuple(axes))
     finally:
         # A later mesh may equal this one, but has other groups.
         forget_meshes()
@@ -372,6 +381,7 @@ def _report(
     models: Models,
     kept: Mapping[int, tuple[Kept, ...]],
     skeleton: nn.Sequential,
+    axes: Sequence[str],
     devices_per_host: int | None,
     memory_limit: float | None,
 ) -> DryRun:
@@ -411,6 +421,7 @@ def _report(
         rank.placement.offloads,
         devices_per_host,
         memory_limit,
+        tuple(axes),
     )
 
 

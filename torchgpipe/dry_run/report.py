@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.base.html import figure_as_html, text_as_html
+from torchgpipe.base.settings import AXES
 from torchgpipe.dry_run.counters import Entry
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.messages import Item, Send
@@ -165,6 +166,7 @@ class DryRun:
         offloads: Whether parameters, gradients and optimizer state are on the host.
         devices_per_host: The number of devices of a host, if it is known.
         memory_limit: The memory of a device in bytes, if it is known.
+        axes: The axes of the mesh, from the outermost one.
     """
 
     mesh: Mapping[str, int]
@@ -176,6 +178,7 @@ class DryRun:
     offloads: bool = False
     devices_per_host: int | None = None
     memory_limit: float | None = None
+    axes: tuple[str, ...] = AXES
 
     @cached_property
     def ranks(self) -> tuple[RankMemory, ...]:
@@ -199,12 +202,17 @@ class DryRun:
 
     def _position(self, rank: int) -> dict[str, int]:
         """Return the position of a rank along each axis."""
-        rest, tensor = divmod(rank, self.mesh['tensor'])
-        data, pipe = divmod(rest, self.mesh['pipe'])
-        return {'data': data, 'pipe': pipe, 'tensor': tensor}
+        at = dict.fromkeys(AXES, 0)
+        for axis in reversed(self.axes):
+            rank, at[axis] = divmod(rank, self.mesh[axis])
+        return at
 
     def _rank_at(self, data: int, pipe: int, tensor: int) -> int:
-        return (data * self.mesh['pipe'] + pipe) * self.mesh['tensor'] + tensor
+        at = {'data': data, 'pipe': pipe, 'tensor': tensor}
+        rank = 0
+        for axis in self.axes:
+            rank = rank * self.mesh[axis] + at[axis]
+        return rank
 
     def _kept(self, pipe: int, data: int, tensor: int) -> dict[str, int]:
         at = {'data': data, 'pipe': pipe, 'tensor': tensor}
@@ -385,6 +393,7 @@ class DryRun:
         """Return the report as plain values for JSON."""
         return {
             'mesh': dict(self.mesh),
+            'axes': [*self.axes],
             'balance': [*self.balance],
             'places': [*self.places],
             'micro_batches': self.micro_batches,

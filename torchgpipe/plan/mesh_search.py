@@ -373,8 +373,10 @@ class MeshSearch:
     def _stride(self, axis: str, mesh: tuple[int, int, int]) -> int:
         """Return the distance of a device to the next one along an axis."""
         sizes = dict(zip(AXES, mesh))
-        inner = self._axes[self._axes.index(axis) + 1 :]
-        return prod(sizes[name] for name in inner)
+        stride = 1
+        for inner in self._axes[self._axes.index(axis) + 1 :]:
+            stride *= sizes[inner]
+        return stride
 
     def stages(self, tensor: int) -> Collection[int]:
         """Return possible numbers of stages.

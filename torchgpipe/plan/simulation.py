@@ -2,8 +2,8 @@
 
 :func:`simulate` runs each device through its row of the schedule. An action starts as soon as its
 predecessors have ended and their results have arrived. Copies run concurrently with computation.
-A link carries the copies from one device to another, one after the other, in the order in which
-they are needed there::
+A link carries the copies from one device to another one after the other, in the order of
+:func:`torchgpipe.schedule.messages.with_messages`::
 
     device 0    0F0 0F1 0F2 …
     link            ══0F0══ ══0F1══ ══0F2══      (then the latency)
@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -280,6 +280,8 @@ class _Order(NamedTuple):
     before: list[int]
     over: list[int]
     stops: list[int]
+    #: By action, the places of its results in ``before``, in the order in which they are sent.
+    results: list[tuple[int, ...]]
     #: Messages between stages: from, to, and the index of the skip that it carries, if any.
     edges: list[tuple[int, int, int | None]]
     #: By device, the indices of its actions.
@@ -307,7 +309,7 @@ def _order(
     also: dict[Action, list[Action]] = defaultdict(list)
     for one, later in pairs:
         also[later].append(one)
-    found = _Order([], [], [], [], [], edges, [[] for _ in schedule.rows], places, [])
+    found = _Order([], [], [], [], [], [], edges, [[] for _ in schedule.rows], places, [])
     waiting: dict[Any, list[int]] = defaultdict(list)
     rows = [iter(row) for row in schedule.rows]
     stopped: list[Action | None] = [next(row, None) for row in rows]
@@ -339,7 +341,24 @@ def _order(
                 found.without_r.append(number)
             ready += waiting.pop(action, ())
             stopped[device] = next(rows[device], None)
-    return None if any(stopped) else found
+    if any(stopped):
+        return None
+    found.results.extend(_results(found))
+    return found
+
+
+def _results(order: _Order) -> Iterator[tuple[int, ...]]:
+    """Yield for each action the places of its results in ``before``, the nearest stage first."""
+    results: list[list[tuple[int, int]]] = [[] for _ in order.actions]
+    start = 0
+    for action, stop in zip(order.actions, order.stops):
+        for place in range(start, stop):
+            source = order.before[place]
+            distance = abs(order.actions[source].stage - action.stage)
+            results[source].append((distance, place))
+        start = stop
+    for by_distance in results:
+        yield tuple(place for _, place in sorted(by_distance))
 
 
 def _waits(
@@ -382,29 +401,33 @@ def _times(order: _Order, costs: Costs, lanes: _Collectives) -> tuple[list[float
     free: dict[tuple[int, int], float] = defaultdict(float)
     starts: list[float] = []
     ends: list[float] = []
-    before = zip(order.before, order.over)
+    #: By place in ``before``, when the result is where it is needed.
+    arrivals = [0.0] * len(order.before)
     past = 0
     now = [*lanes.start]
-    for action, device, stop, length in zip(order.actions, order.devices, order.stops, seconds):
+    for action, device, stop, length, results in zip(
+        order.actions, order.devices, order.stops, seconds, order.results
+    ):
         start = now[device]
         if lanes.exchanges:
             start = max(start, lanes.before(device, action, start))
-        for other, edge in islice(before, stop - past):
-            arrives = ends[other]
-            transfer = transfers[edge]
-            if transfer is not None:
-                # Copies over this link are seen in the order of this device's row.
-                leaves = max(arrives, free[transfer.devices]) + transfer.seconds
-                free[transfer.devices] = leaves
-                arrives = leaves + transfer.latency
-            if arrives > start:
-                start = arrives
+        for arrival in arrivals[past:stop]:
+            if arrival > start:
+                start = arrival
         past = stop
+        end = start + length
         starts.append(start)
-        now[device] = start + length
-        ends.append(start + length)
+        now[device] = end
+        ends.append(end)
+        for place in results:
+            transfer = transfers[order.over[place]]
+            arrivals[place] = end
+            if transfer is not None:
+                leaves = max(end, free[transfer.devices]) + transfer.seconds
+                free[transfer.devices] = leaves
+                arrivals[place] = leaves + transfer.latency
         if lanes.exchanges:
-            lanes.after(device, action, start, start + length)
+            lanes.after(device, action, start, end)
     return starts, ends
 
 

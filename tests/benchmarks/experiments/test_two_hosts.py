@@ -138,7 +138,10 @@ def test_without_the_right_to_make_hosts_it_says_so(run, tmp_path, monkeypatch):
         (['--width', '18'], '--width 18 is not a multiple of the 4 heads'),
         (['--chunks', '3', '--batch', '6'], '--chunks 3'),
         (['--chunks', '4', '--batch', '6'], '--chunks 4 must divide --batch 6'),
-        (['--rate', 'fast'], '--rate fast'),
+        (['--rate', 'fast'], '--rate fast is no rate above zero'),
+        (['--rate', '-1mbit'], '--rate -1mbit is no rate above zero'),
+        (['--rate', '0mbit'], '--rate 0mbit is no rate above zero'),
+        (['--rate', '1meter'], '--rate 1meter'),
     ],
 )
 def test_bad_options_take_one_line(run, tmp_path, options, text):
