@@ -163,14 +163,16 @@ def planned(
     )
 
 
+#: The processes of each layout: of the number of the host, by rank.
+Groups = Mapping[tuple[int, ...], Processes]
+
+
 def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[str, Any]:
     """Time steps of all meshes in turn, over a link with a rate.
 
     Returns:
         The link, and a row of results for each mesh.
     """
-    steps: dict[Spread, list[float]] = {spread: [] for spread in SPREADS}
-    sent: dict[Spread, float] = {}
     with ExitStack() as stack:
         network = stack.enter_context(Network(rate))
 
@@ -179,9 +181,9 @@ def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[st
             group = Processes(len(layout), LinkedWorker, work, 'cpu', pinned=True, hosts=hosts)
             return stack.enter_context(group)
 
-        groups = {
-            layout: processes(layout) for layout in {spread.hosts: None for spread in SPREADS}
-        }
+        groups = {}
+        for layout in dict.fromkeys(spread.hosts for spread in SPREADS):
+            groups[layout] = processes(layout)
         inside = Collectives.of(processes([0, 0]), LARGE)
         between = Collectives.of(groups[0, 1], LARGE)
         profiles = {}
@@ -190,20 +192,8 @@ def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[st
 
         total = len(SPREADS) * (1 + rounds)
         bar = stack.enter_context(tqdm(total=total, desc=rate or 'no limit', leave=False))
-        loss = None
-        for spread in SPREADS:
-            counts = groups[spread.hosts].call('build', _contender(spread))
-            sent[spread] = max(rank.sent.get(spread.over, 0.0) for rank in counts)
-            losses = [rank.losses[0] for rank in counts if rank.losses[0] is not None]
-            check_losses({_contender(spread): fmean(losses)}, loss)
-            loss = loss or fmean(losses)
-            bar.update()
-        for number in range(rounds):
-            first = number % len(SPREADS)  # Each mesh is the first one in some round.
-            for spread in (*SPREADS[first:], *SPREADS[:first]):
-                answers = groups[spread.hosts].call('step', _contender(spread))
-                steps[spread].append(seconds(answer.span for answer in answers))
-                bar.update()
+        sent = _build(groups, bar)
+        steps = _time(groups, rounds, bar)
 
     rows = []
     for spread in SPREADS:
@@ -215,6 +205,32 @@ def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[st
         'between': _as_dict(between),
         'rows': rows,
     }
+
+
+def _build(groups: Groups, bar: Any) -> dict[Spread, float]:
+    """Make the models, and check their losses; return the bytes that each sends over the link."""
+    sent = {}
+    first: float | None = None
+    for spread in SPREADS:
+        counts = groups[spread.hosts].call('build', _contender(spread))
+        loss = fmean(rank.losses[0] for rank in counts if rank.losses[0] is not None)
+        check_losses({_contender(spread): loss}, first)
+        first = first or loss
+        sent[spread] = max(rank.sent.get(spread.over, 0.0) for rank in counts)
+        bar.update()
+    return sent
+
+
+def _time(groups: Groups, rounds: int, bar: Any) -> dict[Spread, list[float]]:
+    """Return the seconds of a step in each round, in which each mesh takes one step."""
+    steps: dict[Spread, list[float]] = {spread: [] for spread in SPREADS}
+    for number in range(rounds):
+        first = number % len(SPREADS)  # Each mesh is the first one in some round.
+        for spread in (*SPREADS[first:], *SPREADS[:first]):
+            answers = groups[spread.hosts].call('step', _contender(spread))
+            steps[spread].append(seconds(answer.span for answer in answers))
+            bar.update()
+    return steps
 
 
 def _as_dict(measured: Collectives) -> dict[str, Any]:
