@@ -348,17 +348,15 @@ def _order(
 
 
 def _results(order: _Order) -> Iterator[tuple[int, ...]]:
-    """Yield for each action the places of its results in ``before``, the nearest stage first."""
-    results: list[list[tuple[int, int]]] = [[] for _ in order.actions]
-    start = 0
-    for action, stop in zip(order.actions, order.stops):
-        for place in range(start, stop):
-            source = order.before[place]
-            distance = abs(order.actions[source].stage - action.stage)
-            results[source].append((distance, place))
-        start = stop
-    for by_distance in results:
-        yield tuple(place for _, place in sorted(by_distance))
+    """Yield for each action the places of its results in ``before``.
+
+    A device runs the nearest stage first, because others of its stages wait for that.
+    """
+    results: list[list[int]] = [[] for _ in order.actions]
+    for place, source in enumerate(order.before):
+        results[source].append(place)
+    for places in results:
+        yield tuple(places)
 
 
 def _waits(
