@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import experiments
+from benchmarks.__main__ import cli
 from benchmarks.commands import MODULES
 from benchmarks.harness.page import PAGE
 from benchmarks.harness.published import EXPERIMENTS
@@ -20,7 +21,8 @@ def test_help(run):
     assert code == 0
     names = 'list digits balance overhead concurrency schedules scaling pictures classes mingpt'
     assert all(name in out for name in (*names.split(), 'arcface', *EXPERIMENTS))
-    assert out.count('\n') < 34
+    shown = [command for command in cli.commands.values() if not command.hidden]
+    assert len(out.partition('Commands:')[2].split('\n  ')) == 1 + len(shown)  # a line for each
     code, out, _ = run('digits', '--help')
     assert code == 0
     for option in ('--epochs', '--chunks', '--balance', '--checkpoint', '--schedule', '--output'):
