@@ -105,9 +105,9 @@ class LinkedWorker(Worker, Ring):
 def mean_profile(profiles: Sequence[Profile]) -> Profile:
     """Return a profile with the mean times of others of the same layers."""
     layers = []
-    for same in zip(*(each.layers for each in profiles)):
+    for same_layer in zip(*(of_rank.layers for of_rank in profiles)):
         times = {
-            name: fmean(getattr(layer, name) for layer in same)
+            name: fmean(getattr(layer, name) for layer in same_layer)
             for name in (
                 'forward_seconds',
                 'backward_seconds',
@@ -115,7 +115,7 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
                 'backward_overhead',
             )
         }
-        layers.append(replace(same[0], **times))
+        layers.append(replace(same_layer[0], **times))
     return replace(profiles[0], layers=tuple(layers))
 
 
@@ -139,7 +139,7 @@ def planned(
     """
     ranks = spread.mesh.size // HOSTS
     of_replicas = between if spread.over == 'data' else inside
-    two_hosts = replace(
+    hosts = replace(
         host,
         bandwidth=host.bandwidth / ranks,
         host=inside.link,
@@ -151,7 +151,7 @@ def planned(
     return plan(
         layers,
         mesh=spread.mesh.axes,
-        machine=two_hosts,
+        machine=hosts,
         batch=work.batch,
         state=SGD,
         schedules=['1f1b'],
@@ -197,8 +197,8 @@ def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[st
 
     rows = []
     for spread in SPREADS:
-        found = planned(spread, work, profiles[spread.hosts], host, inside, between)
-        rows.append(_row(spread, steps[spread], sent[spread], found))
+        prediction = planned(spread, work, profiles[spread.hosts], host, inside, between)
+        rows.append(_row(spread, steps[spread], sent[spread], prediction))
     return {
         'rate': rate,
         'inside': _as_dict(inside),
@@ -241,15 +241,17 @@ def _contender(spread: Spread) -> Contender:
     return Contender(TORCHGPIPE, spread.mesh)
 
 
-def _row(spread: Spread, steps: Sequence[float], sent: float, found: MeshPlan) -> dict[str, Any]:
+def _row(
+    spread: Spread, steps: Sequence[float], sent: float, prediction: MeshPlan
+) -> dict[str, Any]:
     return {
         'mesh': spread.name,
         'over': spread.over,
         'shard': spread.mesh.shard,
         'measured': median(steps),
         'quartiles': [value.item() for value in torch.tensor(steps).quantile(_QUARTILES)],
-        'predicted': found.seconds,
-        'parts': found.parts,
+        'predicted': prediction.seconds,
+        'parts': prediction.parts,
         'sent': sent,
     }
 
@@ -288,7 +290,7 @@ def two_hosts(
     """Time meshes on two hosts with a slow link, beside their plans.
 
     The hosts are network namespaces of this machine, with one core each. It takes the right to
-    make them (that of root), and iproute2. Without these, it says so and measures nothing.
+    make them, which root has, and iproute2. Without these, it says so and measures nothing.
     """
     require(width % 4 == 0, f'--width {width} is not a multiple of the 4 heads')
     require(
@@ -384,7 +386,7 @@ def link_rows(results: Mapping[str, Any]) -> Rows:
 
 
 def title_of(results: Mapping[str, Any]) -> str:
-    """Return the rate of a link, and what it carries."""
+    """Return the rate of a link, and its measured bandwidth and latency."""
     link = Link.from_dict(results['between']['link'])
     rate = results['rate'] or 'no limit'
     return f'{rate}: {link.bandwidth * 8e-6:.0f} Mbit/s, {link.latency * 1e3:.2f} ms'

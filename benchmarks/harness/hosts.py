@@ -6,8 +6,8 @@
                                               ├── switch
     host 1    ranks ── net ══ rate ══ port1 ──┘
 
-A link has the rate in each direction. This takes Linux, the right to make namespaces (that of
-root), and ``ip`` and ``tc`` of iproute2.
+A link has the rate in each direction. This takes Linux, the right to make namespaces, which
+root has, and ``ip`` and ``tc`` of iproute2.
 """
 
 import ctypes
@@ -91,7 +91,7 @@ class Network:
                 self._limit(host, self._rate)
 
     def _limit(self, host: str, rate: str) -> None:
-        """Limit what a host sends."""
+        """Limit the rate at which a host sends."""
         command = f'tc -n {host} qdisc add dev {INTERFACE} root tbf rate {rate}'
         command += f' burst {BURST} latency {LONGEST_WAIT}'
         subprocess.run(command.split(), check=True, capture_output=True, text=True)

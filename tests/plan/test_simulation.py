@@ -213,7 +213,7 @@ def test_many_stages_and_micro_batches():
 
 
 def messages_of(schedule, costs):
-    """Return by action what it waits for: the action, and the bytes of its result."""
+    """Return by action the actions that it waits for, with the bytes of their results."""
     place = {x: device for device, row in enumerate(schedule.rows) for x in row}
     found = {}
     for x in place:

@@ -25,15 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchgpipe.base.private import fake_store, forget_meshes
-from torchgpipe.base.settings import AXES, check_axes, checkpoint_stops
+from torchgpipe.base.settings import AXES, checkpoint_stops
 from torchgpipe.base.structure import flatten_nested, storage_id
 from torchgpipe.distributed.layers import skeleton_of, style_of
-from torchgpipe.distributed.mesh import Axis, check_sizes
+from torchgpipe.distributed.mesh import Axis, check_sizes, init_mesh
 from torchgpipe.dry_run.counters import Entry, calls_seen
 from torchgpipe.dry_run.report import Account, DryRun, Kept
 from torchgpipe.dry_run.virtual import (
@@ -137,7 +136,7 @@ def dry_run(
         meeting, models, kept = _run(make, skeleton, step, options.get('tensor_plan') or {})
         if not _are_alike(meeting, models):
             meeting, models, kept = _run(make, skeleton, step, None)
-        return _report(meeting, models, kept, skeleton, axes, devices_per_host, memory_limit)
+        return _report(meeting, models, kept, skeleton, devices_per_host, memory_limit)
 
 
 @contextmanager
@@ -148,7 +147,6 @@ def _fake_mesh(
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
         raise ValueError(f'a mesh has axes of {AXES}, but this one has {unknown}')
-    check_axes(axes)
     data, pipe, tensor = [sizes.get(name, 1) for name in AXES]
     product = data * pipe * tensor
     check_sizes(data, pipe, tensor, product if processes is None else processes)
@@ -162,10 +160,7 @@ def _fake_mesh(
     dist.init_process_group('fake', rank=0, world_size=product, store=fake_store())
     try:
         with calls_seen():
-            shape = []
-            for name in axes:
-                shape.append(sizes.get(name, 1))
-            yield init_device_mesh('cpu', tuple(shape), mesh_dim_names=tuple(axes))
+            yield init_mesh(data, pipe, tensor, device_type='cpu', axes=axes)
     finally:
         # A later mesh may equal this one, but has other groups.
         forget_meshes()
@@ -381,7 +376,6 @@ def _report(
     models: Models,
     kept: Mapping[int, tuple[Kept, ...]],
     skeleton: nn.Sequential,
-    axes: Sequence[str],
     devices_per_host: int | None,
     memory_limit: float | None,
 ) -> DryRun:
@@ -421,7 +415,7 @@ def _report(
         rank.placement.offloads,
         devices_per_host,
         memory_limit,
-        tuple(axes),
+        rank.mesh.mesh.mesh_dim_names,
     )
 
 
