@@ -12,7 +12,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -53,9 +54,9 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         ]
         failed, code = None, 0
         try:
-            start_server()
-            for process in ranks:
-                process.start()
+            with starting_ranks():
+                for process in ranks:
+                    process.start()
             failed = _first_failure(ranks)
         except (EOFError, ConnectionError):
             click.echo('the process that starts ranks ended', err=True)
@@ -78,19 +79,22 @@ def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) ->
         config.resume = True
 
 
-def start_server() -> None:
-    """Start the server that forks ranks.
+@contextmanager
+def starting_ranks() -> Iterator[None]:
+    """Start the server that forks ranks, and defer Ctrl-C until the context starts all of them.
 
     Ctrl-C reaches all processes of a terminal. The server ignores it, but only after its imports,
-    so it starts with the signal blocked. An ignored signal would be lost here as well.
+    so it starts with the signal blocked. An ignored signal would be lost here as well. In the
+    middle of a start, Ctrl-C would leave a rank that waits for its arguments.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came, as after any other line.
+        KeyboardInterrupt: Ctrl-C came. It is raised at the end of the context.
     """
     resource_tracker.ensure_running()  # Else the server would do it, and unblock the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

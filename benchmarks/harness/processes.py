@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 
 from benchmarks.harness.hosts import enter
-from benchmarks.harness.launch import start_server
+from benchmarks.harness.launch import starting_ranks
 from benchmarks.harness.report import cores
 
 #: Seconds.
@@ -116,18 +116,18 @@ class Processes:
             store = (Path(folder) / 'store').as_uri()
             context = multiprocessing.get_context(METHOD)
             context.set_forkserver_preload(IMPORTED)
-            start_server()
-            for rank in range(self._n):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    daemon=True,
-                    args=(rank, self._n, store, there, self._places[rank], *self._work),
-                )
-                process.start()
-                stack.callback(_end, process, here)
-                there.close()  # Only its process has it now, so reading here ends with it.
-                self._pipes[here] = rank
+            with starting_ranks():
+                for rank in range(self._n):
+                    here, there = context.Pipe()
+                    process = context.Process(
+                        target=_serve,
+                        daemon=True,
+                        args=(rank, self._n, store, there, self._places[rank], *self._work),
+                    )
+                    process.start()
+                    stack.callback(_end, process, here)
+                    there.close()  # Only its process has it now, so reading here ends with it.
+                    self._pipes[here] = rank
             self._answers()
             self._exit = stack.pop_all()
         return self

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import train_gpt
-from benchmarks.harness.launch import launch, start_server
+from benchmarks.harness.launch import launch, starting_ranks
 from benchmarks.harness.processes import is_available
 from benchmarks.harness.training_folder import TrainingFolder
 from tests.benchmarks import killing
@@ -343,17 +343,25 @@ def test_ctrl_c_while_processes_start(tmp_path, ctrl_c):
     assert process.returncode == 130 and b'Traceback' not in err and err.endswith(b'Stopped.\n')
 
 
-def test_ctrl_c_while_the_server_of_ranks_starts_is_not_lost(monkeypatch, ctrl_c):
-    pending = []
+@pytest.mark.parametrize('interrupted', ['server', 0, 1])
+def test_ctrl_c_waits_until_all_ranks_have_started(interrupted, monkeypatch, ctrl_c):
+    started = []
 
-    def ensure_running():
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        pending.append(signal.sigpending())
+    class Process:
+        def __init__(self, rank):
+            self.rank = rank
 
-    monkeypatch.setattr(forkserver, 'ensure_running', ensure_running)
+        def start(self):
+            if self.rank == interrupted:
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            started.append(self.rank)
+
+    monkeypatch.setattr(forkserver, 'ensure_running', Process('server').start)
     with pytest.raises(KeyboardInterrupt):
-        start_server()
-    assert pending == [{signal.SIGINT}]
+        with starting_ranks():
+            for rank in range(2):
+                Process(rank).start()
+    assert started == ['server', 0, 1]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
