@@ -80,3 +80,17 @@ def test_a_weighted_mean_is_trusted_with_a_normalizer():
     monitored(weighted, trusts=True).check()
     with pytest.raises(ValueError):
         monitored(weighted).check()
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda x, y: ((x - y) ** 2).sum(),
+        lambda x, y: (2 - x).sum() + (2**x).sum(),
+        lambda x, y: (x // 2).sum() + (3 // (x + 9)).sum() + (x % 2).sum(),
+    ],
+)
+def test_operators_in_a_loss_that_python_functions_wrap(function):
+    """In v0.32, a loss with the operator ``**`` raised "no signature found for builtin"."""
+    loss, x, y = LossMonitor([4]), torch.rand(4, 2), torch.rand(4, 2)
+    assert torch.equal(loss.call(0, function, x, y)[0], function(x, y))

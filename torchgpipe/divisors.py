@@ -36,7 +36,10 @@ def defaults_of(function: Any) -> dict[str, Any] | None:
     """
     if not inspect.isfunction(function):
         return None
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # A function of Python wraps a builtin, as for the operator `**`.
+        return None
     if 'reduction' not in parameters:
         return None
     defaults = {}
