@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchgpipe.__version__ import __version__
 from torchgpipe.base.context import is_checkpointing, is_recomputing
 from torchgpipe.base.structure import Arguments, NoChunk
-from torchgpipe.engine.checkpoint.results import no_recompute
+from torchgpipe.engine.policy import no_recompute
 from torchgpipe.gpipe import GPipe
 
 import torchgpipe.legacy  # noqa: F401  isort: skip  # the old paths

@@ -17,7 +17,6 @@ from torchgpipe.base.settings import (
     Checkpoint,
     LossOptions,
     Settings,
-    checkpoint_stops,
 )
 from torchgpipe.base.structure import Arguments, Value, flatten_nested
 from torchgpipe.engine.microbatches import (
@@ -28,6 +27,7 @@ from torchgpipe.engine.microbatches import (
 )
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.plain_call import PlainCall
+from torchgpipe.engine.policy import KeepRules
 from torchgpipe.engine.run import Run
 from torchgpipe.engine.split import parse_devices, parse_seed, split, verify_shared
 from torchgpipe.engine.split import verify_module as verify_module  # a name of torchgpipe 0.0.7
@@ -77,6 +77,14 @@ class GPipe(PipelineModule):
             again in backward: ``'always'``, ``'except_last'`` (not the last one, whose backward
             follows at once) or ``'never'``. A list has one of these for each partition; a function
             gives one for the index of a partition.
+        keep: The results of operations that checkpointing keeps, so that backward does not compute
+            them again. It is ``'products'`` (products of matrices, convolutions, attention, and
+            collectives that return new tensors), ``'every second product'`` (the same, with every
+            second product of matrices) or ``'all'``; a list of operations, such as
+            ``[torch.ops.aten.mm.default]``; or a policy function of
+            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`. A dict has one of
+            these for partitions by index, and for layers and modules in them by name. The
+            innermost one applies.
         deferred_batch_norm: Whether batch normalization updates its running statistics once per
             mini-batch, as without micro-batches, by converting ``module`` to
             :class:`~torchgpipe.batchnorm.DeferredBatchNorm` layers in place.
@@ -111,6 +119,7 @@ class GPipe(PipelineModule):
         devices (list[torch.device]): One per partition.
         chunks (int): As given.
         checkpoint: As given.
+        keep: As given.
         batch_dim: As given.
         gather: As given.
         offload (bool): As given.
@@ -132,6 +141,7 @@ class GPipe(PipelineModule):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: Checkpoint = 'except_last',
+        keep: KeepRules = None,
         deferred_batch_norm: bool = False,
         batch_dim: Any = 0,
         gather: Any = None,
@@ -155,6 +165,7 @@ class GPipe(PipelineModule):
             batch_dim,
             gather,
             offload,
+            keep,
         )
         self.devices = parse_devices(devices, len(self.balance))
         if seed is not None:
@@ -285,17 +296,19 @@ class GPipe(PipelineModule):
             self.batch_dim,
             layers=self,
         )
-        mode = self.checkpoint if self.training else 'never'
-        stops = checkpoint_stops(mode, len(batches), len(self.devices))
+        recomputed = []
+        if self.training:
+            recomputed = self._recomputed(len(batches))
         rule = self.gather
         if rule:
             from torchgpipe.losses import counts_of, with_counts
 
             rule = with_counts(rule, iter(counts_of(rule, batches)))
         options = {
-            'recomputed': [range(stop) for stop in stops],
+            'recomputed': recomputed,
             'common': common,
             'offload': self.offload,
+            'policies': self._policies,
         }
         return _MicroBatches(batches, sizes, rule, options)
 

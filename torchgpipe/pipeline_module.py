@@ -23,11 +23,18 @@ from torchgpipe.base.settings import (
     Checkpoint,
     LossOptions,
     Settings,
+    checkpoint_stops,
     parse_checkpoint,
 )
 from torchgpipe.engine.microbatches import (
     check_rules,
     value_of,
+)
+from torchgpipe.engine.policy import (
+    KeepRules,
+    PartitionPolicy,
+    keep_everything,
+    parse_keep,
 )
 from torchgpipe.engine.split import (
     parse_balance,
@@ -50,6 +57,7 @@ class PipelineModule(LayerSequence):
         balance (list[int]): The number of layers in each partition.
         chunks (int): The largest number of micro-batches.
         checkpoint: The mode of checkpointing, as given.
+        keep: The results that checkpointing keeps, as given.
         batch_dim: The rule for the batch dimension.
         gather: The rule for tensors without a batch dimension.
         offload (bool): Whether checkpointed inputs wait in the memory of the host.
@@ -59,6 +67,8 @@ class PipelineModule(LayerSequence):
     batch_dim: Any
     gather: Any
     offload: bool
+    keep: KeepRules
+    _policies: tuple[PartitionPolicy, ...]
     _engine: Any
     _known: tuple[nn.Module | None, ...]
     _schedule: str | Schedule | None
@@ -73,6 +83,7 @@ class PipelineModule(LayerSequence):
         batch_dim: Any,
         gather: Any,
         offload: bool,
+        keep: KeepRules,
     ) -> Any:
         """Check the settings and keep them; return the devices, which a plan may name."""
         check_rules(batch_dim, gather)
@@ -101,7 +112,34 @@ class PipelineModule(LayerSequence):
             verify_counts(module)
         self.balance = parse_balance(balance, len(module))
         self.checkpoint = parse_checkpoint(checkpoint, len(self.balance))
+        self.keep = keep
+        self._policies = parse_keep(keep, module, self.balance)
+        self._check_keep()
         return devices
+
+    def _check_keep(self) -> None:
+        """Raise if a policy is for a partition that is not checkpointed."""
+        stops = checkpoint_stops(self.checkpoint, 2, len(self.balance))
+        is_in_vain = bool(stops) and not any(stops) and any(map(any, self._policies))
+        for stop, policy in zip(stops, self._policies):
+            if stop == 0 and any(policy) and isinstance(self.keep, Mapping):
+                is_in_vain = True
+        if is_in_vain:
+            raise ValueError(
+                f'keep={self.keep!r} is for checkpointed micro-batches, but with checkpoint='
+                f'{self.checkpoint!r} such a partition does not have any; use '
+                "checkpoint='always', or leave out keep"
+            )
+
+    def _recomputed(self, m: int) -> list[range]:
+        """Return the checkpointed micro-batches of each partition in training."""
+        stops = checkpoint_stops(self.checkpoint, m, len(self.balance))
+        recomputed = []
+        for stop, policy in zip(stops, self._policies):
+            # A partition that keeps everything is a partition without checkpoints.
+            keeps_all = policy == PartitionPolicy(keep_everything)
+            recomputed.append(range(0 if keeps_all else stop))
+        return recomputed
 
     def _place(
         self,

@@ -97,6 +97,13 @@ def on_two_devices(*layers, **options):
         train(wrap(*layers, **options))
 
 
+def compiled_in_a_policy():
+    """Keep results of a compiled layer."""
+    layer = linear()
+    layer.compile(backend='eager')
+    train(one(layer, keep='products'))
+
+
 def within_another():
     """Share a parameter with a layer of a pipeline on another device."""
     a, b = linear(), linear()
@@ -518,7 +525,13 @@ REFUSALS = [
         lambda net, x: net.outside(x),
     ),
     lambda: no_recompute(torch.relu),
-    lambda: no_recompute(Stash()),
+    lambda: one(linear(), keep='some'),
+    lambda: one(linear(), keep=[torch.relu]),
+    lambda: one(linear(), keep={'1': 'products'}),
+    lambda: wrap(linear(), linear(), keep='products', checkpoint='never'),
+    lambda: train(one(linear(), keep=lambda ctx, operation, *args: 1)),
+    lambda: one(linear(), keep=[torch.ops.aten.view.default]),
+    compiled_in_a_policy,
     lambda: wrap(linear(), linear()).to('meta'),
     replaced,
     lambda: on_two_devices(*[nn.BatchNorm1d(4)] * 2),
@@ -566,7 +579,6 @@ REFUSALS = [
     lambda: train(one(linear(), Call(own_gradient))),
     lambda: train(one(linear(), Call(ragged), Call(torch.relu), Call(padded))),
     lambda: train(one(linear(), Call(transformed))),
-    lambda: train(one(linear(), no_recompute(Call(add_one)), linear())),
     changed_input,
     begins_to_write,
     with_gradient,

@@ -72,6 +72,8 @@ def raise_missing(
 
 TFunction = TypeVar('TFunction', bound=Callable[..., Any])
 
+T = TypeVar('T')
+
 _set_strategy = find('torch._C:_dynamo.eval_frame.set_code_exec_strategy', otherwise=False)
 _strategy = find('torch._C:_dynamo.eval_frame._FrameExecStrategy', otherwise=False)
 _action = find('torch._C:_dynamo.eval_frame._FrameAction', otherwise=False)
@@ -144,6 +146,16 @@ def compiled_code(frame: FrameType) -> object | None:
     if getattr(function, '__module__', None) == _COMPILED:
         return function
     return None
+
+
+def in_compiled_code() -> bool:
+    """Return whether the caller is called by compiled code."""
+    frame: FrameType | None = sys._getframe(1)
+    while 'torch._dynamo' in sys.modules and frame is not None:
+        if frame.f_globals.get('__name__') == _COMPILED:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def compiled_codes() -> list[type]:
@@ -329,6 +341,24 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+class InternalMode(DispatchMode):
+    """A mode of this package. Compiled layers stay compiled in it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function in this mode."""
+        DISPATCH_MODES.push(self)
+        try:
+            return function()
+        finally:
+            DISPATCH_MODES.pop()
+
+
 class _NoTensor(Exception):
     """The replacement of a class of fake tensors that PyTorch does not have."""
 
@@ -437,6 +467,25 @@ def schema_of(operation: Any) -> Any:
     if schema is None and hasattr(operation, 'overloadpacket'):
         raise_missing('torch._ops:OpOverload._schema', 'what looks at each operation')
     return schema
+
+
+#: The class of operations that take functions, such as ``flex_attention``.
+HigherOrderOperator: Any = find('torch._ops:HigherOrderOperator', otherwise=_NoTensor)
+
+_without_key: Any = find('torch._C:_SetExcludeDispatchKeyGuard', otherwise=False)
+_key_of_views: Any = find('torch._C:DispatchKey.ADInplaceOrView', otherwise=False)
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """Return an alias of a result within a dispatch mode, which shows later changes of it.
+
+    The alias does not have the graph that autograd will give to the result. In a mode, a detached
+    tensor has the version of its source only with this private switch. Without it, a copy is made.
+    """
+    if not (_without_key and _key_of_views):
+        return x.clone()
+    with _without_key(_key_of_views, False):
+        return x.detach()
 
 
 _custom_operations: Any = find('torch._library.custom_ops:OPDEFS', otherwise={})

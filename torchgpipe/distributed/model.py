@@ -31,6 +31,7 @@ from torchgpipe.distributed.placement import Placement, parse_places
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.distributed.steps import Steps
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.policy import KeepRules
 from torchgpipe.engine.split import parse_seed
 from torchgpipe.model.weights import Weights
 from torchgpipe.pipeline_module import PipelineModule
@@ -66,6 +67,7 @@ class DistributedGPipe(PipelineModule):
             :func:`~torchgpipe.distributed.init_mesh`.
         chunks: The number of micro-batches of each replica.
         checkpoint: As of :class:`~torchgpipe.GPipe`.
+        keep: As of :class:`~torchgpipe.GPipe`, the same on all ranks.
         places: The rank along the pipe axis of each stage; by default ranks take turns, and
             ``[0, 1, 1, 0]`` is for the V of ``'zb-v'``, ``'v-half'`` and ``'v-min'``.
         data: ``'replicate'``: ranks along the data axis have the same parameters; ``'shard'``:
@@ -121,6 +123,7 @@ class DistributedGPipe(PipelineModule):
         mesh: DeviceMesh,
         chunks: int = 1,
         checkpoint: Checkpoint = 'except_last',
+        keep: KeepRules = None,
         places: Sequence[int] | None = None,
         data: str = 'replicate',
         tensor_plan: Mapping[str, Any] | None = None,
@@ -144,7 +147,7 @@ class DistributedGPipe(PipelineModule):
             skeleton = skeleton_of(module)
             check_whole(skeleton)
             devices = self._set(
-                skeleton, balance, None, chunks, checkpoint, batch_dim, gather, offload
+                skeleton, balance, None, chunks, checkpoint, batch_dim, gather, offload, keep
             )
             if isinstance(balance, Settings) and balance.mesh:
                 data = _data_of(balance, mesh, data)
@@ -190,6 +193,7 @@ class DistributedGPipe(PipelineModule):
             self.balance,
             self.chunks,
             self.checkpoint,
+            self.keep,
             placement.places,
             placement.data,
             sorted(placement.tensor_plan),

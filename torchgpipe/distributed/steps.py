@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.base.settings import LossOptions, checkpoint_stops
+from torchgpipe.base.settings import LossOptions
 from torchgpipe.base.structure import Gradients
 from torchgpipe.distributed.agreement import Facts
 from torchgpipe.distributed.comparison import Cadence
@@ -139,8 +139,8 @@ class Steps:
         model = self._model
         m = len(start.batches)
         workers = [('rank', place) for place in rank.placement.places]
-        stops = checkpoint_stops(model.checkpoint, m, len(model.balance))
-        schedule, recomputed = self._schedule(start, workers, tuple(map(range, stops)))
+        recomputed_by_stage = tuple(model._recomputed(m))
+        schedule, recomputed = self._schedule(start, workers, recomputed_by_stage)
         assert start.losses is not None
         training = Training(
             rank.engine,
@@ -151,6 +151,7 @@ class Steps:
             recomputed=recomputed,
             common=start.common,
             offload=model.offload,
+            policies=model._policies,
         )
         training.losses = start.losses.in_layers
         training.keeps_output = start.gathers

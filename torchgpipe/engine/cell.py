@@ -54,10 +54,11 @@ from torchgpipe.engine.checkpoint.random import (
     generators_of,
 )
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
-from torchgpipe.engine.checkpoint.results import MARK, Results
 from torchgpipe.engine.checkpoint.samples import compare_pending
+from torchgpipe.engine.checkpoint.selection import Scopes, Selection
 from torchgpipe.engine.checkpoint.state import Layers
 from torchgpipe.engine.partition import Partition, compiled
+from torchgpipe.engine.policy import MARK, PartitionPolicy
 from torchgpipe.engine.streams import AbstractStream, CPUStream
 from torchgpipe.skip.transfer import Key, SkipTracker, arrive, leave, use_skip_tracker
 
@@ -195,8 +196,12 @@ class Cells:
     _held: Lock
     #: The compute stream.
     _stream: AbstractStream
-    #: Moves inputs of checkpointed cells to the host and back. By default, they do not move.
+    #: Copies tensors to the host and back, unless the partition is on the CPU.
     _host_stream: AbstractStream = CPUStream
+    #: Whether inputs of checkpointed cells and large kept results wait in host memory.
+    _offloads: bool = False
+    #: The results that checkpointed cells keep.
+    _policy: PartitionPolicy = PartitionPolicy()
     #: Detects after the forward pass whether layers drew that were not known to draw.
     monitor: DrawMonitor | None = None
     #: The observed behaviour of the layers; ``None`` where it does not matter.
@@ -212,15 +217,17 @@ class Cells:
             compare_earlier(partition)
         self._modules: list[nn.Module] = []
         self._trainable = False
-        #: The modules that are excluded from recomputation.
-        self.no_recompute: list[nn.Module] = []
+        #: Where checkpointed cells keep results of operations, if they do.
+        self.scopes: Scopes | None = None
         if not self._state.grad:
             self._recomputed = ()  # Without a backward, there is nothing to recompute.
         if self._recomputed or not self._one_worker:
             self._modules = [*partition.layers.modules()]
         if self._recomputed:
             self._trainable = any(x.requires_grad for x in partition.layers.parameters())
-            self.no_recompute = [module for module in self._modules if MARK in module.__dict__]
+            marked = [module for module in self._modules if MARK in module.__dict__]
+            if marked or any(self._policy):
+                self.scopes = Scopes.of(partition.layers, marked, self._policy)
         if self._recomputed or not self._one_worker:
             mode = tuple([module.training for module in self._modules])
             self.observed = partition.observed[mode]
@@ -283,11 +290,13 @@ class Cells:
             monitor = DrawMonitor()
 
         draws = self._draws(observed, watch, monitor)
-        results = None
-        if self.no_recompute:
-            results = Results(self._modules, self.no_recompute, draws)
+        selection = None
+        if self.scopes is not None:
+            selection = Selection(
+                self.scopes, draws, self._stream, self._host_stream, self._offloads
+            )
         offload = None
-        if self._host_stream is not CPUStream:
+        if self._offloads and self._host_stream is not CPUStream:
             offload = Offload(self._host_stream)
         error_of_change = changed_input
         # To find the layer, the layers run by themselves, which they cannot with skips.
@@ -299,7 +308,7 @@ class Cells:
             draws,
             state,
             self._stream,
-            results,
+            selection,
             error_of_change,
             self._partition.pending,
             offload,

@@ -31,6 +31,7 @@ from torchgpipe.engine.checkpoint.random import Drawing, DrawMonitor
 from torchgpipe.engine.checkpoint.recomputation import Recomputation
 from torchgpipe.engine.microbatches import Chunk
 from torchgpipe.engine.partition import Engine, Partition, part_contexts
+from torchgpipe.engine.policy import PartitionPolicy
 from torchgpipe.engine.shared import SharedTensors
 from torchgpipe.engine.streams import AbstractStream, CPUStream, current_stream, no_context
 from torchgpipe.schedule.schedule import Action
@@ -71,6 +72,7 @@ class Run:
             ``j``. By default, the workers make them.
         common: The indices of tensors that all micro-batches share.
         offload: Whether inputs of checkpointed cells wait in the memory of the host.
+        policies: By partition, the results that checkpointed cells keep. By default, none.
     """
 
     #: Held together with the lock of the model, from start to end.
@@ -88,6 +90,7 @@ class Run:
         copy_streams: Sequence[Sequence[AbstractStream]] | None = None,
         common: Sequence[int] = (),
         offload: bool = False,
+        policies: Sequence[PartitionPolicy] = (),
     ) -> None:
         self._engine = engine
         self._batches = batches
@@ -111,8 +114,9 @@ class Run:
         offload = offload and self._state.hooks is None
         #: By partition.
         self._runs: list[PartitionRun] = []
-        for partition, micro_batches in zip(engine.partitions, recomputed):
-            run = self._prepare(partition, micro_batches, offload)
+        policies = policies or [PartitionPolicy()] * len(engine.partitions)
+        for partition, micro_batches, policy in zip(engine.partitions, recomputed, policies):
+            run = self._prepare(partition, micro_batches, offload, policy)
             if copy_streams is not None:
                 run.copy_streams = copy_streams[partition.j]
             self._runs.append(run)
@@ -130,6 +134,7 @@ class Run:
         partition: Partition,
         recomputed: Collection[int],
         offload: bool,
+        policy: PartitionPolicy,
     ) -> PartitionRun:
         workers = self._engine.workers
         device = partition.device
@@ -137,6 +142,10 @@ class Run:
         copy_streams: Sequence[AbstractStream] = ()
         if partition.arrives or partition.departs:
             copy_streams = workers.copy_streams(device, len(self._batches))
+
+        host_stream: AbstractStream = CPUStream
+        if offload or any(policy) and self._state.hooks is None:
+            host_stream = workers.host_stream(device)
 
         # A recomputation replaces attributes of modules, which other partitions may share.
         held_alone = self._hold(partition, partition.lock_alone)
@@ -147,12 +156,14 @@ class Run:
             self._engine.one_worker,
             held_alone,
             stream,
-            workers.host_stream(device) if offload else CPUStream,
+            host_stream,
+            offload,
+            policy,
         )
         held = held_alone
-        # A step has leaves in place of parameters, and a marked layer has another forward, also in
-        # the first pass.
-        if not self.has_backward and not cells.no_recompute:
+        # A step has leaves in place of parameters, and modules with another policy have another
+        # forward, also in the first pass.
+        if not self.has_backward and (cells.scopes is None or not cells.scopes.modules):
             held = self._hold(partition, partition.lock)
         return PartitionRun(
             partition,

@@ -11,7 +11,7 @@ from tests.engine.steps import loss_of
 from tests.helpers import in_partitions, memory_of, on_first
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe, is_checkpointing, is_recomputing, no_recompute
-from torchgpipe.engine.checkpoint.results import Results
+from torchgpipe.engine.checkpoint.selection import Selection
 
 
 @devices
@@ -112,7 +112,7 @@ def test_a_step_frees_inputs_of_recomputations_even_if_a_part_of_the_graph_stays
     for call in (lambda: gpipe.step(x, x, loss_of), lambda: gpipe(x).sum().backward()):
         call()
         gc.collect()
-        assert kept and not any(isinstance(each, Results) for each in gc.get_objects())
+        assert kept and not any(isinstance(each, Selection) for each in gc.get_objects())
         with pytest.raises(RuntimeError, match='second time') as error:
             kept.pop().sum().backward()
         assert any('come of one recomputation' in note for note in error.value.__notes__)

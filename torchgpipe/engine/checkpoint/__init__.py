@@ -8,8 +8,11 @@ first pass
     The forward of a checkpointed cell, whose graph is hollow.
 hollow graph
     An autograd graph whose nodes save numbers in place of tensors.
-marked layer
-    A layer that is excluded from recomputation: its result is kept and reused.
+kept result
+    The result of an operation that the first pass keeps, so that the recomputation does not run
+    the operation.
+policy
+    A function that decides which results are kept.
 recomputation
     The second run of a cell, in backward, whose saved tensors fill the hollow graph.
 sample

@@ -18,7 +18,7 @@ backward, as without offload: an alias without memory has the version of x.
 import torch
 from torch import Tensor
 
-from torchgpipe.base.private import unseen
+from torchgpipe.base.private import alias_of, unseen
 from torchgpipe.base.structure import Tensors, is_plain
 from torchgpipe.engine.streams import (
     AbstractStream,
@@ -56,6 +56,10 @@ class Offload:
                 stored.append(self._to_host(x) if moves else x)
         return tuple(stored)
 
+    def wait(self, compute: AbstractStream) -> None:
+        """Let a stream wait for the copies, before it writes to the tensors."""
+        wait_stream(compute, self._stream)
+
     def _to_host(self, x: Tensor) -> Tensor:
         host = torch.empty_like(x, device='cpu', pin_memory=True, requires_grad=False)
         host.copy_(x.detach(), non_blocking=True)
@@ -83,6 +87,6 @@ class Offload:
 
 def _without_memory(x: Tensor) -> Tensor:
     """Return a tensor that shares only the version with another one."""
-    alias = x.detach()
+    alias = alias_of(x)
     alias.data = torch.empty(0, dtype=x.dtype, device=x.device)
     return alias

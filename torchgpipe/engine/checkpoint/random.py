@@ -35,8 +35,7 @@ from torchgpipe.base.devices import has_own_state
 from torchgpipe.base.errors import other_path
 from torchgpipe.base.locks import generator_lock, new_lock
 from torchgpipe.base.private import (
-    DISPATCH_MODES,
-    DispatchMode,
+    InternalMode,
     generator_key,
     schema_of,
     tree_leaves,
@@ -270,6 +269,10 @@ class Operation(NamedTuple):
     written: tuple[tuple[int, str], ...]
     #: The position of its argument ``training``, if it writes only then.
     training: int | None = None
+    #: Whether its results are new tensors, and not its arguments or views of them.
+    makes_tensors: bool = True
+    #: Whether it takes the options of a new tensor, as a factory or a cast does.
+    takes_options: bool = False
 
     def generator_of(
         self,
@@ -307,9 +310,13 @@ def operation_of(func: Any) -> Operation:
         return Operation(False, None, ())
     positions: dict[str, int] = {}
     written = []
+    aliases = func.namespace in ('c10d', 'prim')
     for k, argument in enumerate(schema.arguments):
         positions[argument.name] = k
-        if argument.alias_info and argument.alias_info.is_write:
+        if argument.alias_info:
+            aliases = True
+        # Collectives do not declare that they write to their tensors.
+        if func.namespace == 'c10d' or argument.alias_info and argument.alias_info.is_write:
             written.append((k, argument.name))
 
     training = None
@@ -325,13 +332,27 @@ def operation_of(func: Any) -> Operation:
         or func.namespace not in ('aten', 'prims')
         or torch.Tag.nondeterministic_seeded in func.tags
     )
-    return Operation(may_draw, generator, tuple(written), training)
+    returns_tensors = any('Tensor' in str(value.type) for value in schema.returns)
+    makes_tensors = returns_tensors and not aliases and str(func) != _UNDECLARED_VIEW
+    return Operation(
+        may_draw,
+        generator,
+        tuple(written),
+        training,
+        makes_tensors=makes_tensors or str(func) == _RAGGED,
+        takes_options='pin_memory' in positions,
+    )
 
 
-class Recorder(DispatchMode):
-    """A mode that detects whether operations draw. Compiled layers stay compiled in it."""
+#: A view that is declared as a new tensor, because its argument is not used any more.
+_UNDECLARED_VIEW = 'aten._unsafe_view.default'
 
-    supports_higher_order_operators = True
+#: A view with a ragged size that is like no other, so a repetition would not return the same.
+_RAGGED = 'aten._nested_view_from_jagged.default'
+
+
+class Recorder(InternalMode):
+    """A mode that detects whether operations draw."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -340,18 +361,6 @@ class Recorder(DispatchMode):
         #: The generator arguments of operations by key, and the states of generators before.
         self.generators: dict[int, torch.Generator] = {}
         self.before: States = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Run a function in this mode."""
-        DISPATCH_MODES.push(self)
-        try:
-            return function()
-        finally:
-            DISPATCH_MODES.pop()
 
     def __torch_dispatch__(
         self,

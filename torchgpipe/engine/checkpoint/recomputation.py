@@ -59,7 +59,6 @@ from torchgpipe.base.structure import Kind, Tensors, check_nested, once
 from torchgpipe.engine.backward_order import Checkpoint
 from torchgpipe.engine.checkpoint.offload import Offload
 from torchgpipe.engine.checkpoint.random import Draws
-from torchgpipe.engine.checkpoint.results import Results
 from torchgpipe.engine.checkpoint.samples import (
     PendingComparison,
     agree,
@@ -67,6 +66,7 @@ from torchgpipe.engine.checkpoint.samples import (
     elements_of,
     samples_of,
 )
+from torchgpipe.engine.checkpoint.selection import Selection
 from torchgpipe.engine.checkpoint.state import CellState, run_on
 from torchgpipe.engine.streams import AbstractStream, CPUStream, use_stream
 
@@ -230,8 +230,8 @@ class Recomputation:
     cell_state: CellState | None
     #: The stream on which it runs.
     _stream: AbstractStream
-    #: The results of layers that are excluded from recomputation, if there are any.
-    _results: Results | None
+    #: The kept results of operations, if a policy keeps any.
+    _selection: Selection | None
     #: Returns the error message about an input that the first pass changed.
     _blame: Callable[[Any], str] = changed_input
     #: Outputs that cannot be compared with the first pass yet.
@@ -259,8 +259,8 @@ class Recomputation:
         before = versions(input)
         hooks = saved_tensors_hooks(self._number, self._unpack)
         function = partial(self._function, tensors)
-        if self._results is not None:
-            function = partial(self._results.record, hooks, function)
+        if self._selection is not None:
+            function = partial(self._selection.record, hooks, function)
         self._num_threads = torch.get_num_threads()
 
         outside = context.checkpointing
@@ -387,6 +387,8 @@ class Recomputation:
         hooks = None
         if self._state.hooks is not None:
             hooks = self._state.hooks_of_recomputation()
+        if hooks is not None and self._selection is not None:
+            hooks = self._selection.hooks_aside(hooks)
         fill = RecomputedTensors(self._saved, self._compiled, hooks)
         try:
             # `Recompute` belongs to a copy stream. The nodes that take the tensors belong to this
@@ -402,6 +404,8 @@ class Recomputation:
                         f'pass {len(self._saved)}'
                     )
                 self._pending.extend(compare(output, self._samples))
+                if self._selection is not None:
+                    self._pending.extend(self._selection.pending)
         except Exception as error:
             if self.cell_state is not None:
                 # The watch may have missed a change, so the next first pass is watched again.
@@ -439,8 +443,9 @@ class Recomputation:
     ) -> list[Tensor]:
         input = self._spread(leaves)
         function: Callable[[], list[Tensor]] = partial(self._function, input)
-        if self._results is not None:
-            function = partial(self._results.replay, function)
+        hooks = saved_tensors_hooks(fill.keep, _refuse_gradient)
+        if self._selection is not None:
+            function = partial(self._selection.replay, hooks, function)
         draws = self._draws
         if draws.states or (draws.monitor is not None and draws.monitor.drawn):
             function = partial(draws.replay, function)
@@ -453,7 +458,7 @@ class Recomputation:
         context.checkpointing = False
         context.recomputing = True
         try:
-            with torch.enable_grad(), saved_tensors_hooks(fill.keep, _refuse_gradient):
+            with torch.enable_grad(), hooks:
                 output = self._state.rerun(function, self._num_threads)
         except Exception:
             # A changed input cannot be recomputed. It runs all the same, because PyTorch's "a leaf
@@ -476,7 +481,7 @@ class Recomputation:
         # it. The node that saved a recomputed tensor frees that tensor.
         self._life = Life.RELEASED
         del self._function, self._draws, self.cell_state, self._state
-        del self._blame, self._results, self._input
+        del self._blame, self._selection, self._input
 
     def _unpack(self, k: int) -> Tensor:
         """Unpack hook of the first pass: [Note: Lifetime of a recomputed tensor]."""

@@ -103,12 +103,14 @@ def _to_host(elements: Tensor) -> Tensor:
 def compare(
     output: Sequence[Tensor],
     before: list[Sample],
+    difference: str = DIFFERENCE,
 ) -> list[PendingComparison]:
     """Compare the output of a recomputation with the output of its first pass.
 
     Args:
         output: The output of the recomputation.
         before: The samples of the first pass.
+        difference: The text of the error about other values.
 
     Returns:
         The samples that cannot be compared yet: [Note: Samples of other devices].
@@ -137,7 +139,7 @@ def compare(
                 is_there = _event(x.device)
                 late.append(PendingComparison(copied, old.elements, is_there))
             elif not torch.equal(elements, old.elements) and not agree(elements, old.elements):
-                raise other_path(DIFFERENCE)
+                raise other_path(difference)
     return late
 
 
