@@ -64,8 +64,8 @@ def squares(output, target):
 def test_the_way_does_not_grow_unnoticed():
     """In v0.3.0 it was 17 files and 78 functions, with workers 96; and 10 and 39 in backward."""
     for devices, most in (
-        (['cpu'] * 2, [(18, 80), (9, 31), (25, 146)]),
-        (['cpu:0', 'cpu:1'], [(19, 98), (9, 31), (25, 161)]),
+        (['cpu'] * 2, [(18, 80), (9, 31), (25, 147)]),
+        (['cpu:0', 'cpu:1'], [(19, 99), (9, 31), (25, 162)]),
     ):
         for found, bound in zip(counts(devices), most):
             assert found[0] <= bound[0] and found[1] <= bound[1]
