@@ -94,10 +94,10 @@ class PipelineModule(LayerSequence):
         verify(module)
         verify_source(balance, module)
         if isinstance(balance, Settings):
-            if (devices, chunks, checkpoint) != (None, 1, 'except_last'):
+            if (devices, chunks, checkpoint, keep) != (None, 1, 'except_last', None):
                 raise ValueError(
-                    'a plan says devices, chunks and checkpoint, so leave these out; or take the '
-                    f'balance alone: {type(self).__name__}(module, plan.balance, …)'
+                    'a plan says devices, chunks, checkpoint and keep, so leave these out; or '
+                    f'take the balance alone: {type(self).__name__}(module, plan.balance, …)'
                 )
             self._schedule = balance.schedule
             if balance.order:
@@ -105,6 +105,7 @@ class PipelineModule(LayerSequence):
             devices = balance.devices
             chunks = balance.chunks
             checkpoint = balance.checkpoint
+            keep = balance.keep or None
             balance = balance.balance
         self.chunks = parse_chunks(chunks)
         if self.chunks > 1:

@@ -400,7 +400,7 @@ def test_plans_that_a_model_refuses():
     sample = torch.rand(8, 8)
     found = plan(stack(), sample, devices=['cpu:0', 'cpu:1'], timeout=0.0, schedules=['1f1b'])
     for options in ({'chunks': 2}, {'devices': ['cpu', 'cpu']}, {'checkpoint': 'never'}):
-        with pytest.raises(ValueError, match='a plan says devices, chunks and checkpoint'):
+        with pytest.raises(ValueError, match='a plan says devices, chunks, checkpoint and keep'):
             GPipe(stack(), found, **options)
     with pytest.raises(ValueError, match='profile of another module'):
         GPipe(nn.Sequential(*stack(), nn.ReLU()), found)

@@ -394,7 +394,7 @@ def a_plan_says_where_stages_are(setting):
 @promise
 def refuse_settings_beside_a_plan(setting):
     module = layers()
-    with pytest.raises(ValueError, match='a plan says devices, chunks and checkpoint'):
+    with pytest.raises(ValueError, match='a plan says devices, chunks, checkpoint and keep'):
         setting.make(module, setting.plan(module), given_chunks=3)
 
 

@@ -109,14 +109,16 @@ class Settings:
     devices: tuple[str, ...]
     #: The number of micro-batches.
     chunks: int
-    #: The checkpoint mode of all partitions.
-    checkpoint: str
+    #: The checkpoint mode of all partitions, or of each.
+    checkpoint: str | tuple[str, ...]
     #: The name of each layer that it was made for, and the bytes of the layer's parameters; none
     #: if it is for sizes rather than a module.
     layers: tuple[tuple[str, int], ...]
     _: KW_ONLY
     #: The rows of a searched schedule, as CSV.
     order: str = ''
+    #: By name of a layer, the operations whose results checkpointing keeps.
+    keep: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
     mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
     #: The axes of the mesh, from the outermost one.

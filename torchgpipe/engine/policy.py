@@ -30,7 +30,7 @@ Policy = Callable[..., CheckpointPolicy | bool]
 Keep = str | Sequence[Any] | Policy | None
 
 #: One of these for all partitions; or one for each partition by index, layer or module by name.
-KeepRules = Keep | Mapping[int | str, Keep]
+KeepRules = Keep | Mapping[Any, Keep]
 
 #: The types of ``torch.ops.aten.mm.default`` and ``torch.ops.aten.mm``.
 OVERLOAD = type(torch.ops.aten.mm.default)
@@ -259,6 +259,8 @@ def _overloads(operations: Sequence[Any]) -> list[Any]:
     """Return listed operations; for an operation without an overload, all of its overloads."""
     overloads: list[Any] = []
     for operation in operations:
+        if isinstance(operation, str):
+            operation = _named(operation)
         if isinstance(operation, PACKET):
             for name in operation.overloads():
                 overload = getattr(operation, name)
@@ -274,6 +276,14 @@ def _overloads(operations: Sequence[Any]) -> list[Any]:
                 f'{operation!r}; a dispatch mode shows the operations of a layer'
             )
     return overloads
+
+
+def _named(name: str) -> Any:
+    """Return an operation by its name, such as ``'aten.mm.default'``."""
+    operation: Any = torch.ops
+    for part in name.split('.'):
+        operation = getattr(operation, part, None)
+    return name if operation is None else operation
 
 
 def not_new(operation: Any) -> str:

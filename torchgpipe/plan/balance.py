@@ -44,6 +44,7 @@ from torchgpipe.plan.costs import (
     Costs,
     LayerProfile,
     MemoryLimit,
+    OperationProfile,
     Peak,
     SkipProfile,
     TieProfile,
@@ -294,6 +295,15 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
                 yield [b - a for a, b in pairwise(moved)]
 
 
+def _scaled(operation: OperationProfile, ratio: float) -> OperationProfile:
+    return OperationProfile(
+        operation.name,
+        operation.seconds * ratio,
+        round(operation.bytes * ratio),
+        round(operation.saved_bytes * ratio),
+    )
+
+
 def _without(layer: LayerProfile, tie: TieProfile) -> LayerProfile:
     """Return a layer without a parameter that another layer counts."""
     layer = replace(layer, parameter_bytes=layer.parameter_bytes - tie.bytes)
@@ -433,6 +443,7 @@ class Profile:
                     "this is not a profile: its 'layers', 'skips' and 'ties' are no lists"
                 )
             rest[key] = tuple(_make(cls, item) for item in rest[key])
+        rest['layers'] = tuple(map(_with_operations, rest['layers']))
         rest['ties'] = tuple(replace(x, layers=tuple(x.layers)) for x in rest['ties'])
         return _make(Profile, rest)
 
@@ -457,6 +468,7 @@ class Profile:
                 backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
                 activation_bytes=round(x.activation_bytes * ratio),
                 output_bytes=round(x.output_bytes * ratio),
+                operations=tuple(_scaled(operation, ratio) for operation in x.operations),
             )
             for x in self.layers
         )
@@ -636,6 +648,14 @@ def _make(cls: type[T], data: Any) -> T:
         return cls(**data)
     except ValueError as error:
         raise ValueError(f'this is not a profile: {error}') from None
+
+
+def _with_operations(layer: LayerProfile) -> LayerProfile:
+    """Return a layer whose operations are records, not dictionaries."""
+    operations = []
+    for operation in layer.operations:
+        operations.append(_make(OperationProfile, operation))
+    return replace(layer, operations=tuple(operations))
 
 
 def _why_not(

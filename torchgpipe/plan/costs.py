@@ -24,7 +24,7 @@ The host queues the work of an accelerator ahead of time, so an accelerator has 
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from math import inf
@@ -106,6 +106,27 @@ def check_kinds(name: str, seconds: Mapping[str, float]) -> None:
 
 
 @dataclass(frozen=True)
+class OperationProfile:
+    """An operation in the forward of a layer, whose results checkpointing can keep.
+
+    >>> OperationProfile('aten.addmm.default', seconds=0.25, bytes=512, saved_bytes=512).bytes
+    512
+    """
+
+    #: The name of the operation, such as ``'aten.addmm.default'``.
+    name: str
+    #: Time of all its calls in the forward.
+    seconds: float
+    #: Size of their results.
+    bytes: int
+    #: Size of the results that autograd saves as well.
+    saved_bytes: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """Time and memory of one layer by itself, in a training step on the sample.
 
@@ -160,6 +181,8 @@ class LayerProfile:
     #: collective has the bytes of its input or its output, whichever is larger.
     forward_exchange: float = 0.0
     backward_exchange: float = 0.0
+    #: The operations of its forward, if known.
+    operations: tuple[OperationProfile, ...] = ()
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -464,6 +487,10 @@ class StageCosts:
     is_split: bool = True
     #: The memory of ``B`` in halves, if known. Then ``backward_bytes`` are for ``I``.
     halves: Halves | None = None
+    #: Size of the results that a recomputed micro-batch keeps from its forward on.
+    kept_bytes: float = 0.0
+    #: The part of them that is among the activations.
+    kept_activation_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -485,6 +512,17 @@ class StageCosts:
         if self.input_backward is None:
             return rest
         return self.input_backward
+
+
+def _kept(layer: LayerProfile, names: Collection[str]) -> OperationProfile:
+    """Return the sum of the operations of a layer with these names."""
+    operations = [operation for operation in layer.operations if operation.name in names]
+    return OperationProfile(
+        layer.name,
+        sum(operation.seconds for operation in operations),
+        sum(operation.bytes for operation in operations),
+        sum(operation.saved_bytes for operation in operations),
+    )
 
 
 class Measured(Protocol):
@@ -542,6 +580,7 @@ class Costs:
         overhead: Mapping[str, float] | None = None,
         least: Mapping[str, float] | None = None,
         split: float = 0.0,
+        keep: Mapping[str, Collection[str]] | None = None,
     ) -> 'Costs':
         """Compute the costs of stages from the profile of the layers.
 
@@ -570,6 +609,7 @@ class Costs:
                 its operations: see :class:`~torchgpipe.plan.Machine`.
             split: The part of a backward by which its halves take longer, where the profile does
                 not have their shares.
+            keep: By name of a layer, the operations whose results checkpointing keeps.
 
         Raises:
             ValueError: The balance is for other layers, or an argument is wrong.
@@ -601,20 +641,26 @@ class Costs:
             return max(computed, (least or {}).get(kind, 0.0))
 
         stages = []
+        kept = [_kept(layer, (keep or {}).get(layer.name, ())) for layer in profile.layers]
         stops = checkpoint_stops(checkpoint, m, len(balance))
         for start, end, stop in zip(cuts, cuts[1:], stops):
             layers = slice(start, end)
             resident_bytes = blocks.resident[end] - blocks.resident[start]
             if start == 0:
                 resident_bytes += blocks.inputs[0]
+            repeated = []
+            for forward, operations in zip(blocks.forward[layers], kept[layers]):
+                repeated.append(max(0.0, forward - operations.seconds))
             stage = StageCosts(
                 forward=seconds('F', blocks.forward[layers]),
                 backward=seconds('B', blocks.backward[layers]),
                 weight_backward=seconds('W', weight_backward[layers]),
                 input_backward=seconds('I', input_backward[layers]),
-                recomputation=seconds('R', blocks.forward[layers]),
+                recomputation=seconds('R', repeated),
                 recomputed=stop,
                 activation_bytes=(blocks.activations[end] - blocks.activations[start]) / m,
+                kept_bytes=sum(x.bytes for x in kept[layers]) / m,
+                kept_activation_bytes=sum(x.saved_bytes for x in kept[layers]) / m,
                 backward_bytes=max(blocks.passing[layers]) / m,
                 output_bytes=blocks.inputs[end] / m,
                 resident_bytes=resident_bytes,

@@ -2,7 +2,8 @@
 
 For one micro-batch, :func:`bytes_over_time` counts on a device::
 
-    F ─────────────────────────▶ B or W     activations; if recomputed, from R on
+    F ─────────────────────────▶ B or W     activations; if recomputed, from R on, except results
+                                            that checkpointing keeps
     F of the stage before ─────▶ B or W     the input, from another device or recomputed there;
                                             a skip waits there, and is here from its F on
           B of the next stage ─▶ B          the gradient of the output
@@ -338,10 +339,13 @@ def _of_forward(
     backward = _backward(times, stage, i)
     last = _last(times, costs, stage, i) or forward
     first = forward
+    freed = _middle(costs, last)
+    made = each.activation_bytes
     if _is_recomputed(times, costs, stage, i):
         first = times.get((stage, 'R', i), backward) or forward
-    freed = _middle(costs, last)
-    yield _Hold(forward.device, first.start, freed, each.activation_bytes, 'activations')
+        made -= each.kept_activation_bytes
+        yield _Hold(forward.device, forward.start, freed, each.kept_bytes, 'activations')
+    yield _Hold(forward.device, first.start, freed, made, 'activations')
     for source, bytes, waits in edges:
         before = times[source, 'F', i]
         gets = _backward(times, source, i)

@@ -27,10 +27,11 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -51,9 +52,10 @@ from torchgpipe.base.devices import (
 )
 from torchgpipe.base.errors import add_note
 from torchgpipe.base.locks import generator_lock
-from torchgpipe.base.private import versions
-from torchgpipe.base.structure import Value, call, flatten, size_of
+from torchgpipe.base.private import InternalMode, tree_leaves, versions
+from torchgpipe.base.structure import Value, call, flatten, is_plain, size_of
 from torchgpipe.engine.backward_order import get_phony, graph_leaves, join
+from torchgpipe.engine.checkpoint.random import operation_of
 from torchgpipe.engine.checkpoint.swaps import substituted
 from torchgpipe.engine.gradients import DeferredWork, Leaves, edge_of
 from torchgpipe.engine.microbatches import Chunk, cut
@@ -61,7 +63,7 @@ from torchgpipe.engine.partition import has_compiled
 from torchgpipe.engine.split import verify_module
 from torchgpipe.engine.streams import use_device
 from torchgpipe.plan.balance import Profile
-from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
+from torchgpipe.plan.costs import LayerProfile, OperationProfile, SkipProfile, TieProfile
 from torchgpipe.plan.progress import progress
 from torchgpipe.skip.layout import DeclaresSkips
 from torchgpipe.skip.skippable import verify_skippables
@@ -105,6 +107,51 @@ class _SavedTensor:
         return self.tensor
 
 
+class OperationTimes(InternalMode):
+    """A mode that records the time and the results of operations by name.
+
+    They are the operations whose results :func:`~torchgpipe.engine.policy.keep_everything` keeps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        #: The memories of the results.
+        self._results: defaultdict[str, list[Any]] = defaultdict(list)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        properties = operation_of(func)
+        if not properties.makes_tensors or properties.takes_options:
+            return func(*args, **kwargs)
+        name = str(func)
+        synchronize([self._device])
+        start = time.perf_counter()
+        output = func(*args, **kwargs)
+        synchronize([self._device])
+        self.seconds[name] += time.perf_counter() - start
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and is_plain(x):
+                self._results[name].append(x.untyped_storage())
+        return output
+
+    def profiles(self, saved: Collection[Any]) -> list[OperationProfile]:
+        """Return the sizes of the results, given the memories that autograd saves."""
+        profiles = []
+        for name, results in self._results.items():
+            size = sum(result.nbytes() for result in results)
+            saved_size = sum(result.nbytes() for result in results if result in saved)
+            profiles.append(OperationProfile(name, 0.0, size, saved_size))
+        return profiles
+
+
 class Flow:
     """The tensors that go from layer to layer: the batch and stashed skips."""
 
@@ -132,6 +179,8 @@ class Measurement:
         self.seconds: list[tuple[float, float]] = []
         self.split_seconds: list[tuple[float, float]] = []
         self.memories: list[ResultMemory] = []
+        #: By operation, the times of its calls in one forward.
+        self.operation_seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def start(self, module: nn.Module) -> None:
         """Take the results of the previous layers as inputs."""
@@ -245,7 +294,8 @@ class Measurement:
             if x.layout is torch.strided
         }
         before = versions([x for x, _ in given])
-        output = self._forward(input, tracker)
+        results = OperationTimes(self.flow.device)
+        output = results.run(partial(self._forward, input, tracker))
         # A change in the sample's memory binds all layers up to this one to layer 0.
         changed = [
             value.memory.maker or 0
@@ -262,6 +312,15 @@ class Measurement:
         for memory in (known[storage] for storage in alive & known.keys()):
             memory.kept = True
         self._inner_bytes = sum(x.nbytes() for x in alive - known.keys() - own)
+        self.operations = results.profiles(alive)
+
+    def time_operations(self) -> None:
+        """Run forward, and add the times of its operations."""
+        input, tracker = self._start()
+        times = OperationTimes(self.flow.device)
+        times.run(partial(self._forward, input, tracker))
+        for name, seconds in times.seconds.items():
+            self.operation_seconds[name].append(seconds)
 
     def _forward_results(
         self, output: Chunk, tracker: SkipTracker, known: dict[Any, ResultMemory], own: set[Any]
@@ -575,6 +634,8 @@ def _run(module: nn.Module, layers: list[Measurement], budget: float | None) -> 
         while len(layers[0].seconds) < REPEATS or time.perf_counter() < end:
             for layer in layers:
                 layer.seconds.append(layer.train())
+            if len(layers[0].seconds) <= REPEATS:
+                layers[0].time_operations()
             splits = splits and layers[0].train_split()
     for layer in layers:
         layer.stop()  # and so off the device, before the next one is on it
@@ -606,7 +667,21 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
         backward_overhead,
         *_shares(full, backward),
         trainable_parameters=full.trainable_parameters,
+        operations=_operations(full, forward),
     )
+
+
+def _operations(layer: Measurement, forward: float) -> tuple[OperationProfile, ...]:
+    """Return the operations of a layer, whose times are parts of its forward."""
+    profiles = []
+    for profile in layer.operations:
+        seconds = layer.operation_seconds.get(profile.name, [0.0])
+        profiles.append(replace(profile, seconds=median(seconds)))
+    total = sum(profile.seconds for profile in profiles)
+    if total > forward:
+        for k, profile in enumerate(profiles):
+            profiles[k] = replace(profile, seconds=profile.seconds * forward / total)
+    return tuple(profiles)
 
 
 def _shares(layer: Measurement, backward: float) -> tuple[float | None, float | None]:

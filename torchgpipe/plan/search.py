@@ -61,11 +61,12 @@ from torchgpipe.plan.memory import MEMORY
 from torchgpipe.plan.orders import search_schedule
 from torchgpipe.plan.profile import as_a_worker, profile
 from torchgpipe.plan.progress import progress
+from torchgpipe.plan.selective import select
 from torchgpipe.plan.simulation import Limits, Simulation, excess, simulate
 from torchgpipe.plan.transformers import RECOMPUTATIONS
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
-from torchgpipe.schedule.schedule import action_boxes
+from torchgpipe.schedule.schedule import action_boxes, in_flight
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,7 +155,7 @@ class Plan(Settings):
             [
                 each.schedule,
                 each.chunks,
-                each.checkpoint,
+                each._checkpointing(),
                 len(each.balance),
                 f'{each.seconds * 1e3:.3f}',
                 f'{each.bubble:.1%}',
@@ -177,10 +178,26 @@ class Plan(Settings):
             ['partition', 'device', 'layers'],
             [[str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))],
         )
+        if self.keep:
+            own += f'\n\n{self._kept()}'
         return (
             f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
             'these schedules'
         )
+
+    def _checkpointing(self) -> str:
+        """Return the modes of checkpointing, each once."""
+        modes = [self.checkpoint] if isinstance(self.checkpoint, str) else self.checkpoint
+        text = ', '.join(dict.fromkeys(modes))
+        return f'{text}, selective' if self.keep else text
+
+    def _kept(self) -> str:
+        """Return a table of the operations whose results checkpointing keeps."""
+        layers: dict[tuple[str, ...], list[str]] = {}
+        for layer, operations in self.keep.items():
+            layers.setdefault(tuple(sorted(operations)), []).append(layer)
+        rows = [[', '.join(names), ', '.join(kept)] for kept, names in layers.items()]
+        return table(['layers', 'kept results'], rows)
 
     def _repr_html_(self) -> str:
         names = [
@@ -206,7 +223,7 @@ class Plan(Settings):
                 f'the balance is {self.balance}, with costs of '
                 f'{len(self.costs.stages)} stages on devices {self.devices}'
             )
-        checkpoint_stops(self.checkpoint, 1, 1)
+        checkpoint_stops(self.checkpoint, 1, stages)
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -438,6 +455,9 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
     for name in ('axes', 'balance', 'devices', 'flops', 'peaks'):
         if name in data:
             data[name] = tuple(data[name])
+    if not isinstance(data['checkpoint'], str):
+        data['checkpoint'] = tuple(data['checkpoint'])
+    data['keep'] = {layer: tuple(names) for layer, names in data.get('keep', {}).items()}
     plan = cls(**data)
     plan.check()
     return plan
@@ -460,10 +480,11 @@ def fit(
     """Return a plan that keeps the limits, if one is found, with stages as equal as possible."""
     n = len(limits)
     schedule = schedule_of(plan.schedule, n, blocks.m, len(plan.balance) // n)
-    peak = peaks(schedule, plan.checkpoint, plan.schedule == PLAIN_CALL)
+    mode = str(plan.checkpoint)
+    peak = peaks(schedule, mode, plan.schedule == PLAIN_CALL)
     last = len(peak) - 1
     # Whole numbers are faster, and more precise than any measurement.
-    seconds = blocks.seconds(plan.checkpoint)
+    seconds = blocks.seconds(mode)
     unit = (sum(seconds) or 1.0) / UNITS
     costs = [round(cost / unit) for cost in seconds]
     for _ in range(ROUNDS):
@@ -654,18 +675,60 @@ class _Search:
         """Return the fastest plan of a schedule that keeps the limits, if there is one."""
         number = count()  # Equally fast plans keep their order.
         heap = [
-            (_about(each.seconds), next(number), each)
+            (self._bound(each), next(number), each)
             for each in self._each(name, chunks, checkpoints, virtual)
         ]
         heapify(heap)
         while heap:
-            _, _, plan = heappop(heap)
-            if self._fits(plan):
+            bound, _, plan = heappop(heap)
+            if not self._fits(plan):
+                other = self._fitted(plan)
+                if other is not None:
+                    heappush(heap, (self._bound(other), next(number), other))
+            elif bound == _about(plan.seconds):
                 return plan
-            other = self._fitted(plan)
-            if other is not None:
-                heappush(heap, (_about(other.seconds), next(number), other))
+            else:
+                plan = self._selective(plan)
+                heappush(heap, (_about(plan.seconds), next(number), plan))
         return None
+
+    def _bound(self, plan: Plan) -> float:
+        """Return the time of a plan, if checkpointing could keep all results."""
+        has_operations = any(layer.operations for layer in self._profile.layers)
+        if not has_operations or plan.checkpoint == 'never' or not any(self._limits):
+            return _about(plan.seconds)
+        stages = tuple(replace(stage, recomputation=0.0) for stage in plan.costs.stages)
+        return _about(replace(plan, costs=replace(plan.costs, stages=stages)).seconds)
+
+    def _selective(self, plan: Plan) -> Plan:
+        """Return a plan that fits, with kept results in the rest of the memory if it is faster."""
+        n = len(self._devices)
+        m = min(plan.chunks, plan.batch_size)
+        schedule = schedule_of(plan.schedule, n, m, len(plan.balance) // n)
+        room = []
+        for limit, size in zip(self._limits, plan.bytes.values()):
+            room.append(inf if limit is None else float(limit - size))
+        for _ in range(ROUNDS):
+            selected = select(
+                self._profile.layers,
+                plan.balance,
+                plan.costs,
+                str(plan.checkpoint),
+                m,
+                in_flight(schedule),
+                [self._devices.index(device) for device in plan.devices],
+                room,
+            )
+            modes: str | tuple[str, ...] = selected.modes
+            if len({*modes}) == 1:
+                modes = modes[0]
+            better = self._plan(plan.schedule, plan.balance, plan.chunks, modes, selected.keep)
+            missing = self._missing(better)
+            if not any(missing):
+                return better if better.seconds < plan.seconds else plan
+            # The schedule has its peaks at other times, or a copy waits.
+            room = [free - 1.1 * more for free, more in zip(room, missing)]
+        return plan
 
     def _each(
         self, name: str, chunks: Sequence[int], checkpoints: Sequence[str], virtual: int
@@ -692,7 +755,14 @@ class _Search:
             )
         return self._balances[key]
 
-    def _plan(self, name: str, balance: Sequence[int], m: int, checkpoint: str) -> Plan:
+    def _plan(
+        self,
+        name: str,
+        balance: Sequence[int],
+        m: int,
+        checkpoint: str | tuple[str, ...],
+        keep: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> Plan:
         profile = self._plain if name == PLAIN_CALL else self._profile
         n = len(self._devices)
         stages = schedule_of(name, n, m, len(balance) // n).stages
@@ -708,6 +778,7 @@ class _Search:
             param_scale=self._param_scale,
             links=self._links,
             overhead=self._overhead,
+            keep=keep,
         )
         if name == PLAIN_CALL:
             # The gradient of the whole output exists before backward.
@@ -724,6 +795,7 @@ class _Search:
             self._profile.batch_size,
             self._seconds,
             costs,
+            keep=keep or {},
         )
 
     def _fits(self, plan: Plan) -> bool:
