@@ -165,6 +165,8 @@ def choose_mesh(config: Namespace) -> None:
     for axis, size in found.mesh.items():
         setattr(config, axis, size)
     config.schedule, config.checkpoint = found.schedule, found.checkpoint
+    if found.recomputation == 'selective':
+        config.checkpoint = 'selective'
     config.balance = [*found.balance]
     config.virtual, config.micro_batch_size = len(found.balance) // config.pipe, found.micro_batch
     config.shard = config.shard or found.data == 'shard'
@@ -191,7 +193,8 @@ def rehearse(config: Namespace) -> None:
                 mesh={'data': config.data, 'pipe': config.pipe, 'tensor': config.tensor},
                 schedule=settings.schedule,
                 chunks=config.chunks,
-                checkpoint=config.checkpoint,
+                checkpoint=settings.checkpoint,
+                keep=settings.keep or None,
                 optimizer=partial(optimizer_of, config),
                 devices_per_host=config.devices_per_host,
                 memory_limit=config.memory,
@@ -270,7 +273,10 @@ def settings_of(config: Namespace) -> Settings:
     # Layers of the host's memory are stages of one rank, through which all micro-batches run.
     schedule = 'looped-bfs' if config.offload else config.schedule
     devices = tuple(f'cpu:{k}' for k in places(schedule, config.pipe, config.virtual))
-    return Settings(schedule, tuple(config.balance), devices, config.chunks, config.checkpoint, ())
+    balance = tuple(config.balance)
+    if config.checkpoint == 'selective':
+        return Settings(schedule, balance, devices, config.chunks, 'always', (), keep='products')
+    return Settings(schedule, balance, devices, config.chunks, config.checkpoint, ())
 
 
 def autocast(config: Namespace, device: torch.device) -> torch.autocast:
@@ -479,7 +485,7 @@ def described(config: Namespace, model: DistributedGPipe, found: Plan, parameter
         f'{parameters:,} parameters, {each}\n'
         f'mesh of data {config.data} × pipe {config.pipe} × tensor {config.tensor} on '
         f'{model.devices[0].type}, balance {[*found.balance]}, schedule {found.schedule}, '
-        f'checkpoint {found.checkpoint}\n'
+        f'checkpoint {"selective" if found.keep else found.checkpoint}\n'
         f'{config.data} replicas × {config.chunks} micro-batches × '
         f'{config.global_batch_size // config.data // config.chunks} samples × '
         f'{config.block_size} tokens = {config.global_batch_size * config.block_size:,} tokens'

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.helpers import assert_same, compare_all_pending, gradients, micro_batches, on_first
 from tests.zoo import LAYERS
@@ -130,6 +131,13 @@ class Option:
     input_grad: bool = True
     dtype: torch.dtype = torch.double
     tolerance: float = 1e-9
+    #: The results that checkpointing keeps.
+    keep: object = None
+
+
+def keep_all_results(ctx, operation, *args, **kwargs):
+    """Keep each result that can be kept, but do not save tensors for backward."""
+    return CheckpointPolicy.PREFER_SAVE
 
 
 def autocast():
@@ -155,6 +163,8 @@ OPTIONS = {
     'tied weights': Option(tie_weights),
     'shared layer': Option(share_layer),
     'kept out of recomputation': Option(keep_layers_out_of_recomputation),
+    'products kept': Option(keep='products'),
+    'all results kept': Option(keep=keep_all_results),
 }
 
 
@@ -313,6 +323,7 @@ def train(case, devices, steps=3):
         devices=[available[k] for k in PLACEMENTS[case.placement](case.schedule)],
         chunks=CHUNKS,
         checkpoint=case.mode if isinstance(case.mode, str) else list(case.mode),
+        keep=None if case.mode == 'never' else option.keep,
     )
     for net in (model, gpipe):
         option.change_in_place(net)

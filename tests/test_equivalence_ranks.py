@@ -38,6 +38,8 @@ PLAIN_OPTIONS = (
     'frozen parameters',
     'tied weights',
     'kept out of recomputation',
+    'products kept',
+    'all results kept',
 )
 
 #: Layers whose forward does not depend on earlier micro-batches, which another replica has.
@@ -76,6 +78,7 @@ def distributed(case):
         chunks=3,
         places=places,
         checkpoint=case.mode,
+        keep=None if case.mode == 'never' else OPTIONS[case.option].keep,
         data=data,
     )
 

@@ -78,13 +78,12 @@ class GPipe(PipelineModule):
             follows at once) or ``'never'``. A list has one of these for each partition; a function
             gives one for the index of a partition.
         keep: The results of operations that checkpointing keeps, so that backward does not compute
-            them again. It is ``'products'`` (products of matrices, convolutions, attention, and
-            collectives that return new tensors), ``'every second product'`` (the same, with every
-            second product of matrices) or ``'all'``; a list of operations, such as
-            ``[torch.ops.aten.mm.default]``; or a policy function of
-            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`. A dict has one of
-            these for partitions by index, and for layers and modules in them by name. The
-            innermost one applies.
+            them again: ``'products'``, ``'every second product'`` (of matrices) or ``'all'``; a
+            list of operations, such as ``[torch.ops.aten.mm.default]``; or a policy function of
+            :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`. Products are
+            products of matrices, convolutions, attention, and collectives that return new tensors
+            of no larger size. A dict has one of these for partitions by index, and for layers and
+            modules in them by name. The innermost one applies.
         deferred_batch_norm: Whether batch normalization updates its running statistics once per
             mini-batch, as without micro-batches, by converting ``module`` to
             :class:`~torchgpipe.batchnorm.DeferredBatchNorm` layers in place.

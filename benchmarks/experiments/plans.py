@@ -122,7 +122,7 @@ def _korthikanti(
             'schedules': ['interleaved' if virtual > 1 else '1f1b'],
             'virtual': [virtual],
             'micro_batches': [micro],
-            'recomputations': [mode],
+            'recomputations': ['attention' if mode == 'selective' else mode],
             'shardings': ['replicate'],
             'overlap': [],
         },

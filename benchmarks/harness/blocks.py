@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.processes import Processes
 from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
-from torchgpipe.balance import LayerProfile, Profile, profile
+from torchgpipe.balance import LayerProfile, OperationProfile, Profile, profile
 from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import (
@@ -173,7 +173,17 @@ def _timed(layer: LayerProfile, small: float, large: float) -> LayerProfile:
         backward_overhead=2 * overhead / 3,
         input_share=None,
         weight_share=None,
+        operations=_share_of(layer, large / 3),
     )
+
+
+def _share_of(layer: LayerProfile, forward: float) -> tuple[OperationProfile, ...]:
+    """Return the operations of a layer, whose parts of forward stay the same."""
+    ratio = forward / layer.forward_seconds if layer.forward_seconds else 0.0
+    operations = []
+    for operation in layer.operations:
+        operations.append(replace(operation, seconds=operation.seconds * ratio))
+    return tuple(operations)
 
 
 def balance_of(sizes: Sizes, experts: int, tokens: int, stages: int) -> list[int]:
@@ -231,6 +241,7 @@ def plan_blocks(
                 for name, value in vars(x).items()
                 if name.endswith(('seconds', 'overhead'))
             },
+            operations=_share_of(x, x.forward_seconds / tensor),
         )
         for x in costs.layers
     )
@@ -265,6 +276,7 @@ def plan_blocks(
         settings.checkpoint,
         param_scale=ADAM,
         overhead=overhead,
+        keep=settings.keep or None,
     )
     layers = tuple((x.name, x.parameter_bytes) for x in costs.layers)
     return Plan(
@@ -277,4 +289,5 @@ def plan_blocks(
         batch,
         seconds,
         stages,
+        keep=settings.keep,
     )

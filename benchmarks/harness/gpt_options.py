@@ -66,7 +66,12 @@ OPTIONS: list[tuple[str, Any, Any, str]] = [
     ('--sequence-parallel', bool, False, 'Divide norms by tokens over the ranks of --tensor.'),
     ('--schedule', [*NAMES], '1f1b', 'The order of a step.'),
     ('--virtual', COUNT, 2, 'Stages on each rank, for schedules that take several.'),
-    ('--checkpoint', ['never', 'except_last', 'always'], 'never', 'Micro-batches to recompute.'),
+    (
+        '--checkpoint',
+        ['never', 'except_last', 'selective', 'always'],
+        'never',
+        'Micro-batches to recompute; by selective, without products.',
+    ),
     ('--plan', ['auto'], None, 'Choose schedule, micro-batches, checkpoints and balance by it.'),
     ('--devices', COUNT, None, 'With --plan auto, also choose the mesh of as many devices.'),
     ('--machine', [*MACHINES], None, 'The machine of this plan.  [default: this one, measured]'),

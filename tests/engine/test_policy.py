@@ -12,6 +12,7 @@ from torchgpipe import GPipe, no_recompute
 from torchgpipe.engine.policy import (
     OperationContext,
     PartitionPolicy,
+    decision_of,
     keep_every_second_product,
     keep_everything,
     keep_products,
@@ -20,6 +21,7 @@ from torchgpipe.engine.policy import (
 )
 
 aten = torch.ops.aten
+functional = torch.ops._c10d_functional
 
 SAVE, RECOMPUTE = CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -49,12 +51,22 @@ def test_products():
         (aten.addmm.default, SAVE),
         (aten.convolution.default, SAVE),
         (aten._scaled_dot_product_flash_attention_for_cpu.default, SAVE),
-        (torch.ops._c10d_functional.reduce_scatter_tensor.default, SAVE),
-        (torch.ops._c10d_functional.wait_tensor.default, RECOMPUTE),
+        (functional.wait_tensor.default, RECOMPUTE),
         (aten.gelu.default, RECOMPUTE),
         (aten.native_layer_norm.default, RECOMPUTE),
     ]:
         assert decide(keep_products, operation, x, x) is expected
+
+
+def test_collectives_whose_results_are_larger_are_not_kept():
+    x = torch.ones(4, 3)
+    for operation, output, expected in [
+        (functional.all_reduce.default, x, SAVE),
+        (functional.reduce_scatter_tensor.default, x[:2], SAVE),
+        (functional.all_to_all_single.default, x, SAVE),
+        (functional.all_gather_into_tensor.default, torch.cat([x, x]), RECOMPUTE),
+    ]:
+        assert decide(keep_products, operation, output, x, 'sum', 2, 'group') is expected
 
 
 def test_scores_of_attention_are_not_kept():
@@ -78,11 +90,22 @@ def test_every_second_product():
     assert answers == [SAVE, RECOMPUTE, SAVE, RECOMPUTE]
 
 
-def test_everything_but_casts_and_new_tensors():
+def test_casts_new_tensors_and_side_effects_are_not_kept_unless_it_is_a_must():
     x = torch.ones(2, 2)
+    must, prefer = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
+    for operation, args, kept in [
+        (aten.gelu.default, (x,), {must: must, prefer: prefer}),
+        (aten._to_copy.default, (x,), {must: must, prefer: RECOMPUTE}),
+        (aten.rand_like.default, (x,), {must: must, prefer: RECOMPUTE}),
+        (aten.zeros.default, ([2],), {must: must, prefer: RECOMPUTE}),
+        (aten.native_batch_norm.default, (), {prefer: RECOMPUTE}),
+        (aten.view.default, (x, [4]), {prefer: RECOMPUTE}),
+    ]:
+        for answer, expected in kept.items():
+            ctx = OperationContext(x, 0)
+            policy = lambda *args, answer=answer, **kwargs: answer  # noqa: E731
+            assert decision_of(policy, ctx, operation, args, {}) is expected
     assert decide(keep_everything, aten.gelu.default, x, x) is SAVE
-    for operation in (aten._to_copy.default, aten.empty_like.default, aten.zeros.default):
-        assert decide(keep_everything, operation, x, x) is RECOMPUTE
 
 
 def test_rules_by_partition_and_module():

@@ -17,12 +17,13 @@ from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.split import verify_module
 from torchgpipe.plan import balance as blockpartition  # noqa: F401  # the name in 0.0.7
 from torchgpipe.plan.balance import Balance, Profile, check_partitions, edges_for, even_cuts
-from torchgpipe.plan.costs import LayerProfile, SkipProfile, TieProfile
+from torchgpipe.plan.costs import LayerProfile, OperationProfile, SkipProfile, TieProfile
 from torchgpipe.plan.profile import layerwise_sandbox, profile, profile_bytes
 
 __all__ = [
     'Balance',
     'LayerProfile',
+    'OperationProfile',
     'Profile',
     'SkipProfile',
     'TieProfile',

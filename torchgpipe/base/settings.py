@@ -117,8 +117,8 @@ class Settings:
     _: KW_ONLY
     #: The rows of a searched schedule, as CSV.
     order: str = ''
-    #: By name of a layer, the operations whose results checkpointing keeps.
-    keep: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    #: By name of a layer, the operations whose results checkpointing keeps; or ``'products'``.
+    keep: Mapping[str, tuple[str, ...]] | str = field(default_factory=dict, hash=False)
     #: The sizes of the axes of a mesh, by name; none for the devices of one process.
     mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
     #: The axes of the mesh, from the outermost one.

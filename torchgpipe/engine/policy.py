@@ -86,78 +86,72 @@ def no_recompute(module: TModule) -> TModule:
 
 
 def keep_everything(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep all results, except tensors made without a computation and casts.
-
-    Autocast keeps the casts of weights for several micro-batches.
-    """
-    if operation_of(operation).takes_options:
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    """Keep all results that can be kept."""
     return CheckpointPolicy.PREFER_SAVE
 
 
-def _operations(namespace: Any, names: str) -> set[Any]:
-    """Return the overloads of operations, without those that this release does not have."""
-    overloads: set[Any] = set()
-    for name in names.split():
-        packet = getattr(namespace, name, None)
-        if packet is not None:
-            overloads.update(getattr(packet, overload) for overload in packet.overloads())
-    return overloads
-
-
-_MATRIX_PRODUCTS = _operations(
-    torch.ops.aten, 'mm addmm _scaled_mm _grouped_mm _scaled_grouped_mm'
+#: Products of matrices.
+MATRIX_PRODUCTS = frozenset(
+    [
+        'aten.mm.default',
+        'aten.addmm.default',
+        'aten._scaled_mm.default',
+        'aten._grouped_mm.default',
+        'aten._scaled_grouped_mm.default',
+    ]
 )
 
-#: Products of batches of matrices, such as the scores of attention.
-_BATCHED_PRODUCTS = _operations(torch.ops.aten, 'bmm baddbmm')
-
-_OTHER_PRODUCTS = _operations(
-    torch.ops.aten,
-    'convolution _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention '
-    '_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu '
-    '_scaled_dot_product_fused_attention_overrideable _flash_attention_forward '
-    '_efficient_attention_forward',
-)
-
-#: Collectives of ``torch.distributed`` that return new tensors.
-_COLLECTIVES = {
-    'all_reduce',
-    'all_gather_into_tensor',
-    'reduce_scatter_tensor',
-    'all_to_all_single',
-    'broadcast',
+#: Operations whose results :func:`keep_products` keeps.
+PRODUCTS = MATRIX_PRODUCTS | {
+    'aten.convolution.default',
+    'aten._scaled_dot_product_flash_attention.default',
+    'aten._scaled_dot_product_efficient_attention.default',
+    'aten._scaled_dot_product_cudnn_attention.default',
+    'aten._scaled_dot_product_flash_attention_for_cpu.default',
+    'aten._scaled_dot_product_fused_attention_overrideable.default',
+    'aten._flash_attention_forward.default',
+    'aten._efficient_attention_forward.default',
+    'flex_attention',
 }
 
+#: Operations whose results it keeps unless they are larger than the arguments, as the scores of
+#: attention and gathered tensors are.
+SMALL_PRODUCTS = frozenset(
+    [
+        'aten.bmm.default',
+        'aten.baddbmm.default',
+        '_c10d_functional.all_reduce.default',
+        '_c10d_functional.all_gather_into_tensor.default',
+        '_c10d_functional.reduce_scatter_tensor.default',
+        '_c10d_functional.all_to_all_single.default',
+    ]
+)
 
-@cache
-def _is_product(operation: Any) -> bool:
-    """Return whether :func:`keep_products` keeps the results of an operation of any size."""
-    if isinstance(operation, HigherOrderOperator):
-        return str(operation.name()) == 'flex_attention'
-    if operation.namespace == '_c10d_functional':
-        return str(operation.overloadpacket).rpartition('.')[2] in _COLLECTIVES
-    return operation in _MATRIX_PRODUCTS or operation in _OTHER_PRODUCTS
+name_of_operation = cache(str)
 
 
 def keep_products(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep products of matrices, convolutions, attention and collectives.
+    """Keep products of matrices, convolutions, attention, and collectives that return new tensors.
 
-    A product of batches of matrices is kept unless it is larger than its factors, as the scores of
-    attention are.
+    Products of batches of matrices and collectives are kept unless their results are larger than
+    their arguments, as the scores of attention and gathered tensors are.
     """
-    is_kept = _is_product(operation)
-    if operation in _BATCHED_PRODUCTS:
-        factors = sum(x.numel() for x in args if isinstance(x, Tensor))
-        is_kept = prod(ctx.op_output.shape) <= factors
+    name = name_of_operation(operation)
+    is_kept = name in PRODUCTS
+    if name in SMALL_PRODUCTS:
+        is_kept = _size(ctx.op_output) <= sum(_size(x) for x in args if isinstance(x, Tensor))
     return CheckpointPolicy.PREFER_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _size(x: Tensor) -> int:
+    return prod(x.shape)
 
 
 def keep_every_second_product(
     ctx: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Keep as :func:`keep_products`, but only every second product of matrices."""
-    if operation in _MATRIX_PRODUCTS and ctx.index % 2:
+    if name_of_operation(operation) in MATRIX_PRODUCTS and ctx.index % 2:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return keep_products(ctx, operation, *args, **kwargs)
 
@@ -315,8 +309,15 @@ def decision_of(
             f'the policy of keep returned {answer!r} for {operation}; it has to return a '
             'torch.utils.checkpoint.CheckpointPolicy'
         )
-    if operation_of(operation).makes_tensors or answer.name.endswith('RECOMPUTE'):
+    if answer.name.endswith('RECOMPUTE'):
         return answer
+    properties = operation_of(operation)
     if answer.name.startswith('MUST'):
-        raise ValueError(not_new(operation))
-    return CheckpointPolicy.PREFER_RECOMPUTE
+        if not properties.makes_tensors:
+            raise ValueError(not_new(operation))
+        return answer
+    # Autocast keeps the casts of weights for several micro-batches, and a layer may keep a new
+    # tensor for longer and change it.
+    if not properties.makes_tensors or properties.takes_options:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return answer

@@ -295,15 +295,6 @@ def neighbours(balance: Sequence[int], edges: Sequence[int]) -> Iterator[list[in
                 yield [b - a for a, b in pairwise(moved)]
 
 
-def _scaled(operation: OperationProfile, ratio: float) -> OperationProfile:
-    return OperationProfile(
-        operation.name,
-        operation.seconds * ratio,
-        round(operation.bytes * ratio),
-        round(operation.saved_bytes * ratio),
-    )
-
-
 def _without(layer: LayerProfile, tie: TieProfile) -> LayerProfile:
     """Return a layer without a parameter that another layer counts."""
     layer = replace(layer, parameter_bytes=layer.parameter_bytes - tie.bytes)
@@ -468,7 +459,7 @@ class Profile:
                 backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
                 activation_bytes=round(x.activation_bytes * ratio),
                 output_bytes=round(x.output_bytes * ratio),
-                operations=tuple(_scaled(operation, ratio) for operation in x.operations),
+                operations=tuple(operation.scaled(ratio) for operation in x.operations),
             )
             for x in self.layers
         )

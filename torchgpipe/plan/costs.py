@@ -46,6 +46,7 @@ from torchgpipe.base.devices import (
 from torchgpipe.base.settings import Checkpoint, LossOptions, checkpoint_stops
 from torchgpipe.engine.microbatches import cut
 from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.policy import PRODUCTS, SMALL_PRODUCTS
 from torchgpipe.losses import Losses
 from torchgpipe.schedule.schedule import KINDS, Schedule, in_flight
 from torchgpipe.step import run_step
@@ -124,6 +125,15 @@ class OperationProfile:
 
     def __post_init__(self) -> None:
         check_numbers(self)
+
+    def scaled(self, ratio: float) -> 'OperationProfile':
+        """Return the operation on other numbers of samples."""
+        return OperationProfile(
+            self.name,
+            self.seconds * ratio,
+            round(self.bytes * ratio),
+            round(self.saved_bytes * ratio),
+        )
 
 
 @dataclass(frozen=True)
@@ -580,7 +590,7 @@ class Costs:
         overhead: Mapping[str, float] | None = None,
         least: Mapping[str, float] | None = None,
         split: float = 0.0,
-        keep: Mapping[str, Collection[str]] | None = None,
+        keep: Mapping[str, Collection[str]] | str | None = None,
     ) -> 'Costs':
         """Compute the costs of stages from the profile of the layers.
 
@@ -609,7 +619,8 @@ class Costs:
                 its operations: see :class:`~torchgpipe.plan.Machine`.
             split: The part of a backward by which its halves take longer, where the profile does
                 not have their shares.
-            keep: By name of a layer, the operations whose results checkpointing keeps.
+            keep: By name of a layer, the operations whose results checkpointing keeps; or
+                ``'products'``.
 
         Raises:
             ValueError: The balance is for other layers, or an argument is wrong.
@@ -641,7 +652,12 @@ class Costs:
             return max(computed, (least or {}).get(kind, 0.0))
 
         stages = []
-        kept = [_kept(layer, (keep or {}).get(layer.name, ())) for layer in profile.layers]
+        kept = []
+        for layer in profile.layers:
+            names: Collection[str] = PRODUCTS | SMALL_PRODUCTS
+            if not isinstance(keep, str):
+                names = (keep or {}).get(layer.name, ())
+            kept.append(_kept(layer, names))
         stops = checkpoint_stops(checkpoint, m, len(balance))
         for start, end, stop in zip(cuts, cuts[1:], stops):
             layers = slice(start, end)

@@ -48,8 +48,10 @@ from torchgpipe.plan.progress import progress
 from torchgpipe.plan.search import SHARDINGS, MeshPlan, Plan, plan_devices, schedule_of
 from torchgpipe.plan.simulation import Simulation, few, simulate
 from torchgpipe.plan.transformers import (
+    ALL_RECOMPUTATIONS,
     MACHINES,
     RECOMPUTATIONS,
+    SCHEDULED_RECOMPUTATIONS,
     Machine,
     ParameterBytes,
     Transformer,
@@ -79,6 +81,22 @@ class _Setting(NamedTuple):
     micro_batch: int = 1
     recomputation: str = 'none'
     sharding: str = 'replicate'
+
+
+def _is_scheduled(case: '_Setting | _Case') -> bool:
+    """Return whether recomputations are actions of the schedule."""
+    return case.recomputation in SCHEDULED_RECOMPUTATIONS
+
+
+def _knows_products(model: Layers) -> bool:
+    """Return whether there are costs of the operations that a selective recomputation keeps."""
+    if isinstance(model, Transformer):
+        return True
+    profiles = model.values() if isinstance(model, Mapping) else [model]
+    for profile_of_ranks in profiles:
+        if not any(layer.operations for layer in profile_of_ranks.layers):
+            return False
+    return True
 
 
 def _profile_of(
@@ -293,7 +311,7 @@ class MeshSearch:
         where: tuple[int, ...],
     ) -> _Stages:
         """Divide the layers into stages on the given ranks."""
-        mode = 'always' if setting.recomputation == 'full' else 'never'
+        mode = 'always' if _is_scheduled(setting) else 'never'
         balance = tuple(self._balance or self._even(setting.tensor, mode, len(where)))
         profile = self._profile(linked, setting).counted_once(
             [rank for rank, number in zip(where, balance) for _ in range(number)],
@@ -307,6 +325,7 @@ class MeshSearch:
             param_scale=0.0,
             least=self._machine.actions,
             split=self._machine.split,
+            keep='products' if setting.recomputation == 'selective' else None,
         )
         trainable = []
         largest = []
@@ -428,7 +447,7 @@ class MeshSearch:
             stages.append(
                 replace(
                     stage,
-                    recomputed=m if case.recomputation == 'full' else 0,
+                    recomputed=m if _is_scheduled(case) else 0,
                     resident_bytes=resident,
                     **memory,
                     gather=parameters.gather,
@@ -502,7 +521,7 @@ class MeshSearch:
     ) -> list[_RankWork]:
         """Return the work of each rank for one micro-batch."""
         stages = self._stages(True, setting, where).costs.stages
-        again = setting.recomputation == 'full'
+        again = _is_scheduled(setting)
         #: By stage, the seconds from its forward to the end of the model and back. Recomputations
         #: run while a rank waits for gradients.
         rest = [*accumulate(x.forward + x.seconds('I' if splits else 'B') for x in stages[::-1])][
@@ -624,7 +643,7 @@ class MeshSearch:
             self._stages_of(case).balance,
             tuple(f'pipe {rank}' for rank in places(case.schedule, pipe, case.virtual)),
             m,
-            'always' if case.recomputation == 'full' else 'never',
+            'always' if _is_scheduled(case) else 'never',
             tuple((x.name, x.parameter_bytes) for x in layers),
             self._batch // data,
             parts['compute'] * data * pipe * tensor,
@@ -634,6 +653,7 @@ class MeshSearch:
             data=case.data,
             micro_batch=case.micro_batch,
             recomputation=case.recomputation,
+            keep='products' if case.recomputation == 'selective' else {},
             parts=parts,
             reason=reason,
             peaks=found.peaks,
@@ -663,7 +683,9 @@ class MeshSearch:
     def _traffic(self, case: _Case) -> dict[str, float]:
         """Return by axis the bytes that the ranks of one pipeline exchange in a step."""
         m = self.chunks(case)
-        passes = 2 if case.recomputation == 'full' else 1
+        passes = 2.0 if case.recomputation == 'full' else 1.0
+        if case.recomputation == 'selective' and getattr(self._model, 'sequence_parallel', False):
+            passes = 1.5  # The gathers are repeated, and the reductions are not.
         traffic = dict.fromkeys(AXES, 0.0)
         for layers in self._stage_layers(case):
             for layer in layers:
@@ -720,7 +742,7 @@ class MeshSearch:
             return m * sum(x.seconds(kind) for x in of.stages for kind in kinds) / case.mesh[1]
 
         def work(of: Costs) -> tuple[float, float]:
-            again = mean('R', of) if case.recomputation == 'full' else 0.0
+            again = mean('R', of) if _is_scheduled(case) else 0.0
             return mean('FIW' if splits else 'FB', of), again
 
         compute, again = work(self.costs(case, linked=False))
@@ -848,8 +870,9 @@ def plan_mesh(
         schedules: Names of :func:`torchgpipe.schedule.make`.
         virtual: The most stages on a rank, or the numbers to try.
         micro_batches: Samples of a micro-batch, to try.
-        recomputations: ``'none'``, ``'selective'``: attention whose scores are in memory, by the
-            layers themselves; ``'full'``: ``checkpoint='always'``.
+        recomputations: ``'none'``; ``'selective'``: ``checkpoint='always'`` with
+            ``keep='products'``; ``'full'``: ``checkpoint='always'``. For a transformer without
+            fused attention, also ``'attention'``, which layers have to do themselves.
         shardings: ``'replicate'`` and ``'shard'``, to try: ``data`` of
             :class:`~torchgpipe.distributed.DistributedGPipe`.
         overlap: Axes whose collectives run concurrently with computation, of ``'data'`` and
@@ -896,6 +919,8 @@ def plan_mesh(
     check_axes(axes)
     if not (isinstance(layers, Transformer) and not layers.fused):
         # There are no scores in memory.
+        recomputations = [each for each in recomputations if each != 'attention'] or ['none']
+    if not _knows_products(layers):
         recomputations = [each for each in recomputations if each != 'selective'] or ['none']
     micro_batches = [positive(b, 'micro_batches') for b in micro_batches]
     virtual = (
@@ -981,7 +1006,7 @@ def _check_names(
     """Raise a :exc:`ValueError` if a name is unknown, or there are none."""
     for option, names, known in (
         ('schedules', schedules, (*NAMES,)),
-        ('recomputations', recomputations, RECOMPUTATIONS),
+        ('recomputations', recomputations, ALL_RECOMPUTATIONS),
         ('shardings', shardings, SHARDINGS),
         ('overlap', overlap or (), AXES[::2]),
     ):

@@ -63,7 +63,7 @@ from torchgpipe.plan.profile import as_a_worker, profile
 from torchgpipe.plan.progress import progress
 from torchgpipe.plan.selective import select
 from torchgpipe.plan.simulation import Limits, Simulation, excess, simulate
-from torchgpipe.plan.transformers import RECOMPUTATIONS
+from torchgpipe.plan.transformers import ALL_RECOMPUTATIONS
 from torchgpipe.schedule import NAMES, Schedule, make
 from torchgpipe.schedule.generators import PLAIN_CALL, plain_call, stages_per_device
 from torchgpipe.schedule.schedule import action_boxes, in_flight
@@ -178,8 +178,8 @@ class Plan(Settings):
             ['partition', 'device', 'layers'],
             [[str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))],
         )
-        if self.keep:
-            own += f'\n\n{self._kept()}'
+        if isinstance(self.keep, Mapping) and self.keep:
+            own += f'\n\n{self._kept(self.keep)}'
         return (
             f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
             'these schedules'
@@ -191,10 +191,10 @@ class Plan(Settings):
         text = ', '.join(dict.fromkeys(modes))
         return f'{text}, selective' if self.keep else text
 
-    def _kept(self) -> str:
+    def _kept(self, keep: Mapping[str, tuple[str, ...]]) -> str:
         """Return a table of the operations whose results checkpointing keeps."""
         layers: dict[tuple[str, ...], list[str]] = {}
-        for layer, operations in self.keep.items():
+        for layer, operations in keep.items():
             layers.setdefault(tuple(sorted(operations)), []).append(layer)
         rows = [[', '.join(names), ', '.join(kept)] for kept, names in layers.items()]
         return table(['layers', 'kept results'], rows)
@@ -279,7 +279,8 @@ class MeshPlan(Plan):
 
     #: The samples of a micro-batch.
     micro_batch: int = field(default=1, kw_only=True)
-    #: The recomputation in backward, ``'none'``, ``'selective'`` (attention) or ``'full'``.
+    #: The recomputation in backward: ``'none'``, ``'selective'`` (all but products), ``'full'`` or
+    #: ``'attention'``.
     recomputation: str = field(default='none', kw_only=True)
     #: The seconds of the step by cause, as means over ranks. See
     #: :func:`~torchgpipe.plan.plan_mesh`.
@@ -332,7 +333,7 @@ class MeshPlan(Plan):
                 f'on {self.mesh} with stages on {self.devices}, there are '
                 f'{self.batch_size} samples in {self.chunks} × {self.micro_batch}'
             )
-        known = self.data in SHARDINGS and self.recomputation in RECOMPUTATIONS
+        known = self.data in SHARDINGS and self.recomputation in ALL_RECOMPUTATIONS
         if not known or len(self.peaks) not in (0, self.mesh['pipe']) or not self.seconds > 0:
             raise ValueError(
                 f'data is {self.data!r}, recomputation {self.recomputation!r}, with '
@@ -457,7 +458,9 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
             data[name] = tuple(data[name])
     if not isinstance(data['checkpoint'], str):
         data['checkpoint'] = tuple(data['checkpoint'])
-    data['keep'] = {layer: tuple(names) for layer, names in data.get('keep', {}).items()}
+    keep = data.get('keep', {})
+    if not isinstance(keep, str):
+        data['keep'] = {layer: tuple(names) for layer, names in keep.items()}
     plan = cls(**data)
     plan.check()
     return plan

@@ -35,7 +35,14 @@ from typing import Any, NamedTuple
 
 from torchgpipe.base.structure import LOSS_BLOCK, LOSS_BLOCKS
 from torchgpipe.plan.balance import Profile, positive
-from torchgpipe.plan.costs import LayerProfile, Link, TieProfile, check_kinds, check_numbers
+from torchgpipe.plan.costs import (
+    LayerProfile,
+    Link,
+    OperationProfile,
+    TieProfile,
+    check_kinds,
+    check_numbers,
+)
 from torchgpipe.schedule.schedule import KINDS
 
 
@@ -361,8 +368,16 @@ MACHINES = {
 }
 
 
-#: Recomputations in backward: of nothing, of the attention of each block, or of a whole stage.
+#: Recomputations in backward: of nothing, of a whole stage but for products (``keep='products'``),
+#: or of a whole stage.
 RECOMPUTATIONS = ('none', 'selective', 'full')
+
+#: The same, and the recomputation of attention within backward, as Korthikanti et al., "Reducing
+#: Activation Recomputation in Large Transformer Models" (2022), describe.
+ALL_RECOMPUTATIONS = (*RECOMPUTATIONS, 'attention')
+
+#: Recomputations that are actions of the schedule.
+SCHEDULED_RECOMPUTATIONS = ('selective', 'full')
 
 
 class ParameterBytes(NamedTuple):
@@ -565,9 +580,9 @@ class Transformer:
             machine: The machine.
             tensor: The number of ranks that divide each layer.
             micro_batch: The number of sequences.
-            recomputation: One of ``'none'``, ``'selective'`` and ``'full'``. Attention that is
-                computed again is part of backward here. A full recomputation is not, because the
-                schedule has it.
+            recomputation: One of ``'none'``, ``'selective'``, ``'full'`` and ``'attention'``.
+                Attention that is computed again is part of backward here. Other recomputations
+                are not, because the schedule has them.
             sharding: ``'replicate'`` or ``'shard'``, which matters to an eager transformer only.
             overlap: Whether products run concurrently with the collectives beside them, in as many
                 steps as there are ranks, so that only the first step takes time of its own.
@@ -576,9 +591,9 @@ class Transformer:
             ValueError: The ranks cannot share the heads, features or tokens.
         """
         positive(tensor, 'tensor')
-        if recomputation not in RECOMPUTATIONS:
+        if recomputation not in ALL_RECOMPUTATIONS:
             raise ValueError(
-                f'recomputation must be one of {RECOMPUTATIONS}, but is {recomputation!r}'
+                f'recomputation must be one of {ALL_RECOMPUTATIONS}, but is {recomputation!r}'
             )
         if tensor == 1 and self.sequence_parallel:
             whole = replace(self, sequence_parallel=False)
@@ -627,7 +642,7 @@ class Transformer:
         if not self._splits_backward(t):
             weights = split = 0.0
         saved = sum(part.saved for part in parts)
-        if recomputation == 'selective':
+        if recomputation == 'attention':
             backward += self._seconds(machine, [attention])[0]
             saved -= attention.saved
         backward += 2 * exchange
@@ -653,7 +668,55 @@ class Transformer:
             backward_flops=2 * products + 2.5 * scores,
             forward_exchange=forward_exchange,
             backward_exchange=backward_exchange,
+            operations=self._products(setup, exchange),
         )
+
+    def _products(self, setup: _RankSetup, exchange: float) -> tuple[OperationProfile, ...]:
+        """Return the operations of a block whose results a selective recomputation keeps.
+
+        They are the products, fused attention or the weighted sum of values, and the collective
+        after each of two products, which keeps a second result::
+
+            qkv, values, first feed-forward    read by backward as well
+            output of attention, second feed-forward, both reduced    not read
+
+        Args:
+            exchange: Seconds of a collective after a product.
+        """
+        machine, t, micro_batch, *_ = setup
+        n = micro_batch * self.length
+        w = self.size
+        h = self.width
+        attention = self._attention(n, t, micro_batch)
+        seconds = 0.0
+        for part in self._others(n, t, self._size_between(setup)):
+            for product in part.products:
+                seconds += machine.product_seconds(product, self.dtype)
+        qkv = (h + 2 * self._keys * h / self.heads) / t
+        read = w * n * (qkv + self._inner / t)
+        profiles = [
+            OperationProfile('aten.mm.default', seconds, round(read + 2 * w * n * h), round(read))
+        ]
+        if self.fused:
+            seconds = (
+                attention.attention / 2 / (machine.peak(self.dtype) * machine.attention_share)
+            )
+            size = round(attention.saved)
+            name = 'aten._scaled_dot_product_flash_attention.default'
+        else:
+            seconds = machine.product_seconds(attention.products[1], self.dtype)
+            size = round(w * n * h / t)
+            name = 'aten.bmm.default'
+        profiles.append(OperationProfile(name, seconds, size, size))
+        if t > 1:
+            name = '_c10d_functional.all_reduce.default'
+            if self.sequence_parallel:
+                # The gather before the next product is repeated.
+                name = '_c10d_functional.reduce_scatter_tensor.default'
+                exchange /= 2
+            size = round(2 * w * self._tokens(n, t) * h)
+            profiles.append(OperationProfile(name, 2 * exchange, size, 0))
+        return tuple(profiles)
 
     def _backward_bytes(self, setup: _RankSetup) -> int:
         """Return the memory of a block's backward, beside gradients of its input and output.
@@ -814,7 +877,7 @@ class Transformer:
 
         # Features of tokens, of positions, and their sum.
         forward = 2 * whole + whole // setup.micro_batch
-        if setup.recomputation != 'full':
+        if setup.recomputation not in SCHEDULED_RECOMPUTATIONS:
             # The output and its gradient are counted. A recomputation has earlier ones as well.
             forward -= 2 * output
         return max(backward, forward)

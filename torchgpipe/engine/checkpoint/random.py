@@ -269,7 +269,7 @@ class Operation(NamedTuple):
     written: tuple[tuple[int, str], ...]
     #: The position of its argument ``training``, if it writes only then.
     training: int | None = None
-    #: Whether its results are new tensors, and not its arguments or views of them.
+    #: Whether it only returns new tensors: no argument, no view, and without a side effect.
     makes_tensors: bool = True
     #: Whether it takes the options of a new tensor, as a factory or a cast does.
     takes_options: bool = False
@@ -333,7 +333,8 @@ def operation_of(func: Any) -> Operation:
         or torch.Tag.nondeterministic_seeded in func.tags
     )
     returns_tensors = any('Tensor' in str(value.type) for value in schema.returns)
-    makes_tensors = returns_tensors and not aliases and str(func) != _UNDECLARED_VIEW
+    # A later operation may read statistics that an operation has written.
+    makes_tensors = returns_tensors and not (aliases or written) and str(func) != _UNDECLARED_VIEW
     return Operation(
         may_draw,
         generator,

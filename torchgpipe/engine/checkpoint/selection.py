@@ -21,7 +21,7 @@ compiled code or after the cell, changes the version, and then the operation run
 [Note: Inputs of kept operations]
 Without a policy, another value in a recomputation, such as by a draw that PyTorch does not see,
 changes the output, which is compared. A kept result hides it, and the gradients of the operation
-would be wrong. So some elements of its inputs are compared instead, and memories of weights.
+would be wrong. So some elements of its inputs are compared instead.
 
 [Note: Lifetime of kept results]
     operation ──▶ KeptResult, owned by Selection ──▶ Recomputation ──▶ freed by the last run
@@ -138,13 +138,11 @@ class KeptResult:
     """The result of one call of an operation.
 
     Args:
-        weights: The memories of the weights among its arguments.
         start: The states of generators before the call.
         end: The states after it.
     """
 
-    def __init__(self, output: Any, weights: list[int], start: States, end: States) -> None:
-        self.weights = weights
+    def __init__(self, output: Any, start: States, end: States) -> None:
         self.start = start
         self.end = end
         leaves, self._spec = tree_flatten(output)
@@ -196,11 +194,6 @@ class KeptResult:
             if leaf is _TENSOR:
                 leaves[k] = next(remaining).detach()
         return tree_unflatten(leaves, self._spec)
-
-
-def _is_weight(x: Tensor) -> bool:
-    """Return whether a tensor is a parameter or a view of one."""
-    return isinstance(x if x._base is None else x._base, nn.Parameter)
 
 
 class _SelectionMode(InternalMode):
@@ -334,8 +327,8 @@ class Selection:
             return output
         result = None
         if not decision.name.endswith('RECOMPUTE'):
-            weights = self._observe_inputs(args, kwargs)
-            result = self._keep(operation, output, weights, start)
+            self._observe_inputs(operation, args, kwargs)
+            result = self._keep(operation, output, start)
             offloads = decision.name.endswith('OFFLOAD')
             if self._offloads_large and sum(map(size_of, result.tensors)) >= LARGE:
                 offloads = True
@@ -344,47 +337,33 @@ class Selection:
         self._calls[operation].append(result)
         return output
 
-    def _keep(
-        self,
-        operation: Any,
-        output: Any,
-        weights: list[int],
-        start: States,
-    ) -> KeptResult:
+    def _keep(self, operation: Any, output: Any, start: States) -> KeptResult:
         if in_compiled_code():
             raise _compiled()  # Its code may reuse the memory of the result.
         end: States = {}
         if operation_of(operation).may_draw:
             end = self._draws.position()
         with unseen():
-            result = KeptResult(output, weights, start, end)
+            result = KeptResult(output, start, end)
         for x in result.tensors:
             if is_plain(x):
                 self._by_memory[storage_id(x)].append(result)
         return result
 
-    def _observe_inputs(self, args: Any, kwargs: Any) -> list[int]:
-        """Copy some elements of the inputs: [Note: Inputs of kept operations].
-
-        Returns:
-            The memories of the weights.
-        """
-        weights: list[int] = []
+    def _observe_inputs(self, operation: Any, args: Any, kwargs: Any) -> None:
+        """Copy some elements of the inputs: [Note: Inputs of kept operations]."""
         if self._policy is keep_everything:
-            return weights  # The nodes have saved these tensors in the first pass.
+            return  # The nodes have saved these tensors in the first pass.
+        # Such as running statistics, which have changed when the first pass comes here.
+        written = {id(x) for x in operation_of(operation).written_by(args, kwargs)}
         with unseen():
             for x in tree_leaves((args, kwargs)):
-                if not isinstance(x, Tensor):
-                    continue
-                if _is_weight(x):
-                    if is_plain(x):
-                        weights.append(storage_id(x))
+                if not isinstance(x, Tensor) or id(x) in written:
                     continue
                 elements = elements_of(x)
                 if elements is not None:
                     step = max(1, elements.numel() // ELEMENTS)
                     self._inputs[elements.dtype].append(elements.flatten()[::step].clone())
-        return weights
 
     def _before_write(self, x: Tensor) -> None:
         """Let kept results no longer use the memory of a tensor."""
@@ -405,8 +384,8 @@ class Selection:
         result = None
         if number < len(results):
             result = results[number]
-        if result is not None and self._observe_inputs(args, kwargs) != result.weights:
-            raise other_path(f'it called {operation}, whose result is kept, with other weights')
+        if result is not None:
+            self._observe_inputs(operation, args, kwargs)
         if result is None or not result.is_valid:  # (2)
             return operation(*args, **kwargs)
         if properties.may_draw:
