@@ -127,9 +127,9 @@ def test_places_of_stages_in_a_v():
 
 def test_attention_alone_is_recomputed_if_its_scores_are_in_memory():
     for fused, asked, got in [
-        (True, ['selective'], 'none'),
-        (False, ['selective'], 'selective'),
-        (True, ['selective', 'full'], 'full'),
+        (True, ['attention'], 'none'),
+        (False, ['attention'], 'attention'),
+        (True, ['attention', 'full'], 'full'),
     ]:
         found = plan(
             replace(GPT, fused=fused),

@@ -26,11 +26,11 @@ def llama(layers, width, heads, features):
 def test_saved_tensors_match_the_paper():
     """Korthikanti et al., 2022, equations 1 to 4."""
     for parallel in [False, True]:
-        for recomputation in ['none', 'selective']:
+        for recomputation in ['none', 'attention']:
             s, b, h, a, t = 2048, 4, 6144, 64, 8
             model = replace(GPT_22B, sequence_parallel=parallel)
             block = model.profile(A100, t, b, recomputation).layers[1]
-            scores = 0 if recomputation == 'selective' else 5 * a * s / (h * t)
+            scores = 0 if recomputation == 'attention' else 5 * a * s / (h * t)
             assert block.activation_bytes == pytest.approx(
                 s * b * h * ((10 / t if parallel else 10) + 24 / t + scores), abs=1
             )
@@ -120,7 +120,7 @@ def test_fused_attention_is_half_masked_and_saves_no_scores():
     )
     assert fused.activation_bytes < whole.activation_bytes
     assert fused.forward_seconds < whole.forward_seconds
-    again = replace(GPT_22B, dropout=False).profile(A100, 8, 4, 'selective').layers[1]
+    again = replace(GPT_22B, dropout=False).profile(A100, 8, 4, 'attention').layers[1]
     assert again.backward_seconds > whole.backward_seconds
 
 
@@ -164,7 +164,7 @@ def test_refused_sizes():
 def test_refused_recomputation():
     with pytest.raises(ValueError, match='tensor must be a positive integer'):
         GPT_22B.profile(A100, 0)
-    with pytest.raises(ValueError, match="must be one of .*'selective', 'full'.*, but is 'some'"):
+    with pytest.raises(ValueError, match="must be one of .*'full', 'attention'.*, but is 'some'"):
         GPT_22B.profile(A100, recomputation='some')
 
 

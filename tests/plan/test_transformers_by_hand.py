@@ -142,8 +142,8 @@ def test_operations_of_fused_attention_by_hand():
     assert one.backward_seconds - other.backward_seconds == pytest.approx(2.5 * seconds)
 
 
-def test_a_selective_recomputation_is_the_forward_of_attention():
-    none, again = (SMALL.profile(BYTES, 1, 2, x).layers[1] for x in ('none', 'selective'))
+def test_a_recomputation_of_attention_is_its_forward():
+    none, again = (SMALL.profile(BYTES, 1, 2, x).layers[1] for x in ('none', 'attention'))
     both = elements(8, 4, 8, 6) + elements(8, 8, 4, 6)
     assert again.backward_seconds - none.backward_seconds == 2 * both + 4 * 6 * 64
 

@@ -293,7 +293,12 @@ class Cells:
         selection = None
         if self.scopes is not None:
             selection = Selection(
-                self.scopes, draws, self._stream, self._host_stream, self._offloads
+                self.scopes,
+                draws,
+                self._stream,
+                self._host_stream,
+                self._offloads,
+                self._partition.is_last,
             )
         offload = None
         if self._offloads and self._host_stream is not CPUStream:

@@ -122,6 +122,8 @@ class OperationProfile:
     bytes: int
     #: Size of the results that autograd saves as well.
     saved_bytes: int
+    #: Whether a result is the output of the layer. At the end of the model it is not kept.
+    is_output: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -133,6 +135,7 @@ class OperationProfile:
             self.seconds * ratio,
             round(self.bytes * ratio),
             round(self.saved_bytes * ratio),
+            self.is_output,
         )
 
 
@@ -524,9 +527,14 @@ class StageCosts:
         return self.input_backward
 
 
-def _kept(layer: LayerProfile, names: Collection[str]) -> OperationProfile:
+def operations_to_keep(layer: LayerProfile, is_last: bool) -> list[OperationProfile]:
+    """Return the operations of a layer whose results can be kept, by whether it is the last."""
+    return [x for x in layer.operations if not (is_last and x.is_output)]
+
+
+def _kept(layer: LayerProfile, names: Collection[str], is_last: bool) -> OperationProfile:
     """Return the sum of the operations of a layer with these names."""
-    operations = [operation for operation in layer.operations if operation.name in names]
+    operations = [x for x in operations_to_keep(layer, is_last) if x.name in names]
     return OperationProfile(
         layer.name,
         sum(operation.seconds for operation in operations),
@@ -657,7 +665,7 @@ class Costs:
             names: Collection[str] = PRODUCTS | SMALL_PRODUCTS
             if not isinstance(keep, str):
                 names = (keep or {}).get(layer.name, ())
-            kept.append(_kept(layer, names))
+            kept.append(_kept(layer, names, layer is profile.layers[-1]))
         stops = checkpoint_stops(checkpoint, m, len(balance))
         for start, end, stop in zip(cuts, cuts[1:], stops):
             layers = slice(start, end)

@@ -3,7 +3,8 @@
 For one micro-batch, :func:`bytes_over_time` counts on a device::
 
     F ─────────────────────────▶ B or W     activations; if recomputed, from R on, except results
-                                            that checkpointing keeps
+                                            that checkpointing keeps, until the recomputation
+                                            uses them
     F of the stage before ─────▶ B or W     the input, from another device or recomputed there;
                                             a skip waits there, and is here from its F on
           B of the next stage ─▶ B          the gradient of the output
@@ -344,7 +345,10 @@ def _of_forward(
     if _is_recomputed(times, costs, stage, i):
         first = times.get((stage, 'R', i), backward) or forward
         made -= each.kept_activation_bytes
-        yield _Hold(forward.device, forward.start, freed, each.kept_bytes, 'activations')
+        kept = each.kept_bytes - each.kept_activation_bytes
+        yield _Hold(forward.device, forward.start, first.start, kept, 'activations')
+        kept = each.kept_activation_bytes
+        yield _Hold(forward.device, forward.start, freed, kept, 'activations')
     yield _Hold(forward.device, first.start, freed, made, 'activations')
     for source, bytes, waits in edges:
         before = times[source, 'F', i]

@@ -142,13 +142,19 @@ class OperationTimes(InternalMode):
                 self._results[name].append(x.untyped_storage())
         return output
 
-    def profiles(self, saved: Collection[Any]) -> list[OperationProfile]:
-        """Return the sizes of the results, given the memories that autograd saves."""
+    def profiles(self, saved: Collection[Any], output: Collection[Any]) -> list[OperationProfile]:
+        """Return the sizes of the results.
+
+        Args:
+            saved: The memories that autograd saves.
+            output: The memories of the layer's output.
+        """
         profiles = []
         for name, results in self._results.items():
             size = sum(result.nbytes() for result in results)
             saved_size = sum(result.nbytes() for result in results if result in saved)
-            profiles.append(OperationProfile(name, 0.0, size, saved_size))
+            is_output = any(result in output for result in results)
+            profiles.append(OperationProfile(name, 0.0, size, saved_size, is_output))
         return profiles
 
 
@@ -312,7 +318,8 @@ class Measurement:
         for memory in (known[storage] for storage in alive & known.keys()):
             memory.kept = True
         self._inner_bytes = sum(x.nbytes() for x in alive - known.keys() - own)
-        self.operations = results.profiles(alive)
+        memories = {x.untyped_storage() for x in output.tensors if is_plain(x)}
+        self.operations = results.profiles(alive, memories)
 
     def time_operations(self) -> None:
         """Run forward, and add the times of its operations."""

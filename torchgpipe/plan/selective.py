@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from torchgpipe.plan.costs import Costs, LayerProfile
+from torchgpipe.plan.costs import Costs, LayerProfile, operations_to_keep
 
 #: The number of units into which the room is divided.
 UNITS = 128
@@ -98,7 +98,7 @@ def select(
             # The micro-batch in backward has its activations in any case.
             activations += costs.stages[stage].activation_bytes * (in_flight[stage] - 1)
             for layer in layers[ends[stage] - balance[stage] : ends[stage]]:
-                items += _items(layer, m, in_flight[stage])
+                items += _items(layer, layer is layers[-1], m, in_flight[stage])
 
         if activations <= free:
             for stage in stages:
@@ -110,10 +110,10 @@ def select(
     return Selected(tuple(modes), keep)
 
 
-def _items(layer: LayerProfile, m: int, in_flight: int) -> list[_Item]:
+def _items(layer: LayerProfile, is_last: bool, m: int, in_flight: int) -> list[_Item]:
     """Return the operations of a layer that take time."""
     items = []
-    for operation in layer.operations:
+    for operation in operations_to_keep(layer, is_last):
         if operation.seconds > 0:
             size = (operation.bytes * in_flight - operation.saved_bytes) / m
             items.append(_Item(layer.name, operation.name, size, operation.seconds / m))

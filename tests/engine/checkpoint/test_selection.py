@@ -158,7 +158,7 @@ def test_results_that_later_operations_change_in_place(devices):
                 devices=devices(len(balance)),
                 chunks=2,
                 checkpoint=mode,
-                keep='products',
+                keep=[aten.addmm],
             )
             with Executed() as executed:
                 train_both(model, gpipe, torch.randn(5, 4, dtype=torch.double))
@@ -179,6 +179,45 @@ def test_a_change_that_no_mode_sees_runs_the_operation_again():
         outputs[0].add_(1)
         output.sum().backward()
     assert executed.counts['addmm'] == 2
+
+
+@pytest.mark.parametrize(('keep', 'number'), [('products', 3), ([aten.addmm], 2), ('all', 2)])
+def test_the_output_of_the_model_is_kept_only_if_it_is_a_must(keep, number):
+    """It is the largest tensor of a language model, and the loss frees it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 64))
+    if keep == 'all':
+        keep = {name: 'all' for name in '012'}
+    gpipe = GPipe(model, [3], devices=['cpu'], checkpoint='always', keep=keep)
+    with Executed() as executed:
+        loss = gpipe(torch.rand(2, 4)).square().sum()
+        loss.backward()
+    assert executed.counts['addmm'] == number
+
+
+def test_a_recomputation_frees_results_as_it_takes_them():
+    """In the last one, they are free unless a node has saved them."""
+    alive = []
+
+    def look(x):
+        if is_recomputing():
+            alive.append(sum(type(x) is torch.Tensor and x.shape == (3, 5) for x in tensors()))
+        return x
+
+    def tensors():
+        return [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+
+    layers = []
+    for _ in range(3):
+        layers += [nn.Linear(4, 5), Call(lambda x: x + 1), Call(look), nn.Linear(5, 4)]
+    gpipe = GPipe(
+        nn.Sequential(*layers), [12], devices=['cpu'], checkpoint='always', keep=[aten.addmm]
+    )
+    gpipe(torch.rand(3, 4)).sum().backward()
+    # At each place, the sum of the layers so far, and the kept results of later ones.
+    assert alive[0] - alive[1] == alive[1] - alive[2] == 0
+    alive.clear()
+    gpipe(torch.rand(3, 4)).sum().backward(retain_graph=True)
+    assert alive[2] - alive[0] == 2
 
 
 @devices

@@ -347,13 +347,13 @@ class Recomputation:
         if backward_pass() not in self._fills:
             if self._life is Life.RELEASED:
                 _raise_again(node)
-            self._refill()
+            self._refill(is_last=not retains_graph())
         if self._life is Life.REPEATABLE and not retains_graph():
             self.forget()
 
-    def _refill(self) -> RecomputedTensors:
+    def _refill(self, is_last: bool = False) -> RecomputedTensors:
         """Give the pass new tensors, and drop the rest at its end."""
-        fill = self._run_again()
+        fill = self._run_again(is_last)
         number = backward_pass()
         self._fills[number] = fill
         if number != -1:  # Outside of a backward pass, such as for a user who reads saved tensors.
@@ -372,7 +372,7 @@ class Recomputation:
             # output of the recomputation is compared at once, and shows a draw as well.
             if monitor is not None and self._stream is not CPUStream:
                 monitor.check()
-            self._ahead = self._run_again()
+            self._ahead = self._run_again(is_last=True)
             self.forget()
 
     def drop(self) -> None:
@@ -380,7 +380,7 @@ class Recomputation:
         self._ahead = None
 
     @uncompiled
-    def _run_again(self) -> RecomputedTensors:
+    def _run_again(self, is_last: bool) -> RecomputedTensors:
         """Run the function again, and keep the tensors that its nodes save."""
         if self._life is Life.RELEASED:
             _raise_again()
@@ -397,7 +397,7 @@ class Recomputation:
                 leaves = []
                 for x, requires_grad in zip(self._take_input(), self._requires_grad):
                     leaves.append(x.detach().requires_grad_(requires_grad))
-                output = self._repeat_call(leaves, fill)
+                output = self._repeat_call(leaves, fill, is_last)
                 if fill.number != len(self._saved):
                     raise other_path(
                         f'it saved {fill.number} tensors for backward, the first '
@@ -440,12 +440,13 @@ class Recomputation:
         self,
         leaves: list[Tensor],
         fill: RecomputedTensors,
+        is_last: bool,
     ) -> list[Tensor]:
         input = self._spread(leaves)
         function: Callable[[], list[Tensor]] = partial(self._function, input)
         hooks = saved_tensors_hooks(fill.keep, _refuse_gradient)
         if self._selection is not None:
-            function = partial(self._selection.replay, hooks, function)
+            function = partial(self._selection.replay, hooks, function, is_last)
         draws = self._draws
         if draws.states or (draws.monitor is not None and draws.monitor.drawn):
             function = partial(draws.replay, function)

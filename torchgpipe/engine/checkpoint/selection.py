@@ -50,9 +50,8 @@ from torchgpipe.base.private import (
     innermost_hooks,
     is_compiled_module,
     name_of_call,
-    tree_flatten,
     tree_leaves,
-    tree_unflatten,
+    tree_map_only,
     unseen,
     untraced,
     versions,
@@ -130,8 +129,8 @@ def _compiled() -> RuntimeError:
     )
 
 
-#: The place of a tensor among the leaves of a result.
-_TENSOR = object()
+#: In place of the tensors of a result.
+_NOTHING = torch.empty(0)
 
 
 class KeptResult:
@@ -145,18 +144,17 @@ class KeptResult:
     def __init__(self, output: Any, start: States, end: States) -> None:
         self.start = start
         self.end = end
-        leaves, self._spec = tree_flatten(output)
-        self.tensors: list[Tensor] = []
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self.tensors.append(alias_of(leaf))
-                leaves[k] = _TENSOR  # Autograd will give the tensor a graph.
-        self._leaves = leaves
+        # Autograd will give the tensors themselves a graph.
+        self._structure = tree_map_only(Tensor, lambda x: _NOTHING, output)
+        leaves = tree_leaves(output)
+        self.tensors = [alias_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         self._versions = versions(self.tensors)
         #: Tensors with the versions of the result.
         self._watched = self.tensors
         self._offload: Offload | None = None
         self._is_changed_later = False
+        #: Whether it is not kept if it is the output of the model.
+        self.is_optional = False
 
     @property
     def is_valid(self) -> bool:
@@ -181,6 +179,12 @@ class KeptResult:
         self._versions = []
         self._is_changed_later = True
 
+    def drop(self) -> None:
+        """Release its tensors. From now on, the operation runs again."""
+        self.tensors = []
+        self._watched = []
+        self._versions = [-1]
+
     def value(self, stream: AbstractStream) -> Any:
         """Return the result, for a recomputation, in which operations may change it as before."""
         tensors: Sequence[Tensor] = self.tensors
@@ -189,11 +193,7 @@ class KeptResult:
         elif self._is_changed_later:
             tensors = [x.clone() for x in tensors]
         remaining = iter(tensors)
-        leaves = [*self._leaves]
-        for k, leaf in enumerate(leaves):
-            if leaf is _TENSOR:
-                leaves[k] = next(remaining).detach()
-        return tree_unflatten(leaves, self._spec)
+        return tree_map_only(Tensor, lambda _: next(remaining).detach(), self._structure)
 
 
 class _SelectionMode(InternalMode):
@@ -220,6 +220,7 @@ class Selection:
         stream: The compute stream.
         host_stream: Copies results to the host; no result is copied if it is the CPU's.
         offloads_large: Whether all large results are copied, and not only by the policy.
+        is_last: Whether the output goes into the loss. Then it is not kept.
     """
 
     def __init__(
@@ -229,7 +230,9 @@ class Selection:
         stream: AbstractStream,
         host_stream: AbstractStream,
         offloads_large: bool,
+        is_last: bool,
     ) -> None:
+        self._is_last = is_last
         self._scopes = scopes
         self._draws = draws
         self._host_stream = host_stream
@@ -244,6 +247,7 @@ class Selection:
         self._by_memory: defaultdict[int, list[KeptResult]] = defaultdict(list)
         #: Comparisons of the last recomputation that wait for an accelerator.
         self.pending: list[PendingComparison] = []
+        self._releases = False
         #: The number of calls of each operation in a recomputation so far.
         self._numbers: defaultdict[Any, int] = defaultdict(int)
         #: Elements of the inputs of kept operations in the pass that runs now, by their type.
@@ -251,20 +255,39 @@ class Selection:
         #: The same of the first pass, when it has ended.
         self._samples: list[Sample] = []
 
-    def record(self, hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
+    def record(
+        self,
+        hooks: saved_tensors_hooks,
+        function: Callable[[], list[Tensor]],
+    ) -> list[Tensor]:
         """Run the cell for the first time, with these hooks."""
         mode = _SelectionMode(self._first_call)
         output = self._run(hooks, partial(mode.run, function))
+        if self._is_last:
+            # The loss frees the output, such as scores for each token of a vocabulary.
+            for x in filter(is_plain, output):
+                for result in self._by_memory.pop(storage_id(x), ()):
+                    if result.is_optional:
+                        result.drop()
         self._by_memory.clear()
         self._samples = samples_of(self._take_inputs())
         return output
 
-    def replay(self, hooks: saved_tensors_hooks, function: Callable[[], T]) -> T:
+    def replay(
+        self,
+        hooks: saved_tensors_hooks,
+        function: Callable[[], T],
+        releases: bool,
+    ) -> T:
         """Run the cell again, with the kept results in place of their operations.
+
+        Args:
+            releases: Whether to free each result when it is taken, because this is the last run.
 
         Raises:
             RuntimeError: It has called other operations, or with other inputs.
         """
+        self._releases = releases
         self._numbers.clear()
         self._inputs.clear()
         mode = _SelectionMode(self._next_call)
@@ -307,9 +330,11 @@ class Selection:
     def _first_call(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation in a first pass, and keep its result if the policy says so."""
         properties = operation_of(operation)
-        if properties.written and self._by_memory:
-            for x in properties.written_by(args, kwargs):
-                self._before_write(x)  # (1)
+        if self._by_memory:
+            for x in filter(is_plain, properties.written_by(args, kwargs)):
+                with unseen():
+                    for kept in self._by_memory.pop(storage_id(x), ()):
+                        kept.separate(self._stream)  # (1)
         policy = self._policy
         if policy is None:
             return operation(*args, **kwargs)
@@ -327,8 +352,10 @@ class Selection:
             return output
         result = None
         if not decision.name.endswith('RECOMPUTE'):
-            self._observe_inputs(operation, args, kwargs)
+            self._observe_inputs(args, kwargs)
             result = self._keep(operation, output, start)
+            is_preferred = decision.name.startswith('PREFER')
+            result.is_optional = is_preferred and policy is not keep_everything
             offloads = decision.name.endswith('OFFLOAD')
             if self._offloads_large and sum(map(size_of, result.tensors)) >= LARGE:
                 offloads = True
@@ -350,28 +377,16 @@ class Selection:
                 self._by_memory[storage_id(x)].append(result)
         return result
 
-    def _observe_inputs(self, operation: Any, args: Any, kwargs: Any) -> None:
+    def _observe_inputs(self, args: Any, kwargs: Any) -> None:
         """Copy some elements of the inputs: [Note: Inputs of kept operations]."""
         if self._policy is keep_everything:
             return  # The nodes have saved these tensors in the first pass.
-        # Such as running statistics, which have changed when the first pass comes here.
-        written = {id(x) for x in operation_of(operation).written_by(args, kwargs)}
         with unseen():
             for x in tree_leaves((args, kwargs)):
-                if not isinstance(x, Tensor) or id(x) in written:
-                    continue
-                elements = elements_of(x)
+                elements = elements_of(x) if isinstance(x, Tensor) else None
                 if elements is not None:
                     step = max(1, elements.numel() // ELEMENTS)
                     self._inputs[elements.dtype].append(elements.flatten()[::step].clone())
-
-    def _before_write(self, x: Tensor) -> None:
-        """Let kept results no longer use the memory of a tensor."""
-        if not is_plain(x):
-            return
-        with unseen():
-            for result in self._by_memory.pop(storage_id(x), ()):
-                result.separate(self._stream)
 
     def _next_call(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Return the kept result of an operation in a recomputation, or run it."""
@@ -385,13 +400,16 @@ class Selection:
         if number < len(results):
             result = results[number]
         if result is not None:
-            self._observe_inputs(operation, args, kwargs)
+            self._observe_inputs(args, kwargs)
         if result is None or not result.is_valid:  # (2)
             return operation(*args, **kwargs)
         if properties.may_draw:
             self._draws.go_to(result.start, result.end)
         with unseen():
-            return result.value(self._stream)
+            output = result.value(self._stream)
+        if self._releases:
+            result.drop()
+        return output
 
     # --- modules with another policy
 
