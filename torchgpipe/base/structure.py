@@ -68,6 +68,17 @@ def storage_id(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
+def local_storage_id(x: Tensor) -> int:
+    """Return the :func:`storage_id` of a tensor, or of this rank's part of a DTensor.
+
+    Tensors of other types have an id that no other tensor has.
+    """
+    x = x.detach()
+    if hasattr(x, 'to_local'):
+        x = x.to_local()
+    return storage_id(x) if is_plain(x) else id(x)
+
+
 def share_memory(
     tensors: Iterable[Tensor],
     candidates: Iterable[Tensor],

@@ -671,11 +671,12 @@ class MeshSearch:
 
     def _flops(self, case: _Case) -> tuple[float, ...]:
         """Return by stage the FLOPs of a rank in a step."""
-        passes = 2 if case.recomputation == 'full' else 1
         flops = []
         for layers in self._stage_layers(case):
             micro_batch = 0.0
             for layer in layers:
+                is_kept = case.recomputation == 'selective' and layer.operations
+                passes = 2 if _is_scheduled(case) and not is_kept else 1
                 micro_batch += passes * layer.forward_flops + layer.backward_flops
             flops.append(self.chunks(case) * micro_batch)
         return tuple(flops)

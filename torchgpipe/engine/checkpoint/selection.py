@@ -56,7 +56,7 @@ from torchgpipe.base.private import (
     untraced,
     versions,
 )
-from torchgpipe.base.structure import is_plain, size_of, storage_id
+from torchgpipe.base.structure import local_storage_id, size_of
 from torchgpipe.engine.checkpoint.offload import Offload
 from torchgpipe.engine.checkpoint.random import Draws, States, operation_of
 from torchgpipe.engine.checkpoint.samples import (
@@ -265,8 +265,8 @@ class Selection:
         output = self._run(hooks, partial(mode.run, function))
         if self._is_last:
             # The loss frees the output, such as scores for each token of a vocabulary.
-            for x in filter(is_plain, output):
-                for result in self._by_memory.pop(storage_id(x), ()):
+            for x in output:
+                for result in self._by_memory.pop(local_storage_id(x), ()):
                     if result.is_optional:
                         result.drop()
         self._by_memory.clear()
@@ -331,9 +331,9 @@ class Selection:
         """Run an operation in a first pass, and keep its result if the policy says so."""
         properties = operation_of(operation)
         if self._by_memory:
-            for x in filter(is_plain, properties.written_by(args, kwargs)):
-                with unseen():
-                    for kept in self._by_memory.pop(storage_id(x), ()):
+            with unseen():
+                for x in properties.written_by(args, kwargs):
+                    for kept in self._by_memory.pop(local_storage_id(x), ()):
                         kept.separate(self._stream)  # (1)
         policy = self._policy
         if policy is None:
@@ -372,9 +372,8 @@ class Selection:
             end = self._draws.position()
         with unseen():
             result = KeptResult(output, start, end)
-        for x in result.tensors:
-            if is_plain(x):
-                self._by_memory[storage_id(x)].append(result)
+            for x in result.tensors:
+                self._by_memory[local_storage_id(x)].append(result)
         return result
 
     def _observe_inputs(self, args: Any, kwargs: Any) -> None:
