@@ -318,6 +318,7 @@ def mesh_of(data, pipe, tensor):
         ((1, 2, 1), ['--schedule', 'zb-v']),
         ((2, 2, 1), ['--shard']),
         ((2, 1, 2), ['--checkpoint', 'always']),
+        ((1, 2, 2), ['--checkpoint', 'selective', '--schedule', 'zb-h1']),
         ((2, 1, 1), ['--offload', '--micro-batch-size', 2]),
         ((1, 2, 1), ['--plan', 'auto']),
     ],
