@@ -100,6 +100,7 @@ def test_casts_new_tensors_and_side_effects_are_not_kept_unless_it_is_a_must():
         (aten.zeros.default, ([2],), {must: must, prefer: RECOMPUTE}),
         (aten.native_batch_norm.default, (), {prefer: RECOMPUTE}),
         (aten.view.default, (x, [4]), {prefer: RECOMPUTE}),
+        (aten._unsafe_view.default, (x, [4]), {prefer: RECOMPUTE}),
     ]:
         for answer, expected in kept.items():
             ctx = OperationContext(x, 0)

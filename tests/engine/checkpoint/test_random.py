@@ -31,7 +31,7 @@ from tests.helpers import (
 from tests.marks import MODES, modes
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.base.locks import generator_lock
-from torchgpipe.engine.checkpoint.random import Drawing
+from torchgpipe.engine.checkpoint.random import Drawing, operation_of
 
 
 class Dropouts(nn.Dropout):
@@ -721,3 +721,11 @@ for thread in threads:
 def test_threads_at_the_generator_do_not_wait_for_each_other_for_ever():
     """In a process of its own: a fork has the memory of all threads there were, and no threads."""
     subprocess.run([sys.executable, '-c', COLLECTED], check=True, timeout=120)
+
+
+def test_a_collective_writes_to_its_tensors():
+    """Its schema does not declare it."""
+    x, y = torch.ones(2), torch.ones(2)
+    collective = operation_of(torch.ops.c10d.allreduce_.default)
+    assert [*collective.written_by(([x, y], None, None, None), {})] == [x, y]
+    assert not collective.makes_tensors

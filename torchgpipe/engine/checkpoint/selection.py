@@ -269,7 +269,6 @@ class Selection:
                 for result in self._by_memory.pop(local_storage_id(x), ()):
                     if result.is_optional:
                         result.drop()
-        self._by_memory.clear()
         self._samples = samples_of(self._take_inputs())
         return output
 
