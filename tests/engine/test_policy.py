@@ -94,18 +94,21 @@ def test_casts_new_tensors_and_side_effects_are_not_kept_unless_it_is_a_must():
     x = torch.ones(2, 2)
     must, prefer = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
     for operation, args, kept in [
-        (aten.gelu.default, (x,), {must: must, prefer: prefer}),
-        (aten._to_copy.default, (x,), {must: must, prefer: RECOMPUTE}),
-        (aten.rand_like.default, (x,), {must: must, prefer: RECOMPUTE}),
-        (aten.zeros.default, ([2],), {must: must, prefer: RECOMPUTE}),
-        (aten.native_batch_norm.default, (), {prefer: RECOMPUTE}),
-        (aten.view.default, (x, [4]), {prefer: RECOMPUTE}),
-        (aten._unsafe_view.default, (x, [4]), {prefer: RECOMPUTE}),
+        (aten.gelu.default, (x,), {must: True, prefer: True}),
+        (aten._to_copy.default, (x,), {must: True, prefer: False}),
+        (aten.rand_like.default, (x,), {must: True, prefer: False}),
+        (aten.zeros.default, ([2],), {must: True, prefer: False}),
+        (aten.native_batch_norm.default, (), {prefer: False}),
+        (aten.view.default, (x, [4]), {prefer: False}),
+        (aten._unsafe_view.default, (x, [4]), {prefer: False}),
     ]:
-        for answer, expected in kept.items():
+        for answer, keeps in kept.items():
             ctx = OperationContext(x, 0)
             policy = lambda *args, answer=answer, **kwargs: answer  # noqa: E731
-            assert decision_of(policy, ctx, operation, args, {}) is expected
+            decision = decision_of(policy, ctx, operation, args, {})
+            assert decision.keeps is keeps
+            assert decision.is_optional is (keeps and answer is prefer)
+    assert not decision_of(keep_everything, ctx, aten.gelu.default, (x,), {}).is_optional
     assert decide(keep_everything, aten.gelu.default, x, x) is SAVE
 
 

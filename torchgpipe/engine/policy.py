@@ -292,6 +292,17 @@ def not_new(operation: Any) -> str:
     )
 
 
+class Decision(NamedTuple):
+    """The answer of a policy for one call of an operation."""
+
+    #: Whether the result is kept.
+    keeps: bool
+    #: Whether it waits in the memory of the host.
+    offloads: bool = False
+    #: Whether it is not kept if it is the output of the model.
+    is_optional: bool = False
+
+
 def decision_of(
     policy: Policy, ctx: OperationContext, operation: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -310,14 +321,17 @@ def decision_of(
             'torch.utils.checkpoint.CheckpointPolicy'
         )
     if answer.name.endswith('RECOMPUTE'):
-        return answer
+        return Decision(False)
     properties = operation_of(operation)
-    if answer.name.startswith('MUST'):
-        if not properties.makes_tensors:
-            raise ValueError(not_new(operation))
-        return answer
+    is_must = answer.name.startswith('MUST')
+    if is_must and not properties.makes_tensors:
+        raise ValueError(not_new(operation))
     # Autocast keeps the casts of weights for several micro-batches, and a layer may keep a new
     # tensor for longer and change it.
-    if not properties.makes_tensors or properties.takes_options:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return answer
+    if not properties.makes_tensors or properties.takes_options and not is_must:
+        return Decision(False)
+    return Decision(
+        True,
+        answer.name.endswith('OFFLOAD'),
+        is_optional=not is_must and policy is not keep_everything,
+    )

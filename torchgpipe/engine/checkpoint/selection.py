@@ -64,7 +64,7 @@ from torchgpipe.engine.checkpoint.samples import (
     PendingComparison,
     Sample,
     compare,
-    elements_of,
+    few_elements_of,
     samples_of,
 )
 from torchgpipe.engine.checkpoint.swaps import entry, substituted
@@ -82,9 +82,6 @@ T = TypeVar('T')
 #: From this number of bytes on, the kept tensors of an operation wait in host memory, if the
 #: inputs of checkpointed cells do.
 LARGE = 1 << 20
-
-#: The number of elements of an input that are compared.
-ELEMENTS = 8
 
 INPUT = 'the input of an operation whose result is kept has other values'
 
@@ -342,22 +339,18 @@ class Selection:
         if properties.may_draw:
             start = self._draws.position()
         output = operation(*args, **kwargs)
-        index = 0
-        if properties.makes_tensors:
-            index = len(self._calls[operation])
-        ctx = OperationContext(output, index)
+        ctx = OperationContext(output, len(self._calls[operation]))
         decision = decision_of(policy, ctx, operation, args, kwargs)
         if not properties.makes_tensors:
             return output
         result = None
-        if not decision.name.endswith('RECOMPUTE'):
+        if decision.keeps:
             self._observe_inputs(args, kwargs)
             result = self._keep(operation, output, start)
-            is_preferred = decision.name.startswith('PREFER')
-            result.is_optional = is_preferred and policy is not keep_everything
-            offloads = decision.name.endswith('OFFLOAD')
-            if self._offloads_large and sum(map(size_of, result.tensors)) >= LARGE:
-                offloads = True
+            result.is_optional = decision.is_optional
+            offloads = decision.offloads
+            if self._offloads_large:
+                offloads = offloads or sum(map(size_of, result.tensors)) >= LARGE
             if offloads and self._host_stream is not CPUStream:
                 result.store(Offload(self._host_stream), self._stream)
         self._calls[operation].append(result)
@@ -381,10 +374,9 @@ class Selection:
             return  # The nodes have saved these tensors in the first pass.
         with unseen():
             for x in tree_leaves((args, kwargs)):
-                elements = elements_of(x) if isinstance(x, Tensor) else None
+                elements = few_elements_of(x) if isinstance(x, Tensor) else None
                 if elements is not None:
-                    step = max(1, elements.numel() // ELEMENTS)
-                    self._inputs[elements.dtype].append(elements.flatten()[::step].clone())
+                    self._inputs[elements.dtype].append(elements.flatten().clone())
 
     def _next_call(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Return the kept result of an operation in a recomputation, or run it."""
