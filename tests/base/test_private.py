@@ -493,3 +493,21 @@ def test_ddp_leaves_the_attributes_of_the_model():
         assert seen == [ddp]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_alias_in_a_mode_shows_later_changes():
+    """A tensor that is detached in a mode has its own version."""
+    aliases = []
+
+    class Mode(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            aliases.append(private.alias_of(output))
+            return output
+
+    with Mode():
+        y = torch.ones(2, requires_grad=True) * 2
+    before = private.versions(aliases)
+    y.detach().add_(1)
+    assert private.versions(aliases[-1:]) != before[-1:]
+    assert aliases[-1].grad_fn is None
