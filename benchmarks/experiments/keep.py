@@ -223,13 +223,15 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
     sizes = [result['bytes'] / 2**20 for result in results]
     times = [result['seconds'] for result in results]
     axes.plot(sizes, times, 'o-')
-    for size, seconds, result in zip(sizes, times, results):
+    # Labels are above and below the line in turn, so that they do not overlap.
+    for k, (size, seconds, result) in enumerate(zip(sizes, times, results)):
+        offset = (6, -30 if k % 2 else 8)
         axes.annotate(
-            result['name'], (size, seconds), (6, 6), textcoords='offset points', color=NEUTRAL
+            result['name'], (size, seconds), offset, textcoords='offset points', color=NEUTRAL
         )
     axes.set_xlabel('MiB of a micro-batch in a block', color=NEUTRAL)
     axes.set_ylabel('seconds of a step', color=NEUTRAL)
-    axes.set_xlim(0, 1.3 * max(sizes))
+    axes.set_xlim(0, 1.15 * max(sizes))
     axes.set_ylim(0, 1.15 * max(times))
     return save(figure, axes, stem)
 
