@@ -279,8 +279,8 @@ class MeshPlan(Plan):
 
     #: The samples of a micro-batch.
     micro_batch: int = field(default=1, kw_only=True)
-    #: The recomputation in backward: ``'none'``, ``'selective'`` (all but products), ``'full'`` or
-    #: ``'attention'``.
+    #: The recomputation in backward, which is ``'none'``, ``'selective'`` (all but products),
+    #: ``'full'`` or ``'attention'``.
     recomputation: str = field(default='none', kw_only=True)
     #: The seconds of the step by cause, as means over ranks. See
     #: :func:`~torchgpipe.plan.plan_mesh`.
