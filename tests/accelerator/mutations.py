@@ -237,6 +237,11 @@ MUTATIONS = [
         (offload.Offload._to_host, 'record_stream(x, self._stream)', P.inputs_wait_on_the_host),
         (offload.Offload.fetch, 'use_stream(self._stream)', P.inputs_go_and_come_beside_cells),
         (offload.Offload.fetch, 'wait_stream(compute, self._stream)', P.inputs_wait_on_the_host),
+        (
+            offload.Offload.wait,
+            'wait_stream(compute, self._stream)',
+            P.kept_results_go_to_the_host_before_a_change,
+        ),
         (offload.Offload._to_device, 'record_stream(y, compute)', P.inputs_wait_on_the_host),
         (
             workers.Workers.host_stream,

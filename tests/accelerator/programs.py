@@ -9,6 +9,7 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from tests.skip.models import WIDTH, crossing
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import profile
 from torchgpipe.engine.backward_order import Copy, Wait
+from torchgpipe.engine.checkpoint import selection
 from torchgpipe.engine.streams import CPUStream
 
 FOUR = ['sim:0', 'sim:1', 'sim:2', 'sim:3']
@@ -194,6 +196,16 @@ def inputs_wait_on_the_host(mode='always'):
     """Free inputs while they are copied to the host, and restored ones while they are in use."""
     with side_streams():
         pair = Pair(crossing(), [2, 1, 2, 1], mode=mode, offload=True)
+        pair.train(3)
+    pair.check()
+
+
+def kept_results_go_to_the_host_before_a_change():
+    """Change a kept result in place while it is copied to the host."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    model = nn.Sequential(*layers).double()
+    with side_streams(), mock.patch.object(selection, 'LARGE', 1):
+        pair = Pair(model, [3], ['sim:0'], keep='products', offload=True)
         pair.train(3)
     pair.check()
 

@@ -125,8 +125,8 @@ PIPELINES = {
     'recorded',
     'compared',
 }
-#: A conversion also watches the writes of the sample's forward.
-WATCHED = PIPELINES | {'converted'}
+#: A conversion also watches the writes of the sample's forward, and a profile its operations.
+WATCHED = PIPELINES | {'converted', 'balanced'}
 BACKWARD = {
     'checkpointed',
     'drawing',

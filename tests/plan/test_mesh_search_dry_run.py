@@ -170,7 +170,9 @@ def compared(settings):
     for place, peak in enumerate(found.peaks):
         most = max(rank.total for rank in report.ranks if rank.pipe == place)
         errors.append(peak / most - 1)
-        assert abs(errors[-1]) < 0.1, (settings, place, peak, most)
+        # A selective recomputation gathers tensors again, which are in use for a moment.
+        limit = 0.12 if settings.recomputation == 'selective' else 0.1
+        assert abs(errors[-1]) < limit, (settings, place, peak, most)
     return errors
 
 

@@ -24,9 +24,9 @@ changes the output, which is compared. A kept result hides it, and the gradients
 would be wrong. So some elements of its inputs are compared instead.
 
 [Note: Lifetime of kept results]
-    operation ──▶ KeptResult, owned by Selection ──▶ Recomputation ──▶ freed by the last run
+    operation ──▶ KeptResult, owned by Selection ──▶ taken by the last run, and freed
 It has no graph (rule 6). An offload moves its tensors to the host at once, and back when they are
-needed.
+needed. The output of the model is freed after the first pass, unless the policy demands it.
 
 In a module of :func:`~torchgpipe.engine.policy.no_recompute`, the nodes also save their
 tensors themselves, in both passes. So the module may ask for gradients in its forward.
