@@ -170,8 +170,7 @@ NEEDED = {
     'torch.nn:Module._ddp_params_and_buffers_to_ignore': {'told_to_ddp'},
     'torch.utils._python_dispatch:TorchDispatchMode': WATCHED,
     'torch.utils._pytree:tree_flatten': VALUES,
-    'torch.utils._pytree:tree_flatten_with_path': VALUES - {'values_of_other_kinds'}
-    | {'kept_out_of_recomputation'},
+    'torch.utils._pytree:tree_flatten_with_path': VALUES - {'values_of_other_kinds'},
     'torch.utils._pytree:tree_leaves': PIPELINES | {'transformed'},
     'torch.utils._pytree:tree_unflatten': VALUES,
 }

@@ -225,7 +225,10 @@ class Cells:
             self._modules = [*partition.layers.modules()]
         if self._recomputed:
             self._trainable = any(x.requires_grad for x in partition.layers.parameters())
-            marked = [module for module in self._modules if MARK in module.__dict__]
+            marked = []
+            for module in self._modules:
+                if MARK in module.__dict__:
+                    marked.append(module)
             if marked or any(self._policy):
                 self.scopes = Scopes.of(partition.layers, marked, self._policy)
         if self._recomputed or not self._one_worker:

@@ -139,7 +139,11 @@ def keep_products(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
     name = name_of_operation(operation)
     is_kept = name in PRODUCTS
     if name in SMALL_PRODUCTS:
-        is_kept = _size(ctx.op_output) <= sum(_size(x) for x in args if isinstance(x, Tensor))
+        remaining = _size(ctx.op_output)
+        for x in args:
+            if isinstance(x, Tensor):
+                remaining -= _size(x)
+        is_kept = remaining <= 0
     return CheckpointPolicy.PREFER_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -192,7 +196,9 @@ def parse_keep(
             operation does not return a new tensor.
     """
     policies: list[Policy | None] = [None] * len(balance)
-    modules: list[dict[str, Policy | None]] = [{} for _ in balance]
+    modules: list[dict[str, Policy | None]] = []
+    for _ in balance:
+        modules.append({})
     if not isinstance(keep, Mapping):
         policies = [parse_policy(keep)] * len(balance)
         keep = {}

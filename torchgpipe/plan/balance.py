@@ -33,9 +33,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, pairwise
 from math import inf, lcm
-from operator import sub
+from operator import attrgetter, sub
 from typing import Any, TypeVar
 
 from torchgpipe.base.errors import format_bytes, table
@@ -438,6 +439,11 @@ class Profile:
         rest['ties'] = tuple(replace(x, layers=tuple(x.layers)) for x in rest['ties'])
         return _make(Profile, rest)
 
+    @property
+    def has_operations(self) -> bool:
+        """Whether the operations of a layer are known."""
+        return any(map(attrgetter('operations'), self.layers))
+
     def scaled(self, batch_size: int) -> 'Profile':
         """Return the profile for another batch size, if all costs but overheads scale with it.
 
@@ -459,7 +465,7 @@ class Profile:
                 backward_seconds=seconds(x.backward_seconds, x.backward_overhead),
                 activation_bytes=round(x.activation_bytes * ratio),
                 output_bytes=round(x.output_bytes * ratio),
-                operations=tuple(operation.scaled(ratio) for operation in x.operations),
+                operations=tuple(map(partial(OperationProfile.scaled, ratio=ratio), x.operations)),
             )
             for x in self.layers
         )

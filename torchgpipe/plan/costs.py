@@ -529,18 +529,31 @@ class StageCosts:
 
 def operations_to_keep(layer: LayerProfile, is_last: bool) -> list[OperationProfile]:
     """Return the operations of a layer whose results can be kept, by whether it is the last."""
-    return [x for x in layer.operations if not (is_last and x.is_output)]
+    operations = []
+    for operation in layer.operations:
+        if not (is_last and operation.is_output):
+            operations.append(operation)
+    return operations
 
 
 def _kept(layer: LayerProfile, names: Collection[str], is_last: bool) -> OperationProfile:
     """Return the sum of the operations of a layer with these names."""
-    operations = [x for x in operations_to_keep(layer, is_last) if x.name in names]
-    return OperationProfile(
-        layer.name,
-        sum(operation.seconds for operation in operations),
-        sum(operation.bytes for operation in operations),
-        sum(operation.saved_bytes for operation in operations),
-    )
+    operations = []
+    for operation in operations_to_keep(layer, is_last):
+        if operation.name in names:
+            operations.append(operation)
+    return _added(operations)
+
+
+def _added(operations: Sequence[OperationProfile]) -> OperationProfile:
+    """Return the sum of operations."""
+    seconds = 0.0
+    size = saved_size = 0
+    for operation in operations:
+        seconds += operation.seconds
+        size += operation.bytes
+        saved_size += operation.saved_bytes
+    return OperationProfile('', seconds, size, saved_size)
 
 
 class Measured(Protocol):
@@ -672,6 +685,7 @@ class Costs:
             resident_bytes = blocks.resident[end] - blocks.resident[start]
             if start == 0:
                 resident_bytes += blocks.inputs[0]
+            kept_in_stage = _added(kept[layers])
             repeated = []
             for forward, operations in zip(blocks.forward[layers], kept[layers]):
                 repeated.append(max(0.0, forward - operations.seconds))
@@ -683,8 +697,8 @@ class Costs:
                 recomputation=seconds('R', repeated),
                 recomputed=stop,
                 activation_bytes=(blocks.activations[end] - blocks.activations[start]) / m,
-                kept_bytes=sum(x.bytes for x in kept[layers]) / m,
-                kept_activation_bytes=sum(x.saved_bytes for x in kept[layers]) / m,
+                kept_bytes=kept_in_stage.bytes / m,
+                kept_activation_bytes=kept_in_stage.saved_bytes / m,
                 backward_bytes=max(blocks.passing[layers]) / m,
                 output_bytes=blocks.inputs[end] / m,
                 resident_bytes=resident_bytes,

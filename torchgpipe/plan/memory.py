@@ -341,15 +341,15 @@ def _of_forward(
     last = _last(times, costs, stage, i) or forward
     first = forward
     freed = _middle(costs, last)
-    made = each.activation_bytes
+    repeated = each.activation_bytes
     if _is_recomputed(times, costs, stage, i):
         first = times.get((stage, 'R', i), backward) or forward
-        made -= each.kept_activation_bytes
+        repeated -= each.kept_activation_bytes
         kept = each.kept_bytes - each.kept_activation_bytes
         yield _Hold(forward.device, forward.start, first.start, kept, 'activations')
         kept = each.kept_activation_bytes
         yield _Hold(forward.device, forward.start, freed, kept, 'activations')
-    yield _Hold(forward.device, first.start, freed, made, 'activations')
+    yield _Hold(forward.device, first.start, freed, repeated, 'activations')
     for source, bytes, waits in edges:
         before = times[source, 'F', i]
         gets = _backward(times, source, i)

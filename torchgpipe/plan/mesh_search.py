@@ -88,13 +88,21 @@ def _is_scheduled(case: '_Setting | _Case') -> bool:
     return case.recomputation in SCHEDULED_RECOMPUTATIONS
 
 
+def _without(recomputations: Sequence[str], name: str) -> list[str]:
+    """Return the other recomputations, or ``'none'``."""
+    names = [*recomputations]
+    while name in names:
+        names.remove(name)
+    return names or ['none']
+
+
 def _knows_products(model: Layers) -> bool:
     """Return whether there are costs of the operations that a selective recomputation keeps."""
     if isinstance(model, Transformer):
         return True
     profiles = model.values() if isinstance(model, Mapping) else [model]
     for profile_of_ranks in profiles:
-        if not any(layer.operations for layer in profile_of_ranks.layers):
+        if not profile_of_ranks.has_operations:
             return False
     return True
 
@@ -920,9 +928,9 @@ def plan_mesh(
     check_axes(axes)
     if not (isinstance(layers, Transformer) and not layers.fused):
         # There are no scores in memory.
-        recomputations = [each for each in recomputations if each != 'attention'] or ['none']
+        recomputations = _without(recomputations, 'attention')
     if not _knows_products(layers):
-        recomputations = [each for each in recomputations if each != 'selective'] or ['none']
+        recomputations = _without(recomputations, 'selective')
     micro_batches = [positive(b, 'micro_batches') for b in micro_batches]
     virtual = (
         [*range(1, 1 + positive(virtual, 'virtual'))]

@@ -151,9 +151,14 @@ class OperationTimes(InternalMode):
         """
         profiles = []
         for name, results in self._results.items():
-            size = sum(result.nbytes() for result in results)
-            saved_size = sum(result.nbytes() for result in results if result in saved)
-            is_output = any(result in output for result in results)
+            size = saved_size = 0
+            is_output = False
+            for result in results:
+                size += result.nbytes()
+                if result in saved:
+                    saved_size += result.nbytes()
+                if result in output:
+                    is_output = True
             profiles.append(OperationProfile(name, 0.0, size, saved_size, is_output))
         return profiles
 
@@ -318,7 +323,9 @@ class Measurement:
         for memory in (known[storage] for storage in alive & known.keys()):
             memory.kept = True
         self._inner_bytes = sum(x.nbytes() for x in alive - known.keys() - own)
-        memories = {x.untyped_storage() for x in output.tensors if is_plain(x)}
+        memories = set()
+        for result in filter(is_plain, output.tensors):
+            memories.add(result.untyped_storage())
         self.operations = results.profiles(alive, memories)
 
     def time_operations(self) -> None:
@@ -681,10 +688,11 @@ def _result(name: str, layers: list[Measurement]) -> LayerProfile:
 def _operations(layer: Measurement, forward: float) -> tuple[OperationProfile, ...]:
     """Return the operations of a layer, whose times are parts of its forward."""
     profiles = []
+    total = 0.0
     for profile in layer.operations:
-        seconds = layer.operation_seconds.get(profile.name, [0.0])
-        profiles.append(replace(profile, seconds=median(seconds)))
-    total = sum(profile.seconds for profile in profiles)
+        seconds = median(layer.operation_seconds.get(profile.name, [0.0]))
+        profiles.append(replace(profile, seconds=seconds))
+        total += seconds
     if total > forward:
         for k, profile in enumerate(profiles):
             profiles[k] = replace(profile, seconds=profile.seconds * forward / total)

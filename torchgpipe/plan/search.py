@@ -178,10 +178,11 @@ class Plan(Settings):
             ['partition', 'device', 'layers'],
             [[str(j), *each] for j, each in enumerate(zip(self.devices, self.balance))],
         )
+        kept = ''
         if isinstance(self.keep, Mapping) and self.keep:
-            own += f'\n\n{self._kept(self.keep)}'
+            kept = f'\n\n{self._kept(self.keep)}'
         return (
-            f'{table(header, rows)}\n\n{own}\n\n{self.batch_size} samples by the first of '
+            f'{table(header, rows)}\n\n{own}{kept}\n\n{self.batch_size} samples by the first of '
             'these schedules'
         )
 
@@ -196,7 +197,9 @@ class Plan(Settings):
         layers: dict[tuple[str, ...], list[str]] = {}
         for layer, operations in keep.items():
             layers.setdefault(tuple(sorted(operations)), []).append(layer)
-        rows = [[', '.join(names), ', '.join(kept)] for kept, names in layers.items()]
+        rows = []
+        for kept, names in layers.items():
+            rows.append([', '.join(names), ', '.join(kept)])
         return table(['layers', 'kept results'], rows)
 
     def _repr_html_(self) -> str:
@@ -460,7 +463,7 @@ def _plan(data: dict[str, Any], cls: type[TPlan]) -> TPlan:
         data['checkpoint'] = tuple(data['checkpoint'])
     keep = data.get('keep', {})
     if not isinstance(keep, str):
-        data['keep'] = {layer: tuple(names) for layer, names in keep.items()}
+        data['keep'] = dict(zip(keep, map(tuple, keep.values())))
     plan = cls(**data)
     plan.check()
     return plan
@@ -697,10 +700,10 @@ class _Search:
 
     def _bound(self, plan: Plan) -> float:
         """Return the time of a plan, if checkpointing could keep all results."""
-        has_operations = any(layer.operations for layer in self._profile.layers)
+        has_operations = self._profile.has_operations
         if not has_operations or plan.checkpoint == 'never' or not any(self._limits):
             return _about(plan.seconds)
-        stages = tuple(replace(stage, recomputation=0.0) for stage in plan.costs.stages)
+        stages = tuple(map(partial(replace, recomputation=0.0), plan.costs.stages))
         return _about(replace(plan, costs=replace(plan.costs, stages=stages)).seconds)
 
     def _selective(self, plan: Plan) -> Plan:
@@ -708,7 +711,7 @@ class _Search:
         n = len(self._devices)
         m = min(plan.chunks, plan.batch_size)
         schedule = schedule_of(plan.schedule, n, m, len(plan.balance) // n)
-        room = []
+        room: list[float] = []
         for limit, size in zip(self._limits, plan.bytes.values()):
             room.append(inf if limit is None else float(limit - size))
         for _ in range(ROUNDS):
@@ -719,7 +722,7 @@ class _Search:
                 str(plan.checkpoint),
                 m,
                 in_flight(schedule),
-                [self._devices.index(device) for device in plan.devices],
+                [*map(self._devices.index, plan.devices)],
                 room,
             )
             modes: str | tuple[str, ...] = selected.modes
@@ -730,7 +733,8 @@ class _Search:
             if not any(missing):
                 return better if better.seconds < plan.seconds else plan
             # The schedule has its peaks at other times, or a copy waits.
-            room = [free - 1.1 * more for free, more in zip(room, missing)]
+            for device, more in enumerate(missing):
+                room[device] -= 1.1 * more
         return plan
 
     def _each(

@@ -15,6 +15,7 @@ If there is room for all activations, the stages of a device are not checkpointe
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from torchgpipe.plan.costs import Costs, LayerProfile, operations_to_keep
@@ -44,7 +45,11 @@ def knapsack(sizes: Sequence[float], values: Sequence[float], room: float) -> li
             if before + value > best[used][0]:
                 best[used] = before + value, items | 1 << k
     _, items = best[UNITS]
-    return [k for k in range(len(sizes)) if items >> k & 1]
+    chosen = []
+    for k in range(len(sizes)):
+        if items >> k & 1:
+            chosen.append(k)
+    return chosen
 
 
 class Selected(NamedTuple):
@@ -91,7 +96,10 @@ def select(
     keep: dict[str, tuple[str, ...]] = {}
     ends = [*accumulate(balance)]
     for device, free in enumerate(room):
-        stages = [stage for stage, place in enumerate(places) if place == device]
+        stages = []
+        for stage, place in enumerate(places):
+            if place == device:
+                stages.append(stage)
         activations = 0.0
         items: list[_Item] = []
         for stage in stages:
@@ -104,8 +112,9 @@ def select(
             for stage in stages:
                 modes[stage] = 'never'
             continue
-        sizes = [item.bytes for item in items]
-        for k in knapsack(sizes, [item.seconds for item in items], free):
+        sizes = [*map(attrgetter('bytes'), items)]
+        values = [*map(attrgetter('seconds'), items)]
+        for k in knapsack(sizes, values, free):
             keep[items[k].layer] = (*keep.get(items[k].layer, ()), items[k].operation)
     return Selected(tuple(modes), keep)
 
