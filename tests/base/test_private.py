@@ -171,7 +171,8 @@ NEEDED = {
     'torch.utils._python_dispatch:TorchDispatchMode': WATCHED,
     'torch.utils._pytree:tree_flatten': VALUES,
     'torch.utils._pytree:tree_flatten_with_path': VALUES - {'values_of_other_kinds'},
-    'torch.utils._pytree:tree_leaves': PIPELINES | {'transformed'},
+    'torch.utils._pytree:tree_leaves': PIPELINES | {'transformed', 'balanced'},
+    'torch.utils._pytree:tree_map_only': {'kept_out_of_recomputation'},
     'torch.utils._pytree:tree_unflatten': VALUES,
 }
 
