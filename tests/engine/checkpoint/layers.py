@@ -1,7 +1,10 @@
 """Layers with state that several test files share, and a comparison of modes."""
 
+from collections import Counter
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import assert_same, call, compare_all_pending, gradients
 from torchgpipe import GPipe
@@ -77,3 +80,15 @@ def compare_modes(make, devices, chunks=3, size=9, steps=3):
         buffers = [x.to_dense() if x.is_sparse else x for x in gpipe.buffers()]
         results.append([*gradients(gpipe), *buffers, *gpipe.parameters()])
     assert_same(results[1], results[0])
+
+
+class Executed(TorchDispatchMode):
+    """A mode that counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

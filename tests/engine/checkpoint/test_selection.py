@@ -9,28 +9,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.devices import DEVICES, devices
+from tests.engine.checkpoint.layers import Executed
 from tests.helpers import Call, call, gradients, train_both
 from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.engine.checkpoint import selection
 from torchgpipe.engine.checkpoint.offload import Offload
 
 aten = torch.ops.aten
-
-
-class Executed(TorchDispatchMode):
-    """A mode that counts operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):

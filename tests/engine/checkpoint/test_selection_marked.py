@@ -4,17 +4,15 @@ import copy
 import itertools
 import pickle
 import threading
-from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.devices import DEVICES, devices
-from tests.engine.checkpoint.layers import Layer, compare_modes
+from tests.engine.checkpoint.layers import Executed, Layer, compare_modes
 from tests.helpers import (
     STEPS,
     Call,
@@ -34,18 +32,6 @@ from torchgpipe import GPipe, is_recomputing, no_recompute
 from torchgpipe.base.structure import leaves_of
 from torchgpipe.engine.checkpoint import swaps
 from torchgpipe.skip import pop, skippable
-
-
-class Executed(TorchDispatchMode):
-    """A mode that counts operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Counted(nn.Linear):
