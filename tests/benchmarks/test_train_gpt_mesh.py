@@ -37,6 +37,7 @@ FOUND = Namespace(
     balance=(1,) * 6,
     micro_batch=4,
     data='shard',
+    recomputation='full',
 )
 
 
@@ -73,6 +74,13 @@ def test_a_chosen_mesh_gets_the_sizes_and_gives_its_settings(asked):
         assert (config.virtual, config.micro_batch_size, config.shard) == (3, 4, True)
         assert config.balance == [1] * 6
         assert (config.plan, config.devices, config.machine) == (None, None, None)
+
+
+def test_a_chosen_mesh_with_kept_products(monkeypatch):
+    selective = Namespace(**{**vars(FOUND), 'recomputation': 'selective'})
+    monkeypatch.setattr(train_gpt, 'plan', lambda model, **options: selective)
+    config = chosen('--machine', 'H100')
+    assert config.checkpoint == 'selective'
 
 
 def test_a_mesh_on_this_cpu_is_chosen_by_measured_layers(asked, monkeypatch):
