@@ -195,8 +195,12 @@ class GPipe(PipelineModule):
         init: Callable[[nn.Module], Any] | None,
         seed: int | None,
     ) -> None:
+        from torchgpipe.model.loader import Loader
         from torchgpipe.model.materialize import materialize, seeded
 
+        loader = None
+        if weights is not None:
+            loader = Loader(weights, module)
         devices: list[torch.device] = []
         for number, device in zip(self.balance, self.devices):
             devices += [device] * number
@@ -208,7 +212,9 @@ class GPipe(PipelineModule):
             def random_numbers(name: str, _: Any) -> Any:
                 return seeded(seed, numbers[name])
 
-        materialize(module, devices, weights, random_numbers, init)
+        materialize(module, devices, loader, random_numbers, init)
+        if loader is not None:
+            loader.load(module._modules.items())
 
     def _call(self, input: Any) -> Any:
         if not self.devices:

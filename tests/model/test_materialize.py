@@ -584,13 +584,16 @@ def test_weights_of_another_module():
 def test_weights_of_another_size():
     state = network().state_dict()
     state['2.linear.weight'] = torch.ones(5, 5)
-    with pytest.raises(RuntimeError, match='size mismatch for linear.weight') as error:
+    with pytest.raises(ValueError, match=r"'2.linear.weight' has shape \(5, 5\) in them"):
         GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=state)
+    with pytest.raises(RuntimeError, match='size mismatch for linear.weight') as error:
+        GPipe(network(), BALANCE, devices=['cpu'] * 3, weights=state)
     assert error.value.__notes__ == ["in layer '2'"]
 
 
 def test_safetensors_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'safetensors', None)
+    (tmp_path / 'model.safetensors').touch()
     with pytest.raises(ImportError, match='pip install safetensors'):
         GPipe(on_meta(), BALANCE, devices=['cpu'] * 3, weights=tmp_path / 'model.safetensors')
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from torchgpipe.model.weights import open_weights
+from tests.weights import save_sharded
+from torchgpipe.model.weights import entries_of, open_weights
 
 
 def test_a_mapping_is_returned_unchanged():
@@ -36,3 +38,36 @@ def test_other_types_and_other_contents_raise(tmp_path):
     torch.save([torch.ones(1)], tmp_path / 'list.pt')
     with pytest.raises(TypeError, match='holds no state dict, but list'):
         open_weights(tmp_path / 'list.pt')
+
+
+def test_damaged_folders_raise(tmp_path):
+    index = tmp_path / 'model.safetensors.index.json'
+    save_sharded({'a': torch.ones(1), 'b': torch.ones(1)}, tmp_path, 2)
+    text = index.read_text()
+    index.write_text(text[:-3])
+    with pytest.raises(ValueError, match='index.json is damaged'):
+        open_weights(tmp_path)
+    index.write_text(text.replace('"a"', '"c"'))
+    with pytest.raises(ValueError, match="model-0.safetensors does not have 'c', which"):
+        open_weights(tmp_path)
+    index.write_text(text)
+    (tmp_path / 'model-1.safetensors').unlink()
+    with pytest.raises(FileNotFoundError, match='model-1.safetensors is missing'):
+        open_weights(tmp_path)
+
+
+def test_a_folder_of_a_model_with_an_adapter(tmp_path):
+    save_file({'a': torch.ones(1)}, tmp_path / 'model.safetensors')
+    save_file({'b': torch.ones(1)}, tmp_path / 'adapter_model.safetensors')
+    assert [*open_weights(tmp_path)] == ['a']
+
+
+def test_parts_of_entries(tmp_path):
+    x = torch.arange(24.0).view(4, 6)
+    save_file({'x': x}, tmp_path / 'model.safetensors')
+    ranges = slice(1, 3), slice(2, 6)
+    for weights in (tmp_path, {'x': x}):
+        entry = entries_of(open_weights(weights))['x']
+        assert entry.shape == (4, 6)
+        assert torch.equal(entry.read(ranges), x[1:3, 2:])
+        assert torch.equal(entry.read(), x)

@@ -25,9 +25,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchgpipe.distributed.embeddings import look_up_locally
 from torchgpipe.distributed.ties import split_apart
 from torchgpipe.engine.partition import named_slots
+from torchgpipe.model.loader import Loader
 from torchgpipe.model.materialize import materialize, seeded
-from torchgpipe.model.weights import Weights, open_weights
-from torchgpipe.sequential.parts import to_own_names
 from torchgpipe.shard.parameter import sharded_parameters
 
 
@@ -37,12 +36,12 @@ class Values:
 
     Args:
         seed: The seed. Layer ``i`` draws from ``(seed, i)``.
-        weights: The file of values, if there is one.
+        loader: Loads them later, if there are weights.
         init: Called with each module after it has its first values.
     """
 
     seed: int = 0
-    weights: Weights | None = None
+    loader: Loader | None = None
     init: Callable[[nn.Module], Any] | None = None
 
 
@@ -180,7 +179,7 @@ def fill(
     values: Values,
     finish: Callable[[str, nn.Module], None],
 ) -> 'OrderedDict[str, nn.Module]':
-    """Return some layers of a model with their values.
+    """Return some layers of a model with their initial values.
 
     Args:
         finish: Called with each layer and its name before the next layer gets values.
@@ -195,9 +194,8 @@ def fill(
         finish(name, layer)
 
     def materialize_layers(layers: 'OrderedDict[str, nn.Module]') -> None:
-        weights = _weights_of(values.weights, skeleton, layers)
         devices = [device] * len(layers)
-        materialize(nn.Sequential(layers), devices, weights, around, values.init)
+        materialize(nn.Sequential(layers), devices, values.loader, around, values.init)
 
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     if isinstance(model, nn.Module):
@@ -211,50 +209,6 @@ def fill(
             layers[name] = model[indices[name]]()
         materialize_layers(OrderedDict([(name, layers[name])]))
     return layers
-
-
-class _Renamed(Mapping[str, Any]):
-    """Some tensors of weights under other names, read on access."""
-
-    def __init__(self, source: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        self._source = source
-        self._names = names
-
-    def __getitem__(self, key: str) -> Any:
-        return self._source[self._names[key]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _weights_of(
-    weights: Weights | None, skeleton: nn.Sequential, layers: Iterable[str]
-) -> Mapping[str, Any] | None:
-    """Return the weights of some layers, with the weights that belong to no layer at all."""
-    if weights is None:
-        return None
-    source = open_weights(weights)
-    names = {key: key for key in source}
-    to_own_names(names, '', skeleton._modules)
-    # A tensor with several names needs only one of them, which may be on another rank.
-    names_of: dict[int, list[str]] = {}
-    for full, _, x in named_slots(skeleton):
-        names_of.setdefault(id(x), []).append(full)
-    for shared in names_of.values():
-        keys = [names[full] for full in shared if full in names]
-        if keys:
-            for full in shared:
-                names.setdefault(full, keys[0])
-
-    absent = {*skeleton._modules} - {*layers}
-    present = {}
-    for name, key in names.items():
-        if name.partition('.')[0] not in absent:
-            present[name] = key
-    return _Renamed(source, present)
 
 
 def _sources(skeleton: nn.Sequential, names: Iterable[str]) -> list[str]:

@@ -33,6 +33,7 @@ from torchgpipe.distributed.steps import Steps
 from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.policy import KeepRules
 from torchgpipe.engine.split import parse_seed
+from torchgpipe.model.loader import Loader
 from torchgpipe.model.weights import Weights
 from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import ScheduleLike, Timed
@@ -165,11 +166,9 @@ class DistributedGPipe(PipelineModule):
             )
             placement.check(mesh)
             check_plan(placement.tensor_plan, skeleton, info.tensor.size)
-            values = Values(parse_seed(seed), weights, init)
-
             rank = self._rank_type(info, placement, _stages_of(skeleton, self.balance))
             self._compare_every = compare_every
-            self._seed = values.seed
+            self._seed = parse_seed(seed)
             settings = partial(
                 self._settings_of, skeleton, placement, deferred_batch_norm, compare_every
             )
@@ -177,6 +176,7 @@ class DistributedGPipe(PipelineModule):
             check_settings('this model', facts)
             if deferred_batch_norm:
                 module = _deferred(module, skeleton, self.chunks)
+            values = self._values(rank, skeleton, weights, init)
             rank.make(module, skeleton, values)
             self._take(rank, skeleton._modules, skeleton.training)
 
@@ -206,6 +206,26 @@ class DistributedGPipe(PipelineModule):
             compare_every,
         )
         return Facts(settings=settings)
+
+    def _values(
+        self,
+        rank: Rank,
+        skeleton: nn.Sequential,
+        weights: Weights | None,
+        init: Callable[[nn.Module], Any] | None,
+    ) -> Values:
+        """Return the initial values. All ranks open the weights, and have the same ones."""
+        loaders: list[Loader] = []
+
+        def open_all() -> Facts:
+            if weights is None:
+                return Facts()
+            loaders.append(Loader(weights, skeleton))
+            return Facts(settings=digest(loaders[0].names))
+
+        facts = rank.agree('this model', open_all, Facts())
+        check_settings('this model', facts)
+        return Values(self._seed, loaders[0] if loaders else None, init)
 
     def _take(self, rank: Rank, names: Iterable[str], training: bool) -> None:
         """Use the layers of a rank."""

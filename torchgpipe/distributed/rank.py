@@ -249,6 +249,9 @@ class Rank:
             if self._has_units:
                 unit = self._make_unit(group, reduces_at_end=not late.isdisjoint(group))
                 self.units.update(dict.fromkeys(group, unit))
+            # Parameters are split now, so each rank reads only its parts of them.
+            if values.loader is not None:
+                values.loader.load((name, layers[name]) for name in names)
         self.layers = {name: layers[name] for name in local_names}
         return Facts(state=digest(self._registered()))
 

@@ -33,7 +33,7 @@ values than the constructor, without an error. Three rules prevent this:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -42,12 +42,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.base.devices import CPU, rng_states, set_rng_states
-from torchgpipe.base.errors import add_note
 from torchgpipe.base.private import RESETS
 from torchgpipe.base.structure import is_plain
 from torchgpipe.engine.streams import no_context
-from torchgpipe.model.weights import Weights, open_weights
-from torchgpipe.sequential.parts import NamedLayer, to_own_names, with_part
+from torchgpipe.model.loader import Loader
+from torchgpipe.sequential.parts import NamedLayer, with_part
 
 
 class Slot(NamedTuple):
@@ -66,24 +65,23 @@ Made = dict[int, Slot]
 def materialize(
     module: nn.Sequential,
     devices: Sequence[torch.device],
-    weights: Weights | None = None,
+    loader: Loader | None = None,
     around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Give values to tensors on the meta device, and to all tensors if there are weights.
+    """Give initial values to tensors on the meta device; ``loader`` will load the others.
 
     Each layer gets its values within ``around(name, layer)``. After its resets, ``init`` is called
     with each of its modules, inner ones first.
 
     Raises:
-        ValueError: A tensor cannot get a value, or the weights do not match the module.
+        ValueError: A tensor cannot get a value.
     """
-    loader = None if weights is None else _Loader(open_weights(weights), module)
     made: Made = {}
     helpless = []
     for name, layer in zip(module._modules, module):
         if init is None and not any(_pretrained(layer)):
-            helpless += _Resets(layer, _loaded(loader, name, layer), made).helpless
+            helpless += _Resets(layer, _loaded_later(loader, name, layer), made).helpless
         made.update({id(slot.tensor): slot for slot in _slots(layer) if slot.tensor.is_meta})
     if helpless:
         raise _without_value(module, helpless)
@@ -94,8 +92,6 @@ def materialize(
             _give_values(name, layer, device, loader, made, module, init)
             if isinstance(layer, NamedLayer):
                 layer.__dict__.pop('original', None)
-    if loader is not None:
-        loader.check()
 
 
 @contextmanager
@@ -122,13 +118,13 @@ def _give_values(
     name: str,
     layer: nn.Module,
     device: torch.device,
-    loader: '_Loader | None',
+    loader: Loader | None,
     made: Made,
     module: nn.Sequential,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
     """Give values to one layer."""
-    plan = _Resets(layer, _loaded(loader, name, layer), made)
+    plan = _Resets(layer, _loaded_later(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
     _allocate(slots, CPU if plan.needed else device)
     more: list[Callable[[], Any]] = []
@@ -142,8 +138,6 @@ def _give_values(
     if changed and init is None:
         raise _other_values(module, changed)
     _move(slots, device, made)
-    if loader is not None:
-        loader.load(name, layer)
 
 
 def _pretrained(layer: nn.Module) -> Iterator[Callable[[], Any]]:
@@ -351,14 +345,9 @@ def _is_of_transformers(name: str) -> bool:
     )
 
 
-def _loaded(loader: '_Loader | None', name: str, layer: nn.Module) -> list[Any]:
-    """Return the tensors of a layer that will be loaded: the state dict, and maybe buffers."""
-    if loader is None:
-        return []
-    return [
-        *layer.state_dict(keep_vars=True).values(),
-        *(layer.get_buffer(own) for own in loader.buffers.get(name, ())),
-    ]
+def _loaded_later(loader: Loader | None, name: str, layer: nn.Module) -> list[Any]:
+    """Return the tensors of a layer that will be loaded."""
+    return [] if loader is None else loader.tensors_of(name, layer)
 
 
 def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Iterator[nn.Module]:
@@ -369,80 +358,3 @@ def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Itera
         for child in module.children():
             yield from _parts_first(child, done)
         yield module
-
-
-class _Loader:
-    """Loads layers from weights, and finally checks that the weights match the module."""
-
-    def __init__(self, source: Mapping[str, Any], module: nn.Sequential) -> None:
-        self._source = source
-        keys = {key: key for key in source}
-        #: By layer, the buffers that are in the source, although they are in no state dict.
-        self.buffers: dict[str, dict[str, str]] = {}
-        for name, child in zip(module._modules, module):
-            keys_of_buffers = self.buffers[name] = {}
-            for buffer in _transient(child):
-                if f'{name}.{buffer}' in keys:
-                    keys_of_buffers[buffer] = f'{name}.{buffer}'
-                if isinstance(child, NamedLayer) and buffer in keys:
-                    keys_of_buffers[buffer] = buffer
-        for buffers in self.buffers.values():
-            for key in buffers.values():
-                keys.pop(key, None)
-        to_own_names(keys, '', module._modules)
-        #: By layer, its names with their names in the source.
-        self._keys: dict[str, dict[str, str]] = {}
-        for name, key in keys.items():
-            layer, _, rest = name.partition('.')
-            self._keys.setdefault(layer, {})[rest] = key
-        self._loaded: set[int] = set()
-        self._missing: list[tuple[str, Any]] = []
-        self._unexpected: list[str] = []
-
-    def load(self, name: str, layer: nn.Module) -> None:
-        """Load a layer that has memory."""
-        state = {own: self._source[key] for own, key in self._keys.pop(name, {}).items()}
-        try:
-            missing, unexpected = layer.load_state_dict(state, strict=False)
-            for buffer, key in self.buffers[name].items():
-                _fill(layer.get_buffer(buffer), self._source[key], key)
-        except (RuntimeError, ValueError) as error:
-            add_note(error, f"in layer '{name}'")
-            raise
-        own = layer.state_dict(keep_vars=True)
-        self._loaded |= {id(x) for key, x in own.items() if key not in missing}
-        self._missing += [(f'{name}.{key}', own.get(key)) for key in missing]
-        self._unexpected += [f'{name}.{key}' for key in unexpected]
-
-    def check(self) -> None:
-        """Check that no weights are missing or left over, after all layers are loaded.
-
-        A tensor that has several names needs only one of them.
-        """
-        missing = [name for name, x in self._missing if id(x) not in self._loaded]
-        unexpected = [
-            *self._unexpected,
-            *(key for keys in self._keys.values() for key in keys.values()),
-        ]
-        if missing or unexpected:
-            raise ValueError(
-                f'the weights are not those of the module: missing {missing}, '
-                f'unexpected {unexpected}. Their names are those of '
-                'module.state_dict(); pass a mapping that has them'
-            )
-
-
-def _fill(buffer: Tensor, value: Tensor, key: str) -> None:
-    if (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-        raise ValueError(
-            f"'{key}' of the weights is {value.dtype} of shape {tuple(value.shape)}, "
-            f'but the buffer {buffer.dtype} of shape {tuple(buffer.shape)}; it is in '
-            'no state dict, so leave it out, or pass it as it is'
-        )
-    buffer.copy_(value)
-
-
-def _transient(layer: nn.Module) -> list[str]:
-    """Return the names of buffers that are in no state dict."""
-    state = layer.state_dict()
-    return [name for name, _ in layer.named_buffers(remove_duplicate=False) if name not in state]

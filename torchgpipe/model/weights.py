@@ -1,16 +1,35 @@
-"""Weights: the tensors of a state dict by name, each read on request."""
+"""Weights: the tensors of a state dict by name, each read on request, whole or in part."""
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 #: Tensors by their names, or the file that has them.
 Weights = Mapping[str, Any] | str | os.PathLike[str]
+
+#: The ranges of a tensor's dimensions.
+Ranges = tuple[slice, ...]
+
+#: The end of the name of an index, which tells the file of each tensor.
+INDEX = '.safetensors.index.json'
+
+
+class WeightEntry(Protocol):
+    """A tensor of weights, before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its shape; ``None`` if only reading tells it."""
+
+    def read(self, ranges: Ranges | None = None) -> Any:
+        """Return the tensor, or the part of it within some ranges."""
 
 
 def open_weights(weights: Weights) -> Mapping[str, Any]:
@@ -25,8 +44,9 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
 
     Raises:
         TypeError: The argument is neither a mapping nor a path, or the file holds no mapping.
-        FileNotFoundError: The folder has no weights.
-        ValueError: The folder has several files of weights and no index.
+        FileNotFoundError: The path does not exist, the folder has no weights, or a file that its
+            index names is missing.
+        ValueError: The folder has several files of weights and no index, or a file is damaged.
     """
     if isinstance(weights, Mapping):
         return weights
@@ -36,60 +56,146 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
             f'{type(weights).__name__}'
         )
     path = Path(weights)
+    if not path.exists():
+        raise FileNotFoundError(
+            f'{path} does not exist: weights are a file or a folder of this machine. For a model '
+            'of the Hugging Face Hub, pass the folder that huggingface_hub.snapshot_download '
+            'returns'
+        )
     if path.is_dir():
         path = _in_folder(path)
     if path.suffix == '.safetensors':
-        return _SafeTensors.of_file(path)
-    if path.name.endswith('.safetensors.index.json'):
-        files = json.loads(path.read_text())['weight_map']
-        return _SafeTensors({name: path.with_name(file) for name, file in files.items()})
-    found = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
-    if not isinstance(found, Mapping):
+        return _SafeTensors([path])
+    if path.name.endswith(INDEX):
+        return _SafeTensors.of_index(path)
+    state = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
+    if not isinstance(state, Mapping):
         raise TypeError(
-            f"'{path}' holds no state dict, but {type(found).__name__}; save "
+            f"'{path}' holds no state dict, but {type(state).__name__}; save "
             'model.state_dict(), or pass a mapping from names to tensors'
         )
-    return found
+    return state
 
 
 def _in_folder(folder: Path) -> Path:
     """Return the file of a folder that has the weights, or the index of several files."""
-    for pattern in ('*.safetensors.index.json', '*.safetensors', 'pytorch_model*.bin', '*.pt'):
-        found = sorted(folder.glob(pattern))
-        if len(found) > 1:
+    # The first two are the names of Transformers, whose folder may also have adapters.
+    for pattern in (
+        'model.safetensors',
+        f'model{INDEX}',
+        f'*{INDEX}',
+        '*.safetensors',
+        'pytorch_model*.bin',
+        '*.pt',
+    ):
+        files = sorted(folder.glob(pattern))
+        if len(files) > 1:
             raise ValueError(
-                f'{folder} has {len(found)} files {pattern}, such as '
-                f'{found[0].name}, and no index of them; pass the path of one'
+                f'{folder} has {len(files)} files {pattern}, such as '
+                f'{files[0].name}, and no index of them; pass the path of one'
             )
-        if found:
-            return found[0]
+        if files:
+            return files[0]
     raise FileNotFoundError(
         f'{folder} has no weights: no index ….safetensors.index.json, and no '
         'file ….safetensors, pytorch_model.bin or ….pt'
     )
 
 
-class _SafeTensors(Mapping[str, Any]):
-    """Tensors in files of safetensors, with the file of each name."""
+def entries_of(weights: Mapping[str, Any]) -> dict[str, WeightEntry]:
+    """Return the entries of weights by name. Only the shapes of tensors in files are read."""
+    entries: dict[str, WeightEntry] = {}
+    for name in weights:
+        source = weights
+        if isinstance(source, ChainMap):
+            source = next(part for part in source.maps if name in part)
+        if isinstance(source, _SafeTensors):
+            entries[name] = source.entries[name]
+        else:
+            entries[name] = _MappedValue(source, name)
+    return entries
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
+
+class _MappedValue:
+    """A value of a mapping, which may read it on access."""
+
+    def __init__(self, source: Mapping[str, Any], name: str) -> None:
+        self._source = source
+        self._name = name
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        if not isinstance(self._source, dict):
+            return None
+        value = self._source[self._name]
+        return tuple(value.shape) if isinstance(value, Tensor) else None
+
+    def read(self, ranges: Ranges | None = None) -> Any:
+        value = self._source[self._name]
+        return value if ranges is None else value[ranges]
+
+
+class _StoredTensor:
+    """A tensor in a file of safetensors."""
+
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
+        self._path = path
+        self._name = name
+        self.shape = shape
+
+    def read(self, ranges: Ranges | None = None) -> Tensor:
+        # The file is opened for each tensor, so that memory of the others is freed.
+        with _open(self._path) as file:
+            if ranges is None:
+                tensor: Tensor = file.get_tensor(self._name)
+                return tensor
+            part: Tensor = file.get_slice(self._name)[ranges]
+            return part
+
+
+class _SafeTensors(Mapping[str, Any]):
+    """The tensors in files of safetensors.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.entries: dict[str, _StoredTensor] = {}
+        for path in files:
+            with _open(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    shape = tuple(file.get_slice(name).get_shape())
+                    self.entries[name] = _StoredTensor(path, name, shape)
 
     @staticmethod
-    def of_file(path: Path) -> '_SafeTensors':
-        with _open(path) as file:
-            return _SafeTensors(dict.fromkeys(file.keys(), path))
+    def of_index(index: Path) -> '_SafeTensors':
+        try:
+            files: dict[str, str] = json.loads(index.read_text())['weight_map']
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f'{index} is damaged ({type(error).__name__}: {error}); save or download it again'
+            ) from error
+        weights = _SafeTensors(index.with_name(file) for file in sorted({*files.values()}))
+        absent = [name for name in files if name not in weights.entries]
+        if absent:
+            raise ValueError(
+                f"{index.with_name(files[absent[0]])} does not have '{absent[0]}', which "
+                f'{index.name} says it has: save or download the folder again'
+            )
+        # A file may have further tensors, which another index names.
+        weights.entries = {name: weights.entries[name] for name in files}
+        return weights
 
     def __getitem__(self, name: str) -> Any:
-        # The file is opened for one tensor at a time, so that memory of the others is freed.
-        with _open(self._files[name]) as file:
-            return file.get_tensor(name)
+        return self.entries[name].read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.entries)
 
 
 def _open(path: Path) -> Any:
@@ -99,4 +205,12 @@ def _open(path: Path) -> Any:
         raise ImportError(
             f"to read '{path}' takes the package safetensors: pip install safetensors"
         ) from error
-    return package.safe_open(path, framework='pt')
+    if not path.exists():
+        raise FileNotFoundError(
+            f'{path} is missing, but the index of its folder names it: save or download the '
+            'folder again'
+        )
+    try:
+        return package.safe_open(path, framework='pt')
+    except package.SafetensorError as error:
+        raise ValueError(f'{path} is damaged: {error}; save or download it again') from error

@@ -319,7 +319,7 @@ def test_a_pipeline_in_a_pipeline(devices):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:The .grad attribute of a Tensor that is not a leaf')
-def test_a_marked_module_within_compiled_layers():
+def test_a_marked_module_within_compiled_layers(compiler):
     """It runs without compilation."""
     for compile in ['around', 'partition']:
         runs = []

@@ -1,0 +1,249 @@
+"""Load the layers of a model from weights: whole tensors, or a rank's parts of them.
+
+A loader resolves all names and checks all shapes before it reads the first value. So weights of
+another model raise the same error on all ranks of a mesh, and change nothing::
+
+    weights                 names of the model       layers             tensors
+    a.weight    shape       rename, share ties       0: a.weight        whole: read all
+    b.weight    shape   ──▶ convert, rehearse    ──▶ 1: b.weight    ──▶ split: read this rank's
+    …                       on the meta device       …                  range of each dimension
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.base.errors import add_note
+from torchgpipe.engine.partition import named_slots
+from torchgpipe.model.weights import Ranges, WeightEntry, Weights, entries_of, open_weights
+from torchgpipe.sequential.parts import NamedLayer, to_own_names
+
+#: How many names an error has at most.
+_MOST = 5
+
+
+class Loader:
+    """The entries of weights for the layers of a model.
+
+    Args:
+        weights: The weights.
+        module: The whole model, also if only some of its layers will be loaded.
+
+    Attributes:
+        names: The names of all entries, in order.
+
+    Raises:
+        ValueError: The weights have other names or shapes than the model.
+    """
+
+    def __init__(self, weights: Weights, module: nn.Sequential) -> None:
+        entries = entries_of(open_weights(weights))
+        self.names = sorted(entries)
+        #: By layer, the entries of buffers that are in no state dict, by the layer's names.
+        self._buffers: dict[str, dict[str, WeightEntry]] = {}
+        #: By layer, the entries of its state dict.
+        self._entries: dict[str, dict[str, WeightEntry]] = {}
+        #: By rehearsed layer, the names in it that get their values from entries.
+        self._expected: dict[str, set[str]] = {}
+        #: By ``id``, the tensors that have their values. The tensor is kept, so that no other
+        #: tensor gets its ``id``.
+        self._loaded: dict[int, Tensor] = {}
+        self._missing: list[tuple[str, Any]] = []
+        self._unexpected: list[str] = []
+
+        for name, layer in module._modules.items():
+            self._buffers[name] = _take_buffers(entries, name, layer)
+        to_own_names(entries, '', module._modules)
+        _share_entries(entries, module)
+        foreign = []
+        for key, entry in entries.items():
+            name, _, rest = key.partition('.')
+            if name in module._modules:
+                self._entries.setdefault(name, {})[rest] = entry
+            else:
+                foreign.append(key)
+
+        self._rehearse(module, foreign)
+
+    def _rehearse(self, module: nn.Sequential, foreign: list[str]) -> None:
+        """Load layers on the meta device from tensors without values.
+
+        Their own functions and hooks for loading see the names and shapes of the weights.
+        """
+        missing: list[tuple[str, Any]] = []
+        unexpected: list[str] = []
+        loaded = set()
+        for name, layer in module._modules.items():
+            state = layer.state_dict(keep_vars=True)
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            if not all(tensor.is_meta for tensor in tensors):
+                continue
+            entries = self._entries.get(name, {})
+            placeholders = {}
+            for key, entry in entries.items():
+                placeholders[key] = _placeholder(entry, state.get(key))
+            try:
+                # A layer may add tensors of its own, such as a count that old weights lack.
+                with torch.device('meta'):
+                    result = layer.load_state_dict(placeholders, strict=False)
+            except RuntimeError as error:
+                _check_shapes(name, entries, state)
+                add_note(error, f"in layer '{name}'")
+                raise
+            self._expected[name] = state.keys() - {*result.missing_keys}
+            for key, value in state.items():
+                if key in self._expected[name]:
+                    loaded.add(id(value))
+                else:
+                    missing.append((f'{name}.{key}', value))
+            unexpected += [f'{name}.{key}' for key in result.unexpected_keys]
+        absent = [name for name, value in missing if id(value) not in loaded]
+        if absent or unexpected or foreign:
+            raise _other_names(absent, [*unexpected, *foreign])
+
+    def tensors_of(self, name: str, layer: nn.Module) -> list[Any]:
+        """Return the tensors of a layer that will be loaded, as they are before that."""
+        state = layer.state_dict(keep_vars=True)
+        expected = self._expected.get(name, state.keys())
+        tensors = [layer.get_buffer(key) for key in self._buffers[name]]
+        tensors += [value for key, value in state.items() if key in expected]
+        return tensors
+
+    def load(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
+        """Read the values of layers, which have memory.
+
+        Raises:
+            ValueError: A layer has other names or shapes than the weights.
+        """
+        for name, layer in layers:
+            try:
+                self._load(name, layer)
+            except (RuntimeError, ValueError) as error:
+                add_note(error, f"in layer '{name}'")
+                raise
+        missing = [name for name, value in self._missing if id(value) not in self._loaded]
+        if missing or self._unexpected:
+            raise _other_names(missing, self._unexpected)
+
+    def _load(self, name: str, layer: nn.Module) -> None:
+        state = layer.state_dict(keep_vars=True)
+        values = {}
+        for key, entry in self._entries.get(name, {}).items():
+            target = state.get(key)
+            if id(target) not in self._loaded:
+                values[key] = _read(key, entry, target)
+        result = layer.load_state_dict(values, strict=False)
+        values.clear()
+        for key, entry in self._buffers[name].items():
+            _fill(key, layer.get_buffer(key), entry.read())
+
+        for key, value in state.items():
+            if key in result.missing_keys:
+                self._missing.append((f'{name}.{key}', value))
+            elif isinstance(value, Tensor):
+                self._loaded[id(value)] = value
+        self._unexpected += [f'{name}.{key}' for key in result.unexpected_keys]
+
+
+def _take_buffers(
+    entries: dict[str, WeightEntry], name: str, layer: nn.Module
+) -> dict[str, WeightEntry]:
+    """Remove and return the entries of a layer's buffers that are in no state dict."""
+    state = layer.state_dict()
+    buffers = {}
+    for key, _ in layer.named_buffers(remove_duplicate=False):
+        if key in state:
+            continue
+        names = [f'{name}.{key}']
+        if isinstance(layer, NamedLayer):
+            names.append(key)
+        for full in names:
+            if full in entries:
+                buffers[key] = entries.pop(full)
+    return buffers
+
+
+def _share_entries(entries: dict[str, WeightEntry], module: nn.Module) -> None:
+    """Give all names of a tensor an entry, because weights need only one of them."""
+    names_of: dict[int, list[str]] = {}
+    for full, _, tensor in named_slots(module):
+        names_of.setdefault(id(tensor), []).append(full)
+    for names in names_of.values():
+        present = [full for full in names if full in entries]
+        if present:
+            for full in names:
+                entries.setdefault(full, entries[present[0]])
+
+
+def _placeholder(entry: WeightEntry, target: Any) -> Any:
+    """Return a value without data in place of an entry: its shape if it is known."""
+    if entry.shape is None:
+        return target if isinstance(target, Tensor) else entry.read()
+    dtype = target.dtype if isinstance(target, Tensor) else None
+    return torch.empty(entry.shape, dtype=dtype, device='meta')
+
+
+def _read(key: str, entry: WeightEntry, target: Any) -> Any:
+    """Return the value of an entry; of a split tensor, the tensor with this rank's part of it."""
+    if not hasattr(target, '__create_chunk_list__'):
+        return entry.read()
+    if entry.shape is not None and entry.shape != tuple(target.shape):
+        raise _shape_error(key, entry.shape, tuple(target.shape))
+    part = target.to_local()
+    if part.numel():
+        with torch.no_grad():
+            part.copy_(entry.read(_local_ranges(target)))
+    return target
+
+
+def _local_ranges(tensor: Any) -> Ranges:
+    """Return the ranges of this rank's part of a DTensor."""
+    (chunk,) = tensor.__create_chunk_list__()
+    ranges = []
+    for offset, size in zip(chunk.offsets, chunk.sizes):
+        ranges.append(slice(offset, offset + size))
+    return tuple(ranges)
+
+
+def _fill(key: str, buffer: Tensor, value: Tensor) -> None:
+    if (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        raise ValueError(
+            f"'{key}' of the weights is {value.dtype} of shape {tuple(value.shape)}, "
+            f'but the buffer {buffer.dtype} of shape {tuple(buffer.shape)}; it is in '
+            'no state dict, so leave it out, or pass it as it is'
+        )
+    buffer.copy_(value)
+
+
+def _other_names(missing: list[str], unexpected: list[str]) -> ValueError:
+    return ValueError(
+        f'the weights are not those of the module: missing {_some(missing)}, '
+        f'unexpected {_some(unexpected)}. Their names are those of '
+        'module.state_dict(); pass a mapping that has them'
+    )
+
+
+def _some(names: list[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
+    if len(names) <= _MOST:
+        return str(names)
+    return f'{names[:_MOST]} and {len(names) - _MOST} more'
+
+
+def _check_shapes(name: str, entries: Mapping[str, WeightEntry], state: Mapping[str, Any]) -> None:
+    """Check that entries have the shapes of their tensors."""
+    for key, entry in entries.items():
+        target = state.get(key)
+        if entry.shape is None or not isinstance(target, Tensor):
+            continue
+        if entry.shape != tuple(target.shape):
+            raise _shape_error(f'{name}.{key}', entry.shape, tuple(target.shape))
+
+
+def _shape_error(key: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> ValueError:
+    return ValueError(
+        f"the weights are of a module of other sizes: '{key}' has shape {shape} in them, and "
+        f'{expected} in the module; make the module as the one that was saved'
+    )
