@@ -4,13 +4,14 @@ Modules that a plain call does not use, such as steps and losses, are imported i
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.base.devices import Device
 from torchgpipe.base.settings import (
@@ -25,7 +26,7 @@ from torchgpipe.engine.microbatches import (
     cut,
     gather,
 )
-from torchgpipe.engine.partition import Engine
+from torchgpipe.engine.partition import Engine, shared_in
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.policy import KeepRules
 from torchgpipe.engine.run import Run
@@ -338,6 +339,57 @@ class GPipe(PipelineModule):
         for new, partition in zip(split(module, self.balance, self.devices), partitions):
             partition._modules.update(new._modules)
         self._engine = None
+
+    def named_tensors(self, full: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over all tensors, by their names in files of the model.
+
+        It has the tensors that :meth:`save_pretrained` writes, each once, in the order of layers.
+
+        Args:
+            full: Whether to return tensors; on one process, they are always whole.
+        """
+        from torchgpipe.model import export
+
+        return export.tensors_of(*self._exported()) if full else iter(())
+
+    def save_pretrained(
+        self, folder: str | PathLike[str], *, max_shard_size: int | str = '50GB'
+    ) -> None:
+        """Save the model as files of safetensors, under the names of its original.
+
+        ``from_pretrained`` reads the folder if the layers were converted from a model of
+        Transformers: it has the names and forms of tensors as ``save_pretrained`` of that model
+        writes them, ``config.json`` and ``generation_config.json``. Any model reads it by
+        ``weights=folder``.
+
+        The new folder takes the place of an earlier one at once. Other files in that one, such as
+        a tokenizer's, stay.
+
+        >>> gpipe.save_pretrained('tuned')  # doctest: +SKIP
+
+        Args:
+            folder: The folder.
+            max_shard_size: The largest file: bytes, or a text such as ``'5GB'``.
+
+        Raises:
+            FileExistsError: The folder is a file, or has other folders in it.
+            ValueError: A layer has a state that is no tensor, or a dtype that these files do not
+                have.
+        """
+        from torchgpipe.model import export
+        from torchgpipe.model.pretrained import original_of
+
+        layers, names = self._exported()
+        export.save(layers, names, original_of(self), folder, max_shard_size)
+
+    def _exported(self) -> Any:
+        """Return the layers and the names of their tensors in files."""
+        from torchgpipe.model.export import FileNames
+        from torchgpipe.model.pretrained import original_of
+
+        self.partitions  # Raises if one of them has other layers.
+        layers = {name: self.get_submodule(name) for name in self._names}
+        return layers, FileNames(original_of(self), shared_in(layers))
 
     def in_place_of(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the model that was converted is run by this pipeline.

@@ -92,6 +92,8 @@ class PipelineModule(LayerSequence):
         self.offload = bool(offload)
         self._schedule = None
         verify(module)
+        # Not by `setattr`, which would register it as a child.
+        self.__dict__['_original'] = module.__dict__.get('_original')
         verify_source(balance, module)
         if isinstance(balance, Settings):
             if (devices, chunks, checkpoint, keep) != (None, 1, 'except_last', None):

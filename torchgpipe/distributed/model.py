@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torchgpipe.base.settings import Checkpoint, LossOptions, Settings
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import checkpoint as checkpoints
+from torchgpipe.distributed import exports
 from torchgpipe.distributed.agreement import Facts, check_settings, digest
 from torchgpipe.distributed.clocks import merge
 from torchgpipe.distributed.failures import Watch, watched
@@ -34,6 +35,7 @@ from torchgpipe.engine.partition import Engine
 from torchgpipe.engine.policy import KeepRules
 from torchgpipe.engine.split import parse_seed
 from torchgpipe.model.loader import Loader
+from torchgpipe.model.pretrained import original_of
 from torchgpipe.model.weights import Weights
 from torchgpipe.pipeline_module import PipelineModule
 from torchgpipe.schedule import ScheduleLike, Timed
@@ -498,6 +500,50 @@ class DistributedGPipe(PipelineModule):
             RuntimeError: A rank cannot read its part, or could not begin.
         """
         return checkpoints.load(self, self._rank, folder, optimizer, extra)
+
+    @watched('saving a model')
+    def save_pretrained(
+        self, folder: str | PathLike[str], *, max_shard_size: int | str = '50GB'
+    ) -> None:
+        """Save the model for ``from_pretrained``: see :meth:`torchgpipe.GPipe.save_pretrained`.
+
+        All ranks call it. Each file is written by a rank that has its tensors, one layer after the
+        other, so no rank has more than one whole layer in memory.
+
+        Args:
+            folder: The folder, on a file system that ranks share.
+            max_shard_size: The largest file: bytes, or a text such as ``'5GB'``. Each rank along
+                the pipe axis has its own files.
+
+        Raises:
+            FileExistsError: The folder is a file, or has other folders in it.
+            ValueError: A layer has a state that is no tensor, or a dtype that these files do not
+                have.
+            RuntimeError: A rank cannot write its files. An earlier folder is unchanged.
+        """
+        self.partitions  # Where a layer has been replaced, the rank follows.
+        original = original_of(self)
+        names = exports.names_of(self._rank, original)
+        exports.save(self._rank, names, original, folder, max_shard_size)
+
+    def named_tensors(self, full: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over the whole tensors of all ranks, by their names in files.
+
+        All ranks call it, and iterate to the end. Ranks that take tensors, such as for an
+        inference engine, have at most one layer of others in memory.
+
+        >>> for name, tensor in model.named_tensors(full=rank == 0):  # doctest: +SKIP
+        ...     engine.load_weights([(name, tensor)])
+
+        Args:
+            full: Whether this rank takes tensors. Otherwise it only sends its parts, and the
+                iterator is empty.
+        """
+        self.partitions
+        names = exports.names_of(self._rank, original_of(self))
+        return exports.stream(
+            self._rank, names, full, partial(self._watch.run, 'a stream of tensors')
+        )
 
 
 def _stages_of(skeleton: nn.Sequential, balance: Iterable[int]) -> list[list[str]]:

@@ -34,10 +34,10 @@ from torchgpipe.distributed.layers import Values, fill, split_layer
 from torchgpipe.distributed.mesh import Edges, MeshInfo, groups_of_edges, take_first
 from torchgpipe.distributed.placement import Placement
 from torchgpipe.distributed.replicas import Replicas
-from torchgpipe.distributed.ties import Tie, Ties, owners_of, shared_in, tie_again, ties_of
+from torchgpipe.distributed.ties import Tie, Ties, owners_of, tie_again, ties_of
 from torchgpipe.distributed.units import Unit, group_stages
 from torchgpipe.engine.cell import Sequential
-from torchgpipe.engine.partition import Engine, named_slots
+from torchgpipe.engine.partition import Engine, named_slots, shared_in
 from torchgpipe.model.materialize import seeded
 from torchgpipe.schedule.messages import edges
 from torchgpipe.shard.collectives import F, agree, gathered

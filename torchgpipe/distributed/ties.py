@@ -18,21 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchgpipe.base.structure import Gradients
-from torchgpipe.engine.partition import named_slots
+from torchgpipe.engine.partition import shared_in
 from torchgpipe.shard.collectives import gathered
 from torchgpipe.shard.sums import like, local
 
 #: A tensor in several places: the stage of each, and its name there; in the order of stages.
 Tie = tuple[tuple[int, str], ...]
-
-
-def shared_in(layers: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Return the names of each tensor that has several."""
-    names: dict[int, list[str]] = {}
-    for prefix, layer in layers.items():
-        for full, _, x in named_slots(layer, prefix):
-            names.setdefault(id(x), []).append(full)
-    return [places for places in names.values() if len(places) > 1]
 
 
 def ties_of(model: nn.Sequential, stages: Sequence[Iterable[str]]) -> list[Tie]:

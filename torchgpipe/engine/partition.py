@@ -9,7 +9,7 @@ concurrently ("cannot enter context"). In a pipeline, two threads would do so.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
@@ -104,6 +104,15 @@ def named_slots(
             path += '.'
         for name, tensor in tensors_of(owner):
             yield path + name, (owner, name), tensor
+
+
+def shared_in(layers: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for prefix, layer in layers.items():
+        for full, _, x in named_slots(layer, prefix):
+            names.setdefault(id(x), []).append(full)
+    return [places for places in names.values() if len(places) > 1]
 
 
 def parameters_by_name(module: nn.Module) -> list[nn.Parameter]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.base.errors import add_note
 from torchgpipe.engine.partition import named_slots
+from torchgpipe.model.pretrained import original_of
 from torchgpipe.model.weights import Ranges, WeightEntry, Weights, entries_of, open_weights
 from torchgpipe.sequential.parts import NamedLayer, to_own_names
 
@@ -41,6 +42,9 @@ class Loader:
     def __init__(self, weights: Weights, module: nn.Sequential) -> None:
         entries = entries_of(open_weights(weights))
         self.names = sorted(entries)
+        original = original_of(module)
+        if original is not None:
+            entries = original.entries(entries)
         #: By layer, the entries of buffers that are in no state dict, by the layer's names.
         self._buffers: dict[str, dict[str, WeightEntry]] = {}
         #: By layer, the entries of its state dict.

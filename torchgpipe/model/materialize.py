@@ -46,6 +46,7 @@ from torchgpipe.base.private import RESETS
 from torchgpipe.base.structure import is_plain
 from torchgpipe.engine.streams import no_context
 from torchgpipe.model.loader import Loader
+from torchgpipe.model.pretrained import pretrained_class
 from torchgpipe.sequential.parts import NamedLayer, with_part
 
 
@@ -142,7 +143,7 @@ def _give_values(
 
 def _pretrained(layer: nn.Module) -> Iterator[Callable[[], Any]]:
     """Yield the calls that initialize a layer of a Transformers model, in the model's order."""
-    kind = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
+    kind = pretrained_class()
     if kind is None:
         return
     whole = layer.original if isinstance(layer, NamedLayer) else layer
@@ -337,7 +338,7 @@ def _writes(x: Tensor) -> int:
 @cache
 def _is_of_transformers(name: str) -> bool:
     """Return whether a file defines a Transformers model, which initializes the modules in it."""
-    kind = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
+    kind = pretrained_class()
     beside = vars(sys.modules.get(name, sys)).values()
     return kind is not None and any(
         isinstance(each, type) and issubclass(each, kind) and each.__module__ == name

@@ -11,8 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+#: The path of a file or a folder.
+StrPath = str | os.PathLike[str]
+
 #: Tensors by their names, or the file that has them.
-Weights = Mapping[str, Any] | str | os.PathLike[str]
+Weights = Mapping[str, Any] | StrPath
 
 #: The ranges of a tensor's dimensions.
 Ranges = tuple[slice, ...]
@@ -135,7 +138,7 @@ class _MappedValue:
         return value if ranges is None else value[ranges]
 
 
-class _StoredTensor:
+class StoredTensor:
     """A tensor in a file of safetensors."""
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
@@ -162,12 +165,12 @@ class _SafeTensors(Mapping[str, Any]):
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self.entries: dict[str, _StoredTensor] = {}
+        self.entries: dict[str, StoredTensor] = {}
         for path in files:
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     shape = tuple(file.get_slice(name).get_shape())
-                    self.entries[name] = _StoredTensor(path, name, shape)
+                    self.entries[name] = StoredTensor(path, name, shape)
 
     @staticmethod
     def of_index(index: Path) -> '_SafeTensors':

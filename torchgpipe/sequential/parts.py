@@ -251,6 +251,9 @@ class Converted(Sequential):
 
     wholes: Sequence[Whole] = ()
 
+    #: A copy of the original on the meta device, if it is a model of Transformers or of PEFT.
+    _original: nn.Module | None = None
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -272,17 +275,21 @@ def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False
     """Return the sequential module of layers; the last one gets tensors that no layer uses."""
     put(layers[-1], root, _left_out(root, layers), attributes)
     hooks = _load_hooks(root, layers)
+    found = Converted(*layers)
+    found.training = root.training
     tensors = [*root.parameters(), *root.buffers()]
-    if any(x.is_meta for x in tensors):
+    is_on_meta = any(x.is_meta for x in tensors)
+    if is_on_meta or hasattr(root, 'save_pretrained'):
         original = deepcopy(root, {id(x): torch.empty_like(x, device='meta') for x in tensors})
+        # Not by `setattr`, which would register it as a child.
+        if hasattr(root, 'save_pretrained'):
+            found.__dict__['_original'] = original
         for layer in layers:
-            if isinstance(layer, NamedLayer):
+            if is_on_meta and isinstance(layer, NamedLayer):
                 layer.__dict__['original'] = original
     for layer in layers:
         if hooks and isinstance(layer, NamedLayer):
             layer._load_hooks = hooks
-    found = Converted(*layers)
-    found.training = root.training
     return found
 
 
