@@ -382,6 +382,28 @@ class GPipe(PipelineModule):
         layers, names = self._exported()
         export.save(layers, names, original_of(self), folder, max_shard_size)
 
+    def save_adapter(self, folder: str | PathLike[str]) -> None:
+        """Save the active adapter, as ``PeftModel.save_pretrained`` does.
+
+        ``PeftModel.from_pretrained(model, folder)`` reads it. :meth:`save_pretrained` saves the
+        model with its adapters merged into its weights.
+
+        >>> gpipe.save_adapter('adapter')  # doctest: +SKIP
+
+        Args:
+            folder: The folder. Other files in it stay.
+
+        Raises:
+            FileExistsError: The folder is a file, or has other folders in it.
+            ValueError: The layers were not converted from a model with adapters.
+        """
+        from torchgpipe.model import export
+        from torchgpipe.model.pretrained import original_of
+
+        layers, _ = self._exported()
+        names = export.AdapterNames(original_of(self))
+        export.save_adapter(names, export.tensors_of(layers, names), folder)
+
     def _exported(self) -> Any:
         """Return the layers and the names of their tensors in files."""
         from torchgpipe.model.export import FileNames

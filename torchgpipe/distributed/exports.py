@@ -20,6 +20,7 @@ from torchgpipe.distributed.agreement import Facts, check_settings, digest
 from torchgpipe.distributed.mesh import MeshInfo
 from torchgpipe.distributed.rank import Rank
 from torchgpipe.model.export import (
+    AdapterNames,
     FileNames,
     FilePlan,
     NewFolder,
@@ -29,6 +30,7 @@ from torchgpipe.model.export import (
     finish,
     plan_files,
 )
+from torchgpipe.model.export import save_adapter as save_whole
 from torchgpipe.model.pretrained import Original
 from torchgpipe.model.weights import StrPath
 from torchgpipe.shard.collectives import broadcast, gathered
@@ -85,6 +87,35 @@ def save(
         if not rank.mesh.number:
             new.abort()
         raise
+
+
+def save_adapter(
+    rank: Rank,
+    original: Original | None,
+    folder: StrPath,
+    watch: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Save adapters on all ranks: see :meth:`DistributedGPipe.save_adapter`."""
+    task = 'saving an adapter'
+    names: list[AdapterNames] = []
+
+    def begin() -> Facts:
+        names.append(AdapterNames(original))
+        return Facts(settings=digest(NewFolder(folder).folder.name), state=rank.state_of_layers())
+
+    def write() -> Facts:
+        if is_first:
+            save_whole(names[0], tensors.items(), folder)
+        return Facts()
+
+    facts = rank.agree(task, begin, Facts())
+    check_settings(task, facts)
+    rank.check_states(facts)
+    is_first = not rank.mesh.number
+    tensors = {}
+    for name, tensor in stream(rank, names[0], is_first, watch):
+        tensors[name] = tensor.cpu()
+    rank.agree(task, write, Facts())
 
 
 class _Writing:

@@ -20,13 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from torchgpipe.distributed.embeddings import look_up_locally
 from torchgpipe.distributed.ties import split_apart
 from torchgpipe.engine.partition import named_slots
+from torchgpipe.model.adapters import is_adapter_layer
 from torchgpipe.model.loader import Loader
 from torchgpipe.model.materialize import materialize, seeded
+from torchgpipe.sequential.parts import class_of
 from torchgpipe.shard.parameter import sharded_parameters
 
 
@@ -121,11 +128,41 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
     for name, x in module.named_parameters():
         if not x.requires_grad:
             frozen.append(name)
-    parallelize_module(module, mesh, copy(style))  # It is changed.
+    for part in _parts_to_split(module, style):
+        parallelize_module(part, mesh, copy(style))  # It is changed.
     # `SequenceParallel` replaces parameters by others that require a gradient.
     for name in frozen:
         module.get_parameter(name).requires_grad_(False)
     look_up_locally(module)
+
+
+def _parts_to_split(module: nn.Module, style: Any) -> list[nn.Module]:
+    """Return the modules to split: the module, or the layers in a layer of an adapter.
+
+    An adapter is a product of two matrices, of which one is split as the weight is::
+
+        style       weight            adapter
+        columns     ▌▌ ▌▌ outputs     A whole, B split     the input is whole on all ranks
+        rows        ▀▀ ▄▄ inputs      A split, B whole     the output is whole on all ranks
+
+    Raises:
+        ValueError: It is split in another way, in which PEFT's layers would have wrong gradients.
+    """
+    if not is_adapter_layer(module):
+        return [module]
+    whole = (Replicate(),)
+    adapters: Any = None
+    if type(style) is ColwiseParallel and style.input_layouts == whole:
+        adapters = getattr(module, 'lora_B', None)
+    elif type(style) is RowwiseParallel and style.output_layouts == whole:
+        adapters = getattr(module, 'lora_A', None)
+    if adapters is None:
+        raise ValueError(
+            f'tensor_plan splits a {class_of(module).__name__} with an adapter by '
+            f'{type(style).__name__}, but LoRA on linear layers is split by ColwiseParallel() '
+            'with a whole input, or by RowwiseParallel() with a whole output'
+        )
+    return [module.get_submodule('base_layer'), *adapters.children()]
 
 
 def _text_of(style: Any) -> str:

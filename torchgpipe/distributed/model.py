@@ -526,6 +526,23 @@ class DistributedGPipe(PipelineModule):
         names = exports.names_of(self._rank, original)
         exports.save(self._rank, names, original, folder, max_shard_size)
 
+    @watched('saving an adapter')
+    def save_adapter(self, folder: str | PathLike[str]) -> None:
+        """Save the active adapter: see :meth:`torchgpipe.GPipe.save_adapter`.
+
+        All ranks call it. The first one gets the adapter's tensors, and writes them.
+
+        Args:
+            folder: The folder. Other files in it stay.
+
+        Raises:
+            FileExistsError: The folder is a file, or has other folders in it.
+            ValueError: The layers were not converted from a model with adapters.
+        """
+        self.partitions
+        watch = partial(self._watch.run, 'a stream of tensors')
+        exports.save_adapter(self._rank, original_of(self), folder, watch)
+
     def named_tensors(self, full: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over the whole tensors of all ranks, by their names in files.
 

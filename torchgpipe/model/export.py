@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.model.adapters import FILES as ADAPTER_FILES
 from torchgpipe.model.pretrained import Original
 from torchgpipe.model.weights import INDEX, StrPath
 from torchgpipe.sequential.parts import NamedLayer
@@ -153,6 +154,37 @@ class FileNames:
         for key, value in self.tensors(name, layer, _on_meta).items():
             forms.append(TensorForm(key, tuple(value.shape), value.dtype))
         return forms
+
+
+class AdapterNames(FileNames):
+    """The names of adapters in a model, which are the names in it.
+
+    Attributes:
+        adapted: The model with adapters.
+
+    Raises:
+        ValueError: The model has no adapters.
+    """
+
+    def __init__(self, original: Original | None) -> None:
+        super().__init__(None, ())
+        if original is None or not original.adapters:
+            raise ValueError(
+                'the model has no adapters: wrap it by get_peft_model(model, LoraConfig(…)) of '
+                'PEFT before to_sequential. save_pretrained(folder) saves the model'
+            )
+        self.adapted = original
+        self._trained = original.trained_names
+
+    def tensors(
+        self, name: str, layer: nn.Module, whole: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the whole tensors of the adapters in a layer."""
+        tensors = {}
+        for key, value in layer.state_dict().items():
+            if key in self._trained:
+                tensors[key] = whole(value.detach())
+        return tensors
 
 
 def _on_meta(value: Tensor) -> Tensor:
@@ -360,6 +392,20 @@ def save(
     try:
         write_files(files, new.path, tensors_of(layers, names))
         finish(new, files, original)
+    except BaseException:
+        new.abort()
+        raise
+
+
+def save_adapter(
+    names: AdapterNames, tensors: Iterable[tuple[str, Tensor]], folder: StrPath
+) -> None:
+    """Save the whole tensors of adapters."""
+    new = NewFolder(folder)
+    new.begin()
+    try:
+        names.adapted.save_adapter(dict(tensors), new.path)
+        new.end(ADAPTER_FILES)
     except BaseException:
         new.abort()
         raise

@@ -43,8 +43,11 @@ class Loader:
         entries = entries_of(open_weights(weights))
         self.names = sorted(entries)
         original = original_of(module)
+        #: Names of the original that need no entry.
+        self._optional: set[str] = set()
         if original is not None:
             entries = original.entries(entries)
+            self._optional = original.adapter_names
         #: By layer, the entries of buffers that are in no state dict, by the layer's names.
         self._buffers: dict[str, dict[str, WeightEntry]] = {}
         #: By layer, the entries of its state dict.
@@ -100,7 +103,7 @@ class Loader:
             for key, value in state.items():
                 if key in self._expected[name]:
                     loaded.add(id(value))
-                else:
+                elif not (isinstance(layer, NamedLayer) and key in self._optional):
                     missing.append((f'{name}.{key}', value))
             unexpected += [f'{name}.{key}' for key in result.unexpected_keys]
         absent = [name for name, value in missing if id(value) not in loaded]
@@ -145,7 +148,8 @@ class Loader:
 
         for key, value in state.items():
             if key in result.missing_keys:
-                self._missing.append((f'{name}.{key}', value))
+                if name not in self._expected:
+                    self._missing.append((f'{name}.{key}', value))
             elif isinstance(value, Tensor):
                 self._loaded[id(value)] = value
         self._unexpected += [f'{name}.{key}' for key in result.unexpected_keys]

@@ -45,6 +45,12 @@ from torchgpipe.base.devices import CPU, rng_states, set_rng_states
 from torchgpipe.base.private import RESETS
 from torchgpipe.base.structure import is_plain
 from torchgpipe.engine.streams import no_context
+from torchgpipe.model.adapters import (
+    adapter_layers,
+    is_adapter_layer,
+    part_of_adapter,
+    reset_of,
+)
 from torchgpipe.model.loader import Loader
 from torchgpipe.model.pretrained import pretrained_class
 from torchgpipe.sequential.parts import NamedLayer, with_part
@@ -127,13 +133,17 @@ def _give_values(
     """Give values to one layer."""
     plan = _Resets(layer, _loaded_later(loader, name, layer), made)
     slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
+    adapters = _tensors_of_adapters(layer)
     _allocate(slots, CPU if plan.needed else device)
     more: list[Callable[[], Any]] = []
     if init is not None:
         more = [partial(init, module) for module in _parts_first(layer)]
     elif plan.needed:
         more = [*_pretrained(layer)]
+    if plan.needed:
+        more += _adapter_resets(layer)
     forgotten, changed = plan.reset(more)
+    changed = [slot for slot in changed if id(slot.tensor) not in adapters]
     if forgotten:
         raise _without_value(module, forgotten)
     if changed and init is None:
@@ -157,8 +167,31 @@ def _pretrained(layer: nn.Module) -> Iterator[Callable[[], Any]]:
         atoms = path.split('.') if path else []
         above = [wholes['.'.join(atoms[:k])] for k in range(len(atoms) + 1)]
         owner = next((each for each in reversed(above) if isinstance(each, kind)), None)
-        if owner is not None:
+        if owner is not None and not part_of_adapter(wholes, path):
             yield partial(owner._init_weights, modules[path])
+
+
+def _adapter_resets(layer: nn.Module) -> Iterator[Callable[[], Any]]:
+    """Yield the calls that initialize the adapters in a layer of a model that PEFT has changed."""
+    whole = layer.original if isinstance(layer, NamedLayer) else layer
+    if whole is None or not hasattr(whole, 'peft_config'):
+        return
+    for path, module in with_part(whole, layer).named_modules():
+        if is_adapter_layer(module) and path in dict(layer.named_modules()):
+            yield reset_of(whole, module)
+
+
+def _tensors_of_adapters(layer: nn.Module) -> set[int]:
+    """Return the ids of the tensors of adapters in a layer."""
+    whole = layer.original if isinstance(layer, NamedLayer) else layer
+    if whole is None or not adapter_layers(whole):
+        return set()
+    wholes = dict(whole.named_modules(remove_duplicate=False))
+    tensors: set[int] = set()
+    for path, module in layer.named_modules(remove_duplicate=False):
+        if part_of_adapter(wholes, path):
+            tensors.update(id(slot.tensor) for slot in _slots(module, recurse=False))
+    return tensors
 
 
 def _paths_first(module: nn.Module) -> list[str]:

@@ -23,27 +23,61 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.partition import named_slots
+from torchgpipe.model.adapters import (
+    adapter_layers,
+    base_names,
+    is_copy,
+    merge,
+    write_adapter,
+)
 from torchgpipe.model.weights import Ranges, StoredTensor, WeightEntry
+
+#: Tables that old files have for each block, and Transformers ignores.
+_ROTARY = r'rotary_emb\.inv_freq$'
 
 
 def original_of(module: nn.Module) -> 'Original | None':
     """Return the Transformers model that a module was made from, if it was: see `Converted`."""
     model = module.__dict__.get('_original')
     pretrained = pretrained_class()
-    if pretrained is None or not isinstance(model, pretrained):
+    if pretrained is None or model is None:
         return None
-    return Original(model)
+    for part in model.modules():
+        if isinstance(part, pretrained):
+            return Original(model, part)
+    return None
 
 
 class Original:
     """A model of Transformers on the meta device, without values.
 
     Attributes:
-        model: The model.
+        whole: The model, with adapters if it has some.
+        model: The model as Transformers knows it.
+        adapters: The layers of adapters around layers of the model, by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, whole: nn.Module, model: nn.Module) -> None:
+        self.whole: Any = whole
         self.model: Any = model
+        self.adapters = adapter_layers(whole)
+        #: The names in Transformers of the model's tensors, by their names here.
+        self._names = base_names(whole, model)
+
+    @property
+    def adapter_names(self) -> set[str]:
+        """The names of the tensors that adapters add to the model."""
+        return {*self.whole.state_dict()} - self._names.keys()
+
+    @property
+    def trained_names(self) -> set[str]:
+        """The names of the tensors of adapters, and of trained copies of modules."""
+        copies = {name for name in self._names if is_copy(name)}
+        return self.adapter_names | copies
+
+    def save_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the files of the active adapter into a folder."""
+        write_adapter(self.whole, tensors, folder)
 
     def entries(self, entries: Mapping[str, WeightEntry]) -> dict[str, WeightEntry]:
         """Return the entries of weights by the names of the model, in the forms of its tensors.
@@ -54,14 +88,20 @@ class Original:
         Raises:
             ValueError: The tensors of a parameter do not fit together.
         """
-        state = self.model.state_dict()
+        whole_state = self.whole.state_dict()
+        state = {}
+        for name, tensor in whole_state.items():
+            if name in self._names:
+                state[self._names[name]] = tensor
         names = _Renaming(self.model, state)
         results: dict[str, WeightEntry] = {}
         sources: dict[str, list[_Source]] = {}
         for key in sorted(entries, key=names.order):
             entry = entries[key]
             name, pattern = names.of(key)
-            if name in state and pattern is not None:
+            if key in whole_state:
+                results[key] = entry
+            elif name in state and pattern is not None:
                 sources.setdefault(name, []).append(_Source(key, pattern, entry))
             elif name in state:
                 results[name] = entry
@@ -72,16 +112,28 @@ class Original:
             for target in conversion.shapes:
                 results[target] = _ConvertedTensor(conversion, target)
         names.keep_used()
+        return self._by_names_of_whole(results)
+
+    def _by_names_of_whole(self, entries: dict[str, WeightEntry]) -> dict[str, WeightEntry]:
+        """Return entries by the names that the model has with its adapters."""
+        results = dict(entries)
+        for name, base in self._names.items():
+            if name != base and base in entries:
+                results.setdefault(name, entries[base])
+                results.pop(base, None)
         return results
 
     def file_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors by their names in a file, in its form.
+        """Return tensors by their names in a file, in its form, with adapters merged into them.
 
         Args:
             tensors: The tensors of a layer by the names of the model, without values or with.
         """
         ignored = self.model._keys_to_ignore_on_save or ()
-        saved = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+        saved = {}
+        for name, tensor in merge(self.adapters, self._names, tensors).items():
+            if name not in ignored:
+                saved[name] = tensor
         loading = _loading()
         if loading is None:
             return saved
@@ -91,12 +143,12 @@ class Original:
     def preferred_names(self) -> dict[str, str]:
         """Return for each name of a tied tensor the one that Transformers keeps in files."""
         names_of: dict[int, list[str]] = {}
-        for name, _, tensor in named_slots(self.model):
+        for name, _, tensor in named_slots(self.whole):
             names_of.setdefault(id(tensor), []).append(name)
-        tied = getattr(self.model, 'all_tied_weights_keys', None) or ()
+        tied: Any = getattr(self.model, 'all_tied_weights_keys', None) or ()
         preferred = {}
         for names in names_of.values():
-            kept = [name for name in names if name not in tied] or names
+            kept = [name for name in names if self._names.get(name) not in tied] or names
             preferred.update(dict.fromkeys(names, kept[0]))
         return preferred
 
@@ -164,7 +216,7 @@ class _Renaming:
 
     def is_ignored(self, key: str) -> bool:
         """Return whether the model computes this tensor, or leaves it out."""
-        patterns = self._model._keys_to_ignore_on_load_unexpected or ()
+        patterns = [_ROTARY, *(self._model._keys_to_ignore_on_load_unexpected or ())]
         return key in self._buffers or any(re.search(pattern, key) for pattern in patterns)
 
     def keep_used(self) -> None:
@@ -172,7 +224,8 @@ class _Renaming:
         if self._loading is None:
             return
         used = [conversion for conversion in self._conversions if conversion.was_used()]
-        self._model._weight_conversions = used
+        if used:
+            self._model._weight_conversions = used
 
 
 class _Source:

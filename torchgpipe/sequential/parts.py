@@ -77,6 +77,11 @@ class Part(nn.Module):
         return self._whole.__name__
 
 
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module, or of the module that it is a part of."""
+    return module._whole if isinstance(module, Part) else type(module)
+
+
 class _PartOfList(Part):
     """A part of a module with indices, which are the same as in the whole."""
 

@@ -6,6 +6,7 @@ in rows padded to one length, images, sound, or the outputs of a processor.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,19 +85,19 @@ def case(name: str) -> Case:
         }
         config = cls.config_class(**changes)
     model = cls(config)
-    names = inspect.signature(model.forward).parameters
-
-    def sample(size: int) -> Arguments:
-        return Arguments(
-            **{
-                key: make(config, size)
-                for key, make in _INPUTS.items()
-                if _is_called_with(key, model, names)
-            }
-        )
-
+    sample = partial(sample_of, model)
     note = ', '.join(f'{key}={value}' for key, value in changes.items())
     return Case(model, sample, sample, note)
+
+
+def sample_of(model: Any, size: int) -> Arguments:
+    """Return a sample of a number of rows for a model."""
+    names = inspect.signature(model.forward).parameters
+    arguments = {}
+    for key, make in _INPUTS.items():
+        if _is_called_with(key, model, names):
+            arguments[key] = make(model.config, size)
+    return Arguments(**arguments)
 
 
 def _is_called_with(key: str, model: Any, names: Any) -> bool:
