@@ -50,6 +50,63 @@ def test_constant_buffers_cost_nothing(devices):
     output.sum().backward()
 
 
+class Quantized(nn.Module):
+    """A layer whose frozen weights are integers in buffers."""
+
+    def __init__(self, width, number=1):
+        super().__init__()
+        for k in range(number):
+            weight = torch.ones(width, width, dtype=torch.int8)
+            self.register_buffer(f'weight{k}', weight)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x + self.weight0[0] * self.scale
+
+
+@pytest.mark.parametrize('width', [3000, 500, 250])
+def test_integer_weights_in_buffers_are_not_copied_in_the_first_step(width):
+    """90 MB of them, in buffers of any size, even if each of them is small enough for a copy."""
+    number = 9_000_000 // width**2
+
+    def pipeline(width):
+        layers = nn.Sequential(*[Quantized(width, number) for _ in range(10)])
+        return GPipe(layers, [5, 5], devices=['cpu'] * 2, chunks=2, checkpoint='always')
+
+    small = pipeline(8)
+    for _ in range(2):
+        small(torch.ones(2, 8)).sum().backward()
+    gpipe = pipeline(width)
+    for parameter in gpipe.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = resident()
+    gpipe(torch.ones(2, width)).sum().backward()
+    assert resident() - before < 5_000_000
+
+
+def test_small_buffers_beyond_the_limit_are_compared_by_version():
+    """A change between forward and backward is refused; within the limit, there is a copy."""
+    number = 4 * state.MOST_COPIED // 250**2
+
+    for changed, is_copied in ((0, True), (number - 1, False)):
+        layers = nn.Sequential(*[Quantized(250) for _ in range(number)])
+        gpipe = GPipe(layers, [number], devices=['cpu'], checkpoint='always')
+        for _ in range(2):
+            output = gpipe(torch.ones(2, 250)).sum()
+            expected = torch.autograd.grad(
+                layers(torch.ones(2, 250)).sum(), [*layers.parameters()]
+            )
+            gpipe[changed].weight0.zero_()
+            if not is_copied:
+                with pytest.raises(RuntimeError, match='has been modified by an inplace operat'):
+                    output.backward()
+                break
+            gpipe.zero_grad()
+            output.backward()
+            assert_same([x.grad for x in gpipe.parameters()], expected)
+            gpipe[changed].weight0.fill_(1)
+
+
 @devices
 def test_a_large_buffer_is_not_copied(devices):
     class Mask(nn.Linear):

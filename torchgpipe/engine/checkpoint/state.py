@@ -7,7 +7,8 @@ this state by the use that layers make of it, by the same rules on all devices::
     containers that layers change in place          copied when a cell starts
     other small containers                          copied once, and again after a change
     tensors that layers were seen to write to       copied when a cell starts
-    other small buffers and tensors in attributes   copied once, and again after a change
+    other small buffers and tensors in attributes   copied once, and again after a change,
+                                                    up to a sum of sizes
     all other tensors                               compared by version
 
 Attributes include tensors in Python's containers and tuples of any nesting. Other objects are
@@ -78,6 +79,10 @@ T = TypeVar('T')
 
 #: Buffers and tensors in attributes of at most this number of bytes are copied.
 SMALL = 1 << 16
+
+#: The most bytes of such copies in a partition, whose frozen weights may be buffers. All further
+#: ones are compared by version.
+MOST_COPIED = 1 << 20
 
 #: Modules of classes whose attributes do not change in forward.
 _CONSTANT = 'torch.nn.modules.', 'torchgpipe.engine.'
@@ -273,6 +278,7 @@ class CellState:
         #: Tensors that layers were seen to write to, or other small tensors; then their copies.
         self.changes: dict[Place, Tensor] = {}
         self._small: dict[Place, Tensor] = {}
+        self._small_bytes = 0
         self.copies: dict[Place, Tensor] = {}
         #: Attributes with tensors, or containers that change. The containers are copies.
         self.values: dict[nn.Module, Attributes] = {}
@@ -331,11 +337,18 @@ class CellState:
     ) -> None:
         if place in self.layers.observed.written:
             self.changes[place] = x
-        elif may_copy and not x.is_nested and size_of(x) <= SMALL:
+        elif may_copy and self._is_small(x):
             self._small[place] = x
+            self._small_bytes += size_of(x)
         else:
             self.places.append(place)
             self.tensors.append(x)
+
+    def _is_small(self, x: Tensor) -> bool:
+        """Return whether a tensor is copied in addition to the ones before it."""
+        if x.is_nested or size_of(x) > SMALL:
+            return False
+        return self._small_bytes + size_of(x) <= MOST_COPIED
 
     def _keep_item(
         self,
