@@ -215,7 +215,7 @@ class GPipe(PipelineModule):
 
         materialize(module, devices, loader, random_numbers, init)
         if loader is not None:
-            loader.load(module._modules.items())
+            loader.load(zip(module._modules, module, devices))
 
     def _call(self, input: Any) -> Any:
         if not self.devices:

@@ -29,6 +29,7 @@ from torchgpipe.model.export import (
     TensorForm,
     finish,
     plan_files,
+    trim_memory,
 )
 from torchgpipe.model.export import save_adapter as save_whole
 from torchgpipe.model.pretrained import Original
@@ -37,6 +38,10 @@ from torchgpipe.shard.collectives import broadcast, gathered
 
 #: By layer, the forms of its tensors.
 LayerForms = Mapping[str, list[TensorForm]]
+
+
+#: The bytes of a tensor whose memory is returned to the system at once.
+_LARGE = 1 << 22
 
 
 def names_of(rank: Rank, original: Original | None) -> FileNames:
@@ -79,8 +84,12 @@ def save(
         files = plan_files([sum(place.values(), []) for place in by_place], max_shard_size)
         writing = _Writing(rank, files, new)
         for name, layer in rank.layers.items():
-            for key, tensor in names.tensors(name, layer, _gather(rank.mesh)).items():
+            for key, tensor in names.tensors(name, layer, _gather(rank.mesh)):
                 writing.write(key, tensor)
+                is_large = tensor.nbytes > _LARGE
+                del tensor
+                if is_large:
+                    trim_memory()
         rank.agree(task, check_written, Facts())
         rank.agree(task, end, Facts())
     except BaseException:
@@ -187,14 +196,13 @@ def stream(
         place = rank.placement.places[j]
         is_sent = any(asks[other] for other in mesh.pipe.ranks if other != mesh.pipe.ranks[place])
         for name in layers:
-            tensors: dict[str, Tensor] = {}
-            with watch():
-                if name in rank.layers:
-                    tensors = names.tensors(name, rank.layers[name], _gather(mesh))
+            tensors: Iterator[tuple[str, Tensor]] = iter(())
+            if name in rank.layers:
+                tensors = names.tensors(name, rank.layers[name], _gather(mesh))
             for form in by_place[place][name]:
-                tensor = tensors.pop(form.name, None)
-                if is_sent:
-                    with watch():
+                with watch():
+                    _, tensor = next(tensors, ('', None))
+                    if is_sent:
                         tensor = _send(mesh, place, form, tensor)
                 if full:
                     assert tensor is not None

@@ -227,7 +227,8 @@ def fill(
     def around(name: str, layer: nn.Module) -> Iterator[None]:
         with seeded(values.seed, indices[name]):
             yield
-        layer.to(device)
+        # Tensors that will be loaded are still on the meta device.
+        layer._apply(lambda x: x if x.is_meta else x.to(device))
         finish(name, layer)
 
     def materialize_layers(layers: 'OrderedDict[str, nn.Module]') -> None:

@@ -116,13 +116,19 @@ class FileNames:
     def __init__(self, original: Original | None, ties: Iterable[Sequence[str]]) -> None:
         self._original = original
         #: By name of a tied tensor in the original, the one that Transformers keeps in files.
-        self._preferred = {} if original is None else original.preferred_names()
+        self._preferred: dict[str, str] = {}
+        self._mixes = False
+        if original is not None:
+            self._preferred = original.preferred_names()
+            self._mixes = original.prepare_files()
         self._later = {full for tie in ties for full in tie[1:]}
 
     def tensors(
         self, name: str, layer: nn.Module, whole: Callable[[Tensor], Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the whole tensors of a layer by their names in files, in the forms of these.
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of a layer by their names in files, in the forms of these.
+
+        Each one is made when it is asked for, unless a form takes several tensors of the layer.
 
         Args:
             whole: Returns the whole tensor of a rank's part of it.
@@ -130,7 +136,7 @@ class FileNames:
         Raises:
             ValueError: The layer has a state that is no tensor.
         """
-        tensors = {}
+        together = {}
         for key, value in layer.state_dict().items():
             full = f'{name}.{key}'
             if full in self._later:
@@ -143,15 +149,22 @@ class FileNames:
             file_name = full
             if isinstance(layer, NamedLayer):
                 file_name = self._preferred.get(key, key)
-            tensors[file_name] = whole(value.detach())
-        if self._original is None:
-            return tensors
-        return self._original.file_tensors(tensors)
+            # A whole tensor is freed before the next one is made.
+            if self._original is None:
+                yield file_name, whole(value.detach())
+            elif self._mixes:
+                together[file_name] = whole(value.detach())
+            else:
+                yield from _taken(self._original.file_tensors({file_name: whole(value.detach())}))
+        if self._original is not None and together:
+            tensors = self._original.file_tensors(together)
+            together.clear()
+            yield from _taken(tensors)
 
     def forms(self, name: str, layer: nn.Module) -> list[TensorForm]:
         """Return the forms of the tensors of a layer, without communication."""
         forms = []
-        for key, value in self.tensors(name, layer, _on_meta).items():
+        for key, value in self.tensors(name, layer, _on_meta):
             forms.append(TensorForm(key, tuple(value.shape), value.dtype))
         return forms
 
@@ -178,13 +191,17 @@ class AdapterNames(FileNames):
 
     def tensors(
         self, name: str, layer: nn.Module, whole: Callable[[Tensor], Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the whole tensors of the adapters in a layer."""
-        tensors = {}
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of the adapters in a layer."""
         for key, value in layer.state_dict().items():
             if key in self._trained:
-                tensors[key] = whole(value.detach())
-        return tensors
+                yield key, whole(value.detach())
+
+
+def _taken(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the items of a dict, which does not have them any more."""
+    for name in [*tensors]:
+        yield name, tensors.pop(name)
 
 
 def _on_meta(value: Tensor) -> Tensor:
@@ -411,10 +428,21 @@ def save_adapter(
         raise
 
 
+def trim_memory() -> None:
+    """Return freed memory of the host to the system, where the C library would keep it.
+
+    Large tensors are made and freed, one after the other. Without this, the process would grow by
+    several of them.
+    """
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
+    if trim is not None:
+        trim(0)
+
+
 def tensors_of(layers: Mapping[str, nn.Module], names: FileNames) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of layers that are whole, by their names in files."""
     for name, layer in layers.items():
-        yield from names.tensors(name, layer, Tensor.detach).items()
+        yield from names.tensors(name, layer, Tensor.detach)
 
 
 def write_files(

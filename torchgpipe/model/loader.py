@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchgpipe.base.errors import add_note
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.pretrained import original_of
+from torchgpipe.model.slots import FirstSlots, allocated, put, slots_in
 from torchgpipe.model.weights import Ranges, WeightEntry, Weights, entries_of, open_weights
 from torchgpipe.sequential.parts import NamedLayer, to_own_names
 
@@ -57,6 +58,7 @@ class Loader:
         #: By ``id``, the tensors that have their values. The tensor is kept, so that no other
         #: tensor gets its ``id``.
         self._loaded: dict[int, Tensor] = {}
+        self._first_slots: FirstSlots = {}
         self._missing: list[tuple[str, Any]] = []
         self._unexpected: list[str] = []
 
@@ -118,13 +120,18 @@ class Loader:
         tensors += [value for key, value in state.items() if key in expected]
         return tensors
 
-    def load(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        """Read the values of layers, which have memory.
+    def load(self, layers: Iterable[tuple[str, nn.Module, torch.device]]) -> None:
+        """Read the values of layers, each onto its device.
+
+        Tensors on the meta device get memory, of this rank's part if they are split.
 
         Raises:
             ValueError: A layer has other names or shapes than the weights.
         """
-        for name, layer in layers:
+        for name, layer, device in layers:
+            for slot in [*slots_in(layer)]:
+                if slot.tensor.is_meta:
+                    put(slot, allocated(slot.tensor, device), self._first_slots)
             try:
                 self._load(name, layer)
             except (RuntimeError, ValueError) as error:

@@ -4,11 +4,11 @@
 
                             by reset_parameters()              from weights
     built on meta           names and shapes, no memory        the same
-    1. allocate a layer     on the CPU                         on its device
+    1. allocate a layer     on the CPU
     2. reset its modules    from the CPU's generator
     3. move it              to its device
-    4. load                                                    tensor by tensor
-    5. the next layer
+    4. the next layer
+    5. load                                                    on its device: `model.loader`
 
 Initial values are drawn on the CPU, so they depend neither on devices nor on the balance.
 (Generators of two devices with one seed would give layers on both the same values.) Modules are
@@ -36,7 +36,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,20 +53,8 @@ from torchgpipe.model.adapters import (
 )
 from torchgpipe.model.loader import Loader
 from torchgpipe.model.pretrained import pretrained_class
+from torchgpipe.model.slots import FirstSlots, TensorSlot, like, put, slots_in
 from torchgpipe.sequential.parts import NamedLayer, with_part
-
-
-class Slot(NamedTuple):
-    """The place of a parameter or a buffer, and the tensor there."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-
-
-#: The first slot of each meta tensor, by the tensor's id. The slot keeps the tensor alive, so that
-#: its id is not reused.
-Made = dict[int, Slot]
 
 
 def materialize(
@@ -76,20 +64,21 @@ def materialize(
     around: Callable[[str, nn.Module], AbstractContextManager[Any]] | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Give initial values to tensors on the meta device; ``loader`` will load the others.
+    """Give initial values to tensors on the meta device, except the ones that a loader will load.
 
-    Each layer gets its values within ``around(name, layer)``. After its resets, ``init`` is called
-    with each of its modules, inner ones first.
+    These stay on the meta device, so that they can be split before they have memory. Each layer
+    gets its values within ``around(name, layer)``. After its resets, ``init`` is called with each
+    of its modules, inner ones first.
 
     Raises:
         ValueError: A tensor cannot get a value.
     """
-    made: Made = {}
+    made: FirstSlots = {}
     helpless = []
     for name, layer in zip(module._modules, module):
         if init is None and not any(_pretrained(layer)):
             helpless += _Resets(layer, _loaded_later(loader, name, layer), made).helpless
-        made.update({id(slot.tensor): slot for slot in _slots(layer) if slot.tensor.is_meta})
+        made.update({id(slot.tensor): slot for slot in slots_in(layer) if slot.tensor.is_meta})
     if helpless:
         raise _without_value(module, helpless)
     made = {}
@@ -126,13 +115,17 @@ def _give_values(
     layer: nn.Module,
     device: torch.device,
     loader: Loader | None,
-    made: Made,
+    made: FirstSlots,
     module: nn.Sequential,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
     """Give values to one layer."""
     plan = _Resets(layer, _loaded_later(loader, name, layer), made)
-    slots = [slot for slot in _slots(layer) if slot.tensor.is_meta]
+    later = {id(x) for x in _loaded_later(loader, name, layer) if is_plain(x)}
+    slots = []
+    for slot in slots_in(layer):
+        if slot.tensor.is_meta and id(slot.tensor) not in later:
+            slots.append(slot)
     adapters = _tensors_of_adapters(layer)
     _allocate(slots, CPU if plan.needed else device)
     more: list[Callable[[], Any]] = []
@@ -190,7 +183,7 @@ def _tensors_of_adapters(layer: nn.Module) -> set[int]:
     tensors: set[int] = set()
     for path, module in layer.named_modules(remove_duplicate=False):
         if part_of_adapter(wholes, path):
-            tensors.update(id(slot.tensor) for slot in _slots(module, recurse=False))
+            tensors.update(id(slot.tensor) for slot in slots_in(module, recurse=False))
     return tensors
 
 
@@ -199,13 +192,13 @@ def _paths_first(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_modules()][:0:-1]
 
 
-def _listed(module: nn.Module, slots: list[Slot]) -> str:
+def _listed(module: nn.Module, slots: list[TensorSlot]) -> str:
     names = {part: name for name, part in module.named_modules()}
     found = [f"'{names[part]}.{name}' of a {part._get_name()}" for part, name, _ in slots]
     return ', '.join(found[:3]) + (f' and {len(found) - 3} more' if len(found) > 3 else '')
 
 
-def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
+def _without_value(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
     return ValueError(
         f'nothing gives a value to {_listed(module, slots)}: a parameter or a buffer on the meta '
         'device gets one from weights=…, from init=…, a function of each module, or from '
@@ -216,7 +209,7 @@ def _without_value(module: nn.Module, slots: list[Slot]) -> ValueError:
     )
 
 
-def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
+def _other_values(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
     return ValueError(
         'reset_parameters() would give other initial values than the constructor of the model '
         f'gives to {_listed(module, slots)}. Pass weights=…, or the function by which the model '
@@ -226,19 +219,12 @@ def _other_values(module: nn.Module, slots: list[Slot]) -> ValueError:
     )
 
 
-def _slots(module: nn.Module, recurse: bool = True) -> Iterator[Slot]:
-    """Yield the parameters and buffers of a module, with their places."""
-    for part in module.modules() if recurse else [module]:
-        for tensors in (part._parameters, part._buffers):
-            yield from (Slot(part, name, x) for name, x in tensors.items() if x is not None)
-
-
-def _allocate(slots: Iterable[Slot], device: torch.device) -> None:
+def _allocate(slots: Iterable[TensorSlot], device: torch.device) -> None:
     """Allocate memory for each slot, even if several have one tensor, as constructors do."""
     for module, name, x in slots:
         value = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
         _memory(value).fill_(_blank(x))
-        setattr(module, name, _like(x, value))
+        setattr(module, name, like(x, value))
 
 
 def _blank(x: Tensor) -> int:
@@ -261,32 +247,20 @@ def _memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def _move(slots: Iterable[Slot], device: torch.device, made: Made) -> None:
+def _move(slots: Iterable[TensorSlot], device: torch.device, made: FirstSlots) -> None:
     """Move tensors to a device; slots that shared a tensor get the first slot's tensor again."""
     for slot in slots:
-        module, name, x = slot
-        first = made.setdefault(id(x), slot)
-        if first is slot:
-            setattr(module, name, _like(x, getattr(module, name).detach().to(device)))
-        else:
-            setattr(module, name, getattr(first.module, first.name))
-
-
-def _like(x: Tensor, value: Tensor) -> Tensor:
-    """Return a value as a parameter or buffer, with the attributes of an earlier one."""
-    new = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
-    new.__dict__.update(x.__dict__)
-    return new
+        put(slot, getattr(slot.module, slot.name).detach().to(device), made)
 
 
 class _Resets:
     """The modules of a layer to reset, and the tensors that need a reset."""
 
-    def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: Made) -> None:
+    def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: FirstSlots) -> None:
         self._loaded = {id(x) for x in loaded} | made.keys()
         self.needed = [
             slot
-            for slot in _slots(layer)
+            for slot in slots_in(layer)
             if slot.tensor.is_meta
             and not (
                 id(slot.tensor) in made
@@ -300,31 +274,33 @@ class _Resets:
             id(slot.tensor)
             for part in layer.modules()
             if self.needed and _is_of_transformers(type(part).__module__)
-            for slot in _slots(part)
+            for slot in slots_in(part)
         }
         #: The functions to call, inner modules first.
         self.resets: list[Callable[[], object]] = []
         #: Tensors that cannot get a value.
-        self.helpless: list[Slot] = []
+        self.helpless: list[TensorSlot] = []
         for module in _parts_first(layer):
             self._add(module)
 
     def _add(self, module: nn.Module) -> None:
         reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
-        below = [slot.tensor for slot in _slots(module)]
+        below = [slot.tensor for slot in slots_in(module)]
         # It may reset its parts as well, so none of their tensors may have a value.
         if reset and any(id(x) in self._ids for x in below) and all(map(self._is_free, below)):
             self.resets.append(reset)
         else:
             self.helpless += [
-                slot for slot in _slots(module, recurse=False) if id(slot.tensor) in self._ids
+                slot for slot in slots_in(module, recurse=False) if id(slot.tensor) in self._ids
             ]
 
     def _is_free(self, x: Tensor) -> bool:
         """Return whether a reset may write to a tensor."""
         return is_plain(x) and (id(x) in self._ids or id(x) in self._loaded)
 
-    def reset(self, more: Iterable[Callable[[], object]]) -> tuple[list[Slot], list[Slot]]:
+    def reset(
+        self, more: Iterable[Callable[[], object]]
+    ) -> tuple[list[TensorSlot], list[TensorSlot]]:
         """Reset the modules after their memory is allocated, and make more calls.
 
         Returns:

@@ -123,6 +123,25 @@ class Original:
                 results.pop(base, None)
         return results
 
+    def prepare_files(self) -> bool:
+        """Return whether tensors in files are made from several tensors of the model.
+
+        Later calls of :meth:`file_tensors` revert the conversions that are set here.
+        """
+        loading = _loading()
+        if loading is None:
+            return bool(self.adapters)
+        conversions = getattr(self.model, '_weight_conversions', None)
+        if conversions is None:
+            conversions = []
+            for conversion in _conversions_of(self.model, add_legacy=False):
+                # As in `revert_weight_conversion`: no file tells whether it had the prefix.
+                if not isinstance(conversion, loading.PrefixChange):
+                    conversions.append(conversion)
+            self.model._weight_conversions = conversions
+        kinds = [isinstance(conversion, loading.WeightConverter) for conversion in conversions]
+        return bool(self.adapters) or any(kinds)
+
     def file_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by their names in a file, in its form, with adapters merged into them.
 
@@ -170,6 +189,13 @@ def _loading() -> Any:
         return None
 
 
+def _conversions_of(model: Any, **options: Any) -> list[Any]:
+    """Return the conversions that Transformers has for the tensors of a model."""
+    mapping = import_module('transformers.conversion_mapping')
+    conversions: list[Any] = mapping.get_model_conversion_mapping(model, **options)
+    return conversions
+
+
 class _Renaming:
     """The names of tensors in files, and the names that a model has for them."""
 
@@ -179,8 +205,7 @@ class _Renaming:
         self._loading = _loading()
         self._conversions: list[Any] = []
         if self._loading is not None:
-            mapping = import_module('transformers.conversion_mapping')
-            self._conversions = mapping.get_model_conversion_mapping(model)
+            self._conversions = _conversions_of(model)
         self._renamings: list[Any] = []
         #: By pattern of names in files, the conversion of these tensors.
         self._converters: dict[str, Any] = {}

@@ -228,26 +228,28 @@ class Experts(nn.Module):
         """Keep this rank's experts only: consecutive ones, as ``torch.chunk`` splits them.
 
         All ranks of the mesh call it, before an optimizer is made. They get the values of the
-        first one. Then weights of experts are DTensors; the router stays whole on each rank. The
-        gradient of a spread weight is the sum over the losses of all ranks, complete on the rank
-        that has it. So for the loss of one process, add up the losses of ranks and the gradients
-        of other parameters; or let :func:`ts.average_gradients` take the mean of both.
+        first one, or values later if the experts are on the meta device. Then weights of experts
+        are DTensors; the router stays whole on each rank. The gradient of a spread weight is the
+        sum over the losses of all ranks, complete on the rank that has it. So for the loss of one
+        process, add up the losses of ranks and the gradients of other parameters; or let
+        :func:`ts.average_gradients` take the mean of both.
 
         Args:
             mesh: The ranks, along one axis, such as ``mesh['data']``.
 
         Raises:
-            ValueError: The mesh has several axes, experts have no values, or are spread already.
+            ValueError: The mesh has several axes, or the experts are spread already.
         """
         from torch.distributed.tensor import Shard, distribute_tensor  # takes long
 
-        if mesh.ndim != 1 or self.communicates or self.up.is_meta:
+        if mesh.ndim != 1 or self.communicates:
+            state = 'spread already' if self.communicates else 'whole'
             raise ValueError(
-                'experts that have values are spread once, over one axis of a mesh, as '
-                f'mesh["data"]; here are axes {mesh.mesh_dim_names}, and experts that are '
-                f'{"spread already" if self.communicates else f"on {self.up.device}"}'
+                'experts are spread once, over one axis of a mesh, as mesh["data"]; here are axes '
+                f'{mesh.mesh_dim_names}, and experts that are {state}'
             )
-        broadcast(self.router.detach(), mesh.get_group())
+        if not self.router.is_meta:
+            broadcast(self.router.detach(), mesh.get_group())
         for name in _OF_EXPERTS:
             full = getattr(self, name)
             setattr(
