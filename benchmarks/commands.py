@@ -12,6 +12,7 @@ from benchmarks.experiments import (
     classes_resnet18,
     concurrency,
     digits,
+    folders,
     gpu,
     keep,
     machine,
@@ -51,4 +52,5 @@ MODULES = (
     gpu,
     plans,
     zoo,
+    folders,
 )

@@ -293,4 +293,5 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
     return [MEANING, f'transformers {results["transformers"]}:', (heads, rows)]
 
 
+COMMANDS = [folders]
 SECTION = Section('Models from a folder onto a mesh', 'folders', _parts)
