@@ -350,7 +350,10 @@ class GPipe(PipelineModule):
         """
         from torchgpipe.model import export
 
-        return export.tensors_of(*self._exported()) if full else iter(())
+        layers, names = self._exported()
+        if not full:
+            return iter(())
+        return export.tensors_of(layers, names)
 
     def save_pretrained(
         self, folder: str | PathLike[str], *, max_shard_size: int | str = '50GB'
@@ -380,7 +383,13 @@ class GPipe(PipelineModule):
         from torchgpipe.model.pretrained import original_of
 
         layers, names = self._exported()
-        export.save(layers, names, original_of(self), folder, max_shard_size)
+        export.save(
+            layers,
+            names,
+            original_of(self),
+            folder,
+            max_shard_size,
+        )
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Save the active adapter, as ``PeftModel.save_pretrained`` does.
@@ -410,8 +419,11 @@ class GPipe(PipelineModule):
         from torchgpipe.model.pretrained import original_of
 
         self.partitions  # Raises if one of them has other layers.
-        layers = {name: self.get_submodule(name) for name in self._names}
-        return layers, FileNames(original_of(self), shared_in(layers))
+        layers = {}
+        for name in self._names:
+            layers[name] = self.get_submodule(name)
+        names = FileNames(original_of(self), shared_in(layers))
+        return layers, names
 
     def in_place_of(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the model that was converted is run by this pipeline.

@@ -10,6 +10,7 @@ them writes these to its file, or the ranks that ask for a stream get them::
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ _LARGE = 1 << 22
 
 def names_of(rank: Rank, original: Original | None) -> FileNames:
     """Return the names in files of a model's tensors."""
-    return FileNames(original, [[full for _, full in tie] for tie in rank.description.ties])
+    ties = []
+    for tie in rank.description.ties:
+        ties.append([full for _, full in tie])
+    return FileNames(original, ties)
 
 
 def save(
@@ -81,7 +85,10 @@ def save(
         check_settings(task, facts)
         rank.check_states(facts)
         by_place = _by_place(rank.mesh, forms)
-        files = plan_files([sum(place.values(), []) for place in by_place], max_shard_size)
+        by_owner: list[list[TensorForm]] = []
+        for layers in by_place:
+            by_owner.append([*chain(*layers.values())])
+        files = plan_files(by_owner, max_shard_size)
         writing = _Writing(rank, files, new)
         for name, layer in rank.layers.items():
             for key, tensor in names.tensors(name, layer, _gather(rank.mesh)):
@@ -144,7 +151,8 @@ class _Writing:
         mine = [file for file in files if file.owner == place]
         # The ranks with the same stages take turns.
         for file in mine[members.index(rank.number) :: len(members)]:
-            self._files.update(dict.fromkeys([form.name for form in file.forms], file))
+            for form in file.forms:
+                self._files[form.name] = file
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, if it belongs to a file of this rank."""
@@ -187,14 +195,16 @@ def stream(
     """
     mesh = rank.mesh
     with watch():
-        forms = {name: names.forms(name, layer) for name, layer in rank.layers.items()}
+        forms = {}
+        for name, layer in rank.layers.items():
+            forms[name] = names.forms(name, layer)
         by_place = _by_place(mesh, forms)
         asks = {mesh.pipe.ranks[mesh.pipe.rank]: full}
         if mesh.pipe.group is not None:
             asks = dict(zip(mesh.pipe.ranks, gathered(full, mesh.pipe.group)))
     for j, layers in enumerate(rank.stages):
         place = rank.placement.places[j]
-        is_sent = any(asks[other] for other in mesh.pipe.ranks if other != mesh.pipe.ranks[place])
+        is_sent = sum(asks.values()) > asks[mesh.pipe.ranks[place]]
         for name in layers:
             tensors: Iterator[tuple[str, Tensor]] = iter(())
             if name in rank.layers:

@@ -112,7 +112,11 @@ def shared_in(layers: Mapping[str, nn.Module]) -> list[list[str]]:
     for prefix, layer in layers.items():
         for full, _, x in named_slots(layer, prefix):
             names.setdefault(id(x), []).append(full)
-    return [places for places in names.values() if len(places) > 1]
+    shared = []
+    for places in names.values():
+        if len(places) > 1:
+            shared.append(places)
+    return shared
 
 
 def parameters_by_name(module: nn.Module) -> list[nn.Parameter]:

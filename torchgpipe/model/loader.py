@@ -80,37 +80,51 @@ class Loader:
         """Load layers on the meta device from tensors without values.
 
         Their own functions and hooks for loading see the names and shapes of the weights.
+
+        Args:
+            foreign: The names of entries that belong to no layer.
         """
         missing: list[tuple[str, Any]] = []
         unexpected: list[str] = []
         loaded = set()
         for name, layer in module._modules.items():
+            assert layer is not None
             state = layer.state_dict(keep_vars=True)
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            if not all(tensor.is_meta for tensor in tensors):
-                continue
-            entries = self._entries.get(name, {})
-            placeholders = {}
-            for key, entry in entries.items():
-                placeholders[key] = _placeholder(entry, state.get(key))
-            try:
-                # A layer may add tensors of its own, such as a count that old weights lack.
-                with torch.device('meta'):
-                    result = layer.load_state_dict(placeholders, strict=False)
-            except RuntimeError as error:
-                _check_shapes(name, entries, state)
-                add_note(error, f"in layer '{name}'")
-                raise
-            self._expected[name] = state.keys() - {*result.missing_keys}
+            if not all(value.is_meta for value in state.values() if isinstance(value, Tensor)):
+                continue  # Its own values would be overwritten.
+            absent, additional = self._rehearse_layer(name, layer, state)
+            unexpected += additional
+            self._expected[name] = state.keys() - absent
             for key, value in state.items():
                 if key in self._expected[name]:
                     loaded.add(id(value))
                 elif not (isinstance(layer, NamedLayer) and key in self._optional):
                     missing.append((f'{name}.{key}', value))
-            unexpected += [f'{name}.{key}' for key in result.unexpected_keys]
-        absent = [name for name, value in missing if id(value) not in loaded]
-        if absent or unexpected or foreign:
-            raise _other_names(absent, [*unexpected, *foreign])
+        absent_names = []
+        for name, value in missing:
+            if id(value) not in loaded:
+                absent_names.append(name)
+        unexpected += foreign
+        if absent_names or unexpected:
+            raise _other_names(absent_names, unexpected)
+
+    def _rehearse_layer(
+        self, name: str, layer: nn.Module, state: Mapping[str, Any]
+    ) -> tuple[set[str], list[str]]:
+        """Return the names in a layer that get no value, and the full names of other entries."""
+        entries = self._entries.get(name, {})
+        placeholders = {}
+        for key, entry in entries.items():
+            placeholders[key] = _placeholder(entry, state.get(key))
+        try:
+            # A layer may add tensors of its own, such as a count that old weights lack.
+            with torch.device('meta'):
+                result = layer.load_state_dict(placeholders, strict=False)
+        except RuntimeError as error:
+            _check_shapes(name, entries, state)
+            add_note(error, f"in layer '{name}'")
+            raise
+        return {*result.missing_keys}, [f'{name}.{key}' for key in result.unexpected_keys]
 
     def tensors_of(self, name: str, layer: nn.Module) -> list[Any]:
         """Return the tensors of a layer that will be loaded, as they are before that."""
@@ -241,7 +255,7 @@ def _other_names(missing: list[str], unexpected: list[str]) -> ValueError:
 
 
 def _some(names: list[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
+    """Return the first names of a list, and the number of the additional."""
     if len(names) <= _MOST:
         return str(names)
     return f'{names[:_MOST]} and {len(names) - _MOST} more'

@@ -33,7 +33,7 @@ values than the constructor, without an error. Three rules prevent this:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -56,6 +56,9 @@ from torchgpipe.model.pretrained import pretrained_class
 from torchgpipe.model.slots import FirstSlots, TensorSlot, like, put, slots_in
 from torchgpipe.sequential.parts import NamedLayer, with_part
 
+#: How many tensors an error names at most.
+_MOST = 3
+
 
 def materialize(
     module: nn.Sequential,
@@ -73,19 +76,21 @@ def materialize(
     Raises:
         ValueError: A tensor cannot get a value.
     """
-    made: FirstSlots = {}
+    first_slots: FirstSlots = {}
     helpless = []
     for name, layer in zip(module._modules, module):
         if init is None and not any(_pretrained(layer)):
-            helpless += _Resets(layer, _loaded_later(loader, name, layer), made).helpless
-        made.update({id(slot.tensor): slot for slot in slots_in(layer) if slot.tensor.is_meta})
+            helpless += _Resets(layer, _loaded_later(loader, name, layer), first_slots).helpless
+        for slot in slots_in(layer):
+            if slot.tensor.is_meta:
+                first_slots[id(slot.tensor)] = slot
     if helpless:
         raise _without_value(module, helpless)
-    made = {}
+    first_slots = {}
     for (name, layer), device in zip(module._modules.items(), devices):
         assert layer is not None
         with no_context if around is None else around(name, layer):
-            _give_values(name, layer, device, loader, made, module, init)
+            _give_values(name, layer, device, loader, first_slots, module, init)
             if isinstance(layer, NamedLayer):
                 layer.__dict__.pop('original', None)
 
@@ -115,87 +120,108 @@ def _give_values(
     layer: nn.Module,
     device: torch.device,
     loader: Loader | None,
-    made: FirstSlots,
+    first_slots: FirstSlots,
     module: nn.Sequential,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
     """Give values to one layer."""
-    plan = _Resets(layer, _loaded_later(loader, name, layer), made)
-    later = {id(x) for x in _loaded_later(loader, name, layer) if is_plain(x)}
+    loaded = _loaded_later(loader, name, layer)
+    plan = _Resets(layer, loaded, first_slots)
+    ids_of_loaded = {id(x) for x in loaded if is_plain(x)}
     slots = []
     for slot in slots_in(layer):
-        if slot.tensor.is_meta and id(slot.tensor) not in later:
+        if slot.tensor.is_meta and id(slot.tensor) not in ids_of_loaded:
             slots.append(slot)
-    adapters = _tensors_of_adapters(layer)
+    ids_of_adapters = _ids_of_adapters(layer)
+
     _allocate(slots, CPU if plan.needed else device)
     more: list[Callable[[], Any]] = []
     if init is not None:
-        more = [partial(init, module) for module in _parts_first(layer)]
+        for part in _parts_first(layer):
+            more.append(partial(init, part))
     elif plan.needed:
-        more = [*_pretrained(layer)]
+        more += _pretrained(layer)
     if plan.needed:
         more += _adapter_resets(layer)
     forgotten, changed = plan.reset(more)
-    changed = [slot for slot in changed if id(slot.tensor) not in adapters]
     if forgotten:
         raise _without_value(module, forgotten)
+    # PEFT writes more often to its tensors than their own modules do.
+    changed = [slot for slot in changed if id(slot.tensor) not in ids_of_adapters]
     if changed and init is None:
         raise _other_values(module, changed)
-    _move(slots, device, made)
+    _move(slots, device, first_slots)
+
+
+def _original(layer: nn.Module) -> nn.Module | None:
+    """Return the model that a layer is a part of, or the layer."""
+    return layer.original if isinstance(layer, NamedLayer) else layer
 
 
 def _pretrained(layer: nn.Module) -> Iterator[Callable[[], Any]]:
     """Yield the calls that initialize a layer of a Transformers model, in the model's order."""
     kind = pretrained_class()
-    if kind is None:
-        return
-    whole = layer.original if isinstance(layer, NamedLayer) else layer
-    if whole is None:
+    whole = _original(layer)
+    if kind is None or whole is None:
         return
     wholes = dict(whole.named_modules(remove_duplicate=False))
-    if not any(isinstance(each, kind) for each in wholes.values()):
+    if not any(isinstance(module, kind) for module in wholes.values()):
         return
     modules = dict(with_part(whole, layer).named_modules(remove_duplicate=False))
     for path in [*_paths_first(layer), '']:
-        atoms = path.split('.') if path else []
-        above = [wholes['.'.join(atoms[:k])] for k in range(len(atoms) + 1)]
-        owner = next((each for each in reversed(above) if isinstance(each, kind)), None)
+        owner = _owner(wholes, path, kind)
         if owner is not None and not part_of_adapter(wholes, path):
             yield partial(owner._init_weights, modules[path])
 
 
+def _owner(modules: Mapping[str, nn.Module], path: str, kind: type) -> Any:
+    """Return the innermost module of a class that has the module with a name, or is it."""
+    while not isinstance(modules[path], kind):
+        if not path:
+            return None
+        path = path.rpartition('.')[0]
+    return modules[path]
+
+
 def _adapter_resets(layer: nn.Module) -> Iterator[Callable[[], Any]]:
     """Yield the calls that initialize the adapters in a layer of a model that PEFT has changed."""
-    whole = layer.original if isinstance(layer, NamedLayer) else layer
+    whole = _original(layer)
     if whole is None or not hasattr(whole, 'peft_config'):
         return
+    inside = dict(layer.named_modules())
     for path, module in with_part(whole, layer).named_modules():
-        if is_adapter_layer(module) and path in dict(layer.named_modules()):
+        if is_adapter_layer(module) and path in inside:
             yield reset_of(whole, module)
 
 
-def _tensors_of_adapters(layer: nn.Module) -> set[int]:
+def _ids_of_adapters(layer: nn.Module) -> set[int]:
     """Return the ids of the tensors of adapters in a layer."""
-    whole = layer.original if isinstance(layer, NamedLayer) else layer
+    whole = _original(layer)
+    ids: set[int] = set()
     if whole is None or not adapter_layers(whole):
-        return set()
+        return ids
     wholes = dict(whole.named_modules(remove_duplicate=False))
-    tensors: set[int] = set()
     for path, module in layer.named_modules(remove_duplicate=False):
         if part_of_adapter(wholes, path):
-            tensors.update(id(slot.tensor) for slot in slots_in(module, recurse=False))
-    return tensors
+            for slot in slots_in(module, recurse=False):
+                ids.add(id(slot.tensor))
+    return ids
 
 
 def _paths_first(module: nn.Module) -> list[str]:
     """Return the names of all modules within a module, each after the modules in it."""
-    return [name for name, _ in module.named_modules()][:0:-1]
+    return [*dict(module.named_modules())][:0:-1]
 
 
 def _listed(module: nn.Module, slots: list[TensorSlot]) -> str:
     names = {part: name for name, part in module.named_modules()}
-    found = [f"'{names[part]}.{name}' of a {part._get_name()}" for part, name, _ in slots]
-    return ', '.join(found[:3]) + (f' and {len(found) - 3} more' if len(found) > 3 else '')
+    texts = []
+    for part, name, _ in slots[:_MOST]:
+        texts.append(f"'{names[part]}.{name}' of a {part._get_name()}")
+    text = ', '.join(texts)
+    if len(slots) > _MOST:
+        text += f' and {len(slots) - _MOST} more'
+    return text
 
 
 def _without_value(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
@@ -215,7 +241,7 @@ def _other_values(module: nn.Module, slots: list[TensorSlot]) -> ValueError:
         f'gives to {_listed(module, slots)}. Pass weights=…, or the function by which the model '
         'initializes each of its modules: init=function; init=lambda module: None keeps the '
         'values of reset_parameters(). (A deep copy of a model on the meta device is refused: '
-        'it does not tell how the constructor made its tensors.)'
+        'it does not tell how the constructor first_slots its tensors.)'
     )
 
 
@@ -247,35 +273,30 @@ def _memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def _move(slots: Iterable[TensorSlot], device: torch.device, made: FirstSlots) -> None:
+def _move(slots: Iterable[TensorSlot], device: torch.device, first_slots: FirstSlots) -> None:
     """Move tensors to a device; slots that shared a tensor get the first slot's tensor again."""
     for slot in slots:
-        put(slot, getattr(slot.module, slot.name).detach().to(device), made)
+        put(slot, getattr(slot.module, slot.name).detach().to(device), first_slots)
 
 
 class _Resets:
     """The modules of a layer to reset, and the tensors that need a reset."""
 
-    def __init__(self, layer: nn.Module, loaded: Iterable[Any], made: FirstSlots) -> None:
-        self._loaded = {id(x) for x in loaded} | made.keys()
-        self.needed = [
-            slot
-            for slot in slots_in(layer)
-            if slot.tensor.is_meta
-            and not (
-                id(slot.tensor) in made
-                or id(slot.tensor) in self._loaded
-                and is_plain(slot.tensor)
-            )
-        ]
+    def __init__(self, layer: nn.Module, loaded: Iterable[Any], first_slots: FirstSlots) -> None:
+        self._loaded = {*map(id, loaded), *first_slots}
+        self.needed = []
+        for slot in slots_in(layer):
+            x = slot.tensor
+            has_value = id(x) in first_slots or id(x) in self._loaded and is_plain(x)
+            if x.is_meta and not has_value:
+                self.needed.append(slot)
         self._ids = {id(slot.tensor) for slot in self.needed}
         #: Tensors of modules of a Transformers model, without the model that initializes them.
-        self._foreign = {
-            id(slot.tensor)
-            for part in layer.modules()
-            if self.needed and _is_of_transformers(type(part).__module__)
-            for slot in slots_in(part)
-        }
+        self._foreign: set[int] = set()
+        if self.needed:
+            for part in layer.modules():
+                if _is_of_transformers(type(part).__module__):
+                    self._foreign.update(id(slot.tensor) for slot in slots_in(part))
         #: The functions to call, inner modules first.
         self.resets: list[Callable[[], object]] = []
         #: Tensors that cannot get a value.
@@ -284,15 +305,17 @@ class _Resets:
             self._add(module)
 
     def _add(self, module: nn.Module) -> None:
-        reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
+        reset = None
+        for name in RESETS:
+            reset = reset or getattr(module, name, None)
         below = [slot.tensor for slot in slots_in(module)]
         # It may reset its parts as well, so none of their tensors may have a value.
-        if reset and any(id(x) in self._ids for x in below) and all(map(self._is_free, below)):
+        if reset and not self._ids.isdisjoint(map(id, below)) and all(map(self._is_free, below)):
             self.resets.append(reset)
-        else:
-            self.helpless += [
-                slot for slot in slots_in(module, recurse=False) if id(slot.tensor) in self._ids
-            ]
+            return
+        for slot in slots_in(module, recurse=False):
+            if id(slot.tensor) in self._ids:
+                self.helpless.append(slot)
 
     def _is_free(self, x: Tensor) -> bool:
         """Return whether a reset may write to a tensor."""
@@ -307,36 +330,51 @@ class _Resets:
             The tensors that were not written to, and the tensors to which the constructor has
             given other values: [Note: Values of the constructor].
         """
-        fresh = [
-            (slot, now, now._version)
-            for slot in self.needed
-            if (now := getattr(slot.module, slot.name)).numel()
-        ]
+        fresh = []
+        for slot in self.needed:
+            blank = getattr(slot.module, slot.name)
+            if blank.numel():
+                fresh.append((slot, blank, blank._version))
         with CPU:
             for reset in self.resets:
                 reset()
-            counts = [
-                (slot, now._version - (version if now is was else 0), _writes(slot.tensor))
-                for slot, was, version in fresh
-                if (now := getattr(slot.module, slot.name)) is not None
-            ]
+            writes = [_writes_since(*item) for item in fresh]
             with torch.no_grad():
-                for each in more:
-                    each()
-            changed = [
-                slot
-                for slot, resets, writes in counts
-                if (0 < resets < writes if more else resets != writes)
-                or not more
-                and id(slot.tensor) in self._foreign
-            ]
-        return [
-            slot
-            for slot, was, version in fresh
-            if getattr(slot.module, slot.name) is was
-            and was._version == version
-            and _is_blank(was)
-        ], changed
+                for initialize in more:
+                    initialize()
+
+        forgotten = []
+        changed = []
+        for (slot, blank, version), resets in zip(fresh, writes):
+            if self._has_changed(slot, resets, bool(more)):
+                changed.append(slot)
+            is_same = getattr(slot.module, slot.name) is blank and blank._version == version
+            if is_same and _is_blank(blank):
+                forgotten.append(slot)
+        return forgotten, changed
+
+    def _has_changed(self, slot: TensorSlot, resets: int | None, is_pretrained: bool) -> bool:
+        """Return whether the constructor gave a tensor other values than resets do.
+
+        Args:
+            resets: The number of writes by resets; ``None`` if the tensor was removed.
+            is_pretrained: Whether further functions initialize the modules.
+        """
+        if resets is None:
+            return False
+        if is_pretrained:
+            return 0 < resets < _writes(slot.tensor)
+        return resets != _writes(slot.tensor) or id(slot.tensor) in self._foreign
+
+
+def _writes_since(slot: TensorSlot, blank: Tensor, version: int) -> int | None:
+    """Return the number of writes to a slot's tensor since it was allocated."""
+    now = getattr(slot.module, slot.name)
+    if now is None:
+        return None
+    if now is blank:
+        return int(now._version) - version
+    return int(now._version)
 
 
 def _writes(x: Tensor) -> int:
@@ -348,11 +386,13 @@ def _writes(x: Tensor) -> int:
 def _is_of_transformers(name: str) -> bool:
     """Return whether a file defines a Transformers model, which initializes the modules in it."""
     kind = pretrained_class()
-    beside = vars(sys.modules.get(name, sys)).values()
-    return kind is not None and any(
-        isinstance(each, type) and issubclass(each, kind) and each.__module__ == name
-        for each in beside
-    )
+    if kind is None:
+        return False
+    for value in vars(sys.modules.get(name, sys)).values():
+        is_model = isinstance(value, type) and issubclass(value, kind)
+        if is_model and value.__module__ == name:
+            return True
+    return False
 
 
 def _loaded_later(loader: Loader | None, name: str, layer: nn.Module) -> list[Any]:

@@ -280,22 +280,22 @@ def converted(layers: list[nn.Module], root: nn.Module, attributes: bool = False
     """Return the sequential module of layers; the last one gets tensors that no layer uses."""
     put(layers[-1], root, _left_out(root, layers), attributes)
     hooks = _load_hooks(root, layers)
-    found = Converted(*layers)
-    found.training = root.training
+    module = Converted(*layers)
+    module.training = root.training
     tensors = [*root.parameters(), *root.buffers()]
     is_on_meta = any(x.is_meta for x in tensors)
     if is_on_meta or hasattr(root, 'save_pretrained'):
         original = deepcopy(root, {id(x): torch.empty_like(x, device='meta') for x in tensors})
         # Not by `setattr`, which would register it as a child.
         if hasattr(root, 'save_pretrained'):
-            found.__dict__['_original'] = original
+            module.__dict__['_original'] = original
         for layer in layers:
             if is_on_meta and isinstance(layer, NamedLayer):
                 layer.__dict__['original'] = original
     for layer in layers:
         if hooks and isinstance(layer, NamedLayer):
             layer._load_hooks = hooks
-    return found
+    return module
 
 
 def original_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
