@@ -126,3 +126,50 @@ def test_a_failure_is_raised_on_all_ranks_and_changes_nothing(tmp_path, case, te
         assert text in outcome.text
     assert files_of(tmp_path) == ['model']
     assert load_folder(tmp_path / 'model').keys() == {*model().state_dict()} - {'4.weight'}
+
+
+class Stateful(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def get_extra_state(self):
+        return 3
+
+    def set_extra_state(self, state):
+        pass
+
+
+def streaming(case):
+    """Take a stream of tensors, which fails on the last rank."""
+    layers = nn.Sequential(nn.Linear(10, 10), Stateful(10, 10) if case == 'state' else Block(10))
+    module = DistributedGPipe(layers, [1, 1], mesh=init_mesh(pipe=2))
+    rank = torch.distributed.get_rank()
+    number = 0
+    for _ in module.named_tensors():
+        number += 1
+        if case == 'break' and rank and number == 3:
+            break
+        if case == 'raise' and rank and number == 3:
+            raise ValueError('the engine is full')
+    if case == 'end':
+        return number
+    module.step(torch.ones(2, 10), torch.ones(2, 10), nn.functional.mse_loss)
+    return None
+
+
+@pytest.mark.parametrize(
+    ('case', 'text'),
+    [
+        ('state', "'1._extra_state' is a int, but files of safetensors have tensors"),
+        ('break', 'is gone: its process has ended'),
+        ('raise', 'the engine is full'),
+    ],
+)
+def test_a_stream_that_fails_on_one_rank_ends_all(case, text):
+    """The watch ends a rank that waits in a collective, and prints the reason."""
+    texts = [outcome.text for outcome in outcomes(2, streaming, case, timeout=30)]
+    assert 'exit code 70' in texts[0] or text in texts[0]
+    assert text in texts[1]
+
+
+def test_a_stream_to_its_end():
+    assert run(2, streaming, 'end') == [8, 8]

@@ -63,7 +63,7 @@ def test_each_rank_reads_the_weights_of_its_own_layers(tmp_path, makes):
 WRONG = {
     'other names': ("missing ['0.bias', '2.weight', '2.bias'], unexpected ['7.weight']"),
     'other sizes': ("'0.weight' has shape (3, 2) in them, and (2, 2) in the module"),
-    'no file': ('model-1.safetensors is missing, but the index of its folder names it'),
+    'no file': ('model-1.safetensors is missing, but model.safetensors.index.json names it'),
     'no weights': ('has no weights: no index'),
     'no folder': ('nowhere does not exist: weights are a file or a folder'),
     'damaged': ('model-0.safetensors is damaged'),

@@ -15,7 +15,14 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.model import export
-from torchgpipe.model.export import NewFolder, TensorFile, TensorForm, parse_size, plan_files
+from torchgpipe.model.export import (
+    NewFolder,
+    OpenFiles,
+    TensorFile,
+    TensorSpec,
+    parse_size,
+    plan_files,
+)
 from torchgpipe.sequential import to_sequential
 
 
@@ -111,8 +118,8 @@ def test_strides_scalars_and_empty_tensors(tmp_path):
         'double': torch.arange(3).double(),
         'complex': torch.tensor([1 + 2j]).to(torch.complex64),
     }
-    forms = [TensorForm(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
-    file = TensorFile(tmp_path / 'x.safetensors', forms)
+    specs = [TensorSpec(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
+    file = TensorFile(tmp_path / 'x.safetensors', specs)
     for name, x in tensors.items():
         file.write(name, x)
     for name, x in load_file(tmp_path / 'x.safetensors').items():
@@ -152,17 +159,62 @@ def test_sizes():
     ]
 
 
+def test_empty_tensors_and_their_files(tmp_path):
+    empty = TensorSpec('empty', (0, 3), torch.float32)
+    full = TensorSpec('full', (2,), torch.float32)
+    for specs in ([[empty]], [[empty, full]], [[full], [empty]], [[], [empty], [full]]):
+        files = plan_files(specs, 4)
+        expected = [(owner, spec) for owner, part in enumerate(specs) for spec in part]
+        assert [(file.owner, spec) for file in files for spec in file.specs] == expected
+    layers = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 2))
+    layers[0].weight = nn.Parameter(torch.empty(2, 0))
+    gpipe = pipeline(layers)
+    gpipe.save_pretrained(tmp_path)
+    assert load_folder(tmp_path)['0.weight'].shape == (2, 0)
+
+
+def test_files_that_are_not_as_planned_raise(tmp_path):
+    spec = TensorSpec('x', (2, 2), torch.float32)
+    for wrong in (torch.ones(2, 3), torch.ones(2, 2).double()):
+        file = TensorFile(tmp_path / 'x', [spec])
+        with pytest.raises(RuntimeError, match="'x' was torch.float32 of shape"):
+            file.write('x', wrong)
+        file.abort()
+    files = plan_files([[spec, TensorSpec('y', (1,), torch.int64)]], 100)
+    opened = OpenFiles(files, tmp_path)
+    with pytest.raises(RuntimeError, match='model.safetensors was planned, and not written'):
+        opened.check()
+    opened.write('x', torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="'y' was planned for a file, and not written"):
+        opened.check()
+    opened.write('y', torch.ones(1, dtype=torch.int64))
+    opened.check()
+    opened.close()
+
+
+def test_a_save_that_was_interrupted_between_two_names(tmp_path):
+    """Without an exchange of folders, the earlier one is put back."""
+    folder = tmp_path / 'model'
+    pipeline(model(1.0)).save_pretrained(folder)
+    (folder / 'tokenizer.json').write_text('words')
+    folder.rename(tmp_path / '.model.before')
+    pipeline(model(2.0)).save_pretrained(folder)
+    assert files_of(folder) == ['model.safetensors', 'tokenizer.json']
+    assert load_folder(folder)['0.weight'].eq(2).all()
+    assert files_of(tmp_path) == ['model']
+
+
 def test_owners_have_their_own_files():
-    forms = [[TensorForm(f'{owner}.{k}', (3,), torch.int8) for k in range(3)] for owner in (0, 1)]
-    files = plan_files(forms, 6)
-    assert [(file.owner, [form.name for form in file.forms]) for file in files] == [
+    specs = [[TensorSpec(f'{owner}.{k}', (3,), torch.int8) for k in range(3)] for owner in (0, 1)]
+    files = plan_files(specs, 6)
+    assert [(file.owner, [spec.name for spec in file.specs]) for file in files] == [
         (0, ['0.0', '0.1']),
         (0, ['0.2']),
         (1, ['1.0', '1.1']),
         (1, ['1.2']),
     ]
     assert files[2].name == 'model-00003-of-00004.safetensors'
-    assert [len(file.forms) for file in plan_files(forms, 1)] == [1] * 6
+    assert [len(file.specs) for file in plan_files(specs, 1)] == [1] * 6
 
 
 # Folders.

@@ -38,7 +38,7 @@ def test_layers_keep_the_original_of_a_model_of_transformers(monkeypatch):
     monkeypatch.setitem(pretrained.sys.modules, library.__name__, library)
     for module in (layers, gpipe):
         original = original_of(module)
-        assert isinstance(original.model, Net) and original.model.linear.weight.is_meta
+        assert isinstance(original.base, Net) and original.base.linear.weight.is_meta
         assert '_original' not in dict(module.named_modules())
 
 

@@ -1,9 +1,11 @@
 """Slots of modules: new tensors for parameters and buffers, also for shared ones."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from torchgpipe.model.slots import allocated, like, put, slots_in
+from torchgpipe.model.slots import allocate, like, put, slots_in
 
 
 def test_shared_tensors_get_one_new_tensor():
@@ -12,7 +14,7 @@ def test_shared_tensors_get_one_new_tensor():
     model[0].weight.tag = 'kept'
     first_slots = {}
     for slot in [*slots_in(model)]:
-        put(slot, slot.tensor.detach() + 1, first_slots)
+        put(slot, partial(torch.add, slot.tensor.detach(), 1), first_slots)
     assert model[0].weight is model[1].weight and model[0].weight.tag == 'kept'
     assert isinstance(model[0].weight, nn.Parameter)
     assert model[2].running_mean.eq(1).all() and model[2].num_batches_tracked == 1
@@ -27,7 +29,7 @@ def test_memory_for_tensors_on_the_meta_device():
     with torch.device('meta'):
         conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
         norm = nn.BatchNorm1d(3)
-    weight = allocated(conv.weight, torch.device('cpu'))
+    weight = allocate(conv.weight, torch.device('cpu'))
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.requires_grad
     assert like(conv.weight, weight).requires_grad
-    assert not allocated(norm.running_var, torch.device('cpu')).any()
+    assert not allocate(norm.running_var, torch.device('cpu')).any()

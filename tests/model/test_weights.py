@@ -1,5 +1,7 @@
 """Weights: tensors of files, found by name and read on request."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -52,7 +54,7 @@ def test_damaged_folders_raise(tmp_path):
         open_weights(tmp_path)
     index.write_text(text)
     (tmp_path / 'model-1.safetensors').unlink()
-    with pytest.raises(FileNotFoundError, match='model-1.safetensors is missing'):
+    with pytest.raises(FileNotFoundError, match='model-1.safetensors is missing, but model'):
         open_weights(tmp_path)
 
 
@@ -71,3 +73,21 @@ def test_parts_of_entries(tmp_path):
         assert entry.shape == (4, 6)
         assert torch.equal(entry.read(ranges), x[1:3, 2:])
         assert torch.equal(entry.read(), x)
+
+
+def test_several_files_of_torch_save_with_an_index(tmp_path):
+    state = nn.Linear(2, 3).state_dict()
+    files = {}
+    for k, (name, x) in enumerate(state.items()):
+        files[name] = f'pytorch_model-{k}.bin'
+        torch.save({name: x}, tmp_path / files[name])
+    index = tmp_path / 'pytorch_model.bin.index.json'
+    index.write_text(json.dumps({'weight_map': files}))
+    weights = open_weights(tmp_path)
+    assert all(weights[name].equal(x) for name, x in state.items())
+    (tmp_path / 'pytorch_model-1.bin').write_bytes(b'junk')
+    with pytest.raises(ValueError, match='pytorch_model-1.bin is damaged, or has the format'):
+        open_weights(tmp_path)
+    index.write_text('[]')
+    with pytest.raises(ValueError, match='index.json is damaged'):
+        open_weights(tmp_path)

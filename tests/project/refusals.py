@@ -4,6 +4,7 @@
 import random
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -472,7 +473,14 @@ def hooked():
 #: Programs that raise in PyTorch without the library, for the rows that say so, in their order.
 UNWRAPPED = [lambda: nn.BatchNorm1d(4)(torch.randn(1, 4)), unwrapped_twice, unwrapped_transform]
 
+
 #: In the order of the page.
+def into_a_folder_of_folders():
+    with TemporaryDirectory() as folder:
+        (Path(folder) / 'model' / 'checkpoint-1').mkdir(parents=True)
+        wrap(linear(), linear()).save_pretrained(Path(folder) / 'model')
+
+
 REFUSALS = [
     lambda: GPipe(linear(), [1], devices=['cpu']),
     lambda: GPipe(Net(linear()), [1], devices=['cpu']),
@@ -495,6 +503,14 @@ REFUSALS = [
     lambda: wrap(linear(), linear(), checkpoint=['always']),
     lambda: wrap(nn.Linear(4, 4, device='meta'), weight_norm(nn.Linear(4, 4, device='meta'))),
     lambda: wrap(linear(), linear(), weights=linear().state_dict(prefix='0.')),
+    lambda: wrap(
+        nn.Linear(4, 4, device='meta'),
+        nn.Linear(4, 4, device='meta'),
+        weights=nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 4)).state_dict(),
+    ),
+    lambda: wrap(linear(), linear(), weights='nowhere'),
+    into_a_folder_of_folders,
+    lambda: wrap(linear(), linear()).save_adapter('nowhere'),
     lambda: wrap(Stash(), linear()),
     lambda: convert(lambda module, x: x if x.sum() > 0 else -x),
     lambda: convert(lambda module, x: x if module.training else -x),

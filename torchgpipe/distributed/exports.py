@@ -9,7 +9,7 @@ them writes these to its file, or the ranks that ask for a stream get them::
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from typing import Any
 
@@ -25,21 +25,20 @@ from torchgpipe.model.export import (
     FileNames,
     FilePlan,
     NewFolder,
+    OpenFiles,
     Size,
-    TensorFile,
-    TensorForm,
+    TensorSpec,
     finish,
     plan_files,
     trim_memory,
 )
-from torchgpipe.model.export import save_adapter as save_whole
+from torchgpipe.model.export import save_adapter as save_whole_adapter
 from torchgpipe.model.pretrained import Original
 from torchgpipe.model.weights import StrPath
 from torchgpipe.shard.collectives import broadcast, gathered
 
-#: By layer, the forms of its tensors.
-LayerForms = Mapping[str, list[TensorForm]]
-
+#: By layer, its tensors without values.
+LayerSpecs = Mapping[str, list[TensorSpec]]
 
 #: The bytes of a tensor whose memory is returned to the system at once.
 _LARGE = 1 << 22
@@ -53,56 +52,109 @@ def names_of(rank: Rank, original: Original | None) -> FileNames:
     return FileNames(original, ties)
 
 
+def _agree_on_specs(
+    rank: Rank,
+    names: FileNames,
+    task: str,
+    *settings: object,
+    begin: Callable[[], object] = bool,
+) -> list[LayerSpecs]:
+    """Return the tensors of the layers of each rank along the pipe axis, without values.
+
+    Args:
+        settings: Arguments that are the same on all ranks.
+        begin: Called on each rank in the end. All ranks raise the error of one.
+    """
+    specs: dict[str, list[TensorSpec]] = {}
+
+    def read() -> Facts:
+        for name, layer in rank.layers.items():
+            specs[name] = names.specs(name, layer)
+        begin()
+        return Facts(settings=digest(*settings), state=rank.state_of_layers())
+
+    facts = rank.agree(task, read, Facts())
+    check_settings(task, facts)
+    rank.check_states(facts)
+    if rank.mesh.pipe.group is None:
+        return [specs]
+    return gathered(specs, rank.mesh.pipe.group)
+
+
 def save(
     rank: Rank, names: FileNames, original: Original | None, folder: StrPath, max_shard_size: Size
 ) -> None:
     """Save a model on all ranks: see :meth:`DistributedGPipe.save_pretrained`."""
     task = 'saving a model'
     new = NewFolder(folder)
-    forms: dict[str, list[TensorForm]] = {}
-    files: list[FilePlan] = []
+    is_first = not rank.mesh.number
 
-    def begin() -> Facts:
-        for name, layer in rank.layers.items():
-            forms[name] = names.forms(name, layer)
-        if not rank.mesh.number:
+    def begin() -> None:
+        if is_first:
             new.begin()
-        return Facts(
-            settings=digest(new.folder.name, max_shard_size), state=rank.state_of_layers()
-        )
-
-    def check_written() -> Facts:
-        writing.check()
-        return Facts()
 
     def end() -> Facts:
-        if not rank.mesh.number:
+        if is_first:
             finish(new, files, original)
         return Facts()
 
     try:
-        facts = rank.agree(task, begin, Facts())
-        check_settings(task, facts)
-        rank.check_states(facts)
-        by_place = _by_place(rank.mesh, forms)
-        by_owner: list[list[TensorForm]] = []
+        # Hosts may have mounted the folder in different places.
+        by_place = _agree_on_specs(rank, names, task, new.folder.name, max_shard_size, begin=begin)
+        by_owner: list[list[TensorSpec]] = []
         for layers in by_place:
             by_owner.append([*chain(*layers.values())])
         files = plan_files(by_owner, max_shard_size)
-        writing = _Writing(rank, files, new)
+        _write(rank, names, files, new, task)
+        rank.agree(task, end, Facts())
+    except BaseException:
+        if is_first:
+            new.abort()
+        raise
+
+
+def _write(rank: Rank, names: FileNames, files: list[FilePlan], new: NewFolder, task: str) -> None:
+    """Gather all tensors of this rank's layers, and write the ones that belong to its files.
+
+    An error is kept until all tensors are gathered, because ranks wait for each other.
+    """
+    opened = OpenFiles(_files_of(rank, files), new.path)
+    error: Exception | None = None
+    try:
         for name, layer in rank.layers.items():
             for key, tensor in names.tensors(name, layer, _gather(rank.mesh)):
-                writing.write(key, tensor)
+                try:
+                    if error is None:
+                        opened.write(key, tensor)
+                except Exception as raised:
+                    error = raised
                 is_large = tensor.nbytes > _LARGE
                 del tensor
                 if is_large:
                     trim_memory()
-        rank.agree(task, check_written, Facts())
-        rank.agree(task, end, Facts())
-    except BaseException:
-        if not rank.mesh.number:
-            new.abort()
-        raise
+    finally:
+        opened.close()
+
+    def check() -> Facts:
+        if isinstance(error, FileNotFoundError):
+            raise RuntimeError(
+                f'{new.path}, which the first rank has made, is not there: all ranks need a '
+                'folder on a file system that they share'
+            ) from error
+        if error is not None:
+            raise error
+        opened.check()
+        return Facts()
+
+    rank.agree(task, check, Facts())
+
+
+def _files_of(rank: Rank, files: list[FilePlan]) -> list[FilePlan]:
+    """Return the files that a rank writes: ranks with the same stages take turns."""
+    place = rank.mesh.pipe.rank
+    members = sorted(rank.mesh.same_stages[place])
+    of_place = [file for file in files if file.owner == place]
+    return of_place[members.index(rank.number) :: len(members)]
 
 
 def save_adapter(
@@ -113,73 +165,24 @@ def save_adapter(
 ) -> None:
     """Save adapters on all ranks: see :meth:`DistributedGPipe.save_adapter`."""
     task = 'saving an adapter'
-    names: list[AdapterNames] = []
+    is_first = not rank.mesh.number
+    all_names: list[AdapterNames] = []
 
     def begin() -> Facts:
-        names.append(AdapterNames(original))
-        return Facts(settings=digest(NewFolder(folder).folder.name), state=rank.state_of_layers())
+        all_names.append(AdapterNames(original))
+        return Facts(settings=digest(NewFolder(folder).folder.name))
 
     def write() -> Facts:
         if is_first:
-            save_whole(names[0], tensors.items(), folder)
+            save_whole_adapter(names, tensors.items(), folder)
         return Facts()
 
-    facts = rank.agree(task, begin, Facts())
-    check_settings(task, facts)
-    rank.check_states(facts)
-    is_first = not rank.mesh.number
+    check_settings(task, rank.agree(task, begin, Facts()))
+    (names,) = all_names
     tensors = {}
-    for name, tensor in stream(rank, names[0], is_first, watch):
+    for name, tensor in stream(rank, names, is_first, watch):
         tensors[name] = tensor.cpu()
     rank.agree(task, write, Facts())
-
-
-class _Writing:
-    """The files that this rank writes.
-
-    An error is kept until all ranks have gathered their tensors, because they wait for each other.
-    """
-
-    def __init__(self, rank: Rank, files: list[FilePlan], new: NewFolder) -> None:
-        self._folder = new.path
-        self._error: Exception | None = None
-        self._streams: dict[str, TensorFile] = {}
-        #: By name of a tensor, the file of this rank that has it.
-        self._files: dict[str, FilePlan] = {}
-        place = rank.mesh.pipe.rank
-        members = sorted(rank.mesh.same_stages[place])
-        mine = [file for file in files if file.owner == place]
-        # The ranks with the same stages take turns.
-        for file in mine[members.index(rank.number) :: len(members)]:
-            for form in file.forms:
-                self._files[form.name] = file
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, if it belongs to a file of this rank."""
-        file = self._files.get(name)
-        if file is None or self._error is not None:
-            return
-        try:
-            if file.name not in self._streams:
-                self._streams[file.name] = self._open(file)
-            self._streams[file.name].write(name, tensor)
-        except Exception as error:
-            self._error = error
-
-    def _open(self, file: FilePlan) -> TensorFile:
-        if not self._folder.is_dir():
-            raise RuntimeError(
-                f'{self._folder}, which the first rank has made, is not there: all ranks need a '
-                'folder on a file system that they share'
-            )
-        return TensorFile(self._folder / file.name, file.forms)
-
-    def check(self) -> None:
-        """Close all files; raise the first error."""
-        for stream in self._streams.values():
-            stream.abort()
-        if self._error is not None:
-            raise self._error
 
 
 def stream(
@@ -191,48 +194,55 @@ def stream(
     """Yield the tensors of a model on all ranks: see :meth:`DistributedGPipe.named_tensors`.
 
     Args:
-        watch: Returns the context of the communication for a layer.
+        watch: Returns the context of the communication for a tensor.
     """
     mesh = rank.mesh
     with watch():
-        forms = {}
-        for name, layer in rank.layers.items():
-            forms[name] = names.forms(name, layer)
-        by_place = _by_place(mesh, forms)
-        asks = {mesh.pipe.ranks[mesh.pipe.rank]: full}
+        by_place = _agree_on_specs(rank, names, 'a stream of tensors')
+        asks = [full]
         if mesh.pipe.group is not None:
-            asks = dict(zip(mesh.pipe.ranks, gathered(full, mesh.pipe.group)))
+            asks = gathered(full, mesh.pipe.group)
+    remaining = sum(len(specs) for layers in by_place for specs in layers.values())
     for j, layers in enumerate(rank.stages):
         place = rank.placement.places[j]
-        is_sent = sum(asks.values()) > asks[mesh.pipe.ranks[place]]
+        others_ask = any(asks[:place]) or any(asks[place + 1 :])
         for name in layers:
             tensors: Iterator[tuple[str, Tensor]] = iter(())
             if name in rank.layers:
                 tensors = names.tensors(name, rank.layers[name], _gather(mesh))
-            for form in by_place[place][name]:
+            for spec in by_place[place][name]:
                 with watch():
-                    _, tensor = next(tensors, ('', None))
-                    if is_sent:
-                        tensor = _send(mesh, place, form, tensor)
+                    key, tensor = next(tensors, (spec.name, None))
+                    assert key == spec.name
+                    if others_ask:
+                        tensor = _send(mesh, place, spec, tensor)
+                remaining -= 1
                 if full:
                     assert tensor is not None
-                    yield form.name, tensor
+                    try:
+                        yield spec.name, tensor
+                    except GeneratorExit:
+                        _report_end(remaining, watch)
+                        raise
                 tensor = None
 
 
-def _send(mesh: MeshInfo, place: int, form: TensorForm, tensor: Tensor | None) -> Tensor:
+def _report_end(remaining: int, watch: Callable[[], AbstractContextManager[None]]) -> None:
+    """Report to other ranks that the loop on this one has ended early."""
+    if remaining:
+        with suppress(RuntimeError), watch():
+            raise RuntimeError(
+                f'the loop over named_tensors() ended {remaining} tensors early; all ranks '
+                'iterate to the end'
+            )
+
+
+def _send(mesh: MeshInfo, place: int, spec: TensorSpec, tensor: Tensor | None) -> Tensor:
     """Broadcast a tensor from a place along the pipe axis."""
     assert mesh.pipe.group is not None
     if tensor is None:
-        tensor = torch.empty(form.shape, dtype=form.dtype, device=mesh.device)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
     return broadcast(tensor.to(mesh.device).contiguous(), mesh.pipe.group, place)
-
-
-def _by_place(mesh: MeshInfo, forms: LayerForms) -> list[Any]:
-    """Return the forms of the layers of each rank along the pipe axis."""
-    if mesh.pipe.group is None:
-        return [forms]
-    return gathered(forms, mesh.pipe.group)
 
 
 def _gather(mesh: MeshInfo) -> Callable[[Tensor], Tensor]:

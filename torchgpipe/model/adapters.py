@@ -12,9 +12,8 @@ PEFT puts its layers around layers of a model, so the model's tensors get other 
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torchgpipe.engine.partition import tensors_of
 from torchgpipe.sequential.parts import class_of
 
 #: The files of an adapter.
-FILES = re.compile(r'adapter_model\.safetensors|adapter_config\.json')
+ADAPTER_FILES = re.compile(r'adapter_model\.safetensors|adapter_config\.json')
 
 #: The child of a layer of PEFT that is the model's own.
 _BASES = ('base_layer', 'original_module')
@@ -35,14 +34,19 @@ _COPIES = 'modules_to_save'
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer of PEFT around a layer of the model, or a part of one."""
+    """Return whether a module is a layer of PEFT around a layer of the model.
+
+    The same holds for the :class:`Part` of such a layer in a converted model.
+    """
     classes = []
     for name, kind in (
         ('peft.tuners.tuners_utils', 'BaseTunerLayer'),
         ('peft.utils.other', 'AuxiliaryTrainingWrapper'),
     ):
-        if name in sys.modules:
-            classes.append(getattr(sys.modules[name], kind))
+        # Some versions of PEFT do not have the second one.
+        adapter_class = getattr(sys.modules.get(name), kind, None)
+        if adapter_class is not None:
+            classes.append(adapter_class)
     return issubclass(class_of(module), tuple(classes))
 
 
@@ -97,27 +101,26 @@ def part_of_adapter(modules: Mapping[str, nn.Module], path: str) -> bool:
     return False
 
 
-def reset_of(model: Any, module: Any) -> Callable[[], None]:
-    """Return the call that gives the adapters in a layer of PEFT their initial values.
+def reset_adapters(model: Any, module: Any) -> None:
+    """Give the adapters in a layer of PEFT their initial values.
 
     Args:
         model: The model with adapters, which has their configurations.
         module: The layer.
+
+    Raises:
+        ValueError: They are not adapters of LoRA.
     """
-    return partial(_reset, model, module)
-
-
-def _reset(model: Any, module: Any) -> None:
     if _COPIES in module._modules:
         return  # The weights of the module are loaded into its copies.
     reset = getattr(module, 'reset_lora_parameters', None)
+    if reset is None:
+        raise ValueError(
+            f'an adapter of {type(module).__name__} gets no initial values on the meta '
+            "device; LoraConfig's do. Make the model on the CPU, or pass weights with values "
+            'of the adapter'
+        )
     for name, config in model.peft_config.items():
-        if reset is None:
-            raise ValueError(
-                f'an adapter of {type(module).__name__} gets no initial values on the meta '
-                "device; LoraConfig's do. Make the model on the CPU, or pass weights with values "
-                'of the adapter'
-            )
         reset(name, config.init_lora_weights)
 
 
@@ -140,34 +143,45 @@ def merge(
     """
     results = {}
     for name, tensor in tensors.items():
+        # The copies of a module have its names. The active one takes its place below.
         if name in names:
             results[names[name]] = tensor
     for path, layer in layers.items():
         inside = {}
         for name, tensor in tensors.items():
-            if name.startswith(f'{path}.') and not tensor.is_meta:
+            if name.startswith(f'{path}.'):
                 inside[name.removeprefix(f'{path}.')] = tensor
-        if inside:
-            for key, tensor in _merged_layer(path, layer, inside).items():
-                results[names[f'{path}.{key}']] = tensor
+        if not inside:
+            continue
+        _check_complete(path, layer, inside)
+        if any(tensor.is_meta for tensor in inside.values()):
+            continue
+        for key, tensor in _merged_layer(path, layer, inside).items():
+            results[names[f'{path}.{key}']] = tensor
     return results
 
 
-def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the merged tensors of a layer of PEFT, by its names for the base layer's."""
-    if _COPIES in module._modules:
-        active = f'{_COPIES}.{module.active_adapters[0]}.'
-        results = {}
-        for key, tensor in tensors.items():
-            if key.startswith(active):
-                results[f'original_module.{key.removeprefix(active)}'] = tensor
-        return results
-    absent = module.state_dict().keys() - tensors.keys()
+def _check_complete(path: str, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Check that all tensors of a layer of PEFT are in one layer of the pipeline."""
+    absent = layer.state_dict().keys() - tensors.keys()
     if absent:
         raise ValueError(
             f"'{path}' cannot be merged, because '{min(absent)}' is in another layer: convert the "
             "model with grain='block'"
         )
+
+
+def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the merged tensors of a layer of PEFT, by its names for the base layer's."""
+    results = {}
+    if _COPIES in module._modules:
+        # PEFT uses one of the copies.
+        active = f'{_COPIES}.{module.active_adapters[0]}.'
+        for key, tensor in tensors.items():
+            if key.startswith(active):
+                results[f'original_module.{key.removeprefix(active)}'] = tensor
+        return results
+
     layer = deepcopy(module)
     parameters = dict(layer.named_parameters())
     values = {}
@@ -176,10 +190,14 @@ def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict
         if key in parameters:
             values[key] = nn.Parameter(values[key], requires_grad=False)
     layer.load_state_dict(values, assign=True)
-    layer.merge()
-    prefix = 'base_layer.'
-    state = layer.get_base_layer().state_dict(prefix=prefix)
-    return {key: tensor.detach() for key, tensor in state.items()}
+    try:
+        layer.merge()
+    except Exception as error:
+        raise ValueError(f"PEFT cannot merge the adapters of '{path}': {error}") from error
+    state = layer.get_base_layer().state_dict(prefix='base_layer.')
+    for key, tensor in state.items():
+        results[key] = tensor.detach()
+    return results
 
 
 # Files.
@@ -193,7 +211,7 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
         tensors: The whole tensors of its adapters, by their names in the model.
     """
     save_file = import_module('safetensors.torch').save_file
-    peft = sys.modules['peft']
+    peft = import_module('peft')
     name = model.active_adapter
     state = peft.get_peft_model_state_dict(
         model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False

@@ -1,6 +1,6 @@
 """Export: the tensors of a model by the names of its files, and files of safetensors of them.
 
-A folder is written beside the final one, and takes its place at once::
+A folder is written beside the final one, and takes its place::
 
     .model.saving/    model-00001-of-00002.safetensors    each file by one process,
                       model-00002-of-00002.safetensors    one layer after the other
@@ -9,7 +9,9 @@ A folder is written beside the final one, and takes its place at once::
     model/            exchanged with .model.saving/, which is deleted then
 
 Before the exchange, other files of the final folder, such as a tokenizer's, are linked into the
-new one. An interrupted save leaves the earlier folder or the new one.
+new one. An interrupted save leaves the earlier folder or the new one. Where the system cannot
+exchange two names at once, the earlier folder may be left as ``.model.before/``; the next save
+puts it back first.
 """
 
 import ctypes
@@ -18,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from errno import EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,16 +28,13 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.model.adapters import FILES as ADAPTER_FILES
+from torchgpipe.model.adapters import ADAPTER_FILES
 from torchgpipe.model.pretrained import Original
 from torchgpipe.model.weights import INDEX, StrPath
 from torchgpipe.sequential.parts import NamedLayer
 
 #: A number of bytes, or a text such as ``'5GB'``.
 Size = int | str
-
-#: The largest file by default: the one of ``save_pretrained`` of Transformers.
-MAX_SHARD_SIZE = '50GB'
 
 #: The names of dtypes in files of safetensors.
 _DTYPES = {
@@ -63,10 +62,11 @@ _REPLACED = re.compile(
     r'pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|(generation_)?config\.json'
 )
 
-_UNITS = {'': 1, 'K': 10, 'M': 20, 'G': 30, 'T': 40}
+#: Each is 1,000 or 1,024 of the one before.
+_UNITS = ['', 'K', 'M', 'G', 'T']
 
 
-class TensorForm(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor without its values."""
 
     name: str
@@ -88,14 +88,14 @@ def parse_size(size: Size) -> int:
     Raises:
         ValueError: It is neither a positive number nor such a text.
     """
-    found = re.fullmatch(r'(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B', str(size), re.IGNORECASE)
+    match = re.fullmatch(r'(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B', str(size), re.IGNORECASE)
     number = 0
     if isinstance(size, int):
         number = size
-    elif found:
-        factor = _UNITS[found[2].upper()]
-        unit = 2**factor if found[3] else 1000 ** (factor // 10)
-        number = int(float(found[1]) * unit)
+    elif match:
+        base = 1024 if match[3] else 1000
+        power = _UNITS.index((match[2] or '').upper())
+        number = int(float(match[1]) * base**power)
     if number < 1:
         raise ValueError(
             f"max_shard_size is a number of bytes, or a text such as '5GB', but is {size!r}"
@@ -115,20 +115,21 @@ class FileNames:
 
     def __init__(self, original: Original | None, ties: Iterable[Sequence[str]]) -> None:
         self._original = original
-        #: By name of a tied tensor in the original, the one that Transformers keeps in files.
+        #: By name of a tensor in the original, the name under which Transformers saves it.
         self._preferred: dict[str, str] = {}
-        self._mixes = False
+        self._mixes_tensors = False
         if original is not None:
+            original.set_conversions()
             self._preferred = original.preferred_names()
-            self._mixes = original.prepare_files()
-        self._later = {full for tie in ties for full in tie[1:]}
+            self._mixes_tensors = original.mixes_tensors
+        self._repeated = {full for tie in ties for full in tie[1:]}
 
     def tensors(
         self, name: str, layer: nn.Module, whole: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of a layer by their names in files, in the forms of these.
+        """Yield the whole tensors of a layer by their names in files, in the layout of these.
 
-        Each one is made when it is asked for, unless a form takes several tensors of the layer.
+        Each one is made when it is asked for, unless the layout mixes tensors of a layer.
 
         Args:
             whole: Returns the whole tensor of a rank's part of it.
@@ -139,7 +140,7 @@ class FileNames:
         together = {}
         for key, value in layer.state_dict().items():
             full = f'{name}.{key}'
-            if full in self._later:
+            if full in self._repeated:
                 continue
             if not isinstance(value, Tensor):
                 raise ValueError(
@@ -152,7 +153,7 @@ class FileNames:
             # A whole tensor is freed before the next one is made.
             if self._original is None:
                 yield file_name, whole(value.detach())
-            elif self._mixes:
+            elif self._mixes_tensors:
                 together[file_name] = whole(value.detach())
             else:
                 yield from _taken(self._original.file_tensors({file_name: whole(value.detach())}))
@@ -161,32 +162,35 @@ class FileNames:
             together.clear()
             yield from _taken(tensors)
 
-    def forms(self, name: str, layer: nn.Module) -> list[TensorForm]:
-        """Return the forms of the tensors of a layer, without communication."""
-        forms = []
+    def specs(self, name: str, layer: nn.Module) -> list[TensorSpec]:
+        """Return the specs of the tensors of a layer, without communication."""
+        specs = []
         for key, value in self.tensors(name, layer, _on_meta):
-            forms.append(TensorForm(key, tuple(value.shape), value.dtype))
-        return forms
+            specs.append(TensorSpec(key, tuple(value.shape), value.dtype))
+        return specs
 
 
 class AdapterNames(FileNames):
     """The names of adapters in a model, which are the names in it.
 
     Attributes:
-        adapted: The model with adapters.
+        original: The model with adapters.
 
     Raises:
-        ValueError: The model has no adapters.
+        ValueError: The model does not have an active adapter.
     """
+
+    original: Original
 
     def __init__(self, original: Original | None) -> None:
         super().__init__(None, ())
-        if original is None or not original.adapters:
+        if original is None:
             raise ValueError(
-                'the model has no adapters: wrap it by get_peft_model(model, LoraConfig(…)) of '
-                'PEFT before to_sequential. save_pretrained(folder) saves the model'
+                'the model has no adapters: it was not converted from a model of Transformers. '
+                'save_pretrained(folder) saves its tensors'
             )
-        self.adapted = original
+        original.check_adapter()
+        self.original = original
         self._trained = original.trained_names
 
     def tensors(
@@ -199,7 +203,7 @@ class AdapterNames(FileNames):
 
 
 def _taken(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the items of a dict, which does not have them any more."""
+    """Yield and remove the items of a dict."""
     for name in [*tensors]:
         yield name, tensors.pop(name)
 
@@ -218,46 +222,64 @@ class TensorFile:
 
     Args:
         path: The path of the file.
-        forms: All of its tensors.
+        specs: All of its tensors.
 
     Raises:
         ValueError: A tensor has a dtype that such files do not have.
     """
 
-    def __init__(self, path: Path, forms: Sequence[TensorForm]) -> None:
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
         self._offsets = {}
         offset = 0
         # Larger elements first, so that each tensor is aligned to the size of its elements.
-        for form in sorted(forms, key=lambda form: -form.dtype.itemsize):
-            if form.dtype not in _DTYPES:
-                raise ValueError(f"'{form.name}' is {form.dtype}, which safetensors does not have")
-            header[form.name] = {
-                'dtype': _DTYPES[form.dtype],
-                'shape': form.shape,
-                'data_offsets': (offset, offset + form.bytes),
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+            if spec.dtype not in _DTYPES:
+                raise ValueError(f"'{spec.name}' is {spec.dtype}, which safetensors does not have")
+            header[spec.name] = {
+                'dtype': _DTYPES[spec.dtype],
+                'shape': spec.shape,
+                'data_offsets': (offset, offset + spec.bytes),
             }
-            self._offsets[form.name] = offset
-            offset += form.bytes
+            self._offsets[spec.name] = offset
+            offset += spec.bytes
         text = json.dumps(header).encode()
         text += b' ' * (-len(text) % 8)
         start = len(text).to_bytes(8, 'little') + text
 
         self._start = len(start)
-        self._remaining = len(forms)
+        self._absent = {spec.name: spec for spec in specs}
         self._stream: BinaryIO = path.open('wb')
         self._stream.write(start)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor; with the last one, the file is complete and on the disk."""
+        """Write a tensor; with the last one, the file is complete and on the disk.
+
+        Raises:
+            RuntimeError: It has another shape or dtype than planned.
+        """
+        spec = self._absent.pop(name)
+        if (spec.shape, spec.dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise RuntimeError(
+                f"'{name}' was {spec.dtype} of shape {spec.shape} when its file was planned, and "
+                f'is {tensor.dtype} of shape {tuple(tensor.shape)} now'
+            )
         data = tensor.contiguous().cpu().flatten().view(torch.uint8)
         self._stream.seek(self._start + self._offsets[name])
         self._stream.write(data.numpy().data)
-        self._remaining -= 1
-        if not self._remaining:
+        if not self._absent:
             self._stream.flush()
             os.fsync(self._stream.fileno())
             self._stream.close()
+
+    def check(self) -> None:
+        """Check that all tensors were written.
+
+        Raises:
+            RuntimeError: One was not.
+        """
+        if self._absent:
+            raise RuntimeError(f"'{min(self._absent)}' was planned for a file, and not written")
 
     def abort(self) -> None:
         """Close the file, complete or not."""
@@ -270,32 +292,32 @@ class FilePlan(NamedTuple):
 
     name: str
     owner: int
-    forms: list[TensorForm]
+    specs: list[TensorSpec]
 
 
-def plan_files(forms: Sequence[Sequence[TensorForm]], max_shard_size: Size) -> list[FilePlan]:
+def plan_files(specs: Sequence[Sequence[TensorSpec]], max_shard_size: Size) -> list[FilePlan]:
     """Return the files of a model, none of which has tensors of two owners.
 
     Args:
-        forms: The tensors of each owner.
+        specs: The tensors of each owner.
         max_shard_size: The most bytes of tensors in a file; one larger tensor is a file by itself.
     """
     limit = parse_size(max_shard_size)
-    files: list[tuple[int, list[TensorForm]]] = []
-    for owner, forms_of_owner in enumerate(forms):
-        free = 0
-        for form in forms_of_owner:
-            if form.bytes > free:
+    files: list[tuple[int, list[TensorSpec]]] = []
+    for owner, specs_of_owner in enumerate(specs):
+        free = -1
+        for spec in specs_of_owner:
+            if spec.bytes > free:
                 files.append((owner, []))
                 free = limit
-            files[-1][1].append(form)
-            free -= form.bytes
+            files[-1][1].append(spec)
+            free = max(0, free - spec.bytes)
     plans = []
-    for number, (owner, forms_of_file) in enumerate(files, 1):
+    for number, (owner, specs_of_file) in enumerate(files, 1):
         name = 'model.safetensors'
         if len(files) > 1:
             name = f'model-{number:05}-of-{len(files):05}.safetensors'
-        plans.append(FilePlan(name, owner, forms_of_file))
+        plans.append(FilePlan(name, owner, specs_of_file))
     return plans
 
 
@@ -313,13 +335,16 @@ class NewFolder:
         self.folder = Path(os.path.realpath(folder))
         #: Where files are written.
         self.path = self.folder.with_name(f'.{self.folder.name}.saving')
+        self._before = self.folder.with_name(f'.{self.folder.name}.before')
 
     def begin(self) -> None:
-        """Make the new folder.
+        """Make the new folder, after an earlier save that was interrupted is cleared.
 
         Raises:
             FileExistsError: The final one is a file, or has folders in it.
         """
+        if self._before.exists() and not self.folder.exists():
+            self._before.rename(self.folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise FileExistsError(f'{self.folder} is a file: name a folder for the model')
         if self.folder.is_dir():
@@ -329,11 +354,17 @@ class NewFolder:
                         f'a model takes the place of the whole folder {self.folder}, which has '
                         f'the folder {path.name} in it; name another folder'
                     )
-        self.abort()
+        for path in (self.path, self._before):
+            if path.exists():
+                shutil.rmtree(path)
         self.path.mkdir(parents=True)
 
     def end(self, replaced: re.Pattern[str] = _REPLACED) -> None:
-        """Let the new folder take the place of the final one, with its other files."""
+        """Let the new folder take the place of the final one, with its other files.
+
+        Args:
+            replaced: The names of files that are not kept.
+        """
         if not self.folder.exists():
             self.path.rename(self.folder)
             return
@@ -345,51 +376,96 @@ class NewFolder:
                 os.link(path, target)
             except OSError:  # This file system has no links.
                 shutil.copy2(path, target)
-        _exchange(self.path, self.folder)
+        if not _exchange(self.path, self.folder):
+            self.folder.rename(self._before)
+            self.path.rename(self.folder)
+            self._before.rename(self.path)
         self.abort()
 
     def abort(self) -> None:
-        """Delete the folder beside the final one."""
-        if self.path.exists():
-            shutil.rmtree(self.path)
+        """Delete the folder beside the final one; another rank may still write to it."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _exchange(new: Path, old: Path) -> None:
-    """Exchange the names of two folders at once, where the system can do that."""
+def _exchange(new: Path, old: Path) -> bool:
+    """Exchange the names of two folders at once; return whether the system can do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), 'renameat2', None)
-    if rename is not None:
-        here = -100  # AT_FDCWD, which absolute paths ignore
-        exchange = 2  # RENAME_EXCHANGE
-        if not rename(here, os.fsencode(new), here, os.fsencode(old), exchange):
-            return
+    if rename is None:
+        return False
+    here = -100  # AT_FDCWD, which absolute paths ignore
+    exchange = 2  # RENAME_EXCHANGE
+    if rename(here, os.fsencode(new), here, os.fsencode(old), exchange):
         error = ctypes.get_errno()
-        if error not in (EINVAL, ENOSYS, EOPNOTSUPP):
-            raise OSError(error, os.strerror(error), str(old))
-    # Between the two, the earlier folder has another name.
-    aside = old.with_name(f'.{old.name}.before')
-    old.rename(aside)
-    new.rename(old)
-    aside.rename(new)
+        if error in (EINVAL, ENOSYS, EOPNOTSUPP):
+            return False
+        raise OSError(error, os.strerror(error), str(old))
+    return True
+
+
+@contextmanager
+def new_folder(folder: StrPath) -> Iterator[NewFolder]:
+    """Make a new folder for the context, which calls its ``end``; delete it after an error."""
+    new = NewFolder(folder)
+    new.begin()
+    try:
+        yield new
+    except BaseException:
+        new.abort()
+        raise
 
 
 def finish(new: NewFolder, files: Sequence[FilePlan], original: Original | None) -> None:
     """Write the index and the configuration, and let a new folder take its place."""
-    sizes = {}
+    total = 0
     names: dict[str, str] = {}
-    dtypes = []
+    dtype = None
     for file in files:
-        for form in file.forms:
-            names[form.name] = file.name
-            sizes[form.name] = form.bytes
-            if form.dtype.is_floating_point:
-                dtypes.append(form.dtype)
+        for spec in file.specs:
+            names[spec.name] = file.name
+            total += spec.bytes
+            # As Transformers does, take the first one.
+            if dtype is None and spec.dtype.is_floating_point:
+                dtype = spec.dtype
     if len(files) > 1:
-        index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': names}
+        index = {'metadata': {'total_size': total}, 'weight_map': names}
         text = json.dumps(index, indent=2, sort_keys=True)
         (new.path / f'model{INDEX}').write_text(f'{text}\n')
     if original is not None:
-        original.save_config(new.path, dtypes[0])
+        original.save_config(new.path, dtype)
     new.end()
+
+
+class OpenFiles:
+    """The files of a folder that a process writes, each from its first tensor to its last one."""
+
+    def __init__(self, files: Iterable[FilePlan], folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, TensorFile] = {}
+        self._file_of: dict[str, FilePlan] = {}
+        for file in files:
+            for spec in file.specs:
+                self._file_of[spec.name] = file
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, if it belongs to one of the files."""
+        file = self._file_of.get(name)
+        if file is None:
+            return
+        if file.name not in self._open:
+            self._open[file.name] = TensorFile(self._folder / file.name, file.specs)
+        self._open[file.name].write(name, tensor)
+
+    def check(self) -> None:
+        """Check that all files are complete."""
+        for file in {file.name: file for file in self._file_of.values()}.values():
+            if file.name not in self._open:
+                raise RuntimeError(f'{file.name} was planned, and not written')
+            self._open[file.name].check()
+
+    def close(self) -> None:
+        """Close all files, complete or not."""
+        for file in self._open.values():
+            file.abort()
 
 
 def save(
@@ -400,32 +476,28 @@ def save(
     max_shard_size: Size,
 ) -> None:
     """Save a model of one process."""
-    forms = []
+    specs = []
     for name, layer in layers.items():
-        forms += names.forms(name, layer)
-    files = plan_files([forms], max_shard_size)
-    new = NewFolder(folder)
-    new.begin()
-    try:
-        write_files(files, new.path, tensors_of(layers, names))
+        specs += names.specs(name, layer)
+    files = plan_files([specs], max_shard_size)
+    with new_folder(folder) as new:
+        opened = OpenFiles(files, new.path)
+        try:
+            for key, tensor in tensors_of(layers, names):
+                opened.write(key, tensor)
+            opened.check()
+        finally:
+            opened.close()
         finish(new, files, original)
-    except BaseException:
-        new.abort()
-        raise
 
 
 def save_adapter(
     names: AdapterNames, tensors: Iterable[tuple[str, Tensor]], folder: StrPath
 ) -> None:
     """Save the whole tensors of adapters."""
-    new = NewFolder(folder)
-    new.begin()
-    try:
-        names.adapted.save_adapter(dict(tensors), new.path)
+    with new_folder(folder) as new:
+        names.original.save_adapter(dict(tensors), new.path)
         new.end(ADAPTER_FILES)
-    except BaseException:
-        new.abort()
-        raise
 
 
 def trim_memory() -> None:
@@ -443,22 +515,3 @@ def tensors_of(layers: Mapping[str, nn.Module], names: FileNames) -> Iterator[tu
     """Yield the tensors of layers that are whole, by their names in files."""
     for name, layer in layers.items():
         yield from names.tensors(name, layer, Tensor.detach)
-
-
-def write_files(
-    files: Iterable[FilePlan], folder: Path, tensors: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write files. Each one is opened with its first tensor, and closed after its last one."""
-    file_of = {form.name: file for file in files for form in file.forms}
-    streams: dict[str, TensorFile] = {}
-    try:
-        for name, tensor in tensors:
-            file = file_of.get(name)
-            if file is None:
-                continue
-            if file.name not in streams:
-                streams[file.name] = TensorFile(folder / file.name, file.forms)
-            streams[file.name].write(name, tensor)
-    finally:
-        for stream in streams.values():
-            stream.abort()

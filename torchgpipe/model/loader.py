@@ -1,7 +1,8 @@
 """Load the layers of a model from weights: whole tensors, or a rank's parts of them.
 
-A loader resolves all names and checks all shapes before it reads the first value. So weights of
-another model raise the same error on all ranks of a mesh, and change nothing::
+For layers on the meta device, a loader resolves all names and checks all shapes before it reads
+the first value. So weights of another model raise the same error on all ranks of a mesh, and
+change nothing::
 
     weights                 names of the model       layers             tensors
     a.weight    shape       rename, share ties       0: a.weight        whole: read all
@@ -10,6 +11,8 @@ another model raise the same error on all ranks of a mesh, and change nothing::
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.base.errors import add_note
 from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.pretrained import original_of
-from torchgpipe.model.slots import FirstSlots, allocated, put, slots_in
+from torchgpipe.model.slots import FirstSlots, allocate, put, slots_in
 from torchgpipe.model.weights import Ranges, WeightEntry, Weights, entries_of, open_weights
 from torchgpipe.sequential.parts import NamedLayer, to_own_names
 
@@ -47,7 +50,7 @@ class Loader:
         #: Names of the original that need no entry.
         self._optional: set[str] = set()
         if original is not None:
-            entries = original.entries(entries)
+            entries = original.resolve(entries, is_file=isinstance(weights, (str, PathLike)))
             self._optional = original.adapter_names
         #: By layer, the entries of buffers that are in no state dict, by the layer's names.
         self._buffers: dict[str, dict[str, WeightEntry]] = {}
@@ -59,6 +62,8 @@ class Loader:
         #: tensor gets its ``id``.
         self._loaded: dict[int, Tensor] = {}
         self._first_slots: FirstSlots = {}
+        #: Names of layers with values, which are not rehearsed, over all calls of `load`: another
+        #: layer may load a tensor that is missing in the first one.
         self._missing: list[tuple[str, Any]] = []
         self._unexpected: list[str] = []
 
@@ -126,8 +131,8 @@ class Loader:
             raise
         return {*result.missing_keys}, [f'{name}.{key}' for key in result.unexpected_keys]
 
-    def tensors_of(self, name: str, layer: nn.Module) -> list[Any]:
-        """Return the tensors of a layer that will be loaded, as they are before that."""
+    def targets(self, name: str, layer: nn.Module) -> list[Any]:
+        """Return the tensors of a layer that the weights have. They may be on the meta device."""
         state = layer.state_dict(keep_vars=True)
         expected = self._expected.get(name, state.keys())
         tensors = [layer.get_buffer(key) for key in self._buffers[name]]
@@ -145,7 +150,7 @@ class Loader:
         for name, layer, device in layers:
             for slot in [*slots_in(layer)]:
                 if slot.tensor.is_meta:
-                    put(slot, allocated(slot.tensor, device), self._first_slots)
+                    put(slot, partial(allocate, slot.tensor, device), self._first_slots)
             try:
                 self._load(name, layer)
             except (RuntimeError, ValueError) as error:
@@ -215,7 +220,12 @@ def _placeholder(entry: WeightEntry, target: Any) -> Any:
 
 
 def _read(key: str, entry: WeightEntry, target: Any) -> Any:
-    """Return the value of an entry; of a split tensor, the tensor with this rank's part of it."""
+    """Return the value of an entry for a state dict.
+
+    The part of a split tensor is read into its place. Then the value is the tensor itself:
+    ``load_state_dict`` finds its name, and copies it onto itself.
+    """
+    # A DTensor, whose class is not imported in one process.
     if not hasattr(target, '__create_chunk_list__'):
         return entry.read()
     if entry.shape is not None and entry.shape != tuple(target.shape):
@@ -229,7 +239,7 @@ def _read(key: str, entry: WeightEntry, target: Any) -> Any:
 
 def _local_ranges(tensor: Any) -> Ranges:
     """Return the ranges of this rank's part of a DTensor."""
-    (chunk,) = tensor.__create_chunk_list__()
+    (chunk,) = tensor.__create_chunk_list__()  # Each rank has one part.
     ranges = []
     for offset, size in zip(chunk.offsets, chunk.sizes):
         ranges.append(slice(offset, offset + size))
@@ -241,7 +251,7 @@ def _fill(key: str, buffer: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"'{key}' of the weights is {value.dtype} of shape {tuple(value.shape)}, "
             f'but the buffer {buffer.dtype} of shape {tuple(buffer.shape)}; it is in '
-            'no state dict, so leave it out, or pass it as it is'
+            'no state dict, so leave it out, or pass it in this dtype and shape'
         )
     buffer.copy_(value)
 
@@ -255,7 +265,7 @@ def _other_names(missing: list[str], unexpected: list[str]) -> ValueError:
 
 
 def _some(names: list[str]) -> str:
-    """Return the first names of a list, and the number of the additional."""
+    """Return the first names of a list, and the number of the rest."""
     if len(names) <= _MOST:
         return str(names)
     return f'{names[:_MOST]} and {len(names) - _MOST} more'

@@ -49,7 +49,7 @@ from torchgpipe.model.adapters import (
     adapter_layers,
     is_adapter_layer,
     part_of_adapter,
-    reset_of,
+    reset_adapters,
 )
 from torchgpipe.model.loader import Loader
 from torchgpipe.model.pretrained import pretrained_class
@@ -191,7 +191,7 @@ def _adapter_resets(layer: nn.Module) -> Iterator[Callable[[], Any]]:
     inside = dict(layer.named_modules())
     for path, module in with_part(whole, layer).named_modules():
         if is_adapter_layer(module) and path in inside:
-            yield reset_of(whole, module)
+            yield partial(reset_adapters, whole, module)
 
 
 def _ids_of_adapters(layer: nn.Module) -> set[int]:
@@ -276,7 +276,8 @@ def _memory(x: Tensor) -> Tensor:
 def _move(slots: Iterable[TensorSlot], device: torch.device, first_slots: FirstSlots) -> None:
     """Move tensors to a device; slots that shared a tensor get the first slot's tensor again."""
     for slot in slots:
-        put(slot, getattr(slot.module, slot.name).detach().to(device), first_slots)
+        value = getattr(slot.module, slot.name).detach()
+        put(slot, partial(value.to, device), first_slots)
 
 
 class _Resets:
@@ -397,7 +398,7 @@ def _is_of_transformers(name: str) -> bool:
 
 def _loaded_later(loader: Loader | None, name: str, layer: nn.Module) -> list[Any]:
     """Return the tensors of a layer that will be loaded."""
-    return [] if loader is None else loader.tensors_of(name, layer)
+    return [] if loader is None else loader.targets(name, layer)
 
 
 def _parts_first(module: nn.Module, done: set[nn.Module] | None = None) -> Iterator[nn.Module]:

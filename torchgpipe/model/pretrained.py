@@ -1,4 +1,4 @@
-"""Models of Transformers: the names and forms of their tensors in files, in both directions.
+"""Models of Transformers: the names and layout of their tensors in files, in both directions.
 
 A file may have other names than the module, or several tensors for one of its parameters. Loading
 and saving follow the conversions that ``from_pretrained`` and ``save_pretrained`` use::
@@ -52,133 +52,163 @@ class Original:
     """A model of Transformers on the meta device, without values.
 
     Attributes:
-        whole: The model, with adapters if it has some.
-        model: The model as Transformers knows it.
-        adapters: The layers of adapters around layers of the model, by name.
+        adapted: The model, with adapters around some of its layers if it has any.
+        base: The model of Transformers in it.
+        adapters: The layers of PEFT in the model, by name.
     """
 
-    def __init__(self, whole: nn.Module, model: nn.Module) -> None:
-        self.whole: Any = whole
-        self.model: Any = model
-        self.adapters = adapter_layers(whole)
-        #: The names in Transformers of the model's tensors, by their names here.
-        self._names = base_names(whole, model)
+    def __init__(self, adapted: nn.Module, base: nn.Module) -> None:
+        self.adapted: Any = adapted
+        self.base: Any = base
+        self.adapters = adapter_layers(adapted)
+        #: The names of tensors in the base model, by their names in the adapted one.
+        self._base_names = base_names(adapted, base)
 
     @property
     def adapter_names(self) -> set[str]:
         """The names of the tensors that adapters add to the model."""
-        return {*self.whole.state_dict()} - self._names.keys()
+        return {*self.adapted.state_dict()} - self._base_names.keys()
 
     @property
     def trained_names(self) -> set[str]:
         """The names of the tensors of adapters, and of trained copies of modules."""
-        copies = {name for name in self._names if is_copy(name)}
+        copies = {name for name in self._base_names if is_copy(name)}
         return self.adapter_names | copies
 
-    def save_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the files of the active adapter into a folder."""
-        write_adapter(self.whole, tensors, folder)
+    def resolve(self, entries: Mapping[str, WeightEntry], is_file: bool) -> dict[str, WeightEntry]:
+        """Return the entries of weights by the names of the model, in the layout of its tensors.
 
-    def entries(self, entries: Mapping[str, WeightEntry]) -> dict[str, WeightEntry]:
-        """Return the entries of weights by the names of the model, in the forms of its tensors.
+        Names that the model does not have stay as they are. The model keeps the conversions that
+        were needed, because saving reverts them.
 
-        Names that the model does not have stay as they are. Values of buffers that the model
-        computes itself, which old files have, are left out.
+        Args:
+            is_file: Whether the weights are a file. Of a file, buffers that the model computes
+                itself are left out. In a mapping, they are values that the user wants.
 
         Raises:
             ValueError: The tensors of a parameter do not fit together.
         """
-        whole_state = self.whole.state_dict()
+        adapted_state = self.adapted.state_dict()
         state = {}
-        for name, tensor in whole_state.items():
-            if name in self._names:
-                state[self._names[name]] = tensor
-        names = _Renaming(self.model, state)
+        for name, tensor in adapted_state.items():
+            if name in self._base_names:
+                state[self._base_names[name]] = tensor
+        renaming = _Renaming(self.base, state)
         results: dict[str, WeightEntry] = {}
         sources: dict[str, list[_Source]] = {}
-        for key in sorted(entries, key=names.order):
+        for key in sorted(entries, key=renaming.order):
             entry = entries[key]
-            name, pattern = names.of(key)
-            if key in whole_state:
+            name, pattern = renaming.model_name(key)
+            if key in adapted_state:  # the name in the adapted model
                 results[key] = entry
-            elif name in state and pattern is not None:
+            elif name in state and pattern is not None:  # one of several tensors, or another form
                 sources.setdefault(name, []).append(_Source(key, pattern, entry))
-            elif name in state:
+            elif name in state:  # renamed only, if at all
                 results[name] = entry
-            elif not (isinstance(entry, StoredTensor) and names.is_ignored(key)):
+            elif not (renaming.is_ignored(key) and (is_file or isinstance(entry, StoredTensor))):
                 results[key] = entry
         for name, parts in sources.items():
-            conversion = _Conversion(self.model, names.converter(parts[0].pattern), name, parts)
+            conversion = _Conversion(self.base, renaming.converter(parts[0].pattern), name, parts)
             for target in conversion.shapes:
                 results[target] = _ConvertedTensor(conversion, target)
-        names.keep_used()
-        return self._by_names_of_whole(results)
+        renaming.keep_used()
+        return self._by_adapted_names(results)
 
-    def _by_names_of_whole(self, entries: dict[str, WeightEntry]) -> dict[str, WeightEntry]:
+    def _by_adapted_names(self, entries: dict[str, WeightEntry]) -> dict[str, WeightEntry]:
         """Return entries by the names that the model has with its adapters."""
         results = dict(entries)
-        for name, base in self._names.items():
+        for name, base in self._base_names.items():
             if name != base and base in entries:
                 results.setdefault(name, entries[base])
                 results.pop(base, None)
         return results
 
-    def prepare_files(self) -> bool:
-        """Return whether tensors in files are made from several tensors of the model.
-
-        Later calls of :meth:`file_tensors` revert the conversions that are set here.
-        """
+    def set_conversions(self) -> None:
+        """Set the conversions that saving reverts, if no file has told them."""
         loading = _loading()
-        if loading is None:
+        if loading is None or getattr(self.base, '_weight_conversions', None) is not None:
+            return
+        conversions = []
+        for conversion in _conversions_of(self.base, add_legacy=False):
+            # As in `revert_weight_conversion`: no file tells whether it had the prefix.
+            if not isinstance(conversion, loading.PrefixChange):
+                conversions.append(conversion)
+        self.base._weight_conversions = conversions
+
+    @property
+    def mixes_tensors(self) -> bool:
+        """Whether a tensor in a file may be made from several tensors of a layer."""
+        loading = _loading()
+        if self.adapters or loading is None:
             return bool(self.adapters)
-        conversions = getattr(self.model, '_weight_conversions', None)
-        if conversions is None:
-            conversions = []
-            for conversion in _conversions_of(self.model, add_legacy=False):
-                # As in `revert_weight_conversion`: no file tells whether it had the prefix.
-                if not isinstance(conversion, loading.PrefixChange):
-                    conversions.append(conversion)
-            self.model._weight_conversions = conversions
-        kinds = [isinstance(conversion, loading.WeightConverter) for conversion in conversions]
-        return bool(self.adapters) or any(kinds)
+        for conversion in self.base._weight_conversions:
+            if isinstance(conversion, loading.WeightConverter):
+                return True
+        return False
 
     def file_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors by their names in a file, in its form, with adapters merged into them.
+        """Return tensors by their names in a file, in its layout, with adapters merged into them.
 
         Args:
-            tensors: The tensors of a layer by the names of the model, without values or with.
+            tensors: Tensors of a layer by the names of the model, without values or with. They are
+                all tensors of the layer if :attr:`mixes_tensors`.
         """
-        ignored = self.model._keys_to_ignore_on_save or ()
+        ignored = self.base._keys_to_ignore_on_save or ()
         saved = {}
-        for name, tensor in merge(self.adapters, self._names, tensors).items():
+        for name, tensor in merge(self.adapters, self._base_names, tensors).items():
             if name not in ignored:
                 saved[name] = tensor
         loading = _loading()
         if loading is None:
             return saved
-        results: dict[str, Tensor] = loading.revert_weight_conversion(self.model, saved)
+        results: dict[str, Tensor] = loading.revert_weight_conversion(self.base, saved)
         return results
 
+    def check_adapter(self) -> None:
+        """Check that the model has one active adapter, which can be saved.
+
+        Raises:
+            ValueError: It does not.
+        """
+        name = getattr(self.adapted, 'active_adapter', None)
+        if not self.adapters or not isinstance(name, str):
+            raise ValueError(
+                'the model has no adapters of get_peft_model(model, LoraConfig(…)), of which one '
+                'is active: call it before to_sequential. save_pretrained(folder) saves the model'
+            )
+
+    def save_adapter(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the files of the active adapter into a folder."""
+        write_adapter(self.adapted, tensors, folder)
+
     def preferred_names(self) -> dict[str, str]:
-        """Return for each name of a tied tensor the one that Transformers keeps in files."""
+        """Return for each name of a tensor the name under which Transformers saves it."""
         names_of: dict[int, list[str]] = {}
-        for name, _, tensor in named_slots(self.whole):
+        for name, _, tensor in named_slots(self.adapted):
             names_of.setdefault(id(tensor), []).append(name)
-        tied: Any = getattr(self.model, 'all_tied_weights_keys', None) or ()
+        tied: Any = getattr(self.base, 'all_tied_weights_keys', None) or ()
         preferred = {}
         for names in names_of.values():
-            kept = [name for name in names if self._names.get(name) not in tied] or names
-            preferred.update(dict.fromkeys(names, kept[0]))
+            saved = names[0]
+            for name in reversed(names):
+                if self._base_names.get(name) not in tied:
+                    saved = name
+            preferred.update(dict.fromkeys(names, saved))
         return preferred
 
-    def save_config(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write the configuration of the model, and how it generates."""
-        config = deepcopy(self.model.config)
-        config.dtype = str(dtype).removeprefix('torch.')
-        config.architectures = [type(self.model).__name__]
+    def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write the configuration of the model, and how it generates.
+
+        Args:
+            dtype: The dtype of its first tensor of floating-point numbers, if it has one.
+        """
+        config = deepcopy(self.base.config)
+        if dtype is not None:
+            config.dtype = str(dtype).removeprefix('torch.')
+        config.architectures = [type(self.base).__name__]
         config.save_pretrained(folder)
-        if self.model.can_generate():
-            self.model.generation_config.save_pretrained(folder)
+        if self.base.can_generate():
+            self.base.generation_config.save_pretrained(folder)
 
 
 def _loading() -> Any:
@@ -220,20 +250,27 @@ class _Renaming:
         """Return the place of a name: the second expert precedes the tenth one."""
         return key if self._loading is None else self._loading.dot_natural_key(key)
 
-    def of(self, key: str) -> tuple[str, str | None]:
+    def model_name(self, key: str) -> tuple[str, str | None]:
         """Return the model's name for a tensor of a file, and the pattern of its conversion."""
         number, _, rest = key.partition('.')
         if self._loading is None or number.isdigit() and rest in self._state:
-            return key, None
-        converters = [*dict.fromkeys(self._converters.values())]
+            return key, None  # A name of `to_sequential`, such as 3.weight, needs no renaming.
+        name, pattern = self._rename(
+            key, self._renamings, [*dict.fromkeys(self._converters.values())]
+        )
+        if name in self._state or key not in self._state:
+            return name, pattern
+        # A renaming has changed a name that is right. Only its prefix may differ.
+        return self._rename(key, [], [])
+
+    def _rename(
+        self, key: str, renamings: list[Any], converters: list[Any]
+    ) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix
-        for renamings, others in ((self._renamings, converters), ([], [])):
-            name, pattern = self._loading.rename_source_key(
-                key, renamings, others, prefix, self._state
-            )
-            if name in self._state or key not in self._state:
-                return name, pattern
-        return key, None
+        name, pattern = self._loading.rename_source_key(
+            key, renamings, converters, prefix, self._state
+        )
+        return name, pattern
 
     def converter(self, pattern: str) -> Any:
         """Return the conversion of names with a pattern."""

@@ -1,6 +1,6 @@
 """Slots: the places of parameters and buffers in modules, and new tensors for them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -31,12 +31,16 @@ def slots_in(module: nn.Module, recurse: bool = True) -> Iterator[TensorSlot]:
                     yield TensorSlot(part, name, tensor)
 
 
-def put(slot: TensorSlot, value: Tensor, first_slots: FirstSlots) -> None:
-    """Put a value into a slot; slots that shared a tensor get the first slot's tensor again."""
+def put(slot: TensorSlot, make: Callable[[], Tensor], first_slots: FirstSlots) -> None:
+    """Put a new tensor into a slot; slots that shared a tensor get the new one of the first slot.
+
+    Args:
+        make: Returns the values. It is called for the first slot of a tensor only.
+    """
     module, name, before = slot
     first = first_slots.setdefault(id(before), slot)
     if first is slot:
-        setattr(module, name, like(before, value))
+        setattr(module, name, like(before, make()))
     else:
         setattr(module, name, getattr(first.module, first.name))
 
@@ -46,17 +50,23 @@ def like(before: Tensor, value: Tensor) -> Tensor:
     new = value
     if isinstance(before, nn.Parameter):
         new = nn.Parameter(value, before.requires_grad)
-    if is_plain(before):
+    if is_plain(before):  # Attributes of a DTensor are its parts.
         new.__dict__.update(before.__dict__)
     return new
 
 
-def allocated(tensor: Tensor, device: torch.device) -> Tensor:
+def allocate(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor with memory like one on the meta device, which may be split.
 
-    Buffers are zero, because a module may leave out a buffer that weights do not have.
+    A buffer is zero: a layer may accept weights without it.
     """
-    value = torch.empty_like(tensor, device=device, requires_grad=False)
+    if is_plain(tensor):
+        # Of a tensor on the meta device, `empty_like` imports 33 MB of PyTorch's Python code.
+        value = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+    else:
+        value = torch.empty_like(tensor, device=device, requires_grad=False)
     if not isinstance(tensor, nn.Parameter):
         value.zero_()
     return value

@@ -22,6 +22,7 @@ Ranges = tuple[slice, ...]
 
 #: The end of the name of an index, which tells the file of each tensor.
 INDEX = '.safetensors.index.json'
+_TORCH_INDEX = '.bin.index.json'
 
 
 class WeightEntry(Protocol):
@@ -40,10 +41,10 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
 
     Args:
         weights: A mapping, which is returned as it is, or a path. A file of ``torch.save`` is
-            mapped into memory. A file ``….safetensors``, or the index
-            ``….safetensors.index.json`` of several such files, needs the package `safetensors
-            <https://huggingface.co/docs/safetensors>`_. A folder has one of these, as
-            ``save_pretrained`` of Transformers writes it.
+            mapped into memory. A file ``….safetensors`` needs the package `safetensors
+            <https://huggingface.co/docs/safetensors>`_. The index ``….index.json`` of several
+            files is a path as well. A folder has one of these. Of several ones, the files of
+            Transformers come first, and safetensors before ``pytorch_model.bin`` and ``….pt``.
 
     Raises:
         TypeError: The argument is neither a mapping nor a path, or the file holds no mapping.
@@ -71,13 +72,58 @@ def open_weights(weights: Weights) -> Mapping[str, Any]:
         return _SafeTensors([path])
     if path.name.endswith(INDEX):
         return _SafeTensors.of_index(path)
-    state = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
+    if not path.name.endswith(_TORCH_INDEX):
+        return _load(path)
+    state: dict[str, Any] = {}
+    for file in sorted({*_files_of(path).values()}):
+        state.update(_load(_indexed(path, file)))
+    return state
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    """Return the state dict in a file of ``torch.save``."""
+    try:
+        state = torch.load(path, map_location='cpu', mmap=True, weights_only=True)
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(
+            f'{path} is damaged, or has the format of torch.save before PyTorch 1.6; load it and '
+            f'save it again, or pass its state dict ({error})'
+        ) from error
     if not isinstance(state, Mapping):
         raise TypeError(
             f"'{path}' holds no state dict, but {type(state).__name__}; save "
             'model.state_dict(), or pass a mapping from names to tensors'
         )
     return state
+
+
+def _files_of(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index.
+
+    Raises:
+        ValueError: It is no index.
+    """
+    try:
+        files: dict[str, str] = json.loads(index.read_text())['weight_map']
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'{index} is damaged ({type(error).__name__}: {error}); save or download it again'
+        ) from error
+    return files
+
+
+def _indexed(index: Path, file: str) -> Path:
+    """Return the path of a file that an index names.
+
+    Raises:
+        FileNotFoundError: It is missing.
+    """
+    path = index.with_name(file)
+    if not path.exists():
+        raise FileNotFoundError(
+            f'{path} is missing, but {index.name} names it: save or download the folder again'
+        )
+    return path
 
 
 def _in_folder(folder: Path) -> Path:
@@ -88,6 +134,7 @@ def _in_folder(folder: Path) -> Path:
         f'model{INDEX}',
         f'*{INDEX}',
         '*.safetensors',
+        f'pytorch_model{_TORCH_INDEX}',
         'pytorch_model*.bin',
         '*.pt',
     ):
@@ -110,7 +157,8 @@ def entries_of(weights: Mapping[str, Any]) -> dict[str, WeightEntry]:
     entries: dict[str, WeightEntry] = {}
     for name in weights:
         source = weights
-        if isinstance(source, ChainMap):
+        # A chain of mappings is open_weights(path) with some other tensors.
+        while isinstance(source, ChainMap):
             source = next(part for part in source.maps if name in part)
         if isinstance(source, _SafeTensors):
             entries[name] = source.entries[name]
@@ -128,6 +176,7 @@ class _MappedValue:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
+        # Access to another mapping may read the value.
         if not isinstance(self._source, dict):
             return None
         value = self._source[self._name]
@@ -174,13 +223,8 @@ class _SafeTensors(Mapping[str, Any]):
 
     @staticmethod
     def of_index(index: Path) -> '_SafeTensors':
-        try:
-            files: dict[str, str] = json.loads(index.read_text())['weight_map']
-        except (ValueError, KeyError) as error:
-            raise ValueError(
-                f'{index} is damaged ({type(error).__name__}: {error}); save or download it again'
-            ) from error
-        weights = _SafeTensors(index.with_name(file) for file in sorted({*files.values()}))
+        files = _files_of(index)
+        weights = _SafeTensors(_indexed(index, file) for file in sorted({*files.values()}))
         absent = [name for name in files if name not in weights.entries]
         if absent:
             raise ValueError(
@@ -206,13 +250,8 @@ def _open(path: Path) -> Any:
         package = import_module('safetensors')
     except ImportError as error:
         raise ImportError(
-            f"to read '{path}' takes the package safetensors: pip install safetensors"
+            f"reading '{path}' requires the package safetensors: pip install safetensors"
         ) from error
-    if not path.exists():
-        raise FileNotFoundError(
-            f'{path} is missing, but the index of its folder names it: save or download the '
-            'folder again'
-        )
     try:
         return package.safe_open(path, framework='pt')
     except package.SafetensorError as error:
