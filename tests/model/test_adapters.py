@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.model.adapters import base_names, is_adapter_layer, merge, part_of_adapter
+from torchgpipe.model.adapters import (
+    base_names,
+    exported_names,
+    is_adapter_layer,
+    merge,
+    part_of_adapter,
+)
 
 
 class Tuned(nn.Module):
@@ -17,6 +23,8 @@ class Tuned(nn.Module):
         super().__init__()
         self.base_layer = nn.Linear(2, 2)
         self.lora_A = nn.ModuleDict({'default': nn.Linear(2, 1, bias=False)})
+
+    active_adapters = ('default',)
 
     def get_base_layer(self):
         return self.base_layer
@@ -76,18 +84,34 @@ def test_parts_of_adapters(model):
 
 def test_merged_weights(model):
     layers = {'0.0': model[0][0], '0.2': model[0][2]}
-    names = base_names(model, model[0])
+    names = exported_names(layers, base_names(model, model[0]))
+    # An adapter that is not active may be in another layer.
+    model[0][0].lora_A['other'] = nn.Linear(2, 1)
     before = {name: x.detach().clone() for name, x in model.state_dict().items()}
-    tensors = merge(layers, names, model.state_dict())
+    del before['0.0.lora_A.other.weight']
+    tensors = merge(layers, names, before)
     shift = before['0.0.lora_A.default.weight'].sum()
     assert torch.equal(tensors['0.weight'], before['0.0.base_layer.weight'] + shift)
     assert torch.equal(tensors['2.weight'], before['0.2.modules_to_save.default.weight'])
     assert {*tensors} == {f'{k}.{name}' for k in range(3) for name in ('weight', 'bias')}
     for name, x in model.state_dict().items():
-        assert torch.equal(x, before[name])
+        assert name not in before or torch.equal(x, before[name])
 
     on_meta = {name: x.to('meta') for name, x in before.items()}
     assert merge(layers, names, on_meta).keys() == tensors.keys()
-    del before['0.0.lora_A.default.weight']
-    with pytest.raises(ValueError, match="'0.0' cannot be merged, because 'lora_A.default.wei"):
-        merge(layers, names, before)
+    for state in (before, on_meta):
+        del state['0.0.lora_A.default.weight']
+        with pytest.raises(ValueError, match="'0.0' cannot be merged, because 'lora_A.default.we"):
+            merge(layers, names, state)
+
+
+def test_a_copy_takes_the_place_of_its_module_in_all_layers(model, monkeypatch):
+    """In files, the module itself is left out, also if it is in another layer than its copy."""
+    layers = {'0.2': model[0][2]}
+    names = exported_names(layers, base_names(model, model[0]))
+    assert names['0.2.modules_to_save.default.weight'] == '2.weight'
+    assert not [name for name in names if 'original_module' in name]
+    monkeypatch.setattr(Copied, 'active_adapters', ())
+    names = exported_names(layers, base_names(model, model[0]))
+    assert names['0.2.original_module.weight'] == '2.weight'
+    assert not [name for name in names if 'modules_to_save' in name]

@@ -256,6 +256,18 @@ def test_a_folder_of_other_things_is_refused(tmp_path):
     assert files_of(tmp_path) == ['file', 'model']
 
 
+def test_the_working_directory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileExistsError, match='which is the working directory of this process'):
+        pipeline(model()).save_pretrained('.')
+
+
+def test_two_tensors_of_one_name_are_refused():
+    specs = [TensorSpec('x', (2,), torch.float32), TensorSpec('x', (3,), torch.float32)]
+    with pytest.raises(ValueError, match="two layers have a tensor 'x' that is not shared"):
+        plan_files([specs[:1], specs[1:]], 100)
+
+
 def test_an_interrupted_save_is_cleared_by_the_next_one(tmp_path):
     (tmp_path / '.model.saving').mkdir()
     (tmp_path / '.model.saving' / 'model.safetensors').write_bytes(b'half')

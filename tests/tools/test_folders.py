@@ -1,5 +1,7 @@
 """Folders of Transformers: onto a mesh and back, with adapters of PEFT."""
 
+import copy
+import json
 import warnings
 
 import pytest
@@ -9,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 from tests.shard.processes import outcomes, run
-from torchgpipe import GPipe
+from torchgpipe import Arguments, GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.sequential import original_names, to_sequential
 
@@ -291,7 +293,9 @@ def test_adapters_that_need_values_are_refused(tmp_path):
 
 def test_a_model_without_adapters_does_not_save_them(tmp_path):
     layers = to_sequential(llama(), IDS)
-    with pytest.raises(ValueError, match=r'the model has no adapters of get_peft_model\(model, LoraConfig'):
+    with pytest.raises(
+        ValueError, match=r'the model has no adapters of get_peft_model\(model, LoraConfig'
+    ):
         GPipe(layers, [len(layers)], devices=['cpu']).save_adapter(tmp_path / 'adapter')
     assert not [*tmp_path.iterdir()]
 
@@ -327,3 +331,91 @@ def test_adapters_on_parts_of_a_sequence_are_refused(tmp_path):
     llama().save_pretrained(tmp_path)
     for outcome in outcomes(2, sequence_parallel, tmp_path, timeout=60):
         assert 'with an adapter by ColwiseParallel, but LoRA on linear layers' in outcome.text
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'modules_to_save': ['embed_tokens']},
+        {'modules_to_save': ['norm', 'input_layernorm']},
+        {'bias': 'all'},
+        {'bias': 'lora_only'},
+        {'task_type': None},
+    ],
+    ids=str,
+)
+def test_files_of_adapters_are_as_peft_writes_them(tmp_path, options):
+    """Also tensors of the base model that it trains, and a copy in another layer than its module."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    values = {'r': 4, 'target_modules': ['q_proj'], 'task_type': 'CAUSAL_LM', **options}
+    base = transformers.LlamaForCausalLM(config(attention_bias=True))
+    expected = copy.deepcopy(base)
+    model = get_peft_model(base, LoraConfig(**values))
+    layers = to_sequential(model, IDS)
+    gpipe = GPipe(layers, [len(layers) - 1, 1], devices=['cpu:0', 'cpu:1'])
+    steps(gpipe, optimizer_of(gpipe))
+    gpipe.save_adapter(tmp_path / 'a')
+    model.save_pretrained(tmp_path / 'b')
+    states = [load_file(tmp_path / name / 'adapter_model.safetensors') for name in 'ab']
+    assert_states(*states)
+    configs = [(tmp_path / name / 'adapter_config.json').read_text() for name in 'ab']
+    assert json.loads(configs[0]) == json.loads(configs[1])
+    gpipe.save_pretrained(tmp_path / 'merged')
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / 'merged')
+    adapted_model = PeftModel.from_pretrained(expected, tmp_path / 'b')
+    oracle = dict(adapted_model.merge_and_unload().state_dict())
+    assert_states(dict(merged.state_dict()), oracle, 1e-6)
+
+
+def test_a_folder_has_merged_weights_or_an_adapter(tmp_path):
+    """Transformers would add an adapter that is in the folder to the merged weights."""
+    layers = adapted_layers(lora())
+    llama().save_pretrained(tmp_path / 'base')
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'], weights=tmp_path / 'base')
+    gpipe.save_adapter(tmp_path / 'both')
+    gpipe.save_pretrained(tmp_path / 'both')
+    assert not [*(tmp_path / 'both').glob('adapter*')]
+    with pytest.raises(FileExistsError, match='save the adapter to a folder of its own'):
+        gpipe.save_adapter(tmp_path / 'both')
+
+
+def test_an_adapter_that_is_not_active_stays_out(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), lora())
+    model.add_adapter('other', LoraConfig(r=2, target_modules=['k_proj', 'q_proj']))
+    layers = to_sequential(model, IDS)
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'])
+    gpipe.save_pretrained(tmp_path)
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_states(dict(merged.state_dict()), dict(llama().state_dict()))
+
+
+def test_tensors_that_a_file_leaves_out_because_the_model_makes_them(tmp_path):
+    sizes = {
+        'vocab_size': 50,
+        'd_model': 32,
+        'encoder_layers': 1,
+        'decoder_layers': 1,
+        'encoder_attention_heads': 4,
+        'decoder_attention_heads': 4,
+        'encoder_ffn_dim': 48,
+        'decoder_ffn_dim': 48,
+        'max_position_embeddings': 32,
+        'pad_token_id': 0,
+        'decoder_start_token_id': 0,
+        'use_cache': False,
+    }
+    settings = transformers.MarianConfig(**sizes)
+    torch.manual_seed(0)
+    transformers.MarianMTModel(settings).save_pretrained(tmp_path)
+    model = transformers.MarianMTModel.from_pretrained(tmp_path)
+    sample = Arguments(input_ids=IDS, decoder_input_ids=IDS)
+    with torch.device('meta'):
+        layers = to_sequential(transformers.MarianMTModel(settings), sample)
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'], weights=tmp_path)
+    assert_states(original_names(gpipe.state_dict()), dict(model.state_dict()))
+    gpipe.save_pretrained(tmp_path / 'again')
+    expected = load_file(tmp_path / 'model.safetensors')
+    assert_states(load_file(tmp_path / 'again' / 'model.safetensors'), expected)

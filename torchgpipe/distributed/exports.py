@@ -28,6 +28,7 @@ from torchgpipe.model.export import (
     OpenFiles,
     Size,
     TensorSpec,
+    check_names,
     finish,
     plan_files,
     trim_memory,
@@ -66,6 +67,7 @@ def _agree_on_specs(
         begin: Called on each rank in the end. All ranks raise the error of one.
     """
     specs: dict[str, list[TensorSpec]] = {}
+    all_specs: list[TensorSpec] = []
 
     def read() -> Facts:
         for name, layer in rank.layers.items():
@@ -76,9 +78,13 @@ def _agree_on_specs(
     facts = rank.agree(task, read, Facts())
     check_settings(task, facts)
     rank.check_states(facts)
-    if rank.mesh.pipe.group is None:
-        return [specs]
-    return gathered(specs, rank.mesh.pipe.group)
+    by_place: list[LayerSpecs] = [specs]
+    if rank.mesh.pipe.group is not None:
+        by_place = gathered(specs, rank.mesh.pipe.group)
+    for layers in by_place:
+        all_specs += chain(*layers.values())
+    check_names(all_specs)
+    return by_place
 
 
 def save(
@@ -202,29 +208,36 @@ def stream(
         asks = [full]
         if mesh.pipe.group is not None:
             asks = gathered(full, mesh.pipe.group)
-    remaining = sum(len(specs) for layers in by_place for specs in layers.values())
-    for j, layers in enumerate(rank.stages):
-        place = rank.placement.places[j]
+    remaining = 0
+    for layers_of_place in by_place:
+        remaining += len([*chain(*layers_of_place.values())])
+    for place, name in _layers_in_order(rank):
         others_ask = any(asks[:place]) or any(asks[place + 1 :])
+        tensors: Iterator[tuple[str, Tensor]] = iter(())
+        if name in rank.layers:
+            tensors = names.tensors(name, rank.layers[name], _gather(mesh))
+        for spec in by_place[place][name]:
+            with watch():
+                key, tensor = next(tensors, (spec.name, None))
+                assert key == spec.name
+                if others_ask:
+                    tensor = _send(mesh, place, spec, tensor)
+            remaining -= 1
+            if full:
+                assert tensor is not None
+                try:
+                    yield spec.name, tensor
+                except GeneratorExit:
+                    _report_end(remaining, watch)
+                    raise
+            tensor = None
+
+
+def _layers_in_order(rank: Rank) -> Iterator[tuple[int, str]]:
+    """Yield the layers of the model: the rank along the pipe axis that has each, and its name."""
+    for place, layers in zip(rank.placement.places, rank.stages):
         for name in layers:
-            tensors: Iterator[tuple[str, Tensor]] = iter(())
-            if name in rank.layers:
-                tensors = names.tensors(name, rank.layers[name], _gather(mesh))
-            for spec in by_place[place][name]:
-                with watch():
-                    key, tensor = next(tensors, (spec.name, None))
-                    assert key == spec.name
-                    if others_ask:
-                        tensor = _send(mesh, place, spec, tensor)
-                remaining -= 1
-                if full:
-                    assert tensor is not None
-                    try:
-                        yield spec.name, tensor
-                    except GeneratorExit:
-                        _report_end(remaining, watch)
-                        raise
-                tensor = None
+            yield place, name
 
 
 def _report_end(remaining: int, watch: Callable[[], AbstractContextManager[None]]) -> None:
@@ -242,7 +255,10 @@ def _send(mesh: MeshInfo, place: int, spec: TensorSpec, tensor: Tensor | None) -
     assert mesh.pipe.group is not None
     if tensor is None:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
-    return broadcast(tensor.to(mesh.device).contiguous(), mesh.pipe.group, place)
+    tensor = tensor.to(mesh.device).contiguous()
+    # As bytes, because groups do not send all dtypes.
+    broadcast(tensor.flatten().view(torch.uint8), mesh.pipe.group, place)
+    return tensor
 
 
 def _gather(mesh: MeshInfo) -> Callable[[Tensor], Tensor]:

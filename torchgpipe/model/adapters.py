@@ -80,9 +80,28 @@ def _base_names(module: nn.Module, path: str, base: str) -> Iterator[tuple[str, 
                 yield from _base_names(copied, _join(path, f'{key}.{name}'), base)
 
 
-def is_copy(name: str) -> bool:
-    """Return whether a tensor belongs to a trained copy of a module."""
-    return f'.{_COPIES}.' in name
+def exported_names(layers: Mapping[str, nn.Module], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the tensors that are exported as the base model's.
+
+    The active one of a module's trained copies takes the place of the module.
+
+    Args:
+        layers: The layers of PEFT, by name.
+        names: The names of the base model's tensors: see :func:`base_names`.
+    """
+    exported = dict(names)
+    for path, layer in layers.items():
+        if _COPIES not in layer._modules:
+            continue
+        kept = 'original_module'
+        active: Any = layer.active_adapters
+        for adapter in active:
+            if adapter in layer.get_submodule(_COPIES)._modules:
+                kept = f'{_COPIES}.{adapter}'
+        for name in names:
+            if name.startswith(f'{path}.') and not name.startswith(f'{path}.{kept}.'):
+                exported.pop(name, None)
+    return exported
 
 
 def _join(path: str, key: str) -> str:
@@ -121,7 +140,14 @@ def reset_adapters(model: Any, module: Any) -> None:
             'of the adapter'
         )
     for name, config in model.peft_config.items():
-        reset(name, config.init_lora_weights)
+        try:
+            reset(name, config.init_lora_weights)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f'adapter {name!r} of {type(module).__name__} gets no initial values on the meta '
+                f'device: {error}. Make the model on the CPU, or pass weights with values of the '
+                'adapter'
+            ) from error
 
 
 # Merged weights.
@@ -134,7 +160,7 @@ def merge(
 
     Args:
         layers: The layers of PEFT, by name.
-        names: The names of the base model's tensors: see :func:`base_names`.
+        names: The names of the base model's tensors: see :func:`exported_names`.
         tensors: Whole tensors of a part of the model, by their names in the adapted model. Tensors
             on the meta device only get their names.
 
@@ -143,17 +169,18 @@ def merge(
     """
     results = {}
     for name, tensor in tensors.items():
-        # The copies of a module have its names. The active one takes its place below.
         if name in names:
             results[names[name]] = tensor
     for path, layer in layers.items():
+        merged = _merged_names(layer)
         inside = {}
         for name, tensor in tensors.items():
-            if name.startswith(f'{path}.'):
-                inside[name.removeprefix(f'{path}.')] = tensor
+            key = name.removeprefix(f'{path}.')
+            if key != name and key in merged:
+                inside[key] = tensor
         if not inside:
             continue
-        _check_complete(path, layer, inside)
+        _check_complete(path, merged - inside.keys())
         if any(tensor.is_meta for tensor in inside.values()):
             continue
         for key, tensor in _merged_layer(path, layer, inside).items():
@@ -161,35 +188,44 @@ def merge(
     return results
 
 
-def _check_complete(path: str, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _merged_names(layer: nn.Module) -> set[str]:
+    """Return the names of the tensors in a layer of PEFT that are merged, of active adapters."""
+    names: set[str] = set()
+    if _COPIES in layer._modules:
+        return names
+    inactive: set[str] = set()
+    for child in layer.children():
+        if isinstance(child, (nn.ModuleDict, nn.ParameterDict)):
+            inactive.update(child.keys())
+    active: Any = layer.active_adapters
+    inactive.difference_update(active)
+    for key in layer.state_dict():
+        if inactive.isdisjoint(key.split('.')):
+            names.add(key)
+    return names
+
+
+def _check_complete(path: str, absent: set[str]) -> None:
     """Check that all tensors of a layer of PEFT are in one layer of the pipeline."""
-    absent = layer.state_dict().keys() - tensors.keys()
     if absent:
         raise ValueError(
-            f"'{path}' cannot be merged, because '{min(absent)}' is in another layer: convert the "
-            "model with grain='block'"
+            f"'{path}' cannot be merged, because '{min(absent)}' is in another layer: call "
+            "save_adapter(folder), and merge_and_unload() of PEFT's model of that folder; "
+            "to_sequential with grain='block' keeps linear layers together"
         )
 
 
 def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the merged tensors of a layer of PEFT, by its names for the base layer's."""
     results = {}
-    if _COPIES in module._modules:
-        # PEFT uses one of the copies.
-        active = f'{_COPIES}.{module.active_adapters[0]}.'
-        for key, tensor in tensors.items():
-            if key.startswith(active):
-                results[f'original_module.{key.removeprefix(active)}'] = tensor
-        return results
-
     layer = deepcopy(module)
     parameters = dict(layer.named_parameters())
     values = {}
     for key, tensor in tensors.items():
-        values[key] = tensor.clone()
+        values[key] = tensor.clone()  # The merge changes it.
         if key in parameters:
             values[key] = nn.Parameter(values[key], requires_grad=False)
-    layer.load_state_dict(values, assign=True)
+    layer.load_state_dict(values, strict=False, assign=True)  # without inactive adapters
     try:
         layer.merge()
     except Exception as error:
@@ -203,6 +239,25 @@ def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict
 # Files.
 
 
+def saved_names(model: Any) -> set[str]:
+    """Return the names of the tensors that PEFT saves for the active adapter."""
+    state = model.state_dict(keep_vars=True)
+    saved = {id(tensor) for tensor in _adapter_state(model, state).values()}
+    return {name for name, tensor in state.items() if id(tensor) in saved}
+
+
+def _adapter_state(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the active adapter, by their names in its file."""
+    peft = import_module('peft')
+    state: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model,
+        state_dict=dict(tensors),
+        adapter_name=model.active_adapter,
+        save_embedding_layers=False,
+    )
+    return state
+
+
 def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write the files of the active adapter, as ``PeftModel.save_pretrained`` does.
 
@@ -211,13 +266,14 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
         tensors: The whole tensors of its adapters, by their names in the model.
     """
     save_file = import_module('safetensors.torch').save_file
-    peft = import_module('peft')
-    name = model.active_adapter
-    state = peft.get_peft_model_state_dict(
-        model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False
-    )
-    values = {key: tensor.contiguous() for key, tensor in sorted(state.items())}
+    values = {}
+    for key, tensor in sorted(_adapter_state(model, tensors).items()):
+        values[key] = tensor.contiguous()
     save_file(values, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
-    config = deepcopy(model.peft_config[name])
+    config = deepcopy(model.peft_config[model.active_adapter])
     config.inference_mode = True
-    config.save_pretrained(folder)
+    classes = None
+    if config.task_type is None:
+        kind = type(model.get_base_model())
+        classes = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
+    config.save_pretrained(folder, auto_mapping_dict=classes)

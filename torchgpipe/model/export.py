@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EINVAL, ENOSYS, EOPNOTSUPP
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -61,6 +62,9 @@ _REPLACED = re.compile(
     r'model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|'
     r'pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|(generation_)?config\.json'
 )
+
+#: With merged adapters, the files of an adapter as well.
+_REPLACED_BY_MERGED = re.compile(f'{_REPLACED.pattern}|{ADAPTER_FILES.pattern}')
 
 #: Each is 1,000 or 1,024 of the one before.
 _UNITS = ['', 'K', 'M', 'G', 'T']
@@ -191,7 +195,7 @@ class AdapterNames(FileNames):
             )
         original.check_adapter()
         self.original = original
-        self._trained = original.trained_names
+        self._trained = original.saved_names()
 
     def tensors(
         self, name: str, layer: nn.Module, whole: Callable[[Tensor], Tensor]
@@ -295,6 +299,22 @@ class FilePlan(NamedTuple):
     specs: list[TensorSpec]
 
 
+def check_names(specs: Iterable[TensorSpec]) -> None:
+    """Check that no two tensors have one name.
+
+    Raises:
+        ValueError: Two have.
+    """
+    names = set()
+    for spec in specs:
+        if spec.name in names:
+            raise ValueError(
+                f"two layers have a tensor '{spec.name}' that is not shared, but a file has one; "
+                "convert the model with grain='block', or use save(folder)"
+            )
+        names.add(spec.name)
+
+
 def plan_files(specs: Sequence[Sequence[TensorSpec]], max_shard_size: Size) -> list[FilePlan]:
     """Return the files of a model, none of which has tensors of two owners.
 
@@ -303,6 +323,7 @@ def plan_files(specs: Sequence[Sequence[TensorSpec]], max_shard_size: Size) -> l
         max_shard_size: The most bytes of tensors in a file; one larger tensor is a file by itself.
     """
     limit = parse_size(max_shard_size)
+    check_names(chain(*specs))
     files: list[tuple[int, list[TensorSpec]]] = []
     for owner, specs_of_owner in enumerate(specs):
         free = -1
@@ -345,6 +366,11 @@ class NewFolder:
         """
         if self._before.exists() and not self.folder.exists():
             self._before.rename(self.folder)
+        if self.folder == Path.cwd():
+            raise FileExistsError(
+                f'a model takes the place of the whole folder {self.folder}, which is the working '
+                'directory of this process; name another folder'
+            )
         if self.folder.exists() and not self.folder.is_dir():
             raise FileExistsError(f'{self.folder} is a file: name a folder for the model')
         if self.folder.is_dir():
@@ -430,9 +456,13 @@ def finish(new: NewFolder, files: Sequence[FilePlan], original: Original | None)
         index = {'metadata': {'total_size': total}, 'weight_map': names}
         text = json.dumps(index, indent=2, sort_keys=True)
         (new.path / f'model{INDEX}').write_text(f'{text}\n')
+    replaced = _REPLACED
     if original is not None:
         original.save_config(new.path, dtype)
-    new.end()
+        if original.adapters:
+            # from_pretrained would add an adapter in the folder to the merged weights.
+            replaced = _REPLACED_BY_MERGED
+    new.end(replaced)
 
 
 class OpenFiles:
@@ -496,6 +526,11 @@ def save_adapter(
 ) -> None:
     """Save the whole tensors of adapters."""
     with new_folder(folder) as new:
+        if new.folder.is_dir() and any(new.folder.glob('model*.safetensors')):
+            raise FileExistsError(
+                f'{new.folder} has a model, to which from_pretrained would add the adapter, '
+                'merged or not; save the adapter to a folder of its own'
+            )
         names.original.save_adapter(dict(tensors), new.path)
         new.end(ADAPTER_FILES)
 

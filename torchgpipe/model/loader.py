@@ -51,7 +51,7 @@ class Loader:
         self._optional: set[str] = set()
         if original is not None:
             entries = original.resolve(entries, is_file=isinstance(weights, (str, PathLike)))
-            self._optional = original.adapter_names
+            self._optional = original.optional_names()
         #: By layer, the entries of buffers that are in no state dict, by the layer's names.
         self._buffers: dict[str, dict[str, WeightEntry]] = {}
         #: By layer, the entries of its state dict.

@@ -26,8 +26,9 @@ from torchgpipe.engine.partition import named_slots
 from torchgpipe.model.adapters import (
     adapter_layers,
     base_names,
-    is_copy,
+    exported_names,
     merge,
+    saved_names,
     write_adapter,
 )
 from torchgpipe.model.weights import Ranges, StoredTensor, WeightEntry
@@ -63,17 +64,26 @@ class Original:
         self.adapters = adapter_layers(adapted)
         #: The names of tensors in the base model, by their names in the adapted one.
         self._base_names = base_names(adapted, base)
+        self._exported_names = exported_names(self.adapters, self._base_names)
 
     @property
     def adapter_names(self) -> set[str]:
         """The names of the tensors that adapters add to the model."""
         return {*self.adapted.state_dict()} - self._base_names.keys()
 
-    @property
-    def trained_names(self) -> set[str]:
-        """The names of the tensors of adapters, and of trained copies of modules."""
-        copies = {name for name in self._base_names if is_copy(name)}
-        return self.adapter_names | copies
+    def saved_names(self) -> set[str]:
+        """Return the names of the tensors in the file of the active adapter."""
+        return saved_names(self.adapted)
+
+    def optional_names(self) -> set[str]:
+        """Return the names of the tensors that weights may leave out: the model makes them."""
+        optional = self.adapter_names
+        patterns = self.base._keys_to_ignore_on_load_missing or ()
+        not_saved = self.base._keys_to_ignore_on_save or ()
+        for name, base in self._base_names.items():
+            if base in not_saved or any(re.search(pattern, base) for pattern in patterns):
+                optional.add(name)
+        return optional
 
     def resolve(self, entries: Mapping[str, WeightEntry], is_file: bool) -> dict[str, WeightEntry]:
         """Return the entries of weights by the names of the model, in the layout of its tensors.
@@ -155,7 +165,7 @@ class Original:
         """
         ignored = self.base._keys_to_ignore_on_save or ()
         saved = {}
-        for name, tensor in merge(self.adapters, self._base_names, tensors).items():
+        for name, tensor in merge(self.adapters, self._exported_names, tensors).items():
             if name not in ignored:
                 saved[name] = tensor
         loading = _loading()
