@@ -99,7 +99,9 @@ def own_names():
 #: Attributes of models of Transformers: a documented method that they override, and the names and
 #: conversions by which the library loads and saves files.
 TRANSFORMERS = {
+    '_from_model_config',
     '_init_weights',
+    '_keys_to_ignore_on_load_missing',
     '_keys_to_ignore_on_load_unexpected',
     '_keys_to_ignore_on_save',
     '_weight_conversions',

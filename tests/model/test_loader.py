@@ -90,3 +90,16 @@ def test_a_buffer_of_no_state_dict_in_addition_to_a_file(tmp_path):
     weights = ChainMap({'0.table': torch.tensor([3.0, 4.0])}, open_weights(tmp_path))
     gpipe = GPipe(on_meta(lambda: nn.Sequential(Table())), [1], devices=['cpu'], weights=weights)
     assert gpipe[0].table.tolist() == [3, 4] and gpipe[0].weight.tolist() == [1, 1]
+
+
+def test_two_values_for_one_tensor(tmp_path):
+    """Files of a model that ties its weights may have both names, if they are equal."""
+    state = model().state_dict()
+    state['2.weight'] = state['2.weight'].clone()
+    save_sharded(state, tmp_path, 2)
+    gpipe = GPipe(on_meta(model), [4], devices=['cpu'], weights=tmp_path)
+    assert torch.equal(gpipe[2].weight, state['0.weight'])
+    state['2.weight'] += 1
+    save_sharded(state, tmp_path, 2)
+    with pytest.raises(ValueError, match="'0.weight' and '2.weight' are one tensor in the module"):
+        GPipe(on_meta(model), [4], devices=['cpu'], weights=tmp_path)

@@ -82,18 +82,18 @@ class Counts(NamedTuple):
 #: The largest counts of each folder of the package, in the order of :class:`Counts`. "." has the
 #: files outside of folders.
 BOUNDS = """
-.             10212     6.7      27       0       0       0       0       0
+.             10542     6.7      26       0       0       0       0       0
 balance         439     6.4       2       0       0       0       0       0
 base          11151     7.1      23       0       0       0       2       0
-distributed   40446     8.6     152       1       2       0       0       0
-dry_run       10781     9.0      76       8       5       0     125       1
-engine        42048     7.5     103       0       0       0       0       0
+distributed   42217     8.5     152       1       2       0       0       0
+dry_run       10741     9.0      76       8       5       0     125       1
+engine        42208     7.5     103       0       0       0       0       0
 legacy         3619     7.4      11       0       1       0       0       0
-model          5358     9.0      52       0       4       0      73       0
-plan          41613     8.9     277       0      19       0     275       5
-schedule       5694     7.2      21       0       0       0       0       0
-sequential    29877     8.5     229       0      16       0     493       4
-shard         27830     8.3      72       0       0       0       1       0
+model         14680     8.6      51       0       0       0      33       0
+plan          41613     8.8     275       0      18       0     275       4
+schedule       5683     7.2      19       0       0       0       0       0
+sequential    29942     8.5     229       0      16       0     490       4
+shard         27836     8.2      72       0       0       0       1       0
 skip           3417     6.7       4       0       0       0       0       0
 testing        6228     8.5      47       0       1       0      44       0
 timeline       5879     9.3      44       0       2       0      18       0

@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from collections import ChainMap
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from tests.shard.processes import outcomes, run
 from torchgpipe import Arguments, GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.model.weights import open_weights
 from torchgpipe.sequential import original_names, to_sequential
 
 transformers = pytest.importorskip('transformers')
@@ -345,7 +347,7 @@ def test_adapters_on_parts_of_a_sequence_are_refused(tmp_path):
     ids=str,
 )
 def test_files_of_adapters_are_as_peft_writes_them(tmp_path, options):
-    """Also tensors of the base model that it trains, and a copy in another layer than its module."""
+    """Also trained tensors of the base model, and a copy in another layer than its module."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     values = {'r': 4, 'target_modules': ['q_proj'], 'task_type': 'CAUSAL_LM', **options}
@@ -419,3 +421,44 @@ def test_tensors_that_a_file_leaves_out_because_the_model_makes_them(tmp_path):
     gpipe.save_pretrained(tmp_path / 'again')
     expected = load_file(tmp_path / 'model.safetensors')
     assert_states(load_file(tmp_path / 'again' / 'model.safetensors'), expected)
+
+
+def test_an_adapter_is_trained_on(tmp_path):
+    """Its file follows the folder of the model; a part of an adapter is refused."""
+    folders = tmp_path / 'base', tmp_path / 'adapter'
+    llama().save_pretrained(folders[0])
+    layers = adapted_layers(lora())
+    first = GPipe(layers, [len(layers)], devices=['cpu'], weights=folders[0])
+    steps(first, optimizer_of(first))
+    first.save_adapter(folders[1])
+    weights = ChainMap(*[open_weights(folder) for folder in reversed(folders)])
+    layers = adapted_layers(lora())
+    second = GPipe(layers, [len(layers)], devices=['cpu'], weights=weights)
+    assert_states(second.state_dict(), first.state_dict())
+    part = dict(open_weights(folders[1]))
+    del part[min(part)]
+    weights = ChainMap(part, open_weights(folders[0]))
+    with pytest.raises(ValueError, match=r"missing \['1.base_model.*lora_A.default.weight'\]"):
+        GPipe(adapted_layers(lora()), [len(layers)], devices=['cpu'], weights=weights)
+
+
+def test_how_a_model_generates(tmp_path):
+    model = llama()
+    model.generation_config.eos_token_id = [7, 8]
+    model.save_pretrained(tmp_path / 'a')
+    with torch.device('meta'):
+        layers = to_sequential(transformers.LlamaForCausalLM(config()), IDS)
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'], weights=tmp_path / 'a')
+    gpipe.save_pretrained(tmp_path / 'b')
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / 'b')
+    assert again.generation_config.eos_token_id == [7, 8]
+
+
+def test_adapters_that_cannot_be_merged_here(tmp_path):
+    from peft import OFTConfig, get_peft_model
+
+    settings = OFTConfig(target_modules=['q_proj'], r=0, oft_block_size=4)
+    layers = to_sequential(get_peft_model(llama(), settings), IDS)
+    gpipe = GPipe(layers, [len(layers)], devices=['cpu'])
+    with pytest.raises(ValueError, match='cannot be merged, because .* is in no state dict'):
+        gpipe.save_pretrained(tmp_path / 'merged')

@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.engine.partition import tensors_of
@@ -226,6 +227,14 @@ def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict
         if key in parameters:
             values[key] = nn.Parameter(values[key], requires_grad=False)
     layer.load_state_dict(values, strict=False, assign=True)  # without inactive adapters
+    for key, buffer in layer.named_buffers():
+        # Only buffers in no state dict: PEFT would merge without values.
+        if buffer.is_meta and key not in module.state_dict():
+            raise ValueError(
+                f"'{path}' cannot be merged, because '{key}' of a {type(module).__name__} is in "
+                "no state dict: call save_adapter(folder), and merge_and_unload() of PEFT's model "
+                'of that folder'
+            )
     try:
         layer.merge()
     except Exception as error:
@@ -239,11 +248,14 @@ def _merged_layer(path: str, module: Any, tensors: Mapping[str, Tensor]) -> dict
 # Files.
 
 
-def saved_names(model: Any) -> set[str]:
-    """Return the names of the tensors that PEFT saves for the active adapter."""
+def file_names(model: Any) -> dict[str, str]:
+    """Return a model's names of the tensors in the active adapter's file, by their names there."""
     state = model.state_dict(keep_vars=True)
-    saved = {id(tensor) for tensor in _adapter_state(model, state).values()}
-    return {name for name, tensor in state.items() if id(tensor) in saved}
+    names = {id(tensor): name for name, tensor in state.items()}
+    results = {}
+    for key, tensor in _adapter_state(model, state).items():
+        results[key] = names[id(tensor)]
+    return results
 
 
 def _adapter_state(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -268,7 +280,8 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
     save_file = import_module('safetensors.torch').save_file
     values = {}
     for key, tensor in sorted(_adapter_state(model, tensors).items()):
-        values[key] = tensor.contiguous()
+        # PEFT may share a tensor between two names, which a file cannot.
+        values[key] = tensor.clone(memory_format=torch.contiguous_format)
     save_file(values, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
     config = deepcopy(model.peft_config[model.active_adapter])
     config.inference_mode = True

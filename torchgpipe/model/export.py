@@ -366,10 +366,15 @@ class NewFolder:
         """
         if self._before.exists() and not self.folder.exists():
             self._before.rename(self.folder)
+        reason = ''
         if self.folder == Path.cwd():
+            reason = 'the working directory of this process'
+        elif self.folder.is_mount():
+            reason = 'a mount point'
+        if reason:
             raise FileExistsError(
-                f'a model takes the place of the whole folder {self.folder}, which is the working '
-                'directory of this process; name another folder'
+                f'a model takes the place of the whole folder {self.folder}, which is {reason}; '
+                'name another folder, such as one within it'
             )
         if self.folder.exists() and not self.folder.is_dir():
             raise FileExistsError(f'{self.folder} is a file: name a folder for the model')

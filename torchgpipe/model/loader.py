@@ -13,6 +13,7 @@ change nothing::
 from collections.abc import Iterable, Mapping
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ class Loader:
         self._optional: set[str] = set()
         if original is not None:
             entries = original.resolve(entries, is_file=isinstance(weights, (str, PathLike)))
-            self._optional = original.optional_names()
+            self._optional = original.optional_names(entries)
+            if isinstance(weights, (str, PathLike)):
+                original.take_generation_config(Path(weights))
         #: By layer, the entries of buffers that are in no state dict, by the layer's names.
         self._buffers: dict[str, dict[str, WeightEntry]] = {}
         #: By layer, the entries of its state dict.
@@ -70,7 +73,8 @@ class Loader:
         for name, layer in module._modules.items():
             self._buffers[name] = _take_buffers(entries, name, layer)
         to_own_names(entries, '', module._modules)
-        _share_entries(entries, module)
+        #: By layer, the entries of tied tensors that have another one under another name.
+        self._doubles = _share_entries(entries, module)
         foreign = []
         for key, entry in entries.items():
             name, _, rest = key.partition('.')
@@ -161,6 +165,8 @@ class Loader:
             raise _other_names(missing, self._unexpected)
 
     def _load(self, name: str, layer: nn.Module) -> None:
+        for double in self._doubles.get(name, ()):
+            _check_equal(*double)
         state = layer.state_dict(keep_vars=True)
         values = {}
         for key, entry in self._entries.get(name, {}).items():
@@ -199,16 +205,46 @@ def _take_buffers(
     return buffers
 
 
-def _share_entries(entries: dict[str, WeightEntry], module: nn.Module) -> None:
-    """Give all names of a tensor an entry, because weights need only one of them."""
+#: The name of a tied tensor, its entry, and another name and entry of it.
+_Double = tuple[str, WeightEntry, str, WeightEntry]
+
+
+def _share_entries(entries: dict[str, WeightEntry], module: nn.Module) -> dict[str, list[_Double]]:
+    """Give all names of a tensor one entry, because weights need only one of them.
+
+    Returns:
+        By layer, the entries of the weights for one tensor, which have to be equal.
+    """
     names_of: dict[int, list[str]] = {}
     for full, _, tensor in named_slots(module):
         names_of.setdefault(id(tensor), []).append(full)
+    doubles: dict[str, list[_Double]] = {}
     for names in names_of.values():
         present = [full for full in names if full in entries]
-        if present:
-            for full in names:
-                entries.setdefault(full, entries[present[0]])
+        if not present:
+            continue
+        first = present[0]
+        for full in names:
+            entry = entries.setdefault(full, entries[first])
+            if entry is not entries[first]:
+                layer = first.partition('.')[0]
+                doubles.setdefault(layer, []).append((first, entries[first], full, entry))
+                entries[full] = entries[first]
+    return doubles
+
+
+def _check_equal(name: str, entry: WeightEntry, other_name: str, other: WeightEntry) -> None:
+    """Check that two entries for one tensor have the same values.
+
+    Raises:
+        ValueError: They have other values.
+    """
+    value = entry.read()
+    if isinstance(value, Tensor) and not torch.equal(value, other.read()):
+        raise ValueError(
+            f"'{name}' and '{other_name}' are one tensor in the module, but two with other values "
+            'in the weights: make the module without the tie, or pass weights with one of them'
+        )
 
 
 def _placeholder(entry: WeightEntry, target: Any) -> Any:

@@ -27,8 +27,8 @@ from torchgpipe.model.adapters import (
     adapter_layers,
     base_names,
     exported_names,
+    file_names,
     merge,
-    saved_names,
     write_adapter,
 )
 from torchgpipe.model.weights import Ranges, StoredTensor, WeightEntry
@@ -73,17 +73,30 @@ class Original:
 
     def saved_names(self) -> set[str]:
         """Return the names of the tensors in the file of the active adapter."""
-        return saved_names(self.adapted)
+        return {*file_names(self.adapted).values()}
 
-    def optional_names(self) -> set[str]:
-        """Return the names of the tensors that weights may leave out: the model makes them."""
+    def optional_names(self, entries: Mapping[str, WeightEntry]) -> set[str]:
+        """Return the names of the tensors that weights may leave out: the model makes them.
+
+        Args:
+            entries: The entries of the weights. If they have values of adapters, they have all.
+        """
         optional = self.adapter_names
+        if not optional.isdisjoint(entries):
+            optional = set()
         patterns = self.base._keys_to_ignore_on_load_missing or ()
         not_saved = self.base._keys_to_ignore_on_save or ()
         for name, base in self._base_names.items():
             if base in not_saved or any(re.search(pattern, base) for pattern in patterns):
                 optional.add(name)
         return optional
+
+    def take_generation_config(self, folder: Path) -> None:
+        """Take the file that says how the model generates, if the model only has defaults."""
+        config = getattr(self.base, 'generation_config', None)
+        if config is not None and config._from_model_config:
+            if (folder / 'generation_config.json').is_file():
+                self.base.generation_config = type(config).from_pretrained(folder)
 
     def resolve(self, entries: Mapping[str, WeightEntry], is_file: bool) -> dict[str, WeightEntry]:
         """Return the entries of weights by the names of the model, in the layout of its tensors.
@@ -99,6 +112,9 @@ class Original:
             ValueError: The tensors of a parameter do not fit together.
         """
         adapted_state = self.adapted.state_dict()
+        of_adapter = {}
+        if self.has_active_adapter:
+            of_adapter = file_names(self.adapted)
         state = {}
         for name, tensor in adapted_state.items():
             if name in self._base_names:
@@ -111,6 +127,8 @@ class Original:
             name, pattern = renaming.model_name(key)
             if key in adapted_state:  # the name in the adapted model
                 results[key] = entry
+            elif key in of_adapter:  # the name in the file of the adapter
+                results[of_adapter[key]] = entry
             elif name in state and pattern is not None:  # one of several tensors, or another form
                 sources.setdefault(name, []).append(_Source(key, pattern, entry))
             elif name in state:  # renamed only, if at all
@@ -174,14 +192,19 @@ class Original:
         results: dict[str, Tensor] = loading.revert_weight_conversion(self.base, saved)
         return results
 
+    @property
+    def has_active_adapter(self) -> bool:
+        """Whether the model has one active adapter, which can be saved."""
+        name = getattr(self.adapted, 'active_adapter', None)
+        return bool(self.adapters) and isinstance(name, str)
+
     def check_adapter(self) -> None:
-        """Check that the model has one active adapter, which can be saved.
+        """Check that the model has one active adapter.
 
         Raises:
             ValueError: It does not.
         """
-        name = getattr(self.adapted, 'active_adapter', None)
-        if not self.adapters or not isinstance(name, str):
+        if not self.has_active_adapter:
             raise ValueError(
                 'the model has no adapters of get_peft_model(model, LoraConfig(…)), of which one '
                 'is active: call it before to_sequential. save_pretrained(folder) saves the model'
