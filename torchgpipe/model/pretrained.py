@@ -94,9 +94,9 @@ class Original:
     def take_generation_config(self, folder: Path) -> None:
         """Take the file that says how the model generates, if the model only has defaults."""
         config = getattr(self.base, 'generation_config', None)
-        if config is not None and config._from_model_config:
-            if (folder / 'generation_config.json').is_file():
-                self.base.generation_config = type(config).from_pretrained(folder)
+        has_defaults = config is not None and config._from_model_config
+        if has_defaults and (folder / 'generation_config.json').is_file():
+            self.base.generation_config = type(config).from_pretrained(folder)
 
     def resolve(self, entries: Mapping[str, WeightEntry], is_file: bool) -> dict[str, WeightEntry]:
         """Return the entries of weights by the names of the model, in the layout of its tensors.
