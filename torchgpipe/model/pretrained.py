@@ -93,7 +93,7 @@ class Original:
 
     def take_generation_config(self, folder: Path) -> None:
         """Take the file that says how the model generates, if the model only has defaults."""
-        config = getattr(self.base, 'generation_config', None)
+        config: Any = getattr(self.base, 'generation_config', None)
         has_defaults = config is not None and config._from_model_config
         if has_defaults and (folder / 'generation_config.json').is_file():
             self.base.generation_config = type(config).from_pretrained(folder)
