@@ -37,7 +37,7 @@ def listing(modules: Sequence[ModuleType]) -> None:
     click.echo(
         '\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
         'model + activations, in GB in the GPipe paper.\n'
-        + fill(f'Without published figures: {", ".join(others)}.', 99)
+        + fill(f'Without published figures: {", ".join(others)}.', 110)
         + '\nMore: COMMAND --help.'
     )
 

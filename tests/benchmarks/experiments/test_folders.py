@@ -24,5 +24,5 @@ def test_the_table():
     rows = {'A': row, 'B': {'reason': 'not in this version of Transformers'}}
     results = {'transformers': '5', 'rows': rows}
     *_, table = folders.SECTION.parts(results)
-    text = markdown(*table)
+    text = markdown(table)
     assert 'equal; 2e-07' in text and 'not in this version' in text and '2×2×1' in text
