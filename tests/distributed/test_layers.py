@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from tests.distributed.models import tied
 from tests.shard.processes import outcomes, run
 from tests.weights import BytesRead, save_sharded
+from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 
 
@@ -177,3 +179,29 @@ def test_each_rank_reads_only_its_parts_of_split_tensors(tmp_path, axes, data):
         assert number == 2 * size
         for name, x in values.items():
             assert torch.equal(x, state[name].float())
+
+
+def two_steps(model):
+    """Return the loss of the second step of a model, on each replica's part of four samples."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        loss = model.step(torch.ones(2, 10), torch.zeros(2, 10), nn.functional.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+def of_shards(folder, options):
+    with torch.device('meta'):
+        module = blocks()
+    mesh = init_mesh(data=2)
+    model = DistributedGPipe(module, [4], mesh=mesh, data='shard', weights=folder, **options)
+    return two_steps(model)
+
+
+@pytest.mark.parametrize('options', [{}, {'offload_policy': CPUOffloadPolicy()}], ids=str)
+def test_shards_train_on_after_they_were_read(tmp_path, options):
+    module = blocks()
+    save_sharded(module.state_dict(), tmp_path, 2)
+    expected = two_steps(GPipe(module, [4], devices=['cpu']))
+    assert run(2, of_shards, tmp_path, options) == pytest.approx([expected] * 2, rel=1e-5)

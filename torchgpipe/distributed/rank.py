@@ -38,7 +38,6 @@ from torchgpipe.distributed.ties import Tie, Ties, owners_of, tie_again, ties_of
 from torchgpipe.distributed.units import Unit, group_stages
 from torchgpipe.engine.cell import Sequential
 from torchgpipe.engine.partition import Engine, named_slots, shared_in
-from torchgpipe.model.loader import Loader
 from torchgpipe.model.materialize import seeded
 from torchgpipe.schedule.messages import edges
 from torchgpipe.shard.collectives import F, agree, gathered
@@ -251,23 +250,12 @@ class Rank:
                 unit = self._make_unit(group, reduces_at_end=not late.isdisjoint(group))
                 self.units.update(dict.fromkeys(group, unit))
             if values.loader is not None:
-                self._load(values.loader, group, names, layers)
+                # Parameters are split now, so each rank reads its parts of them. FSDP takes the
+                # new shards when it gathers them for the first time.
+                device = CPU if self.placement.offloads else self.mesh.device
+                values.loader.load((name, layers[name], device) for name in names)
         self.layers = {name: layers[name] for name in local_names}
         return Facts(state=digest(self._registered()))
-
-    def _load(
-        self,
-        loader: Loader,
-        stages: Sequence[int],
-        names: Sequence[str],
-        layers: Mapping[str, nn.Module],
-    ) -> None:
-        """Load some layers. Parameters are split now, so each rank reads its parts of them."""
-        device = CPU if self.placement.offloads else self.mesh.device
-        loader.load((name, layers[name], device) for name in names)
-        for j in stages:
-            if j in self.units:
-                self.units[j].take_parameters()
 
     def _fill(
         self,

@@ -98,11 +98,6 @@ class Unit(nn.Module):
                 parameters.setdefault(x, name)
         return parameters
 
-    def take_parameters(self) -> None:
-        """Take the shards that have replaced the ones on the meta device."""
-        # FSDP looks for new shards whenever a function is applied to the parameters.
-        self._apply(lambda x: x)  # type: ignore[no-untyped-call]
-
     def gather(self) -> None:
         """Start to gather whole parameters on the device."""
         assert isinstance(self, FSDPModule)
