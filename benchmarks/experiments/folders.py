@@ -265,7 +265,10 @@ def _loaded(model: Any, folder: Path) -> dict[str, Tensor]:
 )
 def folders(models: tuple[str, ...], output: str) -> None:
     """Train models of Transformers from a folder on a mesh, and save them for from_pretrained."""
-    import transformers
+    try:
+        import transformers
+    except ImportError as error:
+        raise click.ClickException(f'it takes the package transformers: {error}') from None
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
