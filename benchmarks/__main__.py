@@ -8,8 +8,8 @@ import click
 from benchmarks.commands import MODULES
 from benchmarks.harness.listing import listing
 from benchmarks.harness.page import page
-from benchmarks.harness.report import accept_any_text
-from benchmarks.train_gpt import train_gpt
+from torchgpipe.trainer.launch import accept_any_text
+from torchgpipe.trainer.train_gpt import train_gpt
 
 
 @click.group(context_settings={'help_option_names': ['-h', '--help']})

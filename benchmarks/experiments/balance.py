@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, machine, write_json
 from benchmarks.harness.turns import Turns
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
 from torchgpipe.base.devices import synchronize
 from torchgpipe.base.errors import table
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
+from torchgpipe.trainer.files import output_folder
 
 CHUNKS = 4
 SIZES = (2, 4)

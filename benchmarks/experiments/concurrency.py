@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from benchmarks.harness.chart import NEUTRAL, neutral, save
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, machine, write_json
 from benchmarks.models.stacks import Stack, perceptron
 from torchgpipe import GPipe
 from torchgpipe.base.errors import table
+from torchgpipe.trainer.files import output_folder
 
 ROWS = 256
 

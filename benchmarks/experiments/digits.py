@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
-from benchmarks.harness.report import machine, output_folder
+from benchmarks.harness.report import machine
 from torchgpipe import GPipe
 from torchgpipe.base.devices import accelerators, is_cpu, memory_of
 from torchgpipe.base.errors import table
 from torchgpipe.plan import plan
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import PLAIN_CALL
+from torchgpipe.trainer.files import output_folder
 
 BATCH = 256
 

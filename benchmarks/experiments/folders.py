@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from benchmarks.experiments.zoo.architectures import sample_of
 from benchmarks.harness.page import Section
-from benchmarks.harness.processes import Processes
-from benchmarks.harness.report import Rows, output_folder, write_json
+from benchmarks.harness.report import Rows, write_json
 from torchgpipe import Arguments
 from torchgpipe.base.errors import table
 from torchgpipe.base.structure import call
+from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.processes import Processes
 
 #: Of all architectures, by their names for it.
 _SIZES = {

@@ -15,11 +15,12 @@ from tqdm import tqdm
 from benchmarks.harness.chart import NEUTRAL, save
 from benchmarks.harness.live import LiveTensors
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, machine, write_json
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.errors import table
 from torchgpipe.engine.policy import PRODUCTS
+from torchgpipe.trainer.files import output_folder
 
 WIDTH, HEADS, TOKENS = 512, 8, 256
 

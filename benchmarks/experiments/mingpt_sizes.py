@@ -27,8 +27,8 @@ from benchmarks.harness.sharding import (
     training,
 )
 from benchmarks.harness.side_by_side import PLAIN, side_by_side
-from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
 NAME = 'mingpt-sizes'
 

@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, machine, write_json
 from torchgpipe import GPipe
 from torchgpipe.base.devices import Device, memory_of, parse_device, synchronize
 from torchgpipe.base.errors import table
+from torchgpipe.trainer.files import output_folder
 
 WIDTH, ROWS = 8, 4
 SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]

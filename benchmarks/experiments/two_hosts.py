@@ -23,20 +23,22 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.machine import Collectives, Ring, measure_machine
 from benchmarks.experiments.scaling import check_losses
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.worker import Worker
-from benchmarks.harness.gpt_options import require
-from benchmarks.harness.hosts import Network, why_not
+from benchmarks.harness.hosts import Network, on_hosts, why_not
 from benchmarks.harness.page import Section
-from benchmarks.harness.processes import Processes, seconds
-from benchmarks.harness.report import Rows, cores, machine, output_folder, write_json
-from benchmarks.models.gpt import Sizes
+from benchmarks.harness.report import Rows, machine, write_json
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.devices import CPU
 from torchgpipe.base.errors import table
 from torchgpipe.plan import Link, Machine, MeshPlan, ParameterBytes, plan
+from torchgpipe.trainer.config import require
+from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.gpt import Sizes
+from torchgpipe.trainer.launch import available_cores
+from torchgpipe.trainer.measuring import Ring, RingCosts, measure_machine
+from torchgpipe.trainer.processes import Processes, seconds
 
 #: The hosts of a network.
 HOSTS = 2
@@ -124,8 +126,8 @@ def planned(
     work: Work,
     layers: Profile,
     host: Machine,
-    inside: Collectives,
-    between: Collectives,
+    inside: RingCosts,
+    between: RingCosts,
 ) -> MeshPlan:
     """Return the plan of a mesh on two hosts.
 
@@ -178,14 +180,14 @@ def measure(work: Work, rate: str | None, rounds: int, host: Machine) -> dict[st
 
         def processes(layout: Sequence[int]) -> Processes:
             hosts = [network.hosts[number] for number in layout]
-            group = Processes(len(layout), LinkedWorker, work, 'cpu', pinned=True, hosts=hosts)
+            group = Processes(len(layout), LinkedWorker, work, 'cpu', **on_hosts(hosts))
             return stack.enter_context(group)
 
         groups = {}
         for layout in dict.fromkeys(spread.hosts for spread in SPREADS):
             groups[layout] = processes(layout)
-        inside = Collectives.of(processes([0, 0]), LARGE)
-        between = Collectives.of(groups[0, 1], LARGE)
+        inside = RingCosts.of(processes([0, 0]), LARGE)
+        between = RingCosts.of(groups[0, 1], LARGE)
         profiles = {}
         for layout, group in groups.items():
             profiles[layout] = mean_profile(group.call('profile'))
@@ -233,7 +235,7 @@ def _time(groups: Groups, rounds: int, bar: Any) -> dict[Spread, list[float]]:
     return steps
 
 
-def _as_dict(measured: Collectives) -> dict[str, Any]:
+def _as_dict(measured: RingCosts) -> dict[str, Any]:
     return {**measured._asdict(), 'link': measured.link.to_dict()}
 
 
@@ -297,7 +299,7 @@ def two_hosts(
         chunks % HOSTS == 0 and batch % chunks == 0,
         f'--chunks {chunks} must divide --batch {batch}, and be a multiple of {HOSTS}',
     )
-    require(len(cores()) >= HOSTS, f'{HOSTS} hosts take {HOSTS} cores, but there is one')
+    require(len(available_cores()) >= HOSTS, f'{HOSTS} hosts take {HOSTS} cores, but there is one')
     folder = output_folder(output)
     reason = why_not()
     if reason:

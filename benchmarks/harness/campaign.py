@@ -13,10 +13,11 @@ from benchmarks.harness.chart import draw_ratios
 from benchmarks.harness.exhaustion import is_exhaustion, memory_limit
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
-from benchmarks.harness.report import describe, machine, output_folder, write_json
+from benchmarks.harness.report import describe, machine, write_json
 from benchmarks.harness.simulated import is_on_host
 from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
 from torchgpipe.base.errors import table
+from torchgpipe.trainer.files import output_folder
 
 #: A function that measures one setting, and adds to a result as it goes.
 Measure = Callable[[Experiment, Setting, Options, dict[str, Any]], None]

@@ -14,7 +14,10 @@ import ctypes
 import itertools
 import os
 import subprocess
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 #: The interface of a host.
 INTERFACE = 'net'
@@ -95,6 +98,19 @@ class Network:
         command = f'tc -n {host} qdisc add dev {INTERFACE} root tbf rate {rate}'
         command += f' burst {BURST} latency {LONGEST_WAIT}'
         subprocess.run(command.split(), check=True, capture_output=True, text=True)
+
+
+def on_hosts(hosts: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of processes that have a network and a core for each host.
+
+    Args:
+        hosts: The host of each rank.
+    """
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return {
+        'cores': [numbers[host] for host in hosts],
+        'prepare': [partial(enter, host) for host in hosts],
+    }
 
 
 def why_not() -> str | None:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.harness.chart import draw_predictions
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
-from benchmarks.harness.report import describe, machine, output_folder, write_json
+from benchmarks.harness.report import describe, machine, write_json
 from benchmarks.harness.tables import prediction_notes, prediction_rows
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.devices import memory_of
@@ -24,6 +24,7 @@ from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import PLAIN_CALL
+from torchgpipe.trainer.files import output_folder
 
 #: Samples of a profile.
 BATCH = 8

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from benchmarks.harness.curves import Panel, draw_curves
-from benchmarks.harness.report import Rows, describe, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, describe, machine, write_json
 from torchgpipe.base.errors import table
+from torchgpipe.trainer.files import output_folder
 
 #: Titles of the columns of `memory_cells`.
 MEMORY = ['model, MiB', 'peak, MiB']

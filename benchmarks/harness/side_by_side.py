@@ -15,8 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.processes import Processes, seconds
 from benchmarks.harness.trainer import Step, Trainer
+from torchgpipe.trainer.processes import Processes, seconds
 
 #: The name of the model in one process.
 PLAIN = 'plain'

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.harness.memory import peak_memory, size_of_partition
-from benchmarks.harness.processes import Span
+from torchgpipe.trainer.processes import Interval
 
 
 class Step(NamedTuple):
     """When a step was, and its loss."""
 
-    span: Span
+    span: Interval
     loss: float
 
 
@@ -43,7 +43,7 @@ class Trainer:
     def step(self) -> Step:
         """Train on a batch; its gradients stay."""
         losses: list[Tensor] = []
-        span = Span.of(lambda: losses.append(self._step()))
+        span = Interval.of(lambda: losses.append(self._step()))
         return Step(span, losses[0].item())
 
     def _step(self) -> Tensor:

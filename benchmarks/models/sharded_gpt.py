@@ -1,4 +1,4 @@
-"""The GPT of `benchmarks.models.gpt`, split over the processes of a parallel group by its plan.
+"""The GPT of `torchgpipe.trainer.gpt`, split over the processes of a parallel group by its plan.
 
 Its parameters have the same names and, after the same seed, each rank's have its part of the same
 values::
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import torchgpipe.shard as ts
-from benchmarks.models.gpt import GPT, Sizes, tensor_plan
+from torchgpipe.trainer.gpt import GPT, Sizes, tensor_plan
 
 
 def sharded_gpt(sizes: Sizes) -> GPT:

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from tests.shard.processes import run
 from torchgpipe.distributed import SequenceColwiseParallel, dry_run
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
 
 def product(has_bias, dim, is_local, dtype):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.distributed import dry_run
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
 
 class Adam(torch.optim.Optimizer):

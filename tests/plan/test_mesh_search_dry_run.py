@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.harness.blocks import balance_of
-from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.distributed import dry_run
 from torchgpipe.plan import ParameterBytes, Transformer, plan
 from torchgpipe.schedule.generators import V_SHAPED, places
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.blocks import balance_of
+from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
 
 class Settings(NamedTuple):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.distributed import dry_run
 from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
 A100 = MACHINES['A100']
 

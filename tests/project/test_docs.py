@@ -15,8 +15,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import torchgpipe
-from benchmarks.harness.launch import launch
 from tests.project.refusals import REFUSALS, UNWRAPPED
+from torchgpipe.trainer.launch import launch
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 PAGES = sorted(

@@ -14,7 +14,8 @@ from benchmarks.experiments.accuracy.train import measure
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.options import experiment_options, take_options
 from benchmarks.harness.published import RESNET_ACCURACY
-from benchmarks.harness.report import cores, output_folder
+from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.launch import available_cores
 
 
 @click.command(
@@ -32,7 +33,7 @@ from benchmarks.harness.report import cores, output_folder
 @click.option(
     '--workers',
     type=click.IntRange(0),
-    default=lambda: len(cores()),
+    default=lambda: len(available_cores()),
     show_default='cores',
     help='Processes that read images.',
 )

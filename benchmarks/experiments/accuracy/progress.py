@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
-from benchmarks.harness.report import replacing
+from torchgpipe.trainer.files import replacing
 
 
 def _folder(experiment: Experiment, setting: Setting, options: Options) -> Path:

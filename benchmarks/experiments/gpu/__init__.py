@@ -13,8 +13,9 @@ from benchmarks.experiments.gpu.parts import Part, all_parts
 from benchmarks.experiments.gpu.results import NAME, Results
 from benchmarks.harness.exhaustion import first_line, is_exhaustion
 from benchmarks.harness.options import parse_devices
-from benchmarks.harness.report import machine, output_folder, replacing
+from benchmarks.harness.report import machine
 from torchgpipe.base.devices import accelerator, current_device
+from torchgpipe.trainer.files import output_folder, replacing
 
 
 @click.command()

@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.harness.exhaustion import is_exhaustion
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.simulated import is_on_host
-from benchmarks.models.gpt import GPT, Sizes, layers
 from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.schedule import make
+from torchgpipe.trainer.gpt import GPT, Sizes, layers
 
 MICRO_BATCHES = 8
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.experiments.gpu.gpt import compare
-from benchmarks.experiments.machine import BLOCKS, measure_machine, timed_block
+from benchmarks.experiments.machine import BLOCKS, timed_block
 from benchmarks.experiments.memory import train_keeping_gradients
 from benchmarks.experiments.overhead import measure, ratios
 from benchmarks.harness.exhaustion import first_line, is_exhaustion
@@ -22,8 +22,9 @@ from benchmarks.harness.memory import peak_memory, size_of_partition
 from benchmarks.harness.options import Options
 from benchmarks.harness.published import AMOEBANETD_MEMORY, RESNET_SPEED, UNET_MEMORY
 from benchmarks.harness.simulated import is_on_host, is_simulated
-from benchmarks.models.gpt import GPT2, Sizes
 from torchgpipe.base.devices import CPU, synchronize
+from torchgpipe.trainer.gpt import GPT2, Sizes
+from torchgpipe.trainer.measuring import measure_machine
 
 ROOT = Path(__file__).parents[3]
 

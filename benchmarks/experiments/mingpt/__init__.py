@@ -9,7 +9,7 @@ from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows
 from benchmarks.harness.sharding import meaning, sharding_options, training, training_rows
 from benchmarks.harness.side_by_side import side_by_side
-from benchmarks.models.gpt import Sizes
+from torchgpipe.trainer.gpt import Sizes
 
 #: English, of 11 thousand characters.
 TEXT = Path(__file__).parents[3] / 'LICENSE'

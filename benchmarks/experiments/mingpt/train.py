@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 import torchgpipe.shard as ts
 from benchmarks.harness.trainer import Trainer
-from benchmarks.models.gpt import GPT, Sizes
 from benchmarks.models.sharded_gpt import sharded_gpt
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes
 
 BATCH, MAX_NORM = 16, 1.0
 

@@ -33,13 +33,15 @@ from benchmarks.experiments.scaling.tables import (
 )
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
 from benchmarks.harness.curves import draw_curves
-from benchmarks.harness.gpt_options import require
 from benchmarks.harness.page import Section
-from benchmarks.harness.processes import Processes, seconds
-from benchmarks.harness.report import cores, machine, output_folder, write_json
-from benchmarks.models.gpt import Sizes
+from benchmarks.harness.report import machine, write_json
 from torchgpipe.base.devices import accelerator, accelerators
 from torchgpipe.base.errors import table
+from torchgpipe.trainer.config import require
+from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.gpt import Sizes
+from torchgpipe.trainer.launch import available_cores
+from torchgpipe.trainer.processes import Processes, seconds
 
 #: Steps that are recorded for a bubble. They are the last steps before the rounds. The ranks of a
 #: DistributedGPipe compare their parameters in steps 0, 1, 2, 4, 8, …, so mostly before them.
@@ -66,7 +68,8 @@ def measure(
     n = contenders[-1].mesh.size
     # A loop with another mini-batch has another loss.
     same = [each for each in contenders if each != ALONE or work.alone == work.batch]
-    with Processes(n, Worker, work, device, device=device, pinned=device == 'cpu') as processes:
+    cores = range(n) if device == 'cpu' else None
+    with Processes(n, Worker, work, device, device=device, cores=cores) as processes:
         bar = tqdm(total=len(contenders) * (1 + RECORDED + rounds), desc=title, leave=False)
 
         def told(name: str, each: Contender) -> list[Any]:
@@ -150,7 +153,7 @@ def _row(contender: Contender, times: Times, work: Work) -> dict[str, Any]:
         'library': contender.library,
         **mesh._asdict(),
         'processes': mesh.size,
-        'cores_per_rank': min(1, len(cores()) / mesh.size),
+        'cores_per_rank': min(1, len(available_cores()) / mesh.size),
         'chunks': work.chunks(mesh.data),
         'seconds': time,
         'tokens_per_second': work.tokens / time,
@@ -268,7 +271,7 @@ def scaling(
         'batch': batch,
         'chunks': chunks,
         'device': device,
-        'cores': len(cores()),
+        'cores': len(available_cores()),
         'rows': [],
         'others': [],
     }

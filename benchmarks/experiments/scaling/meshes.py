@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models.gpt import GPT, Sizes, init_gpt2, layers, tensor_plan
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes, init_gpt2, layers, tensor_plan
 
 #: The library of the contenders that are compared with the others.
 TORCHGPIPE = 'torchgpipe'

@@ -11,8 +11,8 @@ from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.experiments.scaling.meshes import ALONE, TORCHGPIPE, Contender, Work
-from benchmarks.models.gpt import Block
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.trainer.gpt import Block
 
 #: Returns the context of a micro-batch, or of a mini-batch, after which gradients may be reduced.
 Context = Callable[[bool], AbstractContextManager[object]]

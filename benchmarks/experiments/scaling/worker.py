@@ -10,11 +10,11 @@ from torch.optim import SGD
 from benchmarks.experiments.scaling.meshes import ALONE, Contender, Work
 from benchmarks.experiments.scaling.traffic import totals
 from benchmarks.experiments.scaling.trainers import Trainer, trainer
-from benchmarks.harness.processes import Span
 from torchgpipe.base.devices import synchronize
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.dry_run.counters import Counter, calls_seen
 from torchgpipe.timeline import record
+from torchgpipe.trainer.processes import Interval
 
 #: Steps after which all buffers of a library exist: DDP makes its buckets again in the second one.
 COUNTED = 2
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
         bubble: The bubble of a recorded step, from 0 to 1.
     """
 
-    span: Span
+    span: Interval
     loss: float | None
     bubble: float | None = None
 
@@ -117,7 +117,7 @@ class Worker:
         if self._is_idle(contender):
             return None
         losses: list[Tensor | None] = []
-        span = Span.of(lambda: losses.append(self._step(contender)))
+        span = Interval.of(lambda: losses.append(self._step(contender)))
         return Answer(span, _value(losses[0]))
 
     def record(self, contender: Contender) -> Answer | None:

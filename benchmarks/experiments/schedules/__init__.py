@@ -17,11 +17,12 @@ from benchmarks.experiments.schedules.draw import draw_speed_ups
 from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.experiments.schedules.stages import Stage
 from benchmarks.harness.page import Section
-from benchmarks.harness.processes import Processes, is_available
-from benchmarks.harness.report import Rows, machine, output_folder, write_json
+from benchmarks.harness.report import Rows, machine, write_json
 from benchmarks.models.stacks import STACKS, Stack
 from torchgpipe.base.errors import table
 from torchgpipe.schedule import NAMES
+from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.processes import Processes, is_available
 
 MEANING = """Times and ratios are medians over rounds. The columns are:
 

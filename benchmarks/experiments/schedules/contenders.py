@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from benchmarks.harness.memory import peak_of_activations
 from benchmarks.harness.options import places
-from benchmarks.harness.processes import Processes, seconds
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.timeline import record
+from torchgpipe.trainer.processes import Processes, seconds
 
 #: Cells for each device, so that a schedule may have two stages there.
 CELLS = 2

@@ -9,9 +9,9 @@ from torch import distributed
 from torch.nn import functional as F
 
 from benchmarks.harness.memory import peak_of_activations
-from benchmarks.harness.processes import Span
 from benchmarks.models.stacks import STACKS
 from torchgpipe.distributed import DistributedGPipe, init_mesh
+from torchgpipe.trainer.processes import Interval
 
 
 class Answer(NamedTuple):
@@ -22,7 +22,7 @@ class Answer(NamedTuple):
         peak: The peak of activations in bytes, if that was asked for.
     """
 
-    span: Span
+    span: Interval
     loss: float | None
     peak: int | None
 
@@ -81,7 +81,9 @@ class Stage:
         )
         call = torch_step or partial(self._own_step, name, losses)
         peaks: list[int] = []
-        span = Span.of(lambda: peaks.append(peak_of_activations(call)) if count_memory else call())
+        span = Interval.of(
+            lambda: peaks.append(peak_of_activations(call)) if count_memory else call()
+        )
         loss = torch.stack(losses).mean().item() if losses else None
         return Answer(span, loss, peaks[0] if peaks else None)
 

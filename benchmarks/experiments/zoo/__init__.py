@@ -20,8 +20,9 @@ from benchmarks.experiments.zoo.libraries import LIBRARIES
 from benchmarks.experiments.zoo.train import differences, without_dropout
 from benchmarks.harness.exhaustion import memory_limit
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, output_folder, write_json
+from benchmarks.harness.report import Rows, write_json
 from torchgpipe.base.errors import table
+from torchgpipe.trainer.files import output_folder
 
 #: How processes start: forked from one that has imported the libraries, which takes seconds.
 METHOD = 'forkserver'

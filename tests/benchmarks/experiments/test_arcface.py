@@ -6,8 +6,8 @@ from math import cos, pi, sin
 import pytest
 import torch
 
-from benchmarks.harness.processes import is_available
 from benchmarks.models.arcface import ArcFace
+from torchgpipe.trainer.processes import is_available
 
 
 def test_the_target_alone_gets_the_margin():

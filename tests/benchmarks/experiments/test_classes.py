@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.harness.processes import is_available
+from torchgpipe.trainer.processes import is_available
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 

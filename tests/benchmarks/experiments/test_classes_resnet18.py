@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.harness.processes import is_available
 from benchmarks.models.resnet18 import FEATURES, resnet18
+from torchgpipe.trainer.processes import is_available
 
 
 def test_resnet18_has_the_published_parameters():

@@ -9,10 +9,10 @@ import torch
 from benchmarks.experiments.gpu import gpt, page, parts
 from benchmarks.experiments.gpu.page import GPU_PAGE, make_gpu_page
 from benchmarks.experiments.gpu.prediction import predicted_seconds
-from benchmarks.models.gpt import Sizes
 from tests.benchmarks import tiny
 from torchgpipe.base.devices import current_device
 from torchgpipe.plan import MACHINES
+from torchgpipe.trainer.gpt import Sizes
 
 
 class Stopped(BaseException):

@@ -5,15 +5,16 @@ import json
 import pytest
 
 from benchmarks.experiments import machine
-from benchmarks.harness.processes import is_available
 from torchgpipe.plan import Machine
+from torchgpipe.trainer import measuring
+from torchgpipe.trainer.processes import is_available
 
 pytestmark = [pytest.mark.skipif(not is_available(), reason='this takes gloo')]
 
 
 @pytest.mark.slow
 def test_machine(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, 'SIZES', ((), (16, 64)))
+    monkeypatch.setattr(measuring, 'SIZES', ((), (16, 64)))
     monkeypatch.setattr(machine, 'BLOCKS', ((), ((32, 4, 16, 2),)))
     monkeypatch.setattr(machine, 'accelerator', lambda: None)  # another test may simulate one
     code, out, _ = run('machine', '--output', tmp_path)

@@ -9,9 +9,9 @@ from torch import distributed
 import torchgpipe.shard as ts
 from benchmarks.experiments import mingpt_sizes as sizes
 from benchmarks.experiments.mingpt.train import Batches
-from benchmarks.harness.processes import Processes, is_available
-from benchmarks.models.gpt import GPT, Sizes
 from benchmarks.models.sharded_gpt import sharded_gpt
+from torchgpipe.trainer.gpt import GPT, Sizes
+from torchgpipe.trainer.processes import Processes, is_available
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 

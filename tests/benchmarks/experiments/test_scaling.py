@@ -20,10 +20,11 @@ from benchmarks.experiments.scaling.meshes import (
 from benchmarks.experiments.scaling.tables import KINDS, mesh_rows, panels, ratio_rows
 from benchmarks.experiments.scaling.traffic import sent, totals
 from benchmarks.experiments.scaling.worker import RATE, Worker
-from benchmarks.harness import costs, page, processes
-from benchmarks.models.gpt import Sizes
+from benchmarks.harness import costs, page
 from tests.marks import slow
 from torchgpipe.distributed import dry_run
+from torchgpipe.trainer import processes
+from torchgpipe.trainer.gpt import Sizes
 
 SIZES = Sizes(16, 8, 16, 2, 2, False)
 WORK = Work(SIZES, 8, 4, 1)
@@ -97,7 +98,7 @@ def mean(answers):
 def test_all_train_the_same_model(names, work):
     n = MESHES[names[0]].size
     expected = losses_of_one_process(work, 4)
-    with processes.Processes(n, Worker, work, 'cpu', pinned=True) as found:
+    with processes.Processes(n, Worker, work, 'cpu', cores=range(n)) as found:
         assert found.call('reference') == [pytest.approx(expected[0]), *[None] * (n - 1)]
         for each in contenders(*names):
             counts = found.call('build', each)

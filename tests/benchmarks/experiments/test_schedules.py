@@ -9,10 +9,10 @@ from benchmarks.experiments import schedules
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, OWN, contenders
 from benchmarks.experiments.schedules.predict import Prediction, predict
 from benchmarks.experiments.schedules.stages import Stage
-from benchmarks.harness import processes
 from benchmarks.models.stacks import STACKS
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import SPLIT
+from torchgpipe.trainer import processes
 
 HERE = ['in sequence', 'plain call', *NAMES, '1f1b, one worker', 'zb-h1, one worker']
 

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from benchmarks.experiments import two_hosts
-from benchmarks.experiments.machine import Collectives
 from benchmarks.experiments.scaling.meshes import Mesh, Work
 from benchmarks.experiments.two_hosts import (
     SPREADS,
@@ -16,11 +15,12 @@ from benchmarks.experiments.two_hosts import (
     mean_profile,
     planned,
 )
-from benchmarks.harness import processes
 from benchmarks.harness.hosts import why_not
-from benchmarks.models.gpt import Sizes
 from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.plan import Link, Machine
+from torchgpipe.trainer import processes
+from torchgpipe.trainer.gpt import Sizes
+from torchgpipe.trainer.measuring import RingCosts
 
 WORK = Work(Sizes(16, 8, 16, 4, 2, False), 4, 4, 2)
 
@@ -29,9 +29,9 @@ TINY = '--layers 2 --width 16 --context 8 --batch 4 --chunks 2 --rounds 1'.split
 #: A machine whose arithmetic takes no time.
 HOST = Machine('host', {'float32': 1.0}, ((1.0, 1.0),), 1.0, 1e12, 1e12, 0.0, 0.0, Link(), Link())
 
-#: Collectives on a host, and over the link.
-INSIDE = Collectives(Link(0.0, 1e6), 1.0, 2.0)
-BETWEEN = Collectives(Link(0.0, 1e3), 1.5, 2.0)
+#: RingCosts on a host, and over the link.
+INSIDE = RingCosts(Link(0.0, 1e6), 1.0, 2.0)
+BETWEEN = RingCosts(Link(0.0, 1e3), 1.5, 2.0)
 
 
 def profile(seconds):

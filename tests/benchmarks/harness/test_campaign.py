@@ -14,9 +14,9 @@ from benchmarks.harness import epochs, exhaustion
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.exhaustion import free_memory, is_exhaustion, memory_limit, require
 from benchmarks.harness.job import Job
-from benchmarks.harness.report import replacing
 from tests.benchmarks import tiny
 from torchgpipe import GPipe
+from torchgpipe.trainer.files import replacing
 
 
 @pytest.fixture(autouse=True)

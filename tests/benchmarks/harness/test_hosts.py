@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks.harness import hosts, processes
+from benchmarks.harness import hosts
 from benchmarks.harness.hosts import Network, why_not
+from torchgpipe.trainer import processes
 
 #: Bytes of a message, and how many of them there are.
 SIZE, NUMBER = 2**18, 4
@@ -49,7 +50,7 @@ def test_a_message_takes_the_time_that_its_bytes_take_on_the_link(allowed, both_
     """Less than this would be a link without a limit; the rest of a burst is free."""
     with (
         Network('20mbit') as network,
-        processes.Processes(2, Exchanges, hosts=network.hosts) as ranks,
+        processes.Processes(2, Exchanges, **hosts.on_hosts(network.hosts)) as ranks,
     ):
         seconds = max(ranks.call('seconds', both_ways))
     assert seconds > 0.9 * (NUMBER * SIZE - 2**17) * 8 / 20e6
@@ -83,3 +84,9 @@ def test_a_process_without_the_right_is_told_so(monkeypatch):
 def test_an_unknown_host_is_an_error_that_names_it():
     with pytest.raises(OSError, match='no-such-host'):
         hosts.enter('no-such-host')
+
+
+def test_ranks_of_a_host_share_its_core():
+    options = hosts.on_hosts(['b', 'a', 'b', 'a'])
+    assert options['cores'] == [0, 1, 0, 1]
+    assert [function.args for function in options['prepare']] == [('b',), ('a',), ('b',), ('a',)]

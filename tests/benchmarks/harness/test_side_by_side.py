@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.harness.processes import Span
 from benchmarks.harness.sharding import memory_cells, training_rows
 from benchmarks.harness.side_by_side import _difference, _row
 from benchmarks.harness.trainer import Step
+from torchgpipe.trainer.processes import Interval
 
 MIB = 2**20
 
@@ -13,7 +13,7 @@ MIB = 2**20
 def steps(*losses):
     """Take steps of 2, 4, 6, … seconds on two ranks."""
     return [
-        [Step(Span(0.0, 1.0 + i), loss), Step(Span(1.0, 2.0 + 2 * i), loss)]
+        [Step(Interval(0.0, 1.0 + i), loss), Step(Interval(1.0, 2.0 + 2 * i), loss)]
         for i, loss in enumerate(losses)
     ]
 

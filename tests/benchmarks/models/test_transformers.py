@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.models import gpt, gptj, vit
-from benchmarks.models.attention import heads_of
+from tests.benchmarks.models import gptj, vit
 from tests.helpers import assert_same, gradients
 from tests.sequential import transformers as written
 from tests.shard.processes import run
 from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.sequential import original_names
+from torchgpipe.trainer import gpt
+from torchgpipe.trainer.attention import heads_of
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models.attention import attend, heads_of
-from benchmarks.models.gpt import Embedding, score
 from torchgpipe.sequential import from_stages
+from torchgpipe.trainer.attention import attend, heads_of
+from torchgpipe.trainer.gpt import Embedding, score
 
 
 class Sizes(NamedTuple):
@@ -127,7 +127,7 @@ def layers(model: Any) -> nn.Sequential:
 def tensor_plan() -> dict[str, Any]:
     """Return how a GPT-J is split: by vocabulary, by heads, and by the features of networks.
 
-    The scores stay split, as in :func:`benchmarks.models.gpt.tensor_plan`.
+    The scores stay split, as in :func:`torchgpipe.trainer.gpt.tensor_plan`.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

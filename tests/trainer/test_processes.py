@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks.harness import processes
 from benchmarks.harness.page import PAGE
-from benchmarks.harness.processes import Processes, Span, is_available, seconds
+from torchgpipe.trainer import processes
+from torchgpipe.trainer.processes import Interval, Processes, is_available, seconds
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
@@ -56,23 +56,17 @@ def test_they_do_as_told(started):
 @pytest.mark.skipif(not hasattr(os, 'sched_getaffinity'), reason='needs affinities of Linux')
 def test_each_is_on_a_core_if_it_is_pinned():
     own = sorted(os.sched_getaffinity(0))
-    with Processes(3, Adder, 5, pinned=True) as found:
+    with Processes(3, Adder, 5, cores=range(3)) as found:
         assert found.call('cores') == [{own[rank % len(own)]} for rank in range(3)]
     with Processes(1, Adder, 5) as found:
         assert found.call('cores') == [{*own}]
 
 
-def test_ranks_of_a_host_share_its_core():
-    assert [processes._core(rank, ()) for rank in range(3)] == [0, 1, 2]
-    hosts = ['b', 'a', 'b', 'a']
-    assert [processes._core(rank, hosts) for rank in range(4)] == [0, 1, 0, 1]
-
-
 def test_a_span_is_from_the_first_to_the_last():
-    spans = [Span(3.0, 5.0), Span(2.0, 4.0)]
+    spans = [Interval(3.0, 5.0), Interval(2.0, 4.0)]
     assert seconds(spans) == 3.0
     ran = []
-    span = Span.of(lambda: ran.append(True))
+    span = Interval.of(lambda: ran.append(True))
     assert ran and span.begin <= span.end
 
 
@@ -118,7 +112,7 @@ def test_one_that_hangs_is_not_waited_for_without_end(started, monkeypatch):
 #: Run the command line, and say when the processes are at work.
 TELLING = """
 import runpy
-from benchmarks.harness.processes import Processes
+from torchgpipe.trainer.processes import Processes
 
 call = Processes.call
 Processes.call = lambda *args: (print('step', flush=True), call(*args))[1]
@@ -157,7 +151,7 @@ def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
 #: An interrupt as soon as a process was started.
 INTERRUPTED = """
 from multiprocessing.context import ForkServerProcess
-from benchmarks.harness.processes import Processes
+from torchgpipe.trainer.processes import Processes
 
 start = ForkServerProcess.start
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.sequential import from_stages
+from torchgpipe.trainer.attention import attend, by_heads, heads_of
 
 
 class Sizes(NamedTuple):

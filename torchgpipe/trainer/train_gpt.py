@@ -4,7 +4,7 @@
 
     python -m benchmarks train-gpt                                    a small model, one process
     python -m benchmarks train-gpt --data 2 --pipe 2                  four processes of its own
-    torchrun --nproc-per-node 8 -m benchmarks.train_gpt --pipe 8      processes of torchrun
+    torchrun --nproc-per-node 8 -m torchgpipe.trainer.train_gpt --pipe 8      processes of torchrun
     python -m benchmarks train-gpt --plan auto --devices 4            a mesh that a plan chooses
     python -m benchmarks train-gpt --pipe 64 --dry-run                the needs of 64 ranks
 
@@ -36,26 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from benchmarks.experiments.machine import measure_machine
-from benchmarks.harness.blocks import LARGE, plan_blocks, profiles_of
 from benchmarks.harness.curves import Panel, draw_curves, draw_if_possible
-from benchmarks.harness.gpt_options import DTYPES, add_options, check_files, checked, require
-from benchmarks.harness.launch import launch
-from benchmarks.harness.log import Log, line_of, sample_logs
-from benchmarks.harness.report import output_folder, peak_tflops, replacing
-from benchmarks.harness.tokens import read, samples_at, starts_of
-from benchmarks.harness.training_folder import TrainingFolder
-from benchmarks.models.gpt import (
-    GPT,
-    Block,
-    Mixture,
-    Sizes,
-    chunked_cross_entropy,
-    init_gpt2,
-    layers,
-    layers_with_experts,
-    tensor_plan,
-)
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.errors import format_bytes, table
 from torchgpipe.base.settings import Settings
@@ -66,6 +47,25 @@ from torchgpipe.plan.mesh_search import USABLE
 from torchgpipe.schedule.generators import places
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.timeline import measure
+from torchgpipe.trainer.blocks import LARGE, plan_blocks, profiles_of
+from torchgpipe.trainer.config import DTYPES, add_options, check_files, checked, require
+from torchgpipe.trainer.files import output_folder, replacing
+from torchgpipe.trainer.gpt import (
+    GPT,
+    Block,
+    Mixture,
+    Sizes,
+    chunked_cross_entropy,
+    init_gpt2,
+    layers,
+    layers_with_experts,
+    tensor_plan,
+)
+from torchgpipe.trainer.launch import launch
+from torchgpipe.trainer.log import Log, line_of, sample_logs
+from torchgpipe.trainer.measuring import measure_machine, peak_tflops
+from torchgpipe.trainer.tokens import read, samples_at, starts_of
+from torchgpipe.trainer.training_folder import TrainingFolder
 
 #: The exit code after a loss that is not finite: another attempt would end the same way.
 NOT_FINITE = 3

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness.processes import Processes
-from benchmarks.models.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.balance import LayerProfile, OperationProfile, Profile, profile
 from torchgpipe.base.settings import Settings
 from torchgpipe.distributed import DistributedGPipe, init_mesh
@@ -32,12 +30,14 @@ from torchgpipe.plan import (
 from torchgpipe.plan.balance import solve
 from torchgpipe.schedule import NAMES
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
+from torchgpipe.trainer.processes import Processes
 
 #: Bytes of a parameter, its gradient and the state of Adam, relative to the parameter.
 ADAM = 4
 
 
-class _Rank:
+class BlockTimer:
     """A process that takes part in steps of small GPTs."""
 
     def step(self, sizes: Sizes, tensor: int, micro_batch: int, sequence_parallel: bool) -> float:
@@ -116,7 +116,7 @@ def profiles_of(
     if sequence_parallel:
         tensors = [tensor for tensor in tensors if sizes.context % tensor == 0]
     found, small = {}, sizes._replace(depth=FEW)
-    with Processes(devices, _Rank) as group:
+    with Processes(devices, BlockTimer) as group:
         for tensor in tensors:
             times = [
                 _times(group, sizes, tensor, batch, sequence_parallel) for batch in (1, LARGE)

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import train_gpt
-from benchmarks.harness.gpt_options import OPTIONS, checked
-from benchmarks.harness.launch import launch
 from benchmarks.harness.memory import peak_of_activations
-from benchmarks.harness.processes import is_available
-from benchmarks.harness.tokens import read, samples_at, starts_of
-from benchmarks.models.gpt import GPT, init_gpt2, layers
-from tests.benchmarks import killing
+from tests.trainer import killing
 from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import MACHINES
+from torchgpipe.trainer import train_gpt
+from torchgpipe.trainer.config import OPTIONS, checked
+from torchgpipe.trainer.gpt import GPT, init_gpt2, layers
+from torchgpipe.trainer.launch import launch
+from torchgpipe.trainer.processes import is_available
+from torchgpipe.trainer.tokens import read, samples_at, starts_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
@@ -401,7 +401,16 @@ def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
 @pytest.mark.slow
 def test_it_runs_in_the_processes_of_torchrun(tmp_path):
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    words = [*torchrun, '--nproc-per-node', 2, '-m', 'benchmarks.train_gpt', *TINY, '--pipe', 2]
+    words = [
+        *torchrun,
+        '--nproc-per-node',
+        2,
+        '-m',
+        'torchgpipe.trainer.train_gpt',
+        *TINY,
+        '--pipe',
+        2,
+    ]
     words += ['--output', tmp_path, '--log-file', tmp_path / 'log']
     done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

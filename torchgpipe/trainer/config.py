@@ -10,16 +10,16 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness.blocks import balance_of
-from benchmarks.harness.log import check_log, sample_logs
-from benchmarks.harness.report import output_folder
-from benchmarks.harness.tokens import digest_of, read
-from benchmarks.harness.training_folder import TrainingFolder, new_name
-from benchmarks.models.gpt import GPT2, MINGPT, Sizes
 from torchgpipe.base.devices import accelerators
 from torchgpipe.plan import MACHINES
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
+from torchgpipe.trainer.blocks import balance_of
+from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.gpt import GPT2, MINGPT, Sizes
+from torchgpipe.trainer.log import check_log, sample_logs
+from torchgpipe.trainer.tokens import digest_of, read
+from torchgpipe.trainer.training_folder import TrainingFolder, new_name
 
 #: The default text is the repository's license: English, 11 thousand bytes.
 LICENSE = Path(__file__).parents[2] / 'LICENSE'

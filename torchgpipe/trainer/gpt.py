@@ -22,11 +22,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.models.attention import attend, by_heads, heads_of
 from torchgpipe.distributed import SequenceColwiseParallel
 from torchgpipe.sequential import from_stages
 from torchgpipe.shard.nn import Experts
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.attention import attend, by_heads, heads_of
 
 
 class Sizes(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from benchmarks.harness.log import Log, check_log, sample_logs
+from torchgpipe.trainer.log import Log, check_log, sample_logs
 
 
 def written(path, training, steps, last=0):
@@ -127,7 +127,7 @@ def test_lines_arrive_in_a_pipe_until_its_reader_ends(tmp_path, capsys):
 
 
 PRINT = """
-from benchmarks.harness.log import Log, check_log
+from torchgpipe.trainer.log import Log, check_log
 
 print('a plan', flush=True)
 check_log('/dev/stdout', 'a', 0)
@@ -144,7 +144,7 @@ def test_lines_arrive_in_the_output_of_the_process(tmp_path):
         with open(tmp_path / 'out', 'wb') as file:
             process = subprocess.run(
                 [sys.executable, '-c', PRINT],
-                cwd=Path(__file__).parents[3],
+                cwd=Path(__file__).parents[2],
                 stdout=file if name else subprocess.PIPE,
             )
         out = process.stdout or (tmp_path / 'out').read_bytes()

@@ -8,9 +8,11 @@
     all ranks       end with this process
 """
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -21,8 +23,6 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-
-from benchmarks.harness.report import accept_any_text, cores
 
 
 def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) -> None:
@@ -125,7 +125,7 @@ def _run(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE='True',
     )
-    torch.set_num_threads(max(1, len(cores()) // config.world))
+    torch.set_num_threads(max(1, len(available_cores()) // config.world))
     accept_any_text()
     try:
         run(config)
@@ -138,3 +138,17 @@ def _end_with(ends: Connection) -> None:
     """End this process when the other end of a pipe is closed."""
     wait([ends])
     os._exit(1)
+
+
+def available_cores() -> list[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, 'sched_getaffinity'):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def accept_any_text() -> None:
+    """Write a question mark for each character that a terminal does not have, such as ``×``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='replace')

@@ -6,8 +6,8 @@ import signal
 import threading
 from pathlib import Path
 
-from benchmarks import train_gpt
 from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.trainer import train_gpt
 
 
 def once(config):

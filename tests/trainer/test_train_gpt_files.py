@@ -13,12 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import train_gpt
-from benchmarks.harness.launch import launch, starting_ranks
-from benchmarks.harness.processes import is_available
-from benchmarks.harness.training_folder import TrainingFolder
-from tests.benchmarks import killing
-from tests.benchmarks.test_train_gpt import (
+from tests.trainer import killing
+from tests.trainer.test_train_gpt import (
     COMMAND,
     ROOT,
     TINY,
@@ -31,6 +27,10 @@ from tests.benchmarks.test_train_gpt import (
     run_tiny,
 )
 from torchgpipe.base.devices import CPU
+from torchgpipe.trainer import train_gpt
+from torchgpipe.trainer.launch import launch, starting_ranks
+from torchgpipe.trainer.processes import is_available
+from torchgpipe.trainer.training_folder import TrainingFolder
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
@@ -148,9 +148,9 @@ def stopped(config):
 def test_ranks_hold_the_folder_of_a_launcher_that_was_killed(tmp_path):
     program = (
         'import sys\nfrom argparse import Namespace\n'
-        'from benchmarks.harness.launch import launch\n'
-        'from benchmarks.harness.training_folder import TrainingFolder\n'
-        'from tests.benchmarks.test_train_gpt_files import stopped\n'
+        'from torchgpipe.trainer.launch import launch\n'
+        'from torchgpipe.trainer.training_folder import TrainingFolder\n'
+        'from tests.trainer.test_train_gpt_files import stopped\n'
         'with TrainingFolder(sys.argv[1]).locked() as lock:\n'
         '    launch(stopped, Namespace(world=1, restarts=0, lock=lock), [])\n'
     )

@@ -28,9 +28,7 @@ import click
 import torch
 from torch import distributed
 
-from benchmarks.harness.hosts import enter
-from benchmarks.harness.launch import starting_ranks
-from benchmarks.harness.report import cores
+from torchgpipe.trainer.launch import available_cores, starting_ranks
 
 #: Seconds.
 PATIENCE = 120
@@ -39,21 +37,21 @@ PATIENCE = 120
 METHOD, IMPORTED = 'forkserver', ['torch.distributed', 'torchgpipe.shard']
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """When something began and ended, by a clock that all processes share."""
 
     begin: float
     end: float
 
     @classmethod
-    def of(cls, call: Callable[[], object]) -> 'Span':
+    def of(cls, call: Callable[[], object]) -> 'Interval':
         """Call something, and see how long it takes."""
         begin = time.perf_counter()
         call()
         return cls(begin, time.perf_counter())
 
 
-def seconds(spans: Iterable[Span]) -> float:
+def seconds(spans: Iterable[Interval]) -> float:
     """Return how long something took, from the first process that began to the last that ended."""
     begins, ends = zip(*spans)
     length: float = max(ends) - min(begins)
@@ -79,10 +77,9 @@ class Processes:
         args: The arguments of ``make``.
         device: The type of the processes' devices. Each process has the accelerator with its
             rank's number, or is on the CPU.
-        pinned: Whether each process runs on one core only: the one with its rank's number, or with
-            the number of its host. Processes beyond the number of cores share them.
-        hosts: By rank, its host in a :class:`~benchmarks.harness.hosts.Network`. If there are
-            none, all ranks have the network of this process.
+        cores: The number of the only core that each process runs on, by rank. Processes beyond
+            the number of cores share them. By default, a process may run on all cores.
+        prepare: A function for each rank that its process calls first.
 
     Raises:
         click.ClickException: Processes or gloo are not available.
@@ -94,18 +91,19 @@ class Processes:
         make: Callable[..., Any],
         *args: Any,
         device: str = 'cpu',
-        pinned: bool = False,
-        hosts: Sequence[str] = (),
+        cores: Sequence[int] | None = None,
+        prepare: Sequence[Callable[[], object]] | None = None,
     ) -> None:
         if not is_available():
             raise click.ClickException(
                 f'this takes torch.distributed with gloo, and processes that start by {METHOD!r}'
             )
         self._n = n
-        self._places = [
-            _Place(device, _core(rank, hosts) if pinned else None, hosts[rank] if hosts else None)
-            for rank in range(n)
-        ]
+        self._settings = []
+        for rank in range(n):
+            core = None if cores is None else cores[rank]
+            function = None if prepare is None else prepare[rank]
+            self._settings.append(_ProcessSettings(device, core, function))
         self._work = make, args
         self._pipes: dict[Connection, int] = {}
         self._exit = ExitStack()
@@ -122,7 +120,7 @@ class Processes:
                     process = context.Process(
                         target=_serve,
                         daemon=True,
-                        args=(rank, self._n, store, there, self._places[rank], *self._work),
+                        args=(rank, self._n, store, there, self._settings[rank], *self._work),
                     )
                     process.start()
                     stack.callback(_end, process, here)
@@ -162,13 +160,13 @@ class Processes:
         try:
             answer = pipe.recv()
         except (EOFError, ConnectionError):
-            answer = _Failure('it ended')
-        if isinstance(answer, _Failure):
+            answer = _WorkerError('it ended')
+        if isinstance(answer, _WorkerError):
             raise click.ClickException(f'process {self._pipes[pipe]} of {self._n}: {answer.text}')
         return {self._pipes[pipe]: answer}
 
 
-class _Failure(NamedTuple):
+class _WorkerError(NamedTuple):
     """Why a process does not go on."""
 
     text: str
@@ -180,37 +178,30 @@ def _end(process: Any, pipe: Connection) -> None:
     process.join()
 
 
-class _Place(NamedTuple):
+class _ProcessSettings(NamedTuple):
     """Where a process runs."""
 
     #: The type of its device.
     device: str
-    #: The number of its core among the ones of this process, if it has only one.
+    #: The number of its core among the cores of the parent process, if it has only one.
     core: int | None
-    #: Its host in a network of hosts.
-    host: str | None
+    #: A function that it calls first.
+    prepare: Callable[[], object] | None
 
 
-def _core(rank: int, hosts: Sequence[str]) -> int:
-    """Return the number of the core of a rank: its own, or the one of its host."""
-    if not hosts:
-        return rank
-    return [*dict.fromkeys(hosts)].index(hosts[rank])
-
-
-def _settle(rank: int, place: _Place) -> str:
-    """Move to the core, the host and the device of a rank; return the name of the backend."""
+def _configure(rank: int, settings: _ProcessSettings) -> str:
+    """Move to the core and the device of a rank; return the name of the backend."""
     torch.set_num_threads(1)
-    if place.core is not None and hasattr(os, 'sched_setaffinity'):
-        allowed = cores()
-        os.sched_setaffinity(0, {allowed[place.core % len(allowed)]})
-    if place.host is not None:
-        enter(place.host)
-    if place.device == 'cpu':
+    if settings.core is not None and hasattr(os, 'sched_setaffinity'):
+        cores = available_cores()
+        os.sched_setaffinity(0, {cores[settings.core % len(cores)]})
+    if settings.prepare is not None:
+        settings.prepare()
+    if settings.device == 'cpu':
         return 'gloo'
     os.environ['LOCAL_RANK'] = str(rank)
     torch.accelerator.set_device_index(rank)
-    return str(distributed.get_default_backend_for_device(place.device))
+    return str(distributed.get_default_backend_for_device(settings.device))
 
 
 def _serve(
@@ -218,7 +209,7 @@ def _serve(
     n: int,
     store: str,
     pipe: Connection,
-    place: _Place,
+    settings: _ProcessSettings,
     make: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -226,7 +217,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this.
     with suppress(EOFError, BrokenPipeError):
         try:
-            backend = _settle(rank, place)
+            backend = _configure(rank, settings)
             distributed.init_process_group(
                 backend, store, timedelta(seconds=PATIENCE), world_size=n, rank=rank
             )
@@ -238,4 +229,4 @@ def _serve(
         except Exception as error:
             if isinstance(error, (EOFError, BrokenPipeError)):
                 raise
-            pipe.send(_Failure(''.join(traceback.format_exception_only(error)).strip()))
+            pipe.send(_WorkerError(''.join(traceback.format_exception_only(error)).strip()))

@@ -30,7 +30,7 @@ from uuid import uuid4
 
 import click
 
-from benchmarks.harness.report import output_folder, replacing
+from torchgpipe.trainer.files import output_folder, replacing
 
 #: The names of checkpoints, and of folders that a save leaves when it is interrupted.
 _CHECKPOINT = re.compile(r'step-([1-9]\d*)(|\.before|\.saving)')

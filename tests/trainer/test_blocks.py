@@ -8,13 +8,12 @@ import click
 import pytest
 import torch
 
-from benchmarks import train_gpt
-from benchmarks.harness import blocks
-from benchmarks.harness.gpt_options import checked
-from benchmarks.models.gpt import GPT, Sizes, layers
 from torchgpipe.balance import LayerProfile
 from torchgpipe.base.settings import Settings
 from torchgpipe.plan import MACHINES, ParameterBytes, Transformer
+from torchgpipe.trainer import blocks, train_gpt
+from torchgpipe.trainer.config import checked
+from torchgpipe.trainer.gpt import GPT, Sizes, layers
 
 WORDS = (
     '--cpu --n-layer 4 --n-head 2 --n-embd 16 --block-size 8 --dtype bfloat16 '

@@ -10,13 +10,13 @@ from pathlib import Path
 import click
 import pytest
 
-from benchmarks.harness.training_folder import TrainingFolder
+from torchgpipe.trainer.training_folder import TrainingFolder
 
 OPTIONS = {'depth': 4, 'tokens': 100, 'dtype': 'float32'}
 
 HOLD = """
 import sys
-from benchmarks.harness.training_folder import TrainingFolder
+from torchgpipe.trainer.training_folder import TrainingFolder
 
 with TrainingFolder(sys.argv[1]).locked():
     print('locked', flush=True)
@@ -139,7 +139,7 @@ def hold(folder):
         [sys.executable, '-c', HOLD, str(folder.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
     )
     assert process.stdout.readline() == b'locked\n'
     return process
@@ -174,7 +174,7 @@ def test_a_file_system_without_locks_gets_a_word(folder, monkeypatch, capsys):
     def flock(*args):
         raise OSError(95, 'Operation not supported')
 
-    monkeypatch.setattr('benchmarks.harness.training_folder.fcntl.flock', flock)
+    monkeypatch.setattr('torchgpipe.trainer.training_folder.fcntl.flock', flock)
     with folder.locked():
         assert 'has no lock (Operation not supported)' in capsys.readouterr().err
 

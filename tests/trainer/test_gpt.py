@@ -9,7 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from benchmarks.models.gpt import (
+from tests.helpers import assert_same
+from tests.shard.processes import run
+from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
+from torchgpipe.sequential import original_names
+from torchgpipe.shard.nn.functional import parallel_cross_entropy
+from torchgpipe.trainer.gpt import (
     GPT,
     Sizes,
     chunked_cross_entropy,
@@ -17,11 +22,6 @@ from benchmarks.models.gpt import (
     layers,
     tensor_plan,
 )
-from tests.helpers import assert_same
-from tests.shard.processes import run
-from torchgpipe.distributed import DistributedGPipe, dry_run, init_mesh
-from torchgpipe.sequential import original_names
-from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 #: A vocabulary that no number of ranks divides.
 SIZES = Sizes(33, 8, 16, 4, 3)

@@ -1,0 +1,1 @@
+"""A trainer of GPTs, as a command: ``torchgpipe-train-gpt``."""
