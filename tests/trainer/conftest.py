@@ -1,18 +1,18 @@
-"""Fixtures for tests of the command line."""
+"""Fixtures for tests of the command."""
 
 import sys
 
 import pytest
 
-from benchmarks.__main__ import main
+from torchgpipe.trainer.command import main
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command; give its exit code, its output and its errors."""
+    """Run the command; return its exit code, its output and its errors."""
 
     def call(*args):
-        monkeypatch.setattr(sys, 'argv', ['benchmarks', *map(str, args)])
+        monkeypatch.setattr(sys, 'argv', ['torchgpipe-train-gpt', *map(str, args)])
         with pytest.raises(SystemExit) as exit:
             main()
         captured = capsys.readouterr()

@@ -8,41 +8,41 @@ from pathlib import Path
 
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.trainer import train_gpt
+from torchgpipe.trainer.command import run_rank
 
 
-def once(config):
+def once(output):
     """Return whether this is the first call with a folder."""
     try:
-        Path(config.output, 'killed').touch(exist_ok=False)
+        Path(output, 'killed').touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
 
 
-def killed_at_a_step(config):
+def killed_at_a_step(attempt, config, training, victim):
     """Train, but for the first time a rank is killed before the optimizer of a step."""
     check = train_gpt.check_finite
 
     def check_finite(model, step, *values):
-        rank, last = config.victim
-        if (int(os.environ['RANK']), step) == (rank, last) and once(config):
+        if (int(os.environ['RANK']), step) == victim and once(config.output):
             os.kill(os.getpid(), signal.SIGKILL)
         check(model, step, *values)
 
     train_gpt.check_finite = check_finite
-    train_gpt.train(config)
+    run_rank(attempt, config, training, None)
 
 
-def killed_in_a_save(config):
+def killed_in_a_save(attempt, config, training, moment):
     """Train, but a rank is killed at a random moment of the second save."""
-    save, generator, saves = DistributedGPipe.save, random.Random(config.moment), []
+    save, generator, saves = DistributedGPipe.save, random.Random(moment), []
 
     def saving(*args, **options):
         saves.append(args)
         if (
             len(saves) == 2
-            and int(os.environ['RANK']) == config.moment % config.world
-            and once(config)
+            and int(os.environ['RANK']) == moment % config.world
+            and once(config.output)
         ):
             threading.Timer(
                 generator.uniform(0, 0.06), os.kill, (os.getpid(), signal.SIGKILL)
@@ -50,4 +50,4 @@ def killed_in_a_save(config):
         return save(*args, **options)
 
     DistributedGPipe.save = saving
-    train_gpt.train(config)
+    run_rank(attempt, config, training, None)

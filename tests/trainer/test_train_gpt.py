@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from math import cos, pi
 from pathlib import Path
@@ -23,17 +23,19 @@ from tests.trainer import killing
 from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import MACHINES
-from torchgpipe.trainer import train_gpt
-from torchgpipe.trainer.config import OPTIONS, checked
+from torchgpipe.trainer import command, planning, train_gpt
+from torchgpipe.trainer.config import complete, config_of, option_fields
 from torchgpipe.trainer.gpt import GPT, init_gpt2, layers
 from torchgpipe.trainer.launch import launch
+from torchgpipe.trainer.prediction import predict
 from torchgpipe.trainer.processes import is_available
-from torchgpipe.trainer.tokens import read, samples_at, starts_of
+from torchgpipe.trainer.ranks import NOT_FINITE
+from torchgpipe.trainer.tokens import TokenFiles, samples_at, starts_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(not is_available(), reason='needs gloo')]
 
 ROOT = Path(__file__).parents[2]
-COMMAND = sys.executable, '-m', 'benchmarks', 'train-gpt'
+COMMAND = sys.executable, '-m', 'torchgpipe.trainer'
 #: A tiny model in float64, and short steps.
 TINY = (
     '--cpu --n-layer 4 --n-head 2 --n-embd 16 --block-size 8 --dtype float64 '
@@ -51,20 +53,34 @@ def options_of(folder, *args):
     """Return the options of the trainer as it checks them."""
     Path(folder).mkdir(exist_ok=True)
     words = [*TINY, '--output', folder, '--log', Path(folder, 'log'), *args]
-    with train_gpt.train_gpt.make_context('train-gpt', [*map(str, words)]) as context:
-        config = checked(Namespace(**context.params))
-    train_gpt.check_files(config)
-    return config
+    with command.train_gpt.make_context('train-gpt', [*map(str, words)]) as context:
+        return complete(config_of(context.params))
 
 
 def lines_of(path):
     return [*map(json.loads, Path(path).read_text().splitlines())]
 
 
-def launched(folder, *args, run=train_gpt.train):
+def launched(folder, *args):
     """Run the trainer in processes that this one starts; return the lines of its log."""
-    launch(run, options_of(folder, *args), [2, 3])
+    config = options_of(folder, *args)
+    start(command.run_rank, config, None)
     return lines_of(folder / 'log')
+
+
+def start(run, config, *args):
+    """Start ranks that run a function with the options and the description of a training."""
+    training = command.check_files(config)
+    launch(
+        run,
+        config,
+        training,
+        *args,
+        world=config.world,
+        restarts=config.restarts,
+        final=command.FINAL,
+    )
+    return training
 
 
 def run_tiny(run, folder, *args):
@@ -72,7 +88,7 @@ def run_tiny(run, folder, *args):
     words = []
     for arg in args:
         words += arg.split() if isinstance(arg, str) else [arg]
-    return run('train-gpt', *TINY, '--output', folder, *words)
+    return run(*TINY, '--output', folder, *words)
 
 
 def assert_same(found, expected):
@@ -84,7 +100,8 @@ def assert_same(found, expected):
 
 def plain_curve(config, steps):
     """Train the unwrapped model by a plain loop."""
-    (tokens, val), sizes = read(config), config.sizes
+    data, sizes = TokenFiles(config), config.sizes
+    tokens, val = data.train, data.val
     model = GPT(sizes).double()
     # The initial values that layers of a pipeline have follow from the seed and their numbers.
     model.load_state_dict(plain_values(config))
@@ -137,10 +154,10 @@ def plain_values(config):
 
 
 def test_it_learns_as_a_plain_loop_does(tmp_path, run):
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--log', tmp_path / 'log')
+    code, out, err = run(*TINY, '--output', tmp_path, '--log', tmp_path / 'log')
     assert code == 0, err
     assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))
-    assert out.count('tokens/s') == 6 and 'validation loss' in out
+    assert out.count('TFLOP/s  ') == 6 and 'validation loss' in out
     assert (tmp_path / 'train-gpt.png').exists() and (tmp_path / 'train-gpt.svg').exists()
 
 
@@ -170,38 +187,41 @@ def test_a_wrong_option_gets_one_line_before_any_process_starts(run, tmp_path, m
         (['--output', '/proc/nothing'], 'nothing'),
         (['--log-samples'], '--log FILE'),
         (['--log', '/proc/nothing/log'], '/proc/nothing'),
-        (['--offload', '--pipe', '2'], '--pipe 1'),
+        (['--offload', '--plan', 'auto'], '--offload is without --plan'),
+        (['--tokenizer', 'gpt2'], '--tokenizer is for --dataset'),
+        (['--dataset', '/proc/nothing', '--mock-data'], 'exclude each other'),
         (['--dtype', 'int8'], "'bfloat16'"),
     ]:
-        monkeypatch.setattr(train_gpt, 'launch', None)
-        monkeypatch.setattr(train_gpt, 'train', None)
-        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *args)
+        monkeypatch.setattr(command, 'launch', None)
+        monkeypatch.setattr(command, 'train', None)
+        code, out, err = run(*TINY, '--output', tmp_path, *args)
         assert code == 2 and not out
         assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
 
 
 def test_the_guide_has_a_word_on_each_option():
     page = (ROOT / 'docs/guide/train-gpt.md').read_text()
-    assert [names for names, *_ in OPTIONS if f'`{names.split()[0]}' not in page] == []
+    names = ['--' + item.name.replace('_', '-') for item in option_fields()]
+    assert [name for name in names if f'`{name}' not in page] == []
     assert '`--no-such-option' not in page
 
 
 @pytest.mark.slow
 def test_a_dry_run_prints_and_draws_the_needs_of_each_rank(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt, 'launch', None)
-    monkeypatch.setattr(train_gpt, 'train', None)
+    monkeypatch.setattr(command, 'launch', None)
+    monkeypatch.setattr(command, 'train', None)
     mesh = ['--data', '2', '--pipe', '2', '--tensor', '2']
     words = [*TINY, '--output', tmp_path, *mesh, '--dry-run']
-    code, out, _ = run('train-gpt', *words)
+    code, out, _ = run(*words)
     assert code == 0 and out.startswith('8 ranks: data 2 × pipe 2 × tensor 2; 8 micro-batches')
     report = json.loads((tmp_path / 'dry-run.json').read_text())
     assert (tmp_path / 'dry-run.png').exists() and len(report['ranks']) == 8
     config = options_of(tmp_path, *mesh)
-    module, _ = train_gpt.arguments_of(config, CPU)
+    module = train_gpt.build_layers(config, config.n_layer)
     whole = sum(x.numel() * x.element_size() for x in module.parameters())
     ranks = [each['parameters'] for each in report['ranks']]
     assert ranks[:4] == ranks[4:] and whole / 4 < max(ranks) < whole
-    code, out, _ = run('train-gpt', *words, '--memory', '1KiB')
+    code, out, _ = run(*words, '--memory', '1KiB')
     assert code == 1 and 'more than the limit of 1.00 KiB' in out
 
 
@@ -217,9 +237,9 @@ def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
 @pytest.mark.slow
 def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
     """Its losses are those of a plain loop."""
-    monkeypatch.setattr(train_gpt, 'measure_machine', lambda device: MACHINES['A100'])
+    monkeypatch.setattr(planning, 'measure_machine', lambda device: MACHINES['A100'])
     words = [*TINY, '--output', tmp_path, '--log', tmp_path / 'log']
-    code, out, err = run('train-gpt', *words, '--plan', 'auto', '--devices', 2)
+    code, out, err = run(*words, '--plan', 'auto', '--devices', 2)
     assert code == 0 and 'starting 2 processes' in err and 'slower by' in out, err
     assert_same(lines_of(tmp_path / 'log'), plain_curve(options_of(tmp_path), 6))
 
@@ -250,7 +270,7 @@ def test_a_plan_that_cannot_be_made_is_refused(run, tmp_path):
             "'H1' is not one of 'A100', 'H100'",
         ),
     ]:
-        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dtype', 'float32', *args)
+        code, out, err = run(*TINY, '--output', tmp_path, '--dtype', 'float32', *args)
         assert (code, out) == (2, '') and reason in err
 
 
@@ -269,16 +289,16 @@ def test_a_dry_run_that_cannot_be_made_gets_one_line(run, tmp_path):
         (['--plan', 'auto'], '--plan measures layers'),
         (['--experts', '4', '--data', '2'], 'a dry run has no values'),
     ]:
-        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--dry-run', *args)
+        code, out, err = run(*TINY, '--output', tmp_path, '--dry-run', *args)
         assert code == 2 and not out
         assert reason in err and err.startswith('Error: ') and err.count('\n') == 1
 
 
 def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt, 'train', None)
+    monkeypatch.setattr(command, 'train', None)
     for name, value in (('RANK', '0'), ('WORLD_SIZE', '2')):
         monkeypatch.setenv(name, value)
-    code, _, err = run('train-gpt', *TINY, '--output', tmp_path, '--data', 4)
+    code, _, err = run(*TINY, '--output', tmp_path, '--data', 4)
     assert code == 2 and 'take 4 processes, but there are 2 of torchrun' in err
     code, _, err = run_tiny(run, tmp_path, '--data 2 --restarts 1 --save', tmp_path / 'saved')
     assert code == 2 and 'run torchrun again, with --resume' in err
@@ -286,8 +306,7 @@ def test_a_mesh_fits_its_world(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('data, chunks', [(4, 1), (2, 2)])
 def test_samples_follow_from_seed_and_step(tmp_path, data, chunks):
-    config = options_of(tmp_path)
-    config.data, config.chunks = data, chunks
+    config = replace(options_of(tmp_path), data=data, micro_batch_size=16 // data // chunks)
     tokens, block, batch = 8 * 20 + 3, config.block_size, config.global_batch_size
     seen = torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)])
     assert len(seen) == 16 * batch + 3 * batch and starts_of(config, tokens, 3).shape == (
@@ -299,11 +318,11 @@ def test_samples_follow_from_seed_and_step(tmp_path, data, chunks):
         first = epoch.min()
         assert sorted(epoch.tolist()) == [*range(first, first + 19 * block, block)]
         assert 0 <= first < block and epoch.max() + block < tokens
-    config.data = config.chunks = 1
+    config = replace(config, data=1, micro_batch_size=16)
     assert torch.equal(
         torch.cat([starts_of(config, tokens, k).flatten() for k in range(19)]), seen
     )
-    config.seed = 1
+    config = replace(config, seed=1)
     assert not torch.equal(starts_of(config, tokens, 0).flatten(), seen[:batch])
 
 
@@ -320,7 +339,10 @@ def mesh_of(data, pipe, tensor):
         ((2, 1, 2), ['--checkpoint', 'always']),
         ((1, 2, 2), ['--checkpoint', 'selective', '--schedule', 'zb-h1']),
         ((2, 1, 1), ['--offload', '--micro-batch-size', 2]),
+        ((1, 2, 1), ['--offload']),
+        ((2, 2, 1), ['--offload']),
         ((1, 2, 1), ['--plan', 'auto']),
+        ((1, 2, 2), ['--plan', 'auto']),
     ],
 )
 def test_all_meshes_have_the_curve_of_a_plain_loop(tmp_path, mesh, options):
@@ -346,15 +368,15 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, vict
         tmp_path / 'saved',
         *'--save-interval 2 --restarts 1 --log-samples --async-save'.split(),
     )
-    config.victim = victim, 2 + victim  # after and before a save
-    launch(killing.killed_at_a_step, config, [2, 3])
+    # After and before a save.
+    training = start(killing.killed_at_a_step, config, (victim, 2 + victim))
     assert f'rank {victim} ended by signal 9' in capfd.readouterr().err
     assert_same(lines_of(tmp_path / 'log'), plain_curve(config, 6))
-    starts = [starts_of(config, config.training['tokens'], k) for k in range(6)]
+    starts = [starts_of(config, training['tokens'], k) for k in range(6)]
     for replica in range(2):
         assert lines_of(tmp_path / f'log.{replica}') == [
             {
-                'training': config.training['name'],
+                'training': training['name'],
                 'step': k + 1,
                 'starts': each[:, replica].flatten().tolist(),
             }
@@ -371,9 +393,8 @@ def test_a_training_resumes_on_another_mesh(tmp_path):
     config = options_of(
         tmp_path, *mesh_of(2, 2, 1), '--save', tmp_path / 'saved', '--save-interval', 3
     )
-    config.victim = 3, 5
     with pytest.raises(SystemExit):
-        launch(killing.killed_at_a_step, config, [2, 3])
+        start(killing.killed_at_a_step, config, (3, 5))
     expected = plain_curve(config, 6)
     for mesh in ((1, 1, 2), (1, 1, 1)):
         folder = tmp_path / '-'.join(map(str, mesh))
@@ -391,9 +412,8 @@ def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
     config = options_of(
         tmp_path, *mesh_of(2, 1, 1), *save, *(['--async-save'] if moment % 2 else [])
     )
-    config.moment = moment
     with pytest.raises(SystemExit):
-        launch(killing.killed_in_a_save, config, [2, 3])
+        start(killing.killed_in_a_save, config, moment)
     assert (tmp_path / 'killed').exists()
     assert_same(launched(tmp_path, *save, '--resume'), plain_curve(config, 6))
 
@@ -401,16 +421,7 @@ def test_a_rank_that_is_killed_during_a_save(tmp_path, moment):
 @pytest.mark.slow
 def test_it_runs_in_the_processes_of_torchrun(tmp_path):
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    words = [
-        *torchrun,
-        '--nproc-per-node',
-        2,
-        '-m',
-        'torchgpipe.trainer.train_gpt',
-        *TINY,
-        '--pipe',
-        2,
-    ]
+    words = [*torchrun, '--nproc-per-node', 2, '-m', 'torchgpipe.trainer', *TINY, '--pipe', 2]
     words += ['--output', tmp_path, '--log-file', tmp_path / 'log']
     done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -418,32 +429,32 @@ def test_it_runs_in_the_processes_of_torchrun(tmp_path):
 
 
 def test_it_stops_before_the_optimizer_uses_values_that_are_not_finite(tmp_path, run):
-    code, out, err = run('train-gpt', *TINY, '--output', tmp_path, '--lr', '1e300')
-    assert code == train_gpt.NOT_FINITE
+    code, out, err = run(*TINY, '--output', tmp_path, '--lr', '1e300')
+    assert code == NOT_FINITE
     assert re.search(r'^step 2: the loss is nan.* not finite on ranks \[0\]', err)
 
 
 @pytest.mark.slow
 def test_a_folder_of_another_training_is_refused(run, tmp_path):
     save = [*TINY, '--output', tmp_path, '--save', tmp_path / 'saved', '--steps', 1]
-    assert run('train-gpt', *save)[0] == 0
-    code, _, err = run('train-gpt', *save)
+    assert run(*save)[0] == 0
+    code, _, err = run(*save)
     assert code == 2 and 'has checkpoints already: give --resume' in err
-    code, out, err = run('train-gpt', *save, '--resume', '--generate', 5, '--vocab-size', 256)
+    code, out, err = run(*save, '--resume', '--generate', 5, '--vocab-size', 256)
     assert code == 0 and 'continues after step 1' in out, err  # there is nothing left to do
-    code, _, err = run('train-gpt', *save, '--resume', '--n-layer', 5)
+    code, _, err = run(*save, '--resume', '--n-layer', 5)
     assert code == 2 and "another training's checkpoints (depth 4 there, 5 here)" in err
     (tmp_path / 'saved/training.json').write_text('{"voc')
-    code, _, err = run('train-gpt', *save, '--resume')
+    code, _, err = run(*save, '--resume')
     assert code == 2 and 'training.json: ' in err and err.count('\n') == 1
 
 
-def forks(config):
+def forks(attempt, output):
     """End the server that forks ranks, on the first one, and wait."""
-    Path(config.output, os.environ['RANK']).write_text(str(os.getpid()))
-    while len(list(Path(config.output).glob('[01]'))) < 2:
+    Path(output, os.environ['RANK']).write_text(str(os.getpid()))
+    while len(list(Path(output).glob('[01]'))) < 2:
         time.sleep(0.01)
-    if os.environ['RANK'] == '0' and killing.once(config):
+    if os.environ['RANK'] == '0' and killing.once(output):
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(100)
 
@@ -451,7 +462,7 @@ def forks(config):
 @pytest.mark.slow
 def test_no_rank_outlives_its_attempt(tmp_path):
     with pytest.raises(SystemExit):
-        launch(forks, Namespace(output=str(tmp_path), world=2, restarts=0), [])
+        launch(forks, str(tmp_path), world=2)
     for rank in '01':
         path = Path('/proc', (tmp_path / rank).read_text(), 'stat')
         for _ in range(1000):  # It is a zombie for a moment.
@@ -477,11 +488,12 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 def peak_of(folder, *args):
     """Return the bytes of activations of a step, at their peak."""
     config = options_of(folder, '--n-layer', 8, '--n-embd', 64, '--block-size', 128, *args)
-    found = train_gpt.planned(config, CPU)
-    model, optimizer = train_gpt.made(config, init_mesh(device_type='cpu'), found, CPU)
-    tokens, _ = read(config)
+    loss_fn = partial(train_gpt.training_loss, config)
+    plan = predict(config, train_gpt.build_layers, loss_fn, CPU)
+    model = train_gpt.build_model(config, init_mesh(device_type='cpu'), plan)
+    optimizer = train_gpt.build_optimizer(config, model.parameters())
+    tokens = TokenFiles(config).train
     x, y = samples_at(config, tokens, starts_of(config, len(tokens), 0).flatten(), CPU)
-    loss_fn = partial(train_gpt.loss_of, config)
 
     def step():
         with train_gpt.autocast(config, CPU):
@@ -510,7 +522,7 @@ def test_tokens_of_nanogpt_and_mock_data(run, tmp_path):
     code, out, err = run_tiny(run, tmp_path, '--steps 1 --generate 3 --tokens', tmp_path)
     assert code == 0 and '50304' not in err, err
     config = options_of(tmp_path, '--tokens', tmp_path)
-    x, y = samples_at(config, read(config)[0], torch.tensor([0, 7]), CPU)
+    x, y = samples_at(config, TokenFiles(config).train, torch.tensor([0, 7]), CPU)
     assert torch.equal(x, torch.stack([tokens[:8], tokens[7:15]]))
     assert torch.equal(y, torch.stack([tokens[1:9], tokens[8:16]]))
     code, _, err = run_tiny(run, tmp_path, '--steps 1 --mock-data --vocab-size 40')

@@ -25,10 +25,12 @@ from tests.trainer.test_train_gpt import (
     options_of,
     plain_curve,
     run_tiny,
+    start,
 )
-from torchgpipe.base.devices import CPU
-from torchgpipe.trainer import train_gpt
-from torchgpipe.trainer.launch import launch, starting_ranks
+from torchgpipe.trainer import command, train_gpt
+from torchgpipe.trainer.gpt import parameter_counts
+from torchgpipe.trainer.launch import starting_ranks
+from torchgpipe.trainer.prediction import settings_of
 from torchgpipe.trainer.processes import is_available
 from torchgpipe.trainer.training_folder import TrainingFolder
 
@@ -45,7 +47,7 @@ def trained(run, tmp_path):
     """Train for some steps with checkpoints and a log; return the options."""
     files = ['--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved']
     words = [*TINY, *files, *'--save-interval 2 --keep-last 9 --log-samples'.split()]
-    assert run('train-gpt', *words)[0] == 0
+    assert run(*words)[0] == 0
     return words
 
 
@@ -69,13 +71,13 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(run, tmp_path, tra
     ]:
         expected = lines_of(tmp_path / 'log')
         damaged(tmp_path / 'saved/step-6')
-        code, out, err = run('train-gpt', *trained, '--resume')
+        code, out, err = run(*trained, '--resume')
         assert code == 0, err
         assert 'step-6 is not loaded' in err and 'continues after step 4' in out
         *others, last = names(tmp_path)
         assert others[:3] == ['step-2', 'step-4', 'step-6'] and last.startswith('step-6.damaged')
         assert_same(lines_of(tmp_path / 'log'), expected)
-        assert 'continues after step 6' in run('train-gpt', *trained, '--resume')[1]
+        assert 'continues after step 6' in run(*trained, '--resume')[1]
 
 
 @pytest.mark.slow
@@ -83,7 +85,7 @@ def test_without_a_whole_checkpoint_nothing_begins_again(run, tmp_path, trained)
     before = (tmp_path / 'log').read_bytes()
     for step in (2, 4, 6):
         damage(tmp_path / f'saved/step-{step}')
-    code, _, err = run('train-gpt', *trained, '--resume')
+    code, _, err = run(*trained, '--resume')
     assert code == 2 and 'no checkpoint in' in err
     assert names(tmp_path) == ['step-2', 'step-4', 'step-6']
     assert (tmp_path / 'log').read_bytes() == before
@@ -103,7 +105,7 @@ def test_a_training_continues_as_it_began(run, tmp_path, trained):
             for path in tmp_path.rglob('*')
             if path.is_file() and path.name != 'training.lock'
         }
-        code, out, err = run('train-gpt', *trained, '--resume', *args)
+        code, out, err = run(*trained, '--resume', *args)
         assert code == 2 and not out and reason in err and err.count('\n') == 1
         assert all(path.read_bytes() == data for path, data in before.items())
 
@@ -130,15 +132,15 @@ def test_a_log_keeps_the_lines_of_an_older_training_and_a_folder_has_one_trainin
 ):
     before = (tmp_path / 'log').read_text()
     with TrainingFolder(str(tmp_path / 'saved')).locked():
-        code, _, err = run('train-gpt', *trained, '--resume')
+        code, _, err = run(*trained, '--resume')
     assert code == 2 and 'is in use by process' in err
-    code, _, err = run('train-gpt', *trained, '--save', tmp_path / 'mistyped', '--resume')
+    code, _, err = run(*trained, '--save', tmp_path / 'mistyped', '--resume')
     assert code == 0, err
     assert (tmp_path / 'log').read_text().startswith(before)
     assert len(lines_of(tmp_path / 'log')) == 12 and len(lines_of(tmp_path / 'log.0')) == 12
 
 
-def stopped(config):
+def stopped(attempt, lock):
     """Stop this rank, as if its disk did not respond."""
     print('stopped', flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -147,12 +149,12 @@ def stopped(config):
 @pytest.mark.slow
 def test_ranks_hold_the_folder_of_a_launcher_that_was_killed(tmp_path):
     program = (
-        'import sys\nfrom argparse import Namespace\n'
+        'import sys\n'
         'from torchgpipe.trainer.launch import launch\n'
         'from torchgpipe.trainer.training_folder import TrainingFolder\n'
         'from tests.trainer.test_train_gpt_files import stopped\n'
         'with TrainingFolder(sys.argv[1]).locked() as lock:\n'
-        '    launch(stopped, Namespace(world=1, restarts=0, lock=lock), [])\n'
+        '    launch(stopped, lock, world=1)\n'
     )
     folder = TrainingFolder(str(tmp_path))
     process = subprocess.Popen(
@@ -181,15 +183,15 @@ def test_ranks_hold_the_folder_of_a_launcher_that_was_killed(tmp_path):
         pass
 
 
-def failing(config):
+def failing(attempt, config, training):
     """Train, but validations fail, for the first time."""
 
-    def validated(*args):
+    def validate(*args):
         raise RuntimeError('no validation')
 
-    if killing.once(config):
-        train_gpt.validated = validated
-    train_gpt.train(config)
+    if killing.once(config.output):
+        train_gpt.validate = validate
+    train_gpt.train(config, training)
 
 
 @pytest.mark.slow
@@ -199,7 +201,7 @@ def test_a_checkpoint_comes_before_the_validation_of_its_step(tmp_path, options)
         tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', *options, '--save-interval', 3
     )
     with pytest.raises(SystemExit):
-        launch(failing, config, [2, 3])
+        start(failing, config)
     assert names(tmp_path) == ['step-3'] and len(lines_of(tmp_path / 'log')) in (0, 2)
     lines = launched(
         tmp_path, *mesh_of(1, 1, 1), '--save', tmp_path / 'saved', '--resume', *options
@@ -226,9 +228,9 @@ def test_validations_of_samples_that_replicas_cannot_share(tmp_path):
 def test_samples_of_lost_steps_are_dropped_on_a_mesh_with_fewer_replicas(tmp_path):
     words = ['--save', tmp_path / 'saved', '--save-interval', 2, '--log-samples']
     config = options_of(tmp_path, *mesh_of(2, 1, 1), *words)
-    config.victim = 0, 4  # after step 3, which the checkpoint does not have
     with pytest.raises(SystemExit):
-        launch(killing.killed_at_a_step, config, [2, 3])
+        # After step 3, which the checkpoint does not have.
+        start(killing.killed_at_a_step, config, (0, 4))
     launched(tmp_path, *words, '--resume')
     starts = [
         start
@@ -256,7 +258,7 @@ def test_results_without_matplotlib(run, tmp_path, monkeypatch):
     for words in [['--steps', 1, '--generate', 3], ['--dry-run']]:
         monkeypatch.setitem(sys.modules, 'matplotlib', None)
         monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-        code, out, err = run('train-gpt', *TINY, '--output', tmp_path, *words)
+        code, out, err = run(*TINY, '--output', tmp_path, *words)
         assert code == 0 and 'there is no picture: ' in err
         assert 'validation loss' in out or json.loads((tmp_path / 'dry-run.json').read_text())
 
@@ -272,7 +274,7 @@ def test_a_text_of_a_small_vocabulary(run, tmp_path):
 def test_a_rank_without_a_world(run, tmp_path, monkeypatch):
     monkeypatch.setenv('RANK', '0')
     monkeypatch.delenv('WORLD_SIZE', raising=False)
-    code, _, err = run('train-gpt', *TINY, '--output', tmp_path)
+    code, _, err = run(*TINY, '--output', tmp_path)
     assert code == 2 and 'RANK is set, but WORLD_SIZE is no number' in err
 
 
@@ -284,21 +286,20 @@ def test_a_dry_run_has_the_stages_of_the_training(run, tmp_path):
         (['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8], 6),
         (['--pipe', 2, '--schedule', 'zb-v'], 4),
     ]:
-        code, _, err = run('train-gpt', *TINY, '--output', tmp_path, *args, '--dry-run')
+        code, _, err = run(*TINY, '--output', tmp_path, *args, '--dry-run')
         assert code == 0, err
         report = json.loads((tmp_path / 'dry-run.json').read_text())
         config = options_of(tmp_path, *args)
-        settings = train_gpt.settings_of(config)
+        settings = settings_of(config)
         assert report['balance'] == [*settings.balance] and len(settings.balance) == stages
         assert [f'cpu:{place}' for place in report['places']] == [*settings.devices]
-        module, _ = train_gpt.arguments_of(config, CPU)
-        assert sum(settings.balance) == len(module)
+        assert sum(settings.balance) == config.n_layer + 2
 
 
 @pytest.mark.slow
 def test_a_training_has_the_balance_of_its_settings(tmp_path):
     args = ['--pipe', 2, '--schedule', 'interleaved', '--virtual', 3, '--n-layer', 8]
-    settings = train_gpt.settings_of(options_of(tmp_path, *args))
+    settings = settings_of(options_of(tmp_path, *args))
     words = [*COMMAND, *TINY, '--output', tmp_path, '--steps', 1, *args]
     done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -308,11 +309,11 @@ def test_a_training_has_the_balance_of_its_settings(tmp_path):
 def test_flops_count_the_router_of_experts(tmp_path):
     config = options_of(tmp_path, '--experts', 8)
     with torch.device('meta'):
-        module = train_gpt.layers_of(config, config.sizes)
+        module = train_gpt.build_layers(config, config.n_layer)
     experts = module[1].experts
     unused = sum(x.numel() for name, x in experts.named_parameters() if name != 'router')
-    total, used = train_gpt.parameters_of(config)
-    assert total - used == config.sizes.depth * unused * 6 // 8
+    total, used = parameter_counts(config.sizes, config.experts)
+    assert total - used == config.n_layer * unused * 6 // 8
 
 
 def serves(pid):
@@ -368,17 +369,17 @@ def test_ctrl_c_waits_until_all_ranks_have_started(interrupted, monkeypatch, ctr
 @pytest.mark.slow
 def test_a_server_that_is_killed_while_it_starts_ranks(tmp_path, monkeypatch, capfd):
     """Another server starts the ranks."""
-    start, killed = forkserver.ensure_running, []
+    run_server, killed = forkserver.ensure_running, []
 
     def ensure_running():
-        start()
+        run_server()
         if not killed:
             killed.append(forkserver._forkserver._forkserver_pid)
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(forkserver, 'ensure_running', ensure_running)
     config = options_of(tmp_path, *mesh_of(2, 1, 1), '--save', tmp_path / 'saved', '--restarts', 1)
-    launch(train_gpt.train, config, [2, 3])
+    start(command.run_rank, config, None)
     assert len(lines_of(tmp_path / 'log')) == 6
     assert forkserver._forkserver._forkserver_pid != killed[0]
     # A server that has already ended before a rank needs it costs no attempt.

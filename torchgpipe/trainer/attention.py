@@ -17,7 +17,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
     Each of them is of shape (N, T, heads, size).
     """
-    y = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    y: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return y.transpose(1, 2).flatten(-2)
 
 
@@ -27,16 +28,18 @@ def heads_of(x: Tensor, *sizes: int) -> Tensor:
     Raises:
         ValueError: The last one is not a whole head.
     """
-    each = torch.Size(sizes).numel()
-    if x.size(-1) % each:
+    size = torch.Size(sizes).numel()
+    if x.size(-1) % size:
         raise ValueError(
-            f'{x.size(-1)} features are {x.size(-1) / each:.2f} heads of {each}, and '
+            f'{x.size(-1)} features are {x.size(-1) / size:.2f} heads of {size}, and '
             'have to be whole ones: the number of heads is divisible by that of the '
             'ranks along the tensor axis'
         )
-    return x.unflatten(-1, (-1, *sizes))
+    heads: Tensor = x.unflatten(-1, (-1, *sizes))
+    return heads
 
 
 def by_heads(x: Tensor, heads: int) -> Tensor:
     """Return a weight or a bias of queries, then keys, then values, in the order of heads."""
-    return x.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+    split: Tensor = x.unflatten(0, (3, heads, -1))
+    return split.transpose(0, 1).flatten(0, 2)

@@ -1,10 +1,4 @@
-"""Plan a model whose blocks are equal, by measuring one of them.
-
-::
-
-    measured    embedding   block                 head
-    planned     embedding   block block block …   head      over the ranks of a pipeline
-"""
+"""Times of the blocks of a GPT: measured on all processes of this machine, for plans of a mesh."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -13,28 +7,18 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from torchgpipe.balance import LayerProfile, OperationProfile, Profile, profile
-from torchgpipe.base.settings import Settings
+from torchgpipe.balance import LayerProfile, OperationProfile, Profile
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.plan import (
-    Costs,
     Machine,
     ParameterBytes,
-    Plan,
     Transformer,
-    measure_overhead,
-    plan,
 )
 from torchgpipe.plan.balance import solve
-from torchgpipe.schedule import NAMES
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 from torchgpipe.trainer.processes import Processes
-
-#: Bytes of a parameter, its gradient and the state of Adam, relative to the parameter.
-ADAM = 4
 
 
 class BlockTimer:
@@ -115,32 +99,30 @@ def profiles_of(
     """
     if sequence_parallel:
         tensors = [tensor for tensor in tensors if sizes.context % tensor == 0]
-    found, small = {}, sizes._replace(depth=FEW)
+    transformer = Transformer(
+        sizes.depth,
+        sizes.width,
+        sizes.heads,
+        sizes.vocabulary,
+        sizes.context,
+        tied=sizes.tied,
+        dtype='float32',
+        sequence_parallel=sequence_parallel,
+        eager=True,
+    )
+    profiles = {}
     with Processes(devices, BlockTimer) as group:
         for tensor in tensors:
-            times = [
-                _times(group, sizes, tensor, batch, sequence_parallel) for batch in (1, LARGE)
-            ]
-            one = Transformer(
-                sizes.depth,
-                sizes.width,
-                sizes.heads,
-                sizes.vocabulary,
-                sizes.context,
-                tied=sizes.tied,
-                dtype='float32',
-                sequence_parallel=sequence_parallel,
-                eager=True,
-            ).profile(machine, tensor, LARGE)
-            found[tensor] = replace(
-                one,
-                layers=tuple(
-                    _timed(x, *(both[0 < k <= sizes.depth] for both in times))
-                    for k, x in enumerate(one.layers)
-                ),
-            )
-        update = max(group.call('update', small))
-    return found, replace(machine, bandwidth=state.traffic / update)
+            small = _times(group, sizes, tensor, 1, sequence_parallel)
+            large = _times(group, sizes, tensor, LARGE, sequence_parallel)
+            computed = transformer.profile(machine, tensor, LARGE)
+            layers = []
+            for index, layer in enumerate(computed.layers):
+                is_block = 0 < index <= sizes.depth
+                layers.append(_timed(layer, small[is_block], large[is_block]))
+            profiles[tensor] = replace(computed, layers=tuple(layers))
+        update = max(group.call('update', sizes._replace(depth=FEW)))
+    return profiles, replace(machine, bandwidth=state.traffic / update)
 
 
 #: Samples of a large micro-batch.
@@ -154,10 +136,14 @@ def _times(
     group: Processes, sizes: Sizes, tensor: int, batch: int, sequence_parallel: bool
 ) -> tuple[float, float]:
     """Return the seconds of an embedding or a head, and of a block, for one micro-batch."""
-    few, many = (
-        max(group.call('step', sizes._replace(depth=depth), tensor, batch, sequence_parallel))
-        for depth in (FEW, MANY)
-    )
+
+    def seconds(depth: int) -> float:
+        """Return the seconds of the slowest rank, with a number of blocks."""
+        model = sizes._replace(depth=depth)
+        longest: float = max(group.call('step', model, tensor, batch, sequence_parallel))
+        return longest
+
+    few, many = seconds(FEW), seconds(MANY)
     block = max(0.0, many - few) / (MANY - FEW)
     return max(0.0, few - FEW * block) / 2, block
 
@@ -173,11 +159,11 @@ def _timed(layer: LayerProfile, small: float, large: float) -> LayerProfile:
         backward_overhead=2 * overhead / 3,
         input_share=None,
         weight_share=None,
-        operations=_share_of(layer, large / 3),
+        operations=share_of(layer, large / 3),
     )
 
 
-def _share_of(layer: LayerProfile, forward: float) -> tuple[OperationProfile, ...]:
+def share_of(layer: LayerProfile, forward: float) -> tuple[OperationProfile, ...]:
     """Return the operations of a layer, whose parts of forward stay the same."""
     ratio = forward / layer.forward_seconds if layer.forward_seconds else 0.0
     operations = []
@@ -203,91 +189,3 @@ def balance_of(sizes: Sizes, experts: int, tokens: int, stages: int) -> list[int
     block = (4 + 8 * networks) * width**2 + 2 * tokens * width
     layers = [0, *([block] * sizes.depth), width * sizes.vocabulary]
     return [len(stage) for stage in solve(layers, stages)]
-
-
-def plan_blocks(
-    few: nn.Sequential,
-    sample: Tensor,
-    device: torch.device,
-    *,
-    depth: int,
-    batch: int,
-    ranks: int,
-    tensor: int,
-    virtual: int,
-    settings: Settings | None = None,
-) -> Plan:
-    """Return the predictions for some settings, or the fastest plan.
-
-    Predictions leave out the loss, the optimizer and messages.
-
-    Args:
-        few: The first layer, one block and the last layer.
-        sample: The input of some samples.
-        device: Where to measure.
-        depth: The number of blocks.
-        batch: The number of samples of a replica.
-        ranks: The ranks of the pipeline.
-        tensor: The ranks that share each layer; each takes its part of the time.
-        virtual: The most stages on a rank that a plan tries.
-        settings: The settings; by default, those of the fastest plan.
-    """
-    costs = profile(few.to(device), sample.to(device), device=device, timeout=0.5).scaled(batch)
-    first, block, last = (
-        replace(
-            x,
-            **{
-                name: value / tensor
-                for name, value in vars(x).items()
-                if name.endswith(('seconds', 'overhead'))
-            },
-            operations=_share_of(x, x.forward_seconds / tensor),
-        )
-        for x in costs.layers
-    )
-    blocks = [replace(block, name=str(k + 1)) for k in range(depth)]
-    places = {0: 0, 2: depth + 1}  # the head may have the embedding's weight
-    ties = [
-        replace(tie, layers=tuple(places[index] for index in tie.layers)) for tie in costs.ties
-    ]
-    costs = replace(
-        costs, layers=(first, *blocks, replace(last, name=str(depth + 1))), ties=tuple(ties)
-    )
-    overhead = measure_overhead([device])
-    if settings is None:
-        chunks = [m for m in range(1, batch + 1) if batch % m == 0]
-        return plan(
-            costs,
-            devices=[f'cpu:{k}' for k in range(ranks)],
-            param_scale=ADAM,
-            overhead=overhead,
-            virtual=virtual,
-            schedules=[*NAMES],
-            chunks=chunks,
-        )
-    seconds = sum(x.forward_seconds + x.backward_seconds for x in costs.layers)
-    layer_devices = [
-        device for device, number in zip(settings.devices, settings.balance) for _ in range(number)
-    ]
-    stages = Costs.of(
-        costs.counted_once(layer_devices),
-        settings.balance,
-        settings.chunks,
-        settings.checkpoint,
-        param_scale=ADAM,
-        overhead=overhead,
-        keep=settings.keep or None,
-    )
-    layers = tuple((x.name, x.parameter_bytes) for x in costs.layers)
-    return Plan(
-        settings.schedule,
-        settings.balance,
-        settings.devices,
-        settings.chunks,
-        settings.checkpoint,
-        layers,
-        batch,
-        seconds,
-        stages,
-        keep=settings.keep,
-    )

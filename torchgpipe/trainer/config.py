@@ -1,135 +1,250 @@
-"""The options of ``train-gpt``, and whether they fit each other."""
+"""The options of ``train-gpt``: a field of :class:`Config` is an option of the command."""
 
+import importlib.metadata
+import importlib.util
 import os
 import re
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from torchgpipe.base.devices import accelerators
+from torchgpipe.base.devices import CPU, accelerators, current_device
 from torchgpipe.plan import MACHINES
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import stages_per_device
 from torchgpipe.trainer.blocks import balance_of
-from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.gpt import GPT2, MINGPT, Sizes
-from torchgpipe.trainer.log import check_log, sample_logs
-from torchgpipe.trainer.tokens import digest_of, read
-from torchgpipe.trainer.training_folder import TrainingFolder, new_name
+from torchgpipe.trainer.tokenizer import BYTES, load_tokenizer
 
-#: The default text is the repository's license: English, 11 thousand bytes.
-LICENSE = Path(__file__).parents[2] / 'LICENSE'
 MODELS = {**GPT2, **MINGPT}
-#: The dtype of parameters.
+
+#: The dtype of parameters, by the dtype of products.
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.float32}
 
-FILE, FOLDER = click.Path(exists=True, dir_okay=False), click.Path(exists=True, file_okay=False)
-COUNT, NUMBER = click.IntRange(1), click.FloatRange(0)
 
-
-class Bytes(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """A number of bytes, such as 80GiB."""
 
     name = 'size'
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         """Return the number."""
-        found = re.fullmatch(r'(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B', str(value))
-        if found is None or not float(found[1]):
+        match = re.fullmatch(r'(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B', str(value))
+        if match is None or not float(match[1]):
             self.fail(f'{value!r} is no size above zero, such as 80GiB or 24GB', param, ctx)
-        unit = (1024 if found[3] else 1000) ** ' KMGT'.index(found[2] or ' ')
-        return int(float(found[1]) * unit)
+        unit = (1024 if match[3] else 1000) ** ' KMGT'.index(match[2] or ' ')
+        return int(float(match[1]) * unit)
 
 
-#: Names, type (or a list of choices), default and help of each option.
-OPTIONS: list[tuple[str, Any, Any, str]] = [
-    ('--model', [*MODELS], None, 'A published model; the next five options change it.'),
-    ('--n-layer', COUNT, None, 'Blocks.  [default: 4]'),
-    ('--n-head', COUNT, None, 'Heads.  [default: 4]'),
-    ('--n-embd', COUNT, None, 'Features of a token.  [default: 128]'),
-    ('--block-size', COUNT, None, "Tokens of a sample.  [default: the model's context, or 64]"),
-    ('--vocab-size', COUNT, None, 'Different tokens.  [default: 256 with text, else 50304]'),
-    ('--experts', click.IntRange(0), 0, 'Experts in place of the network of each block.'),
-    ('--data --dp', COUNT, 1, 'Replicas.'),
-    ('--pipe --pp', COUNT, 1, 'Ranks that share the layers of a replica.'),
-    ('--tensor --tp', COUNT, 1, 'Ranks that share each layer.'),
-    (
-        '--chunked-loss',
-        COUNT,
-        None,
-        'Compute scores for so many tokens at a time, within the loss.',
-    ),
-    ('--sequence-parallel', bool, False, 'Divide norms by tokens over the ranks of --tensor.'),
-    ('--schedule', [*NAMES], '1f1b', 'The order of a step.'),
-    ('--virtual', COUNT, 2, 'Stages on each rank, for schedules that take several.'),
-    (
-        '--checkpoint',
-        ['never', 'except_last', 'selective', 'always'],
+FILE = click.Path(exists=True, dir_okay=False)
+FOLDER = click.Path(exists=True, file_okay=False)
+COUNT = click.IntRange(1)
+COUNT_OR_ZERO = click.IntRange(0)
+NUMBER = click.FloatRange(0)
+
+
+def option(default: Any, kind: Any, help: str, names: str = '') -> Any:
+    """Return a field that is an option.
+
+    Args:
+        default: The value without the option; 0 or '' for an option without a default.
+        kind: The type for click: a list of choices, or ``bool`` for a flag.
+        help: The help text.
+        names: Further names, such as ``--dp``.
+    """
+    return field(default=default, metadata={'kind': kind, 'help': help, 'names': names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of a training.
+
+    :func:`complete` checks them, and sets sizes that are left out.
+    """
+
+    # The model.
+    model: str = option('', [*MODELS], 'A published model; the next five options change it.')
+    n_layer: int = option(0, COUNT, 'Blocks.  [default: 4]')
+    n_head: int = option(0, COUNT, 'Heads.  [default: 4]')
+    n_embd: int = option(0, COUNT, 'Features of a token.  [default: 128]')
+    block_size: int = option(
+        0, COUNT, "Tokens of a sample.  [default: the model's context, or 64]"
+    )
+    vocab_size: int = option(
+        0, COUNT, "Different tokens.  [default: 256 for bytes, the tokenizer's, or 50304]"
+    )
+    experts: int = option(0, COUNT_OR_ZERO, 'Experts in place of the network of each block.')
+
+    # The mesh, and the order of a step.
+    data: int = option(1, COUNT, 'Replicas.', '--dp')
+    pipe: int = option(1, COUNT, 'Ranks that share the layers of a replica.', '--pp')
+    tensor: int = option(1, COUNT, 'Ranks that share each layer.', '--tp')
+    sequence_parallel: bool = option(
+        False, bool, 'Divide norms by tokens over the ranks of --tensor.'
+    )
+    schedule: str = option('1f1b', [*NAMES], 'The order of a step.')
+    virtual: int = option(2, COUNT, 'Stages on each rank, for schedules that take several.')
+    checkpoint: str = option(
         'never',
+        ['never', 'except_last', 'selective', 'always'],
         'Micro-batches to recompute; by selective, without products.',
-    ),
-    ('--plan', ['auto'], None, 'Choose schedule, micro-batches, checkpoints and balance by it.'),
-    ('--devices', COUNT, None, 'With --plan auto, also choose the mesh of as many devices.'),
-    ('--machine', [*MACHINES], None, 'The machine of this plan.  [default: this one, measured]'),
-    ('--shard', bool, False, 'Shard parameters over replicas (FSDP2).'),
-    ('--cpu', bool, False, 'Train on the CPU, also where there are accelerators.'),
-    ('--offload', bool, False, 'Shard, and keep parameters, gradients and optimizer on the host.'),
-    (
-        '--micro-batch-size',
+    )
+    plan: str = option(
+        '', ['auto'], 'Choose schedule, micro-batches, checkpoints and balance by it.'
+    )
+    devices: int = option(0, COUNT, 'With --plan auto, also choose the mesh of as many devices.')
+    machine: str = option(
+        '', [*MACHINES], 'The machine of this plan.  [default: this one, measured]'
+    )
+    #: The number of layers of each stage.
+    balance: tuple[int, ...] = ()
+    #: The token that begins a generated text.
+    first_token: int = 0
+
+    # Memory and speed.
+    shard: bool = option(False, bool, 'Shard parameters over replicas (FSDP2).')
+    offload: bool = option(
+        False, bool, 'Shard, and keep parameters, gradients and optimizer on the host.'
+    )
+    cpu: bool = option(False, bool, 'Train on the CPU, also where there are accelerators.')
+    chunked_loss: int = option(
+        0, COUNT, 'Compute scores for so many tokens at a time, within the loss.'
+    )
+    dtype: str = option('float32', [*DTYPES], 'bfloat16: autocast, with parameters in float32.')
+    compile: bool = option(False, bool, 'Compile each block (torch.compile).')
+
+    # The data.
+    text: str = option('', FILE, 'A file, each byte of which is a token.  [default: the license]')
+    tokens: str = option(
+        '', FOLDER, 'A folder with train.bin and val.bin of uint16, as of nanoGPT.'
+    )
+    dataset: str = option(
+        '',
+        str,
+        'A dataset of Hugging Face, NAME or NAME:CONFIG, or a folder of text; it is streamed.',
+    )
+    tokenizer: str = option(
+        '', str, 'Its tokenizer: a name of Hugging Face, or a folder.  [default: bytes]'
+    )
+    mock_data: bool = option(False, bool, 'Random tokens.')
+
+    # The optimizer.
+    global_batch_size: int = option(32, COUNT, 'Samples of a step, on all replicas.')
+    micro_batch_size: int = option(
+        0,
         COUNT,
-        None,
         'Samples of a micro-batch.  [default: for 4 micro-batches '
         'for each rank of the pipe, 8 with experts, else 1]',
-    ),
-    ('--global-batch-size', COUNT, 32, 'Samples of a step, on all replicas.'),
-    ('--steps', COUNT, 300, 'Steps in all.'),
-    ('--lr', NUMBER, 1e-3, 'The largest learning rate.'),
-    ('--min-lr', NUMBER, 1e-4, 'The learning rate of the last step.'),
-    ('--warmup-steps', click.IntRange(0), 20, 'Steps in which the learning rate grows.'),
-    ('--weight-decay', NUMBER, 0.1, 'Of matrices, by AdamW.'),
-    ('--grad-clip', NUMBER, 1.0, 'The largest norm of gradients; 0 for any.'),
-    ('--dtype', [*DTYPES], 'float32', 'bfloat16: autocast, with parameters in float32.'),
-    ('--compile', bool, False, 'Compile each block (torch.compile).'),
-    ('--seed', click.IntRange(0, 2**31 - 1), 0, 'For initial values and samples.'),
-    ('--deterministic', bool, False, 'Deterministic algorithms only.'),
-    ('--text', FILE, None, 'A file, each byte of which is a token.  [default: the license]'),
-    ('--tokens', FOLDER, None, 'A folder with train.bin and val.bin of uint16, as of nanoGPT.'),
-    ('--mock-data', bool, False, 'Random tokens.'),
-    ('--save', str, None, 'A folder for checkpoints.'),
-    ('--save-interval', COUNT, 100, 'Steps between checkpoints.'),
-    ('--async-save', bool, False, 'Write checkpoints while training goes on.'),
-    ('--keep-last', COUNT, 2, 'Checkpoints to keep.'),
-    ('--resume', bool, False, 'Continue from the newest checkpoint, if there is one.'),
-    ('--restarts', click.IntRange(0), 0, 'How often to start all ranks again when one fails.'),
-    ('--log --log-file', str, None, 'A file of JSON lines. torchrun takes the first name itself.'),
-    ('--log-interval', COUNT, 1, 'Steps between lines.'),
-    ('--log-samples', bool, False, "Log the samples of each replica, to the log's name + '.0', …"),
-    ('--eval-interval', COUNT, 100, 'Steps between validations.'),
-    ('--eval-batches', click.IntRange(0), 16, 'Batches of a validation; 0 for all.'),
-    ('--generate', click.IntRange(0), 200, 'Tokens to generate in the end.'),
-    ('--peak-tflops', NUMBER, None, "A device's peak, for MFU.  [default: by its name]"),
-    ('--dry-run', bool, False, 'Print the needs of each rank, and end.'),
-    ('--devices-per-host', COUNT, 8, 'Devices of a host, to tell links apart in a dry run.'),
-    ('--memory', Bytes(), None, 'Memory of a device, such as 80GiB, for a dry run.'),
-    ('--output', str, 'results', 'A folder for the pictures.'),
-]
+    )
+    steps: int = option(300, COUNT, 'Steps in all.')
+    lr: float = option(1e-3, NUMBER, 'The largest learning rate.')
+    min_lr: float = option(1e-4, NUMBER, 'The learning rate of the last step.')
+    warmup_steps: int = option(20, COUNT_OR_ZERO, 'Steps in which the learning rate grows.')
+    weight_decay: float = option(0.1, NUMBER, 'Of matrices, by AdamW.')
+    grad_clip: float = option(1.0, NUMBER, 'The largest norm of gradients; 0 for any.')
+    seed: int = option(0, click.IntRange(0, 2**31 - 1), 'For initial values and samples.')
+    deterministic: bool = option(False, bool, 'Deterministic algorithms only.')
+
+    # Checkpoints.
+    save: str = option('', str, 'A folder for checkpoints.')
+    save_interval: int = option(100, COUNT, 'Steps between checkpoints.')
+    async_save: bool = option(False, bool, 'Write checkpoints while training goes on.')
+    keep_last: int = option(2, COUNT, 'Checkpoints to keep.')
+    resume: bool = option(False, bool, 'Continue from the newest checkpoint, if there is one.')
+    restarts: int = option(0, COUNT_OR_ZERO, 'How often to start all ranks again when one fails.')
+
+    # Logs, validation and text.
+    log: str = option(
+        '', str, 'A file of JSON lines. torchrun takes the first name itself.', '--log-file'
+    )
+    log_interval: int = option(1, COUNT, 'Steps between lines.')
+    log_samples: bool = option(
+        False, bool, "Log the samples of each replica, to the log's name + '.0', …"
+    )
+    tensorboard: str = option('', str, 'A folder for curves of TensorBoard.')
+    eval_interval: int = option(100, COUNT, 'Steps between validations.')
+    eval_batches: int = option(16, COUNT_OR_ZERO, 'Batches of a validation; 0 for all.')
+    generate: int = option(200, COUNT_OR_ZERO, 'Tokens to generate in the end.')
+    peak_tflops: float = option(0.0, NUMBER, "A device's peak, for MFU.  [default: by its name]")
+    output: str = option('results', str, 'A folder for the pictures.')
+
+    # Before a training.
+    dry_run: bool = option(False, bool, 'Print the needs of each rank, and end.')
+    devices_per_host: int = option(
+        8, COUNT, 'Devices of a host, to tell links apart in a dry run.'
+    )
+    memory: int = option(0, Size(), 'Memory of a device, such as 80GiB, for a dry run or a plan.')
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the model."""
+        published = MODELS.get(self.model)
+        return Sizes(
+            vocabulary=self.vocab_size,
+            context=published.context if published else self.block_size,
+            width=self.n_embd,
+            heads=self.n_head,
+            depth=self.n_layer,
+            tied=published.tied if published else True,
+        )
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches of a replica."""
+        return self.global_batch_size // self.data // self.micro_batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The number of tokens of a mini-batch, of all replicas."""
+        return self.global_batch_size * self.block_size
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.data * self.pipe * self.tensor
+
+    def resumed(self) -> 'Config':
+        """Return the options to continue from the newest checkpoint."""
+        return replace(self, resume=True)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return current_device() if accelerators() and not self.cpu else CPU
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with all options."""
-    for names, kind, default, text in reversed(OPTIONS):
+    """Decorate a command with an option for each field of :class:`Config`."""
+    for item in reversed(option_fields()):
+        name = '--' + item.name.replace('_', '-')
+        kind = item.metadata['kind']
+        help = item.metadata['help']
+        if item.default:
+            help += f'  [default: {item.default}]'
         command = click.option(
-            *names.split(),
+            name,
+            *item.metadata['names'].split(),
+            item.name,
             type=click.Choice(kind) if isinstance(kind, list) else kind,
-            default=default,
             is_flag=kind is bool,
-            help=text,
+            default=False if kind is bool else None,
+            help=help,
         )(command)
     return command
+
+
+def option_fields() -> list[Field[Any]]:
+    """Return the fields that are options."""
+    return [item for item in fields(Config) if item.metadata]
+
+
+def config_of(options: Mapping[str, Any]) -> Config:
+    """Return the options that a command line has; the others have their defaults."""
+    return Config(**{name: value for name, value in options.items() if value is not None})
 
 
 def require(condition: object, text: str) -> None:
@@ -138,32 +253,75 @@ def require(condition: object, text: str) -> None:
         raise click.UsageError(text)
 
 
-def checked(config: Namespace) -> Namespace:
-    """Return the options with all defaults: sizes of the model, micro-batches, processes.
+def complete(config: Config) -> Config:
+    """Return the options with all defaults: sizes of the model, stages, micro-batches.
 
     Raises:
         click.UsageError: Some do not fit the others, or the machine.
     """
-    data, pipe, tensor = config.data, config.pipe, config.tensor
+    config = _complete_data(config)
+    config = _complete_sizes(config)
+    config = _complete_stages(config)
+    config = _complete_batch(config)
+    _check_plan(config)
+    if not config.dry_run:
+        _check_processes(config)
+        _check_folders(config)
+    return config
+
+
+def _complete_data(config: Config) -> Config:
+    sources = {
+        '--text': config.text,
+        '--tokens': config.tokens,
+        '--dataset': config.dataset,
+        '--mock-data': config.mock_data,
+    }
+    chosen = [name for name, value in sources.items() if value]
+    require(len(chosen) <= 1, f'{_enumerated(sources)} exclude each other')
     require(
-        bool(config.text) + bool(config.tokens) + config.mock_data <= 1,
-        '--text, --tokens and --mock-data exclude each other',
+        config.dataset or not config.tokenizer,
+        '--tokenizer is for --dataset, which may also be a folder with the text',
     )
-    config.text = config.text or (None if config.tokens or config.mock_data else str(LICENSE))
-    known = MODELS.get(config.model, Sizes(0, config.block_size or 64, 128, 4, 4))
-    config.block_size = block = config.block_size or known.context
+    if not chosen:
+        config = replace(config, text=default_text())
+    if config.tokenizer:
+        return _complete_tokenizer(config)
+    if config.text or config.dataset:
+        config = replace(config, vocab_size=config.vocab_size or BYTES.vocabulary)
+    config = replace(config, vocab_size=config.vocab_size or 50304)
+    return replace(config, first_token=BYTES.end % config.vocab_size)
+
+
+def _complete_tokenizer(config: Config) -> Config:
+    try:
+        tokenizer = load_tokenizer(config.tokenizer)
+    except ImportError:
+        raise click.UsageError('--tokenizer takes a package: pip install transformers') from None
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f'cannot load --tokenizer {config.tokenizer}: {error}') from None
+    size = config.vocab_size or tokenizer.vocabulary
     require(
-        block <= known.context,
-        f'--block-size {block} is more than the {known.context} of --model {config.model}',
+        size >= tokenizer.vocabulary,
+        f'--vocab-size {size} is less than the {tokenizer.vocabulary} of --tokenizer',
     )
-    config.vocab_size = config.vocab_size or (256 if config.text else 50304)
-    config.sizes = sizes = Sizes(
-        config.vocab_size,
-        known.context,
-        config.n_embd or known.width,
-        config.n_head or known.heads,
-        config.n_layer or known.depth,
-        known.tied,
+    return replace(config, vocab_size=size, first_token=tokenizer.end)
+
+
+def _complete_sizes(config: Config) -> Config:
+    published = MODELS.get(config.model)
+    defaults = published or Sizes(0, config.block_size or 64, 128, 4, 4)
+    config = replace(
+        config,
+        block_size=config.block_size or defaults.context,
+        n_embd=config.n_embd or defaults.width,
+        n_head=config.n_head or defaults.heads,
+        n_layer=config.n_layer or defaults.depth,
+    )
+    block, tensor, sizes = config.block_size, config.tensor, config.sizes
+    require(
+        block <= defaults.context,
+        f'--block-size {block} is more than the {defaults.context} of --model {config.model}',
     )
     require(
         sizes.width % sizes.heads == 0,
@@ -187,18 +345,53 @@ def checked(config: Namespace) -> Namespace:
             f'--block-size {block} is not a multiple of --tensor {tensor}, so ranks cannot divide '
             'a sequence equally: --sequence-parallel',
         )
+    return config
+
+
+def _complete_stages(config: Config) -> Config:
+    pipe, depth = config.pipe, config.n_layer
+    layers = depth + 2
     least, most = stages_per_device(config.schedule)
-    config.virtual = min(max(config.virtual, least), most)
-    require(pipe > 1 or most == 1, f'--schedule {config.schedule} takes --pipe 2 or more')
     require(
-        pipe * config.virtual <= sizes.depth + 2,
-        f'--n-layer {sizes.depth}, the embedding and the head are fewer layers than the '
-        f'{pipe * config.virtual} stages of --pipe {pipe} --schedule {config.schedule}',
+        pipe > 1 or most == 1 or config.offload,
+        f'--schedule {config.schedule} takes --pipe 2 or more',
     )
+    require(not (config.offload and config.plan), '--offload is without --plan')
+    if config.offload:
+        # A device has the parameters of one stage, so stages are as small as possible.
+        virtual = max(1, layers // pipe)
+    else:
+        virtual = min(max(config.virtual, least), most)
+    stages = pipe * virtual
     require(
-        not config.offload or pipe == 1 and not config.plan,
-        '--offload runs one layer after the other: with --pipe 1, and without --plan',
+        stages <= layers,
+        f'--n-layer {depth}, the embedding and the head are fewer layers than the {stages} '
+        f'stages of --pipe {pipe} --schedule {config.schedule}',
     )
+    # A plan for a mesh has chosen a balance.
+    balance = config.balance
+    if not balance:
+        balance = tuple(balance_of(config.sizes, config.experts, config.block_size, stages))
+    return replace(config, virtual=virtual, balance=balance)
+
+
+def _complete_batch(config: Config) -> Config:
+    share = config.global_batch_size // config.data
+    chunks = 4 * config.pipe if config.pipe > 1 else 1
+    if config.experts:
+        # Auxiliary losses of experts are of a micro-batch, so its size is the same on all meshes.
+        chunks = 8
+    config = replace(config, micro_batch_size=config.micro_batch_size or max(1, share // chunks))
+    samples = config.chunks * config.micro_batch_size * config.data
+    require(
+        samples == config.global_batch_size > 0,
+        f'--global-batch-size {config.global_batch_size} is not a multiple of --data '
+        f'{config.data} × --micro-batch-size {config.micro_batch_size}',
+    )
+    return config
+
+
+def _check_plan(config: Config) -> None:
     require(
         config.plan or not (config.devices or config.machine),
         '--devices and --machine are for --plan auto',
@@ -207,85 +400,61 @@ def checked(config: Namespace) -> Namespace:
         config.devices or not config.machine,
         '--machine is for --devices, the number of them for which to plan a mesh',
     )
-    config.virtual = sizes.depth + 2 if config.offload else config.virtual
-    if not getattr(config, 'balance', None):  # a plan for a mesh has chosen one
-        config.balance = balance_of(sizes, config.experts, block, pipe * config.virtual)
-    share = config.global_batch_size // data
-    # Auxiliary losses of experts are of a micro-batch, so its size is the same on all meshes.
-    chunks = 8 if config.experts else 4 * pipe if pipe > 1 else 1
-    config.micro_batch_size = config.micro_batch_size or max(1, share // chunks)
-    config.chunks = share // config.micro_batch_size
-    require(
-        config.chunks * config.micro_batch_size * data == config.global_batch_size > 0,
-        f'--global-batch-size {config.global_batch_size} is not a multiple of --data {data} × '
-        f'--micro-batch-size {config.micro_batch_size}',
-    )
-    config.world, launched = data * pipe * tensor, 'RANK' in os.environ
-    require(
-        not launched or os.environ.get('WORLD_SIZE', '').isdigit(),
-        'RANK is set, but WORLD_SIZE is no number: start with torchrun, or unset RANK',
-    )
-    config.accelerated = bool(accelerators()) and not config.cpu
     require(
         not (config.dry_run and config.plan),
         '--plan measures layers on a device, which a --dry-run does not have',
     )
-    if config.dry_run:
-        return config
-    there = (
-        int(os.environ['WORLD_SIZE'])
-        if launched
-        else (len(accelerators()) if config.accelerated else config.world)
-    )
+
+
+def _check_processes(config: Config) -> None:
+    is_launched = 'RANK' in os.environ
+    world_size = os.environ.get('WORLD_SIZE', '')
     require(
-        config.world == there or config.world < there and not launched,
-        f'--data {data} × --pipe {pipe} × --tensor {tensor} take {config.world} processes, '
-        f'but there are {there} ' + ('of torchrun' if launched else 'devices: add --cpu'),
+        not is_launched or world_size.isdigit(),
+        'RANK is set, but WORLD_SIZE is no number: start with torchrun, or unset RANK',
     )
+    mesh = f'--data {config.data} × --pipe {config.pipe} × --tensor {config.tensor}'
+    if is_launched:
+        require(
+            config.world == int(world_size),
+            f'{mesh} take {config.world} processes, but there are {world_size} of torchrun',
+        )
+    elif accelerators() and not config.cpu:
+        count = len(accelerators())
+        require(
+            config.world <= count,
+            f'{mesh} take {config.world} processes, but there are {count} devices: add --cpu',
+        )
+    require(
+        not (is_launched and config.restarts),
+        'torchrun has started these processes, so that '
+        '--restarts cannot: run torchrun again, with --resume',
+    )
+
+
+def _check_folders(config: Config) -> None:
     require(
         config.save or not (config.resume or config.restarts),
         '--resume and --restarts take checkpoints: --save FOLDER',
     )
-    require(
-        not (launched and config.restarts),
-        'torchrun has started these processes, so that '
-        '--restarts cannot: run torchrun again, with --resume',
-    )
     require(config.log or not config.log_samples, '--log-samples takes --log FILE')
-    return config
-
-
-def check_files(config: Namespace) -> None:
-    """Check the data, the folder of checkpoints and the logs, and name the training."""
-    output_folder(config.output)
-    block = config.block_size
-    try:
-        train, val = read(config)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise click.UsageError(f'cannot read the data: {error}') from None
     require(
-        len(train) >= 2 * block and len(val) > block,
-        f'there are {len(train)} tokens to train and {len(val)} to validate with, but '
-        f'--block-size {block} takes {2 * block} and {block + 1}',
+        not config.tensorboard or importlib.util.find_spec('tensorboard'),
+        '--tensorboard takes a package: pip install tensorboard',
     )
-    config.training = {
-        **config.sizes._asdict(),
-        'experts': config.experts,
-        'block_size': block,
-        'seed': config.seed,
-        'global_batch_size': config.global_batch_size,
-        'tokens': len(train),
-        'weight_decay': config.weight_decay,
-        'dtype': config.dtype,
-        'digest': digest_of(train, val),
-    }
-    last = 0
-    name = new_name()
-    if config.save:
-        folder = TrainingFolder(config.save)
-        name = folder.check(config.training, config.resume, config.steps)
-        last = max(folder.steps(), default=0)
-    config.training['name'] = name
-    if config.log and os.environ.get('RANK', '0') == '0':
-        for path in (config.log, *(sample_logs(config.log) if config.log_samples else ())):
-            check_log(path, name, last, regular=config.log_samples)
+
+
+def default_text() -> str:
+    """Return the path of the license: English, 11 thousand bytes."""
+    in_clone = Path(__file__).parents[2] / 'LICENSE'
+    if in_clone.exists():
+        return str(in_clone)
+    for path in importlib.metadata.files('torchgpipe') or ():
+        if path.name == 'LICENSE':
+            return str(path.locate())
+    raise click.UsageError('there is no license to train with: give a text, by --text FILE')
+
+
+def _enumerated(names: Iterable[str]) -> str:
+    *first, last = names
+    return f'{", ".join(first)} and {last}'

@@ -113,7 +113,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        y: Tensor = x + self.mlp(self.ln_2(x))
+        return y
 
 
 class GPT(nn.Module):
@@ -121,9 +122,10 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
+        embedding = Embedding(sizes.vocabulary, sizes.width)
+        self.transformer: Any = nn.ModuleDict(
             {
-                'wte': Embedding(sizes.vocabulary, sizes.width),
+                'wte': embedding,
                 'wpe': Embedding(sizes.context, sizes.width),
                 'h': nn.ModuleList(Block(sizes) for _ in range(sizes.depth)),
                 'ln_f': nn.LayerNorm(sizes.width),
@@ -131,7 +133,7 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         if sizes.tied:
-            self.lm_head.weight = self.transformer.wte.weight
+            self.lm_head.weight = embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = embed(self, tokens)
@@ -217,9 +219,10 @@ def chunked_cross_entropy(output: Unscored, target: Tensor, size: int) -> Tensor
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
         return F.linear_cross_entropy(features, weight, target, options=options)
 
-    total = 0.0
+    losses = []
     for x, labels in zip(features.split(size), target.split(size)):
-        total = total + checkpoint(_summed_loss, x, weight, labels, use_reentrant=False)
+        losses.append(checkpoint(_summed_loss, x, weight, labels, use_reentrant=False))
+    total: Tensor = sum(losses)
     return total / len(target)
 
 
@@ -288,6 +291,25 @@ def layers_with_experts(sizes: Sizes, experts: int, with_scores: bool = True) ->
     )
 
 
+def parameter_counts(sizes: Sizes, experts: int = 0) -> tuple[int, int]:
+    """Return the number of parameters, and of those that a token uses.
+
+    Args:
+        sizes: The sizes.
+        experts: The number of experts of a block, of which a token uses two; 0 without experts.
+    """
+    with torch.device('meta'):
+        module = layers_with_experts(sizes, experts) if experts else layers(GPT(sizes))
+    total = in_experts = 0
+    for name, parameter in module.named_parameters():
+        total += parameter.numel()
+        if '.experts.' in name and '.router' not in name:
+            in_experts += parameter.numel()
+    if not experts:
+        return total, total
+    return total, total - in_experts + in_experts * min(2, experts) // experts
+
+
 def init_gpt2(module: nn.Module, depth: int) -> None:
     """Draw the initial values of one module as GPT-2 does.
 
@@ -305,13 +327,16 @@ def init_gpt2(module: nn.Module, depth: int) -> None:
 class SplitByVocabulary(ParallelStyle):
     """Split the weight of a head by its rows, and leave its input and its output as they are."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         rows = distribute_tensor(module.weight, device_mesh, [Shard(0)])
         module.weight = nn.Parameter(rows, module.weight.requires_grad)
-        return module
+        split: nn.Module = module
+        return split
 
 
-def tensor_plan(sequence_parallel: bool = False, with_scores: bool = True) -> dict[str, Any]:
+def tensor_plan(
+    sequence_parallel: bool = False, with_scores: bool = True, experts: bool = False
+) -> dict[str, Any]:
     """Return how a GPT is split: by vocabulary, by heads, and by the features of networks.
 
     The scores stay split by vocabulary, so their loss is
@@ -324,6 +349,7 @@ def tensor_plan(sequence_parallel: bool = False, with_scores: bool = True) -> di
                 embedding ─ scatter ─ norm ─ gather ─ c_attn ─ attention ─ c_proj ─ reduce, scatter
                             └─ tokens of a rank ─┘    └──── heads of a rank ────┘   └─ tokens …
         with_scores: Whether the head returns scores: see :func:`layers`.
+        experts: Whether networks are mixtures of experts, which each rank has whole.
     """
     plan: dict[str, Any] = {
         '*.wte': RowwiseParallel(input_layouts=Replicate()),
@@ -344,6 +370,8 @@ def tensor_plan(sequence_parallel: bool = False, with_scores: bool = True) -> di
         plan['*lm_head'] = SequenceColwiseParallel(use_local_output=False)
     if not with_scores:
         plan['*lm_head'] = SplitByVocabulary()
+    if experts:
+        del plan['*.c_fc']
     return plan
 
 

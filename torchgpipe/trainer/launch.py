@@ -18,65 +18,78 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
-def launch(run: Callable[[Any], object], config: Any, final: Collection[int]) -> None:
+def launch(
+    run: Callable[..., object],
+    *args: Any,
+    world: int,
+    restarts: int = 0,
+    final: Collection[int] = (),
+) -> None:
     """Run a function in a process for each rank.
 
     Args:
-        run: The function, of a module's own.
-        config: Its argument, which can be pickled. ``config.world`` is the number of ranks, and
-            ``config.restarts`` how often to start all of them again when one fails, then with
-            ``config.resume = True``.
+        run: The function, of a module. It gets the number of the attempt, from 0 on, and then the
+            other arguments.
+        args: Its further arguments, which can be pickled.
+        world: The number of ranks.
+        restarts: How often to start all ranks again when one fails.
         final: Exit codes after which another attempt would end the same way.
 
     Raises:
         SystemExit: A rank failed in the last attempt; with its exit code, or 1 after a signal.
     """
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload([run.__module__])  # torch is imported once
-    click.echo(f'starting {config.world} processes', err=True)
-    for attempt in range(config.restarts + 1):
-        # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks
-        # of an attempt never find addresses of ranks that have ended.
-        store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        # Ranks end when this end of their pipe is closed: also by the end of this process, and
-        # when the server that forks them has ended, and cannot kill them.
-        ends, alive = context.Pipe(duplex=False)
-        ranks = [
-            context.Process(target=_run, daemon=True, args=(run, config, rank, store.port, ends))
-            for rank in range(config.world)
-        ]
-        failed, code = None, 0
-        try:
-            with starting_ranks():
-                for process in ranks:
-                    process.start()
-            failed = _first_failure(ranks)
-        except (EOFError, ConnectionError):
-            click.echo('the process that starts ranks ended', err=True)
-            code = 1
-        finally:
-            alive.close()
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-        if failed is not None:
-            code = ranks[failed].exitcode
-            how = f'by signal {-code}' if code < 0 else f'with status {code}'
-            click.echo(f'rank {failed} ended {how}', err=True)
+    click.echo(f'starting {world} processes', err=True)
+    for attempt in range(restarts + 1):
+        code = _attempt(run, attempt, args, world)
         if not code:
             return
-        if code in final or attempt == config.restarts:
+        if code in final or attempt == restarts:
             raise SystemExit(max(code, 1))
-        click.echo(f'restart {attempt + 1} of {config.restarts}: all ranks start again', err=True)
-        config.resume = True
+        click.echo(f'restart {attempt + 1} of {restarts}: all ranks start again', err=True)
+
+
+def _attempt(run: Callable[..., object], attempt: int, args: tuple[Any, ...], world: int) -> int:
+    """Start all ranks, and wait until they end; return 0, or the exit code of a failure."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload([run.__module__])  # torch is imported once
+    # torchrun has the store in a process of its own as well: no rank takes it with it. Ranks of an
+    # attempt never find addresses of ranks that have ended.
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    # Ranks end when this end of their pipe is closed: also by the end of this process, and when
+    # the server that forks them has ended, and cannot kill them.
+    ends, alive = context.Pipe(duplex=False)
+    ranks = []
+    for rank in range(world):
+        place = _RankPlace(rank, world, store.port, ends)
+        arguments = (place, run, attempt, *args)
+        ranks.append(context.Process(target=_run, daemon=True, args=arguments))
+    try:
+        with starting_ranks():
+            for process in ranks:
+                process.start()
+        failed = _first_failure(ranks)
+    except (EOFError, ConnectionError):
+        click.echo('the process that starts ranks ended', err=True)
+        return 1
+    finally:
+        alive.close()
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    if failed is None:
+        return 0
+    code = ranks[failed].exitcode or 0
+    how = f'by signal {-code}' if code < 0 else f'with status {code}'
+    click.echo(f'rank {failed} ended {how}', err=True)
+    return code
 
 
 @contextmanager
@@ -110,25 +123,33 @@ def _first_failure(ranks: list[Any]) -> int | None:
         wait(running)
 
 
-def _run(
-    run: Callable[[Any], object], config: Any, rank: int, port: int, ends: Connection
-) -> None:
-    threading.Thread(target=_end_with, args=(ends,), daemon=True).start()
+class _RankPlace(NamedTuple):
+    """The place of a process among the ranks of an attempt."""
+
+    rank: int
+    world: int
+    #: The port of the store.
+    port: int
+    #: A pipe whose other end is closed when the rank has to end.
+    ends: Connection
+
+
+def _run(place: _RankPlace, run: Callable[..., object], attempt: int, *args: Any) -> None:
+    threading.Thread(target=_end_with, args=(place.ends,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it.
-    world = str(config.world)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=world,
-        LOCAL_WORLD_SIZE=world,
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.world),
+        LOCAL_WORLD_SIZE=str(place.world),
         MASTER_ADDR='127.0.0.1',
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(place.port),
         TORCHELASTIC_USE_AGENT_STORE='True',
     )
-    torch.set_num_threads(max(1, len(available_cores()) // config.world))
+    torch.set_num_threads(max(1, len(available_cores()) // place.world))
     accept_any_text()
     try:
-        run(config)
+        run(attempt, *args)
     except click.ClickException as error:
         click.echo(f'Error: {error.format_message()}', err=True)
         raise SystemExit(error.exit_code) from None

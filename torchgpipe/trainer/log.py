@@ -70,19 +70,19 @@ class Log:
     """A log of JSON lines that a training writes to.
 
     Args:
-        path: The file; ``None`` to keep lines in memory only.
+        path: The file; empty to keep lines in memory only.
         training: The name of the training.
         last: The last step of the checkpoint that is loaded, or 0.
     """
 
-    def __init__(self, path: str | None, training: str, last: int) -> None:
+    def __init__(self, path: str, training: str, last: int) -> None:
         #: The lines of the training.
         self.lines: list[dict[str, Any]] = []
         #: Whether lines can be read again after a restart.
-        self.is_regular = path is not None and not _is_stream(path)
+        self.is_regular = bool(path) and not _is_stream(path)
         self._training = training
         self._descriptor: int | None = None
-        if path is None:
+        if not path:
             return
         try:
             self._descriptor = _open(path)

@@ -95,7 +95,8 @@ def attention(device: torch.device, dtype: torch.dtype) -> float:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     # Two products forward, five backward; half of the scores are masked.
-    return 7 * batch * heads * length**2 * size / seconds(step, device)
+    operations = 7 * batch * heads * length**2 * size
+    return operations / seconds(step, device)
 
 
 class Ring:
@@ -142,7 +143,8 @@ class RingCosts(NamedTuple):
         """
 
         def seconds(collective: str, bytes: int) -> float:
-            return max(group.call('seconds', collective, bytes))
+            longest: float = max(group.call('seconds', collective, bytes))
+            return longest
 
         small = seconds('all-reduce', SMALL)
         half = seconds('all-reduce', large) / 2

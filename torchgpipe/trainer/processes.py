@@ -112,7 +112,7 @@ class Processes:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             store = (Path(folder) / 'store').as_uri()
-            context = multiprocessing.get_context(METHOD)
+            context: Any = multiprocessing.get_context(METHOD)
             context.set_forkserver_preload(IMPORTED)
             with starting_ranks():
                 for rank in range(self._n):
@@ -150,13 +150,14 @@ class Processes:
         answers: dict[int, Any] = {}
         while len(answers) < self._n:
             missing = [pipe for pipe, rank in self._pipes.items() if rank not in answers]
-            for pipe in wait(missing, 2 * PATIENCE) or [None]:
+            ready = wait(missing, 2 * PATIENCE)
+            if not ready:
+                raise click.ClickException(f'no process has answered for {2 * PATIENCE} seconds')
+            for pipe in ready:
                 answers |= self._answer(pipe)
         return [answers[rank] for rank in range(self._n)]
 
     def _answer(self, pipe: Any) -> dict[int, Any]:
-        if pipe is None:
-            raise click.ClickException(f'no process has answered for {2 * PATIENCE} seconds')
         try:
             answer = pipe.recv()
         except (EOFError, ConnectionError):

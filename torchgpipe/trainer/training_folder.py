@@ -29,8 +29,13 @@ from typing import Any
 from uuid import uuid4
 
 import click
+import torch
+import torch.distributed as dist
 
+from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.distributed.agreement import NotBegun
 from torchgpipe.trainer.files import output_folder, replacing
+from torchgpipe.trainer.ranks import from_first_rank
 
 #: The names of checkpoints, and of folders that a save leaves when it is interrupted.
 _CHECKPOINT = re.compile(r'step-([1-9]\d*)(|\.before|\.saving)')
@@ -69,6 +74,8 @@ class TrainingFolder:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._description = self.path / 'training.json'
+        #: The checkpoint that is being written while the training goes on.
+        self._writing: Any = None
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after a number of steps."""
@@ -185,6 +192,79 @@ class TrainingFolder:
         if not os.path.lexists(checkpoint):
             checkpoint = checkpoint.with_name(f'{checkpoint.name}.before')
         return checkpoint.rename(path)
+
+    def begin(
+        self,
+        training: Mapping[str, Any],
+        model: DistributedGPipe,
+        optimizer: torch.optim.Optimizer,
+        resume: bool,
+    ) -> dict[str, Any]:
+        """Begin a training, or load its newest checkpoint that is complete, on all ranks.
+
+        Damaged checkpoints are set aside.
+
+        Args:
+            training: The description of the training.
+            model: The model.
+            optimizer: Its optimizer.
+            resume: Whether to continue from a checkpoint.
+
+        Returns:
+            The ``extra`` of the checkpoint; ``{'step': 0}`` if there is none.
+
+        Raises:
+            click.UsageError: There are checkpoints, but none can be loaded.
+        """
+        is_first = dist.get_rank() == 0
+        # Other ranks may see an older folder.
+        steps = from_first_rank(self.steps() if resume and is_first else [], model.devices[0])
+        if not steps:
+            if is_first:
+                self.describe(training)
+            return {'step': 0}
+        damaged = []
+        for step in reversed(steps):
+            try:
+                state: dict[str, Any] = model.load(self.checkpoint(step), optimizer)
+            except (OSError, RuntimeError, ValueError) as error:
+                if isinstance(error, RuntimeError) and not isinstance(error.__cause__, NotBegun):
+                    raise  # Such as after the end of a rank, which does not damage a checkpoint.
+                damaged.append(step)
+                if is_first:
+                    click.echo(f'step-{step} is not loaded: {error}', err=True)
+                continue
+            if is_first:
+                for step in damaged:
+                    click.echo(f'it is now {self.set_aside(step)}', err=True)
+            return state
+        dist.destroy_process_group()
+        raise click.UsageError(f'no checkpoint in {self.path} can be loaded')
+
+    def save(
+        self,
+        step: int,
+        model: DistributedGPipe,
+        optimizer: torch.optim.Optimizer,
+        extra: Mapping[str, Any],
+        wait: bool,
+        keep: int,
+    ) -> None:
+        """Save a checkpoint, on all ranks, and delete old ones.
+
+        Args:
+            step: The step.
+            model: The model.
+            optimizer: Its optimizer.
+            extra: Further state, the same on all ranks.
+            wait: Whether to return after it is written.
+            keep: The number of checkpoints to keep.
+        """
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = model.save(self.checkpoint(step), optimizer, extra=extra, wait=wait)
+        if dist.get_rank() == 0:
+            self.delete_old(keep, step)
 
     def delete_old(self, keep: int, step: int) -> None:
         """Delete all but the newest checkpoints.
