@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -70,17 +70,17 @@ def shell(command):
 def ranks(world, argv):
     """Run a program as ``torchrun`` does, but in processes that have imported torch already."""
     Path('printed.txt').unlink(missing_ok=True)
-    launch(program, SimpleNamespace(world=world, restarts=0, folder=os.getcwd(), argv=argv), ())
+    launch(program, os.getcwd(), argv, world=world)
     return Path('printed.txt').read_text()
 
 
-def program(config):
+def program(attempt, folder, argv):
     """Be a rank of it."""
-    os.chdir(config.folder)
+    os.chdir(folder)
     with open('printed.txt', 'a') as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
-    sys.argv, sys.path[:0] = config.argv, [config.folder]
-    runpy.run_path(config.argv[0], run_name='__main__')
+    sys.argv, sys.path[:0] = argv, [folder]
+    runpy.run_path(argv[0], run_name='__main__')
 
 
 def matches(text, expected):

@@ -43,6 +43,7 @@ RULES = [
     ('engine', 'model'),
     ('losses', 'sequential'),
     ('distributed', 'dry_run'),
+    *((room, 'trainer') for room in ('distributed', 'dry_run', 'gpipe', 'plan', 'timeline')),
 ]
 
 
@@ -75,7 +76,7 @@ def within(name, package):
 def test_sharded_layers_stand_beside_the_rest():
     """On private names, kinds of devices, the context, and values; many processes on them."""
     for name, imported in layers.graph().items():
-        if within(name, 'distributed') or within(name, 'dry_run'):
+        if any(within(name, user) for user in ('distributed', 'dry_run', 'trainer')):
             continue
         others = {other for other in imported if within(other, 'shard') != within(name, 'shard')}
         below = {'base.context', 'base.devices', 'base.private', 'base.structure'}

@@ -20,6 +20,8 @@ from torchgpipe.trainer.gpt import (
     chunked_cross_entropy,
     init_gpt2,
     layers,
+    layers_with_experts,
+    parameter_counts,
     tensor_plan,
 )
 
@@ -231,3 +233,12 @@ def test_losses_that_do_not_fit_split_scores():
         assert 'divides by what it counts in a target' in text
     for text in run(2, refused, whole_scores):
         assert 'parallel_cross_entropy, or call the step within' in text
+
+
+def test_flops_count_the_router_of_experts():
+    sizes = Sizes(vocabulary=64, context=8, width=16, heads=2, depth=3)
+    with torch.device('meta'):
+        experts = layers_with_experts(sizes, 8)[1].experts
+    in_experts = sum(x.numel() for name, x in experts.named_parameters() if name != 'router')
+    total, used = parameter_counts(sizes, 8)
+    assert total - used == sizes.depth * in_experts * 6 // 8

@@ -381,9 +381,9 @@ def from_hugging_face(state_dict: Mapping[str, Tensor], heads: int) -> dict[str,
     That model has transposed weights of linear layers, and queries, keys and values in the order
     of the paper.
     """
-    found = {}
+    weights = {}
     for name, x in state_dict.items():
         if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
             x = x.t()
-        found[name] = by_heads(x, heads) if '.c_attn.' in name else x
-    return found
+        weights[name] = by_heads(x, heads) if '.c_attn.' in name else x
+    return weights

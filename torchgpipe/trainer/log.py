@@ -26,7 +26,7 @@ import click
 from torchgpipe.base.errors import format_bytes
 
 
-class _Own(NamedTuple):
+class _TrainingLines(NamedTuple):
     """The lines of one training in a log."""
 
     lines: list[dict[str, Any]]
@@ -61,9 +61,9 @@ def check_log(path: str, training: str, last: int, regular: bool = False) -> Non
 
 def sample_logs(path: str) -> list[str]:
     """Return the logs of samples beside a log: its name with ``.0``, ``.1`` and so on."""
-    beside = Path(path)
-    name = re.compile(re.escape(beside.name) + r'\.\d+')
-    return sorted(str(file) for file in beside.parent.glob('*') if name.fullmatch(file.name))
+    log = Path(path)
+    name = re.compile(re.escape(log.name) + r'\.\d+')
+    return sorted(str(file) for file in log.parent.glob('*') if name.fullmatch(file.name))
 
 
 class Log:
@@ -164,14 +164,14 @@ def _unwritable(path: str, error: OSError) -> click.UsageError:
     return click.UsageError(f'cannot write to the log {path!r}: {why}')
 
 
-def _own_lines(path: str, training: str, last: int) -> _Own:
+def _own_lines(path: str, training: str, last: int) -> _TrainingLines:
     """Return the lines of a training up to a step.
 
     Raises:
         click.UsageError: There is text that is not JSON, or lines of another training follow
             those that would be cut.
     """
-    own: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     position = size = 0
     is_cut = False
     with open(path, 'rb') as file:
@@ -191,10 +191,10 @@ def _own_lines(path: str, training: str, last: int) -> _Own:
                 )
             size = position
             if is_own:
-                own.append(line)
-    for line in own:
+                lines.append(line)
+    for line in lines:
         line.pop('training', None)
-    return _Own(own, size)
+    return _TrainingLines(lines, size)
 
 
 def _is_half(text: bytes, training: str) -> bool:

@@ -68,12 +68,12 @@ def seconds(
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
     """Return FLOP/s by the size of square matrices."""
-    found = {}
+    rates = {}
     for size in SIZES[is_cpu(device)]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         multiply = partial(torch.mm, a, b, out=torch.empty_like(a))
-        found[size] = 2 * size**3 / seconds(multiply, device, recorded=True)
-    return found
+        rates[size] = 2 * size**3 / seconds(multiply, device, recorded=True)
+    return rates
 
 
 def bandwidth(device: torch.device, dtype: torch.dtype) -> float:

@@ -22,7 +22,6 @@ from torchgpipe.trainer.config import Config, complete, require
 from torchgpipe.trainer.files import output_folder, replacing
 from torchgpipe.trainer.measuring import measure_machine
 from torchgpipe.trainer.prediction import settings_of
-from torchgpipe.trainer.report import draw_if_possible
 from torchgpipe.trainer.train_gpt import (
     autocast,
     build_layers,
@@ -30,6 +29,7 @@ from torchgpipe.trainer.train_gpt import (
     model_options,
     training_loss,
 )
+from torchgpipe.trainer.training_report import draw_if_possible
 
 #: The options that a plan for a mesh sets.
 CHOSEN = ('data', 'pipe', 'tensor', 'schedule', 'virtual', 'checkpoint', 'micro_batch_size')

@@ -116,16 +116,16 @@ class Processes:
             context.set_forkserver_preload(IMPORTED)
             with starting_ranks():
                 for rank in range(self._n):
-                    here, there = context.Pipe()
+                    parent, child = context.Pipe()
                     process = context.Process(
                         target=_serve,
                         daemon=True,
-                        args=(rank, self._n, store, there, self._settings[rank], *self._work),
+                        args=(rank, self._n, store, child, self._settings[rank], *self._work),
                     )
                     process.start()
-                    stack.callback(_end, process, here)
-                    there.close()  # Only its process has it now, so reading here ends with it.
-                    self._pipes[here] = rank
+                    stack.callback(_end, process, parent)
+                    child.close()  # Only its process has it now, so reading from the parent ends with it.
+                    self._pipes[parent] = rank
             self._answers()
             self._exit = stack.pop_all()
         return self

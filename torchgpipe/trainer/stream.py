@@ -179,13 +179,13 @@ class SplitDataset:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._thread = ThreadPoolExecutor(1, 'documents')
+        self._next: Future[tuple[Tensor, dict[str, Any]]] | None = None
         tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
         splits = load_splits(config.dataset)
         if 'train' not in splits:
             raise ValueError(f'the dataset has no split train, but {", ".join(splits)}')
         self._reader = DocumentReader(splits['train'], tokenizer)
-        self._thread = ThreadPoolExecutor(1, 'documents')
-        self._next: Future[tuple[Tensor, dict[str, Any]]] | None = None
 
         count = config.global_batch_size * config.eval_batches * config.block_size
         validation = [name for name in VALIDATION_SPLITS if name in splits]
@@ -240,6 +240,10 @@ class SplitDataset:
         self._next = self._thread.submit(self._read)
         return batch
 
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
     def _read(self) -> tuple[Tensor, dict[str, Any]]:
         tokens = self._reader.take(self._config.tokens_per_step)
         check_tokens(tokens, self._config.vocab_size)
@@ -266,12 +270,11 @@ class TokenStream:
 
     Args:
         config: The options.
-        device: The device of this rank.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._device = device
+        self._device = config.device
         #: On the first rank.
         self._dataset: SplitDataset
         self.val = self._from_first_rank(self._open)
@@ -304,6 +307,11 @@ class TokenStream:
         """Continue after a checkpoint."""
         if dist.get_rank() == 0:
             self._dataset.seek(position)
+
+    def close(self) -> None:
+        """End the thread of the first rank."""
+        if dist.get_rank() == 0:
+            self._dataset.close()
 
     def batch(self, step: int, replica: int, device: torch.device) -> Samples:
         """Return the samples of a replica in a step, which counts from 0."""

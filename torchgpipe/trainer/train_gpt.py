@@ -48,10 +48,10 @@ from torchgpipe.trainer.gpt import (
 )
 from torchgpipe.trainer.prediction import predict
 from torchgpipe.trainer.ranks import check_finite, from_first_rank
-from torchgpipe.trainer.report import Phase, Report
 from torchgpipe.trainer.stream import TokenStream
 from torchgpipe.trainer.tokens import TokenFiles, samples_at
 from torchgpipe.trainer.training_folder import TrainingFolder
+from torchgpipe.trainer.training_report import Phase, Report
 
 
 def train(config: Config, training: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
     training = from_first_rank(training, device)
 
     # Data, model and optimizer. A plan may have chosen another number of micro-batches.
-    data = TokenStream(config, device) if config.dataset else TokenFiles(config)
+    data = open_data(config)
     plan = predict(config, build_layers, partial(training_loss, config), device)
     share = config.global_batch_size // config.data
     config = replace(config, micro_batch_size=share // plan.chunks)
@@ -78,9 +78,9 @@ def train(config: Config, training: dict[str, Any]) -> None:
     optimizer = build_optimizer(config, model.parameters())
 
     # The newest checkpoint.
-    folder = TrainingFolder(config.save) if config.save else None
+    folder = TrainingFolder(config.save)
     state: dict[str, Any] = {'step': 0}
-    if folder:
+    if config.save:
         state = folder.begin(training, model, optimizer, config.resume)
     step = state['step']
     if step:
@@ -95,7 +95,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
         is_last = step == config.steps
         is_validated = step % config.eval_interval == 0 or is_last
         is_logged = step % config.log_interval == 0 or is_validated
-        is_saved = folder is not None and (step % config.save_interval == 0 or is_last)
+        is_saved = config.save and (step % config.save_interval == 0 or is_last)
 
         # Sample: the samples of this replica, with the next token of each token.
         batch = data.batch(step - 1, replica, device)
@@ -126,7 +126,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
 
         # Save. A checkpoint comes before its validation, which may fail, and has the entry of the
         # log, which comes after the validation.
-        if folder and is_saved:
+        if is_saved:
             extra = {
                 'step': step,
                 'entry': from_first_rank(entry, device),
@@ -140,9 +140,17 @@ def train(config: Config, training: dict[str, Any]) -> None:
         if entry:
             validate_and_log(config, model, data, report, entry)
 
+    data.close()
     text = generate(config, model)
     report.end(text)
     dist.destroy_process_group()
+
+
+def open_data(config: Config) -> TokenFiles | TokenStream:
+    """Return the data, which gives the samples of each step, and tokens to validate with."""
+    if config.dataset:
+        return TokenStream(config)
+    return TokenFiles(config)
 
 
 def build_layers(config: Config, depth: int) -> nn.Sequential:

@@ -89,7 +89,7 @@ class Report:
         self._memory_growth = 0
 
         total, used = parameter_counts(config.sizes, config.experts)
-        self._parameters = total
+        self._parameter_count = total
         attention = 12 * config.n_layer * config.n_embd * config.block_size
         self._flops_per_token = 6 * used + attention
         self._peak_tflops = config.peak_tflops or peak_tflops(self._device)
@@ -268,7 +268,7 @@ class Report:
         if not (config.shard or config.offload):
             predicted += f', {format_bytes(max(plan.bytes.values()))}'
         return (
-            f'{self._parameters:,} parameters, {per_rank}\n'
+            f'{self._parameter_count:,} parameters, {per_rank}\n'
             f'mesh of data {config.data} × pipe {config.pipe} × tensor {config.tensor} on '
             f'{self._device.type}, balance {[*plan.balance]}, schedule {plan.schedule}, '
             f'checkpoint {checkpoint}\n'
