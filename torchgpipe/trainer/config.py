@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,11 @@ class Config:
     def tokens_per_step(self) -> int:
         """The number of tokens of a mini-batch, of all replicas."""
         return self.global_batch_size * self.block_size
+
+    @property
+    def max_norm(self) -> float:
+        """The largest norm of gradients."""
+        return self.grad_clip or inf
 
     @property
     def world(self) -> int:

@@ -124,7 +124,8 @@ class Processes:
                     )
                     process.start()
                     stack.callback(_end, process, parent)
-                    child.close()  # Only its process has it now, so reading from the parent ends with it.
+                    # Only the process has this end now, so reading here ends with it.
+                    child.close()
                     self._pipes[parent] = rank
             self._answers()
             self._exit = stack.pop_all()

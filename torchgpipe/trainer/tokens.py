@@ -148,3 +148,29 @@ def samples_at(
     samples = _unsigned(torch.stack(pieces))
     check_tokens(samples, config.vocab_size)
     return samples[:, :-1].to(device), samples[:, 1:].to(device)
+
+
+def validation_parts(config: Config, tokens: int, replica: int) -> list[tuple[int, Tensor]]:
+    """Return the batches of a validation: the number of samples, and where a replica's start.
+
+    Args:
+        config: The options.
+        tokens: The number of tokens to validate with.
+        replica: The replica.
+    """
+    block, batch = config.block_size, config.global_batch_size
+    starts = block * torch.arange((tokens - 1) // block)
+    if config.eval_batches:
+        starts = starts[: config.eval_batches * batch]
+
+    # Experts take equally many samples of each replica. So the samples that replicas cannot share
+    # evenly run on all of them, which does not change their mean.
+    rest = len(starts) % batch % config.data
+    shared, common = starts.split([len(starts) - rest, rest])
+    parts = []
+    for samples in shared.split(batch):
+        if len(samples):
+            parts.append((len(samples), samples.tensor_split(config.data)[replica]))
+    if rest:
+        parts.append((rest, common))
+    return parts

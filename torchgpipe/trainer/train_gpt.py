@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from math import cos, inf, pi
+from math import cos, pi
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ from torchgpipe.trainer.gpt import (
 from torchgpipe.trainer.prediction import predict
 from torchgpipe.trainer.ranks import check_finite, from_first_rank
 from torchgpipe.trainer.stream import TokenStream
-from torchgpipe.trainer.tokens import TokenFiles, samples_at
+from torchgpipe.trainer.tokens import TokenFiles, samples_at, validation_parts
 from torchgpipe.trainer.training_folder import TrainingFolder
 from torchgpipe.trainer.training_report import Phase, Report
 
@@ -70,9 +70,10 @@ def train(config: Config, training: dict[str, Any]) -> None:
 
     # Data, model and optimizer. A plan may have chosen another number of micro-batches.
     data = open_data(config)
-    plan = predict(config, build_layers, partial(training_loss, config), device)
-    share = config.global_batch_size // config.data
-    config = replace(config, micro_batch_size=share // plan.chunks)
+    loss_fn = partial(training_loss, config)
+    plan = predict(config, build_layers, loss_fn, device)
+    samples_per_replica = config.global_batch_size // config.data
+    config = replace(config, micro_batch_size=samples_per_replica // plan.chunks)
     report = Report(config, training['name'], mesh, plan, start)
     model = build_model(config, mesh, plan)
     optimizer = build_optimizer(config, model.parameters())
@@ -104,12 +105,11 @@ def train(config: Config, training: dict[str, Any]) -> None:
         with report.measured(model, is_logged) as metrics:
             # Step: forward and backward of all micro-batches.
             with autocast(config, device):
-                loss_fn = partial(training_loss, config)
                 loss = model.step(batch.x, batch.y, loss_fn, schedule='auto').item()
             report.lap(Phase.STEP)
 
             # Clip the norm of all gradients, over all ranks.
-            norm = model.clip_grad_norm_(config.grad_clip or inf).item()
+            norm = model.clip_grad_norm_(config.max_norm).item()
             check_finite(model, step, loss, norm)
             report.lap(Phase.CLIP)
 
@@ -121,7 +121,9 @@ def train(config: Config, training: dict[str, Any]) -> None:
             optimizer.zero_grad()
         report.lap(Phase.UPDATE)
 
-        entry = report.entry(step, loss, norm, lr, metrics) if is_logged else None
+        entry = None
+        if is_logged:
+            entry = report.entry(step, loss, norm, lr, metrics)
         report.add_samples(step, batch.starts)
 
         # Save. A checkpoint comes before its validation, which may fail, and has the entry of the
@@ -219,13 +221,16 @@ def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of a step, from 0 on: it grows, then falls as a cosine."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    part = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
-    return config.min_lr + (config.lr - config.min_lr) * (1 + cos(pi * min(part, 1))) / 2
+    decay_steps = max(1, config.steps - 1 - config.warmup_steps)
+    part = min(1, (step - config.warmup_steps) / decay_steps)
+    height = (1 + cos(pi * part)) / 2
+    return config.min_lr + height * (config.lr - config.min_lr)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
     """Return the context of forward passes."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == 'bfloat16')
+    is_enabled = config.dtype == 'bfloat16'
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_enabled)
 
 
 def training_loss(config: Config, output: Any, target: Tensor) -> Tensor:
@@ -238,7 +243,9 @@ def training_loss(config: Config, output: Any, target: Tensor) -> Tensor:
 
 def cross_entropy(config: Config, output: Any, target: Tensor) -> Tensor:
     """Return the mean over tokens; scores may be split by vocabulary, or computed by chunks."""
-    scores = output[0] if config.experts else output
+    scores = output
+    if config.experts:
+        scores = output[0]
     if config.chunked_loss:
         return chunked_cross_entropy(scores, target, config.chunked_loss)
     return parallel_cross_entropy(scores, target)
@@ -261,31 +268,24 @@ def validate_and_log(
 
 
 @torch.no_grad()
-def validate(config: Config, model: DistributedGPipe, tokens: Tensor, report: Report) -> float:
+def validate(
+    config: Config,
+    model: DistributedGPipe,
+    tokens: Tensor,
+    report: Report,
+) -> float:
     """Return the exact mean over the tokens of some batches, or of all."""
-    block, batch, device = config.block_size, config.global_batch_size, model.devices[0]
-    starts = block * torch.arange((len(tokens) - 1) // block)
-    if config.eval_batches:
-        starts = starts[: config.eval_batches * batch]
-
-    # Experts take equally many samples of each replica. So the samples that replicas cannot share
-    # evenly run on all of them, which does not change their mean.
-    rest = len(starts) % batch % config.data
-    shared, common = starts.split([len(starts) - rest, rest])
-    parts = []
-    for samples in shared.split(batch):
-        if len(samples):
-            parts.append((len(samples), samples.tensor_split(config.data)[report.replica]))
-    if rest:
-        parts.append((rest, common))
-
+    device = model.devices[0]
+    loss_fn = partial(cross_entropy, config)
     model.eval()
-    total, count = 0.0, 0
-    for number, samples in report.progress(parts, 'validation'):
-        x, y = samples_at(config, tokens, samples, device)
+    total = 0.0
+    count = 0
+    parts = validation_parts(config, len(tokens), report.replica)
+    for number, starts in report.progress(parts, 'validation'):
+        x, y = samples_at(config, tokens, starts, device)
         with autocast(config, device):
-            loss, _ = model.evaluate(x, y, partial(cross_entropy, config))
-        total += loss.item() * number
+            loss, _ = model.evaluate(x, y, loss_fn)
+        total += number * loss.item()
         count += number
     model.train()
     return total / count
@@ -299,15 +299,18 @@ def generate(config: Config, model: DistributedGPipe) -> list[int]:
     model.eval()
     for _ in range(config.generate):
         context = tokens[-config.block_size :]
-        # Ranks that divide a sequence get equal parts of it. No token sees the later ones.
-        padding = -len(context) % config.tensor if config.sequence_parallel else 0
+        last = len(context) - 1
+        if config.sequence_parallel:
+            # Ranks divide a sequence into equal parts. No token sees the later ones.
+            context += [0] * (-len(context) % config.tensor)
         with autocast(config, device):
-            # On ranks with the last stage.
-            output = model(torch.tensor([context + [0] * padding], device=device))
+            output = model(torch.tensor([context], device=device))
+
         token = torch.full((1,), -1, device=device)
         if output is not None:
-            scores = next_scores(config, output, len(context) - 1)
-            probabilities = (scores.double().cpu() / 0.8).softmax(-1)
+            # This rank has the last stage.
+            scores = next_scores(config, output, last)
+            probabilities = torch.softmax(scores.double().cpu() / 0.8, -1)
             token[0] = probabilities.multinomial(1, generator=generator)
         dist.all_reduce(token, dist.ReduceOp.MAX)
         tokens.append(int(token))
@@ -316,13 +319,18 @@ def generate(config: Config, model: DistributedGPipe) -> list[int]:
 
 def next_scores(config: Config, output: Any, index: int) -> Tensor:
     """Return the scores of the token after the one at an index of the only sample."""
-    scores = output[0] if config.experts else output
+    scores = output
+    if config.experts:
+        scores = output[0]
     if config.chunked_loss:
-        features, weight = (whole(tensor) for tensor in scores)
+        features = whole(scores.features)
+        weight = whole(scores.weight)
         return features[0, index] @ weight.t()
     return whole(scores)[0, index]
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor of all ranks that have a part of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
