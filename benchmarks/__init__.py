@@ -2,7 +2,6 @@
 
 ::
 
-    train_gpt     the trainer of a GPT on any mesh: an example, to read from top to bottom
     commands      the list of experiments: where a new one is added
     experiments   the measurements: a module each
     harness       code that they share:
@@ -10,8 +9,6 @@
                   experiment  their settings and figures
                   options     the user's options
                   simulated   accelerators where there are none
-                  processes   several, each with a worker that runs given calls
-                  launch      a process for each rank, started again when one fails
                   job         one setting
                   campaign    settings one after another, tables, JSON, pictures
                   page        the page of the results

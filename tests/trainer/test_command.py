@@ -1,7 +1,9 @@
 """The command: options, files and processes that it refuses."""
 
+import importlib
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -134,3 +136,10 @@ def trained(run, tmp_path):
     words = [*TINY, *files, *'--save-interval 2 --keep-last 9 --log-samples'.split()]
     assert run(*words)[0] == 0
     return words
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'click', None)
+    monkeypatch.delitem(sys.modules, 'torchgpipe.trainer')
+    with pytest.raises(ImportError, match=r"needs the package 'click'.*torchgpipe\[train\]"):
+        importlib.import_module('torchgpipe.trainer')

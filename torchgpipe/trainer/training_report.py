@@ -29,6 +29,9 @@ from torchgpipe.trainer.tokenizer import BYTES, load_tokenizer
 
 T = TypeVar('T')
 
+# Bars need no thread that looks after them.
+tqdm.monitor_interval = 0
+
 #: Blue and orange, which differ also for the color-blind, on light and on dark.
 COLORS = '#3b6fb6', '#d1803d'
 
