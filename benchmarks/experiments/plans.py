@@ -1,9 +1,15 @@
-"""Plans of meshes against published trainings, and the meshes that a plan would choose."""
+"""Plans of meshes against published trainings, and the meshes that a plan would choose.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+``trainings.json`` has the trainings: models by the arguments of ``Transformer``, and in groups by
+source the mesh (data, pipe, tensor), the samples of a step, the published figure in the unit of
+the group, and the options of the plan.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -15,62 +21,43 @@ from torchgpipe.plan.transformers import shares_of
 
 PAGE = Path(__file__).parents[2] / 'docs/plans.md'
 
-LLAMA_8B, LLAMA_70B, LLAMA_405B = (
-    Transformer(
-        depth,
-        width,
-        heads,
-        128256,
-        8192,
-        key_heads=8,
-        features=features,
-        gated=True,
-        tied=False,
-        biases=False,
-    )
-    for depth, width, heads, features in (
-        (32, 4096, 32, 14336),
-        (80, 8192, 64, 28672),
-        (126, 16384, 128, 53248),
-    )
-)
-GPT2_XL = Transformer(48, 1600, 25, 50257, 1024)
-GPT3 = Transformer(96, 12288, 96, 51200, 2048)
+DATA = json.loads(Path(__file__).with_name('trainings.json').read_text())
+
+Machines = dict[str, Machine]
 
 
-class Training(NamedTuple):
-    """A published training: its model, its mesh and a figure.
-
-    Attributes:
-        name: Its name.
-        model: The sizes.
-        machine: The name of the machine.
-        mesh: Ranks along the data, pipe and tensor axis.
-        batch: The samples of a step.
-        published: The figure.
-        options: Options of the plan.
-    """
+@dataclass(frozen=True)
+class Training:
+    """A published training."""
 
     name: str
     model: Transformer
+    #: The name of the machine.
     machine: str
+    #: Ranks along the data, pipe and tensor axis.
     mesh: tuple[int, int, int]
+    #: The samples of a step.
     batch: int
+    #: The figure, in the unit of its group.
     published: float
+    #: The options of the plan.
     options: dict[str, Any]
+    #: The published memory of the largest rank, and of parameters and optimizer.
+    memory_gib: float | None = None
+    state_gib: float | None = None
+    #: Assumptions of the prediction.
+    note: str = ''
 
-    def plan(self, known: dict[str, Machine], **more: Any) -> MeshPlan:
+    def plan(self, machines: Machines) -> MeshPlan:
         """Return the plan of its mesh."""
+        data, pipe, tensor = self.mesh
         return plan(
             self.model,
-            mesh=dict(zip(('data', 'pipe', 'tensor'), self.mesh)),
-            **{
-                'machine': known[self.machine],
-                'batch': self.batch,
-                'memory_limit': 1e15,
-                **self.options,
-                **more,
-            },
+            mesh={'data': data, 'pipe': pipe, 'tensor': tensor},
+            machine=machines[self.machine],
+            batch=self.batch,
+            memory_limit=1e15,
+            **self.options,
         )
 
     @property
@@ -79,380 +66,38 @@ class Training(NamedTuple):
         data, pipe, tensor = self.mesh
         return data * pipe * tensor
 
-
-def _gpt(depth: int, width: int, heads: int, parallel: bool) -> Transformer:
-    """Return a GPT of 2021 and 2022: dropout, and scores of attention in memory."""
-    return Transformer(
-        depth, width, heads, 51200, 2048, dropout=True, fused=False, sequence_parallel=parallel
-    )
+    @property
+    def mesh_name(self) -> str:
+        """The mesh in a table."""
+        return ' × '.join(map(str, self.mesh))
 
 
-#: Korthikanti et al., 2022, tables 3 and 5, figure 1: layers, width, heads, ranks of the pipeline
-#: and stages of each, samples of a micro-batch and of a step; seconds with full and with selective
-#: recomputation; GiB of parameters and optimizer, of activations without and with selective
-#: recomputation.
-_FOUR = (
-    ('22B', 48, 6144, 64, 1, 1, 4, 4, (1.42, 1.10), (45.6, 59.3, 9.6)),
-    ('175B', 96, 12288, 96, 8, 3, 1, 64, (18.13, 13.75), (45.6, 66.8, 12.4)),
-    ('530B', 105, 20480, 128, 35, 3, 1, 280, (49.05, 37.83), (31.6, 114.0, 23.1)),
-    ('1T', 128, 25600, 160, 64, 1, 1, 512, (94.42, 71.49), (33.0, 131.3, 26.6)),
-)
+def trainings(group: str) -> list[Training]:
+    """Return the trainings of a source."""
+    common = DATA[group]['options']
+    result = []
+    for row in DATA[group]['trainings']:
+        fields = dict(row)
+        fields['model'] = Transformer(**row['model'])
+        fields['mesh'] = tuple(row['mesh'])
+        fields['options'] = {**common, **row.get('options', {})}
+        result.append(Training(**fields))
+    return result
 
 
-def _korthikanti(
-    name: str,
-    depth: int,
-    width: int,
-    heads: int,
-    pipe: int,
-    virtual: int,
-    micro: int,
-    batch: int,
-    mode: str,
-    published: float,
-) -> Training:
-    return Training(
-        f'{name}, {mode}',
-        _gpt(depth, width, heads, mode == 'selective'),
-        'A100',
-        (1, pipe, 8),
-        batch,
-        published,
-        {
-            'schedules': ['interleaved' if virtual > 1 else '1f1b'],
-            'virtual': [virtual],
-            'micro_batches': [micro],
-            'recomputations': ['attention' if mode == 'selective' else mode],
-            'shardings': ['replicate'],
-            'overlap': [],
-        },
-    )
+KORTHIKANTI = trainings('korthikanti')
+MEMORY = trainings('korthikanti_memory')
+NARAYANAN = trainings('narayanan')
+MEGATRON_CORE = trainings('megatron_core')
+SIMUMAX = trainings('simumax')
+OTHERS = trainings('others')
 
 
-KORTHIKANTI = [
-    _korthikanti(*row[:8], mode, seconds)
-    for row in _FOUR
-    for mode, seconds in zip(('full', 'selective'), row[8])
-]
-MEMORY = [
-    (_korthikanti(*row[:8], mode, 0.0), row[9][0], gib)
-    for row in _FOUR
-    for mode, gib in zip(('none', 'selective'), row[9][1:])
-]
-
-#: Narayanan et al., 2021, table 1: interleaved stages, everything recomputed; TFLOP/s of a GPU,
-#: with the recomputation.
-NARAYANAN = [
-    Training(
-        f'{name}',
-        _gpt(depth, width, heads, False),
-        'A100',
-        (data, pipe, tensor),
-        batch,
-        tflops,
-        {
-            'schedules': ['1f1b', 'interleaved'],
-            'recomputations': ['full'],
-            'shardings': ['replicate'],
-            'micro_batches': [1, 2, 4, 8],
-            'overlap': [],
-        },
-    )
-    for name, depth, width, heads, tensor, pipe, data, batch, tflops in (
-        ('1.7B', 24, 2304, 24, 1, 1, 32, 512, 137),
-        ('3.6B', 30, 3072, 32, 2, 1, 32, 512, 138),
-        ('7.5B', 36, 4096, 32, 4, 1, 32, 512, 142),
-        ('18.4B', 40, 6144, 48, 8, 1, 32, 1024, 135),
-        ('39.1B', 48, 8192, 64, 8, 2, 32, 1536, 138),
-        ('76.1B', 60, 10240, 80, 8, 4, 32, 1792, 140),
-        ('145.6B', 80, 12288, 96, 8, 8, 24, 2304, 148),
-        ('310.1B', 96, 16384, 128, 8, 16, 15, 2160, 155),
-        ('529.6B', 105, 20480, 128, 8, 35, 9, 2520, 163),
-        ('1008B', 128, 25600, 160, 8, 64, 6, 3072, 163),
-    )
-]
-
-#: Megatron-Core 0.8, table of models: TFLOP/s of a GPU, without recomputation.
-MEGATRON_CORE = [
-    Training(
-        name,
-        Transformer(depth, width, heads, 131072, 4096, tied=False, sequence_parallel=tensor > 1),
-        'H100',
-        (48, pipe, tensor),
-        batch,
-        tflops,
-        {
-            'schedules': ['1f1b', 'interleaved'],
-            'recomputations': ['none'],
-            'shardings': ['shard'],
-            'micro_batches': [1, 2, 4],
-            'virtual': 8,
-            'overlap': ['data'],
-        },
-    )
-    for name, depth, width, heads, tensor, pipe, batch, tflops in (
-        ('1.7B', 24, 2048, 16, 1, 1, 192, 408.8),
-        ('7.1B', 30, 4096, 32, 2, 1, 192, 465.9),
-        ('16B', 32, 6144, 48, 4, 1, 192, 489.1),
-        ('32B', 48, 7168, 56, 8, 1, 192, 459.6),
-        ('70B', 84, 8192, 64, 8, 2, 384, 419.7),
-        ('119B', 92, 10240, 80, 8, 4, 768, 420.5),
-        ('177B', 96, 12288, 96, 8, 6, 1152, 432.8),
-        ('314B', 96, 16384, 128, 8, 8, 1536, 474.4),
-        ('462B', 112, 18432, 144, 8, 16, 3072, 459.9),
-    )
-]
-
-#: SimuMax 1.2: milliseconds and GiB on eight B200; half of the layers on each of two stages.
-SIMUMAX = [
-    (
-        Training(
-            f'{name} of {depth} layers, {chunks} micro-batches',
-            replace(model, layers=depth, length=4096, sequence_parallel=True),
-            'B200',
-            (data, pipe, tensor),
-            data * chunks,
-            milliseconds,
-            {
-                'schedules': ['1f1b'],
-                'micro_batches': [1],
-                'recomputations': ['none'],
-                'shardings': ['shard'],
-                'overlap': ['data'],
-                'balance': [depth // 2 + 1] * 2 if pipe == 2 else None,
-            },
-        ),
-        gib,
-    )
-    for name, model, depth, tensor, pipe, data, chunks, milliseconds, gib in (
-        ('70B', LLAMA_70B, 12, 1, 2, 4, 4, 843.0, 66.55),
-        ('70B', LLAMA_70B, 12, 2, 1, 4, 4, 725.5, 60.68),
-        ('70B', LLAMA_70B, 12, 4, 1, 2, 4, 409.8, 39.07),
-        ('70B', LLAMA_70B, 12, 8, 1, 1, 4, 280.9, 28.29),
-        ('70B', LLAMA_70B, 12, 1, 2, 4, 32, 5436.5, None),
-        ('405B', LLAMA_405B, 4, 1, 2, 4, 4, 1074.6, 87.08),
-        ('405B', LLAMA_405B, 4, 1, 2, 4, 32, 7046.4, None),
-    )
-]
-
-_FSDP: dict[str, Any] = {'schedules': ['1f1b'], 'shardings': ['shard'], 'overlap': ['data']}
-_MPT_7B, _MPT_30B, _MPT_70B = (
-    Transformer(depth, width, heads, 50368, 2048, biases=False)
-    for depth, width, heads in ((32, 4096, 32), (48, 7168, 56), (80, 8192, 64))
-)
-
-
-def _others() -> list[tuple[Training, str]]:
-    """Return further trainings: tokens/s of a GPU, and the assumptions of each."""
-    several = (
-        'there, some operations are recomputed, and normalization, rotation and gate are '
-        'several operations each'
-    )
-    unknown = 'micro-batches are not published: 16 here; casts to float8 are not counted'
-
-    def one(
-        name: str,
-        model: Transformer,
-        machine: str,
-        mesh: tuple[int, int, int],
-        batch: int,
-        published: float,
-        note: str = '',
-        **options: Any,
-    ) -> tuple[Training, str]:
-        return Training(name, model, machine, mesh, batch, published, {**_FSDP, **options}), note
-
-    pipe = {'schedules': ['1f1b'], 'recomputations': ['full']}
-    eight = replace(LLAMA_405B, dtype='float8', sequence_parallel=True)
-    return [
-        one(
-            'torchtitan, 8B, FSDP',
-            LLAMA_8B,
-            'H100',
-            (8, 1, 1),
-            16,
-            5762,
-            several,
-            micro_batches=[2],
-            recomputations=['none'],
-        ),
-        one(
-            'torchtitan, 8B, FSDP',
-            LLAMA_8B,
-            'H100',
-            (128, 1, 1),
-            256,
-            5605,
-            several,
-            micro_batches=[2],
-            recomputations=['none'],
-        ),
-        one(
-            'torchtitan, 70B, bfloat16',
-            replace(LLAMA_70B, sequence_parallel=True),
-            'H100',
-            (32, 1, 8),
-            512,
-            597.3,
-            micro_batches=[16],
-            recomputations=['full'],
-        ),
-        one(
-            'torchtitan, 70B, float8',
-            replace(LLAMA_70B, sequence_parallel=True, dtype='float8'),
-            'H100',
-            (32, 1, 8),
-            512,
-            829,
-            'casts to float8 are not counted',
-            micro_batches=[16],
-            recomputations=['full'],
-        ),
-        one(
-            'torchtitan, 405B, float8, 1F1B',
-            eight,
-            'H100',
-            (8, 8, 8),
-            256,
-            100,
-            unknown,
-            micro_batches=[2],
-            **pipe,
-        ),
-        one(
-            'torchtitan, 405B, float8, interleaved',
-            eight,
-            'H100',
-            (8, 8, 8),
-            256,
-            128,
-            unknown,
-            micro_batches=[2],
-            schedules=['interleaved'],
-            recomputations=['full'],
-        ),
-        one(
-            'Megatron, 70B, float8',
-            replace(LLAMA_70B, dtype='float8', sequence_parallel=True),
-            'H100',
-            (2, 8, 4),
-            128,
-            1621,
-            micro_batches=[1],
-            schedules=['interleaved'],
-            virtual=[5],
-            recomputations=['none'],
-        ),
-        one(
-            'Llama 3, 405B, bfloat16',
-            replace(LLAMA_405B, sequence_parallel=True),
-            'H100',
-            (64, 16, 8),
-            2048,
-            430e12 * 8192 / LLAMA_405B.flops(1),
-            'from TFLOP/s; stages of a rank assumed',
-            micro_batches=[1],
-            schedules=['interleaved'],
-            virtual=[2, 4, 8],
-            recomputations=['none'],
-        ),
-        one(
-            'Llama 3, 405B, bfloat16',
-            replace(LLAMA_405B, sequence_parallel=True),
-            'H100',
-            (128, 16, 8),
-            2048,
-            400e12 * 8192 / LLAMA_405B.flops(1),
-            'from TFLOP/s; stages of a rank assumed',
-            micro_batches=[1],
-            schedules=['interleaved'],
-            virtual=[2, 4, 8],
-            recomputations=['none'],
-        ),
-        one(
-            'LLM Foundry, 7B, FSDP',
-            _MPT_7B,
-            'H100',
-            (8, 1, 1),
-            48,
-            10643,
-            micro_batches=[6],
-            recomputations=['none'],
-        ),
-        one(
-            'LLM Foundry, 70B, FSDP',
-            _MPT_70B,
-            'H100',
-            (64, 1, 1),
-            512,
-            1039,
-            micro_batches=[8],
-            recomputations=['full'],
-        ),
-        one(
-            'LLM Foundry, 70B, FSDP',
-            _MPT_70B,
-            'H100',
-            (512, 1, 1),
-            4096,
-            1007,
-            micro_batches=[8],
-            recomputations=['full'],
-        ),
-        one(
-            'LLM Foundry, 70B, FSDP',
-            _MPT_70B,
-            'A100',
-            (64, 1, 1),
-            512,
-            410,
-            micro_batches=[8],
-            recomputations=['full'],
-        ),
-        one(
-            'LLM Foundry, 30B, FSDP',
-            _MPT_30B,
-            'H100',
-            (8, 1, 1),
-            504,
-            2002,
-            micro_batches=[3],
-            recomputations=['full'],
-        ),
-        one(
-            'LLM Foundry, 30B, FSDP',
-            _MPT_30B,
-            'A100',
-            (8, 1, 1),
-            504,
-            916,
-            micro_batches=[3],
-            recomputations=['full'],
-        ),
-        one(
-            'Megatron-Turing, 530B',
-            _gpt(105, 20480, 128, False),
-            'A100',
-            (8, 35, 8),
-            1920,
-            126e12 * 2048 / _recomputed(105, 20480, 1),
-            'from TFLOP/s with the recomputation; the software of 2021',
-            micro_batches=[1],
-            **{**pipe, 'shardings': ['replicate'], 'overlap': []},
-        ),
-    ]
-
-
-def _recomputed(depth: int, width: int, batch: int) -> float:
+def recomputed_flops(depth: int, width: int, batch: int) -> float:
     """Return the FLOPs of a step with full recomputation, by the formula of 2021."""
-    return (
-        96
-        * batch
-        * 2048
-        * depth
-        * width**2
-        * (1 + 2048 / (6 * width) + 51200 / (16 * depth * width))
-    )
+    tokens = batch * 2048
+    products = 96 * tokens * depth * width**2
+    return products * (1 + 2048 / (6 * width) + 51200 / (16 * depth * width))
 
 
 def fitted(change: Callable[[float], Machine], training: Training, published: float) -> Machine:
@@ -461,11 +106,14 @@ def fitted(change: Callable[[float], Machine], training: Training, published: fl
     for _ in range(30):
         middle = (low + high) / 2
         seconds = training.plan({training.machine: change(middle)}).seconds
-        low, high = (middle, high) if seconds > published else (low, middle)
+        if seconds > published:
+            low = middle
+        else:
+            high = middle
     return change(high)
 
 
-def machines() -> dict[str, Machine]:
+def fitted_machines() -> Machines:
     """Return the machines, each with one constant that is fitted on one row."""
     a100, h100, b200 = MACHINES['A100'], MACHINES['H100'], MACHINES['B200']
 
@@ -484,229 +132,202 @@ def machines() -> dict[str, Machine]:
             first,
             first.model.flops(first.batch) / first.devices / first.published / 1e12,
         ),
-        'B200': fitted(shares(b200), SIMUMAX[0][0], SIMUMAX[0][0].published / 1e3),
+        'B200': fitted(shares(b200), SIMUMAX[0], SIMUMAX[0].published / 1e3),
     }
+
+
+def largest(machine: Machine) -> float:
+    """Return the largest share of the peak that products reach."""
+    return max(share for _, share in machine.shares)
 
 
 def _off(predicted: float, published: float) -> str:
     return f'{100 * (predicted / published - 1):+.1f} %'
 
 
-def korthikanti_rows(known: dict[str, Machine]) -> Rows:
+def korthikanti_rows(machines: Machines) -> Rows:
     """Return seconds of an iteration."""
-    found = [(x.name, x.plan(known).seconds, x.published) for x in KORTHIKANTI]
-    return ['model, recomputation', 'published, s', 'predicted, s', 'off'], [
-        [name, f'{published:.2f}', f'{seconds:.2f}', _off(seconds, published)]
-        for name, seconds, published in found
-    ]
+    rows = []
+    for training in KORTHIKANTI:
+        seconds, published = training.plan(machines).seconds, training.published
+        rows.append(
+            [training.name, f'{published:.2f}', f'{seconds:.2f}', _off(seconds, published)]
+        )
+    return ['model, recomputation', 'published, s', 'predicted, s', 'off'], rows
 
 
-def memory_rows(known: dict[str, Machine]) -> Rows:
+def memory_rows(machines: Machines) -> Rows:
     """Return GiB of activations on the first rank, and of parameters on one in the middle."""
     rows = []
-    for training, state, activations in MEMORY:
-        found = training.plan(known).simulation.peak_parts
-        kept = found[len(found) // 2]['resident'] / 2**30
-        head = training.model.profile(known['A100'], 8, training.batch).layers[-1]
-        saved = (found[0]['activations'] - head.activation_bytes * (len(found) == 1)) / 2**30
+    for training in MEMORY:
+        parts = training.plan(machines).simulation.peak_parts
+        resident = parts[len(parts) // 2]['resident'] / 2**30
+        activations = parts[0]['activations']
+        if len(parts) == 1:
+            # The only rank also has the head.
+            head = training.model.profile(machines['A100'], 8, training.batch).layers[-1]
+            activations -= head.activation_bytes
+        activations /= 2**30
+        state, published = training.state_gib, training.published
         rows.append(
             [
                 training.name,
                 f'{state}',
-                f'{kept:.1f}',
-                _off(kept, state),
-                f'{activations}',
-                f'{saved:.1f}',
-                _off(saved, activations),
+                f'{resident:.1f}',
+                _off(resident, state),
+                f'{published}',
+                f'{activations:.1f}',
+                _off(activations, published),
             ]
         )
-    return [
-        'model, recomputation',
-        'parameters and optimizer, GiB',
-        'predicted',
-        'off',
-        'activations, GiB',
-        'predicted',
-        'off',
-    ], rows
+    header = ['model, recomputation', 'parameters and optimizer, GiB', 'predicted', 'off']
+    return [*header, 'activations, GiB', 'predicted', 'off'], rows
 
 
-def tflops_rows(
-    trainings: Iterable[Training], known: dict[str, Machine], recomputed: bool
-) -> Rows:
+def tflops_rows(group: Sequence[Training], machines: Machines, recomputed: bool) -> Rows:
     """Return TFLOP/s of a GPU, and the settings that the plan assumes."""
     rows = []
-    for x in trainings:
-        found = x.plan(known)
-        flops = (
-            _recomputed(x.model.layers, x.model.width, x.batch)
-            if recomputed
-            else (x.model.flops(x.batch))
-        )
-        predicted = flops / found.seconds / x.devices / 1e12
-        stages = len(found.balance) // x.mesh[1]
+    for training in group:
+        fastest = training.plan(machines)
+        model = training.model
+        flops = model.flops(training.batch)
+        if recomputed:
+            flops = recomputed_flops(model.layers, model.width, training.batch)
+        predicted = flops / fastest.seconds / training.devices / 1e12
+        stages = len(fastest.balance) // training.mesh[1]
         rows.append(
             [
-                x.name,
-                ' × '.join(map(str, x.mesh)),
-                str(x.batch),
-                f'{x.published:g}',
+                training.name,
+                training.mesh_name,
+                str(training.batch),
+                f'{training.published:g}',
                 f'{predicted:.1f}',
-                _off(predicted, x.published),
-                str(found.micro_batch),
+                _off(predicted, training.published),
+                str(fastest.micro_batch),
                 str(stages),
             ]
         )
-    return [
-        'model',
-        'data × pipe × tensor',
-        'batch',
-        'published',
-        'predicted',
-        'off',
-        'micro-batch',
-        'stages of a rank',
-    ], rows
+    header = ['model', 'data × pipe × tensor', 'batch', 'published', 'predicted', 'off']
+    return [*header, 'micro-batch', 'stages of a rank'], rows
 
 
-def simumax_rows(known: dict[str, Machine]) -> Rows:
+def simumax_rows(machines: Machines) -> Rows:
     """Return milliseconds of a step, and GiB of the largest rank."""
     rows = []
-    for x, gib in SIMUMAX:
-        found = x.plan(known)
-        size = max(found.peaks) / 2**30
+    for training in SIMUMAX:
+        prediction = training.plan(machines)
+        milliseconds, published = prediction.seconds * 1e3, training.published
+        memory = ['', '', '']
+        if training.memory_gib is not None:
+            size = max(prediction.peaks) / 2**30
+            memory = [
+                f'{training.memory_gib}',
+                f'{size:.2f}',
+                _off(size, training.memory_gib),
+            ]
         rows.append(
             [
-                x.name,
-                ' × '.join(map(str, x.mesh)),
-                f'{x.published}',
-                f'{found.seconds * 1e3:.1f}',
-                _off(found.seconds * 1e3, x.published),
-                *(['', '', ''] if gib is None else [f'{gib}', f'{size:.2f}', _off(size, gib)]),
+                training.name,
+                training.mesh_name,
+                f'{published}',
+                f'{milliseconds:.1f}',
+                _off(milliseconds, published),
+                *memory,
             ]
         )
-    return [
-        'model',
-        'data × pipe × tensor',
-        'published, ms',
-        'predicted, ms',
-        'off',
-        'published, GiB',
-        'predicted, GiB',
-        'off',
-    ], rows
+    header = ['model', 'data × pipe × tensor', 'published, ms', 'predicted, ms', 'off']
+    return [*header, 'published, GiB', 'predicted, GiB', 'off'], rows
 
 
-def other_rows(known: dict[str, Machine]) -> Rows:
+def other_rows(machines: Machines) -> Rows:
     """Return tokens/s of a GPU."""
     rows = []
-    for x, note in _others():
-        predicted = x.batch * x.model.length / x.plan(known).seconds / x.devices
+    for training in OTHERS:
+        tokens = training.batch * training.model.length
+        predicted = tokens / training.plan(machines).seconds / training.devices
         rows.append(
             [
-                x.name,
-                f'{x.devices} {x.machine}',
-                ' × '.join(map(str, x.mesh)),
-                f'{x.published:.0f}',
+                training.name,
+                f'{training.devices} {training.machine}',
+                training.mesh_name,
+                f'{training.published:.0f}',
                 f'{predicted:.0f}',
-                _off(predicted, x.published),
-                note,
+                _off(predicted, training.published),
+                training.note,
             ]
         )
-    return [
-        'training',
-        'devices',
-        'data × pipe × tensor',
-        'published, tokens/s',
-        'predicted',
-        'off',
-        'assumptions',
-    ], rows
+    header = ['training', 'devices', 'data × pipe × tensor', 'published, tokens/s', 'predicted']
+    return [*header, 'off', 'assumptions'], rows
 
 
-def place_rows(trainings: Sequence[Training], known: dict[str, Machine]) -> Rows:
+def place_rows(group: Sequence[Training], machines: Machines) -> Rows:
     """Return the places of published meshes among all factorisations of their devices."""
     rows = []
-    for x in tqdm(trainings, 'places', leave=False):
+    for training in tqdm(group, 'places', leave=False):
         best = plan(
-            x.model, mesh=x.devices, **{**x.options, 'machine': known[x.machine], 'batch': x.batch}
+            training.model,
+            mesh=training.devices,
+            machine=machines[training.machine],
+            batch=training.batch,
+            **training.options,
         )
         order = [best, *best.runners_up]
         number = len(order) + len(best.refused)
-        names = [tuple(each.mesh.values()) for each in order]
-        place = names.index(x.mesh) + 1 if x.mesh in names else None
-        own = order[place - 1] if place else None
-        rows.append(
-            [
-                x.name,
-                ' × '.join(map(str, x.mesh)),
-                f'{place} of {number}' if place else f'none of {number}',
-                f'{place / number:.1%}' if place else '',
-                best.name,
-                f'{own.seconds / best.seconds - 1:.1%}' if own else '',
-            ]
-        )
+        place = [f'none of {number}', '', best.name, '']
+        for index, candidate in enumerate(order):
+            if tuple(candidate.mesh.values()) == training.mesh:
+                slower = candidate.seconds / best.seconds - 1
+                rank = index + 1
+                place = [f'{rank} of {number}', f'{rank / number:.1%}', best.name, f'{slower:.1%}']
+        rows.append([training.name, training.mesh_name, *place])
     return ['model', 'data × pipe × tensor', 'place', 'of all', 'first', 'slower than it'], rows
 
 
 def chosen_rows() -> Rows:
     """Return the plans of some models for H100, for steps of four million tokens."""
     rows = []
-    cases = [
-        (name, model, devices)
-        for name, model in (
-            ('GPT-2 XL', GPT2_XL),
-            ('Llama 3 8B', LLAMA_8B),
-            ('Llama 3 70B', LLAMA_70B),
-            ('GPT-3 175B', GPT3),
-        )
-        for devices in (8, 64, 512, 4096)
-    ]
-    for name, model, devices in tqdm(cases, 'plans', leave=False):
-        batch = 2**22 // model.length
-        try:
-            found = plan(model, mesh=devices, machine='H100', batch=batch)
-        except ValueError as error:
-            rows.append([name, str(devices), 'none: ' + _smallest(str(error)), *[''] * 6])
-            continue
-        rate = batch * model.length / found.seconds / devices
-        rows.append(
-            [
-                name,
-                str(devices),
-                ' × '.join(map(str, found.mesh.values())),
-                found.schedule,
-                f'{found.micro_batch}',
-                found.recomputation,
-                found.data,
-                format_bytes(max(found.bytes.values())),
-                f'{rate:.0f} ({model.flops(batch) / found.seconds / devices / 989e12:.0%})',
-            ]
-        )
+    for name, arguments in DATA['models'].items():
+        model = Transformer(**arguments)
+        for devices in tqdm((8, 64, 512, 4096), name, leave=False):
+            rows.append([name, str(devices), *_chosen(model, devices)])
+    header = ['model', 'H100', 'data × pipe × tensor', 'schedule', 'micro-batch']
+    return [*header, 'recomputation', 'parameters', 'memory', 'tokens/s of a GPU (MFU)'], rows
+
+
+def _chosen(model: Transformer, devices: int) -> list[str]:
+    """Return the cells of the fastest plan for some H100."""
+    batch = 2**22 // model.length
+    try:
+        fastest = plan(model, mesh=devices, machine='H100', batch=batch)
+    except ValueError as error:
+        return [f'none: {_smallest(str(error))}', *[''] * 6]
+    rate = batch * model.length / fastest.seconds / devices
+    mfu = model.flops(batch) / fastest.seconds / devices / 989e12
     return [
-        'model',
-        'H100',
-        'data × pipe × tensor',
-        'schedule',
-        'micro-batch',
-        'recomputation',
-        'parameters',
-        'memory',
-        'tokens/s of a GPU (MFU)',
-    ], rows
+        ' × '.join(map(str, fastest.mesh.values())),
+        fastest.schedule,
+        f'{fastest.micro_batch}',
+        fastest.recomputation,
+        fastest.data,
+        format_bytes(max(fastest.bytes.values())),
+        f'{rate:.0f} ({mfu:.0%})',
+    ]
 
 
 def _smallest(text: str) -> str:
     """Return the least memory that a mesh would take, from the error of a plan."""
     sizes = [line.split(' takes ')[1] for line in text.splitlines() if ' takes ' in line]
-    return min(
-        sizes, key=lambda each: float(each.split('GiB')[0].split()[-1]) if 'GiB' in each else 1e9
-    )
+
+    def gib(size: str) -> float:
+        number, _, _ = size.partition('GiB')
+        return float(number.split()[-1]) if 'GiB' in size else 1e9
+
+    return min(sizes, key=gib)
 
 
-def text(known: dict[str, Machine], places: Rows, chosen: Rows) -> str:
+def text(machines: Machines, places: Rows, chosen: Rows) -> str:
     """Write the page."""
-    a100, h100, b200 = (known[name] for name in ('A100', 'H100', 'B200'))
+    a100, h100, b200 = (machines[name] for name in ('A100', 'H100', 'B200'))
     part = h100.bandwidth / MACHINES['H100'].bandwidth
     return f"""# Plans against published trainings
 
@@ -720,18 +341,18 @@ the table of Narayanan et al. do they include the recomputation.
 | machine | constant | value | fitted on |
 | --- | --- | --: | --- |
 | A100 80 GB | share of the peak that large products reach | \
-{max(x for _, x in a100.shares):.3f} | \
+{largest(a100):.3f} | \
 Korthikanti et al., 22B, selective |
 | H100 | speed of attention and of operations on elements, relative to the measured one | \
 {part:.3f} | Megatron-Core, 1.7B |
-| B200 | share of the peak that large products reach | {max(x for _, x in b200.shares):.3f} | \
+| B200 | share of the peak that large products reach | {largest(b200):.3f} | \
 SimuMax, first row |
 
 ## Korthikanti et al. (2022): seconds of an iteration on A100
 
 Tensor parallel 8, sequence parallel with selective recomputation only. Gradients are not reduced.
 
-{markdown(korthikanti_rows(known))}
+{markdown(korthikanti_rows(machines))}
 
 ## Korthikanti et al. (2022): memory of a GPU
 
@@ -739,11 +360,11 @@ The paper counts parameters and activations of blocks. So the table has the para
 the middle of the pipeline, and the activations of the first rank without the head. Messages are
 not counted in either figure.
 
-{markdown(memory_rows(known))}
+{markdown(memory_rows(machines))}
 
 ## SimuMax 1.2: eight B200
 
-{markdown(simumax_rows(known))}
+{markdown(simumax_rows(machines))}
 
 ## Megatron-Core 0.8: TFLOP/s of an H100
 
@@ -751,18 +372,18 @@ Micro-batches and stages are not published; the fastest ones that the plan finds
 Collectives along the data axis run concurrently with computation, those along the tensor axis do
 not.
 
-{markdown(tflops_rows(MEGATRON_CORE, known, False))}
+{markdown(tflops_rows(MEGATRON_CORE, machines, False))}
 
 ## Narayanan et al. (2021): TFLOP/s of an A100, with the recomputation
 
 Micro-batches and stages are not published; the fastest ones that the plan finds are assumed. No
 row of this table was used for a fit.
 
-{markdown(tflops_rows(NARAYANAN, known, True))}
+{markdown(tflops_rows(NARAYANAN, machines, True))}
 
 ## Further trainings: tokens/s of a GPU
 
-{markdown(other_rows(known))}
+{markdown(other_rows(machines))}
 
 FSDP gathers each layer in each forward and backward; the plan gathers once per step, concurrently.
 Not predicted: mixtures of experts (DeepSeek-V3, Qwen3), context parallelism (8B and 405B of
@@ -793,11 +414,10 @@ For steps of 2²² tokens on H100 as measured, with Adam of mixed precision. MFU
 @click.command()
 def plans() -> None:
     """Compare plans with published trainings, and write docs/plans.md: some minutes."""
-    known = machines()
-    places = place_rows(
-        [*(x for x in KORTHIKANTI if 'selective' in x.name), *NARAYANAN, *MEGATRON_CORE], known
-    )
-    PAGE.write_text(text(known, places, chosen_rows()))
+    machines = fitted_machines()
+    selective = [training for training in KORTHIKANTI if 'selective' in training.name]
+    places = place_rows([*selective, *NARAYANAN, *MEGATRON_CORE], machines)
+    PAGE.write_text(text(machines, places, chosen_rows()))
     click.echo(PAGE)
 
 

@@ -7,8 +7,8 @@ from benchmarks.experiments import plans
 
 
 @pytest.fixture(scope='module')
-def known():
-    return plans.machines()
+def machines():
+    return plans.fitted_machines()
 
 
 def off(text):
@@ -22,27 +22,27 @@ def column(rows, name, last=False):
 
 
 @pytest.mark.slow
-def test_seconds_of_korthikanti(known):
+def test_seconds_of_korthikanti(machines):
     """One constant, of the second row; the others within 10 %, 5 % on average."""
-    errors = [off(x) for x in column(plans.korthikanti_rows(known), 'off')]
+    errors = [off(x) for x in column(plans.korthikanti_rows(machines), 'off')]
     assert errors.pop(1) < 0.01
     assert max(errors) < 10 and sum(errors) / len(errors) < 5
 
 
 @pytest.mark.slow
-def test_memory_of_korthikanti(known):
-    rows = plans.memory_rows(known)
+def test_memory_of_korthikanti(machines):
+    rows = plans.memory_rows(machines)
     assert max(off(x) for name in (False, True) for x in column(rows, 'off', name)) < 5
 
 
-def test_simumax(known):
-    rows = plans.simumax_rows(known)
+def test_simumax(machines):
+    rows = plans.simumax_rows(machines)
     assert max(off(x) for x in column(rows, 'off')) < 15
     assert max(off(x) for x in column(rows, 'off', last=True) if x) < 5
 
 
-def test_megatron_core(known):
-    rows = plans.tflops_rows(plans.MEGATRON_CORE, known, recomputed=False)
+def test_megatron_core(machines):
+    rows = plans.tflops_rows(plans.MEGATRON_CORE, machines, recomputed=False)
     assert max(off(x) for x in column(rows, 'off')) < 10
     ranks = torch.stack(
         [
@@ -54,31 +54,31 @@ def test_megatron_core(known):
 
 
 @pytest.mark.slow
-def test_narayanan(known):
+def test_narayanan(machines):
     """No constant was fitted on these."""
-    rows = plans.tflops_rows(plans.NARAYANAN, known, recomputed=True)
+    rows = plans.tflops_rows(plans.NARAYANAN, machines, recomputed=True)
     assert max(off(x) for x in column(rows, 'off')) < 10
 
 
-def test_others_say_why_they_are_off(known):
-    rows = plans.other_rows(known)
+def test_others_say_why_they_are_off(machines):
+    rows = plans.other_rows(machines)
     assert len(rows[1]) > 10
     for error, why in zip(column(rows, 'off'), column(rows, 'assumptions')):
         assert off(error) <= 25 or why
 
 
-def test_places(known):
+def test_places(machines):
     header, ((name, mesh, place, part, first, slower),) = plans.place_rows(
-        [plans.MEGATRON_CORE[0]], known
+        [plans.MEGATRON_CORE[0]], machines
     )
     assert (mesh, place, slower) == ('48 × 1 × 1', '1 of 45', '0.0%')
     assert first == 'data 48 × pipe 1 × tensor 1'
 
 
 @pytest.mark.slow
-def test_the_page(known, monkeypatch, tmp_path, run):
+def test_the_page(machines, monkeypatch, tmp_path, run):
     monkeypatch.setattr(plans, 'PAGE', tmp_path / 'plans.md')
-    monkeypatch.setattr(plans, 'place_rows', lambda trainings, known: (['model'], [['x']]))
+    monkeypatch.setattr(plans, 'place_rows', lambda trainings, machines: (['model'], [['x']]))
     monkeypatch.setattr(plans, 'chosen_rows', lambda: (['model'], [['y']]))
     code, out, _ = run('plans')
     assert code == 0 and str(tmp_path / 'plans.md') in out
