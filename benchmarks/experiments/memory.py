@@ -25,7 +25,7 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, OwnedTensors, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
-from benchmarks.harness.published import ACTIVATIONS, AMOEBANETD_MEMORY, MODEL, UNET_MEMORY
+from benchmarks.harness.published import ACTIVATIONS, EXPERIMENTS, MODEL
 from benchmarks.harness.turns import Turns
 from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.engine.plain_call import PlainCall
@@ -171,4 +171,7 @@ def _command(experiment: Experiment) -> click.Command:
     return command
 
 
-COMMANDS = [_command(experiment) for experiment in (AMOEBANETD_MEMORY, UNET_MEMORY)]
+COMMANDS = [
+    _command(experiment)
+    for experiment in (EXPERIMENTS['amoebanetd-memory'], EXPERIMENTS['unet-memory'])
+]

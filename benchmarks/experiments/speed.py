@@ -10,7 +10,7 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.prediction import predict
-from benchmarks.harness.published import AMOEBANETD_SPEED, RESNET_SPEED, UNET_SPEED
+from benchmarks.harness.published import EXPERIMENTS
 from torchgpipe.schedule import NAMES, make
 
 #: Those for partitions that have a device each, as the published ones have.
@@ -56,4 +56,11 @@ def _command(experiment: Experiment) -> click.Command:
     return command
 
 
-COMMANDS = [_command(experiment) for experiment in (RESNET_SPEED, AMOEBANETD_SPEED, UNET_SPEED)]
+COMMANDS = [
+    _command(experiment)
+    for experiment in (
+        EXPERIMENTS['resnet101-speed'],
+        EXPERIMENTS['amoebanetd-speed'],
+        EXPERIMENTS['unet-speed'],
+    )
+]

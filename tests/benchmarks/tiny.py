@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.harness.experiment import OURS, Experiment, Model, Setting
 from benchmarks.harness.options import Options
-from benchmarks.harness.published import UNET_TIMELINE
+from benchmarks.harness.published import EXPERIMENTS
 
 #: 44 + 21 layers.
 UNET = Model('unet', (1, 4))
@@ -26,7 +26,7 @@ TIMELINE = replace(
     name='tiny-timeline',
     settings=tuple(
         replace(setting, model=UNET, batch=4, chunks=4, balance=(20, 20, 25))
-        for setting in UNET_TIMELINE.settings
+        for setting in EXPERIMENTS['unet-timeline'].settings
     ),
 )
 

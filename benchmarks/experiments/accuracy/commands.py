@@ -13,20 +13,22 @@ from benchmarks.experiments.accuracy.recipe import EPOCHS
 from benchmarks.experiments.accuracy.train import measure
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.options import experiment_options, take_options
-from benchmarks.harness.published import RESNET_ACCURACY
+from benchmarks.harness.published import EXPERIMENTS
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.launch import available_cores
 
+EXPERIMENT = EXPERIMENTS['resnet101-accuracy']
+
 
 @click.command(
-    RESNET_ACCURACY.name,
+    EXPERIMENT.name,
     help=(
-        f'{RESNET_ACCURACY.title}, or on any images: the recipe of Goyal et al., with a '
+        f'{EXPERIMENTS["resnet101-accuracy"].title}, or on any images: the recipe of Goyal et al., with a '
         'validation after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To '
         'try it without ImageNet, make a folder with the command `pictures`.'
     ),
 )
-@experiment_options(RESNET_ACCURACY, EPOCHS, 0, 'all images')
+@experiment_options(EXPERIMENT, EPOCHS, 0, 'all images')
 @click.option(
     '--data', required=True, metavar='DIR', help='Images in train/<class>/ and val/<class>/.'
 )
@@ -39,12 +41,14 @@ from torchgpipe.trainer.launch import available_cores
 )
 @click.option('--resume', is_flag=True, help='Go on from the checkpoint in --output.')
 def _accuracy(data: str, workers: int, resume: bool, **options: Any) -> None:
-    taken = take_options(RESNET_ACCURACY, **options)
+    taken = take_options(EXPERIMENT, **options)
     open_folders(Path(data), resolution=1, seed=0)
     if not resume:
-        refuse_to_overwrite(RESNET_ACCURACY, taken)
+        refuse_to_overwrite(EXPERIMENT, taken)
     campaign(
-        RESNET_ACCURACY, taken, partial(measure, data=Path(data), workers=workers, resume=resume)
+        EXPERIMENT,
+        taken,
+        partial(measure, data=Path(data), workers=workers, resume=resume),
     )
 
 

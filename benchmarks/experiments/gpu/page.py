@@ -10,7 +10,7 @@ from benchmarks.experiments.gpu.prediction import Order, predicted_seconds
 from benchmarks.experiments.machine import machine_parts
 from benchmarks.harness.experiment import OURS, Experiment
 from benchmarks.harness.memory import GIB
-from benchmarks.harness.published import AMOEBANETD_MEMORY, MODEL, RESNET_SPEED, UNET_MEMORY
+from benchmarks.harness.published import EXPERIMENTS, MODEL
 from benchmarks.harness.report import Rows, describe, markdown
 from benchmarks.harness.tables import number, published
 from torchgpipe.plan import MACHINES
@@ -93,8 +93,8 @@ def _sections(machine: dict[str, Any], results: dict[str, Any]) -> list[str]:
             *_tests(parts),
             *_cells(parts),
             *_gpt(parts),
-            *_memory(AMOEBANETD_MEMORY, parts),
-            *_memory(UNET_MEMORY, parts),
+            *_memory(EXPERIMENTS['amoebanetd-memory'], parts),
+            *_memory(EXPERIMENTS['unet-memory'], parts),
             *_resnet(parts),
             *_machine(parts),
             *_failures(parts),
@@ -245,11 +245,11 @@ def _resnet(parts: dict[str, Any]) -> Section:
     first = part['rows']['baseline'].get('samples_per_second')
     rows = []
     for name, row in part['rows'].items():
-        setting = RESNET_SPEED.setting(name)
+        setting = EXPERIMENTS['resnet101-speed'].setting(name)
         if 'status' in row:
             rows.append([name, row['status'], '—', '—', '—'])
             continue
-        ratio = RESNET_SPEED.published_ratio(setting, OURS)
+        ratio = EXPERIMENTS['resnet101-speed'].published_ratio(setting, OURS)
         rows.append(
             [
                 name,

@@ -20,7 +20,7 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import COPIES, Job
 from benchmarks.harness.memory import peak_memory, size_of_partition
 from benchmarks.harness.options import Options
-from benchmarks.harness.published import AMOEBANETD_MEMORY, RESNET_SPEED, UNET_MEMORY
+from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.simulated import is_on_host, is_simulated
 from torchgpipe.base.devices import CPU, synchronize
 from torchgpipe.trainer.gpt import GPT2, Sizes
@@ -73,8 +73,8 @@ def all_parts() -> list[Part]:
         *(Part(name, _cells(*size)) for name, size in CELLS.items()),
         Part('GPT', _gpt),
         Part('ResNet-101', _resnet),
-        *_memories(AMOEBANETD_MEMORY),
-        *_memories(UNET_MEMORY),
+        *_memories(EXPERIMENTS['amoebanetd-memory']),
+        *_memories(EXPERIMENTS['unet-memory']),
     ]
 
 
@@ -188,9 +188,9 @@ def _resnet(device: torch.device, scale: float) -> dict[str, Any]:
     jobs: dict[str, Job] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in RESNET:
-        setting = RESNET_SPEED.setting(name)
+        setting = EXPERIMENTS['resnet101-speed'].setting(name)
         try:
-            job = Job(RESNET_SPEED, setting, _options(setting, device, scale))
+            job = Job(EXPERIMENTS['resnet101-speed'], setting, _options(setting, device, scale))
             for _ in range(2):  # These choose algorithms and allocate memory.
                 job.step()
             jobs[name] = job
@@ -210,7 +210,7 @@ def _resnet(device: torch.device, scale: float) -> dict[str, Any]:
             times[name].append(time.perf_counter() - start)
     for name, job in jobs.items():
         rows[name]['samples_per_second'] = job.batch / median(times[name])
-    return {'rows': rows, 'resolution': RESNET_SPEED.scaled_resolution(scale)}
+    return {'rows': rows, 'resolution': EXPERIMENTS['resnet101-speed'].scaled_resolution(scale)}
 
 
 def _tests(device: torch.device, scale: float) -> dict[str, Any]:

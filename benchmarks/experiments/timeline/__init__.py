@@ -14,35 +14,34 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
-from benchmarks.harness.published import (
-    AMOEBANETD_SPEED,
-    MEMORY,
-    RESNET_SPEED,
-    UNET_TIMELINE,
-    UTILISATION,
-)
+from benchmarks.harness.published import EXPERIMENTS, MEMORY, UTILISATION
 from benchmarks.harness.simulated import NAME, is_simulated
 from torchgpipe import GPipe
 from torchgpipe.timeline import record
 
+EXPERIMENT = EXPERIMENTS['unet-timeline']
+
 #: Where the other models' balances for four devices come from.
-OTHERS = {'resnet101': (RESNET_SPEED, 'pipeline-4'), 'amoebanetd': (AMOEBANETD_SPEED, 'n4m4')}
+OTHERS = {
+    'resnet101': (EXPERIMENTS['resnet101-speed'], 'pipeline-4'),
+    'amoebanetd': (EXPERIMENTS['amoebanetd-speed'], 'n4m4'),
+}
 
 
 def experiment_for(model: str) -> Experiment:
     """Return the ablation for a model: published for U-Net, with nothing to compare for others."""
     if model == 'unet':
-        return UNET_TIMELINE
+        return EXPERIMENT
     source, name = OTHERS[model]
     like = source.setting(name)
     return replace(
-        UNET_TIMELINE,
+        EXPERIMENT,
         name=f'{model}-timeline',
         resolution=source.resolution,
-        title=UNET_TIMELINE.title.replace('U-Net', model),
+        title=EXPERIMENT.title.replace('U-Net', model),
         settings=tuple(
             replace(setting, model=like.model, balance=like.balance, published={}, details={})
-            for setting in UNET_TIMELINE.settings
+            for setting in EXPERIMENT.settings
         ),
     )
 
@@ -88,14 +87,14 @@ def _list(setting: Setting) -> str:
 
 
 @click.command(
-    UNET_TIMELINE.name,
+    EXPERIMENT.name,
     help=(
-        f'{UNET_TIMELINE.title}: each setting adds one to the settings before. Draws the measured '
+        f'{EXPERIMENTS["unet-timeline"].title}: each setting adds one to the settings before. Draws the measured '
         'timeline of a step (PNG, SVG), with a lane for each device, and writes a trace for '
         'Perfetto or chrome://tracing.'
     ),
 )
-@experiment_options(UNET_TIMELINE)
+@experiment_options(EXPERIMENT)
 @click.option(
     '--model',
     type=click.Choice(['unet', 'resnet101', 'amoebanetd']),

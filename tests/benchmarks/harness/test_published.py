@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness.experiment import OURS
-from benchmarks.harness.published import EXPERIMENTS, UNET_TIMELINE
+from benchmarks.harness.published import EXPERIMENTS
 
 
 def test_ratios_of_the_published_speeds():
@@ -44,8 +44,8 @@ def test_balances_fit_their_models():
 
 
 def test_settings_of_an_ablation_differ_in_the_disabled_part():
-    assert [len(setting.off) for setting in UNET_TIMELINE.settings] == [3, 2, 1, 0]
-    assert len({setting.balance for setting in UNET_TIMELINE.settings}) == 1
+    assert [len(setting.off) for setting in EXPERIMENTS['unet-timeline'].settings] == [3, 2, 1, 0]
+    assert len({setting.balance for setting in EXPERIMENTS['unet-timeline'].settings}) == 1
 
 
 def test_scaled_sizes_are_sizes_that_the_models_take():

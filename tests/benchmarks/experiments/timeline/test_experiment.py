@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.experiments import timeline
 from benchmarks.harness import epochs
 from benchmarks.harness.campaign import campaign
-from benchmarks.harness.published import UNET_TIMELINE
+from benchmarks.harness.published import EXPERIMENTS
 from tests.benchmarks import tiny
 from torchgpipe import GPipe
 from torchgpipe.timeline import record
@@ -67,7 +67,7 @@ def test_without_published_figures_there_is_no_column_for_them(tmp_path, capsys)
 
 
 def test_other_models_have_nothing_published():
-    assert timeline.experiment_for('unet') is UNET_TIMELINE
+    assert timeline.experiment_for('unet') is EXPERIMENTS['unet-timeline']
     for name, layers in (('resnet101', 370), ('amoebanetd', 24)):
         experiment = timeline.experiment_for(name)
         assert experiment.name == f'{name}-timeline' and experiment.sources == []
