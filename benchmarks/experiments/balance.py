@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.harness.memory import Turns
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, write_json
-from benchmarks.harness.turns import Turns
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
 from torchgpipe.base.devices import synchronize

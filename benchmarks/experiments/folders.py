@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.experiments.zoo.architectures import sample_of
+from benchmarks.experiments.zoo.libraries import sample_of
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, write_json
 from torchgpipe import Arguments

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.harness.chart import NEUTRAL, save
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, write_json
 from torchgpipe import GPipe

@@ -23,10 +23,9 @@ from tqdm import tqdm
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
-from benchmarks.harness.memory import GIB, OwnedTensors, size_of_partition
+from benchmarks.harness.memory import GIB, OwnedTensors, Turns, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, EXPERIMENTS, MODEL
-from benchmarks.harness.turns import Turns
 from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.engine.plain_call import PlainCall
 from torchgpipe.engine.run import Skip

@@ -5,9 +5,8 @@ from typing import Any
 import click
 
 from benchmarks.harness.campaign import campaign
-from benchmarks.harness.epochs import time_epochs
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import Job
+from benchmarks.harness.job import Job, time_epochs
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.prediction import predict
 from benchmarks.harness.published import EXPERIMENTS

@@ -1,20 +1,78 @@
-"""A model in training, for one step of a setting."""
+"""A model in training, for one step of a setting.
+
+Compiled partitions leave alone the layers that the compiler does not understand::
+
+    layers      conv  norm  relu  stash  conv  norm  pop  relu
+    compiled    ───────────────          ──────────       ────
+
+Layers that stash or pop have effects that it cannot see. A deferred batch norm does something
+else in each micro-batch, so it would be compiled again and again.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
-from benchmarks.harness.compiled import compile_partition
 from benchmarks.harness.exhaustion import require
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.options import Options
 from benchmarks.harness.simulated import is_on_host
 from torchgpipe import GPipe
-from torchgpipe.base.devices import memory_of
+from torchgpipe.base.devices import memory_of, synchronize
+from torchgpipe.base.structure import Value
+from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.engine.streams import current_stream
+from torchgpipe.skip.layout import DeclaresSkips
+from torchgpipe.timeline.recorder import Stamp, seconds, stamp
+
+Step = Callable[[Value], Value]
+
+
+def compile_partition(partition: nn.Sequential) -> None:
+    """Let a partition run its layers in compiled runs, in place."""
+    steps: list[Step] = []
+    for alone, layers in groupby(partition, key=_is_left_alone):
+        run = list(layers)
+        if alone:
+            steps += run
+        else:
+            steps.append(torch.compile(_run(run, len(steps))))
+
+    def forward(input: Value) -> Value:
+        for step in steps:
+            input = step(input)
+        return input
+
+    partition.forward = forward
+
+
+def _run(layers: list[nn.Module], number: int) -> Step:
+    """Return a function of some layers, with a code object of its own.
+
+    PyTorch counts compilations by code object, and gives up at the eighth.
+    """
+
+    def run(input: Value) -> Value:
+        for layer in layers:
+            input = layer(input)
+        return input
+
+    run.__code__ = run.__code__.replace(co_name=f'run_{number}')
+    return run
+
+
+def _is_left_alone(layer: nn.Module) -> bool:
+    return any(
+        isinstance(module, (DeclaresSkips, DeferredBatchNorm)) for module in layer.modules()
+    )
+
 
 #: Tensors as large as the parameters: weights, gradients and the optimizer's state.
 COPIES = {'SGD': 2, 'RMSprop': 3}
@@ -142,3 +200,39 @@ class Job:
         """Let go of the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+
+#: Samples of an epoch at full scale.
+SAMPLES = 10_000
+
+
+def steps_of_an_epoch(setting: Setting, scale: float) -> int:
+    """Return the number of steps in an epoch: a fraction of those at full scale."""
+    return max(1, round(SAMPLES / setting.batch * scale))
+
+
+def time_epochs(job: Job, result: dict[str, Any]) -> None:
+    """Time epochs; the first ones are there to get warm."""
+    setting, options = job.setting, job.options
+    steps = steps_of_an_epoch(setting, options.scale)
+    throughputs = []
+    with tqdm(
+        total=options.epochs * steps * job.batch, desc=setting.name, unit=' samples', leave=False
+    ) as bar:
+        for epoch in range(options.epochs):
+            start = _now(job)
+            for _ in range(steps):
+                job.step()
+                bar.update(job.batch)
+            time = seconds(start, _now(job))
+            if epoch >= options.skip_epochs:
+                throughputs.append(steps * job.batch / time)
+                result.update(figure=median(throughputs), epochs=throughputs)
+
+
+def _now(job: Job) -> Stamp:
+    """Return the time when all devices are through with all that is queued."""
+    synchronize(job.devices)
+    now = stamp(current_stream(job.devices[0]))
+    synchronize(job.devices)
+    return now

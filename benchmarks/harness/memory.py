@@ -1,17 +1,123 @@
-"""The memory that a partition keeps, and the peak of a step."""
+"""The memory that a partition keeps, and the peak of a step.
+
+Live tensors are counted in requested bytes, on any device. A dispatch mode sees every tensor that
+an operator returns, and its memory's end. The CPU's allocator keeps no statistics. CUDA's
+statistics round up and count cached memory. A pipeline's workers are in the modes of its caller.
+
+Turns tell which partition a thread works for at the moment::
+
+    forward      enter ──▶ layers ──▶ leave      whose turn it was before, goes on
+    backward     recomputation: enter ──▶ leave
+                 a node of a partition's graph: its turn, until a node of another one
+
+Each worker numbers its own nodes. One thread runs the nodes of all partitions on the CPU, by these
+numbers; so partitions may alternate in backward at any node.
+"""
 
 import gc
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.harness.live import LiveTensors, Storage
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.base.private import backward_pass
+from torchgpipe.base.context import context
+from torchgpipe.base.private import DispatchMode, backward_pass, tree_leaves
+from torchgpipe.base.structure import storage_id
+from torchgpipe.timeline.recorder import nodes_between, producers
+
+
+class LiveTensors:
+    """Bytes in tensors that were made while :meth:`watched`, now and at the peak."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._now = 0
+        self._known: dict[int, Storage] = {}
+        # A memory may end at any moment, also while the lock is held, or when a signal has come.
+        # So its end is only noted, by a function that can't be interrupted.
+        self._ended: deque[Any] = deque()
+        self._lock = threading.RLock()
+
+    @property
+    def now(self) -> int:
+        """Bytes at the moment."""
+        with self._lock:
+            self._forget_ended()
+            return self._now
+
+    def find(self, tensor: Tensor) -> 'Storage | None':
+        """Return the storage of a tensor, if that was made while it was watched."""
+        with self._lock:
+            self._forget_ended()
+            return self._known.get(storage_id(tensor))
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        with self._lock:
+            self._forget_ended()
+            if key not in self._known:
+                self._known[key] = made = Storage(storage, self._ended.append)
+                made.key, made.size = key, storage.nbytes()
+                self.begin(made)
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            ended = self._ended.popleft()
+            del self._known[ended.key]
+            self.end(ended)
+
+    def begin(self, storage: 'Storage') -> None:
+        """Count a storage that was made."""
+        self._now += storage.size
+        self.peak = max(self.peak, self._now)
+
+    def end(self, storage: 'Storage') -> None:
+        """Count it no more."""
+        self._now -= storage.size
+
+    @contextmanager
+    def watched(self) -> Iterator['LiveTensors']:
+        """Count within the context, in this thread and in a pipeline's workers."""
+        with _Mode(self):
+            yield self
+
+
+class Storage(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage, with the data needed at its end."""
+
+    __slots__ = ('key', 'owner', 'size')
+
+    key: int
+    size: int
+    #: For who counts by owners.
+    owner: Hashable
+
+
+class _Mode(DispatchMode):
+    def __init__(self, live: LiveTensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        inputs = {storage_id(x) for x in tree_leaves((args, kwargs)) if _strided(x)}
+        for x in tree_leaves(output):
+            if _strided(x) and storage_id(x) not in inputs:
+                self._live._add(x)
+        return output
+
+
+def _strided(x: Any) -> bool:
+    """Return whether it is a tensor with a memory of its own: no other value, nor sparse."""
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
 
 GIB = 2**30
 
@@ -118,3 +224,62 @@ class OwnedTensors(LiveTensors):
         storage.owner = owner
         self._owned[owner] = self._owned.get(owner, 0) + storage.size
         self.peaks[owner] = max(self.peaks.get(owner, 0), self._owned[owner])
+
+
+class Turns:
+    """Follow the work of partitions through forward, recomputation and backward.
+
+    Args:
+        partitions: In their order.
+    """
+
+    def __init__(self, partitions: Sequence[nn.Module]) -> None:
+        self._local = threading.local()
+        self._handles: list[Any] = []
+        for j, partition in enumerate(partitions):
+            self._handles += [
+                partition.register_forward_pre_hook(lambda _, args, j=j: self._enter(j, args)),
+                partition.register_forward_hook(
+                    lambda _, args, output, j=j: self._leave(j, output)
+                ),
+            ]
+
+    @property
+    def owner(self) -> int | None:
+        """The partition whose turn it is in this thread, or None."""
+        return getattr(self._local, 'owner', None)
+
+    def give(self, j: int | None) -> None:
+        """Make it the turn of a partition in this thread, or of none."""
+        self._local.owner = j
+
+    def receive(self, j: int, grads: Sequence[Tensor]) -> None:
+        """Take note that gradients have come to a node of a partition."""
+
+    def close(self) -> None:
+        """Stop following."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, j: int, args: Any) -> None:
+        skips = [] if context.skips is None else [*context.skips.tensors.values()]
+        self._local.__dict__.setdefault('stack', []).append(
+            (self.owner, producers(_tensors((args, skips))))
+        )
+        self.give(j)
+
+    def _leave(self, j: int, output: Any) -> None:
+        owner, before = self._local.stack.pop()
+        self.give(owner)
+        if not is_recomputing():
+            for node in nodes_between(before, producers(_tensors(output))):
+                node.register_prehook(lambda grads: self._turn(j, grads))
+
+    def _turn(self, j: int, grads: Sequence[Tensor]) -> None:
+        if self.owner != j:
+            self.give(j)
+            self.receive(j, [grad for grad in grads if grad is not None])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

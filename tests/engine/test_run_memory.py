@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.devices import devices
 from tests.helpers import STEPS, WeakLog, drop_failed_backward
 from tests.marks import MODES

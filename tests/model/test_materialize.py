@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.devices import DEVICES, devices
 from tests.helpers import assert_same, call, gradients
 from torchgpipe import GPipe

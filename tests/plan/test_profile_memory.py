@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.plan.models import unet
 from tests.skip.layers import Pop, StashLinear, popping, stashing
 from torchgpipe import GPipe

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchgpipe.shard as ts
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.shard.plain import give_gradients, pair, whole
 from tests.shard.processes import Failure, outcomes, run
 from torchgpipe.shard import state_dict

@@ -6,11 +6,9 @@ from typing import Any
 
 import click
 
-from benchmarks.experiments.accuracy.images import open_folders
-from benchmarks.experiments.accuracy.pictures import write_pictures
+from benchmarks.experiments.accuracy.images import open_folders, write_pictures
 from benchmarks.experiments.accuracy.progress import refuse_to_overwrite
-from benchmarks.experiments.accuracy.recipe import EPOCHS
-from benchmarks.experiments.accuracy.train import measure
+from benchmarks.experiments.accuracy.train import EPOCHS, measure
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.options import experiment_options, take_options
 from benchmarks.harness.published import EXPERIMENTS
@@ -23,7 +21,7 @@ EXPERIMENT = EXPERIMENTS['resnet101-accuracy']
 @click.command(
     EXPERIMENT.name,
     help=(
-        f'{EXPERIMENTS["resnet101-accuracy"].title}, or on any images: the recipe of Goyal et al., with a '
+        f'{EXPERIMENT.title}, or on any images: the recipe of Goyal et al., with a '
         'validation after each epoch. Every epoch is kept, in a CSV log and in a checkpoint. To '
         'try it without ImageNet, make a folder with the command `pictures`.'
     ),

@@ -1,20 +1,52 @@
-"""A process of a mesh: it trains the model of each contender when it is told to."""
+"""A process of a mesh: it trains the model of each contender, and counts sent bytes."""
 
 import gc
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed
 from torch.optim import SGD
 
-from benchmarks.experiments.scaling.meshes import ALONE, Contender, Work
-from benchmarks.experiments.scaling.traffic import totals
+from benchmarks.experiments.scaling.meshes import ALONE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.trainers import Trainer, trainer
 from torchgpipe.base.devices import synchronize
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.dry_run.counters import Counter, calls_seen
 from torchgpipe.timeline import record
 from torchgpipe.trainer.processes import Interval
+
+#: The axis of an operation, its name, and its bytes.
+Operation = tuple[str, str, int]
+
+
+def sent(name: str, bytes: int, size: int) -> float:
+    """Return the bytes that a rank sends in an operation, of rings of ranks.
+
+    >>> sent('allreduce', 100, 4), sent('allgather', 100, 4), sent('send', 100, 4)
+    (150.0, 75.0, 100.0)
+
+    Args:
+        name: The name of the operation.
+        bytes: The size of its input or its output, whichever is larger.
+        size: The number of ranks.
+    """
+    if 'recv' in name:
+        return 0.0
+    if 'send' in name:
+        return float(bytes)
+    steps = 2 if 'reduce' in name and 'scatter' not in name else 1
+    return steps * bytes * (size - 1) / size
+
+
+def totals(operations: Iterable[Operation], mesh: Mesh) -> dict[str, float]:
+    """Return the bytes that a rank sends, by axis."""
+    found: dict[str, float] = {}
+    for axis, name, bytes in operations:
+        size = mesh.axes.get(axis, mesh.size)
+        found[axis] = found.get(axis, 0.0) + sent(name, bytes, size)
+    return {axis: value for axis, value in found.items() if value}
+
 
 #: Steps after which all buffers of a library exist: DDP makes its buckets again in the second one.
 COUNTED = 2

@@ -12,10 +12,15 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Pipeline, Run, contenders
-from benchmarks.experiments.schedules.draw import draw_speed_ups
-from benchmarks.experiments.schedules.predict import Prediction, predict
-from benchmarks.experiments.schedules.stages import Stage
+from benchmarks.experiments.schedules.contenders import (
+    CELLS,
+    OTHERS,
+    Pipeline,
+    Run,
+    Stage,
+    contenders,
+)
+from benchmarks.experiments.schedules.draw import Prediction, draw_speed_ups, predict
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, write_json
 from benchmarks.models.stacks import STACKS, Stack

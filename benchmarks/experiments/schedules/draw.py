@@ -1,10 +1,50 @@
-"""A bar for each way to train the cells: how many times as fast as in sequence."""
+"""A bar for each way to train the cells, measured, and predicted by the simulator.
+
+A bar is the speed relative to the cells in sequence. Predictions come from a profile of the layers.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 from benchmarks.harness.chart import COLORS, NEUTRAL, neutral, save
+from torchgpipe.balance import profile
+from torchgpipe.plan import Costs, measure_overhead, simulate
+from torchgpipe.schedule import NAMES, make
+from torchgpipe.schedule.generators import PLAIN_CALL, plain_call
+
+
+class Prediction(NamedTuple):
+    """The time of a step in seconds, and the part of it in which devices wait."""
+
+    seconds: float
+    bubble: float
+
+
+def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, Prediction]:
+    """Profile the layers now, one after the other in this thread, and simulate the contenders.
+
+    Args:
+        cells: The cells of the contenders. sample: A micro-batch. n: The number of devices. m: The
+        number of micro-batches.
+    """
+    cells.zero_grad()
+    layers = nn.Sequential(*[layer for cell in cells.children() for layer in cell.children()])
+    measured = profile(layers, sample, device='cpu', timeout=0)
+    each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
+    found = {'in sequence': Prediction(each, 0.0)}
+    overhead = measure_overhead([f'cpu:{j}' for j in range(n)])
+    for name in (PLAIN_CALL, *NAMES):
+        schedule, pairs = (
+            plain_call(n, m, one_thread=True) if name == PLAIN_CALL else (make(name, n, m), [])
+        )
+        stages = sum(map(len, schedule.stages))
+        costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never', overhead=overhead)
+        simulation = simulate(schedule, costs, pairs)
+        found[name] = Prediction(simulation.seconds, simulation.bubble)
+    return found
 
 
 def draw_speed_ups(cases: Sequence[dict[str, Any]], stem: Path) -> list[Path]:

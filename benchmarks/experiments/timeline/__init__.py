@@ -6,12 +6,10 @@ from typing import Any
 
 import click
 
-from benchmarks.experiments.timeline.ablation import without
-from benchmarks.experiments.timeline.carry import carry
+from benchmarks.experiments.timeline.ablation import carry, without
 from benchmarks.harness.campaign import campaign
-from benchmarks.harness.epochs import time_epochs
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import Job
+from benchmarks.harness.job import Job, time_epochs
 from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import EXPERIMENTS, MEMORY, UTILISATION
@@ -89,7 +87,7 @@ def _list(setting: Setting) -> str:
 @click.command(
     EXPERIMENT.name,
     help=(
-        f'{EXPERIMENTS["unet-timeline"].title}: each setting adds one to the settings before. Draws the measured '
+        f'{EXPERIMENT.title}: each setting adds one to the settings before. Draws the measured '
         'timeline of a step (PNG, SVG), with a lane for each device, and writes a trace for '
         'Perfetto or chrome://tracing.'
     ),

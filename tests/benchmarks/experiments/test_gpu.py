@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks.experiments.gpu import gpt, page, parts
-from benchmarks.experiments.gpu.page import GPU_PAGE, make_gpu_page
-from benchmarks.experiments.gpu.prediction import predicted_seconds
+from benchmarks.experiments.gpu.page import GPU_PAGE, make_gpu_page, predicted_seconds
 from tests.benchmarks import tiny
 from torchgpipe.base.devices import current_device
 from torchgpipe.plan import MACHINES

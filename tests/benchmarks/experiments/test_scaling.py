@@ -18,8 +18,7 @@ from benchmarks.experiments.scaling.meshes import (
     Work,
 )
 from benchmarks.experiments.scaling.tables import KINDS, mesh_rows, panels, ratio_rows
-from benchmarks.experiments.scaling.traffic import sent, totals
-from benchmarks.experiments.scaling.worker import RATE, Worker
+from benchmarks.experiments.scaling.worker import RATE, Worker, sent, totals
 from benchmarks.harness import costs, page
 from tests.marks import slow
 from torchgpipe.distributed import dry_run

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from benchmarks.experiments import schedules
-from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, OWN, contenders
-from benchmarks.experiments.schedules.predict import Prediction, predict
-from benchmarks.experiments.schedules.stages import Stage
+from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, OWN, Stage, contenders
+from benchmarks.experiments.schedules.draw import Prediction, predict
 from benchmarks.models.stacks import STACKS
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import SPLIT

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.experiments import zoo
-from benchmarks.experiments.zoo.architectures import _mask
 from benchmarks.experiments.zoo.convert import Case, converted, ways_out
-from benchmarks.experiments.zoo.libraries import LIBRARIES, Library
+from benchmarks.experiments.zoo.libraries import LIBRARIES, Library, _mask
 from benchmarks.experiments.zoo.train import differences, without_dropout
 from torchgpipe import Arguments
 from torchgpipe.sequential import ConversionError

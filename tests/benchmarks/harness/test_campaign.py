@@ -9,8 +9,8 @@ import torch
 from torch._dynamo import lookup_backend
 
 from benchmarks.experiments import memory, speed
-from benchmarks.experiments.timeline.carry import carry
-from benchmarks.harness import epochs, exhaustion
+from benchmarks.experiments.timeline.ablation import carry
+from benchmarks.harness import exhaustion, job
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.exhaustion import free_memory, is_exhaustion, memory_limit, require
 from benchmarks.harness.job import Job
@@ -22,7 +22,7 @@ from torchgpipe.trainer.files import replacing
 @pytest.fixture(autouse=True)
 def short_epochs(monkeypatch):
     """Make an epoch of some samples only."""
-    monkeypatch.setattr(epochs, 'SAMPLES', 16)
+    monkeypatch.setattr(job, 'SAMPLES', 16)
 
 
 def results(folder, experiment):

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 
 
 def test_live_tensors_are_counted_once_and_until_they_die():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import memory, speed, timeline
-from benchmarks.harness import epochs
+from benchmarks.harness import job
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.options import parse_devices
 from benchmarks.harness.page import _command
@@ -68,7 +68,7 @@ def test_the_error_says_why_there_are_none(run):
 
 def measure(experiment, function, folder, monkeypatch, **changes):
     """Run a campaign on simulated accelerators; give its summary and its machine."""
-    monkeypatch.setattr(epochs, 'SAMPLES', 4)
+    monkeypatch.setattr(job, 'SAMPLES', 4)
     options = tiny.options(experiment, folder, devices=tuple(load()), **changes)
     campaign(experiment, options, function)
     written = json.loads((folder / f'{experiment.name}.json').read_text())
@@ -98,7 +98,7 @@ def test_a_timeline(tmp_path, monkeypatch, capsys):
 @pytest.mark.sim
 def test_throughput_equals_the_devices(tmp_path):
     options = tiny.options(tiny.SPEED, tmp_path)
-    job = SimpleNamespace(
+    sleeper = SimpleNamespace(
         setting=tiny.SETTINGS[0],
         options=options,
         devices=load(),
@@ -106,7 +106,7 @@ def test_throughput_equals_the_devices(tmp_path):
         step=lambda: accelerator.sleep(2000),
     )
     result = {}
-    epochs.time_epochs(job, result)
+    job.time_epochs(sleeper, result)
     assert result['figure'] == pytest.approx(8 / 0.002, rel=0.01)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.devices import DEVICES, devices
 from tests.engine.checkpoint.layers import Layer, compare_modes, doubles
 from tests.equivalence import Case, check

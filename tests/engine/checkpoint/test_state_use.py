@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.devices import devices
 from tests.engine.checkpoint.layers import Layer, count, doubles, move_attributes
 from tests.equivalence import loss_of

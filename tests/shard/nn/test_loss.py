@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchgpipe.shard as ts
-from benchmarks.harness.live import LiveTensors
+from benchmarks.harness.memory import LiveTensors
 from tests.marks import slow
 from tests.shard.plain import in_turn
 from tests.shard.processes import run

@@ -12,8 +12,8 @@ from benchmarks.experiments.accuracy.images import (
     normalise,
     open_folders,
     random_crop,
+    write_pictures,
 )
-from benchmarks.experiments.accuracy.pictures import write_pictures
 
 
 def save(path, size=(40, 30), color=(255, 0, 0)):

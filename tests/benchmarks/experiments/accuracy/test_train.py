@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.experiments.accuracy import train
-from benchmarks.experiments.accuracy.pictures import write_pictures
-from benchmarks.experiments.accuracy.recipe import learning_rate
+from benchmarks.experiments.accuracy.images import write_pictures
+from benchmarks.experiments.accuracy.train import learning_rate
 from benchmarks.models import resnet101
 
 

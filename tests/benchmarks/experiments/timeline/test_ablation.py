@@ -5,8 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from benchmarks.experiments.timeline.ablation import without
-from benchmarks.experiments.timeline.carry import carry
+from benchmarks.experiments.timeline.ablation import carry, without
 from tests.benchmarks import tiny
 from tests.helpers import Call, assert_same, gradients
 from torchgpipe import GPipe

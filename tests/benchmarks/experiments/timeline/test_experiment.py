@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.experiments import timeline
-from benchmarks.harness import epochs
+from benchmarks.harness import job
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.published import EXPERIMENTS
 from tests.benchmarks import tiny
@@ -32,7 +32,7 @@ def test_cells_that_take_turns_in_backward_do_not_overlap():
 
 @pytest.mark.slow
 def test_the_experiment(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(epochs, 'SAMPLES', 4)
+    monkeypatch.setattr(job, 'SAMPLES', 4)
     options = tiny.options(tiny.TIMELINE, tmp_path, scale=1.0)
     campaign(tiny.TIMELINE, options, timeline.measure)
     written = json.loads((tmp_path / 'tiny-timeline.json').read_text())['results']['settings']
