@@ -118,6 +118,7 @@ class Report:
         if config.log_samples and self._is_first_of_replica:
             path = f'{config.log}.{self.replica}'
         self._samples = Log(path, self._training, step)
+        unlogged = None if self._log.has(step) else entry
         self._tensorboard: Any = None
         if self._is_first:
             if config.log:
@@ -127,7 +128,9 @@ class Report:
             if config.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(config.tensorboard, purge_step=step + 1)
+                # Later points are of steps that are lost, or that follow again.
+                first = step if unlogged else step + 1
+                self._tensorboard = SummaryWriter(config.tensorboard, purge_step=first)
             click.echo(text)
             if step:
                 click.echo(f'continues after step {step}\n')
@@ -137,7 +140,6 @@ class Report:
             unit='step',
             disable=None if self._is_first else True,
         )
-        unlogged = None if self._log.has(step) else entry
         self.lap(Phase.START)
         return from_first_rank(unlogged, self._device)  # type: ignore[no-any-return]
 

@@ -5,8 +5,8 @@
     DIR/train/<class>/<image>   random crop of 8 % to 100 % of the area, mirrored or not
     DIR/val/<class>/<image>     the square in the centre, 7/8 of the shorter side (224 of 256)
 
-The command ``pictures`` writes a small folder of real images, to try the experiment on. Its classes
-are crops of scikit-learn's two photographs, and some of its handwritten digits.
+The command ``pictures`` writes a small folder of real images, to try the experiment on. Its
+classes are crops of scikit-learn's two photographs, and some of its handwritten digits.
 """
 
 import math

@@ -1,6 +1,6 @@
 """A bar for each way to train the cells, measured, and predicted by the simulator.
 
-A bar is the speed relative to the cells in sequence. Predictions come from a profile of the layers.
+A bar is the speed relative to the cells in sequence. Predictions come from a profile of layers.
 """
 
 from collections.abc import Sequence
