@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.trainer.tiny import (
 from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import init_mesh
 from torchgpipe.trainer import train_gpt
+from torchgpipe.trainer.config import Config
 from torchgpipe.trainer.prediction import predict
 from torchgpipe.trainer.processes import is_available
 from torchgpipe.trainer.tokens import TokenFiles, samples_at, starts_of
@@ -169,3 +171,25 @@ def test_activations_of_bfloat16_take_less_memory(tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     assert 0.4 * full < half < 0.62 * full  # norms and the loss are in float32
+
+
+def test_a_rank_uses_the_device_that_its_mesh_has_chosen(tmp_path, monkeypatch):
+    """Before the mesh, the current device is the first one on all ranks."""
+    config = options_of(tmp_path)
+    chosen = [torch.device('cpu', 0)]
+
+    class Chosen(Exception):
+        pass
+
+    def mesh(*sizes, device_type):
+        chosen.append(torch.device(device_type, 1))
+        return SimpleNamespace(get_local_rank=lambda axis: 0)
+
+    def first_use(value, device):
+        raise Chosen(device)
+
+    monkeypatch.setattr(Config, 'device', property(lambda self: chosen[-1]))
+    monkeypatch.setattr(train_gpt, 'init_mesh', mesh)
+    monkeypatch.setattr(train_gpt, 'from_first_rank', first_use)
+    with pytest.raises(Chosen, match='cpu:1'):
+        train_gpt.train(config, {})

@@ -74,6 +74,8 @@ def test_the_end_of_a_run(run, tmp_path):
     code, out, err = run(*words, 8)
     assert code == 0, err
     assert table_of(out)['bubble'][1] != '98.7%'
+    code, out, err = run(*words, 16, '--log-interval', 5, '--eval-interval', 5)
+    assert code == 0 and table_of(out)['memory of layers and loss'][1] != '0 B', err
 
 
 @pytest.mark.parametrize('options', [['--shard'], ['--offload']])

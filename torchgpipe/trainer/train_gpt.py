@@ -63,8 +63,9 @@ def train(config: Config, training: dict[str, Any]) -> None:
     """
     start = time.perf_counter()
     torch.use_deterministic_algorithms(config.deterministic)
-    device = config.device
-    mesh = init_mesh(config.data, config.pipe, config.tensor, device_type=device.type)
+    kind = config.device.type
+    mesh = init_mesh(config.data, config.pipe, config.tensor, device_type=kind)
+    device = config.device  # of this rank, which the mesh has chosen
     replica = mesh.get_local_rank('data')
     training = from_first_rank(training, device)
 
@@ -124,7 +125,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
         entry = None
         if is_logged:
             entry = report.entry(step, loss, norm, lr, metrics)
-        report.add_samples(step, batch.starts)
+        report.end_step(step, batch.starts)
 
         # Save. A checkpoint comes before its validation, which may fail, and has the entry of the
         # log, which comes after the validation.

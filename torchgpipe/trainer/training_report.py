@@ -165,10 +165,6 @@ class Report:
         self, step: int, loss: float, norm: float, lr: float, metrics: Any
     ) -> dict[str, Any]:
         """Return the entry of a step for the log."""
-        # The optimizer has its state after the first step of this process. A validation and a
-        # checkpoint take further memory, which the prediction does not have.
-        if step <= self._first_step + 2:
-            self._memory_growth = peak(self._device) - self._memory_before
         return {
             'step': step,
             'loss': loss,
@@ -183,8 +179,12 @@ class Report:
             'bubble': metrics.bubble,
         }
 
-    def add_samples(self, step: int, starts: list[int]) -> None:
+    def end_step(self, step: int, starts: list[int]) -> None:
         """Log the samples of a step, at its end."""
+        # The optimizer has its state after the first step of this process. Later validations and
+        # checkpoints take further memory, which the prediction does not have.
+        if step <= self._first_step + 2:
+            self._memory_growth = peak(self._device) - self._memory_before
         self._samples.add({'step': step, 'starts': starts})
         self._bar.update()
 
