@@ -147,6 +147,9 @@ def test_a_dataset_that_is_too_small_is_refused(tmp_path, splits):
         SplitDataset(options_of(tmp_path, *WORDS))
     with pytest.raises(ValueError, match='there is a token 99'):
         SplitDataset(options_of(tmp_path, *WORDS, '--vocab-size', 90))
+    splits(train=['z' * 99], test=DOCUMENTS)
+    with pytest.raises(ValueError, match='there is a token 122'):
+        SplitDataset(options_of(tmp_path, *WORDS, '--vocab-size', 122)).batch()
     splits(test=DOCUMENTS)
     with pytest.raises(ValueError, match='no split train, but test'):
         SplitDataset(options_of(tmp_path, *WORDS))
@@ -245,3 +248,6 @@ def test_the_command_refuses_a_dataset_that_it_cannot_read(run, tmp_path, folder
     code, _, err = run(*words, folder, '--tokenizer', tmp_path / 'no-tokenizer')
     assert code == 2 and 'cannot load --tokenizer' in err
     assert command.describe_data(options_of(tmp_path, '--dataset', folder))['held_out']
+    # In this process, in which no thread stays.
+    code, out, err = run(*words, folder, '--eval-batches', 1, '--generate', 5)
+    assert code == 0 and 'validation loss' in out, err
