@@ -10,7 +10,7 @@ from benchmarks.harness.page import page
 from torchgpipe.trainer.command import run_command, train_gpt
 
 
-@click.group(context_settings={'help_option_names': ['-h', '--help']})
+@click.group(context_settings={'help_option_names': ['-h', '--help'], 'show_default': True})
 def cli() -> None:
     """Train a GPT with torchgpipe on any mesh, and measure it on this machine."""
 

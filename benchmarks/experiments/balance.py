@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.memory import Turns
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, write_json
+from benchmarks.harness.report import Rows, machine, output_option, write_json
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
 from torchgpipe.base.devices import synchronize
@@ -149,21 +149,14 @@ def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> dict[str, 
 
 
 @click.command()
-@click.option('--device', default='cpu', show_default=True, help='Where to measure.')
+@click.option('--device', default='cpu', help='Where to measure.')
 @click.option(
     '--rounds',
     type=click.IntRange(1),
     default=7,
-    show_default=True,
     help='Rounds of profile and measurement, of which the median counts.',
 )
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the JSON file goes.',
-)
+@output_option
 def balance(device: str, rounds: int, output: str) -> None:
     """Compare the predicted time of the slowest partition with the measured one.
 

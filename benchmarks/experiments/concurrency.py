@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.chart import NEUTRAL, neutral, save
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, write_json
+from benchmarks.harness.report import Rows, machine, output_option, write_json
 from benchmarks.models.stacks import Stack, perceptron
 from torchgpipe import GPipe
 from torchgpipe.base.errors import table
@@ -110,16 +110,9 @@ def _seconds(call: Callable[[], object]) -> float:
     '--rounds',
     type=click.IntRange(1),
     default=9,
-    show_default=True,
     help='Interleaved rounds, of which the medians count.',
 )
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the JSON file and the picture go.',
-)
+@output_option
 def concurrency(rounds: int, output: str) -> None:
     """Time two equal partitions on cpu:0 and cpu:1 against one after the other.
 

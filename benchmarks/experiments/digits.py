@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
-from benchmarks.harness.report import machine
+from benchmarks.harness.report import machine, output_option
 from torchgpipe import GPipe
 from torchgpipe.base.devices import accelerators, is_cpu, memory_of
 from torchgpipe.base.errors import table
@@ -265,7 +265,6 @@ def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
     '--epochs',
     type=click.IntRange(1),
     default=12,
-    show_default=True,
     help='Passes over the training set.',
 )
 @click.option(
@@ -295,9 +294,7 @@ def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
     help='The order of a step; interleaved, looped-bfs and zb-v have two partitions on '
     'each device.',
 )
-@click.option(
-    '--output', default='results', show_default=True, metavar='DIR', help='Where the picture goes.'
-)
+@output_option
 def digits(
     epochs: int,
     chunks: int | None,

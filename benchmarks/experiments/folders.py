@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.experiments.zoo.libraries import sample_of
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, write_json
+from benchmarks.harness.report import Rows, output_option, write_json
 from torchgpipe import Arguments
 from torchgpipe.base.errors import table
 from torchgpipe.base.structure import call
@@ -261,9 +261,7 @@ def _loaded(model: Any, folder: Path) -> dict[str, Tensor]:
     default=[*CONFIGS],
     help='Some of these only, by name.',
 )
-@click.option(
-    '--output', default='results', show_default=True, metavar='DIR', help='Where the JSON goes.'
-)
+@output_option
 def folders(models: tuple[str, ...], output: str) -> None:
     """Train models of Transformers from a folder on a mesh, and save them for from_pretrained."""
     try:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from benchmarks.harness.chart import NEUTRAL, save
 from benchmarks.harness.memory import LiveTensors
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, write_json
+from benchmarks.harness.report import Rows, machine, output_option, write_json
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.errors import table
@@ -159,24 +159,15 @@ def predicted_bytes(costs: Profile, kept: Kept) -> int | None:
 
 
 @click.command()
-@click.option('--depth', type=click.IntRange(1), default=12, show_default=True, help='Blocks.')
-@click.option(
-    '--samples', type=click.IntRange(1), default=4, show_default=True, help='Micro-batches.'
-)
+@click.option('--depth', type=click.IntRange(1), default=12, help='Blocks.')
+@click.option('--samples', type=click.IntRange(1), default=4, help='Micro-batches.')
 @click.option(
     '--rounds',
     type=click.IntRange(1),
     default=9,
-    show_default=True,
     help='Interleaved rounds, of which the medians count.',
 )
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the JSON file and the picture go.',
-)
+@output_option
 def keep(depth: int, samples: int, rounds: int, output: str) -> None:
     """Time transformer blocks by the results that checkpointing keeps.
 

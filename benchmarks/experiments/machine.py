@@ -7,7 +7,7 @@ import click
 import torch
 
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, describe, write_json
+from benchmarks.harness.report import Rows, describe, output_option, write_json
 from benchmarks.harness.report import machine as here
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.base.errors import table
@@ -64,13 +64,7 @@ def timed_block(
 
 
 @click.command()
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the JSON file goes.',
-)
+@output_option
 def machine(output: str) -> None:
     """Measure this machine, for plans of a mesh; and predict GPT blocks that are also timed."""
     folder = output_folder(output)

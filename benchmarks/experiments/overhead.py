@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, write_json
+from benchmarks.harness.report import Rows, machine, output_option, write_json
 from torchgpipe import GPipe
 from torchgpipe.base.devices import Device, memory_of, parse_device, synchronize
 from torchgpipe.base.errors import table
@@ -140,16 +140,9 @@ def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
     '--rounds',
     type=click.IntRange(1),
     default=11,
-    show_default=True,
     help='Interleaved rounds, of which the medians count.',
 )
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the JSON file goes.',
-)
+@output_option
 def overhead(rounds: int, output: str) -> None:
     """Time the engine on trivial cells: Linear(8, 8) on 4 rows.
 

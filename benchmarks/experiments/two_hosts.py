@@ -28,7 +28,7 @@ from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, W
 from benchmarks.experiments.scaling.worker import Worker
 from benchmarks.harness.hosts import Network, on_hosts, why_not
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, write_json
+from benchmarks.harness.report import Rows, machine, output_option, write_json
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.devices import CPU
 from torchgpipe.base.errors import table
@@ -258,7 +258,7 @@ def _row(
     }
 
 
-@click.command(context_settings={'show_default': True})
+@click.command()
 @click.option(
     '--rate',
     'rates',
@@ -278,7 +278,7 @@ def _row(
     default=9,
     help='Interleaved rounds, of which the medians count.',
 )
-@click.option('--output', default='results', metavar='DIR', help='Where the JSON file goes.')
+@output_option
 def two_hosts(
     rates: tuple[str, ...],
     layers: int,

@@ -113,7 +113,6 @@ def experiment_options(
             type=click.Choice([*names, 'all']),
             multiple=True,
             default=('all',),
-            show_default=True,
             help='Which line of the table; may be given several times.',
         ),
         click.option(
@@ -129,7 +128,6 @@ def experiment_options(
             type=click.FloatRange(0, 1, min_open=True),
             default=1.0,
             callback=_refuse_nan,
-            show_default=True,
             help='Fraction of the published batch, and of height and width of the '
             f'images ({experiment.resolution}, at least 64).',
         ),
@@ -137,7 +135,6 @@ def experiment_options(
             '--epochs',
             type=click.IntRange(1),
             default=epochs,
-            show_default=True,
             help=f'Passes over the data: {epoch}.',
         ),
         click.option(
@@ -151,7 +148,6 @@ def experiment_options(
             '--dtype',
             type=click.Choice(list(DTYPES)),
             default='float32',
-            show_default=True,
             help='float16 and bfloat16: mixed precision, by autocast.',
         ),
         click.option('--compile', is_flag=True, help='Compile each partition (torch.compile).'),
@@ -159,13 +155,11 @@ def experiment_options(
             '--seed',
             type=click.IntRange(0, 2**32 - 1),
             default=0,
-            show_default=True,
             help='For parameters, data and dropout.',
         ),
         click.option(
             '--output',
             default='results',
-            show_default=True,
             metavar='DIR',
             help='Where tables, pictures and logs go.',
         ),

@@ -6,6 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
 import torchgpipe
@@ -16,6 +17,11 @@ from torchgpipe.trainer.launch import available_cores
 
 #: The header of a table, and its rows.
 Rows = tuple[list[str], list[list[str]]]
+
+
+output_option = click.option(
+    '--output', default='results', metavar='DIR', help='Where results and pictures go.'
+)
 
 
 def markdown(rows: Rows) -> str:

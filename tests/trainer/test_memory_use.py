@@ -24,3 +24,14 @@ def test_the_peak_of_a_device_grows_after_a_reset():
     before = reset_peak(device)
     torch.ones(2**24, device=device)
     assert peak(device) - before == 2**26
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs files of Linux')
+def test_freed_memory_is_not_in_use():
+    """The C library would keep the memory of small tensors before the last one."""
+    tensors = [torch.ones(2**14) for _ in range(2**11)]  # 128 MiB
+    last = tensors.pop()
+    full = reset_peak(CPU)
+    tensors.clear()
+    assert reset_peak(CPU) < full - 2**26
+    assert len(last) == 2**14

@@ -18,7 +18,7 @@ from benchmarks.experiments.gpu.page import GPU_PAGE, gpu_page, make_gpu_page
 from benchmarks.experiments.gpu.parts import Part, all_parts
 from benchmarks.harness.exhaustion import first_line, is_exhaustion
 from benchmarks.harness.options import parse_devices
-from benchmarks.harness.report import machine, write_json
+from benchmarks.harness.report import machine, output_option, write_json
 from torchgpipe.base.devices import accelerator, current_device
 from torchgpipe.trainer.files import output_folder, replacing
 
@@ -124,14 +124,12 @@ def _name(device: torch.device) -> str:
     '--scale',
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
-    show_default=True,
     help='Fraction of batches, images and layers, for a small machine.',
 )
 @click.option(
     '--minutes',
     type=click.FloatRange(0, min_open=True),
     default=8.0,
-    show_default=True,
     help='After these, nothing more is started; the next run goes on from there.',
 )
 @click.option(
@@ -142,13 +140,7 @@ def _name(device: torch.device) -> str:
     show_default='all',
     help='May be given several times; it is measured again.',
 )
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the results and the page go.',
-)
+@output_option
 def gpu(
     devices: tuple[torch.device, ...],
     scale: float,

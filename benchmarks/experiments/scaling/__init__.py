@@ -34,7 +34,7 @@ from benchmarks.experiments.scaling.tables import (
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
 from benchmarks.harness.curves import draw_curves
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import machine, write_json
+from benchmarks.harness.report import machine, output_option, write_json
 from torchgpipe.base.devices import accelerator, accelerators
 from torchgpipe.base.errors import table
 from torchgpipe.trainer.config import require
@@ -178,7 +178,7 @@ def _against(
     }
 
 
-@click.command(context_settings={'show_default': True})
+@click.command()
 @click.option('--layers', type=click.IntRange(1), default=4, help='Blocks of the GPT.')
 @click.option('--width', type=click.IntRange(1), default=256, help='Features of a token.')
 @click.option('--heads', type=click.IntRange(1), default=4, help='Heads of each block.')
@@ -233,9 +233,7 @@ def _against(
     help='The Python of an environment with torchgpipe and another release of PyTorch, in which '
     'all is measured as well. May be given several times.',
 )
-@click.option(
-    '--output', default='results', metavar='DIR', help='Where the JSON file and the picture go.'
-)
+@output_option
 def scaling(
     layers: int,
     width: int,

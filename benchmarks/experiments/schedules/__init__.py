@@ -22,7 +22,7 @@ from benchmarks.experiments.schedules.contenders import (
 )
 from benchmarks.experiments.schedules.draw import Prediction, draw_speed_ups, predict
 from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, write_json
+from benchmarks.harness.report import Rows, machine, output_option, write_json
 from benchmarks.models.stacks import STACKS, Stack
 from torchgpipe.base.errors import table
 from torchgpipe.schedule import NAMES
@@ -142,7 +142,6 @@ def _prediction(
     type=click.Choice([*STACKS]),
     multiple=True,
     default=[*STACKS],
-    show_default=True,
     help='May be given several times.',
 )
 @click.option(
@@ -150,7 +149,6 @@ def _prediction(
     type=click.IntRange(2),
     multiple=True,
     default=(2,),
-    show_default=True,
     help='On cpu:0, cpu:1 and so on; may be given several times.',
 )
 @click.option(
@@ -158,30 +156,21 @@ def _prediction(
     type=click.IntRange(1),
     multiple=True,
     default=(8, 16),
-    show_default=True,
     help='Micro-batches; may be given several times.',
 )
 @click.option(
     '--milliseconds',
     type=click.FloatRange(0, min_open=True),
     default=10.0,
-    show_default=True,
     help='How long forward of a micro-batch takes at least in a partition, in one thread.',
 )
 @click.option(
     '--rounds',
     type=click.IntRange(1),
     default=11,
-    show_default=True,
     help='Interleaved rounds, of which the medians count.',
 )
-@click.option(
-    '--output',
-    default='results',
-    show_default=True,
-    metavar='DIR',
-    help='Where the JSON file and the picture go.',
-)
+@output_option
 def schedules(
     stacks: tuple[str, ...],
     partitions: tuple[int, ...],

@@ -97,7 +97,6 @@ def _list(setting: Setting) -> str:
     '--model',
     type=click.Choice(['unet', 'resnet101', 'amoebanetd']),
     default='unet',
-    show_default=True,
     help='Which model; published figures are there for U-Net only.',
 )
 def _command(model: str, **options: Any) -> None:

@@ -55,7 +55,6 @@ MEANING = (
     type=click.Choice([*LIBRARIES]),
     multiple=True,
     default=[*LIBRARIES],
-    show_default=True,
     help='Whose models.',
 )
 @click.option('--model', 'models', multiple=True, help='Some of these only, by name.')
@@ -65,13 +64,11 @@ MEANING = (
     '--patience',
     type=click.IntRange(1),
     default=PATIENCE,
-    show_default=True,
     help='Seconds that a model may take.',
 )
 @click.option(
     '--output',
     default='results',
-    show_default=True,
     metavar='DIR',
     help='Where the JSON file goes; what it has of other models stays.',
 )
