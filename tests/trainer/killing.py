@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ def killed_at_a_step(attempt, config, training, victim):
 
     def check_finite(model, step, *values):
         if (int(os.environ['RANK']), step) == victim and once(config.output):
+            shutil.copy(config.log, Path(config.output, 'log-before'))
             os.kill(os.getpid(), signal.SIGKILL)
         check(model, step, *values)
 

@@ -1,5 +1,6 @@
 """The trainer of a GPT: it learns as a plain loop does, on any mesh, and resumes exactly."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from benchmarks.harness.memory import peak_of_activations
 from tests.trainer import killing
 from tests.trainer.tiny import (
+    COMMAND,
     ROOT,
     TINY,
     assert_same,
@@ -68,10 +70,28 @@ def test_all_meshes_have_the_curve_of_a_plain_loop(tmp_path, mesh, options):
 
 @pytest.mark.slow
 def test_experts_are_spread_over_replicas(tmp_path):
-    alone, spread = (
-        launched(tmp_path / str(data), '--experts', 4, '--data', data) for data in (1, 2)
-    )
-    assert_same(spread, alone)
+    alone = launched(tmp_path / 'alone', '--experts', 4)
+    for mesh in ((2, 1, 1), (1, 1, 2)):
+        spread = launched(tmp_path / '-'.join(map(str, mesh)), '--experts', 4, *mesh_of(*mesh))
+        assert_same(spread, alone)
+
+
+@pytest.mark.slow
+def test_all_meshes_generate_the_same_text(tmp_path):
+    """Also if ranks divide a sequence, whose length they do not divide."""
+    texts = []
+    for mesh, options in (
+        ((1, 1, 1), []),
+        ((1, 1, 2), ['--sequence-parallel']),
+        ((1, 1, 2), ['--sequence-parallel', '--chunked-loss', 4]),
+        ((2, 2, 1), []),
+    ):
+        words = [*COMMAND, *TINY, *mesh_of(*mesh), *options, '--output', tmp_path]
+        words += ['--generate', 12, '--mock-data']
+        done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        texts.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len(texts[0]) == 12 and texts == [texts[0]] * 4
 
 
 @pytest.mark.slow
@@ -84,9 +104,12 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, capfd, vict
         tmp_path / 'saved',
         *'--save-interval 2 --restarts 1 --log-samples --async-save'.split(),
     )
-    # After and before a save.
-    training = start(killing.killed_at_a_step, config, (victim, 2 + victim))
+    # Before the first save, and after it.
+    training = start(killing.killed_at_a_step, config, (victim, 2 + 3 * victim))
     assert f'rank {victim} ended by signal 9' in capfd.readouterr().err
+    if victim:
+        # It continues after a checkpoint, so these lines stay, with the times in them.
+        assert lines_of(tmp_path / 'log')[:2] == lines_of(tmp_path / 'log-before')[:2]
     assert_same(lines_of(tmp_path / 'log'), plain_curve(config, 6))
     starts = [starts_of(config, training['tokens'], k) for k in range(6)]
     for replica in range(2):

@@ -1,14 +1,16 @@
 """The report of a training."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
 
-from tests.trainer.tiny import TINY, run_tiny
-from torchgpipe.trainer import config
+from tests.trainer.tiny import ROOT, TINY, run_tiny
+from torchgpipe.trainer import config, train_gpt, training_report
 from torchgpipe.trainer.processes import is_available
 from torchgpipe.trainer.training_report import Phase, times_of_phases
 
@@ -116,3 +118,24 @@ def test_tensorboard_is_a_package(run, tmp_path, monkeypatch):
     monkeypatch.setattr(config.importlib.util, 'find_spec', lambda name: None)
     code, out, err = run(*TINY, '--output', tmp_path, '--tensorboard', tmp_path / 'board')
     assert (code, out) == (2, '') and 'pip install tensorboard' in err
+
+
+def grown(attempt, config, training):
+    """Train, with more memory on the last rank."""
+    training_report.peak = lambda device: (int(os.environ['RANK']) + 1) * 2**40
+    training_report.reset_peak = lambda device: 0
+    train_gpt.train(config, training)
+
+
+@pytest.mark.slow
+def test_the_memory_is_of_the_largest_rank(tmp_path):
+    program = (
+        'import sys\n'
+        'from tests.trainer.test_training_report import grown\n'
+        'from tests.trainer.tiny import options_of, start\n'
+        "start(grown, options_of(sys.argv[1], '--pipe', 2, '--steps', 1))\n"
+    )
+    words = [sys.executable, '-c', program, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert table_of(done.stdout)['memory of layers and loss'][1] == '2.00 TiB'
