@@ -89,9 +89,9 @@ def test_a_dataset_without_text_is_refused():
         DocumentReader(documents([]), BYTES).take(1)
 
 
-@pytest.fixture
-def closed(monkeypatch):
-    """Close all datasets after the test."""
+@pytest.fixture(autouse=True)
+def no_thread_of_a_dataset(monkeypatch):
+    """End the threads of all datasets after the test."""
     opened = []
     init = SplitDataset.__init__
 
@@ -102,11 +102,11 @@ def closed(monkeypatch):
     monkeypatch.setattr(SplitDataset, '__init__', open_dataset)
     yield
     for dataset in opened:
-        dataset.close()
+        dataset._thread.shutdown()
 
 
 @pytest.fixture
-def splits(monkeypatch, closed):
+def splits(monkeypatch):
     """Let a dataset have some splits."""
 
     def let(**texts):
@@ -248,6 +248,5 @@ def test_the_command_refuses_a_dataset_that_it_cannot_read(run, tmp_path, folder
     code, _, err = run(*words, folder, '--tokenizer', tmp_path / 'no-tokenizer')
     assert code == 2 and 'cannot load --tokenizer' in err
     assert command.describe_data(options_of(tmp_path, '--dataset', folder))['held_out']
-    # In this process, in which no thread stays.
     code, out, err = run(*words, folder, '--eval-batches', 1, '--generate', 5)
     assert code == 0 and 'validation loss' in out, err

@@ -22,6 +22,7 @@ from tests.trainer.tiny import (
     plain_curve,
     start,
 )
+from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.trainer import train_gpt
 from torchgpipe.trainer.prediction import settings_of
 from torchgpipe.trainer.processes import is_available
@@ -217,3 +218,19 @@ def test_a_part_of_a_checkpoint_is_damaged_on_another_rank(tmp_path):
         file.write_bytes(file.read_bytes() + b'?')
     assert_same(launched(tmp_path, *words, '--resume'), expected)
     assert names(tmp_path) == ['step-3', 'step-6', 'step-6.damaged']
+
+
+def test_a_checkpoint_is_written_before_a_validation_begins(run, tmp_path, monkeypatch):
+    """Its ranks might end while they write, because the validation fails."""
+    saves = []
+    save = DistributedGPipe.save
+
+    def recorded(self, folder, *args, wait, **options):
+        saves.append((folder.name, wait))
+        return save(self, folder, *args, wait=wait, **options)
+
+    monkeypatch.setattr(DistributedGPipe, 'save', recorded)
+    words = ['--save', tmp_path / 'saved', '--save-interval', 2, '--async-save']
+    code, _, err = run(*TINY, '--output', tmp_path, *words, '--eval-interval', 4)
+    assert code == 0, err
+    assert saves == [('step-2', False), ('step-4', True), ('step-6', True)]

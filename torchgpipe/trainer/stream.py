@@ -240,10 +240,6 @@ class SplitDataset:
         self._next = self._thread.submit(self._read)
         return batch
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
-
     def _read(self) -> tuple[Tensor, dict[str, Any]]:
         tokens = self._reader.take(self._config.tokens_per_step)
         check_tokens(tokens, self._config.vocab_size)
@@ -307,11 +303,6 @@ class TokenStream:
         """Continue after a checkpoint."""
         if dist.get_rank() == 0:
             self._dataset.seek(position)
-
-    def close(self) -> None:
-        """End the thread of the first rank."""
-        if dist.get_rank() == 0:
-            self._dataset.close()
 
     def batch(self, step: int, replica: int, device: torch.device) -> Samples:
         """Return the samples of a replica in a step, which counts from 0."""

@@ -74,9 +74,6 @@ class TokenFiles:
     def seek(self, position: dict[str, Any]) -> None:
         """Continue after a checkpoint: samples follow from the step alone."""
 
-    def close(self) -> None:
-        """End the use of the files, which needs nothing."""
-
 
 def _read(config: Config) -> tuple[Tensor, Tensor]:
     """Return the tokens to train and to validate with."""

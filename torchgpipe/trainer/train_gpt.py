@@ -135,6 +135,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
                 'entry': from_first_rank(entry, device),
                 'data': batch.position,
             }
+            # A validation may fail, and end ranks that still write.
             wait = is_validated or not config.async_save
             folder.save(step, model, optimizer, extra, wait, config.keep_last)
             report.lap(Phase.SAVE)
@@ -143,7 +144,6 @@ def train(config: Config, training: dict[str, Any]) -> None:
         if entry:
             validate_and_log(config, model, data, report, entry)
 
-    data.close()
     text = generate(config, model)
     report.end(text)
     dist.destroy_process_group()

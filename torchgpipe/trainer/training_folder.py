@@ -74,8 +74,6 @@ class TrainingFolder:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._description = self.path / 'training.json'
-        #: The checkpoint that is being written while the training goes on.
-        self._writing: Any = None
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after a number of steps."""
@@ -260,9 +258,8 @@ class TrainingFolder:
             wait: Whether to return after it is written.
             keep: The number of checkpoints to keep.
         """
-        if self._writing is not None:
-            self._writing.result()
-        self._writing = model.save(self.checkpoint(step), optimizer, extra=extra, wait=wait)
+        # It first waits for the previous one, and raises its error.
+        model.save(self.checkpoint(step), optimizer, extra=extra, wait=wait)
         if dist.get_rank() == 0:
             self.delete_old(keep, step)
 
