@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from benchmarks.experiments.classes import classes_option, size_panels
-from benchmarks.harness.exhaustion import require
+from benchmarks.harness.memory import require
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows
 from benchmarks.harness.sharding import (
@@ -14,10 +14,10 @@ from benchmarks.harness.sharding import (
     meaning,
     memory_cells,
     sharding_options,
+    side_by_side,
     training,
 )
-from benchmarks.harness.side_by_side import side_by_side
-from benchmarks.models.resnet18 import FEATURES
+from benchmarks.models.sharded import FEATURES
 
 NAME = 'classes-resnet18'
 
@@ -55,7 +55,7 @@ def classes_resnet18(
     """
 
     def measure() -> dict[str, Any]:
-        from benchmarks.experiments.classes.train import (
+        from benchmarks.experiments.classes import (
             ImageOptions,  # has torch.distributed
             make_resnet,
         )

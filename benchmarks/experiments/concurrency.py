@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.harness.chart import NEUTRAL, neutral, save
+from benchmarks.harness.curves import NEUTRAL, neutral, save
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_option, write_json
 from benchmarks.models.stacks import Stack, perceptron

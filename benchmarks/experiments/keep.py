@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.harness.chart import NEUTRAL, save
+from benchmarks.harness.curves import NEUTRAL, save
 from benchmarks.harness.memory import LiveTensors
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, machine, output_option, write_json

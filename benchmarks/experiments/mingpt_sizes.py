@@ -15,18 +15,19 @@ import torch
 from torch import nn
 
 from benchmarks.harness.curves import Panel
-from benchmarks.harness.exhaustion import free_memory
+from benchmarks.harness.memory import free_memory
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows
 from benchmarks.harness.sharding import (
+    PLAIN,
     difference_cell,
     meaning,
     memory_cells,
     peak,
     sharding_options,
+    side_by_side,
     training,
 )
-from benchmarks.harness.side_by_side import PLAIN, side_by_side
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
@@ -64,7 +65,7 @@ def mingpt_sizes(
     """
 
     def measure() -> dict[str, Any]:
-        from benchmarks.experiments.mingpt.train import TokenOptions, make_of_tokens
+        from benchmarks.experiments.mingpt import TokenOptions, make_of_tokens
 
         cases = []
         for name in names:

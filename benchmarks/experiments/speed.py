@@ -5,10 +5,10 @@ from typing import Any
 import click
 
 from benchmarks.harness.campaign import campaign
+from benchmarks.harness.curves import predict
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job, time_epochs
 from benchmarks.harness.options import Options, experiment_options, take_options
-from benchmarks.harness.prediction import predict
 from benchmarks.harness.published import EXPERIMENTS
 from torchgpipe.schedule import NAMES, make
 

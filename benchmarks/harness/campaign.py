@@ -9,12 +9,11 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness.chart import draw_ratios
-from benchmarks.harness.exhaustion import is_exhaustion, memory_limit
+from benchmarks.harness.curves import draw_ratios
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.options import Options
+from benchmarks.harness.memory import is_exhaustion, memory_limit
+from benchmarks.harness.options import Options, is_on_host
 from benchmarks.harness.report import describe, machine, write_json
-from benchmarks.harness.simulated import is_on_host
 from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
 from torchgpipe.base.errors import table
 from torchgpipe.trainer.files import output_folder

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.harness.exhaustion import require
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.options import Options
-from benchmarks.harness.simulated import is_on_host
+from benchmarks.harness.memory import require
+from benchmarks.harness.options import Options, is_on_host
 from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.base.structure import Value

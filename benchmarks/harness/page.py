@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import click
 
 from benchmarks.harness.costs import COSTS, costs_page
+from benchmarks.harness.options import SIMULATED
 from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.report import Rows, describe, markdown
-from benchmarks.harness.simulated import SIMULATED
 from benchmarks.harness.tables import (
     experiment_rows,
     is_accelerated,

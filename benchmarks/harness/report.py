@@ -10,7 +10,7 @@ import click
 import torch
 
 import torchgpipe
-from benchmarks.harness.simulated import NAME
+from benchmarks.harness.options import NAME
 from torchgpipe.base.devices import accelerator, accelerators
 from torchgpipe.trainer.files import replacing
 from torchgpipe.trainer.launch import available_cores

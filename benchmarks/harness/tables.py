@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.harness import simulated
+from benchmarks.harness import options
 from benchmarks.harness.experiment import OURS
 from benchmarks.harness.report import Rows
 
@@ -39,7 +39,7 @@ def is_accelerated(summary: dict[str, Any]) -> bool:
 def is_simulated(summary: dict[str, Any]) -> bool:
     """Return whether anything was measured on a simulated accelerator."""
     return any(
-        simulated.is_simulated(device)
+        options.is_simulated(device)
         for result in summary['settings']
         for device in result['devices']
     )

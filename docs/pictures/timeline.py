@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.harness.options import load
 from benchmarks.harness.report import machine
-from benchmarks.harness.simulated import load
 from torchgpipe import GPipe
 from torchgpipe.timeline import record
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.experiments.gpu.page import GPU_PAGE, gpu_page, make_gpu_page
 from benchmarks.experiments.gpu.parts import Part, all_parts
-from benchmarks.harness.exhaustion import first_line, is_exhaustion
+from benchmarks.harness.memory import first_line, is_exhaustion
 from benchmarks.harness.options import parse_devices
 from benchmarks.harness.report import machine, output_option, write_json
 from torchgpipe.base.devices import accelerator, current_device

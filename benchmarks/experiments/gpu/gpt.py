@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.exhaustion import is_exhaustion
-from benchmarks.harness.memory import peak_memory
-from benchmarks.harness.simulated import is_on_host
+from benchmarks.harness.memory import is_exhaustion, peak_memory
+from benchmarks.harness.options import is_on_host
 from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of, synchronize
 from torchgpipe.schedule import make

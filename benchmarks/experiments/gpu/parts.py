@@ -15,13 +15,11 @@ from benchmarks.experiments.gpu.gpt import compare
 from benchmarks.experiments.machine import BLOCKS, timed_block
 from benchmarks.experiments.memory import train_keeping_gradients
 from benchmarks.experiments.overhead import measure, ratios
-from benchmarks.harness.exhaustion import first_line, is_exhaustion
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import COPIES, Job
-from benchmarks.harness.memory import peak_memory, size_of_partition
-from benchmarks.harness.options import Options
+from benchmarks.harness.memory import first_line, is_exhaustion, peak_memory, size_of_partition
+from benchmarks.harness.options import Options, is_on_host, is_simulated
 from benchmarks.harness.published import EXPERIMENTS
-from benchmarks.harness.simulated import is_on_host, is_simulated
 from torchgpipe.base.devices import CPU, synchronize
 from torchgpipe.trainer.gpt import GPT2, Sizes
 from torchgpipe.trainer.measuring import measure_machine

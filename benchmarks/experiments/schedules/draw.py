@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from benchmarks.harness.chart import COLORS, NEUTRAL, neutral, save
+from benchmarks.harness.curves import COLORS, NEUTRAL, neutral, save
 from torchgpipe.balance import profile
 from torchgpipe.plan import Costs, measure_overhead, simulate
 from torchgpipe.schedule import NAMES, make

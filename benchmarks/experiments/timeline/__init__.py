@@ -11,9 +11,14 @@ from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job, time_epochs
 from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
-from benchmarks.harness.options import Options, experiment_options, take_options
+from benchmarks.harness.options import (
+    NAME,
+    Options,
+    experiment_options,
+    is_simulated,
+    take_options,
+)
 from benchmarks.harness.published import EXPERIMENTS, MEMORY, UTILISATION
-from benchmarks.harness.simulated import NAME, is_simulated
 from torchgpipe import GPipe
 from torchgpipe.timeline import record
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.experiments.zoo.convert import Case, converted, reason
 from benchmarks.experiments.zoo.libraries import LIBRARIES
 from benchmarks.experiments.zoo.train import differences, without_dropout
-from benchmarks.harness.exhaustion import memory_limit
+from benchmarks.harness.memory import memory_limit
 from benchmarks.harness.page import Section
 from benchmarks.harness.report import Rows, write_json
 from torchgpipe.base.errors import table

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.models.resnet18 import FEATURES, resnet18
+from benchmarks.models.sharded import FEATURES, resnet18
 from torchgpipe.trainer.processes import is_available
 
 

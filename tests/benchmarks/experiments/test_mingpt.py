@@ -8,8 +8,8 @@ from torch import distributed
 
 import torchgpipe.shard as ts
 from benchmarks.experiments import mingpt_sizes as sizes
-from benchmarks.experiments.mingpt.train import Batches
-from benchmarks.models.sharded_gpt import sharded_gpt
+from benchmarks.experiments.mingpt import Batches
+from benchmarks.models.sharded import sharded_gpt
 from torchgpipe.trainer.gpt import GPT, Sizes
 from torchgpipe.trainer.processes import Processes, is_available
 

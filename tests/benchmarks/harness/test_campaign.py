@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
-from benchmarks.experiments import memory, speed
+from benchmarks.experiments import memory as memory_experiment
+from benchmarks.experiments import speed
 from benchmarks.experiments.timeline.ablation import carry
-from benchmarks.harness import exhaustion, job
+from benchmarks.harness import job, memory
 from benchmarks.harness.campaign import campaign
-from benchmarks.harness.exhaustion import free_memory, is_exhaustion, memory_limit, require
 from benchmarks.harness.job import Job
+from benchmarks.harness.memory import free_memory, is_exhaustion, memory_limit, require
 from tests.benchmarks import tiny
 from torchgpipe import GPipe
 from torchgpipe.trainer.files import replacing
@@ -127,7 +128,7 @@ def test_ctrl_c_leaves_the_measurements(tmp_path, capsys):
 
 def test_out_of_memory_is_a_result(tmp_path, capsys, monkeypatch):
     model = sum(p.numel() for p in tiny.UNET.build().parameters()) * 4 * 2
-    monkeypatch.setattr(exhaustion, 'free_memory', lambda: model - 1)
+    monkeypatch.setattr(memory, 'free_memory', lambda: model - 1)
     campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), speed.measure)
     assert {
         (result['status'], result['figure'], result['ratio'])
@@ -192,7 +193,7 @@ def test_the_memory_limit_ends_with_its_context():
 @pytest.mark.slow
 def test_memory_by_its_definition(tmp_path):
     options = tiny.options(tiny.MEMORY, tmp_path, epochs=1, skip_epochs=0)
-    campaign(tiny.MEMORY, options, memory.measure)
+    campaign(tiny.MEMORY, options, memory_experiment.measure)
     parameters = sum(p.numel() for p in tiny.UNET.build().parameters())
     for result in results(tmp_path, tiny.MEMORY):
         parts = result['partitions']
@@ -210,7 +211,7 @@ def test_memory_by_its_definition(tmp_path):
 def test_memory_of_compiled_layers_is_said_to_be_unknown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, 'compile', lambda run: run)
     options = tiny.options(tiny.MEMORY, tmp_path, settings=tiny.SETTINGS[:1], compile=True)
-    campaign(tiny.MEMORY, options, memory.measure)
+    campaign(tiny.MEMORY, options, memory_experiment.measure)
     assert 'runs compiled layers uncompiled' in capsys.readouterr().out
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.harness import page, prediction
+from benchmarks.harness import curves, page
+from benchmarks.harness.curves import predict, step_seconds
 from benchmarks.harness.experiment import Setting
-from benchmarks.harness.prediction import predict, step_seconds
 from tests.benchmarks import tiny
 from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.schedule import NAMES
@@ -78,9 +78,9 @@ def test_ratios_are_medians_over_profiles_of_the_baseline(tmp_path, monkeypatch)
         samples.append((len(model), *sample.shape))
         return profile(len(model), next(overheads))
 
-    monkeypatch.setattr(prediction, 'profile', count)
+    monkeypatch.setattr(curves, 'profile', count)
     predict(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[1:]))
-    assert samples == [(65, prediction.BATCH, 3, 64, 64)] * prediction.PROFILES
+    assert samples == [(65, curves.BATCH, 3, 64, 64)] * curves.PROFILES
 
     results = json.loads((tmp_path / 'tiny-speed-predicted.json').read_text())['results']
     result = results['settings'][0]

@@ -2,9 +2,7 @@
 
 import pytest
 
-from benchmarks.harness.sharding import memory_cells, training_rows
-from benchmarks.harness.side_by_side import _difference, _row
-from benchmarks.harness.trainer import Step
+from benchmarks.harness.sharding import Step, _difference, _row, memory_cells, training_rows
 from torchgpipe.trainer.processes import Interval
 
 MIB = 2**20

@@ -11,10 +11,9 @@ import torch
 from benchmarks.experiments import memory, speed, timeline
 from benchmarks.harness import job
 from benchmarks.harness.campaign import campaign
-from benchmarks.harness.options import parse_devices
+from benchmarks.harness.options import load, parse_devices
 from benchmarks.harness.page import _command
 from benchmarks.harness.report import describe
-from benchmarks.harness.simulated import load
 from tests import accelerator
 from tests.benchmarks import tiny
 

@@ -1,15 +1,25 @@
-"""The model of each process: a network for digits, and its part of ArcFace's last layer."""
+"""ArcFace on handwritten digits: in one process, and with its classes shared by several."""
 
 from typing import Any
 
+import click
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchgpipe.shard as ts
-from benchmarks.experiments.digits import Data
-from benchmarks.harness.trainer import Trainer
-from benchmarks.models.arcface import ArcFace, ShardedArcFace
+from benchmarks.experiments.digits import Data, load
+from benchmarks.harness.page import Section
+from benchmarks.harness.report import Rows
+from benchmarks.harness.sharding import (
+    Trainer,
+    meaning,
+    sharding_options,
+    side_by_side,
+    training,
+    training_rows,
+)
+from benchmarks.models.sharded import ArcFace, ShardedArcFace
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 
 BATCH, FEATURES, CLASSES = 64, 16, 10
@@ -65,3 +75,46 @@ def make(data: Data, sharded: bool) -> Recogniser:
     head = (ShardedArcFace if sharded else ArcFace)(FEATURES, CLASSES)
     model = nn.ModuleDict({'backbone': backbone, 'head': head}).double()
     return Recogniser(model, torch.optim.AdamW(model.parameters(), 3e-3), sharded, data)
+
+
+#: Largest relative difference of losses: rounding of float64, which steps make larger.
+TOLERANCE = 1e-9
+
+
+@click.command()
+@sharding_options(300)
+def arcface(numbers: tuple[int, ...], steps: int, output: str) -> None:
+    """Train ArcFace on scikit-learn's handwritten digits: in one process, and sharded.
+
+    The last layer has a direction for each digit, of which each process has some. All is in
+    float64, so that losses can be compared: a loss that differs from the plain model's is an
+    error.
+    """
+
+    def measure() -> dict[str, Any]:
+        from benchmarks.experiments.arcface import make  # has torch.distributed
+
+        data = Data(*[(images.double(), labels) for images, labels in load()])
+        return {'rows': side_by_side(make, data, numbers, steps, 'arcface', TOLERANCE)}
+
+    training('arcface', output, measure, _parts)
+
+
+def _parts(results: dict[str, Any]) -> list[str | Rows]:
+    """Describe the training, and return the table."""
+    header, rows = training_rows(results['rows'])
+    accuracies = [f'{row["ranks"][0]["accuracy"]:.2%}' for row in results['rows']]
+    return [
+        'The model is two linear layers followed by ArcFace, trained on the digits of '
+        'scikit-learn. ArcFace multiplies normalised features by normalised directions of 10 '
+        'classes, with scale 64 and margin 0.5. Training uses float64 and AdamW. The '
+        f'directions are split. The other layers are replicated. {meaning(results)}',
+        (
+            [*header, 'accuracy on the test set'],
+            [[*cells, accuracy] for cells, accuracy in zip(rows, accuracies)],
+        ),
+    ]
+
+
+COMMANDS = [arcface]
+SECTION = Section('ArcFace with its classes sharded over processes', 'arcface', _parts)
