@@ -1,4 +1,8 @@
-"""The options of ``train-gpt``: a field of :class:`Config` is an option of the command."""
+"""The options of ``train-gpt``: a field of :class:`Config` is an option of the command.
+
+An option needs a row in ``docs/guide/train-gpt.md`` as well. If a training cannot continue with
+another value of it, it belongs to the description in ``command.py``.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -23,8 +27,8 @@ from torchgpipe.trainer.tokenizer import BYTES, load_tokenizer
 
 MODELS = {**GPT2, **MINGPT}
 
-#: The dtype of parameters, by the dtype of products.
-DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.float32}
+#: The dtype of parameters, by `--dtype`.
+PARAMETER_DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.float32}
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
@@ -92,10 +96,10 @@ class Config:
     checkpoint: str = option(
         'never',
         ['never', 'except_last', 'selective', 'always'],
-        'Micro-batches to recompute; by selective, without products.',
+        'Micro-batches whose activations are recomputed; by selective, without products.',
     )
     plan: str = option(
-        '', ['auto'], 'Choose schedule, micro-batches, checkpoints and balance by it.'
+        '', ['auto'], 'Let a plan choose schedule, micro-batches, recomputation and balance.'
     )
     devices: int = option(0, COUNT, 'With --plan auto, also choose the mesh of as many devices.')
     machine: str = option(
@@ -115,7 +119,9 @@ class Config:
     chunked_loss: int = option(
         0, COUNT, 'Compute scores for so many tokens at a time, within the loss.'
     )
-    dtype: str = option('float32', [*DTYPES], 'bfloat16: autocast, with parameters in float32.')
+    dtype: str = option(
+        'float32', [*PARAMETER_DTYPES], 'bfloat16: autocast, with parameters in float32.'
+    )
     compile: bool = option(False, bool, 'Compile each block (torch.compile).')
 
     # The data.
@@ -168,7 +174,9 @@ class Config:
     )
     tensorboard: str = option('', str, 'A folder for curves of TensorBoard.')
     eval_interval: int = option(100, COUNT, 'Steps between validations.')
-    eval_batches: int = option(16, COUNT_OR_ZERO, 'Batches of a validation; 0 for all.')
+    eval_batches: int = option(
+        16, COUNT_OR_ZERO, 'Batches of a validation, of the global size; 0 for all.'
+    )
     generate: int = option(200, COUNT_OR_ZERO, 'Tokens to generate in the end.')
     peak_tflops: float = option(0.0, NUMBER, "A device's peak, for MFU.  [default: by its name]")
     output: str = option('results', str, 'A folder for the pictures.')

@@ -73,7 +73,10 @@ class DocumentReader:
 
     @property
     def position(self) -> dict[str, Any]:
-        """The position of the next token, after the first call of :meth:`take`."""
+        """The position of the next token.
+
+        It is known after the first call of :meth:`take`, which reads a document.
+        """
         document = self._documents[0]
         return {'dataset': document.state, 'offset': document.begin + self._offset}
 

@@ -55,6 +55,7 @@ class TokenFiles:
         for tokens in (self.train, self.val):
             check_tokens(_unsigned(tokens[:CHECKED_TOKENS]), config.vocab_size)
         block = config.block_size
+        # An epoch begins at one of the first tokens, and the last token has no next one.
         if len(self.train) < 2 * block or len(self.val) <= block:
             raise ValueError(
                 f'there are {len(self.train)} tokens to train and {len(self.val)} to validate '

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torchgpipe.base.devices import is_cpu
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
-from torchgpipe.trainer.config import DTYPES, Config
+from torchgpipe.trainer.config import PARAMETER_DTYPES, Config
 from torchgpipe.trainer.gpt import (
     GPT,
     Block,
@@ -59,7 +59,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
 
     Args:
         config: The options, after :func:`~torchgpipe.trainer.config.complete`.
-        training: The description of the training; the first rank's counts.
+        training: The description of the training; ranks use the first rank's.
     """
     start = time.perf_counter()
     torch.use_deterministic_algorithms(config.deterministic)
@@ -69,8 +69,9 @@ def train(config: Config, training: dict[str, Any]) -> None:
     replica = mesh.get_local_rank('data')
     training = from_first_rank(training, device)
 
-    # Data, model and optimizer. A plan may have chosen another number of micro-batches.
-    data = open_data(config)
+    # Data, model and optimizer. The prediction measures a few layers. With `--plan auto`, it also
+    # chooses the settings of the step, such as the number of micro-batches.
+    dataset = open_data(config)
     loss_fn = partial(training_loss, config)
     plan = predict(config, build_layers, loss_fn, device)
     samples_per_replica = config.global_batch_size // config.data
@@ -86,11 +87,12 @@ def train(config: Config, training: dict[str, Any]) -> None:
         state = folder.begin(training, model, optimizer, config.resume)
     step = state['step']
     if step:
-        data.seek(state.get('data', {}))
+        dataset.seek(state.get('data', {}))
+    # The line of a step in the log.
     entry = report.begin(model, step, state.get('entry'))
     if entry:
         # A rank was killed after it saved the step, and before it logged it.
-        validate_and_log(config, model, data, report, entry)
+        validate_and_log(config, model, dataset, report, entry)
 
     while step < config.steps:
         step += 1
@@ -100,11 +102,12 @@ def train(config: Config, training: dict[str, Any]) -> None:
         is_saved = config.save and (step % config.save_interval == 0 or is_last)
 
         # Sample: the samples of this replica, with the next token of each token.
-        batch = data.batch(step - 1, replica, device)
+        batch = dataset.batch(step - 1, replica, device)
         report.lap(Phase.SAMPLES)
 
         with report.measured(model, is_logged) as metrics:
-            # Step: forward and backward of all micro-batches.
+            # Step: forward and backward of all micro-batches, whose gradients accumulate. The loss
+            # is the mean over the samples of all replicas.
             with autocast(config, device):
                 loss = model.step(batch.x, batch.y, loss_fn, schedule='auto').item()
             report.lap(Phase.STEP)
@@ -142,7 +145,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
 
         # Validate and log.
         if entry:
-            validate_and_log(config, model, data, report, entry)
+            validate_and_log(config, model, dataset, report, entry)
 
     text = generate(config, model)
     report.end(text)
@@ -164,7 +167,7 @@ def build_layers(config: Config, depth: int) -> nn.Sequential:
         module = layers_with_experts(sizes, config.experts, with_scores)
     else:
         module = layers(GPT(sizes), with_scores)
-    return module.to(DTYPES[config.dtype])
+    return module.to(PARAMETER_DTYPES[config.dtype])
 
 
 def model_options(config: Config) -> dict[str, Any]:
@@ -243,7 +246,10 @@ def training_loss(config: Config, output: Any, target: Tensor) -> Tensor:
 
 
 def cross_entropy(config: Config, output: Any, target: Tensor) -> Tensor:
-    """Return the mean over tokens; scores may be split by vocabulary, or computed by chunks."""
+    """Return the mean over tokens.
+
+    Scores (logits) may be split by vocabulary, or computed by chunks of tokens.
+    """
     scores = output
     if config.experts:
         scores = output[0]
@@ -255,14 +261,14 @@ def cross_entropy(config: Config, output: Any, target: Tensor) -> Tensor:
 def validate_and_log(
     config: Config,
     model: DistributedGPipe,
-    data: TokenFiles | TokenStream,
+    dataset: TokenFiles | TokenStream,
     report: Report,
     entry: dict[str, Any],
 ) -> None:
     """Add the loss of a validation to the entry of a step, if the step has one, and log it."""
     step = entry['step']
     if step % config.eval_interval == 0 or step == config.steps:
-        entry['val_loss'] = validate(config, model, data.val, report)
+        entry['val_loss'] = validate(config, model, dataset.val, report)
         report.lap(Phase.VALIDATION)
     report.log(entry)
     report.lap(Phase.LOG)
@@ -279,15 +285,16 @@ def validate(
     device = model.devices[0]
     loss_fn = partial(cross_entropy, config)
     model.eval()
+    # The samples have equally many tokens.
     total = 0.0
     count = 0
     parts = validation_parts(config, len(tokens), report.replica)
-    for number, starts in report.progress(parts, 'validation'):
+    for samples, starts in report.progress(parts, 'validation'):
         x, y = samples_at(config, tokens, starts, device)
         with autocast(config, device):
             loss, _ = model.evaluate(x, y, loss_fn)
-        total += number * loss.item()
-        count += number
+        total += samples * loss.item()
+        count += samples
     model.train()
     return total / count
 

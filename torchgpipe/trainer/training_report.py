@@ -144,7 +144,7 @@ class Report:
         return from_first_rank(unlogged, self._device)  # type: ignore[no-any-return]
 
     def lap(self, phase: Phase) -> None:
-        """Count the time since the last call for a phase."""
+        """Add the time since the last lap, of any phase, to a phase."""
         now = time.perf_counter()
         self._laps[phase].append(now - self._last_lap)
         self._last_lap = now
