@@ -174,9 +174,7 @@ class Config:
     )
     tensorboard: str = option('', str, 'A folder for curves of TensorBoard.')
     eval_interval: int = option(100, COUNT, 'Steps between validations.')
-    eval_batches: int = option(
-        16, COUNT_OR_ZERO, 'Batches of a validation, of the global size; 0 for all.'
-    )
+    eval_batches: int = option(16, COUNT_OR_ZERO, 'Global batches of a validation; 0 for all.')
     generate: int = option(200, COUNT_OR_ZERO, 'Tokens to generate in the end.')
     peak_tflops: float = option(0.0, NUMBER, "A device's peak, for MFU.  [default: by its name]")
     output: str = option('results', str, 'A folder for the pictures.')
