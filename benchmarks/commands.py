@@ -1,15 +1,12 @@
 """The list of experiments: a new one is a module in benchmarks.experiments, and a name here.
 
-A module has ``COMMANDS``. Its section on the documentation's page is ``SECTION``. Tables of
+A module has ``COMMANDS``. Its sections on the documentation's page are ``SECTIONS``. Tables of
 :mod:`benchmarks.harness.published` are on that page without one.
 """
 
 from benchmarks.experiments import (
     accuracy,
-    arcface,
     balance,
-    classes,
-    classes_resnet18,
     concurrency,
     digits,
     folders,
@@ -17,12 +14,11 @@ from benchmarks.experiments import (
     keep,
     machine,
     memory,
-    mingpt,
-    mingpt_sizes,
     overhead,
     plans,
     scaling,
     schedules,
+    sharded,
     speed,
     timeline,
     two_hosts,
@@ -39,11 +35,7 @@ MODULES = (
     schedules,
     scaling,
     two_hosts,
-    classes,
-    classes_resnet18,
-    mingpt,
-    mingpt_sizes,
-    arcface,
+    sharded,
     balance,
     overhead,
     concurrency,

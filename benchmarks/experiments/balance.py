@@ -197,8 +197,10 @@ def balance_rows(results: list[dict[str, Any]]) -> Rows:
 
 
 COMMANDS = [balance]
-SECTION = Section(
-    'Predicted and measured time of the slowest partition',
-    'balance',
-    lambda results: [balance_rows(results)],
-)
+SECTIONS = [
+    Section(
+        'Predicted and measured time of the slowest partition',
+        'balance',
+        lambda results: [balance_rows(results)],
+    )
+]

@@ -184,8 +184,13 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
 
 
 COMMANDS = [concurrency]
-SECTION = Section(
-    'Two partitions at the same time',
-    'concurrency',
-    lambda results: [*(share_rows(results, what) for what in (FORWARD, STEP, THREADS)), MEANING],
-)
+SECTIONS = [
+    Section(
+        'Two partitions at the same time',
+        'concurrency',
+        lambda results: [
+            *(share_rows(results, what) for what in (FORWARD, STEP, THREADS)),
+            MEANING,
+        ],
+    )
+]

@@ -296,4 +296,4 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
 
 
 COMMANDS = [folders]
-SECTION = Section('Models from a folder onto a mesh', 'folders', _parts)
+SECTIONS = [Section('Models from a folder onto a mesh', 'folders', _parts)]

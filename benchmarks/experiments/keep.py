@@ -229,6 +229,6 @@ def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
 
 
 COMMANDS = [keep]
-SECTION = Section(
-    'Results that checkpointing keeps', 'keep', lambda results: [rows(results), MEANING]
-)
+SECTIONS = [
+    Section('Results that checkpointing keeps', 'keep', lambda results: [rows(results), MEANING])
+]

@@ -155,4 +155,4 @@ def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
 
 
 COMMANDS = [machine]
-SECTION = Section('A machine for plans of a mesh', 'machine', machine_parts)
+SECTIONS = [Section('A machine for plans of a mesh', 'machine', machine_parts)]

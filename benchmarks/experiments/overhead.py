@@ -197,4 +197,4 @@ def _parts(results: list[Any]) -> list[str | Rows]:
 
 
 COMMANDS = [overhead]
-SECTION = Section('Overhead of the engine', 'overhead', _parts)
+SECTIONS = [Section('Overhead of the engine', 'overhead', _parts)]

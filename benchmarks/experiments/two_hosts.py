@@ -431,4 +431,4 @@ def parts(results: Mapping[str, Any]) -> Iterable[str | Rows]:
 
 
 COMMANDS = [two_hosts]
-SECTION = Section('Two hosts with a slow link', 'two-hosts', lambda results: [*parts(results)])
+SECTIONS = [Section('Two hosts with a slow link', 'two-hosts', lambda results: [*parts(results)])]

@@ -84,18 +84,23 @@ def make_page(modules: Sequence[ModuleType]) -> str:
             (experiment.name, experiment.title) for experiment in EXPERIMENTS.values()
         )
     ]
-    others = [_other(module.SECTION) for module in modules if hasattr(module, 'SECTION')]
+    others = [_other(section) for section in sections_of(modules)]
     return '\n'.join([START, *filter(None, [*tables, *others])])
+
+
+def sections_of(modules: Sequence[ModuleType]) -> list[Section]:
+    """Return the sections of those modules that have some."""
+    sections: list[Section] = []
+    for module in modules:
+        sections += getattr(module, 'SECTIONS', [])
+    return sections
 
 
 def make_costs(modules: Sequence[ModuleType]) -> str:
     """Write the page on costs and gains of wrapping."""
     kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules', 'scaling')}
-    (shares,) = (
-        module.SECTION.parts(kept['concurrency']['results'])
-        for module in modules
-        if getattr(module, 'SECTION', None) and module.SECTION.name == 'concurrency'
-    )
+    by_name = {section.name: section for section in sections_of(modules)}
+    shares = by_name['concurrency'].parts(kept['concurrency']['results'])
     return costs_page(kept, shares)
 
 

@@ -372,4 +372,4 @@ def _check(sizes: Sizes, batch: int, chunks: int, meshes: dict[str, Mesh], devic
 
 
 COMMANDS = [scaling]
-SECTION = Section('A GPT on several processes', 'scaling', parts)
+SECTIONS = [Section('A GPT on several processes', 'scaling', parts)]

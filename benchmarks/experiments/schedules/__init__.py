@@ -310,4 +310,4 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
 
 
 COMMANDS = [schedules]
-SECTION = Section('Schedules on workers of the CPU', 'schedules', _parts)
+SECTIONS = [Section('Schedules on workers of the CPU', 'schedules', _parts)]

@@ -259,4 +259,4 @@ def shortened(text: str, length: int) -> str:
 
 
 COMMANDS = [zoo]
-SECTION = Section('Models of other libraries', 'zoo', _parts)
+SECTIONS = [Section('Models of other libraries', 'zoo', _parts)]

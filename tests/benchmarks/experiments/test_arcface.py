@@ -6,7 +6,7 @@ from math import cos, pi, sin
 import pytest
 import torch
 
-from benchmarks.models.sharded import ArcFace
+from benchmarks.experiments.sharded.models import ArcFace
 from torchgpipe.trainer.processes import is_available
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.models.sharded import FEATURES, resnet18
+from benchmarks.experiments.sharded.models import FEATURES, resnet18
 from torchgpipe.trainer.processes import is_available
 
 

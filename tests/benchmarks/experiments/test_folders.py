@@ -23,6 +23,6 @@ def test_the_table():
         row |= {f'{mesh}, equal': True, str(mesh): 2e-7}
     rows = {'A': row, 'B': {'reason': 'not in this version of Transformers'}}
     results = {'transformers': '5', 'rows': rows}
-    *_, table = folders.SECTION.parts(results)
+    *_, table = folders.SECTIONS[0].parts(results)
     text = markdown(table)
     assert 'equal; 2e-07' in text and 'not in this version' in text and '2×2×1' in text

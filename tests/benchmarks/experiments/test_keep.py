@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.experiments.keep import SECTION, SETTINGS
+from benchmarks.experiments.keep import SECTIONS, SETTINGS
 
 
 def test_keep(run, tmp_path):
@@ -18,5 +18,5 @@ def test_keep(run, tmp_path):
     for result in results:
         if result['predicted'] is not None:
             assert result['bytes'] == pytest.approx(result['predicted'], rel=0.05)
-    (header, lines), _ = SECTION.parts(results)
+    (header, lines), _ = SECTIONS[0].parts(results)
     assert all(len(line) == len(header) for line in lines)

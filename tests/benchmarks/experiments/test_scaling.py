@@ -414,7 +414,7 @@ def test_tables_by_hand():
 
 
 def test_parts_by_hand():
-    text, strong, rows, ratios = scaling.SECTION.parts(results_by_hand())
+    text, strong, rows, ratios = scaling.SECTIONS[0].parts(results_by_hand())
     assert 'There are 16 rounds.' in text
     assert 'processes beyond the 2 cores share them' in text and 'same mini-batch' in strong
     assert len(rows[1]) == 3 and len(ratios[1]) == 2

@@ -2,7 +2,13 @@
 
 import pytest
 
-from benchmarks.harness.sharding import Step, _difference, _row, memory_cells, training_rows
+from benchmarks.experiments.sharded.comparison import (
+    Step,
+    _difference,
+    _row,
+    memory_cells,
+    training_rows,
+)
 from torchgpipe.trainer.processes import Interval
 
 MIB = 2**20
