@@ -54,9 +54,9 @@ from benchmarks.harness.report import Rows
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
-#: Largest relative differences of losses, by rounding, which steps enlarge. In bfloat16, a change of
-#: the plain model's weights by 1e-7 changes its third loss by 2e-3. Doubled gradients change it by
-#: 1e-1.
+#: Largest relative differences of losses, by rounding, which steps enlarge. In bfloat16, a change
+#: of the plain model's weights by 1e-7 changes its third loss by 2e-3. Doubled gradients change it
+#: by 1e-1.
 FLOAT64, ONE_LAYER, FLOAT32, BFLOAT16 = 1e-9, 1e-5, 1e-3, 1e-2
 
 Results = dict[str, Any]
