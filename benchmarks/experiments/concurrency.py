@@ -81,10 +81,10 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
     for call in calls * 2:
         call()
     times = [*zip(*([_seconds(call) for call in calls] for _ in range(rounds)))]
-    found = []
+    cases = []
     for what, serial, ours in zip(pairs, times[::2], times[1::2]):
         speed_up = median(one / two for one, two in zip(serial, ours))
-        found.append(
+        cases.append(
             {
                 'what': what,
                 'milliseconds': milliseconds,
@@ -96,7 +96,7 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
                 'share': speed_up / (2 if what == THREADS else 2 * m / (m + 1)),
             }
         )
-    return found
+    return cases
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -138,15 +138,15 @@ def concurrency(rounds: int, output: str) -> None:
 
 def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
     """Return the header and the rows of the measurements of a forward pass or a step."""
-    found = {
-        (each['milliseconds'], each['chunks']): each for each in results if each['what'] == what
+    shares = {
+        (case['milliseconds'], case['chunks']): case for case in results if case['what'] == what
     }
-    sizes, chunks = (list(dict.fromkeys(key[k] for key in found)) for k in range(2))
+    sizes, chunks = (list(dict.fromkeys(key[k] for key in shares)) for k in range(2))
     return [what, *(f'm = {m}' for m in chunks)], [
         [
             f'cells of {size:g} ms',
             *(
-                f'{found[size, m]["share"]:.2f} ({found[size, m]["speed_up"]:.2f} ×)'
+                f'{shares[size, m]["share"]:.2f} ({shares[size, m]["speed_up"]:.2f} ×)'
                 for m in chunks
             ),
         ]

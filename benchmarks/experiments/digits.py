@@ -134,7 +134,7 @@ class Training:
             right = self._model(x.to(self._devices[0])).argmax(1).cpu() == y
         self._model.train()
         self._optimizer.zero_grad()
-        image, label = (each[:BATCH] for each in data.train)
+        image, label = (tensor[:BATCH] for tensor in data.train)
         memory = peak_memory(lambda: self._step(image, label), [*self._devices])
         return Curve(right.double().mean().item(), self._losses, median(self._seconds), memory)
 
@@ -170,8 +170,8 @@ def draw(results: dict[str, Curve], path: Path) -> None:
     curves.legend()
     curves.grid(alpha=0.3)
     for axes, title, values in (
-        (times, 'ms per step', [each.seconds * 1e3 for each in results.values()]),
-        (memory, 'peak memory, MiB', [each.memory / 2**20 for each in results.values()]),
+        (times, 'ms per step', [training.seconds * 1e3 for training in results.values()]),
+        (memory, 'peak memory, MiB', [training.memory / 2**20 for training in results.values()]),
     ):
         bars = axes.bar([*range(len(values))], values, color=colors)
         axes.bar_label(bars, fmt='%.3g')
@@ -212,7 +212,7 @@ def choose(
             schedule or '1f1b', balance, places, chunks or 4, checkpoint or 'never', False
         )
     devices = choose_devices(min(max(len(accelerators()), 2), 4))
-    found = plan(
+    fastest = plan(
         network(),
         data.train[0][:BATCH],
         devices=list(dict.fromkeys(devices)),
@@ -222,11 +222,11 @@ def choose(
         checkpoints=[checkpoint] if checkpoint else ('never', 'except_last', 'always'),
     )
     return Choice(
-        found.schedule,
-        [*found.balance],
-        [*map(torch.device, found.devices)],
-        found.chunks,
-        found.checkpoint,
+        fastest.schedule,
+        [*fastest.balance],
+        [*map(torch.device, fastest.devices)],
+        fastest.chunks,
+        fastest.checkpoint,
         True,
     )
 
@@ -247,17 +247,19 @@ def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
 
     devices = choice.devices
     first = [memory_of(devices[0])]
-    found = {}
+    trainings = {}
     for number in sorted({threads, 1}, reverse=True) if is_cpu(devices[0]) else [threads]:
         torch.manual_seed(0)
         name = f'unwrapped, {number} thread{"s" * (number > 1)}'
-        found[name if is_cpu(devices[0]) else 'unwrapped'] = Training(
+        trainings[name if is_cpu(devices[0]) else 'unwrapped'] = Training(
             network().to(first[0]), first, number, steps
         )
-    found['GPipe, plain call'] = Training(piped(), devices, 1, steps)
+    trainings['GPipe, plain call'] = Training(piped(), devices, 1, steps)
     if choice.schedule != PLAIN_CALL:
-        found[f'GPipe, {choice.schedule}'] = Training(piped(), devices, 1, steps, choice.schedule)
-    return found
+        trainings[f'GPipe, {choice.schedule}'] = Training(
+            piped(), devices, 1, steps, choice.schedule
+        )
+    return trainings
 
 
 @click.command()
@@ -327,8 +329,9 @@ def digits(
 
 def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> None:
     """Print the table, and the machine of the measurement."""
-    here = machine()
-    click.echo(f'torch {here["torch"]}, {", ".join(here["gpus"]) or here["cpu"]}, {here["date"]}')
+    computer = machine()
+    hardware = ', '.join(computer['gpus']) or computer['cpu']
+    click.echo(f'torch {computer["torch"]}, {hardware}, {computer["date"]}')
     chosen = ', by a plan' if choice.planned else ''
     click.echo(
         f'GPipe on {", ".join(map(str, choice.devices))}{chosen}: balance '
@@ -353,7 +356,7 @@ def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> No
         )
     )
     losses = [torch.tensor(result.losses) for result in rows]
-    differences = torch.stack([(each - losses[0]).abs() for each in losses[1:]])
+    differences = torch.stack([(curve - losses[0]).abs() for curve in losses[1:]])
     click.echo(
         f'\nlargest difference of the losses: {differences.max():.4f} (mean '
         f'{differences.mean():.4f}) in {len(losses[0])} steps; each micro-batch is '

@@ -152,13 +152,13 @@ def model_of(name: str) -> Any:
 def batches(model: Any) -> list[tuple[Arguments, Tensor]]:
     """Return the samples and targets of all steps."""
     torch.manual_seed(1)
-    found = []
+    results = []
     for _ in range(STEPS):
         sample = sample_of(model, SAMPLES)
         with torch.no_grad():
             shape = call(model, sample).logits.shape
-        found.append((sample, torch.randn(shape)))
-    return found
+        results.append((sample, torch.randn(shape)))
+    return results
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:

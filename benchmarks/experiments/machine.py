@@ -24,7 +24,7 @@ BLOCKS = (
 
 
 def timed_block(
-    found: Machine, device: torch.device, width: int, heads: int, length: int, batch: int
+    machine: Machine, device: torch.device, width: int, heads: int, length: int, batch: int
 ) -> dict[str, Any]:
     """Time and measure a GPT block, and predict the same."""
     dtype = torch.float32 if is_cpu(device) else torch.bfloat16
@@ -46,7 +46,7 @@ def timed_block(
         kept.clear()
     one = (
         Transformer(1, width, heads, 1, length, dtype='float32' if is_cpu(device) else 'bfloat16')
-        .profile(found, 1, batch)
+        .profile(machine, 1, batch)
         .layers[1]
     )
     return {
@@ -70,45 +70,45 @@ def machine(output: str) -> None:
     folder = output_folder(output)
     device = current_device() if accelerator() else CPU
     torch.set_num_threads(1)  # as a rank has, if there are as many as cores
-    found = measure_machine(device)
-    click.echo(describe(here(), not is_cpu(device)) + '\n\n' + table(*machine_rows(found)))
-    checked = [timed_block(found, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
+    measured = measure_machine(device)
+    click.echo(describe(here(), not is_cpu(device)) + '\n\n' + table(*machine_rows(measured)))
+    checked = [timed_block(measured, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
     click.echo('\n' + table(*block_rows(checked)))
-    results = {'machine': found.to_dict(), 'blocks': checked}
+    results = {'machine': measured.to_dict(), 'blocks': checked}
     click.echo(f'\n{write_json(folder, "machine", results)}')
 
 
-def machine_rows(found: Machine) -> Rows:
+def machine_rows(machine: Machine) -> Rows:
     """Return a table of a machine."""
     # Links of accelerators take several of them.
-    assumed = ', not measured' if 'bfloat16' in found.flops else ''
+    assumed = ', not measured' if 'bfloat16' in machine.flops else ''
     rows = [
         [f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most']
-        for dtype, rate in found.flops.items()
+        for dtype, rate in machine.flops.items()
     ]
-    rows += [[f'  of size {size:.0f}', f'{share:.1%} of it'] for size, share in found.shares]
+    rows += [[f'  of size {size:.0f}', f'{share:.1%} of it'] for size, share in machine.shares]
     rows += [
-        ['fused attention', f'{found.attention_share:.1%} of it'],
-        ['memory', f'{found.bandwidth / 1e9:.4g} GB/s'],
-        ['operation', f'{found.latency * 1e6:.3g} µs, its start {found.launch * 1e6:.3g}'],
+        ['fused attention', f'{machine.attention_share:.1%} of it'],
+        ['memory', f'{machine.bandwidth / 1e9:.4g} GB/s'],
+        ['operation', f'{machine.latency * 1e6:.3g} µs, its start {machine.launch * 1e6:.3g}'],
         [
             f'link on a host{assumed}',
-            f'{found.host.bandwidth / 1e9:.3g} GB/s, {found.host.latency * 1e6:.3g} µs',
+            f'{machine.host.bandwidth / 1e9:.3g} GB/s, {machine.host.latency * 1e6:.3g} µs',
         ],
     ]
-    if found.gather_ratio != 1 or found.reduce_scatter_ratio != 1:
+    if machine.gather_ratio != 1 or machine.reduce_scatter_ratio != 1:
         rows.append(
             [
                 'of half an all-reduce',
-                f'an all-gather {found.gather_ratio:.2f}, a reduce-scatter '
-                f'{found.reduce_scatter_ratio:.2f}',
+                f'an all-gather {machine.gather_ratio:.2f}, a reduce-scatter '
+                f'{machine.reduce_scatter_ratio:.2f}',
             ]
         )
-    if found.actions:
-        times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in found.actions.items()]
+    if machine.actions:
+        times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in machine.actions.items()]
         rows.append(['action of a stage, at least', f'{", ".join(times)} µs'])
-    if found.split:
-        rows.append(['split of a backward', f'{found.split:.1%} of it in addition'])
+    if machine.split:
+        rows.append(['split of a backward', f'{machine.split:.1%} of it in addition'])
     return ['quantity', 'measured'], rows
 
 
@@ -139,13 +139,13 @@ def block_rows(rows: list[dict[str, Any]]) -> Rows:
 
 def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
     """Return the parts of a page about a machine and its blocks."""
-    found = Machine.from_dict(results['machine'])
+    machine = Machine.from_dict(results['machine'])
     parts: list[str | Rows] = [
-        machine_rows(found),
+        machine_rows(machine),
         'Blocks of GPTs, predicted / measured:',
         block_rows(results['blocks']),
     ]
-    if 'bfloat16' not in found.flops:
+    if 'bfloat16' not in machine.flops:
         parts.append(
             'Other operations than products are predicted by their bytes. On a CPU, '
             'arithmetic limits some of them, such as GELU and normalizations, so '

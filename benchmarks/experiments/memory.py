@@ -38,7 +38,7 @@ def measure(
     job = Job(experiment, setting, options)
     # Gradients and optimizer state, which belong to the model, are there after one step.
     before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
-    by_allocator = all(_has_own_devices(options.place(each)) for each in options.settings)
+    by_allocator = all(_has_own_devices(options.place(setting)) for setting in options.settings)
     with tqdm(
         total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
     ) as bar:

@@ -64,17 +64,15 @@ def _where(name: str, kept: dict[str, Any]) -> str:
 
 def _cells(kept: dict[str, Any]) -> list[str | Rows]:
     """Return the time that the engine takes for each micro-batch in each partition."""
-    found = {
-        each['where']: each['us_per_cell']
-        for each in kept['results']
-        if (each['n'], each['m']) == SIZE
+    times = {
+        row['where']: row['us_per_cell'] for row in kept['results'] if (row['n'], row['m']) == SIZE
     }
-    here, there = found['one device'], found['n devices']
-    never = here["forward + backward, 'never'"]
-    own = never[1] - never[0]
-    step = there["step by 'gpipe', 'never'"]
+    one_device, many_devices = times['one device'], times['n devices']
+    never = one_device["forward + backward, 'never'"]
+    add = never[1] - never[0]
+    step = many_devices["step by 'gpipe', 'never'"]
     rows = [
-        [name, f'{here[kind][k]:.0f}', f'{there[kind][k]:.0f}' if k else '—']
+        [name, f'{one_device[kind][k]:.0f}', f'{many_devices[kind][k]:.0f}' if k else '—']
         for name, (kind, k) in RUNS.items()
     ]
     return [
@@ -90,8 +88,8 @@ def _cells(kept: dict[str, Any]) -> list[str | Rows]:
         ),
         f"""
 The overhead of the engine does not depend on the layers. Here the layers alone take
-{never[0]:.0f} µs in the loop. On one device, the plain call adds {own:.0f} µs. If forward and
-backward of a partition take one millisecond, this is {own / 10:.0f} %. From {own / 10:.1f} ms on,
+{never[0]:.0f} µs in the loop. On one device, the plain call adds {add:.0f} µs. If forward and
+backward of a partition take one millisecond, this is {add / 10:.0f} %. From {add / 10:.1f} ms on,
 it is less than 1 %. A step on CPU workers adds {step[1] - step[0]:.0f} µs, which is less than 1 %
 from {(step[1] - step[0]) / 10:.0f} ms on. CPU workers share one interpreter. The host runs ahead
 of an accelerator, so its time counts only where the device has less work. On an H100, an action
@@ -102,7 +100,7 @@ takes at least {ACTION:.1f} ms: see [On a GPU](gpu.md).
 
 def _shares(kept: dict[str, Any], shares: Sequence[str | Rows]) -> list[str | Rows]:
     """Show the map."""
-    between = [part for each in shares for part in (each, '')]
+    between = [part for share in shares for part in (share, '')]
     return [
         '## Speed-up of two partitions\n',
         _where('concurrency', kept),
@@ -122,14 +120,14 @@ def _schedules(kept: dict[str, Any]) -> list[str | Rows]:
     names = ['in sequence', 'plain call', 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'torch 1F1B']
     rows = []
     for case in cases:
-        found = {row['name']: row for row in case['rows']}
-        one = found['in sequence']['peak'] / case['partitions']
+        by_name = {row['name']: row for row in case['rows']}
+        one = by_name['in sequence']['peak'] / case['partitions']
         rows.append(
             [
                 f'{case["stack"]}, m = {case["chunks"]}',
                 *(
-                    f'{found[name]["speed_up"]:.2f} ×, {found[name]["peak"] / one:.1f}'
-                    if name in found
+                    f'{by_name[name]["speed_up"]:.2f} ×, {by_name[name]["peak"] / one:.1f}'
+                    if name in by_name
                     else '—'
                     for name in names
                 ),
@@ -193,8 +191,8 @@ def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
         return []
     rows = [row for row in kept['results']['rows'] if row['kind'] in ('strong', 'weak')]
     where = _where('scaling', kept)
-    own = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
-    found = {name: {row['kind']: row for row in rows if row['name'] == name} for name in own}
+    names = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
+    kinds = {name: {row['kind']: row for row in rows if row['name'] == name} for name in names}
     first = {row['name']: row for row in reversed(rows)}
     texts = [text(first[name]) for name, text in AXES.items() if name in first]
     return [
@@ -211,7 +209,7 @@ def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
                 'bubble, %',
                 'against PyTorch',
             ],
-            [_mesh_row(name, each) for name, each in found.items()],
+            [_mesh_row(name, by_kind) for name, by_kind in kinds.items()],
         ),
         _meaning(rows),
         _filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.'])),
@@ -220,9 +218,10 @@ def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
 
 def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
     row = next(iter(kinds.values()))
-    against = [
-        f'{each["against"]["times_as_fast"]:.2f} ×' for each in kinds.values() if each['against']
-    ]
+    against = []
+    for kind_row in kinds.values():
+        if kind_row['against']:
+            against.append(f'{kind_row["against"]["times_as_fast"]:.2f} ×')
     return [
         name,
         f'{row["cores_per_rank"]:.2g}',

@@ -206,11 +206,11 @@ def _draw(
 
 def _caveat(summary: dict[str, Any]) -> str:
     """Return text beside the title for simulated devices, and below it for a scaled run."""
-    found = f', on a {NAME}' if is_simulated(summary) else ''
+    text = f', on a {NAME}' if is_simulated(summary) else ''
     if summary['scale'] >= 1:
-        return found
+        return text
     return (
-        f'{found}, at scale {summary["scale"]:g}\n'
+        f'{text}, at scale {summary["scale"]:g}\n'
         'this run shows that all of it works, not how it does at full scale'
     )
 
@@ -320,15 +320,15 @@ def step_seconds(measured: Profile, setting: Setting) -> dict[str, float]:
     if not setting.balance:
         return {PLAIN_CALL: sum(x.forward_seconds + x.backward_seconds for x in whole.layers)}
     n, m, mode = len(setting), setting.chunks, setting.checkpoint
-    found = {}
+    result = {}
     for name in (PLAIN_CALL, *NAMES):
         schedule = make('gpipe' if name == PLAIN_CALL else name, n, m)
         stages = sum(map(len, schedule.stages))
         balance = (
             setting.balance if stages == n else whole.balance(stages, chunks=m, checkpoint=mode)
         )
-        found[name] = simulate(
+        result[name] = simulate(
             schedule.recomputing(checkpoint_stops(mode, m, stages)),
             Costs.of(whole, balance, m, mode),
         ).seconds
-    return found
+    return result

@@ -101,8 +101,8 @@ class Experiment:
     @property
     def sources(self) -> list[str]:
         """All sources of published figures, the one that is reproduced first."""
-        found = {source: None for setting in self.settings for source in setting.published}
-        return sorted(found, key=lambda source: source != OURS)
+        names = {source: None for setting in self.settings for source in setting.published}
+        return sorted(names, key=lambda source: source != OURS)
 
     def setting(self, name: str) -> Setting:
         """Find a setting by its name."""

@@ -33,11 +33,11 @@ def listing(modules: Sequence[ModuleType]) -> None:
                 '  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
             )
     names = [[command.name for command in module.COMMANDS] for module in modules]
-    others = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
+    unpublished = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
     click.echo(
         '\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
         'model + activations, in GB in the GPipe paper.\n'
-        + fill(f'Without published figures: {", ".join(others)}.', 110)
+        + fill(f'Without published figures: {", ".join(unpublished)}.', 110)
         + '\nMore: COMMAND --help.'
     )
 
@@ -48,7 +48,7 @@ def _row(experiment: Experiment, setting: Setting) -> list[str]:
     figure = _figure(setting, OURS)
     if ratio is not None and experiment.figure == 'throughput':
         figure += f' ({number(ratio)})'
-    others = [
+    figures = [
         f'{source} {_figure(setting, source)}' for source in setting.published if source != OURS
     ]
     details = [
@@ -62,7 +62,7 @@ def _row(experiment: Experiment, setting: Setting) -> list[str]:
         size,
         ','.join(map(str, setting.balance)) or 'without GPipe',
         figure,
-        '; '.join([*details, *others]),
+        '; '.join([*details, *figures]),
     ]
 
 

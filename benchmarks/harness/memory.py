@@ -66,10 +66,10 @@ def free_memory() -> int:
 
 def _number(path: str, pattern: str) -> int | None:
     try:
-        found = re.search(pattern, Path(path).read_text())
+        match = re.search(pattern, Path(path).read_text())
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def require(number: int, what: str) -> None:
@@ -144,9 +144,9 @@ class LiveTensors:
         with self._lock:
             self._forget_ended()
             if key not in self._known:
-                self._known[key] = made = Storage(storage, self._ended.append)
-                made.key, made.size = key, storage.nbytes()
-                self.begin(made)
+                self._known[key] = entry = Storage(storage, self._ended.append)
+                entry.key, entry.size = key, storage.nbytes()
+                self.begin(entry)
 
     def _forget_ended(self) -> None:
         while self._ended:

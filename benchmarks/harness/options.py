@@ -94,9 +94,11 @@ def choose_devices(n: int, schedule: str | None = None) -> list[torch.device]:
     Raises:
         ValueError: It cannot have as many partitions.
     """
-    there = accelerators()
+    available = accelerators()
     numbers = range(n) if schedule is None else places(schedule, n)
-    return [there[j % len(there)] if there else torch.device('cpu', j) for j in numbers]
+    if not available:
+        return [torch.device('cpu', number) for number in numbers]
+    return [available[number % len(available)] for number in numbers]
 
 
 def places(schedule: str, n: int) -> list[int]:
@@ -109,7 +111,11 @@ def places(schedule: str, n: int) -> list[int]:
     if n % v:
         raise ValueError(f'{schedule!r} has {v} partitions on each device, but there are {n}')
     stages = make(schedule, n // v, 1).stages
-    return [next(j for j, own in enumerate(stages) if stage in own) for stage in range(n)]
+    device_of = {}
+    for device, on_device in enumerate(stages):
+        for stage in on_device:
+            device_of[stage] = device
+    return [device_of[stage] for stage in range(n)]
 
 
 def parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
@@ -117,9 +123,9 @@ def parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any,
     devices: list[torch.device] = []
     for name in map(str.strip, value.split(',') if value else ()):
         if is_simulated(name):
-            there = load()
+            simulated = load()
             if name == SIMULATED:
-                devices += there
+                devices += simulated
                 continue
         try:
             device = torch.device(name)

@@ -84,8 +84,8 @@ def make_page(modules: Sequence[ModuleType]) -> str:
             (experiment.name, experiment.title) for experiment in EXPERIMENTS.values()
         )
     ]
-    others = [_other(section) for section in sections_of(modules)]
-    return '\n'.join([START, *filter(None, [*tables, *others])])
+    sections = [_other(section) for section in sections_of(modules)]
+    return '\n'.join([START, *filter(None, [*tables, *sections])])
 
 
 def sections_of(modules: Sequence[ModuleType]) -> list[Section]:

@@ -47,16 +47,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def describe(here: dict[str, Any], accelerated: bool = False) -> str:
+def describe(computer: dict[str, Any], accelerated: bool = False) -> str:
     """Say in one line where and when figures were measured: on accelerators, or on the CPU."""
-    hardware = f'{here["cpu"]}, {here["cores"]} cores'
-    if accelerated and NAME in here['gpus']:
-        hardware = f'{len(here["gpus"])} × {NAME} on {hardware}'
+    hardware = f'{computer["cpu"]}, {computer["cores"]} cores'
+    if accelerated and NAME in computer['gpus']:
+        hardware = f'{len(computer["gpus"])} × {NAME} on {hardware}'
     elif accelerated:
-        hardware = ', '.join(here['gpus'])
-        if here['cuda']:
-            hardware += f', CUDA {here["cuda"]}, cuDNN {here["cudnn"]}'
-    return f'torchgpipe {here["torchgpipe"]}, torch {here["torch"]}, {hardware}, {here["date"]}'
+        hardware = ', '.join(computer['gpus'])
+        if computer['cuda']:
+            hardware += f', CUDA {computer["cuda"]}, cuDNN {computer["cudnn"]}'
+    versions = f'torchgpipe {computer["torchgpipe"]}, torch {computer["torch"]}'
+    return f'{versions}, {hardware}, {computer["date"]}'
 
 
 def _cpu_name() -> str:

@@ -138,7 +138,7 @@ def prediction_rows(summary: dict[str, Any]) -> Rows:
 
 def prediction_notes(summary: dict[str, Any]) -> list[str]:
     """Return notes on predicted ratios, and on their limits."""
-    found = [
+    notes = [
         f"Ratios are samples per second relative to '{summary['baseline']}'. Predicted "
         'ratios come from torchgpipe.plan.simulate and a profile of '
         f'{summary["batch"]} samples of {summary["resolution"]}² in float32 on one device '
@@ -155,10 +155,10 @@ def prediction_notes(summary: dict[str, Any]) -> list[str]:
         'the different processor.',
     ]
     if summary['scale'] < 1:
-        found.append(
+        notes.append(
             f'At scale {summary["scale"]:g}, images are smaller than in the publications.'
         )
-    return found
+    return notes
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -178,23 +178,23 @@ def notes(summary: dict[str, Any]) -> list[str]:
 
 
 def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
-    found = [
+    texts = [
         f"Each ratio is relative to '{summary['baseline']}' of its own source: this run or a "
         'publication.'
     ]
     if not any(result['ratio'] for result in summary['settings']):
-        found = [f"There are no ratios, because '{summary['baseline']}' has no figure."]
+        texts = [f"There are no ratios, because '{summary['baseline']}' has no figure."]
     if summary['scale'] < 1:
-        found.append(
+        texts.append(
             f'At scale {summary["scale"]:g}, images have a size of {summary["resolution"]}², and '
             'batches are small. These figures show that the experiment runs, but do not predict '
             'its performance at full scale.'
         )
     if summary.get('schedule'):
-        found.append(f"Settings with a pipeline train by GPipe.step, '{summary['schedule']}'.")
+        texts.append(f"Settings with a pipeline train by GPipe.step, '{summary['schedule']}'.")
     if not summary['skip_epochs'] and summary['figure'] == 'throughput':
-        found.append('No epoch was skipped, so the figures include the slow start.')
-    return found
+        texts.append('No epoch was skipped, so the figures include the slow start.')
+    return texts
 
 
 def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
@@ -202,19 +202,19 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
         ['cpu:0' if device == 'cpu' else device for device in result['devices']]
         for result in summary['settings']
     ]
-    found = []
+    texts = []
     if any(len(set(devices)) < len(devices) for devices in placed):
-        found.append(
+        texts.append(
             'Partitions share devices, and a device runs one partition at a time. So '
             'speeds are no speed-ups. The memory of each partition is valid.'
         )
     if any(device.startswith('cpu') for devices in placed for device in devices):
-        found.append(
+        texts.append(
             'On the CPU, workers share the cores'
             + ('.' if summary.get('schedule') else ', and backward runs in one thread.')
         )
     if is_simulated(summary):
-        found.append(
+        texts.append(
             'The accelerator is simulated in the memory of the host. Its devices behave as if '
             'each had its own core and as if the host took no time. So times and bubbles describe '
             'a pipeline of such cores, and not of GPUs. Memory is the memory of tensors.'
@@ -225,20 +225,20 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
         for device in devices
     }
     if summary['experiment'].endswith('timeline') and len(memories) == 1:
-        found.append(
+        texts.append(
             'All partitions share one memory, so nothing is copied, and streams and '
             'portals have no effect.'
         )
-    return found
+    return texts
 
 
 def _notes_on_images(settings: list[dict[str, Any]]) -> list[str]:
-    found = next((result['images'] for result in settings if 'images' in result), None)
-    if found is None or found['classes'] == 1000:
+    images = next((result['images'] for result in settings if 'images' in result), None)
+    if images is None or images['classes'] == 1000:
         return []
     return [
-        f'These images are not ImageNet: {found["classes"]} classes, {found["train"]} images '
-        f'for training and {found["val"]} for validation. Their error is not comparable.'
+        f'These images are not ImageNet: {images["classes"]} classes, {images["train"]} images '
+        f'for training and {images["val"]} for validation. Their error is not comparable.'
     ]
 
 
@@ -246,14 +246,14 @@ def _notes_on_memory(summary: dict[str, Any]) -> list[str]:
     how = {result['measured_by'] for result in summary['settings'] if 'measured_by' in result}
     if not how:
         return []
-    found = [
+    texts = [
         'Model memory consists of parameters (with buffers), gradients and optimizer state. '
         'Activation memory is the peak of all memory minus the model memory. Both are summed over '
         f'partitions. The measurement uses {" and ".join(sorted(how))}.'
     ]
     if summary['compile'] and 'live tensors' in how:
-        found.append(
+        texts.append(
             'PyTorch runs compiled layers uncompiled while live tensors are counted. So '
             'this is the memory of the uncompiled layers.'
         )
-    return found
+    return texts

@@ -66,45 +66,49 @@ def measure(
         A row of results for each contender.
     """
     n = contenders[-1].mesh.size
-    # A loop with another mini-batch has another loss.
-    same = [each for each in contenders if each != ALONE or work.alone == work.batch]
     cores = range(n) if device == 'cpu' else None
     with Processes(n, Worker, work, device, device=device, cores=cores) as processes:
         bar = tqdm(total=len(contenders) * (1 + RECORDED + rounds), desc=title, leave=False)
 
-        def told(name: str, each: Contender) -> list[Any]:
-            bar.update()
-            return [answer for answer in processes.call(name, each) if answer is not None]
+        def call(name: str, order: Sequence[Contender]) -> dict[Contender, list[Any]]:
+            """Call a method for each contender; return the answers of the processes in it."""
+            answers = {}
+            for contender in order:
+                results = processes.call(name, contender)
+                answers[contender] = [result for result in results if result is not None]
+                bar.update()
+            return answers
 
         reference = processes.call('reference')[0]
-        counts: dict[Contender, list[Counts]] = {each: told('build', each) for each in contenders}
-        for k in range(COUNTED):
-            losses = {each: _mean(rank.losses[k] for rank in counts[each]) for each in same}
-            check_losses(losses, None if k else reference)
-        recorded = [{each: told('record', each) for each in contenders} for _ in range(RECORDED)]
+        counts: dict[Contender, list[Counts]] = call('build', contenders)
+        recorded = [call('record', contenders) for _ in range(RECORDED)]
         runs = []
         for k in range(rounds):  # Each contender is the first one in some round.
             begin = k % len(contenders)
-            order = [*contenders[begin:], *contenders[:begin]]
-            runs.append({each: told('step', each) for each in order})
+            runs.append(call('step', [*contenders[begin:], *contenders[:begin]]))
         bar.close()
+
+    # A loop with another mini-batch has another loss.
+    same = [one for one in contenders if one != ALONE or work.alone == work.batch]
+    for k in range(COUNTED):
+        losses = {one: _mean(rank.losses[k] for rank in counts[one]) for one in same}
+        check_losses(losses, None if k else reference)
     for run in (*recorded, *runs):
-        check_losses({each: _mean(answer.loss for answer in run[each]) for each in same})
-    times = [
-        {each: seconds([answer.span for answer in answers]) for each, answers in run.items()}
-        for run in runs
-    ]
-    peaks = {each: max(rank.peak for rank in counts[each]) for each in contenders}
-    return [
-        {
-            **_row(each, times, work),
-            'memory': peaks[each],
-            'against': _against(each, times, peaks),
-            'sent': _sent(counts[each]),
-            'bubble': _bubble([run[each] for run in recorded]),
-        }
-        for each in contenders
-    ]
+        check_losses({one: _mean(answer.loss for answer in run[one]) for one in same})
+
+    times = []
+    for run in runs:
+        times.append({one: seconds(answer.span for answer in run[one]) for one in contenders})
+    peaks = {one: max(rank.peak for rank in counts[one]) for one in contenders}
+    rows = []
+    for contender in contenders:
+        row = _row(contender, times, work)
+        row['memory'] = peaks[contender]
+        row['against'] = _against(contender, times, peaks)
+        row['sent'] = _sent(counts[contender])
+        row['bubble'] = _bubble([run[contender] for run in recorded])
+        rows.append(row)
+    return rows
 
 
 def check_losses(losses: Mapping[Contender, float], expected: float | None = None) -> None:
@@ -119,8 +123,8 @@ def check_losses(losses: Mapping[Contender, float], expected: float | None = Non
     """
     first = next(iter(losses.values())) if expected is None else expected
     if not all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()):
-        found = {each.name: loss for each, loss in losses.items()}
-        raise RuntimeError(f'these losses should be the same, {first}: {found}')
+        names = {contender.name: loss for contender, loss in losses.items()}
+        raise RuntimeError(f'these losses should be the same, {first}: {names}')
 
 
 def _mean(losses: Iterable[float | None]) -> float:
@@ -135,8 +139,8 @@ def _sent(counts: Sequence[Counts]) -> dict[str, float]:
 
 
 def _bubble(recorded: Sequence[Sequence[Answer]]) -> float | None:
-    found = [answers[0].bubble for answers in recorded if answers[0].bubble is not None]
-    return median(found) if found else None
+    bubbles = [answers[0].bubble for answers in recorded if answers[0].bubble is not None]
+    return median(bubbles) if bubbles else None
 
 
 Times = Sequence[Mapping[Contender, float]]
@@ -320,8 +324,8 @@ def _measured_by(python: str) -> dict[str, Any]:
         value = click.get_current_context().params[str(option.name)]
         if option.name in ('output', 'pythons'):
             continue
-        for each in value if isinstance(value, tuple) else [value]:
-            arguments += [option.opts[0], str(each)]
+        for item in value if isinstance(value, tuple) else [value]:
+            arguments += [option.opts[0], str(item)]
     with TemporaryDirectory() as folder:
         command = [python, '-m', 'benchmarks', 'scaling', *arguments, '--output', folder]
         code = subprocess.run(command).returncode
@@ -333,8 +337,14 @@ def _measured_by(python: str) -> dict[str, Any]:
 
 def _contenders(n: int, meshes: Iterable[Mesh]) -> list[Contender]:
     """Return the contenders on meshes of n processes, after the loop in one process."""
-    own = [Contender(TORCHGPIPE, mesh) for mesh in meshes if mesh.size == n]
-    return [ALONE, *(each for pair in ((one, one.peer) for one in own) for each in pair if each)]
+    contenders = [ALONE]
+    for mesh in meshes:
+        if mesh.size == n:
+            contender = Contender(TORCHGPIPE, mesh)
+            contenders.append(contender)
+            if contender.peer:
+                contenders.append(contender.peer)
+    return contenders
 
 
 def _check(sizes: Sizes, batch: int, chunks: int, meshes: dict[str, Mesh], device: str) -> None:
@@ -364,10 +374,11 @@ def _check(sizes: Sizes, batch: int, chunks: int, meshes: dict[str, Mesh], devic
             f'--layers {sizes.depth}, the embedding and the '
             f'head are fewer layers than the stages of {name}',
         )
-        there = len(accelerators()) if device != 'cpu' else mesh.size
+        available = len(accelerators()) if device != 'cpu' else mesh.size
         require(
-            mesh.size <= there,
-            f'{name} takes {mesh.size} devices, but there are {there}: choose others by --mesh',
+            mesh.size <= available,
+            f'{name} takes {mesh.size} devices, but there are {available}: '
+            'choose others by --mesh',
         )
 
 

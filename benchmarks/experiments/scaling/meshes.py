@@ -127,8 +127,8 @@ class Work(NamedTuple):
 
         The first and the last stage have the fewest blocks if the numbers differ.
         """
-        each, more = divmod(self.sizes.depth, stages)
-        blocks = [each] * stages
+        fewest, more = divmod(self.sizes.depth, stages)
+        blocks = [fewest] * stages
         for j in [*range(1, stages - 1), 0, stages - 1][:more]:
             blocks[j] += 1
         return [n + (j == 0) + (j == stages - 1) for j, n in enumerate(blocks)]
@@ -137,9 +137,9 @@ class Work(NamedTuple):
         """Return the layers, with the same values in each process."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            found = layers(GPT(self.sizes))
-            found.apply(partial(init_gpt2, depth=self.sizes.depth))
-        return found
+            model = layers(GPT(self.sizes))
+            model.apply(partial(init_gpt2, depth=self.sizes.depth))
+        return model
 
     def samples(self, place: int, replicas: int) -> tuple[Tensor, Tensor]:
         """Return the tokens of a replica, and the tokens that follow them.

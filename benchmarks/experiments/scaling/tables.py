@@ -188,7 +188,7 @@ def _curves(results: dict[str, Any], kind: str) -> Curves:
     sizes = sorted({row['processes'] for row in rows})
     cores = results['cores'] if results['device'] == 'cpu' else max(sizes)
     name = 'ideal' if cores >= max(sizes) else f'ideal on {cores} cores'
-    found: Curves = {name: (sizes, [one * min(n, cores) for n in sizes])}
+    curves: Curves = {name: (sizes, [one * min(n, cores) for n in sizes])}
     for curve, (axis, shard) in CURVES.items():
         points = [
             (row['processes'], row['tokens_per_second'])
@@ -198,14 +198,14 @@ def _curves(results: dict[str, Any], kind: str) -> Curves:
             and row[axis] == row['processes']
         ]
         xs, ys = zip(*[(1, one), *sorted(points)])
-        found[curve] = xs, ys
-    return found
+        curves[curve] = xs, ys
+    return curves
 
 
 def parts(results: dict[str, Any]) -> list[str | Rows]:
     """Return the text and the tables for the documentation."""
     kinds = [kind for kind in KINDS if rows_of(results, kind)]
-    found: list[str | Rows] = [f'{describe_model(results)} {MEANING}']
+    result: list[str | Rows] = [f'{describe_model(results)} {MEANING}']
     for kind in kinds:
-        found += [f'{TITLES[kind]}: {KINDS[kind]}.', mesh_rows(results, kind)]
-    return [*found, ratio_rows(results)] if ratio_rows(results)[1] else found
+        result += [f'{TITLES[kind]}: {KINDS[kind]}.', mesh_rows(results, kind)]
+    return [*result, ratio_rows(results)] if ratio_rows(results)[1] else result

@@ -39,8 +39,8 @@ class Trainer(NamedTuple):
 def trainer(contender: Contender, work: Work, device: torch.device) -> Trainer:
     """Create the model of a contender. All processes of the mesh call it."""
     if contender == ALONE:
-        module, own = work.model().to(device), work._replace(batch=work.alone)
-        return Trainer(module, _loop(module, own, 0, 1, device), {})
+        module, share = work.model().to(device), work._replace(batch=work.alone)
+        return Trainer(module, _loop(module, share, 0, 1, device), {})
     data, pipe, tensor = contender.mesh.axes.values()
     mesh = init_mesh(data, pipe, tensor, device_type=device.type)
     axes = {
@@ -108,7 +108,7 @@ def _sharded(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Shard each block, and all other parameters as the root's."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in [each for each in module.modules() if isinstance(each, Block)]:
+    for block in [child for child in module.modules() if isinstance(child, Block)]:
         fully_shard(block, mesh=mesh['data'], **options)
     fully_shard(module, mesh=mesh['data'], **options)
     return module
@@ -178,7 +178,7 @@ def _loop(
         context: The context of a micro-batch.
     """
     m = work.chunks(replicas)
-    x, y = (each.to(device).chunk(m) for each in work.samples(place, replicas))
+    x, y = (tensor.to(device).chunk(m) for tensor in work.samples(place, replicas))
     return partial(_gradients, model, [*zip(x, y)], work.loss_of, context)
 
 

@@ -41,11 +41,11 @@ def sent(name: str, bytes: int, size: int) -> float:
 
 def totals(operations: Iterable[Operation], mesh: Mesh) -> dict[str, float]:
     """Return the bytes that a rank sends, by axis."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for axis, name, bytes in operations:
         size = mesh.axes.get(axis, mesh.size)
-        found[axis] = found.get(axis, 0.0) + sent(name, bytes, size)
-    return {axis: value for axis, value in found.items() if value}
+        result[axis] = result.get(axis, 0.0) + sent(name, bytes, size)
+    return {axis: value for axis, value in result.items() if value}
 
 
 #: Steps after which all buffers of a library exist: DDP makes its buckets again in the second one.
@@ -108,7 +108,7 @@ class Worker:
         with torch.no_grad():
             losses = [
                 work.loss_of(model(x), y)
-                for x, y in zip(*(each.split(work.micro_batch) for each in work.samples(0, 1)))
+                for x, y in zip(*(tensor.split(work.micro_batch) for tensor in work.samples(0, 1)))
             ]
         return torch.stack(losses).mean().item()
 
@@ -122,8 +122,8 @@ class Worker:
             return None
         losses, counter = [], Counter()
         with calls_seen(), counter:
-            made = trainer(contender, self._work, self._device)
-            self._trainers[contender] = made, SGD(made.model.parameters(), RATE)
+            replica = trainer(contender, self._work, self._device)
+            self._trainers[contender] = replica, SGD(replica.model.parameters(), RATE)
             for _ in range(COUNTED):
                 gc.collect()
                 counter.at(None)
@@ -136,9 +136,9 @@ class Worker:
             peak,
             totals(
                 [
-                    (made.axes[each.group], each.name, each.bytes)
-                    for each in last.collectives
-                    if each.group in made.axes
+                    (replica.axes[collective.group], collective.name, collective.bytes)
+                    for collective in last.collectives
+                    if collective.group in replica.axes
                 ],
                 contender.mesh,
             ),
@@ -165,9 +165,9 @@ class Worker:
         return contender == ALONE and distributed.get_rank() > 0
 
     def _step(self, contender: Contender) -> Tensor | None:
-        made, optimizer = self._trainers[contender]
+        replica, optimizer = self._trainers[contender]
         for k in reversed(range(self._work.accumulated)):
-            loss = made.gradients(k == 0)
+            loss = replica.gradients(k == 0)
         optimizer.step()
         optimizer.zero_grad()
         synchronize([self._device])

@@ -68,19 +68,19 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
             if is_available() and m >= n
             else None
         )
-        found = contenders(cells, data, n, m, processes)
-        _check_losses({name: each.run() for name, each in found.items()})
+        runners = contenders(cells, data, n, m, processes)
+        _check_losses({name: runner.run() for name, runner in runners.items()})
         runs, predictions = [], []
         for _ in tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False):
-            runs.append({name: each.run().seconds for name, each in found.items()})
+            runs.append({name: runner.run().seconds for name, runner in runners.items()})
             torch.set_num_threads(1)
             predictions.append(predict(cells, STACKS[stack].data(1)[0], n, m))
         bubbles = {
-            name: [each.bubble() for _ in range(RECORDED)]
-            for name, each in found.items()
-            if isinstance(each, Pipeline)
+            name: [runner.bubble() for _ in range(RECORDED)]
+            for name, runner in runners.items()
+            if isinstance(runner, Pipeline)
         }
-        peaks = {name: each.peak() for name, each in found.items()}
+        peaks = {name: runner.peak() for name, runner in runners.items()}
     ideal = m * n / (m + n - 1)
     return {
         'stack': stack,
@@ -94,7 +94,7 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
                 'bubble': median(bubbles[name]) if name in bubbles else None,
                 'predicted': _prediction(name, runs, predictions),
             }
-            for name in found
+            for name in runners
         ],
     }
 
@@ -128,10 +128,13 @@ def _prediction(
     """Relate the prediction in each round to the measurement in it."""
     if name not in predictions[0]:
         return None
+    ratios = []
+    for run, prediction in zip(runs, predictions):
+        ratios.append(run[name] / prediction[name].seconds)
     return {
-        'seconds': median(found[name].seconds for found in predictions),
-        'bubble': median(found[name].bubble for found in predictions),
-        'ratio': median(run[name] / found[name].seconds for run, found in zip(runs, predictions)),
+        'seconds': median(prediction[name].seconds for prediction in predictions),
+        'bubble': median(prediction[name].bubble for prediction in predictions),
+        'ratio': median(ratios),
     }
 
 

@@ -55,11 +55,11 @@ class Stage:
 
         rank, n = distributed.get_rank(), distributed.get_world_size()
         self._input, self._target = STACKS[stack].data(chunks)
-        own = cells // n
+        count = cells // n
         all_cells = STACKS[stack].build(cells, depth)
-        self._layers = all_cells[own * rank : own * (rank + 1)]
+        self._layers = all_cells[count * rank : count * (rank + 1)]
         self._model = DistributedGPipe(
-            all_cells, [own] * n, mesh=init_mesh(pipe=n), chunks=chunks, checkpoint='never'
+            all_cells, [count] * n, mesh=init_mesh(pipe=n), chunks=chunks, checkpoint='never'
         )
         self._is_first, self._is_last = rank == 0, rank == n - 1
         self._schedules = {
@@ -151,18 +151,18 @@ def contenders(
         )
         return Pipeline(cells, data, partial(step, model, name), threads, model)
 
-    found = {
+    result = {
         'in sequence': _Here(cells, data, partial(_in_sequence, cells, m), threads=1),
         'plain call': pipeline('', [f'cpu:{j}' for j in range(n)], _by_the_plain_call),
     }
     for name in NAMES:
         stages = sum(map(len, make(name, n, 1).stages))
-        found[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
+        result[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
     for name in ('1f1b', 'zb-h1'):  # No bubbles: the difference is the cost of the split.
-        found[f'{name}, one worker'] = pipeline(name, ['cpu'] * n, threads=1)
+        result[f'{name}, one worker'] = pipeline(name, ['cpu'] * n, threads=1)
     for name, scheme in (OWN | OTHERS).items() if processes else ():
-        found[name] = _There(processes, scheme)
-    return found
+        result[name] = _There(processes, scheme)
+    return result
 
 
 def _in_sequence(cells: nn.Sequential, m: int, input: Tensor, target: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, P
     cells.zero_grad()
     layers = nn.Sequential(*[layer for cell in cells.children() for layer in cell.children()])
     measured = profile(layers, sample, device='cpu', timeout=0)
-    each = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
-    found = {'in sequence': Prediction(each, 0.0)}
+    sequential = m * sum(x.forward_seconds + x.backward_seconds for x in measured.layers)
+    predictions = {'in sequence': Prediction(sequential, 0.0)}
     overhead = measure_overhead([f'cpu:{j}' for j in range(n)])
     for name in (PLAIN_CALL, *NAMES):
         schedule, pairs = (
@@ -43,8 +43,8 @@ def predict(cells: nn.Sequential, sample: Tensor, n: int, m: int) -> dict[str, P
         stages = sum(map(len, schedule.stages))
         costs = Costs.of(measured, [len(layers) // stages] * stages, 1, 'never', overhead=overhead)
         simulation = simulate(schedule, costs, pairs)
-        found[name] = Prediction(simulation.seconds, simulation.bubble)
-    return found
+        predictions[name] = Prediction(simulation.seconds, simulation.bubble)
+    return predictions
 
 
 def draw_speed_ups(cases: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
@@ -90,9 +90,9 @@ def draw_speed_ups(cases: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
 def _draw_panel(axes: Any, group: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     height = 0.84 / len(group)
     for k, case in enumerate(group):
-        found = {row['name']: row['speed_up'] for row in case['rows']}
+        speed_ups = {row['name']: row['speed_up'] for row in case['rows']}
         places = [j + (k - (len(group) - 1) / 2) * height for j in range(len(names))]
-        values = [found.get(name, 0) for name in names]
+        values = [speed_ups.get(name, 0) for name in names]
         color = COLORS[k % len(COLORS)]
         axes.barh(places, values, height * 0.9, color=color, label=f'm = {case["chunks"]}')
         axes.axvline(case['ideal'], color=color, linestyle=':')

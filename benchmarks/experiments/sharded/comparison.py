@@ -114,15 +114,15 @@ def side_by_side(
         RuntimeError: The losses differ from the plain model's.
     """
     with ExitStack() as stack:
-        found = {PLAIN: stack.enter_context(Processes(1, make, options, False))}
+        groups = {PLAIN: stack.enter_context(Processes(1, make, options, False))}
         for n in numbers:
-            found[f'sharded over {n}'] = stack.enter_context(Processes(n, make, options, True))
-        runs: dict[str, list[list[Step]]] = {name: [] for name in found}
+            groups[f'sharded over {n}'] = stack.enter_context(Processes(n, make, options, True))
+        runs: dict[str, list[list[Step]]] = {name: [] for name in groups}
         for _ in tqdm(range(steps), desc=name, unit='step', leave=False):
-            for each, processes in found.items():
-                runs[each].append(processes.call('step'))
-        figures = {each: processes.call('figures') for each, processes in found.items()}
-    rows = [_row(each, runs[each], figures[each]) for each in found]
+            for group, processes in groups.items():
+                runs[group].append(processes.call('step'))
+        figures = {group: processes.call('figures') for group, processes in groups.items()}
+    rows = [_row(group, runs[group], figures[group]) for group in groups]
     for row in rows:
         row['difference'] = _difference(row, rows[0]['losses'], tolerance)
     return rows

@@ -72,11 +72,11 @@ def _sharded(layer: nn.Module, columns: bool) -> nn.Module:
             _weight=layer.weight,
             dim=1 if columns else 0,
         )
-    found = ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=1 if columns else 0)
+    sharded = ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=1 if columns else 0)
     if not columns:  # The tensor between two layers has lost its tag.
         tag = ts.nn.RegisterParallelDim(-1)
-        found.register_forward_pre_hook(lambda _, inputs: tag(inputs))
-    return found
+        sharded.register_forward_pre_hook(lambda _, inputs: tag(inputs))
+    return sharded
 
 
 SCALE, MARGIN = 64.0, 0.5
@@ -135,12 +135,12 @@ class ShardedArcFace(ts.nn.ParallelModule):
 def _with_margin(cosines: Tensor, target: Tensor, classes: Tensor) -> Tensor:
     """Add the margin to the angles of targets, as far as they are among some classes."""
     places = (target[:, None] == classes).nonzero(as_tuple=True)
-    own = cosines[places]
+    cosine = cosines[places]
     # Where the cosine is 1, the angle has no gradient.
-    more = (own.clamp(-1 + 1e-7, 1 - 1e-7).acos() + MARGIN).cos()
+    more = (cosine.clamp(-1 + 1e-7, 1 - 1e-7).acos() + MARGIN).cos()
     # From π on, a larger angle would be a better one. So there it is the cosine that is lowered.
     return cosines.index_put(
-        places, torch.where(own > cos(pi - MARGIN), more, own - MARGIN * sin(MARGIN))
+        places, torch.where(cosine > cos(pi - MARGIN), more, cosine - MARGIN * sin(MARGIN))
     )
 
 

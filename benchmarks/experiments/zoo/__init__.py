@@ -119,11 +119,11 @@ def zoo(
     click.echo(folder / 'zoo.json')
 
 
-def _check_names(models: Sequence[str], known: Sequence[str]) -> None:
+def _check_names(models: Sequence[str], available: Sequence[str]) -> None:
     """Raise an error for the first unknown name, with known names like it."""
     for name in models:
-        if name not in known:
-            close = ' or '.join(map(repr, get_close_matches(name, known)))
+        if name not in available:
+            close = ' or '.join(map(repr, get_close_matches(name, available)))
             raise click.BadParameter(
                 f'{name!r} is not a model of these libraries'
                 + (f'; did you mean {close}?' if close else ''),
@@ -135,8 +135,8 @@ def _kept(path: Path) -> dict[str, Any]:
     """Return the results of earlier runs."""
     if not path.exists():
         return {'libraries': {}, 'rows': {}}
-    found: dict[str, Any] = json.loads(path.read_text())['results']
-    return found
+    results: dict[str, Any] = json.loads(path.read_text())['results']
+    return results
 
 
 def _version(library: str) -> str:
@@ -152,14 +152,14 @@ def in_process(
 ) -> dict[str, Any]:
     """Return the results of a model, run in another process, or the reason why there are none."""
     context = multiprocessing.get_context(METHOD)
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_find, args=(there, case, name, train), daemon=True)
+    parent, child = context.Pipe(duplex=False)
+    process = context.Process(target=_find, args=(child, case, name, train), daemon=True)
     process.start()
-    there.close()
+    child.close()
     row: dict[str, Any] = {}
     try:
-        while here.poll(patience):
-            row.update(here.recv())
+        while parent.poll(patience):
+            row.update(parent.recv())
         row['reason'] = f'it takes more than {patience} s'
     except EOFError:
         process.join()
@@ -179,10 +179,10 @@ def _find(pipe: Connection, make: Callable[[str], Case], name: str, train: bool)
     with memory_limit():
         try:
             case = make(name)
-            found = converted(case)
-            case, leaves = found.case, found.leaves
-            pipe.send({'note': case.note, **found.row()})
-            del found
+            conversion = converted(case)
+            case, leaves = conversion.case, conversion.leaves
+            pipe.send({'note': case.note, **conversion.row()})
+            del conversion
             if train:
                 without_dropout(case.model)
                 pipe.send({'training': differences(case, leaves)})

@@ -51,9 +51,9 @@ class Found(NamedTuple):
         wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
         largest = next(
             (
-                {'kind': each.kind, 'share': each.share, 'why': in_short(each.why)}
-                for each in wholes
-                if each.share
+                {'kind': whole.kind, 'share': whole.share, 'why': in_short(whole.why)}
+                for whole in wholes
+                if whole.share
             ),
             None,
         )
@@ -79,7 +79,7 @@ def converted(case: Case, size: int = 2) -> Found:
         try:
             layers = to_sequential(case.model, case.sample(size), leaves=leaves)
         except ConversionError as error:
-            ways = [each for each in ways_out(str(error), case.model) if each not in lines]
+            ways = [way for way in ways_out(str(error), case.model) if way not in lines]
             if not ways or len(lines) == MOST_LINES:
                 raise
             lines.append(ways[0])
@@ -104,9 +104,9 @@ def ways_out(message: str, model: nn.Module) -> Iterator[str]:
     """
     if CALL_IT in message:
         yield CALL_IT
-    for found in re.finditer(TURN_OFF, message):
-        if hasattr(getattr(model, 'config', None), found[1]):
-            yield found[0]
+    for match in re.finditer(TURN_OFF, message):
+        if hasattr(getattr(model, 'config', None), match[1]):
+            yield match[0]
     for line in (NO_CACHE_IN_THE_CALL, NO_CHECKPOINTS, NO_HEADS):
         if line in message:
             yield line
@@ -130,16 +130,16 @@ def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
         names = 'activation_checkpointing_disable', 'gradient_checkpointing_disable'
         next(getattr(model, name) for name in names if hasattr(model, name))()
     elif line == NO_HEADS and case.without_heads:
-        found: Case = case.without_heads()
-        return found
+        changed: Case = case.without_heads()
+        return changed
     else:
         leaves += re.findall("'([^']+)'", line)
     return case
 
 
 def _without_cache(sample: Callable[[int], Arguments], size: int) -> Arguments:
-    given = sample(size)
-    return Arguments(*given.args, **given.kwargs, use_cache=False)
+    arguments = sample(size)
+    return Arguments(*arguments.args, **arguments.kwargs, use_cache=False)
 
 
 def reason(error: BaseException) -> str:

@@ -210,7 +210,7 @@ def _torchvision(name: str, **changes: Any) -> Case:
             models.get_model(name, weights=None, weights_backbone=None), 3, SEGMENTED, SEGMENTED
         )
     # The smallest that one of its checkpoints is for, as the largest may be for another config.
-    crop = min(each.transforms().crop_size for each in models.get_model_weights(name))
+    crop = min(weights.transforms().crop_size for weights in models.get_model_weights(name))
     height, width = (crop * 2)[:2]
     frames = [FRAMES] if name in models.list_models(models.video) else []
     case = _of_images(models.get_model(name, weights=None, **changes), 3, *frames, height, width)

@@ -41,7 +41,7 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     sample = _small_enough(case)
     start = _copied(model.state_dict())
     by_statistics = any(
-        isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
     )
     samples = [_double(sample(size)) for size in (STEPS_BY_STATISTICS if by_statistics else STEPS)]
     _steps(model, partial(_by_itself, model), samples)
@@ -49,7 +49,7 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     typical = typical_size([*expected.values()])
     _reset(model, start)
     layers = to_sequential(model, _double(sample(2)), leaves=leaves, check_sample=False)
-    found = {}
+    result = {}
     for n in PARTITIONS:
         for schedule in SCHEDULES:
             _reset(model, start)
@@ -61,10 +61,10 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
             )
             _steps(model, partial(_by_pipeline, pipeline, schedule), samples)
             got = _results(model, original_names(pipeline.state_dict()))
-            found[f'{n} partitions, {schedule}'] = max(
+            result[f'{n} partitions, {schedule}'] = max(
                 distance(got[name], x, typical) for name, x in expected.items()
             )
-    return found
+    return result
 
 
 def _small_enough(case: Case) -> Callable[[int], Any]:
