@@ -77,23 +77,31 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
         STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b')),
         THREADS: (in_turn, apart),
     }
-    calls = [call for pair in pairs.values() for call in pair]
-    for call in calls * 2:
-        call()
-    times = [*zip(*([_seconds(call) for call in calls] for _ in range(rounds)))]
+    for _ in range(2):
+        for serial, pipelined in pairs.values():
+            serial()
+            pipelined()
+    times: dict[str, list[tuple[float, float]]] = {what: [] for what in pairs}
+    for _ in range(rounds):
+        for what, (serial, pipelined) in pairs.items():
+            times[what].append((_seconds(serial), _seconds(pipelined)))
+
     cases = []
-    for what, serial, ours in zip(pairs, times[::2], times[1::2]):
-        speed_up = median(one / two for one, two in zip(serial, ours))
+    for what, pairs_of_times in times.items():
+        speed_up = median(one / two for one, two in pairs_of_times)
+        ideal = 2.0
+        if what != THREADS:
+            ideal = 2 * m / (m + 1)
         cases.append(
             {
                 'what': what,
                 'milliseconds': milliseconds,
                 'chunks': m,
                 'layers': depth,
-                'serial_ms': median(serial) * 1e3,
-                'pipeline_ms': median(ours) * 1e3,
+                'serial_ms': median(one for one, _ in pairs_of_times) * 1e3,
+                'pipeline_ms': median(two for _, two in pairs_of_times) * 1e3,
                 'speed_up': speed_up,
-                'share': speed_up / (2 if what == THREADS else 2 * m / (m + 1)),
+                'share': speed_up / ideal,
             }
         )
     return cases
@@ -138,20 +146,18 @@ def concurrency(rounds: int, output: str) -> None:
 
 def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
     """Return the header and the rows of the measurements of a forward pass or a step."""
-    shares = {
-        (case['milliseconds'], case['chunks']): case for case in results if case['what'] == what
-    }
-    sizes, chunks = (list(dict.fromkeys(key[k] for key in shares)) for k in range(2))
-    return [what, *(f'm = {m}' for m in chunks)], [
-        [
-            f'cells of {size:g} ms',
-            *(
-                f'{shares[size, m]["share"]:.2f} ({shares[size, m]["speed_up"]:.2f} ×)'
-                for m in chunks
-            ),
-        ]
-        for size in sizes
-    ]
+    header = [what]
+    rows: dict[float, list[str]] = {}
+    for case in results:
+        if case['what'] != what:
+            continue
+        size = case['milliseconds']
+        cells = rows.setdefault(size, [f'cells of {size:g} ms'])
+        cells.append(f'{case["share"]:.2f} ({case["speed_up"]:.2f} ×)')
+        column = f'm = {case["chunks"]}'
+        if column not in header:
+            header.append(column)
+    return header, [*rows.values()]
 
 
 def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:

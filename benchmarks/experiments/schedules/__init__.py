@@ -274,18 +274,15 @@ def summary_rows(cases: Sequence[dict[str, Any]]) -> Rows:
     for case in cases:
         name = f'n = {case["partitions"]}, m = {case["chunks"]}'
         groups.setdefault(name, []).append({row['name']: row for row in case['rows']})
-    shares = [
-        f'{median(rows["1f1b"]["share"] for rows in group):.2f}' for group in groups.values()
-    ]
-    worst = [f'{max(map(_deviation, group)):.0f}' for group in groups.values()]
-    return ['median over stacks', *groups], [
-        ['1f1b, of ideal', *shares],
-        *(
-            [name, *(_ratio(group, *which) for group in groups.values())]
-            for name, which in RATIOS.items()
-        ),
-        ['largest error of a prediction, %', *worst],
-    ]
+    shares = ['1f1b, of ideal']
+    errors = ['largest error of a prediction, %']
+    ratios = {name: [name] for name in RATIOS}
+    for group in groups.values():
+        shares.append(f'{median(rows["1f1b"]["share"] for rows in group):.2f}')
+        errors.append(f'{max(map(_deviation, group)):.0f}')
+        for name, (figure, one, other) in RATIOS.items():
+            ratios[name].append(_ratio(group, figure, one, other))
+    return ['median over stacks', *groups], [shares, *ratios.values(), errors]
 
 
 def _deviation(rows: dict[str, Any]) -> float:

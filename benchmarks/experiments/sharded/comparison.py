@@ -131,18 +131,18 @@ def side_by_side(
 def _row(
     name: str, steps: Sequence[Sequence[Step]], figures: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
+    losses = []
+    times = []
     for ranks in steps:
-        if len({step.loss for step in ranks}) > 1:
+        on_ranks = [step.loss for step in ranks]
+        if len({*on_ranks}) > 1:
             raise RuntimeError(
                 f'{name}: these should be the same on all ranks, as each has the '
-                f'whole loss: {[step.loss for step in ranks]}'
+                f'whole loss: {on_ranks}'
             )
-    return {
-        'name': name,
-        'losses': [ranks[0].loss for ranks in steps],
-        'seconds': median(seconds([step.span for step in ranks]) for ranks in steps),
-        'ranks': [*figures],
-    }
+        losses.append(on_ranks[0])
+        times.append(seconds(step.span for step in ranks))
+    return {'name': name, 'losses': losses, 'seconds': median(times), 'ranks': [*figures]}
 
 
 def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float) -> float:
@@ -206,11 +206,10 @@ def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tupl
 
 def memory_cells(row: dict[str, Any]) -> list[str]:
     """Return the cells of a row for the rank with the most memory."""
-    model = max(
-        sum(rank[kind] for kind in ('parameters', 'gradients', 'optimizer'))
-        for rank in row['ranks']
-    )
-    return [f'{size / 2**20:.2f}' for size in (model, peak(row))]
+    models = []
+    for rank in row['ranks']:
+        models.append(rank['parameters'] + rank['gradients'] + rank['optimizer'])
+    return [f'{max(models) / 2**20:.2f}', f'{peak(row) / 2**20:.2f}']
 
 
 def difference_cell(row: dict[str, Any]) -> str:
