@@ -36,7 +36,7 @@ from benchmarks.experiments.sharded.comparison import (
     training_rows,
 )
 from benchmarks.experiments.sharded.models import FEATURES
-from benchmarks.experiments.sharded.training import (
+from benchmarks.experiments.sharded.workers import (
     Classes,
     Classifier,
     Images,

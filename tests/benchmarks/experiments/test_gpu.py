@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.experiments.gpu import gpt, page, parts
 from benchmarks.experiments.gpu.page import GPU_PAGE, make_gpu_page, predicted_seconds
+from benchmarks.harness.published import EXPERIMENTS
 from tests.benchmarks import tiny
 from torchgpipe.base.devices import current_device
 from torchgpipe.plan import MACHINES
@@ -256,9 +257,8 @@ def test_different_losses_are_no_comparison(monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_command_on_a_small_scale(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, 'AMOEBANETD_MEMORY', tiny.MEMORY)
-    monkeypatch.setattr(page, 'AMOEBANETD_MEMORY', tiny.MEMORY)
-    monkeypatch.setattr(parts, 'UNET_MEMORY', replace(tiny.MEMORY, name='other-memory'))
+    monkeypatch.setitem(EXPERIMENTS, 'amoebanetd-memory', tiny.MEMORY)
+    monkeypatch.setitem(EXPERIMENTS, 'unet-memory', replace(tiny.MEMORY, name='other-memory'))
     monkeypatch.setattr(parts, 'ROUNDS', 1)
     code, _, err = run('gpu', '--devices', 'cpu', '--scale', 0.01, '--output', tmp_path)
     assert code == 0, err

@@ -9,7 +9,7 @@ from torch import distributed
 import torchgpipe.shard as ts
 from benchmarks.experiments import sharded as sizes
 from benchmarks.experiments.sharded.models import sharded_gpt
-from benchmarks.experiments.sharded.training import pieces_of
+from benchmarks.experiments.sharded.workers import pieces_of
 from torchgpipe.trainer.gpt import GPT, Sizes
 from torchgpipe.trainer.processes import Processes, is_available
 

@@ -127,7 +127,7 @@ def nothing_is_free():
 @pytest.mark.sim
 @pytest.mark.parametrize(
     'name, value',
-    [('exhaustion.free_memory', lambda: 2**16), ('campaign.memory_limit', nothing_is_free)],
+    [('memory.free_memory', lambda: 2**16), ('campaign.memory_limit', nothing_is_free)],
 )
 def test_their_memory_is_host_memory(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr(f'benchmarks.harness.{name}', value)
