@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,11 @@ def seconds(
         least: The seconds of all rounds together.
         recorded: Whether an accelerator replays a graph, so that the host's time does not count.
     """
-    if recorded and device.type == 'cuda':
+    module: Any = torch.get_device_module(device)
+    if recorded and hasattr(module, 'CUDAGraph'):
         call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph = module.CUDAGraph()
+        with module.graph(graph):
             for _ in range(20):
                 call()
         return seconds(graph.replay, device, least) / 20
@@ -245,7 +246,8 @@ def measure_machine(device: torch.device | None = None) -> Machine:
             gather_ratio=gloo.gather_ratio,
             reduce_scatter_ratio=gloo.reduce_scatter_ratio,
         )
-    gpu = torch.cuda.get_device_name(device)
+    module: Any = torch.get_device_module(device)
+    gpu = module.get_device_name(device)
     name_of_links = 'H100'
     for machine in MACHINES:
         if machine in gpu:
@@ -260,7 +262,7 @@ def measure_machine(device: torch.device | None = None) -> Machine:
         {'bfloat16': peak, 'float32': max(products(device, torch.float32).values())},
         tuple((float(size), rate / peak) for size, rate in rates.items()),
         attention(device, torch.bfloat16) / peak,
-        float(torch.cuda.get_device_properties(device).total_memory),
+        float(module.get_device_properties(device).total_memory),
         bandwidth(device, torch.bfloat16),
         seconds(tiny, device, recorded=True),
         seconds(tiny, device),
