@@ -28,6 +28,7 @@ import click
 import torch
 from torch import distributed
 
+from torchgpipe.base.devices import is_cpu
 from torchgpipe.trainer.launch import available_cores, starting_ranks
 
 #: Seconds.
@@ -199,7 +200,7 @@ def _configure(rank: int, settings: _ProcessSettings) -> str:
         os.sched_setaffinity(0, {cores[settings.core % len(cores)]})
     if settings.prepare is not None:
         settings.prepare()
-    if settings.device == 'cpu':
+    if is_cpu(settings.device):
         return 'gloo'
     os.environ['LOCAL_RANK'] = str(rank)
     torch.accelerator.set_device_index(rank)
