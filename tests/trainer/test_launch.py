@@ -81,7 +81,7 @@ def test_ctrl_c_while_processes_start(tmp_path, ctrl_c):
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     try:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # or it would go on for hours
         raise
