@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -216,3 +217,23 @@ def test_a_rank_uses_the_device_that_its_mesh_has_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, 'from_first_rank', first_use)
     with pytest.raises(Chosen, match='cpu:1'):
         train_gpt.train(config, {})
+
+
+@pytest.mark.slow
+def test_samples_are_divided_by_the_micro_batches_of_a_plan(tmp_path, monkeypatch):
+    """A plan may choose another size than the options have."""
+    config = options_of(tmp_path, '--micro-batch-size', 1)
+    predict_plan = train_gpt.predict
+    opened = []
+
+    def predict_four(config, *args):
+        return predict_plan(replace(config, micro_batch_size=4), *args)
+
+    def open_data(config):
+        opened.append(config.micro_batch_size)
+        return TokenFiles(config)
+
+    monkeypatch.setattr(train_gpt, 'predict', predict_four)
+    monkeypatch.setattr(train_gpt, 'open_data', open_data)
+    train_gpt.train(config, {'name': 'a-name'})
+    assert opened == [4]

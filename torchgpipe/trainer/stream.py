@@ -265,7 +265,7 @@ def first_tokens(dataset: Any, tokenizer: Tokenizer, count: int) -> Tensor:
 
 
 class TokenStream:
-    """The batches of a dataset on all ranks. All of them call each method.
+    """The batches of a dataset on all ranks. Every rank must call every method.
 
     Args:
         config: The options.

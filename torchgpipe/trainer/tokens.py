@@ -45,7 +45,7 @@ class TokenFiles:
         config: The options.
 
     Raises:
-        OSError: A file cannot be read.
+        OSError, RuntimeError: A file cannot be read.
         ValueError: One of the first tokens is not in the vocabulary, or there are too few tokens.
     """
 

@@ -12,8 +12,9 @@
                  ▲ │       each step: sample ─▶ step ─▶ clip ─▶ update ─▶ save ─▶ validate, log
                  └─┘ a rank was killed: all start again from the newest checkpoint
 
-Initial values follow from the seed, and samples from seed and step. So losses match on all meshes,
-and a training resumes on any mesh with the samples that an uninterrupted one would have next.
+Initial values follow from the seed, and samples from seed and step, or from the order of a
+streamed dataset. So losses match on all meshes, and a training resumes on any mesh with the samples
+that an uninterrupted one would have next.
 
 The options are the fields of ``Config`` in ``config.py``. The model is in ``gpt.py``.
 """
@@ -69,13 +70,15 @@ def train(config: Config, training: dict[str, Any]) -> None:
     replica = mesh.get_local_rank('data')
     training = from_first_rank(training, device)
 
-    # Data, model and optimizer. The prediction measures a few layers. With `--plan auto`, it also
-    # chooses the settings of the step, such as the number of micro-batches.
-    dataset = open_data(config)
+    # The prediction measures a few layers. With `--plan auto`, it also chooses the settings of the
+    # step, such as the number of micro-batches, by which the samples of a step are divided.
     loss_fn = partial(training_loss, config)
     plan = predict(config, build_layers, loss_fn, device)
     samples_per_replica = config.global_batch_size // config.data
     config = replace(config, micro_batch_size=samples_per_replica // plan.chunks)
+
+    # Data, model and optimizer.
+    dataset = open_data(config)
     report = Report(config, training['name'], mesh, plan, start)
     model = build_model(config, mesh, plan)
     optimizer = build_optimizer(config, model.parameters())
