@@ -13,8 +13,8 @@
                  └─┘ a rank was killed: all start again from the newest checkpoint
 
 Initial values follow from the seed, and samples from seed and step, or from the order of a
-streamed dataset. So losses match on all meshes, and a training resumes on any mesh with the samples
-that an uninterrupted one would have next.
+streamed dataset. So losses match on all meshes, and a training resumes on any mesh with the
+samples that an uninterrupted one would have next.
 
 The options are the fields of ``Config`` in ``config.py``. The model is in ``gpt.py``.
 """
