@@ -7,7 +7,7 @@ like this one. Copies between them are assumed to be free. One profile varies wi
 machine, so the ratios are medians over several.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -47,18 +47,6 @@ class Panel(NamedTuple):
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]]
     logarithmic: str = ''
-
-
-def draw_if_possible(draw: Callable[[], Iterable[Path]]) -> list[Path]:
-    """Draw pictures and return their paths; say so if that is not possible.
-
-    A picture comes after results, which do not depend on it.
-    """
-    try:
-        return [*draw()]
-    except (ImportError, OSError) as error:
-        click.echo(f'there is no picture: {error}', err=True)
-        return []
 
 
 def draw_curves(panels: Sequence[Panel], stem: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.trainer.tiny import TINY
 from torchgpipe.trainer.command import main
 
 
@@ -19,3 +20,12 @@ def run(monkeypatch, capsys):
         return exit.value.code or 0, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    """Train for some steps with checkpoints and a log; return the options."""
+    files = ['--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved']
+    words = [*TINY, *files, *'--save-interval 2 --keep-last 9 --log-samples'.split()]
+    assert run(*words)[0] == 0
+    return words

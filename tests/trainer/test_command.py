@@ -129,15 +129,6 @@ def test_a_training_continues_as_it_began(run, tmp_path, trained):
         assert all(path.read_bytes() == data for path, data in before.items())
 
 
-@pytest.fixture
-def trained(run, tmp_path):
-    """Train for some steps with checkpoints and a log; return the options."""
-    files = ['--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved']
-    words = [*TINY, *files, *'--save-interval 2 --keep-last 9 --log-samples'.split()]
-    assert run(*words)[0] == 0
-    return words
-
-
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'click', None)
     monkeypatch.delitem(sys.modules, 'torchgpipe.trainer')

@@ -146,7 +146,7 @@ def test_a_plan_chooses_the_mesh_of_a_dry_run(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_chooses_the_mesh_of_a_training(run, tmp_path, monkeypatch):
-    """Its losses are those of a plain loop."""
+    """It has the losses of a plain loop."""
     monkeypatch.setattr(planning, 'measure_machine', lambda device: MACHINES['A100'])
     words = [*TINY, '--output', tmp_path, '--log', tmp_path / 'log']
     code, out, err = run(*words, '--plan', 'auto', '--devices', 2)

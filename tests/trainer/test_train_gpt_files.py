@@ -36,15 +36,6 @@ def one_thread(monkeypatch):
     monkeypatch.setenv('OMP_NUM_THREADS', '1')
 
 
-@pytest.fixture
-def trained(run, tmp_path):
-    """Train for some steps with checkpoints and a log; return the options."""
-    files = ['--output', tmp_path, '--log', tmp_path / 'log', '--save', tmp_path / 'saved']
-    words = [*TINY, *files, *'--save-interval 2 --keep-last 9 --log-samples'.split()]
-    assert run(*words)[0] == 0
-    return words
-
-
 def names(tmp_path):
     return sorted(path.name for path in (tmp_path / 'saved').glob('step-*'))
 

@@ -98,7 +98,7 @@ def plan_blocks(
         loss: Returns the loss of an output and the next tokens.
         config: The options.
         device: Where to measure.
-        settings: The settings; by default, those of the fastest plan.
+        settings: The settings; by default, the fastest plan has them.
     """
     batch = config.global_batch_size // config.data
     first, block, last = few
@@ -152,7 +152,7 @@ def plan_blocks(
 
 
 def repeat_block(costs: Profile, depth: int) -> Profile:
-    """Return the costs of all layers, from those of the first layer, one block and the last."""
+    """Return the costs of all layers, from one embedding, one block and one head."""
     first, block, last = costs.layers
     blocks = [replace(block, name=str(index + 1)) for index in range(depth)]
     layers = (first, *blocks, replace(last, name=str(depth + 1)))

@@ -1,4 +1,4 @@
-"""What a training prints, logs and draws: lines of steps, and a report at its end."""
+"""The output of a training: lines of steps in logs, and a report and a picture at its end."""
 
 import sys
 import time
