@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.harness.memory import Turns
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_option, write_json
+from benchmarks.harness.report import Part, Section, output_option
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
 from torchgpipe.base.devices import synchronize
-from torchgpipe.base.errors import table
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 from torchgpipe.trainer.files import output_folder
 
@@ -170,37 +168,27 @@ def balance(device: str, rounds: int, output: str) -> None:
         raise click.ClickException(f'--device {device}: {str(error).splitlines()[0]}') from None
     cases = [(name, n, mode) for name in MODELS for n in SIZES for mode in MODES]
     results = [repeat(*case, device, rounds) for case in tqdm(cases, desc='balance', leave=False)]
-    click.echo(
-        f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores, on '
-        f'{device}\n'
-    )
-    click.echo(table(*balance_rows(results)))
-    click.echo(
-        '\nratio: measured to predicted time of the partition that was predicted as the slowest'
-    )
-    click.echo(f'\n{write_json(folder, "balance", results)}')
+    SECTION.publish(results, folder)
 
 
-def balance_rows(results: list[dict[str, Any]]) -> Rows:
-    """Return the header and the rows."""
-    return ['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio', 'all rounds'], [
-        [
-            f'{r["model"]} {r["checkpoint"]}',
-            str(r['balance']),
-            f'{r["predicted_seconds"] * 1e3:.1f}',
-            f'{r["measured_seconds"] * 1e3:.1f}',
-            f'{r["ratio"]:.2f}',
-            f'{min(r["ratios"]):.2f}–{max(r["ratios"]):.2f}',
-        ]
-        for r in results
-    ]
+def _parts(results: list[dict[str, Any]]) -> list[Part]:
+    """Return a table with a row for each case."""
+    header = ['model', 'balance', 'slowest, predicted, ms', 'measured, ms', 'ratio', 'all rounds']
+    rows = []
+    for result in results:
+        rows.append(
+            [
+                f'{result["model"]} {result["checkpoint"]}',
+                str(result['balance']),
+                f'{result["predicted_seconds"] * 1e3:.1f}',
+                f'{result["measured_seconds"] * 1e3:.1f}',
+                f'{result["ratio"]:.2f}',
+                f'{min(result["ratios"]):.2f}–{max(result["ratios"]):.2f}',
+            ]
+        )
+    return [(header, rows)]
 
 
+SECTION = Section('Predicted and measured time of the slowest partition', 'balance', _parts)
 COMMANDS = [balance]
-SECTIONS = [
-    Section(
-        'Predicted and measured time of the slowest partition',
-        'balance',
-        lambda results: [balance_rows(results)],
-    )
-]
+SECTIONS = [SECTION]

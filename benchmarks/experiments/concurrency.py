@@ -1,24 +1,21 @@
 """Two equal partitions on cpu:0 and cpu:1: which share of the ideal speed-up do they reach?"""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import torch
-from torch import Tensor
+from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.harness.curves import NEUTRAL, neutral, save
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_option, write_json
+from benchmarks.harness.charts import Curves
+from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.timing import one_thread, rounds_option, time_in_turn
 from benchmarks.models.stacks import Stack, perceptron
 from torchgpipe import GPipe
-from torchgpipe.base.errors import table
 from torchgpipe.trainer.files import output_folder
 
 ROWS = 256
@@ -29,6 +26,7 @@ CHUNKS = (2, 4, 8, 16)
 
 FORWARD, STEP = 'forward, plain call', "training, step by '1f1b'"
 THREADS = 'training, two threads that share nothing'
+KINDS = (FORWARD, STEP, THREADS)
 
 MEANING = """Each entry is the share of the ideal speed-up, with the speed-up in brackets. The
 baseline runs the same cells one after the other in one thread. The ideal is 2 · m / (m + 1), the
@@ -37,69 +35,83 @@ forward time of one cell. The last table shows the limit of the machine and the 
 two threads each train one of the cells by itself, and neither waits for the other. The baseline is
 the same work in one thread, and the ideal is 2."""
 
+Call = Callable[[], object]
 
-def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
-    """Time a forward pass and a training step, serial and pipelined: medians over rounds."""
-    layer, (x, _) = stack.build(1, 10), stack.data(1)
+
+def depth_of(stack: Stack, milliseconds: float) -> int:
+    """Return the number of layers whose forward takes as long, in one thread."""
+    layers, (x, _) = stack.build(1, 10), stack.data(1)
     with torch.no_grad():
-        seconds = median(_seconds(lambda: layer(x)) for _ in range(20)) / 10
-    depth = max(1, round(milliseconds / 1e3 / seconds))
-    cells, (x, y) = stack.build(2, depth), stack.data(m)
+        (times,) = time_in_turn({0: lambda: layers(x)}, 20).values()
+    return max(1, round(milliseconds / 1e3 * 10 / median(times)))
+
+
+def contenders(cells: nn.Sequential, stack: Stack, m: int) -> dict[str, tuple[Call, Call]]:
+    """Return by kind a call that works in one thread, and one that works in two."""
+    x, y = stack.data(m)
+    samples = [*zip(x.chunk(m), y.chunk(m))]
     model = GPipe(cells, [1, 1], devices=['cpu:0', 'cpu:1'], chunks=m, checkpoint='never')
 
-    def forward(module: Callable[[Tensor], Tensor], parts: int) -> None:
-        with torch.no_grad():
-            for part in x.chunk(parts):
-                module(part)
+    @torch.no_grad()
+    def forward() -> None:
+        for part, _ in samples:
+            cells(part)
+
+    @torch.no_grad()
+    def pipelined_forward() -> None:
+        model(x)
 
     def train() -> None:
-        for part, target in zip(x.chunk(m), y.chunk(m)):
+        for part, target in samples:
             (F.mse_loss(cells(part), target) / m).backward()
 
-    def half(j: int) -> None:
-        torch.set_num_threads(1)  # It holds for a thread
-        for part, target in zip(x.chunk(m), y.chunk(m)):
-            (F.mse_loss(cells[j](part.clone().requires_grad_(j > 0)), target) / m).backward()
+    def train_cell(j: int) -> None:
+        torch.set_num_threads(1)  # It holds for a thread.
+        for part, target in samples:
+            output = cells[j](part.clone().requires_grad_(j > 0))
+            (F.mse_loss(output, target) / m).backward()
 
-    def in_turn() -> None:
-        half(0)
-        half(1)
+    def train_cells_in_turn() -> None:
+        train_cell(0)
+        train_cell(1)
 
-    def apart() -> None:
-        threads = [threading.Thread(target=half, args=[j]) for j in range(2)]
+    def train_cells_in_threads() -> None:
+        threads = [threading.Thread(target=train_cell, args=[j]) for j in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    pairs = {
-        FORWARD: (lambda: forward(cells, m), lambda: forward(model, 1)),
+    return {
+        FORWARD: (forward, pipelined_forward),
         STEP: (train, lambda: model.step(x, y, F.mse_loss, schedule='1f1b')),
-        THREADS: (in_turn, apart),
+        THREADS: (train_cells_in_turn, train_cells_in_threads),
     }
-    for _ in range(2):
-        for serial, pipelined in pairs.values():
-            serial()
-            pipelined()
-    times: dict[str, list[tuple[float, float]]] = {what: [] for what in pairs}
-    for _ in range(rounds):
-        for what, (serial, pipelined) in pairs.items():
-            times[what].append((_seconds(serial), _seconds(pipelined)))
+
+
+def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
+    """Time a forward pass and a training step, serial and pipelined: medians over rounds."""
+    depth = depth_of(stack, milliseconds)
+    calls: dict[tuple[str, int], Call] = {}
+    for kind, (serial, pipelined) in contenders(stack.build(2, depth), stack, m).items():
+        calls[kind, 1] = serial
+        calls[kind, 2] = pipelined
+    time_in_turn(calls, 2)
+    times = time_in_turn(calls, rounds)
 
     cases = []
-    for what, pairs_of_times in times.items():
-        speed_up = median(one / two for one, two in pairs_of_times)
-        ideal = 2.0
-        if what != THREADS:
-            ideal = 2 * m / (m + 1)
+    for kind in KINDS:
+        serial_times, pipeline_times = times[kind, 1], times[kind, 2]
+        speed_up = median(one / two for one, two in zip(serial_times, pipeline_times))
+        ideal = 2.0 if kind == THREADS else 2 * m / (m + 1)
         cases.append(
             {
-                'what': what,
+                'what': kind,
                 'milliseconds': milliseconds,
                 'chunks': m,
                 'layers': depth,
-                'serial_ms': median(one for one, _ in pairs_of_times) * 1e3,
-                'pipeline_ms': median(two for _, two in pairs_of_times) * 1e3,
+                'serial_ms': median(serial_times) * 1e3,
+                'pipeline_ms': median(pipeline_times) * 1e3,
                 'speed_up': speed_up,
                 'share': speed_up / ideal,
             }
@@ -107,19 +119,8 @@ def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict
     return cases
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 @click.command()
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=9,
-    help='Interleaved rounds, of which the medians count.',
-)
+@rounds_option(9)
 @output_option
 def concurrency(rounds: int, output: str) -> None:
     """Time two equal partitions on cpu:0 and cpu:1 against one after the other.
@@ -128,28 +129,20 @@ def concurrency(rounds: int, output: str) -> None:
     sizes of cells and numbers of micro-batches, one intra-op thread each.
     """
     folder = output_folder(output)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     sizes = [(milliseconds, m) for milliseconds in CELLS for m in CHUNKS]
     results: list[dict[str, Any]] = []
-    try:
+    with one_thread():
         for milliseconds, m in tqdm(sizes, desc='concurrency', leave=False):
             results += measure(perceptron(CELLS[milliseconds], ROWS), milliseconds, m, rounds)
-    finally:
-        torch.set_num_threads(threads)
-    click.echo(f'{machine()["cores"]} cores, torch {machine()["torch"]}\n')
-    for what in (FORWARD, STEP, THREADS):
-        click.echo(table(*share_rows(results, what)) + '\n')
-    files = [write_json(folder, 'concurrency', results), *draw(results, folder / 'concurrency')]
-    click.echo('\n'.join([MEANING, '', *map(str, files)]))
+    SECTION.publish(results, folder)
 
 
-def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
+def share_rows(results: Sequence[dict[str, Any]], kind: str) -> Rows:
     """Return the header and the rows of the measurements of a forward pass or a step."""
-    header = [what]
+    header = [kind]
     rows: dict[float, list[str]] = {}
     for case in results:
-        if case['what'] != what:
+        if case['what'] != kind:
             continue
         size = case['milliseconds']
         cells = rows.setdefault(size, [f'cells of {size:g} ms'])
@@ -160,43 +153,25 @@ def share_rows(results: Sequence[dict[str, Any]], what: str) -> Rows:
     return header, [*rows.values()]
 
 
-def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Draw the shares as a map: a row per size of cells, a column per number of chunks."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.2), layout='constrained')
-    panels = figure.subplots(1, 3)
-    figure.suptitle('two partitions on two cores: share of the ideal speed-up', color=NEUTRAL)
-    for axes, what in zip(panels, (FORWARD, STEP, THREADS)):
-        (_, *chunks), rows = share_rows(results, what)
-        shares = [[float(cell.split()[0]) for cell in cells] for _, *cells in rows]
-        axes.imshow(shares, vmin=0.3, vmax=1, cmap='Blues', aspect='auto')
-        for j, row in enumerate(shares):
-            for k, share in enumerate(row):
-                axes.text(
-                    k,
-                    j,
-                    f'{share:.2f}',
-                    ha='center',
-                    va='center',
-                    fontsize=11,
-                    color='white' if share > 0.7 else 'black',
-                )
-        axes.set_xticks(range(len(chunks)), chunks, fontsize=11)
-        axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=11)
-        axes.set_title(what, color=NEUTRAL, fontsize=12)
-        neutral(axes)
-    return save(figure, panels[0], stem)
+def share_panels(results: Sequence[dict[str, Any]]) -> list[Curves]:
+    """Return a panel for each kind: the share by the number of micro-batches."""
+    panels = []
+    for kind in KINDS:
+        curves: dict[str, tuple[list[float], list[float]]] = {}
+        for case in results:
+            if case['what'] == kind:
+                name = f'cells of {case["milliseconds"]:g} ms'
+                numbers, shares = curves.setdefault(name, ([], []))
+                numbers.append(case['chunks'])
+                shares.append(case['share'])
+        panels.append(Curves(f'micro-batches: {kind}', 'share of the ideal speed-up', curves))
+    return panels
 
 
+def _parts(results: Sequence[dict[str, Any]]) -> list[Part]:
+    return [*(share_rows(results, kind) for kind in KINDS), MEANING]
+
+
+SECTION = Section('Two partitions at the same time', 'concurrency', _parts, share_panels)
 COMMANDS = [concurrency]
-SECTIONS = [
-    Section(
-        'Two partitions at the same time',
-        'concurrency',
-        lambda results: [
-            *(share_rows(results, what) for what in (FORWARD, STEP, THREADS)),
-            MEANING,
-        ],
-    )
-]
+SECTIONS = [SECTION]

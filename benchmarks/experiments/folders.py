@@ -1,5 +1,7 @@
 """Models of Transformers from a folder onto a mesh, trained, and into a folder again."""
 
+import json
+import math
 import tempfile
 import warnings
 from pathlib import Path
@@ -11,109 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.experiments.zoo.libraries import sample_of
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, output_option, write_json
+from benchmarks.harness.report import Part, Section, output_option, write_json
 from torchgpipe import Arguments
-from torchgpipe.base.errors import table
 from torchgpipe.base.structure import call
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.processes import Processes
 
-#: Of all architectures, by their names for it.
-_SIZES = {
-    'vocab_size': 100,
-    'hidden_size': 32,
-    'intermediate_size': 48,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 4,
-    'max_position_embeddings': 64,
-    'pad_token_id': 0,
-    'bos_token_id': 1,
-    'eos_token_id': 2,
-}
-_GROUPS = {**_SIZES, 'num_key_value_heads': 2}
-_HEADS = {**_GROUPS, 'head_dim': 8}
-
-#: By class of the model, the class of its configuration, and its values.
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    'GPT2LMHeadModel': (
-        'GPT2Config',
-        {
-            'vocab_size': 100,
-            'n_positions': 64,
-            'n_embd': 32,
-            'n_layer': 2,
-            'n_head': 4,
-            'bos_token_id': 1,
-            'eos_token_id': 2,
-        },
-    ),
-    'LlamaForCausalLM': ('LlamaConfig', _GROUPS),
-    'Qwen3ForCausalLM': ('Qwen3Config', _HEADS),
-    'Qwen3MoeForCausalLM': (
-        'Qwen3MoeConfig',
-        {
-            **_HEADS,
-            'num_experts': 12,
-            'num_experts_per_tok': 2,
-            'moe_intermediate_size': 16,
-            # Without the devices of experts in its program, it converts on the meta device.
-            'experts_implementation': 'batched_mm',
-        },
-    ),
-    'Gemma3ForCausalLM': (
-        'Gemma3TextConfig',
-        {**_HEADS, 'layer_types': ['sliding_attention', 'full_attention'], 'sliding_window': 8},
-    ),
-    'Phi3ForCausalLM': ('Phi3Config', _GROUPS),
-    'Olmo2ForCausalLM': ('Olmo2Config', _GROUPS),
-    'GPTNeoXForCausalLM': ('GPTNeoXConfig', _SIZES),
-    'BertForMaskedLM': ('BertConfig', _SIZES),
-    'T5ForConditionalGeneration': (
-        'T5Config',
-        {
-            'vocab_size': 100,
-            'd_model': 32,
-            'd_kv': 8,
-            'd_ff': 48,
-            'num_layers': 2,
-            'num_heads': 4,
-            'decoder_start_token_id': 0,
-        },
-    ),
-    'WhisperForConditionalGeneration': (
-        'WhisperConfig',
-        {
-            'vocab_size': 100,
-            'd_model': 32,
-            'encoder_layers': 2,
-            'decoder_layers': 2,
-            'encoder_attention_heads': 4,
-            'decoder_attention_heads': 4,
-            'encoder_ffn_dim': 48,
-            'decoder_ffn_dim': 48,
-            'num_mel_bins': 8,
-            'max_source_positions': 16,
-            'max_target_positions': 32,
-            'pad_token_id': 0,
-            'bos_token_id': 1,
-            'eos_token_id': 2,
-            'decoder_start_token_id': 3,
-        },
-    ),
-    'ViTForImageClassification': (
-        'ViTConfig',
-        {
-            'hidden_size': 32,
-            'intermediate_size': 48,
-            'num_hidden_layers': 2,
-            'num_attention_heads': 4,
-            'image_size': 16,
-            'patch_size': 4,
-            'num_labels': 5,
-        },
-    ),
-}
+#: By class of model, the class of its configuration, and its values. With 'batched_mm', a mixture
+#: also converts on the meta device, where it cannot ask for the devices of its experts.
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix('.json').read_text())
 
 #: Sizes of the axes data, pipe and tensor.
 MESHES = ((1, 2, 1), (2, 2, 1))
@@ -134,12 +42,11 @@ def model_of(name: str) -> Any:
     """Return a small model by the name of its class; ``None`` if Transformers does not have it."""
     import transformers
 
-    kind, values = CONFIGS[name]
     if not hasattr(transformers, name):
         return None
-    values = dict(values)
+    values = dict(CONFIGS[name]['values'])
     experts = values.pop('experts_implementation', None)
-    config = getattr(transformers, kind)(**values)
+    config = getattr(transformers, CONFIGS[name]['config'])(**values)
     config.use_cache = False
     for key, value in vars(config).items():
         if isinstance(value, float) and 'drop' in key:
@@ -210,6 +117,7 @@ def row_of(name: str) -> dict[str, Any]:
     model = model_of(name)
     if model is None:
         return {'reason': 'not in this version of Transformers'}
+
     row: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         source = f'{folder}/source'
@@ -217,26 +125,28 @@ def row_of(name: str) -> dict[str, Any]:
         steps = batches(model)
         torch.save(steps, f'{folder}/steps.pt')
         before = _copied(model)
-        optimizer = optimizer_of(model)
-        for sample, target in steps:
-            loss_of(call(model, sample), target).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, steps)
+        after = _copied(model)
+
         for mesh in MESHES:
-            target_folder = Path(folder, 'x'.join(map(str, mesh)))
-            target_folder.mkdir()
-            number = mesh[0] * mesh[1] * mesh[2]
-            with Processes(number, Rank) as ranks:
-                ranks.call('train', name, source, str(target_folder), mesh, f'{folder}/steps.pt')
-            unchanged = _loaded(model, target_folder / 'before')
-            row[f'{mesh}, equal'] = all(
-                torch.equal(x, unchanged[key]) for key, x in before.items()
-            )
-            trained = _loaded(model, target_folder / 'after')
-            row[f'{mesh}'] = max(
-                float((x - trained[key]).abs().max()) for key, x in _copied(model).items()
-            )
+            target = Path(folder, 'x'.join(map(str, mesh)))
+            target.mkdir()
+            with Processes(math.prod(mesh), Rank) as ranks:
+                ranks.call('train', name, source, str(target), mesh, f'{folder}/steps.pt')
+            unchanged = _loaded(model, target / 'before')
+            trained = _loaded(model, target / 'after')
+            row[f'{mesh}, equal'] = all(torch.equal(before[key], unchanged[key]) for key in before)
+            row[str(mesh)] = max(float((after[key] - trained[key]).abs().max()) for key in after)
     return row
+
+
+def train(model: nn.Module, steps: list[tuple[Arguments, Tensor]]) -> None:
+    """Train a model in this process."""
+    optimizer = optimizer_of(model)
+    for sample, target in steps:
+        loss_of(call(model, sample), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:
@@ -272,15 +182,18 @@ def folders(models: tuple[str, ...], output: str) -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     results: dict[str, Any] = {'transformers': transformers.__version__, 'rows': {}}
+    folder = output_folder(output)
     for name in models:
         results['rows'][name] = row_of(name)
         click.echo(f'{name}: {results["rows"][name]}')
-        write_json(output_folder(output), 'folders', results)
-    for part in _parts(results):
-        click.echo((part if isinstance(part, str) else table(*part)) + '\n')
+        write_json(folder, 'folders', results)
+    SECTION.publish(results, folder)
 
 
-def _parts(results: dict[str, Any]) -> list[str | Rows]:
+def _parts(results: dict[str, Any]) -> list[Part]:
+    header = ['model']
+    for mesh in MESHES:
+        header.append(f'{"×".join(map(str, mesh))}: before; after')
     rows = []
     for name, row in results['rows'].items():
         cells = [name]
@@ -291,9 +204,9 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
             equal = 'equal' if row[f'{mesh}, equal'] else 'not equal'
             cells.append(f'{equal}; {row[str(mesh)]:.0e}')
         rows.append(cells)
-    heads = ['model', *[f'{"×".join(map(str, mesh))}: before; after' for mesh in MESHES]]
-    return [MEANING, f'transformers {results["transformers"]}:', (heads, rows)]
+    return [MEANING, f'transformers {results["transformers"]}:', (header, rows)]
 
 
+SECTION = Section('Models from a folder onto a mesh', 'folders', _parts)
 COMMANDS = [folders]
-SECTIONS = [Section('Models from a folder onto a mesh', 'folders', _parts)]
+SECTIONS = [SECTION]

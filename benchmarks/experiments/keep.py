@@ -1,8 +1,7 @@
 """Time and memory of transformer blocks by the results that checkpointing keeps."""
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -10,15 +9,13 @@ import click
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
-from benchmarks.harness.curves import NEUTRAL, save
+from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import LiveTensors
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_option, write_json
+from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.timing import one_thread, rounds_option, time_in_turn
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, profile
-from torchgpipe.base.errors import table
 from torchgpipe.engine.policy import PRODUCTS
 from torchgpipe.trainer.files import output_folder
 
@@ -85,20 +82,13 @@ def measure(depth: int, samples: int, rounds: int) -> list[dict[str, Any]]:
     """Return time and memory of each setting."""
     blocks = nn.Sequential(*[Block() for _ in range(depth)])
     x = torch.randn(samples, TOKENS, WIDTH)
-    models = {kept: pipeline(blocks, kept, samples) for kept in SETTINGS}
 
-    def step(model: GPipe) -> float:
-        blocks.zero_grad()
-        start = time.perf_counter()
+    def step(model: GPipe) -> None:
         model(x).square().mean().backward()
-        return time.perf_counter() - start
 
-    for model in models.values():
-        step(model)
-    seconds: dict[Kept, list[float]] = {kept: [] for kept in SETTINGS}
-    for _ in tqdm(range(rounds), desc='rounds', leave=False):
-        for kept, model in models.items():
-            seconds[kept].append(step(model))
+    steps = {kept: partial(step, pipeline(blocks, kept, samples)) for kept in SETTINGS}
+    time_in_turn(steps, 1)
+    times = time_in_turn(steps, rounds, prepare=blocks.zero_grad)
 
     blocks.zero_grad()
     costs = profile(blocks[:1], x[:1], device='cpu', timeout=0)
@@ -107,7 +97,7 @@ def measure(depth: int, samples: int, rounds: int) -> list[dict[str, Any]]:
         results.append(
             {
                 'name': kept.name,
-                'seconds': median(seconds[kept]),
+                'seconds': median(times[kept]),
                 'bytes': live_bytes(blocks[:1], x[:1], kept),
                 'predicted': predicted_bytes(costs, kept),
             }
@@ -161,12 +151,7 @@ def predicted_bytes(costs: Profile, kept: Kept) -> int | None:
 @click.command()
 @click.option('--depth', type=click.IntRange(1), default=12, help='Blocks.')
 @click.option('--samples', type=click.IntRange(1), default=4, help='Micro-batches.')
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=9,
-    help='Interleaved rounds, of which the medians count.',
-)
+@rounds_option(9)
 @output_option
 def keep(depth: int, samples: int, rounds: int, output: str) -> None:
     """Time transformer blocks by the results that checkpointing keeps.
@@ -175,17 +160,9 @@ def keep(depth: int, samples: int, rounds: int, output: str) -> None:
     policies, on one core.
     """
     folder = output_folder(output)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         results = measure(depth, samples, rounds)
-    finally:
-        torch.set_num_threads(threads)
-    click.echo(f'{depth} blocks of width {WIDTH}, {samples} × {TOKENS} tokens, 1 core, torch '
-               f'{machine()["torch"]}\n')  # fmt: skip
-    click.echo(table(*rows(results)) + '\n')
-    files = [write_json(folder, 'keep', results), *draw(results, folder / 'keep')]
-    click.echo('\n'.join([MEANING, '', *map(str, files)]))
+    SECTION.publish(results, folder)
 
 
 def rows(results: Sequence[dict[str, Any]]) -> Rows:
@@ -206,29 +183,18 @@ def rows(results: Sequence[dict[str, Any]]) -> Rows:
     return header, lines
 
 
-def draw(results: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Draw the time of a step over the memory of a block."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout='constrained')
-    axes = figure.subplots()
-    sizes = [result['bytes'] / 2**20 for result in results]
-    times = [result['seconds'] for result in results]
-    axes.plot(sizes, times, 'o-')
-    # Labels are above and below the line in turn, so that they do not overlap.
-    for k, (size, seconds, result) in enumerate(zip(sizes, times, results)):
-        offset = (6, -30 if k % 2 else 8)
-        axes.annotate(
-            result['name'], (size, seconds), offset, textcoords='offset points', color=NEUTRAL
-        )
-    axes.set_xlabel('MiB of a micro-batch in a block', color=NEUTRAL)
-    axes.set_ylabel('seconds of a step', color=NEUTRAL)
-    axes.set_xlim(0, 1.15 * max(sizes))
-    axes.set_ylim(0, 1.15 * max(times))
-    return save(figure, axes, stem)
+def panels(results: Sequence[dict[str, Any]]) -> list[Curves]:
+    """Return a panel with the time of a step and the memory of a block: a point per setting."""
+    points = {}
+    for result in results:
+        points[result['name']] = [result['bytes'] / 2**20], [result['seconds']]
+    return [Curves('MiB of a micro-batch in a block', 'seconds of a step', points)]
 
 
+def _parts(results: Sequence[dict[str, Any]]) -> list[Part]:
+    return [rows(results), MEANING]
+
+
+SECTION = Section('Results that checkpointing keeps', 'keep', _parts, panels)
 COMMANDS = [keep]
-SECTIONS = [
-    Section('Results that checkpointing keeps', 'keep', lambda results: [rows(results), MEANING])
-]
+SECTIONS = [SECTION]

@@ -6,11 +6,8 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, describe, output_option, write_json
-from benchmarks.harness.report import machine as here
+from benchmarks.harness.report import Part, Rows, Section, output_option
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
-from torchgpipe.base.errors import table
 from torchgpipe.plan import Machine, Transformer
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.gpt import Block, Sizes
@@ -37,18 +34,18 @@ def timed_block(
         block(x).backward(grad)
         block.zero_grad(set_to_none=False)
 
-    both, forward = seconds(step, device, 0.3), seconds(partial(block, x), device, 0.3)
+    both = seconds(step, device, 0.3)
+    forward = seconds(partial(block, x), device, 0.3)
     saved: float | None = None
     if not is_cpu(device):
         before = torch.cuda.memory_allocated(device)
-        kept = [block(x)]
+        output = block(x)
         saved = torch.cuda.memory_allocated(device) - before
-        kept.clear()
-    one = (
-        Transformer(1, width, heads, 1, length, dtype='float32' if is_cpu(device) else 'bfloat16')
-        .profile(machine, 1, batch)
-        .layers[1]
-    )
+        del output
+
+    name = str(dtype).removeprefix('torch.')
+    model = Transformer(1, width, heads, 1, length, dtype=name)
+    _, predicted, _ = model.profile(machine, 1, batch).layers
     return {
         'width': width,
         'tokens': batch * length,
@@ -56,9 +53,9 @@ def timed_block(
         'backward': both - forward,
         'saved': saved,
         'predicted': {
-            'forward': one.forward_seconds,
-            'backward': one.backward_seconds,
-            'saved': one.activation_bytes,
+            'forward': predicted.forward_seconds,
+            'backward': predicted.backward_seconds,
+            'saved': predicted.activation_bytes,
         },
     }
 
@@ -71,39 +68,33 @@ def machine(output: str) -> None:
     device = current_device() if accelerator() else CPU
     torch.set_num_threads(1)  # as a rank has, if there are as many as cores
     measured = measure_machine(device)
-    click.echo(describe(here(), not is_cpu(device)) + '\n\n' + table(*machine_rows(measured)))
-    checked = [timed_block(measured, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
-    click.echo('\n' + table(*block_rows(checked)))
-    results = {'machine': measured.to_dict(), 'blocks': checked}
-    click.echo(f'\n{write_json(folder, "machine", results)}')
+    blocks = [timed_block(measured, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
+    SECTION.publish({'machine': measured.to_dict(), 'blocks': blocks}, folder)
 
 
 def machine_rows(machine: Machine) -> Rows:
     """Return a table of a machine."""
     # Links of accelerators take several of them.
     assumed = ', not measured' if 'bfloat16' in machine.flops else ''
-    rows = [
-        [f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most']
-        for dtype, rate in machine.flops.items()
-    ]
-    rows += [[f'  of size {size:.0f}', f'{share:.1%} of it'] for size, share in machine.shares]
+    link = machine.host
+    rows = []
+    for dtype, rate in machine.flops.items():
+        rows.append([f'products, {dtype}', f'{rate / 1e12:.3g} TFLOP/s at most'])
+    for size, share in machine.shares:
+        rows.append([f'  of size {size:.0f}', f'{share:.1%} of it'])
     rows += [
         ['fused attention', f'{machine.attention_share:.1%} of it'],
         ['memory', f'{machine.bandwidth / 1e9:.4g} GB/s'],
         ['operation', f'{machine.latency * 1e6:.3g} µs, its start {machine.launch * 1e6:.3g}'],
         [
             f'link on a host{assumed}',
-            f'{machine.host.bandwidth / 1e9:.3g} GB/s, {machine.host.latency * 1e6:.3g} µs',
+            f'{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} µs',
         ],
     ]
-    if machine.gather_ratio != 1 or machine.reduce_scatter_ratio != 1:
-        rows.append(
-            [
-                'of half an all-reduce',
-                f'an all-gather {machine.gather_ratio:.2f}, a reduce-scatter '
-                f'{machine.reduce_scatter_ratio:.2f}',
-            ]
-        )
+    gather, scatter = machine.gather_ratio, machine.reduce_scatter_ratio
+    if (gather, scatter) != (1, 1):
+        text = f'an all-gather {gather:.2f}, a reduce-scatter {scatter:.2f}'
+        rows.append(['of half an all-reduce', text])
     if machine.actions:
         times = [f'{kind} {seconds * 1e6:.0f}' for kind, seconds in machine.actions.items()]
         rows.append(['action of a stage, at least', f'{", ".join(times)} µs'])
@@ -112,35 +103,30 @@ def machine_rows(machine: Machine) -> Rows:
     return ['quantity', 'measured'], rows
 
 
-def block_rows(rows: list[dict[str, Any]]) -> Rows:
+#: The unit of each prediction of a block.
+UNITS = {'forward': 1e-3, 'backward': 1e-3, 'saved': 2**20}
+
+
+def block_rows(blocks: list[dict[str, Any]]) -> Rows:
     """Return a table of blocks: predicted / measured."""
-
-    def cell(row: dict[str, Any], name: str, unit: float) -> str:
-        measured, predicted = row[name], row['predicted'][name]
-        return (
-            ''
-            if measured is None
-            else (
-                f'{predicted / unit:.3g} / {measured / unit:.3g}, {predicted / measured - 1:+.0%}'
-            )
-        )
-
-    return ['width', 'tokens', 'forward, ms', 'backward, ms', 'saved, MiB'], [
-        [
-            str(row['width']),
-            str(row['tokens']),
-            cell(row, 'forward', 1e-3),
-            cell(row, 'backward', 1e-3),
-            cell(row, 'saved', 2**20),
-        ]
-        for row in rows
-    ]
+    rows = []
+    for block in blocks:
+        row = [str(block['width']), str(block['tokens'])]
+        for name, unit in UNITS.items():
+            measured, predicted = block[name], block['predicted'][name]
+            text = ''
+            if measured is not None:
+                off = predicted / measured - 1
+                text = f'{predicted / unit:.3g} / {measured / unit:.3g}, {off:+.0%}'
+            row.append(text)
+        rows.append(row)
+    return ['width', 'tokens', 'forward, ms', 'backward, ms', 'saved, MiB'], rows
 
 
-def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
+def machine_parts(results: dict[str, Any]) -> list[Part]:
     """Return the parts of a page about a machine and its blocks."""
     machine = Machine.from_dict(results['machine'])
-    parts: list[str | Rows] = [
+    parts: list[Part] = [
         machine_rows(machine),
         'Blocks of GPTs, predicted / measured:',
         block_rows(results['blocks']),
@@ -154,5 +140,6 @@ def machine_parts(results: dict[str, Any]) -> list[str | Rows]:
     return parts
 
 
+SECTION = Section('A machine for plans of a mesh', 'machine', machine_parts)
 COMMANDS = [machine]
-SECTIONS = [Section('A machine for plans of a mesh', 'machine', machine_parts)]
+SECTIONS = [SECTION]

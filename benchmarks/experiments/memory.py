@@ -23,7 +23,7 @@ from tqdm import tqdm
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job
-from benchmarks.harness.memory import GIB, OwnedTensors, Turns, size_of_partition
+from benchmarks.harness.memory import GIB, OwnedTensors, Turns
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import ACTIVATIONS, EXPERIMENTS, MODEL
 from torchgpipe.base.devices import memory_of, synchronize
@@ -39,9 +39,8 @@ def measure(
     # Gradients and optimizer state, which belong to the model, are there after one step.
     before, steps = max(1, options.skip_epochs), options.epochs - options.skip_epochs
     by_allocator = all(_has_own_devices(options.place(setting)) for setting in options.settings)
-    with tqdm(
-        total=(before + steps) * job.batch, desc=setting.name, unit=' samples', leave=False
-    ) as bar:
+    total = (before + steps) * job.batch
+    with tqdm(total=total, desc=setting.name, unit=' samples', leave=False) as bar:
 
         def run(number: int, turns: Turns | None = None) -> None:
             for _ in range(number):
@@ -49,20 +48,19 @@ def measure(
                 bar.update(job.batch)
 
         peaks = (_reserved if by_allocator else _live)(job, run, before, steps)
-    model = [
-        size_of_partition(partition, job.optimizers[j])
-        for j, partition in enumerate(job.partitions)
-    ]
-    if by_allocator:
-        peaks = [peak - sum(sizes.values()) for peak, sizes in zip(peaks, model)]
-    total = sum(sum(sizes.values()) for sizes in model)
-    result['partitions'] = [
-        {'device': str(device), **sizes, 'activations': peak}
-        for device, sizes, peak in zip(job.devices, model, peaks)
-    ]
+
+    result['partitions'] = []
+    model, activations = 0, 0
+    for device, sizes, peak in zip(job.devices, job.sizes(), peaks):
+        size = sum(sizes.values())
+        if by_allocator:
+            peak -= size
+        model += size
+        activations += peak
+        result['partitions'].append({'device': str(device), **sizes, 'activations': peak})
     result['measured_by'] = 'the allocator' if by_allocator else 'live tensors'
-    result['figure'] = (total + sum(peaks)) / GIB
-    result['details'].update({MODEL: total / GIB, ACTIVATIONS: sum(peaks) / GIB})
+    result['figure'] = (model + activations) / GIB
+    result['details'].update({MODEL: model / GIB, ACTIVATIONS: activations / GIB})
 
 
 def _has_own_devices(devices: Sequence[torch.device]) -> bool:
@@ -137,10 +135,10 @@ def peaks_by_partition(
         pipeline: PlainCall, i: int, j: int, popped: Sequence[Skip]
     ) -> list[Tensor]:
         place = pipeline._engine.partitions[j].device
-        waiting = [
-            *pipeline._batches[i].tensors,
-            *(x.tensor for x in popped if x.tensor is not None),
-        ]
+        waiting = [*pipeline._batches[i].tensors]
+        for skip in popped:
+            if skip.tensor is not None:
+                waiting.append(skip.tensor)
         owners.hand_over(j, place, waiting)
         tensors = bring(pipeline, i, j, popped)
         owners.hand_over(j, place, tensors)

@@ -1,6 +1,5 @@
 """Overhead of the engine: cells so small that nothing else takes time."""
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -11,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_option, write_json
+from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.timing import rounds_option, time_in_turn
 from torchgpipe import GPipe
-from torchgpipe.base.devices import Device, memory_of, parse_device, synchronize
-from torchgpipe.base.errors import table
+from torchgpipe.base.devices import Device, memory_of, parse_device
 from torchgpipe.trainer.files import output_folder
 
 WIDTH, ROWS = 8, 4
@@ -102,24 +100,27 @@ def measure(
         rows: The rows of a micro-batch.
     """
     places = [parse_device(device) for device in devices]
-    calls = {
-        (kind, k): step
-        for kind, pair in steps(n, m, places, width, rows).items()
-        for k, step in enumerate(pair)
-    }
     repeat = max(2, 256 // (n * m))
-    times: dict[Any, list[float]] = {key: [] for key in calls}
-    for step in calls.values():
-        step()
-    for _ in range(rounds):
-        for key, step in calls.items():
-            synchronize(places)
-            start = time.perf_counter()
+
+    def repeated(step: Step) -> Step:
+        def run() -> None:
             for _ in range(repeat):
                 step()
-            synchronize(places)
-            times[key].append((time.perf_counter() - start) / repeat / (n * m) * 1e6)
-    return {kind: (median(times[kind, 0]), median(times[kind, 1])) for kind, _ in calls}
+
+        return run
+
+    pairs = steps(n, m, places, width, rows)
+    calls = {}
+    for kind, (loop, pipeline) in pairs.items():
+        calls[kind, 'loop'] = repeated(loop)
+        calls[kind, 'pipeline'] = repeated(pipeline)
+        loop()
+        pipeline()
+
+    times = {}
+    for call, seconds in time_in_turn(calls, rounds, places).items():
+        times[call] = median(seconds) / repeat / (n * m) * 1e6
+    return {kind: (times[kind, 'loop'], times[kind, 'pipeline']) for kind in pairs}
 
 
 def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
@@ -129,19 +130,17 @@ def ratios(times: dict[str, tuple[float, float]]) -> dict[str, float]:
     ``torch.utils.checkpoint`` adds.
     """
     plain = times["forward + backward, 'never'"][0]
-    return {
-        kind: (ours - plain) / (loop - plain) if 'always' in kind else (ours - loop) / loop
-        for kind, (loop, ours) in times.items()
-    }
+    ratios = {}
+    for kind, (loop, ours) in times.items():
+        if 'always' in kind:
+            ratios[kind] = (ours - plain) / (loop - plain)
+        else:
+            ratios[kind] = (ours - loop) / loop
+    return ratios
 
 
 @click.command()
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=11,
-    help='Interleaved rounds, of which the medians count.',
-)
+@rounds_option(11)
 @output_option
 def overhead(rounds: int, output: str) -> None:
     """Time the engine on trivial cells: Linear(8, 8) on 4 rows.
@@ -159,16 +158,7 @@ def overhead(rounds: int, output: str) -> None:
         results.append(
             {'where': where, 'n': n, 'm': m, 'us_per_cell': times, 'ratio': ratios(times)}
         )
-    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores')
-    for where in WORKERS:
-        print_table(where, [result for result in results if result['where'] == where])
-    click.echo(f'\n{write_json(folder, "overhead", results)}')
-
-
-def print_table(where: str, results: list[Any]) -> None:
-    """Print the times on one kind of devices, and the medians of the ratios."""
-    click.echo(f'\n{where}:\n\n{MEANING}\n')
-    click.echo(table(*overhead_rows(results)))
+    SECTION.publish(results, folder)
 
 
 def overhead_rows(results: list[Any]) -> Rows:
@@ -185,16 +175,15 @@ def overhead_rows(results: list[Any]) -> Rows:
     return ['', *kinds], [*rows, ['median', *medians]]
 
 
-def _parts(results: list[Any]) -> list[str | Rows]:
-    """Return the page a table for each kind of devices."""
-    parts: list[str | Rows] = [MEANING]
+def _parts(results: list[Any]) -> list[Part]:
+    """Return a table for each kind of devices."""
+    parts: list[Part] = [MEANING]
     for where in WORKERS:
-        parts += [
-            f'On {where}:',
-            overhead_rows([result for result in results if result['where'] == where]),
-        ]
+        on_devices = [result for result in results if result['where'] == where]
+        parts += [f'On {where}:', overhead_rows(on_devices)]
     return parts
 
 
+SECTION = Section('Overhead of the engine', 'overhead', _parts)
 COMMANDS = [overhead]
-SECTIONS = [Section('Overhead of the engine', 'overhead', _parts)]
+SECTIONS = [SECTION]

@@ -20,18 +20,21 @@ from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import click
-import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.scaling import check_losses
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.worker import Worker
 from benchmarks.harness.hosts import Network, on_hosts, why_not
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_option, write_json
+from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.timing import (
+    check_losses,
+    one_thread,
+    order_of_round,
+    quartiles,
+    rounds_option,
+)
 from torchgpipe.balance import Profile, profile
 from torchgpipe.base.devices import CPU
-from torchgpipe.base.errors import table
 from torchgpipe.plan import Link, Machine, MeshPlan, ParameterBytes, plan
 from torchgpipe.trainer.config import require
 from torchgpipe.trainer.files import output_folder
@@ -51,9 +54,6 @@ SGD = ParameterBytes(4, 4, 0)
 
 #: The bytes of a collective by which the link is measured: about as many as the gradients.
 LARGE = 2**23
-
-#: Quartiles of the rounds.
-_QUARTILES = torch.tensor([0.25, 0.75])
 
 
 class Spread(NamedTuple):
@@ -95,6 +95,10 @@ SPREADS = (
 )
 
 
+#: The times of a layer in a profile.
+TIMES = ('forward_seconds', 'backward_seconds', 'forward_overhead', 'backward_overhead')
+
+
 class LinkedWorker(Worker, Ring):
     """A process of a mesh, which also measures its layers and its link."""
 
@@ -108,15 +112,7 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
     """Return a profile with the mean times of others of the same layers."""
     layers = []
     for same_layer in zip(*(of_rank.layers for of_rank in profiles)):
-        times = {
-            name: fmean(getattr(layer, name) for layer in same_layer)
-            for name in (
-                'forward_seconds',
-                'backward_seconds',
-                'forward_overhead',
-                'backward_overhead',
-            )
-        }
+        times = {name: fmean(getattr(layer, name) for layer in same_layer) for name in TIMES}
         layers.append(replace(same_layer[0], **times))
     return replace(profiles[0], layers=tuple(layers))
 
@@ -216,7 +212,7 @@ def _build(groups: Groups, bar: Any) -> dict[Spread, float]:
     for spread in SPREADS:
         counts = groups[spread.hosts].call('build', _contender(spread))
         loss = fmean(rank.losses[0] for rank in counts if rank.losses[0] is not None)
-        check_losses({_contender(spread): loss}, first)
+        check_losses({spread.name: loss}, first)
         first = first or loss
         sent[spread] = max(rank.sent.get(spread.over, 0.0) for rank in counts)
         bar.update()
@@ -227,8 +223,7 @@ def _time(groups: Groups, rounds: int, bar: Any) -> dict[Spread, list[float]]:
     """Return the seconds of a step in each round, in which each mesh takes one step."""
     steps: dict[Spread, list[float]] = {spread: [] for spread in SPREADS}
     for number in range(rounds):
-        first = number % len(SPREADS)  # Each mesh is the first one in some round.
-        for spread in (*SPREADS[first:], *SPREADS[:first]):
+        for spread in order_of_round(SPREADS, number):
             answers = groups[spread.hosts].call('step', _contender(spread))
             steps[spread].append(seconds(answer.span for answer in answers))
             bar.update()
@@ -251,7 +246,7 @@ def _row(
         'over': spread.over,
         'shard': spread.mesh.shard,
         'measured': median(steps),
-        'quartiles': [value.item() for value in torch.tensor(steps).quantile(_QUARTILES)],
+        'quartiles': quartiles(steps),
         'predicted': prediction.seconds,
         'parts': prediction.parts,
         'sent': sent,
@@ -272,12 +267,7 @@ def _row(
 @click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
 @click.option('--batch', type=click.IntRange(1), default=8, help='Sequences of a mini-batch.')
 @click.option('--chunks', type=click.IntRange(1), default=4, help='Micro-batches of it.')
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=9,
-    help='Interleaved rounds, of which the medians count.',
-)
+@rounds_option(9)
 @output_option
 def two_hosts(
     rates: tuple[str, ...],
@@ -307,27 +297,22 @@ def two_hosts(
         return
     sizes = Sizes(512, context, width, 4, layers, False)
     work = Work(sizes, batch, batch, batch // chunks)
-    links = {rate: None if rate == UNLIMITED else rate for rate in dict.fromkeys(rates)}
-    for rate in links.values():
+    links = [None if rate == UNLIMITED else rate for rate in dict.fromkeys(rates)]
+    for rate in links:
         _check_rate(rate)
     # A network would outlive a process that a signal ends at once.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
 
-    torch.set_num_threads(1)  # as a rank has
-    host = measure_machine(CPU)
-    results: dict[str, Any] = {
+    with one_thread():  # as in a rank
+        host = measure_machine(CPU)
+    results = {
         'model': sizes._asdict(),
         'batch': batch,
         'chunks': chunks,
         'rounds': rounds,
-        'links': [],
+        'links': [measure(work, rate, rounds, host) for rate in links],
     }
-    for rate in links.values():
-        results['links'].append(measure(work, rate, rounds, host))
-        click.echo(table(*link_rows(results['links'][-1])) + '\n')
-    click.echo(f'{table(*choice_rows(results))}\n\n{MEANING}\n')
-    click.echo(write_json(folder, 'two-hosts', results))
+    SECTION.publish(results, folder)
 
 
 def _check_rate(rate: str | None) -> None:
@@ -416,7 +401,7 @@ def _words(row: Mapping[str, Any]) -> str:
     return f'{row["mesh"]}, {row["over"]} over the link'
 
 
-def parts(results: Mapping[str, Any]) -> Iterable[str | Rows]:
+def parts(results: Mapping[str, Any]) -> Iterable[Part]:
     """Yield the text and the tables for the documentation."""
     model = results['model']
     yield (
@@ -430,5 +415,6 @@ def parts(results: Mapping[str, Any]) -> Iterable[str | Rows]:
     yield choice_rows(results)
 
 
+SECTION = Section('Two hosts with a slow link', 'two-hosts', parts)
 COMMANDS = [two_hosts]
-SECTIONS = [Section('Two hosts with a slow link', 'two-hosts', lambda results: [*parts(results)])]
+SECTIONS = [SECTION]

@@ -9,13 +9,11 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness.curves import draw_ratios
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.memory import is_exhaustion, memory_limit
+from benchmarks.harness.memory import memory_limit, unless_exhausted
 from benchmarks.harness.options import Options, is_on_host
-from benchmarks.harness.report import describe, machine, write_json
-from benchmarks.harness.tables import experiment_rows, is_accelerated, notes, partition_rows
-from torchgpipe.base.errors import table
+from benchmarks.harness.report import Section, write_json
+from benchmarks.harness.tables import experiment_bars, experiment_parts, is_accelerated
 from torchgpipe.trainer.files import output_folder
 
 #: A function that measures one setting, and adds to a result as it goes.
@@ -25,7 +23,8 @@ Measure = Callable[[Experiment, Setting, Options, dict[str, Any]], None]
 def campaign(experiment: Experiment, options: Options, measure: Measure) -> None:
     """Measure each chosen setting. Write and print the results, also when interrupted."""
     folder = output_folder(options.output)
-    results: list[dict[str, Any]] = []
+    summary = _summary(experiment, options)
+    results = summary['settings']
     try:
         for setting in options.settings:
             result = _describe(experiment, setting, options)
@@ -35,10 +34,12 @@ def campaign(experiment: Experiment, options: Options, measure: Measure) -> None
                 if result['status'] != 'not measured':
                     results.append(result)
                     _relate(experiment, results)
-                    _write(folder, experiment.name, _summary(experiment, options, results))
+                    _write(folder, experiment.name, summary)
     finally:
         if results:
-            _show(experiment, _summary(experiment, options, results), folder)
+            section = Section(experiment.title, experiment.name, experiment_parts, experiment_bars)
+            with suppress(OSError):  # The reason has been printed.
+                section.publish(summary, folder, is_accelerated(summary))
 
 
 def _write(folder: Path, name: str, summary: dict[str, Any]) -> None:
@@ -81,37 +82,36 @@ def _measure(
     result: dict[str, Any],
 ) -> None:
     devices = options.place(setting)
-    accelerators = {device for device in devices if device.type != 'cpu'}
-    try:
+
+    def measured() -> dict[str, Any]:
         with memory_limit() if all(map(is_on_host, devices)) else nullcontext():
             measure(experiment, setting, options, result)
-        result['status'] = 'measured'
-    except (MemoryError, RuntimeError) as error:
-        if not is_exhaustion(error):
-            raise
-        reason = str(error).splitlines()[:1] or ['an allocation failed']
-        result.update(status='out of memory', reason=reason[0], figure=None)
+        return {'status': 'measured'}
+
+    try:
+        outcome = unless_exhausted(measured)
+        if outcome['status'] != 'measured':
+            outcome['figure'] = None
+        result.update(outcome)
     except BaseException:
         result['status'] = 'not measured' if result['figure'] is None else 'interrupted'
         raise
     finally:
         gc.collect()
-        for device in accelerators:
+        for device in {device for device in devices if device.type != 'cpu'}:
             torch.get_device_module(device).empty_cache()
 
 
 def _relate(experiment: Experiment, results: list[dict[str, Any]]) -> None:
-    base = next(
-        (result['figure'] for result in results if result['setting'] == experiment.baseline.name),
-        None,
-    )
+    """Add the ratio of each figure to the one of the baseline."""
+    figures = {result['setting']: result['figure'] for result in results}
+    base = figures.get(experiment.baseline.name)
     for result in results:
         result['ratio'] = result['figure'] / base if base and result['figure'] else None
 
 
-def _summary(
-    experiment: Experiment, options: Options, results: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _summary(experiment: Experiment, options: Options) -> dict[str, Any]:
+    """Return the options of a campaign, without results yet."""
     return {
         'experiment': experiment.name,
         'figure': experiment.figure,
@@ -121,26 +121,9 @@ def _summary(
         'resolution': experiment.scaled_resolution(options.scale),
         'epochs': options.epochs,
         'skip_epochs': options.skip_epochs,
-        'dtype': str(options.dtype).split('.')[1],
+        'dtype': str(options.dtype).removeprefix('torch.'),
         'compile': options.compile,
         'seed': options.seed,
         'schedule': options.schedule,
-        'settings': results,
+        'settings': [],
     }
-
-
-def _show(experiment: Experiment, summary: dict[str, Any], folder: Path) -> None:
-    click.echo(f'{experiment.title}: {describe(machine(), is_accelerated(summary))}\n')
-    click.echo(table(*experiment_rows(summary)))
-    if partition_rows(summary)[1]:
-        click.echo('\n' + table(*partition_rows(summary)))
-    for note in notes(summary):
-        click.echo(f'\n{note}')
-    files = [folder / f'{experiment.name}.json']
-    with suppress(OSError):  # A folder that is gone has been complained about.
-        # Small runs on the CPU are no result that bars could stand for.
-        if any(result['ratio'] for result in summary['settings']) and (
-            summary['scale'] >= 1 or is_accelerated(summary)
-        ):
-            files += draw_ratios(summary, folder / experiment.name)
-    click.echo('\n' + '\n'.join(str(path) for path in files if path.exists()))

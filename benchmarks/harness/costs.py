@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
-from benchmarks.harness.report import Rows, describe, markdown
+from benchmarks.harness.report import Part, describe, filled, written
 from torchgpipe.plan import MACHINES
 
 COSTS = Path(__file__).parents[2] / 'docs/costs.md'
@@ -33,6 +32,9 @@ ACTION = MACHINES['H100'].actions['F'] * 1e3
 #: Partitions and micro-batches of these.
 SIZE = 4, 8
 
+#: Rows of schedules that are shown.
+CONTENDERS = ('in sequence', 'plain call', 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'torch 1F1B')
+
 #: Micro-batches of a partition that stages hold at their peak, by schedule.
 HELD = {
     'gpipe': ('m · n', lambda m, n: m * n),
@@ -40,70 +42,73 @@ HELD = {
 }
 
 
-def costs_page(kept: dict[str, dict[str, Any]], shares: Sequence[str | Rows]) -> str:
+def costs_page(stored: dict[str, dict[str, Any]], shares: Sequence[Part]) -> str:
     """Write the page.
 
     Args:
-        kept: The results of ``overhead``, ``concurrency``, ``schedules`` and ``scaling``; the last
-            ones may be missing.
+        stored: The results of ``overhead``, ``concurrency``, ``schedules`` and ``scaling``. The
+            last ones may be missing.
         shares: The text on the results of ``concurrency``.
     """
     parts = [
         START,
-        *_cells(kept['overhead']),
-        *_shares(kept['concurrency'], shares),
-        *_schedules(kept['schedules']),
-        *_processes(kept.get('scaling')),
+        *_cells(stored['overhead']),
+        *_shares(stored['concurrency'], shares),
+        *_schedules(stored['schedules']),
+        *_processes(stored.get('scaling')),
     ]
-    return '\n'.join(part if isinstance(part, str) else markdown(part) for part in parts)
+    return '\n'.join(map(written, parts))
 
 
-def _where(name: str, kept: dict[str, Any]) -> str:
-    return f'`python -m benchmarks {name}`, {describe(kept["machine"])}:\n'
+def _where(name: str, stored: dict[str, Any]) -> str:
+    return f'`python -m benchmarks {name}`, {describe(stored["machine"])}:\n'
 
 
-def _cells(kept: dict[str, Any]) -> list[str | Rows]:
+def _cells(stored: dict[str, Any]) -> list[Part]:
     """Return the time that the engine takes for each micro-batch in each partition."""
-    times = {
-        row['where']: row['us_per_cell'] for row in kept['results'] if (row['n'], row['m']) == SIZE
-    }
+    times = {}
+    for row in stored['results']:
+        if (row['n'], row['m']) == SIZE:
+            times[row['where']] = row['us_per_cell']
     one_device, many_devices = times['one device'], times['n devices']
-    never = one_device["forward + backward, 'never'"]
-    add = never[1] - never[0]
-    step = many_devices["step by 'gpipe', 'never'"]
-    rows = [
-        [name, f'{one_device[kind][k]:.0f}', f'{many_devices[kind][k]:.0f}' if k else '—']
-        for name, (kind, k) in RUNS.items()
+    loop, plain_call = one_device["forward + backward, 'never'"]
+    add = plain_call - loop
+    step_loop, step = many_devices["step by 'gpipe', 'never'"]
+    add_step = step - step_loop
+
+    rows = []
+    for name, (kind, k) in RUNS.items():
+        on_workers = f'{many_devices[kind][k]:.0f}' if k else '—'
+        rows.append([name, f'{one_device[kind][k]:.0f}', on_workers])
+    header = [
+        'µs for forward and backward of a linear layer of 8 × 8',
+        'one device',
+        'one CPU worker per partition',
     ]
     return [
         '## Overhead per micro-batch and partition\n',
-        _where('overhead', kept),
-        (
-            [
-                'µs for forward and backward of a linear layer of 8 × 8',
-                'one device',
-                'one CPU worker per partition',
-            ],
-            rows,
-        ),
+        _where('overhead', stored),
+        (header, rows),
         f"""
 The overhead of the engine does not depend on the layers. Here the layers alone take
-{never[0]:.0f} µs in the loop. On one device, the plain call adds {add:.0f} µs. If forward and
+{loop:.0f} µs in the loop. On one device, the plain call adds {add:.0f} µs. If forward and
 backward of a partition take one millisecond, this is {add / 10:.0f} %. From {add / 10:.1f} ms on,
-it is less than 1 %. A step on CPU workers adds {step[1] - step[0]:.0f} µs, which is less than 1 %
-from {(step[1] - step[0]) / 10:.0f} ms on. CPU workers share one interpreter. The host runs ahead
+it is less than 1 %. A step on CPU workers adds {add_step:.0f} µs, which is less than 1 %
+from {add_step / 10:.0f} ms on. CPU workers share one interpreter. The host runs ahead
 of an accelerator, so its time counts only where the device has less work. On an H100, an action
 takes at least {ACTION:.1f} ms: see [On a GPU](gpu.md).
 """,
     ]
 
 
-def _shares(kept: dict[str, Any], shares: Sequence[str | Rows]) -> list[str | Rows]:
+def _shares(stored: dict[str, Any], shares: Sequence[Part]) -> list[Part]:
     """Show the map."""
-    between = [part for share in shares for part in (share, '')]
+    between: list[Part] = []
+    for share in shares:
+        between += [share, '']
     return [
         '## Speed-up of two partitions\n',
-        _where('concurrency', kept),
+        _where('concurrency', stored),
         '![Share of the ideal, by size of cells and micro-batches]'
         '(../benchmarks/results/concurrency.svg)\n',
         *between,
@@ -114,33 +119,29 @@ Each accelerator has its own autograd thread.
     ]
 
 
-def _schedules(kept: dict[str, Any]) -> list[str | Rows]:
+def _schedules(stored: dict[str, Any]) -> list[Part]:
     """Show the memory of activations and the time of each schedule."""
-    cases = kept['results']['cases']
-    names = ['in sequence', 'plain call', 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'torch 1F1B']
+    cases = stored['results']['cases']
     rows = []
     for case in cases:
         by_name = {row['name']: row for row in case['rows']}
         one = by_name['in sequence']['peak'] / case['partitions']
-        rows.append(
-            [
-                f'{case["stack"]}, m = {case["chunks"]}',
-                *(
-                    f'{by_name[name]["speed_up"]:.2f} ×, {by_name[name]["peak"] / one:.1f}'
-                    if name in by_name
-                    else '—'
-                    for name in names
-                ),
-            ]
-        )
+        cells = [f'{case["stack"]}, m = {case["chunks"]}']
+        for name in CONTENDERS:
+            if name in by_name:
+                row = by_name[name]
+                cells.append(f'{row["speed_up"]:.2f} ×, {row["peak"] / one:.1f}')
+            else:
+                cells.append('—')
+        rows.append(cells)
     n, m = cases[0]['partitions'], cases[0]['chunks']
     formulas = ', '.join(
         f'{name} {formula} = {count(m, n)}' for name, (formula, count) in HELD.items()
     )
     return [
         '## Speed and memory of each schedule\n',
-        _where('schedules', kept),
-        (['two partitions', *names], rows),
+        _where('schedules', stored),
+        (['two partitions', *CONTENDERS], rows),
         f"""
 Each entry is the speed-up over execution in sequence, and the peak of activations without
 checkpoints. The unit of the peak is the activations of one micro-batch in one partition. For
@@ -185,34 +186,36 @@ def _mib(row: dict[str, Any], axis: str) -> str:
     return f'{row["sent"].get(axis, 0) / 2**20:.1f}'
 
 
-def _processes(kept: dict[str, Any] | None) -> list[str | Rows]:
-    """Show speed, memory and traffic of each mesh, if they are stored."""
-    if not kept:
+def _processes(stored: dict[str, Any] | None) -> list[Part]:
+    """Return speed, memory and traffic of each mesh, if they are stored."""
+    if not stored:
         return []
-    rows = [row for row in kept['results']['rows'] if row['kind'] in ('strong', 'weak')]
-    where = _where('scaling', kept)
-    names = list(dict.fromkeys(row['name'] for row in rows if row['library'] == 'torchgpipe'))
-    kinds = {name: {row['kind']: row for row in rows if row['name'] == name} for name in names}
-    first = {row['name']: row for row in reversed(rows)}
-    texts = [text(first[name]) for name, text in AXES.items() if name in first]
+    rows = [row for row in stored['results']['rows'] if row['kind'] in ('strong', 'weak')]
+    # By the name of a mesh of torchgpipe, its row of each kind. Its first row is of equal batches.
+    meshes: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row['library'] == 'torchgpipe':
+            meshes.setdefault(row['name'], {})[row['kind']] = row
+    firsts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        firsts.setdefault(row['name'], row)
+    texts = [text(firsts[name]) for name, text in AXES.items() if name in firsts]
+    header = [
+        'mesh of a GPT',
+        'cores per rank',
+        'speed-up, same mini-batch',
+        'speed-up, mini-batch per process',
+        'memory of a rank, MiB',
+        'sent in a step, MiB',
+        'bubble, %',
+        'against PyTorch',
+    ]
     return [
         '## Several processes\n',
-        where,
-        (
-            [
-                'mesh of a GPT',
-                'cores per rank',
-                'speed-up, same mini-batch',
-                'speed-up, mini-batch per process',
-                'memory of a rank, MiB',
-                'sent in a step, MiB',
-                'bubble, %',
-                'against PyTorch',
-            ],
-            [_mesh_row(name, by_kind) for name, by_kind in kinds.items()],
-        ),
+        _where('scaling', stored),
+        (header, [_mesh_row(name, by_kind) for name, by_kind in meshes.items()]),
         _meaning(rows),
-        _filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.'])),
+        filled(' '.join([*texts, '[Benchmarks](benchmarks.md) has all rows.'])) + '\n',
     ]
 
 
@@ -222,15 +225,16 @@ def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
     for kind_row in kinds.values():
         if kind_row['against']:
             against.append(f'{kind_row["against"]["times_as_fast"]:.2f} ×')
+    speed_ups = []
+    for kind in ('strong', 'weak'):
+        speed_ups.append(f'{kinds[kind]["speed_up"]:.2f} ×' if kind in kinds else '—')
+    sent = [f'{axis} {_mib(row, axis)}' for axis in row['sent'] if axis in LINKS]
     return [
         name,
         f'{row["cores_per_rank"]:.2g}',
-        *(
-            f'{kinds[kind]["speed_up"]:.2f} ×' if kind in kinds else '—'
-            for kind in ('strong', 'weak')
-        ),
+        *speed_ups,
         f'{row["memory"] / 2**20:.1f}',
-        ', '.join(f'{axis} {_mib(row, axis)}' for axis in row['sent'] if axis in LINKS),
+        ', '.join(sent),
         f'{row["bubble"] * 100:.0f}',
         f'{", ".join(against)} {row["against"]["library"]}' if against else '—',
     ]
@@ -239,14 +243,11 @@ def _mesh_row(name: str, kinds: dict[str, dict[str, Any]]) -> list[str]:
 def _meaning(rows: Sequence[dict[str, Any]]) -> str:
     """Explain the columns."""
     one = next(row for row in rows if row['processes'] == 1)
-    return '\n' + _filled(
+    text = (
         'Speed-ups are relative to a loop of plain PyTorch in one process on one core, which '
         f'takes {one["seconds"] * 1e3:.0f} ms and {one["memory"] / 2**20:.1f} MiB for a '
         'mini-batch. Where ranks share cores, the largest speed-up is the number of cores. The '
         "last column is the speed relative to PyTorch's own library on the same mesh, for both "
         'mini-batches. Memory, traffic and bubble are for the same mini-batch on all meshes.'
     )
-
-
-def _filled(text: str) -> str:
-    return fill(text, 99, break_on_hyphens=False, break_long_words=False) + '\n'
+    return f'\n{filled(text)}\n'

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.memory import require
+from benchmarks.harness.memory import require, size_of_partition
 from benchmarks.harness.options import Options, is_on_host
 from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of, synchronize
@@ -194,6 +194,13 @@ class Job:
         for optimizer in self.optimizers:
             optimizer.step()
         self.clear()
+
+    def sizes(self) -> list[dict[str, int]]:
+        """Return the bytes of each partition that stay from step to step."""
+        return [
+            size_of_partition(partition, optimizer)
+            for partition, optimizer in zip(self.partitions, self.optimizers)
+        ]
 
     def clear(self) -> None:
         """Let go of the gradients."""

@@ -114,6 +114,16 @@ def is_exhaustion(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
 
 
+def unless_exhausted(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of a measurement; or the reason, if it runs out of memory."""
+    try:
+        return measure()
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhaustion(error):
+            raise
+        return {'status': 'out of memory', 'reason': first_line(error)}
+
+
 class LiveTensors:
     """Bytes in tensors that were made while :meth:`watched`, now and at the peak."""
 

@@ -1,6 +1,6 @@
 """The options that all experiments have in common, and the simulated accelerator of the tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,9 @@ def load() -> list[torch.device]:
         raise click.BadParameter(f'{SIMULATED!r}: {str(error).splitlines()[0]}') from None
     return [torch.device(SIMULATED, k) for k in range(torch.accelerator.device_count())]
 
+
+#: Gives a command an option.
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat16', 'float16')}
 
@@ -150,10 +153,10 @@ def experiment_options(
     epochs: int = 3,
     skip_epochs: int = 1,
     epoch: str = '10,000 samples; --scale takes a fraction of the steps too',
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command with the options that all experiments have in common."""
+) -> Decorator:
+    """Return a decorator that gives a command the options of all experiments."""
     names = [setting.name for setting in experiment.settings]
-    options = [
+    options: list[Decorator] = [
         click.option(
             '--setting',
             'settings',
@@ -211,6 +214,12 @@ def experiment_options(
             help='Where tables, pictures and logs go.',
         ),
     ]
+
+    return all_options(options)
+
+
+def all_options(options: Sequence[Decorator]) -> Decorator:
+    """Return a decorator that gives options to a command, in their order."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):

@@ -1,25 +1,22 @@
 """The documentation's pages of benchmarks, made of the results that are kept."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from benchmarks.harness.costs import COSTS, costs_page
 from benchmarks.harness.options import SIMULATED
 from benchmarks.harness.published import EXPERIMENTS
-from benchmarks.harness.report import Rows, describe, markdown
+from benchmarks.harness.report import Part, Section, describe, written
 from benchmarks.harness.tables import (
-    experiment_rows,
+    experiment_parts,
     is_accelerated,
     is_simulated,
-    notes,
-    partition_rows,
-    prediction_notes,
-    prediction_rows,
+    prediction_parts,
 )
 
 RESULTS = Path(__file__).parents[1] / 'results'
@@ -62,30 +59,14 @@ keys, then all values. Here they are ordered by heads, so that each process has 
 """
 
 
-class Section(NamedTuple):
-    """The page's section on an experiment without a published table.
-
-    Attributes:
-        title: Its heading.
-        name: The command, and the file of its results.
-        parts: Makes text and tables of the results.
-    """
-
-    title: str
-    name: str
-    parts: Callable[[Any], Sequence[str | Rows]]
-
-
 def make_page(modules: Sequence[ModuleType]) -> str:
     """Write the page: published tables, then the sections of those modules that have one."""
-    tables = [
-        _experiment(name, title)
-        for name, title in (
-            (experiment.name, experiment.title) for experiment in EXPERIMENTS.values()
-        )
-    ]
-    sections = [_other(section) for section in sections_of(modules)]
-    return '\n'.join([START, *filter(None, [*tables, *sections])])
+    texts = [START]
+    for experiment in EXPERIMENTS.values():
+        texts.append(_experiment(experiment.name, experiment.title))
+    for section in sections_of(modules):
+        texts.append(_section(section))
+    return '\n'.join(filter(None, texts))
 
 
 def sections_of(modules: Sequence[ModuleType]) -> list[Section]:
@@ -98,92 +79,79 @@ def sections_of(modules: Sequence[ModuleType]) -> list[Section]:
 
 def make_costs(modules: Sequence[ModuleType]) -> str:
     """Write the page on costs and gains of wrapping."""
-    kept = {name: _kept(name) for name in ('overhead', 'concurrency', 'schedules', 'scaling')}
+    stored = {name: _stored(name) for name in ('overhead', 'concurrency', 'schedules', 'scaling')}
     by_name = {section.name: section for section in sections_of(modules)}
-    shares = by_name['concurrency'].parts(kept['concurrency']['results'])
-    return costs_page(kept, shares)
+    shares = by_name['concurrency'].parts(stored['concurrency']['results'])
+    return costs_page(stored, shares)
 
 
-def _kept(name: str) -> dict[str, Any]:
+def _stored(name: str) -> dict[str, Any]:
+    """Return the stored results of a name with their machine, if there are any."""
     path = RESULTS / f'{name}.json'
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return kept
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return stored
 
 
-def _section(
-    title: str, command: str, kept: dict[str, Any], *parts: str, accelerated: bool = False
-) -> str:
-    where = f'`{command}`, {describe(kept["machine"], accelerated)}:'
-    return '\n\n'.join([f'## {title}', where, *parts]) + '\n'
+def _text(title: str, command: str, computer: str, parts: Sequence[Part], name: str) -> str:
+    """Return a section: its title, the measurement, text and tables, and its pictures."""
+    pictures = [f'![{title}](../benchmarks/results/{path})' for path in _pictures(name)]
+    measured = f'`{command}`, {computer}:'
+    return '\n\n'.join([f'## {title}', measured, *map(written, parts), *pictures]) + '\n'
 
 
 def _experiment(name: str, title: str) -> str:
-    kept = _kept(name)
-    if not kept:
+    """Return the section on a published table, if it has results."""
+    stored = _stored(name)
+    if not stored:
         return ''
-    summary = kept['results']
-    parts = [markdown(experiment_rows(summary)), *notes(summary)]
-    if partition_rows(summary)[1]:
-        parts.insert(1, markdown(partition_rows(summary)))
-    parts += _prediction(name)
-    parts += [_picture(title, picture) for picture in _pictures(name)]
-    return _section(
-        title, _command(name, summary), kept, *parts, accelerated=is_accelerated(summary)
-    )
+    summary = stored['results']
+    parts = [*experiment_parts(summary), *_prediction(name)]
+    computer = describe(stored['machine'], is_accelerated(summary))
+    return _text(title, _command(name, summary), computer, parts, name)
 
 
-def _prediction(name: str) -> list[str]:
+def _prediction(name: str) -> list[Part]:
     """Return the text on the predictions of an experiment, if they are stored."""
-    kept = _kept(f'{name}-predicted')
-    if not kept:
+    stored = _stored(f'{name}-predicted')
+    if not stored:
         return []
-    summary = kept['results']
+    summary = stored['results']
     command = f'python -m benchmarks {name} --predict --seed {summary["seed"]}'
     if summary['scale'] < 1:
         command += f' --scale {summary["scale"]}'
-    where = describe(kept['machine'], summary['device'] != 'cpu')
-    return [
-        f'Predicted by `{command}`, {where}:',
-        markdown(prediction_rows(summary)),
-        *prediction_notes(summary),
-    ]
+    computer = describe(stored['machine'], summary['device'] != 'cpu')
+    return [f'Predicted by `{command}`, {computer}:', *prediction_parts(summary)]
 
 
-def _other(section: Section) -> str:
-    kept = _kept(section.name)
-    if not kept:
+def _section(section: Section) -> str:
+    """Return a section without a published table, if it has results."""
+    stored = _stored(section.name)
+    if not stored:
         return ''
-    parts = [
-        part if isinstance(part, str) else markdown(part)
-        for part in section.parts(kept['results'])
-    ]
-    parts += [_picture(section.title, name) for name in _pictures(section.name)]
-    return _section(
-        section.title,
-        f'python -m benchmarks {section.name}',
-        kept,
-        *parts,
-        accelerated=bool(kept['machine']['gpus']),
-    )
+    computer = describe(stored['machine'], bool(stored['machine']['gpus']))
+    command = f'python -m benchmarks {section.name}'
+    parts = [*section.parts(stored['results'])]
+    return _text(section.title, command, computer, parts, section.name)
 
 
 def _command(name: str, summary: dict[str, Any]) -> str:
-    options = [
-        f'--{option.replace("_", "-")} {summary[option]}'
-        for option in ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed')
-    ]
+    """Return the command that measured an experiment."""
+    words = [f'python -m benchmarks {name}']
+    for option in ('scale', 'epochs', 'skip_epochs', 'dtype', 'seed'):
+        words.append(f'--{option.replace("_", "-")} {summary[option]}')
     if summary['compile']:
-        options.append('--compile')
+        words.append('--compile')
     if summary.get('schedule'):
-        options.append(f'--schedule {summary["schedule"]}')
+        words.append(f'--schedule {summary["schedule"]}')
     if is_simulated(summary):
-        options.append(f'--devices {SIMULATED}')
-    if any('images' in result for result in summary['settings']):
-        options.append('--data DIR')
-    settings = [result['setting'] for result in summary['settings']]
-    if settings != [setting.name for setting in EXPERIMENTS[name].settings]:
-        options += [f'--setting {setting}' for setting in settings]
-    return ' '.join([f'python -m benchmarks {name}', *options])
+        words.append(f'--devices {SIMULATED}')
+    settings = summary['settings']
+    if any('images' in result for result in settings):
+        words.append('--data DIR')
+    names = [result['setting'] for result in settings]
+    if names != [setting.name for setting in EXPERIMENTS[name].settings]:
+        words += [f'--setting {setting}' for setting in names]
+    return ' '.join(words)
 
 
 def _pictures(name: str) -> list[str]:
@@ -195,10 +163,6 @@ def _pictures(name: str) -> list[str]:
         if owner == name:
             pictures.append(path.name)
     return pictures
-
-
-def _picture(title: str, name: str) -> str:
-    return f'![{title}](../benchmarks/results/{name})'
 
 
 @click.command(hidden=True)

@@ -2,22 +2,28 @@
 
 import json
 import platform
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, NamedTuple
 
 import click
 import torch
 
 import torchgpipe
+from benchmarks.harness.charts import Bars, Curves, draw
 from benchmarks.harness.options import NAME
 from torchgpipe.base.devices import accelerator, accelerators
+from torchgpipe.base.errors import table
 from torchgpipe.trainer.files import replacing
 from torchgpipe.trainer.launch import available_cores
 
 #: The header of a table, and its rows.
 Rows = tuple[list[str], list[list[str]]]
 
+#: A text or a table.
+Part = str | Rows
 
 output_option = click.option(
     '--output', default='results', metavar='DIR', help='Where results and pictures go.'
@@ -29,6 +35,11 @@ def markdown(rows: Rows) -> str:
     header, body = rows
     lines = [header, ['---', *['--:'] * (len(header) - 1)], *body]
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def written(part: Part) -> str:
+    """Write a text or a table for the documentation."""
+    return part if isinstance(part, str) else markdown(part)
 
 
 def machine() -> dict[str, Any]:
@@ -70,6 +81,14 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def filled(text: str) -> str:
+    """Break the lines of a text."""
+    return '\n'.join(
+        fill(line, 99, break_on_hyphens=False, break_long_words=False)
+        for line in text.splitlines()
+    )
+
+
 def write_json(folder: Path, name: str, results: Any) -> Path:
     """Write results together with the machine that they come from."""
     path = folder / f'{name}.json'
@@ -77,3 +96,40 @@ def write_json(folder: Path, name: str, results: Any) -> Path:
     with replacing(path) as new:
         new.write_text(text)
     return path
+
+
+class Section(NamedTuple):
+    """The results of a command: its output, its files, and its section of the page.
+
+    Attributes:
+        title: The heading of the section.
+        name: The command, and the name of its files.
+        parts: Returns text and tables of results.
+        panels: Returns the panels of a picture of results.
+    """
+
+    title: str
+    name: str
+    parts: Callable[[Any], Iterable[Part]]
+    panels: Callable[[Any], Sequence[Curves | Bars]] = lambda results: []
+
+    def publish(self, results: Any, folder: Path, accelerated: bool | None = None) -> None:
+        """Print results, and write them with their picture.
+
+        Args:
+            results: The results.
+            folder: The folder for the files.
+            accelerated: Whether they are from accelerators; by default if there are some.
+        """
+        computer = machine()
+        if accelerated is None:
+            accelerated = bool(computer['gpus'])
+        click.echo(f'{describe(computer, accelerated)}\n')
+        for part in self.parts(results):
+            text = filled(part) if isinstance(part, str) else table(*part)
+            click.echo(f'{text}\n')
+        click.echo(write_json(folder, self.name, results))
+        panels = self.panels(results)
+        if panels:
+            for path in draw(panels, folder / self.name):
+                click.echo(path)

@@ -1,10 +1,16 @@
-"""Results of an experiment as rows of a table, with notes."""
+"""Results of an experiment as rows of a table, with notes, and as bars."""
 
 from typing import Any
 
 from benchmarks.harness import options
+from benchmarks.harness.charts import Bars, bar
 from benchmarks.harness.experiment import OURS
-from benchmarks.harness.report import Rows
+from benchmarks.harness.published import PAPER
+from benchmarks.harness.report import Part, Rows
+from torchgpipe.schedule.generators import PLAIN_CALL
+
+#: The schedule predicted beside the plain call, and the sources of figures beside predictions.
+SHOWN, SOURCES = '1f1b', (OURS, PAPER)
 
 
 def number(value: float | None, missing: str = '') -> str:
@@ -27,50 +33,47 @@ def published(value: float | None) -> str:
     return 'out of memory' if value is None else f'{value:g}'
 
 
+def devices_of(summary: dict[str, Any]) -> set[str]:
+    """Return the names of all devices."""
+    devices: set[str] = set()
+    for result in summary['settings']:
+        devices.update(result['devices'])
+    return devices
+
+
 def is_accelerated(summary: dict[str, Any]) -> bool:
     """Return whether anything was measured on an accelerator."""
-    return any(
-        not device.startswith('cpu')
-        for result in summary['settings']
-        for device in result['devices']
-    )
+    return any(not device.startswith('cpu') for device in devices_of(summary))
 
 
 def is_simulated(summary: dict[str, Any]) -> bool:
     """Return whether anything was measured on a simulated accelerator."""
-    return any(
-        options.is_simulated(device)
-        for result in summary['settings']
-        for device in result['devices']
-    )
+    return any(map(options.is_simulated, devices_of(summary)))
+
+
+def sources_of(summary: dict[str, Any]) -> list[str]:
+    """Return the sources of published figures, the reproduced one first."""
+    sources = {source for result in summary['settings'] for source in result['published']}
+    return sorted(sources, key=lambda source: (source != OURS, source))
 
 
 def experiment_rows(summary: dict[str, Any]) -> Rows:
     """Return the header and the rows: each figure with the published one beside it."""
     settings = summary['settings']
-    sources = sorted(
-        {source for result in settings for source in result['published']},
-        key=lambda source: (source != OURS, source),
-    )
-    details = list(
-        dict.fromkeys(
-            name
-            for result in settings
-            for name in (*result['published_details'], *result['details'])
-        )
-    )
-    header = [
-        'setting',
-        'batch',
-        'chunks',
-        f'{summary["figure"]}, {summary["unit"]}',
-        *(['published'] if OURS in sources else []),
-        'ratio',
-        *('published ratio' if source == OURS else source for source in sources),
-    ]
+    sources = sources_of(summary)
+    details: dict[str, None] = {}
+    for result in settings:
+        details |= dict.fromkeys([*result['published_details'], *result['details']])
+
+    header = ['setting', 'batch', 'chunks', f'{summary["figure"]}, {summary["unit"]}']
+    if OURS in sources:
+        header.append('published')
+    header.append('ratio')
+    for source in sources:
+        header.append('published ratio' if source == OURS else source)
     for name in details:
         header += [name, 'published'] if _is_published(settings, name) else [name]
-    return header, [_row(result, sources, details, settings) for result in settings]
+    return header, [_row(result, sources, [*details], settings) for result in settings]
 
 
 def _row(
@@ -85,7 +88,8 @@ def _row(
     if OURS in sources:
         row.append(published(result['published'][OURS]['figure']))
     row.append(number(result['ratio'], '—'))
-    row += [number(result['published'].get(source, {}).get('ratio'), '—') for source in sources]
+    for source in sources:
+        row.append(number(result['published'].get(source, {}).get('ratio'), '—'))
     for name in details:
         row.append(number(result['details'].get(name), '—'))
         if _is_published(settings, name):
@@ -94,45 +98,114 @@ def _row(
     return row
 
 
+def experiment_parts(summary: dict[str, Any]) -> list[Part]:
+    """Return the table of an experiment, a table of its partitions if it has one, and notes."""
+    parts: list[Part] = [experiment_rows(summary)]
+    if partition_rows(summary)[1]:
+        parts.append(partition_rows(summary))
+    return [*parts, *notes(summary)]
+
+
+def experiment_bars(summary: dict[str, Any]) -> list[Bars]:
+    """Return bars of ratios. Small runs on the CPU are no result that bars could stand for."""
+    has_ratios = any(result['ratio'] for result in summary['settings'])
+    if has_ratios and (summary['scale'] >= 1 or is_accelerated(summary)):
+        return [ratio_bars(summary)]
+    return []
+
+
+def ratio_bars(summary: dict[str, Any]) -> Bars:
+    """Return a bar for each setting and source."""
+    settings = summary['settings']
+    series = {'this run': [bar(result['ratio'], _reason(result)) for result in settings]}
+    for source in sources_of(summary):
+        bars = []
+        for result in settings:
+            figures = result['published'].get(source, {'figure': 0, 'ratio': None})
+            missing = 'out of memory' if figures['figure'] is None else '—'
+            bars.append(bar(figures['ratio'], missing))
+        if any(length for length, _ in bars):
+            series[source] = bars
+    return Bars(
+        summary['experiment'] + _caveat(summary),
+        f'{summary["figure"]}, relative to {summary["baseline"]}',
+        [result['setting'] for result in settings],
+        series,
+    )
+
+
+def _reason(result: dict[str, Any]) -> str:
+    """Return why a run has no ratio."""
+    return '—' if result['figure'] else str(result['status'])
+
+
+def _caveat(summary: dict[str, Any]) -> str:
+    """Return text beside the title for simulated devices, and below it for a scaled run."""
+    text = f', on a {options.NAME}' if is_simulated(summary) else ''
+    if summary['scale'] >= 1:
+        return text
+    return (
+        f'{text}, at scale {summary["scale"]:g}\n'
+        'this run shows that all of it works, not how it does at full scale'
+    )
+
+
 def _is_published(settings: list[dict[str, Any]], name: str) -> bool:
     return any(name in result['published_details'] for result in settings)
 
 
+#: Parts of the memory of a partition.
+PARTS = ('parameters', 'gradients', 'optimizer', 'activations')
+
+
 def partition_rows(summary: dict[str, Any]) -> Rows:
     """Return the memory of each partition, where it was measured."""
-    parts = ['parameters', 'gradients', 'optimizer', 'activations']
-    rows = [
-        [
-            f'{result["setting"]}, {j}',
-            partition['device'],
-            *(f'{partition[part] / 2**30:.3f}' for part in parts),
-        ]
-        for result in summary['settings']
-        for j, partition in enumerate(result.get('partitions', []))
-    ]
-    return ['setting, partition', 'device', *(f'{part}, GiB' for part in parts)], rows
+    rows = []
+    for result in summary['settings']:
+        for j, partition in enumerate(result.get('partitions', [])):
+            sizes = [f'{partition[part] / 2**30:.3f}' for part in PARTS]
+            rows.append([f'{result["setting"]}, {j}', partition['device'], *sizes])
+    return ['setting, partition', 'device', *(f'{part}, GiB' for part in PARTS)], rows
+
+
+def prediction_parts(summary: dict[str, Any]) -> list[Part]:
+    """Return predicted ratios, with the published ones beside them, and notes on their limits."""
+    return [prediction_rows(summary), *prediction_notes(summary)]
 
 
 def prediction_rows(summary: dict[str, Any]) -> Rows:
     """Return the header and the rows of predicted ratios, with the published ones beside them."""
     settings = summary['settings']
-    names = list(dict.fromkeys(name for result in settings for name in result['ratios']))
-    sources = list(dict.fromkeys(name for result in settings for name in result['published']))
+    names = dict.fromkeys(name for result in settings for name in result['ratios'])
+    sources = dict.fromkeys(name for result in settings for name in result['published'])
+    header = ['setting', 'partitions', 'chunks', *names]
+    for source in sources:
+        header.append('published' if source == OURS else source)
+    rows = []
+    for result in settings:
+        row = [result['setting'], str(result['partitions']), str(result['chunks'])]
+        row += [number(result['ratios'].get(name), '—') for name in names]
+        row += [number(result['published'].get(source), '—') for source in sources]
+        rows.append(row)
+    return header, rows
+
+
+def prediction_bars(summary: dict[str, Any]) -> list[Bars]:
+    """Return bars of predicted and published ratios."""
+    settings = summary['settings']
+    series = {}
+    for name in (PLAIN_CALL, SHOWN):
+        series[f'predicted: {name}'] = [bar(result['ratios'].get(name)) for result in settings]
+    for source in SOURCES:
+        if any(source in result['published'] for result in settings):
+            series[source] = [bar(result['published'].get(source)) for result in settings]
     return [
-        'setting',
-        'partitions',
-        'chunks',
-        *names,
-        *('published' if source == OURS else source for source in sources),
-    ], [
-        [
-            result['setting'],
-            str(result['partitions']),
-            str(result['chunks']),
-            *(number(result['ratios'].get(name), '—') for name in names),
-            *(number(result['published'].get(source), '—') for source in sources),
-        ]
-        for result in settings
+        Bars(
+            f'{summary["experiment"]}, predicted and published',
+            f'throughput, relative to {summary["baseline"]}',
+            [result['setting'] for result in settings],
+            series,
+        )
     ]
 
 
@@ -163,18 +236,16 @@ def prediction_notes(summary: dict[str, Any]) -> list[str]:
 
 def notes(summary: dict[str, Any]) -> list[str]:
     """Return notes for a comparison of these figures with the published ones."""
-    settings = summary['settings']
-    return [
+    texts = [
         *_notes_on_ratios(summary),
         *_notes_on_devices(summary),
         *_notes_on_memory(summary),
-        *_notes_on_images(settings),
-        *(
-            f'{result["setting"]}: {result["reason"].rstrip(".")}.'
-            for result in settings
-            if 'reason' in result
-        ),
+        *_notes_on_images(summary),
     ]
+    for result in summary['settings']:
+        if 'reason' in result:
+            texts.append(f'{result["setting"]}: {result["reason"].rstrip(".")}.')
+    return texts
 
 
 def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
@@ -198,17 +269,20 @@ def _notes_on_ratios(summary: dict[str, Any]) -> list[str]:
 
 
 def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
-    placed = [
-        ['cpu:0' if device == 'cpu' else device for device in result['devices']]
-        for result in summary['settings']
-    ]
     texts = []
-    if any(len(set(devices)) < len(devices) for devices in placed):
+    shared = False
+    names = set()
+    for result in summary['settings']:
+        devices = {'cpu:0' if device == 'cpu' else device for device in result['devices']}
+        shared |= len(devices) < len(result['devices'])
+        names |= devices
+    on_host = {name for name in names if name.startswith('cpu')}
+    if shared:
         texts.append(
             'Partitions share devices, and a device runs one partition at a time. So '
             'speeds are no speed-ups. The memory of each partition is valid.'
         )
-    if any(device.startswith('cpu') for devices in placed for device in devices):
+    if on_host:
         texts.append(
             'On the CPU, workers share the cores'
             + ('.' if summary.get('schedule') else ', and backward runs in one thread.')
@@ -219,12 +293,8 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
             'each had its own core and as if the host took no time. So times and bubbles describe '
             'a pipeline of such cores, and not of GPUs. Memory is the memory of tensors.'
         )
-    memories = {
-        device.partition(':')[0] if device.startswith('cpu') else device
-        for devices in placed
-        for device in devices
-    }
-    if summary['experiment'].endswith('timeline') and len(memories) == 1:
+    memories = len(names - on_host) + bool(on_host)
+    if summary['experiment'].endswith('timeline') and memories == 1:
         texts.append(
             'All partitions share one memory, so nothing is copied, and streams and '
             'portals have no effect.'
@@ -232,14 +302,16 @@ def _notes_on_devices(summary: dict[str, Any]) -> list[str]:
     return texts
 
 
-def _notes_on_images(settings: list[dict[str, Any]]) -> list[str]:
-    images = next((result['images'] for result in settings if 'images' in result), None)
-    if images is None or images['classes'] == 1000:
-        return []
-    return [
-        f'These images are not ImageNet: {images["classes"]} classes, {images["train"]} images '
-        f'for training and {images["val"]} for validation. Their error is not comparable.'
-    ]
+def _notes_on_images(summary: dict[str, Any]) -> list[str]:
+    for result in summary['settings']:
+        images = result.get('images')
+        if images is not None and images['classes'] != 1000:
+            return [
+                f'These images are not ImageNet: {images["classes"]} classes, {images["train"]} '
+                f'images for training and {images["val"]} for validation. Their error is not '
+                'comparable.'
+            ]
+    return []
 
 
 def _notes_on_memory(summary: dict[str, Any]) -> list[str]:

@@ -11,7 +11,6 @@ of a split backward, and the memory of activations.
 """
 
 import gc
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -22,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness.memory import is_exhaustion, peak_memory
+from benchmarks.harness.memory import peak_memory, unless_exhausted
 from benchmarks.harness.options import is_on_host
+from benchmarks.harness.timing import check_losses, time_in_turn
 from torchgpipe import GPipe
-from torchgpipe.base.devices import memory_of, synchronize
+from torchgpipe.base.devices import memory_of
 from torchgpipe.schedule import make
 from torchgpipe.trainer.gpt import GPT, Sizes, layers
 
@@ -66,32 +66,24 @@ def compare(sizes: Sizes, device: torch.device, rounds: int) -> dict[str, Any]:
         RuntimeError: Two contenders have different losses.
     """
     model, contenders = _contenders(sizes, device)
+
+    def first_step(step: Step) -> dict[str, Any]:
+        loss = step().item()  # allocates memory, so it is not measured
+        # A schedule has gradients of its own until its end. Where there are earlier ones, both
+        # exist at that time.
+        model.zero_grad()
+        return {'loss': loss, 'peak': peak_memory(step, [device])}
+
     rows: dict[str, dict[str, Any]] = {}
     for name, step in contenders.items():
-        try:
-            rows[name] = {'loss': step().item()}  # allocates memory, so it is not measured
-            # A schedule has gradients of its own until its end. Where there are earlier ones, both
-            # exist at that time.
-            model.zero_grad()
-            rows[name]['peak'] = peak_memory(step, [device])
-        except (MemoryError, RuntimeError) as error:
-            if not is_exhaustion(error):
-                raise
-            rows[name] = {'status': 'out of memory'}
+        rows[name] = unless_exhausted(partial(first_step, step))
         model.zero_grad()
         gc.collect()
-    _check_losses({name: row['loss'] for name, row in rows.items() if 'loss' in row})
+    losses = {name: row['loss'] for name, row in rows.items() if 'loss' in row}
+    check_losses(losses, tolerance=1e-2)
 
-    times: dict[str, list[float]] = {name: [] for name, row in rows.items() if 'loss' in row}
-    for _ in range(rounds):
-        for name, seconds in times.items():
-            model.zero_grad()
-            synchronize([device])
-            start = time.perf_counter()
-            contenders[name]()
-            synchronize([device])
-            seconds.append(time.perf_counter() - start)
-    for name, seconds in times.items():
+    timed = {name: contenders[name] for name in losses}
+    for name, seconds in time_in_turn(timed, rounds, [device], model.zero_grad).items():
         rows[name]['seconds'] = median(seconds)
     return {
         'sizes': sizes._asdict(),
@@ -100,13 +92,6 @@ def compare(sizes: Sizes, device: torch.device, rounds: int) -> dict[str, Any]:
         'rounds': rounds,
         'rows': rows,
     }
-
-
-def _check_losses(losses: dict[str, float]) -> None:
-    """Check that all contenders train the same model on the same data."""
-    for loss in losses.values():
-        if not abs(loss - min(losses.values())) < 1e-2 * abs(loss):
-            raise RuntimeError(f'contenders should have the same loss, but have {losses}')
 
 
 def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str, Step]]:
@@ -136,11 +121,8 @@ def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str
                 chunks=MICRO_BATCHES,
                 checkpoint=mode,
             )
-            name = (
-                f'{schedule}, {stages} partition'
-                + 's' * (stages > 1)
-                + ', always' * (mode == 'always')
-            )
+            partitions = f'{stages} partitions' if stages > 1 else '1 partition'
+            name = f'{schedule}, {partitions}' + (', always' if mode == 'always' else '')
             contenders[name] = partial(pipeline.step, x, y, _loss, schedule=order)
     return model, contenders
 

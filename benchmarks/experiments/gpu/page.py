@@ -8,14 +8,13 @@ step without a split, the costs of actions and of a split backward give the othe
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 from benchmarks.experiments.machine import machine_parts
 from benchmarks.harness.experiment import OURS, Experiment
 from benchmarks.harness.memory import GIB
 from benchmarks.harness.published import EXPERIMENTS, MODEL
-from benchmarks.harness.report import Rows, describe, markdown
+from benchmarks.harness.report import Part, describe, filled, written
 from benchmarks.harness.tables import number, published
 from torchgpipe.plan import MACHINES, Costs, Machine, StageCosts, search_schedule, simulate
 from torchgpipe.schedule import Schedule, make
@@ -112,7 +111,7 @@ One device cannot show everything:
 - The memory is the sum over partitions. On several devices, each device holds its own part.
 """
 
-#: The schedules that were measured on an H100: their orders.
+#: The orders of the schedules that were measured on an H100.
 ORDERS = {
     'gpipe 4': Order('gpipe', 4),
     '1f1b 4': Order('1f1b', 4),
@@ -131,7 +130,7 @@ MICRO_BATCHES = 16
 TF32 = 'Convolutions use TF32 on GPUs that have it, matrix products do not.'
 
 #: Sections, by the results that they have.
-Section = Iterator[str | Rows]
+Section = Iterator[Part]
 
 
 def make_gpu_page() -> str:
@@ -141,7 +140,9 @@ def make_gpu_page() -> str:
     if path.exists():
         stored = json.loads(path.read_text())
         parts += _sections(stored['machine'], stored['results'])
-    parts += _written(_h100(json.loads((RESULTS / 'h100.json').read_text())))
+    # Measurements of earlier versions, by hand.
+    parts.append((RESULTS / 'h100.md').read_text())
+    parts += _written(_orders(json.loads((RESULTS / 'h100.json').read_text())))
     return '\n'.join(parts)
 
 
@@ -178,13 +179,9 @@ def _sections(machine: dict[str, Any], results: dict[str, Any]) -> list[str]:
     )
 
 
-def _written(parts: Iterable[str | Rows]) -> list[str]:
+def _written(parts: Iterable[Part]) -> list[str]:
     """Return parts of a page as text, with an empty line after each."""
-    return [(part if isinstance(part, str) else markdown(part)) + '\n' for part in parts]
-
-
-def _text(text: str) -> str:
-    return fill(text, 99, break_on_hyphens=False, break_long_words=False)
+    return [f'{written(part)}\n' for part in parts]
 
 
 def _tests(parts: dict[str, Any]) -> Section:
@@ -195,7 +192,7 @@ def _tests(parts: dict[str, Any]) -> Section:
     if tests['status'] != 'run':
         yield f'The tests were {tests["status"]}.'
         return
-    yield _text(
+    yield filled(
         f'`{tests["command"]}`: {tests["passed"]} passed, {tests["failed"]} failed, '
         f'{tests["skipped"]} skipped.'
     )
@@ -204,27 +201,24 @@ def _tests(parts: dict[str, Any]) -> Section:
 
 
 def _cells(parts: dict[str, Any]) -> Section:
-    names = [
-        name
-        for name in ('small cells', 'large cells')
-        if name in parts and 'us_per_cell' in parts[name]
-    ]
-    if not names:
+    cells = [parts.get(name, {}) for name in ('small cells', 'large cells')]
+    cells = [part for part in cells if 'us_per_cell' in part]
+    if not cells:
         return
     yield '## Engine per cell'
-    yield _text(
+    yield filled(
         'A cell is one linear layer of one micro-batch. The table has the µs of a cell in '
         'a loop of plain PyTorch and by the engine, for forward and backward. With '
         "'always', the loop uses torch.utils.checkpoint. For small cells the host is the "
         'limit, which starts operations one after the other.'
     )
-    kinds = list(parts[names[0]]['us_per_cell'])
     rows = []
-    for name in names:
-        part = parts[name]
-        cells = [f'{loop:.0f} → {engine:.0f}' for loop, engine in part['us_per_cell'].values()]
-        rows.append([f'{part["width"]} features, {part["rows"]} rows', *cells])
-    yield ['loop → engine, µs', *kinds], rows
+    for part in cells:
+        row = [f'{part["width"]} features, {part["rows"]} rows']
+        for loop, engine in part['us_per_cell'].values():
+            row.append(f'{loop:.0f} → {engine:.0f}')
+        rows.append(row)
+    yield ['loop → engine, µs', *cells[0]['us_per_cell']], rows
 
 
 def _gpt(parts: dict[str, Any]) -> Section:
@@ -233,7 +227,7 @@ def _gpt(parts: dict[str, Any]) -> Section:
         return
     sizes = part['sizes']
     yield '## A GPT on one device'
-    yield _text(
+    yield filled(
         f'{sizes["depth"]} blocks of width {sizes["width"]}, {sizes["context"]} tokens, '
         f'{part["micro_batches"]} micro-batches of {part["sequences"]} sequences; forward '
         f'and backward of a mini-batch; medians of {part["rounds"]} interleaved rounds. '
@@ -264,33 +258,22 @@ def _memory(experiment: Experiment, parts: dict[str, Any]) -> Section:
         part = parts.get(f'{experiment.name} {setting.name}')
         if part is None or 'failure' in part:
             continue
+        parameters = f'{part["parameters"]:,}' if 'parameters' in part else '—'
+        row = [setting.name, str(setting.model), parameters]
         if part['status'] == 'measured':
             model, activations = part['model'] / GIB, part['activations'] / GIB
-            cells = [
-                number(model),
-                number(activations),
-                number(model + activations),
-                f'{part["batch"]} in {part["chunks"]}, {part["resolution"]}²',
-            ]
+            row += [number(model), number(activations), number(model + activations)]
+            row.append(f'{part["batch"]} in {part["chunks"]}, {part["resolution"]}²')
         else:
-            cells = [part['status'], '—', '—', '—']
-        total = setting.published[OURS]
+            row += [part['status'], '—', '—', '—']
         model_published = setting.details.get(MODEL, {}).get(OURS)
-        parameters = f'{part["parameters"]:,}' if 'parameters' in part else '—'
-        rows.append(
-            [
-                setting.name,
-                str(setting.model),
-                parameters,
-                *cells,
-                '—' if model_published is None else published(model_published),
-                published(total),
-            ]
-        )
+        row.append('—' if model_published is None else published(model_published))
+        row.append(published(setting.published[OURS]))
+        rows.append(row)
     if not rows:
         return
     yield f'## {experiment.title}'
-    yield _text(
+    yield filled(
         'All partitions are on the one device. Model memory is parameters, gradients and '
         'optimizer state. Activations are the peak of a step above it, as the allocator '
         'counts tensors. Published totals are sums over devices of the reserved memory. '
@@ -316,23 +299,24 @@ def _resnet(parts: dict[str, Any]) -> Section:
     part = parts.get('ResNet-101', {})
     if 'rows' not in part:
         return
+    experiment = EXPERIMENTS['resnet101-speed']
     yield '## ResNet-101'
     yield f'Images of {part["resolution"]}² in float32. {TF32}'
     first = part['rows']['baseline'].get('samples_per_second')
     rows = []
     for name, row in part['rows'].items():
-        setting = EXPERIMENTS['resnet101-speed'].setting(name)
         if 'status' in row:
             rows.append([name, row['status'], '—', '—', '—'])
             continue
-        ratio = EXPERIMENTS['resnet101-speed'].published_ratio(setting, OURS)
+        speed = row['samples_per_second']
+        published_ratio = experiment.published_ratio(experiment.setting(name), OURS)
         rows.append(
             [
                 name,
                 f'{row["batch"]} in {row["chunks"]}',
-                number(row['samples_per_second']),
-                number(row['samples_per_second'] / first if first else None, '—'),
-                number(ratio),
+                number(speed),
+                number(speed / first if first else None, '—'),
+                number(published_ratio),
             ]
         )
     yield ['setting', 'batch', 'samples/s', 'ratio', 'published ratio'], rows
@@ -358,72 +342,24 @@ def _failures(parts: dict[str, Any]) -> Section:
         yield '\n'.join(lines)
 
 
-def _where(results: dict[str, Any], device: str, version: str) -> str:
-    torch, date = results['torch'], results['date']
-    return f'torchgpipe {version}, torch {torch}, {device}, {date}.'
-
-
-def _h100(results: dict[str, Any]) -> Section:
-    """Yield the measurements of earlier versions on an H100."""
-    device = results['device']
-    yield '## Earlier versions on an H100'
-    yield _text('These were measured by hand before the command existed.')
-
-    tests = results['tests']
-    yield '### Tests of version 0.16'
-    yield _where(results, device, tests['torchgpipe'])
-    yield _text(
-        f'`{tests["command"]}`: {tests["passed"]} passed, {tests["skipped"]} skipped; '
-        f'failed: {tests["failed"]}.'
-    )
-
-    yield '### Engine per cell in versions 0.15 and 0.16'
-    yield _where(results, device, '0.15.2 and 0.16.0')
-    for name in ('cells', 'cells on the CPU'):
-        cells = results[name]
-        yield _text(
-            f'{cells["experiment"]}; above a plain loop. Rounds differ by up to a factor of two.'
-        )
-        rows = []
-        for k, pair in enumerate(cells['above a plain loop']):
-            for version, times in pair.items():
-                rows.append([f'{k + 1}, {version}', *(f'{x:.0f}' for x in times.values())])
-        yield ['round, version', 'torch.utils.checkpoint', "'always'"], rows
-
-    transformer = results['transformer']
-    yield '### A transformer in versions 0.15 and 0.16'
-    yield _where(results, device, '0.15.2 and 0.16.0')
-    yield _text(f'{transformer["experiment"]}.')
-    names = list(transformer['MiB'])
-    rows = [
-        [row['version'], *(f'{row[name]:.1f}' for name in names)]
-        for row in transformer['milliseconds']
-    ]
-    rows.append(['MiB', *(str(transformer['MiB'][name]) for name in names)])
-    yield ['ms', *names], rows
-
-    orders = results['less memory']
+def _orders(results: dict[str, Any]) -> Section:
+    """Yield a measurement of schedules on an H100, beside predictions."""
     yield '### Schedules with all partitions on the device, version 0.21'
-    yield _where(orders, orders['device'], orders['torchgpipe'])
-    yield _text(f'{orders["experiment"]}.')
-    peaks = orders['peak in addition to parameters, MiB']
-    machine, times = MACHINES['H100'], orders['milliseconds']
+    yield (
+        f'torchgpipe {results["torchgpipe"]}, torch {results["torch"]}, {results["device"]}, '
+        f'{results["date"]}.'
+    )
+    yield filled(f'{results["experiment"]}.')
+    peaks = results['peak in addition to parameters, MiB']
+    times, machine = results['milliseconds'], MACHINES['H100']
+    layers = times['1f1b 4'] / 1e3
     rows = []
     for name, time in times.items():
-        predicted = 1e3 * predicted_seconds(
-            ORDERS[name], MICRO_BATCHES, times['1f1b 4'] / 1e3, machine
-        )
-        rows.append(
-            [
-                name,
-                f'{time:.1f}',
-                f'{predicted:.1f}',
-                f'{predicted / time - 1:+.1%}',
-                str(peaks[name]),
-            ]
-        )
+        predicted = 1e3 * predicted_seconds(ORDERS[name], MICRO_BATCHES, layers, machine)
+        off = predicted / time - 1
+        rows.append([name, f'{time:.1f}', f'{predicted:.1f}', f'{off:+.1%}', str(peaks[name])])
     yield ['schedule and partitions', 'ms', 'predicted, ms', 'off', 'peak, MiB'], rows
-    yield _text(
+    yield filled(
         f"Each time was measured once. `MACHINES['H100']` has two constants from them: an "
         f'action of a stage takes at least {machine.actions["F"] * 1e3:.2f} ms of the '
         'host, which is the mean of the V-shaped schedules, and a split makes a backward '
@@ -433,35 +369,3 @@ def _h100(results: dict[str, Any]) -> Section:
         'difference between v-min and the other two is not predicted, because they have '
         'the same number of actions.'
     )
-
-    earlier = results['machine']
-    yield '### The machine for plans, version 0.18'
-    yield _where({**results, 'date': earlier['date']}, device, earlier['torchgpipe'])
-    yield from machine_parts(earlier)
-
-    steps = results['steps by a plan']
-    yield '### Steps by a plan, version 0.19'
-    yield _where({**results, 'date': steps['date']}, device, steps['torchgpipe'])
-    yield _text(f'{steps["experiment"]}.')
-    rows = []
-    for step in steps['steps']:
-        rows.append(
-            [
-                str(step['width']),
-                str(step['blocks']),
-                step['recomputation'],
-                ' / '.join(map(str, step['ms'])),
-                ' / '.join(map(str, step['GiB'])),
-            ]
-        )
-    yield (
-        [
-            'width',
-            'blocks',
-            'recomputation',
-            'ms, predicted / measured',
-            'GiB, predicted / measured',
-        ],
-        rows,
-    )
-    yield _text(f'Memory is {steps["memory"]}.')

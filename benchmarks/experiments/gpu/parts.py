@@ -3,8 +3,8 @@
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ from benchmarks.experiments.memory import train_keeping_gradients
 from benchmarks.experiments.overhead import measure, ratios
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import COPIES, Job
-from benchmarks.harness.memory import first_line, is_exhaustion, peak_memory, size_of_partition
+from benchmarks.harness.memory import peak_memory, unless_exhausted
 from benchmarks.harness.options import Options, is_on_host, is_simulated
 from benchmarks.harness.published import EXPERIMENTS
-from torchgpipe.base.devices import CPU, synchronize
+from benchmarks.harness.timing import time_in_turn
+from torchgpipe.base.devices import CPU
 from torchgpipe.trainer.gpt import GPT2, Sizes
 from torchgpipe.trainer.measuring import measure_machine
 
@@ -128,13 +129,11 @@ def _memory(
         if room is not None and need > room:
             return {'parameters': number, 'status': 'does not fit', 'model': need, 'room': room}
 
-        try:
+        def measured() -> dict[str, Any]:
             job = Job(experiment, setting, _options(setting, device, scale))
-            return {'parameters': number, 'status': 'measured', **_memory_of(job, device)}
-        except (MemoryError, RuntimeError) as error:
-            if not is_exhaustion(error):
-                raise
-            return {'parameters': number, 'status': 'out of memory', 'reason': first_line(error)}
+            return {'status': 'measured', **_memory_of(job, device)}
+
+        return {'parameters': number, **unless_exhausted(measured)}
 
     return measure_memory
 
@@ -146,11 +145,8 @@ def _memory_of(job: Job, device: torch.device) -> dict[str, Any]:
         optimizer.step()  # makes its state
     activations = peak_memory(lambda: train_keeping_gradients(job), [device])
 
-    model = 0
-    for partition, optimizer in zip(job.partitions, job.optimizers):
-        model += sum(size_of_partition(partition, optimizer).values())
     return {
-        'model': model,
+        'model': sum(sum(sizes.values()) for sizes in job.sizes()),
         'activations': activations,
         'batch': job.batch,
         'chunks': job.chunks,
@@ -183,32 +179,23 @@ def _room(device: torch.device) -> int | None:
 
 def _resnet(device: torch.device, scale: float) -> dict[str, Any]:
     """Train ResNet-101 with and without a pipeline of one partition, in turn."""
+    experiment = EXPERIMENTS['resnet101-speed']
     jobs: dict[str, Job] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for name in RESNET:
-        setting = EXPERIMENTS['resnet101-speed'].setting(name)
-        try:
-            job = Job(EXPERIMENTS['resnet101-speed'], setting, _options(setting, device, scale))
-            for _ in range(2):  # These choose algorithms and allocate memory.
-                job.step()
-            jobs[name] = job
-            rows[name] = {'batch': job.batch, 'chunks': job.chunks}
-        except (MemoryError, RuntimeError) as error:
-            if not is_exhaustion(error):
-                raise
-            rows[name] = {'status': 'out of memory'}
 
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(ROUNDS):
-        for name, job in jobs.items():
-            synchronize([device])
-            start = time.perf_counter()
+    def warmed_up(setting: Setting) -> dict[str, Any]:
+        job = Job(experiment, setting, _options(setting, device, scale))
+        for _ in range(2):  # These choose algorithms and allocate memory.
             job.step()
-            synchronize([device])
-            times[name].append(time.perf_counter() - start)
-    for name, job in jobs.items():
-        rows[name]['samples_per_second'] = job.batch / median(times[name])
-    return {'rows': rows, 'resolution': EXPERIMENTS['resnet101-speed'].scaled_resolution(scale)}
+        jobs[setting.name] = job
+        return {'batch': job.batch, 'chunks': job.chunks}
+
+    rows = {}
+    for name in RESNET:
+        rows[name] = unless_exhausted(partial(warmed_up, experiment.setting(name)))
+    steps = {name: job.step for name, job in jobs.items()}
+    for name, seconds in time_in_turn(steps, ROUNDS, [device]).items():
+        rows[name]['samples_per_second'] = jobs[name].batch / median(seconds)
+    return {'rows': rows, 'resolution': experiment.scaled_resolution(scale)}
 
 
 def _tests(device: torch.device, scale: float) -> dict[str, Any]:
@@ -242,16 +229,10 @@ def _outcomes(output: str) -> dict[str, Any]:
     >>> _outcomes('FAILED tests/a.py::test - x\n= 1 failed, 20 passed, 3 skipped in 2.00s =')
     {'passed': 20, 'failed': 1, 'skipped': 3, 'names': ['tests/a.py::test']}
     """
-    summaries = [
-        line
-        for line in output.splitlines()
-        if re.search(
-            r'\d in [\d.]+s|\d+ passed|'
-            r'\d+ failed',
-            line,
-        )
-    ]
-    last = summaries[-1] if summaries else ''
+    last = ''
+    for line in output.splitlines():
+        if re.search(r'\d in [\d.]+s|\d+ passed|\d+ failed', line):
+            last = line
     numbers = {name: int(number) for number, name in re.findall(r'(\d+) (\w+)', last)}
     failed = numbers.get('failed', 0) + numbers.get('errors', 0) + numbers.get('error', 0)
     return {

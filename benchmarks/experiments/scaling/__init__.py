@@ -1,7 +1,6 @@
 """A GPT on meshes of processes: speed, memory and traffic of each axis, beside plain PyTorch."""
 
 import json
-import math
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,21 +21,11 @@ from benchmarks.experiments.scaling.meshes import (
     SmallLayers,
     Work,
 )
-from benchmarks.experiments.scaling.tables import (
-    KINDS,
-    MEANING,
-    describe_model,
-    mesh_rows,
-    panels,
-    parts,
-    ratio_rows,
-)
+from benchmarks.experiments.scaling.tables import KINDS, panels, parts
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
-from benchmarks.harness.curves import draw_curves
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import machine, output_option, write_json
+from benchmarks.harness.report import Section, output_option
+from benchmarks.harness.timing import check_losses, order_of_round, quartiles, rounds_option
 from torchgpipe.base.devices import accelerator, accelerators
-from torchgpipe.base.errors import table
 from torchgpipe.trainer.config import require
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.gpt import Sizes
@@ -47,7 +36,8 @@ from torchgpipe.trainer.processes import Processes, seconds
 #: DistributedGPipe compare their parameters in steps 0, 1, 2, 4, 8, …, so mostly before them.
 RECORDED = 3
 
-_QUARTILES = torch.tensor([0.25, 0.75])
+#: The measurements of each contender, one per process in it.
+Answers = Mapping[Contender, Sequence[Answer]]
 
 
 def measure(
@@ -67,8 +57,9 @@ def measure(
     """
     n = contenders[-1].mesh.size
     cores = range(n) if device == 'cpu' else None
-    with Processes(n, Worker, work, device, device=device, cores=cores) as processes:
-        bar = tqdm(total=len(contenders) * (1 + RECORDED + rounds), desc=title, leave=False)
+    total = len(contenders) * (1 + RECORDED + rounds)
+    bar = tqdm(total=total, desc=title, leave=False)
+    with bar, Processes(n, Worker, work, device, device=device, cores=cores) as processes:
 
         def call(name: str, order: Sequence[Contender]) -> dict[Contender, list[Any]]:
             """Call a method for each contender; return the answers of the processes in it."""
@@ -82,23 +73,17 @@ def measure(
         reference = processes.call('reference')[0]
         counts: dict[Contender, list[Counts]] = call('build', contenders)
         recorded = [call('record', contenders) for _ in range(RECORDED)]
-        runs = []
-        for k in range(rounds):  # Each contender is the first one in some round.
-            begin = k % len(contenders)
-            runs.append(call('step', [*contenders[begin:], *contenders[:begin]]))
-        bar.close()
+        runs = [call('step', order_of_round(contenders, k)) for k in range(rounds)]
 
     # A loop with another mini-batch has another loss.
     same = [one for one in contenders if one != ALONE or work.alone == work.batch]
     for k in range(COUNTED):
-        losses = {one: _mean(rank.losses[k] for rank in counts[one]) for one in same}
+        losses = {one.name: _mean(rank.losses[k] for rank in counts[one]) for one in same}
         check_losses(losses, None if k else reference)
     for run in (*recorded, *runs):
-        check_losses({one: _mean(answer.loss for answer in run[one]) for one in same})
+        check_losses({one.name: _mean(answer.loss for answer in run[one]) for one in same})
 
-    times = []
-    for run in runs:
-        times.append({one: seconds(answer.span for answer in run[one]) for one in contenders})
+    times = _times(runs)
     peaks = {one: max(rank.peak for rank in counts[one]) for one in contenders}
     rows = []
     for contender in contenders:
@@ -111,20 +96,13 @@ def measure(
     return rows
 
 
-def check_losses(losses: Mapping[Contender, float], expected: float | None = None) -> None:
-    """Check that contenders train the same model on the same data.
-
-    Args:
-        losses: The loss of the mini-batch, by contender.
-        expected: The loss in one process, if it is known.
-
-    Raises:
-        RuntimeError: Losses differ by more than rounding.
-    """
-    first = next(iter(losses.values())) if expected is None else expected
-    if not all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()):
-        names = {contender.name: loss for contender, loss in losses.items()}
-        raise RuntimeError(f'these losses should be the same, {first}: {names}')
+def _times(runs: Sequence[Answers]) -> list[dict[Contender, float]]:
+    """Return the seconds of each contender in all rounds."""
+    times = []
+    for run in runs:
+        spans = {contender: [answer.span for answer in run[contender]] for contender in run}
+        times.append({contender: seconds(spans[contender]) for contender in run})
+    return times
 
 
 def _mean(losses: Iterable[float | None]) -> float:
@@ -178,7 +156,7 @@ def _against(
         'library': peer.library,
         'memory': peaks[contender] / peaks[peer],
         'times_as_fast': median(ratios),
-        'quartiles': [ratio.item() for ratio in torch.tensor(ratios).quantile(_QUARTILES)],
+        'quartiles': quartiles(ratios),
     }
 
 
@@ -218,12 +196,7 @@ def _against(
     'accumulated: gradients of four mini-batches are reduced once; small: 20 small layers for '
     'each process. May be given several times.',
 )
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=5,
-    help='Interleaved rounds, of which the medians count.',
-)
+@rounds_option(5)
 @click.option(
     '--device',
     default='cpu',
@@ -266,7 +239,6 @@ def scaling(
     chosen = {name: MESHES[name] for name in dict.fromkeys(meshes)}
     _check(sizes, batch, chunks, chosen, device)
     folder = output_folder(output)
-    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
     results: dict[str, Any] = {
         'torch': torch.__version__,
         'model': sizes._asdict(),
@@ -284,15 +256,9 @@ def scaling(
             title = f'{kind}, {n} processes'
             rows = measure(work, _contenders(n, suited), rounds, device, title)
             results['rows'] += [{'kind': kind, 'rounds': rounds, **row} for row in rows]
-        click.echo(table(*mesh_rows(results, kind)) + '\n')
     for python in pythons:
         results['others'].append(_measured_by(python))
-    click.echo(f'{table(*ratio_rows(results))}\n\n{describe_model(results)}\n\n{MEANING}\n')
-    files = [
-        write_json(folder, 'scaling', results),
-        *draw_curves(panels(results), folder / 'scaling'),
-    ]
-    click.echo('\n'.join(map(str, files)))
+    SECTION.publish(results, folder)
 
 
 def _is_suited(mesh: Mesh, kind: str) -> bool:
@@ -382,5 +348,6 @@ def _check(sizes: Sizes, batch: int, chunks: int, meshes: dict[str, Mesh], devic
         )
 
 
+SECTION = Section('A GPT on several processes', 'scaling', parts, panels)
 COMMANDS = [scaling]
-SECTIONS = [Section('A GPT on several processes', 'scaling', parts)]
+SECTIONS = [SECTION]

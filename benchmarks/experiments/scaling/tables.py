@@ -1,12 +1,11 @@
 """The tables and the picture of results, and an explanation of their columns."""
 
-from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE
-from benchmarks.harness.curves import Panel
-from benchmarks.harness.report import Rows
+from benchmarks.harness.charts import Curves
+from benchmarks.harness.report import Part, Rows
 
 #: The kinds of scaling, with an explanation of each.
 KINDS = {
@@ -57,13 +56,14 @@ AXES = ('data', 'pipe', 'tensor')
 def describe_model(results: dict[str, Any]) -> str:
     """Describe the model and its mini-batch."""
     model = results['model']
-    rounds = sorted({row['rounds'] for row in results['rows']})
+    numbers = sorted({row['rounds'] for row in results['rows']})
+    rounds = ' to '.join(map(str, dict.fromkeys([numbers[0], numbers[-1]])))
     text = (
         f'The GPT has {model["depth"]} blocks of width {model["width"]} with '
         f'{model["heads"]} heads, {model["vocabulary"]} words and {model["context"]} tokens '
         'per sequence. It is trained in float32 by SGD, without checkpoints. The mini-batch '
         f'of one process has {results["batch"]} sequences in {results["chunks"]} '
-        f'micro-batches. There are {" to ".join(map(str, rounds[:1] + rounds[1:][-1:]))} rounds. '
+        f'micro-batches. There are {rounds} rounds. '
     )
     if results['device'] == 'cpu':
         return text + (
@@ -95,23 +95,26 @@ def mesh_rows(results: dict[str, Any], kind: str) -> Rows:
         'sent, MiB',
         'bubble, %',
     ]
-    return header, [
-        [
-            row['name'],
-            str(row['processes']),
-            f'{row["cores_per_rank"]:.2g}',
-            str(row['chunks']),
-            f'{row["seconds"] * 1e3:.0f}',
-            f'{row["tokens_per_second"]:.0f}',
-            f'{row["speed_up"]:.2f}',
-            f'{row["share"]:.2f}',
-            f'{of_cores(row):.2f}',
-            f'{row["memory"] / 2**20:.1f}',
-            sent_cell(row),
-            '—' if row['bubble'] is None else f'{row["bubble"] * 100:.0f}',
-        ]
-        for row in rows_of(results, kind)
-    ]
+    rows = []
+    for row in rows_of(results, kind):
+        bubble = '—' if row['bubble'] is None else f'{row["bubble"] * 100:.0f}'
+        rows.append(
+            [
+                row['name'],
+                str(row['processes']),
+                f'{row["cores_per_rank"]:.2g}',
+                str(row['chunks']),
+                f'{row["seconds"] * 1e3:.0f}',
+                f'{row["tokens_per_second"]:.0f}',
+                f'{row["speed_up"]:.2f}',
+                f'{row["share"]:.2f}',
+                f'{of_cores(row):.2f}',
+                f'{row["memory"] / 2**20:.1f}',
+                sent_cell(row),
+                bubble,
+            ]
+        )
+    return header, rows
 
 
 def of_cores(row: dict[str, Any]) -> float:
@@ -122,12 +125,11 @@ def of_cores(row: dict[str, Any]) -> float:
 
 def sent_cell(row: dict[str, Any]) -> str:
     """Return the MiB that a rank sends along each axis."""
-    return (
-        ', '.join(
-            f'{axis} {row["sent"][axis] / 2**20:.1f}' for axis in AXES if axis in row['sent']
-        )
-        or '—'
-    )
+    cells = []
+    for axis in AXES:
+        if axis in row['sent']:
+            cells.append(f'{axis} {row["sent"][axis] / 2**20:.1f}')
+    return ', '.join(cells) or '—'
 
 
 def ratio_rows(results: dict[str, Any]) -> Rows:
@@ -135,30 +137,34 @@ def ratio_rows(results: dict[str, Any]) -> Rows:
 
     There is a row for each mesh in each environment.
     """
-    environments = [results, *results['others']]
-    kinds = [kind for kind in KINDS if rows_of(results, kind)]
+    kinds = kinds_of(results)
     header = ['torchgpipe', 'torch']
     for kind in kinds:
         header += [f'{kind}, times as fast', f'{kind}, memory']
 
-    #: By name, for each environment, the cells of each kind.
-    cells: dict[str, list[dict[str, list[str]]]] = {}
-    for k, environment in enumerate(environments):
+    # The cells of each kind, by name, and by the number of the environment and its PyTorch.
+    cells: dict[str, dict[tuple[int, str], dict[str, list[str]]]] = {}
+    for number, environment in enumerate([results, *results['others']]):
         for row in environment['rows']:
             against = row['against']
             if against:
                 name = f'{row["name"]}, against {against["library"]}'
-                cells.setdefault(name, [{} for _ in environments])
-                cells[name][k][row['kind']] = _ratio_cells(against)
+                environments = cells.setdefault(name, {})
+                by_kind = environments.setdefault((number, environment['torch']), {})
+                by_kind[row['kind']] = _ratio_cells(against)
+
     rows = []
-    for name, by_environment in cells.items():
-        for environment, by_kind in zip(environments, by_environment):
-            row = [name, environment['torch']]
+    for name, environments in cells.items():
+        for (_, release), by_kind in environments.items():
+            rows.append([name, release])
             for kind in kinds:
-                row += by_kind.get(kind, ['—', '—'])
-            if by_kind:
-                rows.append(row)
+                rows[-1] += by_kind.get(kind, ['—', '—'])
     return header, rows
+
+
+def kinds_of(results: dict[str, Any]) -> list[str]:
+    """Return the measured kinds of scaling."""
+    return [kind for kind in KINDS if rows_of(results, kind)]
 
 
 def _ratio_cells(against: dict[str, Any]) -> list[str]:
@@ -170,42 +176,37 @@ def _ratio_cells(against: dict[str, Any]) -> list[str]:
     ]
 
 
-def panels(results: dict[str, Any]) -> list[Panel]:
+def panels(results: dict[str, Any]) -> list[Curves]:
     """Return tokens per second by the number of processes: a panel for each kind of scaling."""
-    return [
-        Panel(f'processes, {kind} scaling', 'tokens/s', _curves(results, kind))
-        for kind in KINDS
-        if rows_of(results, kind)
-    ]
+    return [_panel(results, kind) for kind in kinds_of(results)]
 
 
-Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
-
-
-def _curves(results: dict[str, Any], kind: str) -> Curves:
+def _panel(results: dict[str, Any], kind: str) -> Curves:
     rows = [row for row in results['rows'] if row['kind'] == kind]
     one = median(row['tokens_per_second'] for row in rows if row['processes'] == 1)
     sizes = sorted({row['processes'] for row in rows})
-    cores = results['cores'] if results['device'] == 'cpu' else max(sizes)
-    name = 'ideal' if cores >= max(sizes) else f'ideal on {cores} cores'
-    curves: Curves = {name: (sizes, [one * min(n, cores) for n in sizes])}
-    for curve, (axis, shard) in CURVES.items():
-        points = [
-            (row['processes'], row['tokens_per_second'])
-            for row in rows
-            if row['library'] == TORCHGPIPE
-            and row['shard'] == shard
-            and row[axis] == row['processes']
-        ]
-        xs, ys = zip(*[(1, one), *sorted(points)])
-        curves[curve] = xs, ys
-    return curves
+    most = max(sizes)
+    cores = results['cores'] if results['device'] == 'cpu' else most
+    ideal = 'ideal' if cores >= most else f'ideal on {cores} cores'
+    curves: dict[str, tuple[list[int], list[float]]] = {
+        ideal: (sizes, [one * min(n, cores) for n in sizes])
+    }
+    for name, (axis, shard) in CURVES.items():
+        xs, ys = [1], [one]
+        for row in sorted(rows, key=lambda row: row['processes']):
+            is_on_axis = row['shard'] == shard and row[axis] == row['processes'] > 1
+            if row['library'] == TORCHGPIPE and is_on_axis:
+                xs.append(row['processes'])
+                ys.append(row['tokens_per_second'])
+        curves[name] = xs, ys
+    return Curves(f'processes, {kind} scaling', 'tokens/s', curves)
 
 
-def parts(results: dict[str, Any]) -> list[str | Rows]:
+def parts(results: dict[str, Any]) -> list[Part]:
     """Return the text and the tables for the documentation."""
-    kinds = [kind for kind in KINDS if rows_of(results, kind)]
-    result: list[str | Rows] = [f'{describe_model(results)} {MEANING}']
-    for kind in kinds:
+    result: list[Part] = [f'{describe_model(results)} {MEANING}']
+    for kind in kinds_of(results):
         result += [f'{TITLES[kind]}: {KINDS[kind]}.', mesh_rows(results, kind)]
-    return [*result, ratio_rows(results)] if ratio_rows(results)[1] else result
+    if ratio_rows(results)[1]:
+        result.append(ratio_rows(results))
+    return result

@@ -1,198 +1,186 @@
 """The gradients of a mini-batch in one process of a mesh: by torchgpipe, and by PyTorch."""
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.experiments.scaling.meshes import ALONE, TORCHGPIPE, Contender, Work
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.trainer.gpt import Block
 
-#: Returns the context of a micro-batch, or of a mini-batch, after which gradients may be reduced.
-Context = Callable[[bool], AbstractContextManager[object]]
 
-#: Computes the gradients of a mini-batch, after which they may be reduced.
-Compute = Callable[[bool], Tensor | None]
-
-
-class Trainer(NamedTuple):
-    """The model of a process.
+class Loop:
+    """A model in one process, which trains on one micro-batch after the other.
 
     Attributes:
         model: The module with the parameters of this process.
-        gradients: Computes them, and returns the mean loss of the samples of this replica, or of
-            all; ``None`` in a process without the loss. The argument is whether to reduce them.
         axes: The axis of each process group, by its name.
     """
 
     model: nn.Module
-    gradients: Compute
-    axes: dict[str, str]
+
+    def __init__(self, contender: Contender, work: Work, device: torch.device) -> None:
+        self.axes: dict[str, str] = {}
+        self._mesh: Any = None
+        place, replicas = 0, 1
+        if contender != ALONE:
+            data, pipe, tensor = contender.mesh.axes.values()
+            self._mesh = init_mesh(data, pipe, tensor, device_type=device.type)
+            place, replicas = self._mesh.get_local_rank('data'), data
+            for axis, size in contender.mesh.axes.items():
+                if size > 1:
+                    self.axes[str(self._mesh.get_group(axis).group_name)] = axis
+        self._contender = contender
+        self._work = work
+        self._device = device
+        self._chunks = work.chunks(replicas)
+        samples, targets = work.samples(place, replicas)
+        self._samples = samples.to(device)
+        self._targets = targets.to(device)
+        self._build()
+
+    def _build(self) -> None:
+        self.model = self._work.model().to(self._device)
+
+    def gradients(self, reduces: bool) -> Tensor | None:
+        """Compute gradients.
+
+        Args:
+            reduces: Whether to reduce them over replicas.
+
+        Returns:
+            The mean loss of the samples of this replica, or of all; ``None`` in a process without
+            the loss.
+        """
+        losses = []
+        batches = zip(self._samples.chunk(self._chunks), self._targets.chunk(self._chunks))
+        for i, (x, y) in enumerate(batches):
+            with self._context(reduces and i == self._chunks - 1):
+                loss = self._work.loss_of(self.model(x), y) / self._chunks
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _context(self, reduces: bool) -> AbstractContextManager[object]:
+        """Return the context of a micro-batch, after which gradients may be reduced."""
+        return nullcontext()
 
 
-def trainer(contender: Contender, work: Work, device: torch.device) -> Trainer:
-    """Create the model of a contender. All processes of the mesh call it."""
-    if contender == ALONE:
-        module, share = work.model().to(device), work._replace(batch=work.alone)
-        return Trainer(module, _loop(module, share, 0, 1, device), {})
-    data, pipe, tensor = contender.mesh.axes.values()
-    mesh = init_mesh(data, pipe, tensor, device_type=device.type)
-    axes = {
-        str(mesh.get_group(axis).group_name): axis
-        for axis, size in contender.mesh.axes.items()
-        if size > 1
-    }
-    model, gradients = _MAKERS[contender.library](contender, work, mesh, device)
-    if isinstance(model, DistributedGPipe):
+class Pipeline(Loop):
+    """A model of torchgpipe, which trains by 1F1B."""
+
+    model: DistributedGPipe
+
+    def _build(self) -> None:
+        options = self._work.options(self._contender.mesh)
+        model = DistributedGPipe(self._work.model(), mesh=self._mesh, **options)
         # Its messages have groups of their own.
         for edge, group in model._rank.edges.groups.items():
             if get_rank() in edge:
-                axes[str(group.group_name)] = 'pipe'
-    return Trainer(model, gradients, axes)
+                self.axes[str(group.group_name)] = 'pipe'
+        self.model = model
 
-
-Made = tuple[nn.Module, Compute]
-
-
-def _samples(work: Work, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
-    place = mesh.get_local_rank('data')
-    x, y = work.samples(place, mesh['data'].size())
-    return x.to(device), y.to(device)
-
-
-def _pipeline(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
-    model = DistributedGPipe(work.model(), mesh=mesh, **work.options(contender.mesh))
-    samples = _samples(work, mesh, device)
-
-    def gradients(reduces: bool) -> Tensor | None:
-        with nullcontext() if reduces else model.no_sync():
-            loss: Tensor = model.step(*samples, work.loss_of, schedule='1f1b')
+    def gradients(self, reduces: bool) -> Tensor | None:
+        """Compute gradients, as in a :class:`Loop`."""
+        with self._context(reduces):
+            loss: Tensor = self.model.step(
+                self._samples, self._targets, self._work.loss_of, schedule='1f1b'
+            )
         return loss
 
-    return model, gradients
+    def _context(self, reduces: bool) -> AbstractContextManager[object]:
+        return nullcontext() if reduces else self.model.no_sync()
 
 
-def _ddp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
-    from torch.nn.parallel import DistributedDataParallel
+class DDP(Loop):
+    """A replica of DistributedDataParallel."""
 
-    model = DistributedDataParallel(work.model().to(device), process_group=mesh.get_group('data'))
-    return model, _loop(
-        model,
-        work,
-        mesh.get_local_rank('data'),
-        contender.mesh.data,
-        device,
-        lambda reduces: nullcontext() if reduces else model.no_sync(),
-    )
+    model: DistributedDataParallel
+
+    def _build(self) -> None:
+        model = self._work.model().to(self._device)
+        group = self._mesh.get_group('data')
+        self.model = DistributedDataParallel(model, process_group=group)
+
+    def _context(self, reduces: bool) -> AbstractContextManager[object]:
+        return nullcontext() if reduces else self.model.no_sync()
 
 
-def _fsdp(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
-    model: Any = _sharded(work.model().to(device), mesh)
+class FSDP(Loop):
+    """A shard of FSDP2."""
 
-    def context(reduces: bool) -> AbstractContextManager[object]:
-        model.set_requires_gradient_sync(reduces)
+    model: Any
+
+    def _build(self) -> None:
+        self.model = sharded(self._work.model().to(self._device), self._mesh)
+
+    def _context(self, reduces: bool) -> AbstractContextManager[object]:
+        self.model.set_requires_gradient_sync(reduces)
         return nullcontext()
 
-    return model, _loop(
-        model, work, mesh.get_local_rank('data'), contender.mesh.data, device, context
-    )
 
-
-def _sharded(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+def sharded(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Shard each block, and all other parameters as the root's."""
-    from torch.distributed.fsdp import fully_shard
-
     for block in [child for child in module.modules() if isinstance(child, Block)]:
         fully_shard(block, mesh=mesh['data'], **options)
     fully_shard(module, mesh=mesh['data'], **options)
     return module
 
 
-def _pipelining(contender: Contender, work: Work, mesh: DeviceMesh, device: torch.device) -> Made:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+class Pipelining(Loop):
+    """A stage of torch.distributed.pipelining, which trains by 1F1B, with or without FSDP2."""
 
-    j, n = mesh.get_local_rank('pipe'), contender.mesh.pipe
-    balance = work.balance(n)
-    begin = sum(balance[:j])
-    module: nn.Module = work.model()[begin : begin + balance[j]].to(device)
-    if contender.mesh.shard:  # Users of pipelines keep parameters until the end of backward.
-        module = _sharded(module, mesh, reshard_after_forward=False)
-    stage = PipelineStage(module, j, n, device, group=mesh.get_group('pipe'))
-    m = work.chunks(contender.mesh.data)
-    # The schedule divides all gradients at its end, also the ones of earlier mini-batches.
-    divides_losses = work.accumulated > 1
+    def _build(self) -> None:
+        j, n = self._mesh.get_local_rank('pipe'), self._contender.mesh.pipe
+        self._is_first, self._is_last = j == 0, j == n - 1
+        balance = self._work.balance(n)
+        begin = sum(balance[:j])
+        layers = self._work.model()[begin : begin + balance[j]]
+        self.model = layers.to(self._device)
+        if self._contender.mesh.shard:
+            # Users of pipelines keep parameters until the end of backward.
+            sharded(self.model, self._mesh, reshard_after_forward=False)
 
-    def loss_of(scores: Tensor, target: Tensor) -> Tensor:
-        loss = work.loss_of(scores, target)
-        return loss / m if divides_losses else loss
-
-    schedule = Schedule1F1B(stage, m, loss_fn=loss_of, scale_grads=not divides_losses)
-    x, y = _samples(work, mesh, device)
-
-    def gradients(reduces: bool) -> Tensor | None:
-        losses: list[Tensor] = []
-        schedule.step(
-            *[x] * (j == 0),
-            target=y if j == n - 1 else None,
-            losses=losses if j == n - 1 else None,
-            return_outputs=False,
+        # The schedule divides all gradients at its end, also the ones of earlier mini-batches.
+        self._divides_losses = self._work.accumulated > 1
+        group = self._mesh.get_group('pipe')
+        self._schedule = Schedule1F1B(
+            PipelineStage(self.model, j, n, self._device, group=group),
+            self._chunks,
+            loss_fn=self._loss,
+            scale_grads=not self._divides_losses,
         )
-        if not losses:
+
+    def _loss(self, scores: Tensor, target: Tensor) -> Tensor:
+        loss = self._work.loss_of(scores, target)
+        return loss / self._chunks if self._divides_losses else loss
+
+    def gradients(self, reduces: bool) -> Tensor | None:
+        """Compute gradients, as in a :class:`Loop`."""
+        losses: list[Tensor] = []
+        inputs = [self._samples] if self._is_first else []
+        outputs: dict[str, Any] = {}
+        if self._is_last:
+            outputs = {'target': self._targets, 'losses': losses}
+        self._schedule.step(*inputs, **outputs, return_outputs=False)
+        if not self._is_last:
             return None
-        return torch.stack(losses).sum().detach() / (1 if divides_losses else m)
+        loss = torch.stack(losses).detach()
+        return loss.sum() if self._divides_losses else loss.mean()
 
-    return module, gradients
 
-
-_MAKERS = {
-    TORCHGPIPE: _pipeline,
-    'DDP': _ddp,
-    'FSDP2': _fsdp,
-    'pipelining': _pipelining,
-    'pipelining + FSDP2': _pipelining,
+TRAINERS = {
+    ALONE.library: Loop,
+    TORCHGPIPE: Pipeline,
+    'DDP': DDP,
+    'FSDP2': FSDP,
+    'pipelining': Pipelining,
+    'pipelining + FSDP2': Pipelining,
 }
-
-
-def _loop(
-    model: nn.Module,
-    work: Work,
-    place: int,
-    replicas: int,
-    device: torch.device,
-    context: Context = lambda reduces: nullcontext(),
-) -> Compute:
-    """Return a function that trains on one micro-batch after the other.
-
-    Args:
-        model: The model.
-        work: The mini-batch of all replicas.
-        place: The number of this replica.
-        replicas: The number of replicas.
-        device: The device of this process.
-        context: The context of a micro-batch.
-    """
-    m = work.chunks(replicas)
-    x, y = (tensor.to(device).chunk(m) for tensor in work.samples(place, replicas))
-    return partial(_gradients, model, [*zip(x, y)], work.loss_of, context)
-
-
-def _gradients(
-    model: nn.Module,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    context: Context,
-    reduces: bool,
-) -> Tensor:
-    losses = []
-    for i, (x, y) in enumerate(batches):
-        with context(reduces and i == len(batches) - 1):
-            loss = loss_of(model(x), y) / len(batches)
-            loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()

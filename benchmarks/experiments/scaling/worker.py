@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 from torch.optim import SGD
 
 from benchmarks.experiments.scaling.meshes import ALONE, Contender, Mesh, Work
-from benchmarks.experiments.scaling.trainers import Trainer, trainer
+from benchmarks.experiments.scaling.trainers import TRAINERS, Loop
 from torchgpipe.base.devices import synchronize
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.dry_run.counters import Counter, calls_seen
@@ -98,18 +98,16 @@ class Worker:
             if device == 'cpu'
             else torch.device(device, torch.accelerator.current_device_index())
         )
-        self._trainers: dict[Contender, tuple[Trainer, SGD]] = {}
+        self._trainers: dict[Contender, tuple[Loop, SGD]] = {}
 
     def reference(self) -> float | None:
         """Return the loss of the whole mini-batch before the first step; in one process only."""
         if distributed.get_rank():
             return None
         model, work = self._work.model(), self._work
+        x, y = (tensor.split(work.micro_batch) for tensor in work.samples(0, 1))
         with torch.no_grad():
-            losses = [
-                work.loss_of(model(x), y)
-                for x, y in zip(*(tensor.split(work.micro_batch) for tensor in work.samples(0, 1)))
-            ]
+            losses = [work.loss_of(model(x_i), y_i) for x_i, y_i in zip(x, y)]
         return torch.stack(losses).mean().item()
 
     def build(self, contender: Contender) -> Counts | None:
@@ -122,7 +120,7 @@ class Worker:
             return None
         losses, counter = [], Counter()
         with calls_seen(), counter:
-            replica = trainer(contender, self._work, self._device)
+            replica = TRAINERS[contender.library](contender, self._share(contender), self._device)
             self._trainers[contender] = replica, SGD(replica.model.parameters(), RATE)
             for _ in range(COUNTED):
                 gc.collect()
@@ -131,18 +129,18 @@ class Worker:
             counter.at(None)
         *before, last = counter.entries
         peak = sum(entry.bytes for entry in before) + last.peak
-        return Counts(
-            losses,
-            peak,
-            totals(
-                [
-                    (replica.axes[collective.group], collective.name, collective.bytes)
-                    for collective in last.collectives
-                    if collective.group in replica.axes
-                ],
-                contender.mesh,
-            ),
-        )
+        operations: list[Operation] = []
+        for collective in last.collectives:
+            axis = replica.axes.get(collective.group)
+            if axis is not None:
+                operations.append((axis, collective.name, collective.bytes))
+        return Counts(losses, peak, totals(operations, contender.mesh))
+
+    def _share(self, contender: Contender) -> Work:
+        """Return the work of a contender. The loop in one process has its own mini-batch."""
+        if contender == ALONE:
+            return self._work._replace(batch=self._work.alone)
+        return self._work
 
     def step(self, contender: Contender) -> Answer | None:
         """Take a step."""

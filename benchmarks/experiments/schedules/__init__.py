@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
@@ -12,19 +11,12 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.experiments.schedules.contenders import (
-    CELLS,
-    OTHERS,
-    Pipeline,
-    Run,
-    Stage,
-    contenders,
-)
-from benchmarks.experiments.schedules.draw import Prediction, draw_speed_ups, predict
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, machine, output_option, write_json
+from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Stage, contenders
+from benchmarks.experiments.schedules.prediction import Prediction, predict
+from benchmarks.harness.charts import Bars, bar
+from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.timing import check_losses, one_thread, rounds_option, time_in_turn
 from benchmarks.models.stacks import STACKS, Stack
-from torchgpipe.base.errors import table
 from torchgpipe.schedule import NAMES
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.processes import Processes, is_available
@@ -51,60 +43,48 @@ RECORDED = 3
 def depth_of(stack: Stack, milliseconds: float) -> int:
     """Return the layers of a cell, so that all cells of a device take so long in one thread."""
     layer, (x, _) = stack.layer(), stack.data(1)
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        layer(x)
-        times.append(time.perf_counter() - begin)
+    (times,) = time_in_turn({0: lambda: layer(x)}, 20).values()
     return max(1, math.ceil(milliseconds / 1e3 / CELLS / median(times)))
 
 
 def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, Any]:
     """Let all take steps in turn, and return the measurements of each."""
-    cells, data = STACKS[stack].build(CELLS * n, depth), STACKS[stack].data(m)
+    cells = STACKS[stack].build(CELLS * n, depth)
+    micro_batch, _ = STACKS[stack].data(1)
+    runs: list[dict[str, float]] = []
+    predictions: list[dict[str, Prediction]] = []
     with ExitStack() as exit:
-        processes = (
-            exit.enter_context(Processes(n, Stage, stack, CELLS * n, depth, m, [*OTHERS.values()]))
-            if is_available() and m >= n
-            else None
-        )
-        runners = contenders(cells, data, n, m, processes)
-        _check_losses({name: runner.run() for name, runner in runners.items()})
-        runs, predictions = [], []
+        processes = None
+        if is_available() and m >= n:
+            options = (stack, CELLS * n, depth, m, [*OTHERS.values()])
+            processes = exit.enter_context(Processes(n, Stage, *options))
+        by_name = contenders(cells, STACKS[stack].data(m), n, m, processes)
+        check_losses({name: contender.run().loss for name, contender in by_name.items()})
+
         for _ in tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False):
-            runs.append({name: runner.run().seconds for name, runner in runners.items()})
+            runs.append({name: contender.run().seconds for name, contender in by_name.items()})
             torch.set_num_threads(1)
-            predictions.append(predict(cells, STACKS[stack].data(1)[0], n, m))
-        bubbles = {
-            name: [runner.bubble() for _ in range(RECORDED)]
-            for name, runner in runners.items()
-            if isinstance(runner, Pipeline)
-        }
-        peaks = {name: runner.peak() for name, runner in runners.items()}
-    ideal = m * n / (m + n - 1)
+            predictions.append(predict(cells, micro_batch, n, m))
+
+        ideal = m * n / (m + n - 1)
+        rows = []
+        for name, contender in by_name.items():
+            bubbles = [contender.bubble() for _ in range(RECORDED)]
+            rows.append(
+                {
+                    **_row(name, runs, contender.peak(), ideal, n),
+                    'bubble': None if None in bubbles else median(bubbles),
+                    'predicted': _prediction(name, runs, predictions),
+                }
+            )
     return {
         'stack': stack,
         'partitions': n,
         'chunks': m,
         'depth': CELLS * depth,
         'ideal': ideal,
-        'rows': [
-            {
-                **_row(name, runs, peaks[name], ideal, n),
-                'bubble': median(bubbles[name]) if name in bubbles else None,
-                'predicted': _prediction(name, runs, predictions),
-            }
-            for name in runners
-        ],
+        'rows': rows,
     }
-
-
-def _check_losses(runs: dict[str, Run]) -> None:
-    """See that all of them train the same model on the same data."""
-    losses = {name: run.loss for name, run in runs.items()}
-    first = losses['in sequence']
-    if not all(math.isclose(loss, first, rel_tol=1e-4) for loss in losses.values()):
-        raise RuntimeError(f'these losses should be the same: {losses}')
 
 
 def _row(
@@ -128,13 +108,11 @@ def _prediction(
     """Relate the prediction in each round to the measurement in it."""
     if name not in predictions[0]:
         return None
-    ratios = []
-    for run, prediction in zip(runs, predictions):
-        ratios.append(run[name] / prediction[name].seconds)
+    of_rounds = [prediction[name] for prediction in predictions]
     return {
-        'seconds': median(prediction[name].seconds for prediction in predictions),
-        'bubble': median(prediction[name].bubble for prediction in predictions),
-        'ratio': median(ratios),
+        'seconds': median(prediction.seconds for prediction in of_rounds),
+        'bubble': median(prediction.bubble for prediction in of_rounds),
+        'ratio': median(run[name] / round.seconds for run, round in zip(runs, of_rounds)),
     }
 
 
@@ -167,12 +145,7 @@ def _prediction(
     default=10.0,
     help='How long forward of a micro-batch takes at least in a partition, in one thread.',
 )
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=11,
-    help='Interleaved rounds, of which the medians count.',
-)
+@rounds_option(11)
 @output_option
 def schedules(
     stacks: tuple[str, ...],
@@ -191,25 +164,15 @@ def schedules(
     torch.distributed.pipelining are measured. Interleaved and zb-v cut each partition in two.
     """
     folder = output_folder(output)
-    click.echo(f'torch {machine()["torch"]}, {machine()["cpu"]}, {machine()["cores"]} cores\n')
-    threads = torch.get_num_threads()
     cases = []
-    try:
+    with one_thread():
         for name in stacks:
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # A contender has another number.
             depth = depth_of(STACKS[name], milliseconds)
             for n, m in itertools.product(partitions, chunks):
                 cases.append(measure(name, depth, n, m, rounds))
-                click.echo(table(*schedule_rows(cases[-1])) + '\n')
-    finally:
-        torch.set_num_threads(threads)
     results = {'milliseconds': milliseconds, 'rounds': rounds, 'cases': cases}
-    click.echo(table(*summary_rows(cases)) + f'\n\n{MEANING}\n')
-    files = [
-        write_json(folder, 'schedules', results),
-        *draw_speed_ups(cases, folder / 'schedules'),
-    ]
-    click.echo('\n'.join(map(str, files)))
+    SECTION.publish(results, folder)
 
 
 def schedule_rows(case: dict[str, Any]) -> Rows:
@@ -298,8 +261,31 @@ def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -
     return f'{median(rows[one][figure] / rows[other][figure] for rows in group):.2f}'
 
 
-def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Return the page the summary, and a table for each case."""
+def speed_up_panels(results: dict[str, Any]) -> list[Bars]:
+    """Return a panel per stack and number of partitions, with a line at each ideal."""
+    cases = results['cases']
+    names = dict.fromkeys(row['name'] for case in cases for row in case['rows'])
+    names.pop('in sequence')
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        groups.setdefault(f'{case["stack"]}, n = {case["partitions"]}', []).append(case)
+
+    panels = []
+    for title, group in groups.items():
+        series = {}
+        for case in group:
+            speed_ups = {row['name']: row['speed_up'] for row in case['rows']}
+            series[f'm = {case["chunks"]}'] = [bar(speed_ups.get(name)) for name in names]
+        # The names of the first panel are the ones of all of them.
+        labels = [''] * len(names) if panels else [*names]
+        ideals = [case['ideal'] for case in group]
+        label = 'times as fast as in sequence; dotted: the ideal'
+        panels.append(Bars(title, label, labels, series, ideals))
+    return panels
+
+
+def _parts(results: dict[str, Any]) -> list[Part]:
+    """Return the summary, and a table for each case."""
     cases = results['cases']
     return [
         f'The forward of a micro-batch takes at least {results["milliseconds"]:g} ms in a '
@@ -309,5 +295,6 @@ def _parts(results: dict[str, Any]) -> list[str | Rows]:
     ]
 
 
+SECTION = Section('Schedules on workers of the CPU', 'schedules', _parts, speed_up_panels)
 COMMANDS = [schedules]
-SECTIONS = [Section('Schedules on workers of the CPU', 'schedules', _parts)]
+SECTIONS = [SECTION]

@@ -6,7 +6,7 @@ Stages of torch.distributed.pipelining and of a DistributedGPipe have a process 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,6 +16,7 @@ from benchmarks.harness.memory import peak_of_activations
 from benchmarks.harness.options import places
 from benchmarks.models.stacks import STACKS
 from torchgpipe import GPipe
+from torchgpipe.base.devices import CPU
 from torchgpipe.distributed import DistributedGPipe, init_mesh
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.timeline import record
@@ -26,8 +27,9 @@ class Answer(NamedTuple):
     """A process's measurements of a step.
 
     Attributes:
-        span: The time of the step. loss: The loss of the mini-batch; of the last process only.
-        peak: The peak of activations in bytes, if that was asked for.
+        span: The time of the step.
+        loss: The loss of the mini-batch; of the last process only.
+        peak: The peak of activations in bytes, if they are counted.
     """
 
     span: Interval
@@ -62,51 +64,45 @@ class Stage:
             all_cells, [count] * n, mesh=init_mesh(pipe=n), chunks=chunks, checkpoint='never'
         )
         self._is_first, self._is_last = rank == 0, rank == n - 1
-        self._schedules = {
-            name: getattr(pipelining, name)(
-                pipelining.PipelineStage(self._layers, rank, n, torch.device('cpu')),
-                chunks,
-                loss_fn=F.mse_loss,
-            )
-            for name in names
-        }
+        self._schedules = {}
+        for name in names:
+            stage = pipelining.PipelineStage(self._layers, rank, n, CPU)
+            schedule = getattr(pipelining, name)
+            self._schedules[name] = schedule(stage, chunks, loss_fn=F.mse_loss)
 
     def step(self, name: str, count_memory: bool = False) -> Answer:
         """Take a step by a schedule: of torch, if it has a class of that name."""
-        for parameter in self._layers.parameters():
-            parameter.grad = None
-        losses: list[torch.Tensor] = []
-        torch_step = (
-            partial(
-                self._schedules[name].step,
-                *[self._input] * self._is_first,
-                target=self._target if self._is_last else None,
-                losses=losses if self._is_last else None,
-                return_outputs=False,
-            )
-            if name in self._schedules
-            else None
-        )
-        call = torch_step or partial(self._own_step, name, losses)
+        self._layers.zero_grad()
+        losses: list[Tensor] = []
         peaks: list[int] = []
-        span = Interval.of(
-            lambda: peaks.append(peak_of_activations(call)) if count_memory else call()
-        )
+
+        def step() -> None:
+            if name in self._schedules:
+                self._step_of_torch(name, losses)
+            else:
+                loss = self._model.step(self._input, self._target, F.mse_loss, schedule=name)
+                losses.append(loss)
+
+        def counted_step() -> None:
+            peaks.append(peak_of_activations(step))
+
+        span = Interval.of(counted_step if count_memory else step)
         loss = torch.stack(losses).mean().item() if losses else None
         return Answer(span, loss, peaks[0] if peaks else None)
 
-    def _own_step(self, name: str, losses: list[torch.Tensor]) -> None:
-        losses.append(self._model.step(self._input, self._target, F.mse_loss, schedule=name))
+    def _step_of_torch(self, name: str, losses: list[Tensor]) -> None:
+        """Take a step, and add the losses of micro-batches in the last process."""
+        inputs = [self._input] if self._is_first else []
+        outputs = {'target': self._target, 'losses': losses} if self._is_last else {}
+        self._schedules[name].step(*inputs, **outputs, return_outputs=False)
 
 
 #: Cells for each device, so that a schedule may have two stages there.
 CELLS = 2
 
-#: Those in processes: of torchgpipe.distributed, and of torch.distributed.pipelining.
+#: Schedules in processes: of torchgpipe.distributed, and of torch.distributed.pipelining.
 OWN = {'gpipe, processes': 'gpipe', '1f1b, processes': '1f1b'}
 OTHERS = {'torch GPipe': 'ScheduleGPipe', 'torch 1F1B': 'Schedule1F1B'}
-
-Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class Run(NamedTuple):
@@ -116,19 +112,9 @@ class Run(NamedTuple):
     loss: float
 
 
-class Contender(Protocol):
-    """One way to train the cells."""
-
-    def run(self) -> Run:
-        """Take a step."""
-
-    def peak(self) -> int:
-        """Take a step, and give the peak of its activations in bytes."""
-
-
 def contenders(
     cells: nn.Sequential, data: tuple[Tensor, Tensor], n: int, m: int, processes: Processes | None
-) -> dict[str, Contender]:
+) -> dict[str, 'Contender']:
     """Return all of them by name, the baseline first.
 
     Args:
@@ -139,29 +125,24 @@ def contenders(
         processes: One for each device, if they can be had.
     """
 
-    def pipeline(
-        name: str, devices: Sequence[str], step: Any = _by_schedule, threads: int = n
-    ) -> Contender:
-        model = GPipe(
-            cells,
-            [len(cells) // len(devices)] * len(devices),
-            devices=devices,
-            chunks=m,
-            checkpoint='never',
-        )
-        return Pipeline(cells, data, partial(step, model, name), threads, model)
+    def pipeline(devices: Sequence[str], schedule: str | None, threads: int = n) -> Contender:
+        balance = [len(cells) // len(devices)] * len(devices)
+        model = GPipe(cells, balance, devices=devices, chunks=m, checkpoint='never')
+        step = partial(_by_pipeline, model, schedule, *data)
+        return InProcess(cells, step, threads, model)
 
-    result = {
-        'in sequence': _Here(cells, data, partial(_in_sequence, cells, m), threads=1),
-        'plain call': pipeline('', [f'cpu:{j}' for j in range(n)], _by_the_plain_call),
+    result: dict[str, Contender] = {
+        'in sequence': InProcess(cells, partial(_in_sequence, cells, m, *data), threads=1),
+        'plain call': pipeline([f'cpu:{j}' for j in range(n)], None),
     }
     for name in NAMES:
         stages = sum(map(len, make(name, n, 1).stages))
-        result[name] = pipeline(name, [f'cpu:{j}' for j in places(name, stages)])
+        result[name] = pipeline([f'cpu:{j}' for j in places(name, stages)], name)
     for name in ('1f1b', 'zb-h1'):  # No bubbles: the difference is the cost of the split.
-        result[f'{name}, one worker'] = pipeline(name, ['cpu'] * n, threads=1)
-    for name, scheme in (OWN | OTHERS).items() if processes else ():
-        result[name] = _There(processes, scheme)
+        result[f'{name}, one worker'] = pipeline(['cpu'] * n, name, threads=1)
+    if processes:
+        for name, schedule in (OWN | OTHERS).items():
+            result[name] = InProcesses(processes, schedule)
     return result
 
 
@@ -175,81 +156,87 @@ def _in_sequence(cells: nn.Sequential, m: int, input: Tensor, target: Tensor) ->
     return torch.stack(losses).sum()
 
 
-def _by_the_plain_call(model: GPipe, name: str, input: Tensor, target: Tensor) -> Tensor:
-    loss = F.mse_loss(model(input), target)
-    loss.backward()
-    return loss.detach()
-
-
-def _by_schedule(model: GPipe, name: str, input: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = model.step(input, target, F.mse_loss, schedule=name)
+def _by_pipeline(model: GPipe, schedule: str | None, input: Tensor, target: Tensor) -> Tensor:
+    """Train by a schedule, or by the plain call."""
+    if schedule is None:
+        loss = F.mse_loss(model(input), target)
+        loss.backward()
+        return loss.detach()
+    loss = model.step(input, target, F.mse_loss, schedule=schedule)
     return loss
 
 
-class _Here:
-    """In this process.
+class InProcess:
+    """A way to train the cells in this process.
 
     Args:
-        cells: Whose gradients are dropped before each step.
-        data: Input and target.
-        step: Computes gradients, and gives the loss.
+        cells: The cells, whose gradients are dropped before each step.
+        step: Computes gradients, and returns the loss.
         threads: The intra-op threads that workers share.
+        model: The pipeline, if it is one.
     """
 
     def __init__(
-        self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int
+        self,
+        cells: nn.Module,
+        step: Callable[[], Tensor],
+        threads: int,
+        model: GPipe | None = None,
     ) -> None:
         self._cells = cells
-        self._call = partial(step, *data)
+        self._step = step
         self._threads = threads
+        self._model = model
 
     def run(self) -> Run:
+        """Take a step."""
         self._prepare()
         begin = time.perf_counter()
-        loss = self._call()
+        loss = self._step()
         return Run(time.perf_counter() - begin, loss.item())
 
     def peak(self) -> int:
+        """Take a step, and return the peak of its activations in bytes."""
         self._prepare()
-        return peak_of_activations(self._call)
+        return peak_of_activations(self._step)
+
+    def bubble(self) -> float | None:
+        """Take a step, and return the part of the devices' time in which they do nothing."""
+        if self._model is None:
+            return None
+        self._prepare()
+        with record(self._model) as timeline:
+            self._step()
+        return timeline.bubble
 
     def _prepare(self) -> None:
         self._cells.zero_grad()
         torch.set_num_threads(self._threads)
 
 
-class Pipeline(_Here):
-    """In this process, by a pipeline.
+class InProcesses:
+    """A way to train the cells in processes, with one thread each.
 
     Args:
-        args: As above.
-        model: The pipeline.
+        processes: The processes.
+        schedule: The name of the schedule.
     """
 
-    def __init__(
-        self, cells: nn.Module, data: tuple[Tensor, Tensor], step: Step, threads: int, model: GPipe
-    ) -> None:
-        super().__init__(cells, data, step, threads)
-        self._model = model
-
-    def bubble(self) -> float:
-        """Take a step, and give the part of the devices' time in which they do nothing."""
-        self._prepare()
-        with record(self._model) as timeline:
-            self._call()
-        return timeline.bubble
-
-
-class _There:
-    """In processes, one thread each."""
-
-    def __init__(self, processes: Processes, name: str) -> None:
+    def __init__(self, processes: Processes, schedule: str) -> None:
         self._processes = processes
-        self._name = name
+        self._schedule = schedule
 
     def run(self) -> Run:
-        answers = self._processes.call('step', self._name)
+        """Take a step."""
+        answers = self._processes.call('step', self._schedule)
         return Run(seconds([answer.span for answer in answers]), answers[-1].loss)
 
     def peak(self) -> int:
-        return sum(answer.peak for answer in self._processes.call('step', self._name, True))
+        """Take a step, and return the peak of its activations in bytes."""
+        return sum(answer.peak for answer in self._processes.call('step', self._schedule, True))
+
+    def bubble(self) -> None:
+        """Return that the bubble is not known."""
+
+
+Contender = InProcess | InProcesses

@@ -33,6 +33,7 @@ from benchmarks.experiments.sharded.comparison import (
     sharding_options,
     side_by_side,
     training,
+    training_panels,
     training_rows,
 )
 from benchmarks.experiments.sharded.models import FEATURES
@@ -47,10 +48,9 @@ from benchmarks.experiments.sharded.workers import (
     train_on_tokens,
     train_resnet,
 )
-from benchmarks.harness.curves import Panel
+from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import free_memory, require
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows
+from benchmarks.harness.report import Part, Rows, Section
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 
@@ -60,7 +60,7 @@ from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
 FLOAT64, ONE_LAYER, FLOAT32, BFLOAT16 = 1e-9, 1e-5, 1e-3, 1e-2
 
 Results = dict[str, Any]
-Parts = list[str | Rows]
+Parts = list[Part]
 
 classes_option = click.option(
     '--classes',
@@ -111,7 +111,7 @@ def classes(
     def measure() -> Results:
         return {'features': features, 'batch': batch, 'cases': measure_sizes(sizes, rows)}
 
-    training('classes', output, measure, classes_parts, size_panels)
+    training(CLASSES, output, measure)
 
 
 def class_rows(cases: list[dict[str, Any]], with_loss: bool = False) -> Rows:
@@ -140,7 +140,7 @@ def _loss_alone(row: dict[str, Any]) -> float:
     return max(rank['loss'] / rank['logits'] / 2 for rank in row['ranks'] if rank['logits'])
 
 
-def size_panels(results: Results) -> list[Panel]:
+def size_panels(results: Results) -> list[Curves]:
     """Return peaks and times by the number of classes."""
     sizes = [case['classes'] for case in results['cases']]
     peaks: dict[str, Any] = {}
@@ -150,8 +150,8 @@ def size_panels(results: Results) -> list[Panel]:
             peaks.setdefault(row['name'], (sizes, []))[1].append(peak(row) / 2**20)
             times.setdefault(row['name'], (sizes, []))[1].append(row['seconds'] * 1e3)
     return [
-        Panel('classes', 'peak, MiB per rank', peaks, 'xy'),
-        Panel('classes', 'ms per step', times, 'xy'),
+        Curves('classes', 'peak, MiB per rank', peaks, 'xy'),
+        Curves('classes', 'ms per step', times, 'xy'),
     ]
 
 
@@ -204,7 +204,7 @@ def classes_resnet18(
         return {'resolution': resolution, 'batch': batch, 'cases': measure_sizes(sizes, rows)}
 
     try:
-        training('classes-resnet18', output, measure, resnet_parts, size_panels)
+        training(RESNET, output, measure)
     except MemoryError as error:
         raise click.ClickException(f'{error}; use --classes and --processes') from None
 
@@ -271,7 +271,7 @@ def mingpt(
         rows = side_by_side(train_on_text, options, numbers, steps, 'mingpt', FLOAT64)
         return {**sizes._asdict(), 'characters': len(text), 'rows': rows}
 
-    training('mingpt', output, measure, mingpt_parts)
+    training(MINGPT, output, measure)
 
 
 def mingpt_parts(results: Results) -> Parts:
@@ -321,7 +321,7 @@ def mingpt_sizes(
         cases = [measure_size(name, numbers, steps) for name in names]
         return {'batch': BATCH, 'cases': cases}
 
-    training('mingpt-sizes', output, measure, mingpt_sizes_parts, parameter_panels)
+    training(MINGPT_SIZES, output, measure)
 
 
 def measure_size(name: str, numbers: tuple[int, ...], steps: int) -> dict[str, Any]:
@@ -388,7 +388,7 @@ def dry_run_rows(cases: list[dict[str, Any]]) -> Rows:
     return ['parameters', '', 'ms per step', *MEMORY, 'largest difference', 'dry run, MiB'], rows
 
 
-def parameter_panels(results: Results) -> list[Panel]:
+def parameter_panels(results: Results) -> list[Curves]:
     """Return the peak of a process by parameters: measured, and by the dry run."""
     curves: dict[str, tuple[list[float], list[float]]] = {}
 
@@ -402,7 +402,7 @@ def parameter_panels(results: Results) -> list[Panel]:
             add(row['name'], case['parameters'], peak(row))
         for name, dry in case['dry'].items():
             add(f'{name}, dry run', case['parameters'], dry)
-    return [Panel('parameters', 'peak, MiB per rank', curves, 'xy')]
+    return [Curves('parameters', 'peak, MiB per rank', curves, 'xy')]
 
 
 def mingpt_sizes_parts(results: Results) -> Parts:
@@ -435,7 +435,7 @@ def arcface(numbers: tuple[int, ...], steps: int, output: str) -> None:
         data = Data(*[(images.double(), labels) for images, labels in load()])
         return {'rows': side_by_side(Recogniser, data, numbers, steps, 'arcface', FLOAT64)}
 
-    training('arcface', output, measure, arcface_parts)
+    training(ARCFACE, output, measure)
 
 
 def arcface_parts(results: Results) -> Parts:
@@ -452,13 +452,23 @@ def arcface_parts(results: Results) -> Parts:
     ]
 
 
+CLASSES = Section('Classifiers sharded over processes', 'classes', classes_parts, size_panels)
+RESNET = Section(
+    'A ResNet-18 with its classes sharded over processes',
+    'classes-resnet18',
+    resnet_parts,
+    size_panels,
+)
+MINGPT = Section('A GPT sharded over processes', 'mingpt', mingpt_parts, training_panels)
+MINGPT_SIZES = Section(
+    'GPTs of four sizes sharded over processes',
+    'mingpt-sizes',
+    mingpt_sizes_parts,
+    parameter_panels,
+)
+ARCFACE = Section(
+    'ArcFace with its classes sharded over processes', 'arcface', arcface_parts, training_panels
+)
+
 COMMANDS = [classes, classes_resnet18, mingpt, mingpt_sizes, arcface]
-SECTIONS = [
-    Section('Classifiers sharded over processes', 'classes', classes_parts),
-    Section(
-        'A ResNet-18 with its classes sharded over processes', 'classes-resnet18', resnet_parts
-    ),
-    Section('A GPT sharded over processes', 'mingpt', mingpt_parts),
-    Section('GPTs of four sizes sharded over processes', 'mingpt-sizes', mingpt_sizes_parts),
-    Section('ArcFace with its classes sharded over processes', 'arcface', arcface_parts),
-]
+SECTIONS = [CLASSES, RESNET, MINGPT, MINGPT_SIZES, ARCFACE]

@@ -9,22 +9,21 @@ One process trains beside several that share its model: the same steps, in turn:
 """
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
 import click
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from benchmarks.harness.curves import Panel, draw_curves
+from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import peak_memory, size_of_partition
-from benchmarks.harness.report import Rows, describe, machine, write_json
-from torchgpipe.base.errors import table
+from benchmarks.harness.options import Decorator, all_options
+from benchmarks.harness.report import Rows, Section, output_option
+from torchgpipe.base.devices import CPU
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.processes import Interval, Processes, seconds
 
@@ -80,7 +79,7 @@ class Trainer:
         """
         self._optimizer.zero_grad()
         without_gradients = sum(size_of_partition(self.model, self._optimizer).values())
-        peak = without_gradients + peak_memory(self._step, [torch.device('cpu')])
+        peak = without_gradients + peak_memory(self._step, [CPU])
         return {**size_of_partition(self.model, self._optimizer), 'peak': peak}
 
 
@@ -101,9 +100,11 @@ def side_by_side(
     Args:
         make: Makes a trainer in each process: it is called with the options, and whether the model
             is sharded over the processes.
-        options: The options. numbers: Numbers of processes. steps: The number of steps. name: The
-        label of the progress bar. tolerance: The allowed difference of losses, relative to the
-        plain model's largest loss.
+        options: The options.
+        numbers: Numbers of processes.
+        steps: The number of steps.
+        name: The label of the progress bar.
+        tolerance: The allowed difference of losses, relative to the plain model's largest loss.
 
     Returns:
         A row for each: its losses, the largest difference from the plain model's, the median time
@@ -146,13 +147,15 @@ def _row(
 
 
 def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float) -> float:
-    """Return by how much losses differ, and see that it is not more than rounding does."""
-    differences = [abs(loss - other) for loss, other in zip(row['losses'], expected)]
-    for step, (difference, loss) in enumerate(zip(differences, expected)):
-        if not difference <= tolerance * max(map(abs, expected)):
+    """Return the largest difference of losses, after a check that it is by rounding."""
+    allowed = tolerance * max(map(abs, expected))
+    differences = []
+    for step, (loss, right) in enumerate(zip(row['losses'], expected)):
+        differences.append(abs(loss - right))
+        if not differences[-1] <= allowed:
             raise RuntimeError(
-                f'{row["name"]}: the loss of step {step} should be {loss}, as that '
-                f'of the plain model, but is {row["losses"][step]}'
+                f'{row["name"]}: the loss of step {step} should be {right}, as in the plain '
+                f'model, but is {loss}'
             )
     return max(differences)
 
@@ -161,43 +164,30 @@ def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float
 MEMORY = ['model, MiB', 'peak, MiB']
 
 
-def sharding_options(
-    steps: int, processes: tuple[int, ...] = (1, 2, 4)
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command with the options of all of them."""
-    options = [
-        click.option(
-            '--processes',
-            'numbers',
-            type=click.IntRange(1),
-            multiple=True,
-            default=processes,
-            show_default=True,
-            callback=_drop_repeated,
-            help='How many share the model; may be given several times.',
-        ),
-        click.option(
-            '--steps',
-            type=click.IntRange(1),
-            default=steps,
-            show_default=True,
-            help='Steps that all take, in turn.',
-        ),
-        click.option(
-            '--output',
-            default='results',
-            show_default=True,
-            metavar='DIR',
-            help='Where the JSON file and the picture go.',
-        ),
-    ]
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+def sharding_options(steps: int, processes: tuple[int, ...] = (1, 2, 4)) -> Decorator:
+    """Return a decorator that gives a command the options of all of them."""
+    return all_options(
+        [
+            click.option(
+                '--processes',
+                'numbers',
+                type=click.IntRange(1),
+                multiple=True,
+                default=processes,
+                show_default=True,
+                callback=_drop_repeated,
+                help='How many share the model; may be given several times.',
+            ),
+            click.option(
+                '--steps',
+                type=click.IntRange(1),
+                default=steps,
+                show_default=True,
+                help='Steps that all take, in turn.',
+            ),
+            output_option,
+        ]
+    )
 
 
 def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tuple[int, ...]:
@@ -225,36 +215,39 @@ def peak(row: dict[str, Any]) -> int:
 
 def training_rows(rows: Sequence[dict[str, Any]]) -> Rows:
     """Return the header and the rows."""
-    return ['', 'first loss', 'last loss', 'largest difference', 'ms per step', *MEMORY], [
-        [
-            row['name'],
-            f'{row["losses"][0]:.4f}',
-            f'{row["losses"][-1]:.4f}',
-            difference_cell(row),
-            f'{row["seconds"] * 1e3:.1f}',
-            *memory_cells(row),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        cells.append(
+            [
+                row['name'],
+                f'{row["losses"][0]:.4f}',
+                f'{row["losses"][-1]:.4f}',
+                difference_cell(row),
+                f'{row["seconds"] * 1e3:.1f}',
+                *memory_cells(row),
+            ]
+        )
+    header = ['', 'first loss', 'last loss', 'largest difference', 'ms per step', *MEMORY]
+    return header, cells
 
 
-def training_panels(results: dict[str, Any]) -> list[Panel]:
+def training_panels(results: dict[str, Any]) -> list[Curves]:
     """Return the losses, and the most that a process keeps."""
     losses, peaks = {}, {}
     for row in results['rows']:
         losses[row['name']] = range(len(row['losses'])), row['losses']
         peaks[row['name']] = [len(row['ranks'])], [peak(row) / 2**20]
-    return [Panel('step', 'loss', losses), Panel('processes', 'peak, MiB per rank', peaks)]
+    return [Curves('step', 'loss', losses), Curves('processes', 'peak, MiB per rank', peaks)]
 
 
 def meaning(results: dict[str, Any]) -> str:
     """Return an explanation of the figures."""
-    load = results['load']
-    busy = (
-        ''
-        if load is None
-        else (f' Before the run, the load average of the machine over one minute was {load:.1f}.')
-    )
+    busy = ''
+    if results['load'] is not None:
+        busy = (
+            ' Before the run, the load average of the machine over one minute was '
+            f'{results["load"]:.1f}.'
+        )
     return (
         'The plain model uses layers of torch.nn in one process. The sharded models use layers of '
         'torchgpipe.shard. The command starts the given number of processes, which exchange '
@@ -266,25 +259,8 @@ def meaning(results: dict[str, Any]) -> str:
     )
 
 
-def training(
-    name: str,
-    output: str,
-    measure: Callable[[], dict[str, Any]],
-    parts: Callable[[dict[str, Any]], Sequence[str | Rows]],
-    panels: Callable[[dict[str, Any]], Sequence[Panel]] = training_panels,
-) -> None:
-    """Measure, and write tables, the JSON file and the pictures.
-
-    Args:
-        name: The name of the command. output: The folder for results. measure: Returns the
-        results. parts: Makes text and tables of them. panels: Makes pictures of them.
-    """
+def training(section: Section, output: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Measure, and publish the results with the load of the machine before."""
     folder = output_folder(output)
     load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else None
-    results = {'load': load, **measure()}
-    click.echo(f'{describe(machine())}\n')
-    for part in parts(results):
-        text = textwrap.fill(part, 99) if isinstance(part, str) else table(*part)
-        click.echo(f'{text}\n')
-    files = [write_json(folder, name, results), *draw_curves(panels(results), folder / name)]
-    click.echo('\n'.join(map(str, files)))
+    section.publish({'load': load, **measure()}, folder)

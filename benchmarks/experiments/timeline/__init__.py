@@ -10,7 +10,7 @@ from benchmarks.experiments.timeline.ablation import carry, without
 from benchmarks.harness.campaign import campaign
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job, time_epochs
-from benchmarks.harness.memory import GIB, peak_memory, size_of_partition
+from benchmarks.harness.memory import GIB, peak_memory
 from benchmarks.harness.options import (
     NAME,
     Options,
@@ -65,14 +65,11 @@ def measure(
         with record(job.model) as timeline:
             job.forward().backward()
         job.clear()
-        kept = sum(
-            sum(size_of_partition(partition, optimizer).values())
-            for partition, optimizer in zip(job.partitions, job.optimizers)
-        )
+        model = sum(sum(sizes.values()) for sizes in job.sizes())
         # Last, since PyTorch does not run compiled layers any more once it was watched.
         peak = peak_memory(job.step, job.devices)
     result['details'].update(
-        {UTILISATION: 100 * timeline.utilisation, MEMORY: (kept + peak) / GIB}
+        {UTILISATION: 100 * timeline.utilisation, MEMORY: (model + peak) / GIB}
     )
     stem = Path(options.output) / f'{experiment.name}-{setting.name}'
     title = f'{setting.model}: {_list(setting)}'

@@ -19,9 +19,7 @@ from benchmarks.experiments.zoo.convert import Case, converted, reason
 from benchmarks.experiments.zoo.libraries import LIBRARIES
 from benchmarks.experiments.zoo.train import differences, without_dropout
 from benchmarks.harness.memory import memory_limit
-from benchmarks.harness.page import Section
-from benchmarks.harness.report import Rows, write_json
-from torchgpipe.base.errors import table
+from benchmarks.harness.report import Part, Rows, Section, write_json
 from torchgpipe.trainer.files import output_folder
 
 #: How processes start: forked from one that has imported the libraries, which takes seconds.
@@ -87,36 +85,28 @@ def zoo(
     same micro-batches. Each takes two steps of AdamW in float64.
     """
     folder = output_folder(output)
-    results = _kept(folder / 'zoo.json')
-    results['libraries'].update(
-        {
-            library: {'version': _version(library), 'models': len(LIBRARIES[library].names())}
-            for library in libraries
-        }
-    )
-    _check_names(models, [name for library in libraries for name in LIBRARIES[library].names()])
-    multiprocessing.get_context(METHOD).set_forkserver_preload(
-        [
-            __name__,
-            *IMPORTED,
-            *(module for library in libraries for module in LIBRARIES[library].modules),
-        ]
-    )
+    results = _stored(folder / 'zoo.json')
+    available: list[str] = []
+    preloaded = [__name__, *IMPORTED]
     for library in libraries:
-        rows = results['rows'][library] = results['rows'].get(library, {})
-        names = [
-            name
-            for name in LIBRARIES[library].names()
-            if (name in models or not models) and not (missing and name in rows)
-        ]
-        bar = tqdm(names, desc=library, unit='model', leave=False)
+        version = _version(library)
+        names = LIBRARIES[library].names()
+        available += names
+        preloaded += LIBRARIES[library].modules
+        results['libraries'][library] = {'version': version, 'models': len(names)}
+    _check_names(models, available)
+
+    multiprocessing.get_context(METHOD).set_forkserver_preload(preloaded)
+    for library in libraries:
+        rows = results['rows'].setdefault(library, {})
+        bar = tqdm(LIBRARIES[library].names(), desc=library, unit='model', leave=False)
         for name in bar:
-            bar.set_postfix_str(name)
-            rows[name] = in_process(LIBRARIES[library].case, name, train, patience)
-            write_json(folder, 'zoo', results)
-    for part in _parts(results):
-        click.echo((part if isinstance(part, str) else table(*part)) + '\n')
-    click.echo(folder / 'zoo.json')
+            is_chosen = name in models or not models
+            if is_chosen and not (missing and name in rows):
+                bar.set_postfix_str(name)
+                rows[name] = in_process(LIBRARIES[library].case, name, train, patience)
+                write_json(folder, 'zoo', results)
+    SECTION.publish(results, folder)
 
 
 def _check_names(models: Sequence[str], available: Sequence[str]) -> None:
@@ -131,7 +121,7 @@ def _check_names(models: Sequence[str], available: Sequence[str]) -> None:
             )
 
 
-def _kept(path: Path) -> dict[str, Any]:
+def _stored(path: Path) -> dict[str, Any]:
     """Return the results of earlier runs."""
     if not path.exists():
         return {'libraries': {}, 'rows': {}}
@@ -190,28 +180,25 @@ def _find(pipe: Connection, make: Callable[[str], Case], name: str, train: bool)
             pipe.send({'reason': reason(error)})
 
 
-def _parts(results: dict[str, Any]) -> list[str | Rows]:
-    """Say how many are converted, and give a table of each library."""
-    parts: list[str | Rows] = [MEANING]
+def _parts(results: dict[str, Any]) -> list[Part]:
+    """Return the number of converted models, and a table of each library."""
+    parts: list[Part] = [MEANING]
     for library, rows in results['rows'].items():
         about = results['libraries'][library]
-        parts += [
-            f'{library} {about["version"]}, {len(rows)} of {about["models"]} models: '
-            f'{_summary([*rows.values()])}',
-            _table(rows),
-        ]
+        text = f'{library} {about["version"]}, {len(rows)} of {about["models"]} models: '
+        parts += [text + _summary([*rows.values()]), _table(rows)]
     return parts
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
-    by_itself = sum('layers' in row and not row['lines'] for row in rows)
-    by_line = sum('layers' in row and bool(row['lines']) for row in rows)
-    trained = [max(row['training'].values()) for row in rows if 'training' in row]
+    converted_rows = [row for row in rows if 'layers' in row]
+    by_itself = sum(not row['lines'] for row in converted_rows)
     text = (
         f'{by_itself} ({by_itself / len(rows):.0%}) are converted as they are, '
-        f'{by_line} with the line that the error names, and '
-        f'{len(rows) - by_itself - by_line} are not.'
+        f'{len(converted_rows) - by_itself} with the line that the error names, and '
+        f'{len(rows) - len(converted_rows)} are not.'
     )
+    trained = [max(row['training'].values()) for row in rows if 'training' in row]
     if trained:
         text += (
             f' {len(trained)} were trained, and differ by at most {max(trained):.0e} of a '
@@ -258,5 +245,6 @@ def shortened(text: str, length: int) -> str:
     return shorten(text.replace('|', '/'), length, placeholder=' …')
 
 
+SECTION = Section('Models of other libraries', 'zoo', _parts)
 COMMANDS = [zoo]
-SECTIONS = [Section('Models of other libraries', 'zoo', _parts)]
+SECTIONS = [SECTION]

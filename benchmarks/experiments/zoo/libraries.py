@@ -5,8 +5,10 @@ documentation.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,49 +26,19 @@ MOST = 80_000_000
 BLOCKS, WORDS = 2, 1000
 _LEAST = {
     'vocab_size': WORDS,
-    **dict.fromkeys(
-        (
-            'num_hidden_layers',
-            'num_layers',
-            'num_decoder_layers',
-            'encoder_layers',
-            'decoder_layers',
-            'n_layer',
-            'n_layers',
-        ),
-        BLOCKS,
-    ),
+    'num_hidden_layers': BLOCKS,
+    'num_layers': BLOCKS,
+    'num_decoder_layers': BLOCKS,
+    'encoder_layers': BLOCKS,
+    'decoder_layers': BLOCKS,
+    'n_layer': BLOCKS,
+    'n_layers': BLOCKS,
 }
 
-#: Classes, and options that differ from the defaults of their configs.
-NAMES: dict[str, dict[str, Any]] = dict.fromkeys(
-    """
-AlbertForMaskedLM BertForMaskedLM BertForSequenceClassification BigBirdForMaskedLM
-CamembertForMaskedLM CanineForSequenceClassification ConvBertForMaskedLM Data2VecTextForMaskedLM
-DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM
-EsmForMaskedLM FlaubertWithLMHeadModel FNetForMaskedLM FunnelForMaskedLM IBertForMaskedLM
-LayoutLMForMaskedLM LongformerForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM
-MPNetForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
-RoFormerForMaskedLM SqueezeBertForMaskedLM XLMRobertaForMaskedLM XLMWithLMHeadModel
-XLNetLMHeadModel YosoForMaskedLM BioGptForCausalLM BloomForCausalLM CodeGenForCausalLM
-FalconForCausalLM GemmaForCausalLM Gemma2ForCausalLM GPT2LMHeadModel GPTJForCausalLM
-GPTNeoForCausalLM GPTNeoXForCausalLM LlamaForCausalLM MistralForCausalLM OlmoForCausalLM
-OPTForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM StableLmForCausalLM
-BartForConditionalGeneration LEDForConditionalGeneration M2M100ForConditionalGeneration
-MarianMTModel MT5ForConditionalGeneration PegasusForConditionalGeneration
-T5ForConditionalGeneration BeitForImageClassification CLIPModel ConvNextForImageClassification
-DeiTForImageClassification Dinov2ForImageClassification ResNetForImageClassification
-SegformerForImageClassification SwinForImageClassification ViTForImageClassification
-ViTMAEForPreTraining ASTForAudioClassification HubertForCTC Wav2Vec2ForCTC
-WhisperForConditionalGeneration""".split(),
-    {},
-)
-# By default, one has no vocabulary, and some have a list for all of their blocks, or their padding
-# is the last of their words.
-NAMES['EsmForMaskedLM'] = {'vocab_size': 33, 'pad_token_id': 1, 'mask_token_id': 32}
-NAMES['LongformerForMaskedLM'] = {'attention_window': 512}
-NAMES['GPTNeoForCausalLM'] = {'num_layers': BLOCKS, 'attention_types': [[['global', 'local'], 1]]}
-NAMES['MarianMTModel'] = NAMES['ModernBertForMaskedLM'] = {'pad_token_id': 0}
+#: The classes of transformers, with the options that differ from the defaults of configs; and
+#: the smallest model of each family of timm, that is, of each of its modules. By default, a config
+#: has no vocabulary, or a list for all of its blocks, or a padding that is the last of its words.
+MODELS: dict[str, Any] = json.loads(Path(__file__).with_name('models.json').read_text())
 
 
 def case(name: str) -> Case:
@@ -74,15 +46,14 @@ def case(name: str) -> Case:
     import transformers
 
     cls: Any = getattr(transformers, name)
-    changes = NAMES.get(name, {})
+    changes = dict(MODELS['transformers'].get(name, {}))
     config = cls.config_class(**changes)
     with torch.device('meta'):
         number = sum(x.numel() for x in cls(config).parameters())
     if number > MOST:
-        changes = {
-            **changes,
-            **{key: least for key, least in _LEAST.items() if vars(config).get(key)},
-        }
+        for key, least in _LEAST.items():
+            if vars(config).get(key):
+                changes[key] = least
         config = cls.config_class(**changes)
     model = cls(config)
     sample = partial(sample_of, model)
@@ -163,27 +134,6 @@ SEGMENTED = 224
 #: To train with, in models that take any size.
 SMALL = 64
 
-#: The smallest model of each family, that is, of each of timm's modules.
-TIMM = """
-beit_base_patch16_224 halonet_h1 mobileone_s1 cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32
-convnext_zepto_rms cpubone_nano crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny
-deepseek_vit_412m deit_tiny_patch16_224 densenet121 dla46x_c dpn48b edgenext_xx_small
-efficientformer_l1 efficientformerv2_s0 mobilenetv2_035 efficientvim_m1 efficientvit_b0
-efficientvit_m0 vit_tiny_patch16_dinov3_qkvb fasternet_t0 fastvit_t8 focalnet_tiny_srf gcvit_xxtiny
-gemma4_vit_167m ghostnet_050 hardcorenas_b hgnetv2_b0 hiera_tiny_224 sam2_hiera_tiny
-hrnet_w18_small iformer_t inception_next_atto inception_resnet_v2 inception_v3 inception_v4
-lcnetv2_small levit_128s lowformer_b0 mambaout_femto maxvit_pico_rw_256 poolformerv2_s12
-gmlp_ti16_224 mobilenetv3_small_050 mobilenetv5_base mobilevit_xxs mvitv2_tiny
-naflexvit_base_patch16_parfac_gap nasnetalarge nest_tiny nextvit_small nf_regnet_b0 pit_ti_224
-pnasnet5large pvt_v2_b0 qwen3_vit_88m rdnet_tiny regnetx_002 repghostnet_050 repvit_m1 res2next50
-resnest14d resnet10t resnetv2_18 rexnet_100 selecsls42 legacy_seresnet18 sequencer2d_s shvit_s1
-skresnet18 starnet_s050 swiftformer_xs swin_tiny_patch4_window7_224 swinv2_tiny_window8_256
-swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m twins_svt_small vgg11
-visformer_tiny vit_tiny_patch16_224 vit_tiny_r_s16_p8_224 vit_srelpos_small_patch16_224
-samvit_base_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet19b_slim_dw legacy_xception
-xception41p xcit_nano_12_p8_224
-""".split()
-
 
 def _of_images(model: nn.Module, *shape: int) -> Case:
     def images(*shape: int) -> Callable[[int], Tensor]:
@@ -195,11 +145,10 @@ def _of_images(model: nn.Module, *shape: int) -> Case:
 def _torchvision_names() -> list[str]:
     from torchvision import models
 
-    return [
-        name
-        for module in (models, models.segmentation, models.video)
-        for name in models.list_models(module)
-    ]
+    names: list[str] = []
+    for module in (models, models.segmentation, models.video):
+        names += models.list_models(module)
+    return names
 
 
 def _torchvision(name: str, **changes: Any) -> Case:
@@ -226,10 +175,10 @@ def _timm(name: str) -> Case:
 
 LIBRARIES = {
     'torchvision': Library(['torchvision'], _torchvision_names, _torchvision),
-    'timm': Library(['timm'], lambda: TIMM, _timm),
+    'timm': Library(['timm'], lambda: MODELS['timm'], _timm),
     'transformers': Library(
         ['transformers', 'transformers.modeling_utils'],
-        lambda: [*NAMES],
+        lambda: [*MODELS['transformers']],
         case,
     ),
 }

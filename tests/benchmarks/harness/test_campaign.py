@@ -146,7 +146,7 @@ def test_an_allocator_that_gives_up_is_out_of_memory(tmp_path):
     campaign(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path), measure)
     one, two, _ = results(tmp_path, tiny.SPEED)
     assert one['status'] == two['status'] == 'out of memory'
-    assert two['reason'] == 'an allocation failed'
+    assert two['reason'] == 'MemoryError'
 
 
 def test_a_folder_that_vanishes_leaves_the_table_and_one_clear_error(tmp_path, capsys):

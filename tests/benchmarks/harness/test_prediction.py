@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.harness import curves, page
-from benchmarks.harness.curves import predict, step_seconds
+from benchmarks.experiments import speed
+from benchmarks.experiments.speed import predict, step_seconds
+from benchmarks.harness import page
 from benchmarks.harness.experiment import Setting
+from benchmarks.harness.report import written
 from tests.benchmarks import tiny
 from torchgpipe.balance import LayerProfile, Profile
 from torchgpipe.schedule import NAMES
@@ -65,7 +67,7 @@ def test_a_published_table(tmp_path, capsys, monkeypatch):
     assert {*two['ratios']} == {'plain call', *NAMES} and min(two['ratios'].values()) > 0
     assert two['published'] == {'torchgpipe 0.0.7': 1.5, 'a paper': 1.5}
     monkeypatch.setattr(page, 'RESULTS', tmp_path)
-    text = '\n'.join(page._prediction('tiny-speed'))
+    text = '\n'.join(map(written, page._prediction('tiny-speed')))
     assert '| pipeline-2 | 2 | 4 |' in text and '--predict --seed 0 --scale 0.5`' in text
     assert page._prediction('nothing') == []
 
@@ -78,9 +80,9 @@ def test_ratios_are_medians_over_profiles_of_the_baseline(tmp_path, monkeypatch)
         samples.append((len(model), *sample.shape))
         return profile(len(model), next(overheads))
 
-    monkeypatch.setattr(curves, 'profile', count)
+    monkeypatch.setattr(speed, 'profile', count)
     predict(tiny.SPEED, tiny.options(tiny.SPEED, tmp_path, settings=tiny.SETTINGS[1:]))
-    assert samples == [(65, curves.BATCH, 3, 64, 64)] * curves.PROFILES
+    assert samples == [(65, speed.BATCH, 3, 64, 64)] * speed.PROFILES
 
     results = json.loads((tmp_path / 'tiny-speed-predicted.json').read_text())['results']
     result = results['settings'][0]
